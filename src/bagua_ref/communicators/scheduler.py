@@ -122,11 +122,8 @@ class Scheduler:
         collects = gc.isenabled()
         gc.disable()
         outside = RankState()
-        outside.save()
         if not self._states:
             self._states = [RankState() for _ in functions]
-        for state in self._states:
-            state.save()
         self._mains = len(functions)
         stuck = False
         try:
@@ -422,6 +419,9 @@ class RankState:
 
     A rank's state is saved when another rank goes on, and restored before the rank goes on. All ranks start with the caller's.
     """
+
+    def __init__(self) -> None:
+        RankState.save(self)
 
     def save(self) -> None:
         """Take the state from the process."""

@@ -18,7 +18,7 @@ from bagua_ref.communicators.scheduler import Scheduler, Ticket, format_ranks
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, RankCall, SimulationError
 from bagua_ref.types import ReduceOp
 
-__all__ = ["Call", "SimulatedCommunicator", "SimulatedGroup", "SimulatedNetwork", "SimulatedTransport"]
+__all__ = ["Call", "Function", "SimulatedCommunicator", "SimulatedGroup", "SimulatedNetwork", "SimulatedTransport"]
 
 
 class Call:
@@ -69,6 +69,16 @@ class Call:
             self.group.wait(ticket, self.rank, timeout)
         if self.error is not None:
             raise self.error
+
+    def wait_until(self, timeout: float) -> bool:
+        """Wait at most ``timeout`` virtual seconds; return whether the call is finished."""
+        if not self.done:
+            ticket = self.group.scheduler.ticket(f"in {self} of group {self.group.name!r}", call=self)
+            self._waiting.append(ticket)
+            self.group.scheduler.wait(ticket, timeout, passes=True)
+        if self.error is not None:
+            raise self.error
+        return self.done
 
     def facts(self) -> RankCall:
         """Return the call for an error's report."""
@@ -123,7 +133,7 @@ class SimulatedGroup:
             self.give_up(f"group {self.name!r} was given up: {why}")
             raise CommunicationTimeoutError(why)
 
-    def post(self, call: Call, function: Function, stream: str = "") -> None:
+    def post(self, call: Call, function: Function, stream: str = "", strict: bool = False) -> None:
         """Take a rank's part in its next collective; the last one runs ``function`` for all of them.
 
         If ranks call different collectives, or pass arguments that do not match, all of them get the same error.
@@ -132,11 +142,15 @@ class SimulatedGroup:
             call: the rank's part.
             function: one of `collectives`, or the like.
             stream: collectives of different streams do not wait for each other.
+            strict: whether the first call that does not match raises the error here, before all ranks have called.
         """
         self.check()
         number = self._numbers.get((stream, call.rank), 0)
         self._numbers[stream, call.rank] = number + 1
         calls = self.under_way.setdefault((stream, number), {})
+        first = next(iter(calls.values()), call)
+        if strict and first.operation != call.operation:
+            raise self.mismatch(first, call)
         calls[call.rank] = call
         call.missing = lambda: [rank for r, rank in enumerate(self.ranks) if r not in calls]
         if len(calls) == len(self.ranks):
@@ -193,7 +207,9 @@ class SimulatedGroup:
                     return ValueError(self._both(first, call, "pass equally many elements"))
         return None
 
-    def mismatch(self, first: Call, second: Call, rule: str = "call the same collective with the same arguments") -> SimulationError:
+    def mismatch(
+        self, first: Call, second: Call, rule: str = "call the same collective with the same arguments"
+    ) -> SimulationError:
         """Return the error of two calls that do not fit together."""
         return SimulationError(self._both(first, second, rule), kind="mismatch", calls=(first.facts(), second.facts()))
 
@@ -373,22 +389,26 @@ class SimulatedNetwork:
         self.everyone = SimulatedGroup(self, "simulated", tuple(range(len(node_of))), math.inf)
         self._connecting: dict[str, SimulatedGroup] = {}
 
-    def connect(self, name: str, rank: int, place: int, ranks: Sequence[int], timeout: float, what: str = "") -> SimulatedGroup:
+    def connect(
+        self, key: str, rank: int, place: int, ranks: Sequence[int], timeout: float, what: str = "", name: str = ""
+    ) -> SimulatedGroup:
         """Return the group that the ranks make by calling this; wait until all of them have.
 
         Args:
-            name: the group's, equal on all of its ranks.
+            key: equal on all of the group's ranks.
             rank: the calling rank.
             place: its rank in the group.
-            ranks: global ranks, in group order.
+            ranks: global ranks, in group order; -1: the one that comes.
             timeout: of the group.
             what: the call, for messages.
+            name: the group's; empty: ``key``.
 
         Raises:
             SimulationError: the ranks disagree about ``ranks``.
         """
         self.scheduler.yield_()
-        group = self._connecting.setdefault(name, SimulatedGroup(self, name, tuple(ranks), timeout))
+        name = name or key
+        group = self._connecting.setdefault(key, SimulatedGroup(self, name, tuple(ranks), timeout))
         group.check()
         if group.ranks != tuple(ranks):
             others = [call.facts() for calls in group.under_way.values() for call in calls.values()]
@@ -399,10 +419,14 @@ class SimulatedNetwork:
                 kind="mismatch",
                 calls=(*others, mine),
             )
-        call = Call(group, place, what or f"connect(ranks={tuple(ranks)})", None, None)
-        group.post(call, lambda sends, recvs: None, stream="connect")
+        call = Call(group, place, what or f"connect(ranks={tuple(ranks)})", rank, None)
+
+        def set_ranks(sends: list[Any], recvs: list[Any]) -> None:
+            group.ranks = tuple(sends)
+
+        group.post(call, set_ranks, stream="connect")
         if call.done:
-            del self._connecting[name]
+            del self._connecting[key]
             self.scheduler.yield_()
         call.wait()
         return group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,8 +14,10 @@ from torch import Tensor
 from bagua_ref.base.runtime import Identity, use_world
 from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.simulated import SimulatedNetwork, SimulatedTransport
+from bagua_ref.errors import RankCall
 from bagua_ref.simulation.rank_world import SimulatedRankWorld
 from bagua_ref.simulation.schedules import Schedule, Schedules
+from bagua_ref.simulation.torch_distributed import rank_states, simulated_torch
 
 __all__ = ["Schedule", "Schedules", "SimulatedWorld"]
 
@@ -36,6 +39,7 @@ class SimulatedWorld:
         nodes: the number of ranks on each node, in rank order; None: all ranks are on one node.
         seed: the seed of the interleaving. The same program and seed give the same interleaving and results.
         schedule: the interleaving of a single run, instead of a seed's.
+        torch_distributed: whether `torch.distributed` is the simulated world's, too, and ``run`` calls functions of any program.
 
     Raises:
         ValueError: ``nodes`` are not positive numbers that sum to ``world_size``.
@@ -49,7 +53,13 @@ class SimulatedWorld:
     """
 
     def __init__(
-        self, world_size: int, nodes: Sequence[int] | None = None, seed: int = 0, schedule: Schedule | None = None
+        self,
+        world_size: int,
+        nodes: Sequence[int] | None = None,
+        seed: int = 0,
+        schedule: Schedule | None = None,
+        *,
+        torch_distributed: bool = False,
     ) -> None:
         for name, value in (("world_size", world_size), ("seed", seed)):
             if not isinstance(value, int) or isinstance(value, bool):
@@ -62,6 +72,9 @@ class SimulatedWorld:
         if any(not isinstance(size, int) or size < 1 for size in sizes) or sum(sizes) != world_size:
             raise ValueError(f"nodes={sizes} must be numbers of ranks, each at least 1, that sum to world_size={world_size}")
         self.world_size, self.nodes, self.seed, self.schedule = world_size, sizes, seed, schedule
+        self.torch_distributed = torch_distributed
+        self.failed_call: RankCall | None = None
+        """Where the exception that ended the last `run` was raised."""
         self.virtual_time = 0.0
         """The duration of the last `run` in virtual seconds."""
         self._messages: list[tuple[str, list[Tensor]]] | None = None
@@ -92,22 +105,25 @@ class SimulatedWorld:
             SimulationError: deadlock: every rank is waiting for another; the message names the waits.
             BaseException: the exception of the first rank to fail, unchanged; the other ranks are ended.
         """
-        scheduler = Scheduler(self._choices())
         node_of = tuple(node for node, size in enumerate(self.nodes) for _ in range(size))
+        identities = [self._identity(rank, node) for rank, node in enumerate(node_of)]
+        scheduler = Scheduler(self._choices(), rank_states(identities) if self.torch_distributed else None)
         network = SimulatedNetwork(scheduler, node_of, self._messages)
         results: dict[int, T] = {}
 
         def main(rank: int) -> None:
             transport = SimulatedTransport(network, rank)
-            with use_world(SimulatedRankWorld(scheduler, self._identity(rank, node_of[rank]), transport)):
-                results[rank] = function(transport.everyone(), *args)
+            with use_world(SimulatedRankWorld(scheduler, identities[rank], transport)):
+                results[rank] = function(*args) if self.torch_distributed else function(transport.everyone(), *args)
 
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            scheduler.run([partial(main, rank) for rank in range(self.world_size)])
+            with simulated_torch(scheduler, network) if self.torch_distributed else nullcontext():
+                scheduler.run([partial(main, rank) for rank in range(self.world_size)])
         finally:
             torch.set_num_threads(threads)
+            self.failed_call = scheduler.failed_call
             self.virtual_time = scheduler.time
         return [results[rank] for rank in range(self.world_size)]
 

@@ -1,0 +1,80 @@
+"""`torch.distributed` over simulated ranks: what `SimulatedWorld(n, torch_distributed=True)` puts in place of gloo."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+
+from bagua_ref.base.runtime import Identity, current_world
+from bagua_ref.communicators.call_sites import call_site
+from bagua_ref.communicators.scheduler import Scheduler
+from bagua_ref.communicators.simulated import SimulatedNetwork
+from bagua_ref.errors import RankCall, SimulationError
+from bagua_ref.simulation.torch_distributed import torch_hooks
+from bagua_ref.simulation.torch_distributed.process_group import SimulatedProcessGroup
+from bagua_ref.simulation.torch_distributed.rank_state import ProcessState
+from bagua_ref.simulation.torch_distributed.stores import SharedStores, SimulatedStore
+
+__all__ = ["ProcessState", "SimulatedProcessGroup", "SimulatedStore", "simulated_torch"]
+
+
+def rank_states(identities: Sequence[Identity]) -> list[ProcessState]:
+    """Return each rank's part of the process's state."""
+    torch_hooks.check_version()
+    return [ProcessState(identity) for identity in identities]
+
+
+@contextmanager
+def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork) -> Iterator[None]:
+    """Make torch.distributed that of the simulated ranks, for the threads of a scheduler, while the context lasts."""
+    stores = SharedStores(scheduler)
+    outside = ProcessState(None)
+
+    def connect(
+        store: SimulatedStore, place: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
+    ) -> SimulatedProcessGroup:
+        rank = current_world().identity.rank
+        ranks = list(ranks) or (list(range(size)) if size == len(network.node_of) else [-1] * size)
+        try:
+            group = network.connect(
+                f"{store.path}{name}", rank, place, ranks, timeout.total_seconds(), f"new_group(ranks={list(ranks)})", name=name
+            )
+        except SimulationError as error:
+            scheduler.end(error)
+        return SimulatedProcessGroup(group, place, store)
+
+    def open_store(kind: str, *args: Any, **options: Any) -> SimulatedStore:
+        timeout = options.get("timeout")
+        if kind == "PrefixStore":
+            prefix, store = [*args, *options.values()] if args else (options["prefix"], options["store"])
+            opened = store.prefixed(prefix)
+        elif kind == "TCPStore":
+            host = args[0] if args else options["host_name"]
+            port = args[1] if len(args) > 1 else options.get("port", 0)
+            timeouts = [arg for arg in args if isinstance(arg, timedelta)]
+            opened = stores.open(("tcp", host, port or stores.free_port()), timeout or (timeouts[0] if timeouts else None))
+        elif kind == "FileStore":
+            opened = stores.open(("file", str(args[0] if args else options["file_name"])), timeout)
+        else:
+            opened = stores.open(("hash", current_world().identity.rank, stores.free_port()), timeout)
+        opened.kind = kind
+        return opened
+
+    def not_in_group(operation: str) -> None:
+        rank, (file, line) = current_world().identity.rank, call_site(sys._getframe(1))
+        error = SimulationError(
+            f"rank {rank} calls {operation} on a group that it is not in (line {line} of {file})",
+            kind="not_in_group",
+            calls=(RankCall(rank, "", operation, "", file, line),),
+        )
+        scheduler.end(error)
+
+    try:
+        with torch_hooks.installed(scheduler.is_calling, connect, open_store, not_in_group):
+            yield
+    finally:
+        outside.restore()

@@ -1,0 +1,212 @@
+"""The private parts of torch that the simulated `torch.distributed` uses or replaces, all of them.
+
+They are replaced only during a run, and let other threads than the simulated ones pass through.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from bagua_ref.errors import SimulationError
+
+__all__ = ["Groups", "check_version", "current_world", "installed", "use_groups"]
+
+SUPPORTED = ("2.13", "2.14")
+"""The versions of torch with which the tests have run."""
+
+BACKEND = "bagua_ref_simulated"
+"""The name under which torch knows the simulated process groups."""
+
+_STORES = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
+
+
+def check_version() -> None:
+    """Raise SimulationError if this version of torch is not supported."""
+    version = ".".join(torch.__version__.split(".")[:2])
+    if version not in SUPPORTED:
+        raise SimulationError(
+            f"torch_distributed=True supports torch {' and '.join(SUPPORTED)}, not {torch.__version__}: it replaces private parts",
+            kind="unsupported",
+        )
+
+
+class Groups:
+    """The process groups of one rank: torch's Python state, and the names by which its C++ code finds them."""
+
+    def __init__(self) -> None:
+        self.world: Any = _new_world()
+        self._names: dict[str, Any] = {}
+        self._changes = 0
+        self._threads = threading.local()
+
+    def register(self, name: str, group: Any) -> None:
+        """Make a group known to this rank's threads."""
+        self._names[name] = group
+        self._changes += 1
+        self.register_in_thread()
+
+    def unregister(self, name: str | None) -> None:
+        """Make this rank's threads forget a group; None: all of them."""
+        if name is None:
+            self._names.clear()
+        else:
+            self._names.pop(name, None)
+        self._changes += 1
+        self.register_in_thread()
+
+    def register_in_thread(self) -> None:
+        """Bring the calling thread's registry, which C++ code reads, up to date."""
+        if getattr(self._threads, "changes", 0) != self._changes:
+            self._threads.changes = self._changes
+            _unregister_all()
+            for name, group in self._names.items():
+                _register(name, group)
+
+
+_register = torch._C._distributed_c10d._register_process_group
+_unregister_all = torch._C._distributed_c10d._unregister_all_process_groups
+_groups: Groups | None = None
+
+
+def current_world() -> Any:
+    """Return torch's state of process groups."""
+    return distributed_c10d._world
+
+
+def use_groups(groups: Groups) -> None:
+    """Make a rank's groups those of torch."""
+    global _groups
+    _groups, distributed_c10d._world = groups, groups.world
+
+
+@contextmanager
+def installed(
+    is_simulated: Callable[[], bool],
+    connect: Callable[..., Any],
+    open_store: Callable[..., Any],
+    not_in_group: Callable[[str], None],
+) -> Iterator[None]:
+    """Replace torch's groups and stores by simulated ones while the context lasts.
+
+    Args:
+        is_simulated: whether the calling thread is a simulated rank's.
+        connect: takes torch's description of a new group, and returns the process group.
+        open_store: takes the name of a store's class and its arguments.
+        not_in_group: called for an operation on a group that the rank is not in.
+    """
+    check_version()
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+    real_helper = distributed_c10d._new_process_group_helper
+
+    def new_group(size: int, rank: int, ranks: Any, backend: Any, store: Any, name: Any, *args: Any, **options: Any) -> Any:
+        if not is_simulated():
+            return real_helper(size, rank, ranks, backend, store, name, *args, **options)
+        options.pop("device_id", None)
+        group, store = real_helper(size, rank, ranks, BACKEND, store, name, *args, **(options | {"backend_options": None}))
+        world = current_world()
+        if group in world.pg_map:
+            world.pg_map[group] = ("gloo", world.pg_map[group][1])
+            world.pg_backend_config[group] = "cpu:gloo"
+        return group, store
+
+    def register(name: Any, group: Any) -> None:
+        _simulated(is_simulated).register(name, group) if is_simulated() else _register(name, group)
+
+    def unregister(name: Any) -> None:
+        _groups.unregister(name) if is_simulated() and _groups else torch._C._distributed_c10d._unregister_process_group(name)
+
+    def unregister_all() -> None:
+        _groups.unregister(None) if is_simulated() and _groups else _unregister_all()
+
+    def warn_not_in_group(operation: Any) -> None:
+        if is_simulated():
+            not_in_group(operation if isinstance(operation, str) else operation.__name__)
+
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    global _connect
+    _connect = connect
+    world = distributed_c10d._world
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        replace(distributed_c10d, "_new_process_group_helper", new_group)
+        replace(distributed_c10d, "_register_process_group", register)
+        replace(distributed_c10d, "_unregister_process_group", unregister)
+        replace(distributed_c10d, "_unregister_all_process_groups", unregister_all)
+        replace(distributed_c10d, "_warn_not_in_group", warn_not_in_group)
+        for name in _STORES:
+            substitute = _substitute(getattr(dist, name), is_simulated, open_store)
+            for module in (
+                dist,
+                distributed_c10d,
+                dist.rendezvous.__globals__ and __import__("sys").modules["torch.distributed.rendezvous"],
+            ):
+                if hasattr(module, name):
+                    replace(module, name, substitute)
+        yield
+    finally:
+        for owner, name, value in reversed(replaced):
+            setattr(owner, name, value)
+        distributed_c10d._world = world
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+
+
+_connect: Callable[..., Any] | None = None
+
+
+def _simulated(is_simulated: Callable[[], bool]) -> Groups:
+    assert _groups is not None
+    return _groups
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    assert _connect is not None
+    return _connect(
+        options.store, options.group_rank, options.group_size, options.timeout, options.group_id, options.global_ranks_in_group
+    )
+
+
+class _StoreClass(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.real) or getattr(instance, "kind", "") == cls.__name__  # type: ignore[attr-defined]
+
+
+def _substitute(real: Any, is_simulated: Callable[[], bool], open_store: Callable[..., Any]) -> Any:
+    """Return a class in place of a store's, whose instances are simulated stores in simulated threads."""
+
+    def make(cls: Any, *args: Any, **options: Any) -> Any:
+        return open_store(real.__name__, *args, **options) if is_simulated() else real(*args, **options)
+
+    return _StoreClass(real.__name__, (), {"__new__": make, "real": real})
+
+
+def _new_world() -> Any:
+    """Return an object in place of torch's `_World`, with state of its own."""
+    template = type(distributed_c10d._world) if not isinstance(distributed_c10d._world, _RankWorld) else distributed_c10d._World
+    return _RankWorld(template)
+
+
+class _RankWorld:
+    def __init__(self, template: Any) -> None:
+        self.default_pg = None
+        self.group_count = 0
+        self._template = template
+        self.__dict__.update({name: {} for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config")})
+        self.__dict__.update({name: {} for name in ("tags_to_pg", "pg_to_tag", "pg_coalesce_state")})
+        self.comms: list[Any] = []
+
+    @property
+    def pg_config_info(self) -> list[dict[str, Any]]:
+        return distributed_c10d._World.pg_config_info.fget(self)  # type: ignore[attr-defined,no-any-return]
