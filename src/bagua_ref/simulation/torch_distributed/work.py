@@ -128,9 +128,9 @@ class SimulatedWork(dist.Work):
     def get_future(self) -> SimulatedFuture:
         """Return the future of the results. Inside a backward it may be pending until the backward's end; else it is complete."""
         if self._future is None:
-            self._future = SimulatedFuture(self.wait)
-            if self._delivered or not _works_of_backward.will_wait(self):
+            if not _works_of_backward.will_wait(self):
                 self.wait()
+            self._future = SimulatedFuture(self.wait)
             if self._delivered:
                 self._future.set_result(self._result)
         return self._future
