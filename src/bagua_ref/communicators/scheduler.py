@@ -157,12 +157,17 @@ class Scheduler:
 
     # For the threads.
 
-    def spawn(self, function: Callable[[], None], name: str) -> Task:
-        """Start a thread of the calling thread's rank."""
+    def spawn(self, function: Callable[[], None], name: str, yields: bool = True) -> Task:
+        """Start a thread of the calling thread's rank; ``yields`` tells whether it may run at once."""
         task = Task(self.calling().rank, name, False, function)
         self._start(task)
-        self.yield_()
+        if yields:
+            self.yield_()
         return task
+
+    def forget(self) -> None:
+        """Make no thread one of the simulation's, in a process that was forked from it."""
+        self._current = None
 
     def ticket(self, what: str, collective: bool = False, call: Any = None) -> Ticket:
         """Return a ticket for the calling thread. Outside of the run, it cannot wait with it, and collectives are an error."""
@@ -296,6 +301,7 @@ class Scheduler:
             self._ending = self._ending or self._mains == 0
         following = self._pick()
         if following is None:
+            self._states[task.rank].save()
             self._current, self._switching = None, False
             self._over.release()
         else:

@@ -17,7 +17,7 @@ from bagua_ref.communicators.simulated import SimulatedNetwork, SimulatedTranspo
 from bagua_ref.errors import RankCall
 from bagua_ref.simulation.rank_world import SimulatedRankWorld
 from bagua_ref.simulation.schedules import Schedule, Schedules
-from bagua_ref.simulation.torch_distributed import rank_states, simulated_torch
+from bagua_ref.simulation.torch_distributed import rank_states, run_process, simulated_torch
 
 __all__ = ["Schedule", "Schedules", "SimulatedWorld"]
 
@@ -107,14 +107,15 @@ class SimulatedWorld:
         """
         node_of = tuple(node for node, size in enumerate(self.nodes) for _ in range(size))
         identities = [self._identity(rank, node) for rank, node in enumerate(node_of)]
-        scheduler = Scheduler(self._choices(), rank_states(identities) if self.torch_distributed else None)
+        states = rank_states(identities) if self.torch_distributed else None
+        scheduler = Scheduler(self._choices(), states)
         network = SimulatedNetwork(scheduler, node_of, self._messages)
         results: dict[int, T] = {}
 
         def main(rank: int) -> None:
             transport = SimulatedTransport(network, rank)
-            with use_world(SimulatedRankWorld(scheduler, identities[rank], transport)):
-                results[rank] = function(*args) if self.torch_distributed else function(transport.everyone(), *args)
+            with use_world(SimulatedRankWorld(scheduler, identities[rank], transport, states[rank] if states else None)) as world:
+                results[rank] = run_process(world, function, *args) if states else function(transport.everyone(), *args)
 
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
