@@ -21,6 +21,7 @@ from bagua_ref.simulation.torch_distributed.rank_state import ProcessState
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
 from bagua_ref.simulation.torch_distributed.stores import SharedStores, SimulatedStore
 from bagua_ref.simulation.torch_distributed.threads import end_threads, replace_clocks, replace_threads
+from bagua_ref.simulation.torch_distributed.work import SimulatedWork
 
 __all__ = ["ProcessState", "SimulatedProcessGroup", "SimulatedStore", "run_script", "simulated_torch"]
 
@@ -90,6 +91,8 @@ def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork) -> Iterator
 
     replacements = Replacements(scheduler.is_calling)
     modules = UserModules(lambda: current_world().process_state.modules if scheduler.is_calling() else None)  # type: ignore[attr-defined]
+    for owner in (SimulatedProcessGroup, SimulatedWork, SimulatedStore):
+        torch_hooks.hide_from_compiler(owner)
     try:
         torch_hooks.replace(replacements, connect, open_store, not_in_group)
         replace_processes(replacements, scheduler)
