@@ -86,7 +86,9 @@ def hooked(state: Any, hook: Any, steps: int = 3, **options: Any) -> list[Any]:
 
 
 def power_sgd(exact: bool) -> list[Any]:
-    return hooked(powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook, 4)
+    return hooked(
+        powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook, 4
+    )
 
 
 def no_sync(exact: bool) -> list[Any]:

@@ -22,6 +22,8 @@ class SimulatedRankWorld(World):
         self.transport = transport
         self.process_state = process_state
         """This rank's part of the process's state, if it has one of its own."""
+        self.main_thread: Any = None
+        """What `threading.main_thread` returns to the rank's program."""
         self.started_threads: list[Any] = []
         """The threads that the rank's program has started by `threading`, if it may."""
         self.signal_handlers: dict[Any, Any] = {}
