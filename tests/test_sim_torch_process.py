@@ -40,11 +40,12 @@ def test_generators_environment_and_arguments_belong_to_the_rank():
     def main():
         rank = init()
         random.seed(rank)
-        np.random.seed(rank)
+        np.random.seed(rank)  # noqa: NPY002
         torch.manual_seed(rank)
         os.environ["OWN"], sys.argv = str(rank), ["script", str(rank)]
         dist.barrier()
-        return random.random(), np.random.rand(), torch.rand(1).item(), os.environ["OWN"], sys.argv[1]
+        drawn = np.random.rand()  # noqa: NPY002
+        return random.random(), drawn, torch.rand(1).item(), os.environ["OWN"], sys.argv[1]
 
     arguments, before = sys.argv, torch.get_rng_state()
     results = run(main)

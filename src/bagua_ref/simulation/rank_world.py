@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from bagua_ref.base.runtime import Identity, World
-from bagua_ref.communicators.scheduler import Scheduler, Task, Ticket
+from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.simulated import SimulatedTransport
+from bagua_ref.communicators.tasks import Task, Ticket
 
 __all__ = ["SimulatedEvent", "SimulatedLock", "SimulatedQueue", "SimulatedRankWorld", "SimulatedThread"]
 

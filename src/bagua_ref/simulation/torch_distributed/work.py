@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bagua_ref.communicators.simulated import Call
+from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.errors import SimulationError
 
 __all__ = ["SimulatedFuture", "SimulatedWork", "seconds_of"]
