@@ -33,8 +33,9 @@ from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 def run(names: list[str], exact: bool) -> dict[str, Any]:
     """Return the results of programs on this rank; each of them in a group of all ranks."""
     results = {}
+    store, rank, size = next(dist.rendezvous("env://"))
     for name in names:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=size)
         results[name] = PROGRAMS[name](exact)
         dist.barrier()
         dist.destroy_process_group()
@@ -130,7 +131,7 @@ def post_local_sgd(exact: bool) -> list[Any]:
     own, _ = dist.new_subgroups(1)
     model.register_comm_hook(post_localSGD_hook.PostLocalSGDState(None, own, 1), post_localSGD_hook.post_localSGD_hook)
     averager = averagers.PeriodicModelAverager(period=2, warmup_steps=1)
-    return train(model, exact, PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), 0.25), averager), 4)
+    return train(model, exact, PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), 0.25), averager))
 
 
 def hierarchical_averager(exact: bool) -> list[Any]:
