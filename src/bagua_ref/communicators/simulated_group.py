@@ -236,6 +236,6 @@ class SimulatedGroup:
         elif message.numel() != tensor.numel():
             error = ValueError(f"{sentence}; the numbers of elements must be equal")
         else:
-            tensor.data.copy_(message.detach().reshape(tensor.shape))
+            tensor.data.copy_(message.reshape(tensor.shape))
         sender.finish()
         receiver.finish(error)
