@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
+import accelerate.local_sgd
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -203,6 +205,16 @@ def bagua(exact: bool) -> list[Any]:
     return trained
 
 
+def accelerate_local_sgd(exact: bool) -> list[Any]:
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = small_model(exact)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.25))
+    with accelerate.local_sgd.LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local:
+        trained = train(model, exact, optimizer, after=local.step)
+    accelerator.state._reset_state(reset_partial_state=True)
+    return trained
+
+
 def distributed_checkpoint(exact: bool) -> list[Any]:
     model, folder = small_model(exact), [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder, 0)
@@ -348,6 +360,7 @@ PROGRAMS: dict[str, Callable[[bool], Any]] = {
     "Join with ZeRO": joined_with_zero,
     "hierarchical averager": hierarchical_averager,
     "with_bagua": bagua,
+    "accelerate.LocalSGD": accelerate_local_sgd,
     "DCP": distributed_checkpoint,
     "collectives": collectives,
     "objects": objects,

@@ -108,8 +108,11 @@ class UserModules(importlib.abc.MetaPathFinder):
         if modules is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.origin is not None and spec.origin.endswith(".py") and is_user_code(spec.origin):
-            modules.setdefault(fullname, None)
+        if spec is not None:
+            # A package of several folders has no file of its own.
+            files = [f"{folder}/" for folder in spec.submodule_search_locations or ()] if spec.origin is None else [spec.origin]
+            if all(file.endswith((".py", "/")) and is_user_code(file) for file in files):
+                modules.setdefault(fullname, None)
         return spec
 
 

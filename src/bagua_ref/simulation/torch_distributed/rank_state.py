@@ -16,6 +16,9 @@ from bagua_ref.simulation.torch_distributed import torch_hooks
 
 __all__ = ["ProcessState"]
 
+_LIBRARY_STATE = tuple(("accelerate.state", name) for name in ("PartialState", "AcceleratorState", "GradientState"))
+"""Modules and classes of libraries whose ``_shared_state`` belongs to a process."""
+
 _bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
 
 
@@ -36,8 +39,10 @@ class ProcessState(RankState):
         self._module_locks: Any = _bootstrap._module_locks if identity is None else {}
         self.modules: dict[str, ModuleType | None] = {}
         """The modules of which the rank has its own, by name; None: not imported, or in use."""
+        self._library_state: dict[tuple[str, str], Any] = {}
         self.groups = torch_hooks.Groups()
         if identity is None:
+            self._take_library_state()
             self.groups.world = torch_hooks.current_world()
             self.modules = {"__main__": sys.modules["__main__"]}
         else:
@@ -53,8 +58,14 @@ class ProcessState(RankState):
         self._environment, self._arguments = os.environ._data, sys.argv  # type: ignore[attr-defined]
         self._numpy = np.random.get_bit_generator()
         self._module_locks = _bootstrap._module_locks
+        self._take_library_state()
         for name in self.modules:
             self.modules[name] = sys.modules.pop(name, None)
+
+    def _take_library_state(self) -> None:
+        for place in _LIBRARY_STATE:
+            if place[0] in sys.modules:
+                self._library_state[place] = vars(_owner(place))["_shared_state"]
 
     def restore(self) -> None:
         """Put the state into the process."""
@@ -63,11 +74,18 @@ class ProcessState(RankState):
         np.random.set_bit_generator(self._numpy)
         _bootstrap._module_locks = self._module_locks
         sys.modules.update({name: module for name, module in self.modules.items() if module is not None})
+        for place in _LIBRARY_STATE:
+            if place[0] in sys.modules:
+                _owner(place)._shared_state = self._library_state.get(place, {})
         torch_hooks.use_groups(self.groups)
 
     def resumed(self) -> None:
         """Register the rank's groups in the calling thread."""
         self.groups.register_in_thread()
+
+
+def _owner(place: tuple[str, str]) -> Any:
+    return getattr(sys.modules[place[0]], place[1])
 
 
 def _copy(generator: Any) -> Any:
