@@ -120,7 +120,7 @@ class SimulatedWorld:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            with simulated_torch(scheduler, network) if self.torch_distributed else nullcontext():
+            with simulated_torch(scheduler, network, states) if states else nullcontext():
                 scheduler.run([partial(main, rank) for rank in range(self.world_size)])
         finally:
             torch.set_num_threads(threads)

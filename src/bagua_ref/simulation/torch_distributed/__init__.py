@@ -18,7 +18,7 @@ from bagua_ref.errors import RankCall, SimulationError
 from bagua_ref.simulation.torch_distributed import torch_hooks
 from bagua_ref.simulation.torch_distributed.process_group import SimulatedProcessGroup
 from bagua_ref.simulation.torch_distributed.processes import UserModules, replace_processes, run_script
-from bagua_ref.simulation.torch_distributed.rank_state import ProcessState
+from bagua_ref.simulation.torch_distributed.rank_state import ProcessState, restore_environment
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
 from bagua_ref.simulation.torch_distributed.stores import SharedStores, SimulatedStore
 from bagua_ref.simulation.torch_distributed.threads import as_current_thread, end_threads, replace_clocks, replace_threads
@@ -48,7 +48,7 @@ def run_process(world: Any, function: Callable[..., Any], *args: Any) -> Any:
 
 
 @contextmanager
-def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork) -> Iterator[None]:
+def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork, states: Sequence[ProcessState]) -> Iterator[None]:
     """Make torch.distributed that of the simulated ranks, for the threads of a scheduler, while the context lasts."""
     stores = SharedStores(scheduler)
     outside = ProcessState(None)
@@ -107,6 +107,7 @@ def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork) -> Iterator
     finally:
         replacements.restore()
         outside.restore()
+        restore_environment(states)
         torch_hooks.forget()
         if modules in sys.meta_path:
             sys.meta_path.remove(modules)

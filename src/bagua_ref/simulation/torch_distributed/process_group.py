@@ -77,6 +77,11 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
+    def _get_backend(self, device: torch.device) -> SimulatedProcessGroup:
+        return self
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
     def get_group_store(self) -> dist.Store:
         """Return the group's store."""
         return self._store
@@ -335,14 +340,14 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def _check_devices(self, operation: str, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             if tensor.device.type != "cpu":
-                call = Call(self.group, self.rank(), operation, None, None)
-                error = SimulationError(
-                    f"{operation} of a tensor on {tensor.device}: the simulated world has CPU tensors only. Make the script choose "
-                    "its device by torch.cuda.is_available() or an argument, and run it on the CPU",
-                    kind="unsupported",
-                    calls=(call.facts(),),
-                )
-                self.group.scheduler.end(error)
+                advice = "Let the script choose its device by torch.cuda.is_available() or an argument, and run it on the CPU"
+                self._refuse(operation, f"a tensor on {tensor.device}: the simulated world has CPU tensors only. {advice}")
+            if tensor.layout != torch.strided:
+                self._refuse(operation, f"a tensor of layout {tensor.layout}, which is not simulated; pass tensor.to_dense()")
+
+    def _refuse(self, operation: str, why: str) -> None:
+        call = Call(self.group, self.rank(), operation, None, None).facts()
+        self.group.scheduler.end(SimulationError(f"{operation} of {why}", kind="unsupported", calls=(call,)))
 
     # The names of other versions of torch.
 

@@ -57,6 +57,8 @@ def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
         first = args if isinstance(args, str | bytes | os.PathLike) else next(iter(args))
         if Path(os.fsdecode(first).split()[0]).name.startswith(_LAUNCHERS):
             refuse(f"process {os.fsdecode(first)!r}")
+        if len(rest) < 10 and options.get("env") is None:
+            options["env"] = dict(os.environ)  # C code knows only the process's
         original(self, args, *rest, **options)
 
     def set_handler(original: Any, number: Any, handler: Any) -> Any:

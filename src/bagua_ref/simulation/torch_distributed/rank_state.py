@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import random
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +16,7 @@ from bagua_ref.base.runtime import Identity
 from bagua_ref.communicators.tasks import RankState
 from bagua_ref.simulation.torch_distributed import torch_hooks
 
-__all__ = ["ProcessState"]
+__all__ = ["ProcessState", "restore_environment"]
 
 _LIBRARY_STATE = tuple(("accelerate.state", name) for name in ("PartialState", "AcceleratorState", "GradientState"))
 """Modules and classes of libraries whose ``_shared_state`` belongs to a process."""
@@ -33,7 +35,7 @@ class ProcessState(RankState):
 
     def __init__(self, identity: Identity | None) -> None:
         super().__init__()
-        self._environment: Any = os.environ._data  # type: ignore[attr-defined]
+        self.environment: Any = os.environ._data  # type: ignore[attr-defined]
         self._arguments = sys.argv
         self._numpy = np.random.get_bit_generator()
         self._module_locks: Any = _bootstrap._module_locks if identity is None else {}
@@ -46,16 +48,18 @@ class ProcessState(RankState):
             self.groups.world = torch_hooks.current_world()
             self.modules = {"__main__": sys.modules["__main__"]}
         else:
-            self._environment = dict(self._environment)
+            self.environment = dict(self.environment)
             self._arguments = list(sys.argv)
-            self._numpy = _copy(self._numpy)
+            # Processes start with different states of these two, and with the same one of torch's.
+            self._python = random.Random(f"rank {identity.rank}").getstate()  # nosec B311 # to repeat a run
+            self._numpy = np.random.MT19937(identity.rank)
             for name, value in _variables(identity).items():
-                self._environment[os.environ.encodekey(name)] = os.environ.encodevalue(str(value))  # type: ignore[attr-defined]
+                self.environment[os.environ.encodekey(name)] = os.environ.encodevalue(str(value))  # type: ignore[attr-defined]
 
     def save(self) -> None:
         """Take the state from the process."""
         super().save()
-        self._environment, self._arguments = os.environ._data, sys.argv  # type: ignore[attr-defined]
+        self.environment, self._arguments = os.environ._data, sys.argv  # type: ignore[attr-defined]
         self._numpy = np.random.get_bit_generator()
         self._module_locks = _bootstrap._module_locks
         self._take_library_state()
@@ -70,7 +74,7 @@ class ProcessState(RankState):
     def restore(self) -> None:
         """Put the state into the process."""
         super().restore()
-        os.environ._data, sys.argv = self._environment, self._arguments  # type: ignore[attr-defined]
+        os.environ._data, sys.argv = self.environment, self._arguments  # type: ignore[attr-defined]
         np.random.set_bit_generator(self._numpy)
         _bootstrap._module_locks = self._module_locks
         sys.modules.update({name: module for name, module in self.modules.items() if module is not None})
@@ -88,10 +92,14 @@ def _owner(place: tuple[str, str]) -> Any:
     return getattr(sys.modules[place[0]], place[1])
 
 
-def _copy(generator: Any) -> Any:
-    copy = type(generator)()
-    copy.state = generator.state
-    return copy
+def restore_environment(states: Sequence[ProcessState]) -> None:
+    """Undo in the process's own environment, which C code reads, what the ranks have set in theirs."""
+    for name in {name for state in states for name in state.environment} | set(os.environ._data):  # type: ignore[attr-defined]
+        value = os.environ._data.get(name)  # type: ignore[attr-defined]
+        if value is None:
+            os.unsetenv(name)
+        else:
+            os.putenv(name, value)
 
 
 def _variables(identity: Identity) -> dict[str, Any]:
@@ -102,6 +110,7 @@ def _variables(identity: Identity) -> dict[str, Any]:
         "LOCAL_RANK": identity.local_rank,
         "LOCAL_WORLD_SIZE": identity.local_world_size,
         "GROUP_RANK": identity.node_rank,
+        "TORCHELASTIC_RUN_ID": "simulated",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": 29_500,
     }

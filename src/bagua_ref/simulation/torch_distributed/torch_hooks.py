@@ -124,6 +124,14 @@ def replace(
     def warn_not_in_group(original: Any, operation: Any) -> None:
         not_in_group(operation if isinstance(operation, str) else operation.__name__)
 
+    def split_group(original: Any, parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, **options: Any) -> Any:
+        parents = dist.get_process_group_ranks(parent_pg or dist.group.WORLD)
+        groups = [[parents[rank] for rank in ranks] for ranks in split_ranks]
+        own = next((ranks for ranks in groups if dist.get_rank() in ranks), None)
+        return own and dist.new_group(own, timeout=timeout, use_local_synchronization=True)
+
+    for owner in (dist, distributed_c10d):
+        replacements.function(owner, "split_group", split_group)
     replacements.put(distributed_c10d, "_world", distributed_c10d._world)
     replacements.function(distributed_c10d, "_new_process_group_helper", new_group)
     replacements.function(distributed_c10d, "_register_process_group", lambda original, *pair: _current().register(*pair))
