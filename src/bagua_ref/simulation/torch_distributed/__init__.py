@@ -1,4 +1,10 @@
-"""`torch.distributed` over simulated ranks: what `SimulatedWorld(n, torch_distributed=True)` puts in place of gloo."""
+"""`torch.distributed` over simulated ranks: what `SimulatedWorld(n, torch_distributed=True)` puts in place of gloo.
+
+Each rank is like a process: it has its own environment (that of torchrun), arguments, random generators, ``__main__``, modules of
+the user that it imports during the run, groups, threads and signal handlers. Clocks and sleeping are virtual. Collectives and
+messages are those of gloo on CPU tensors; what one writes that does not block is seen only when it is waited for, and NaN before.
+Reductions run in rank order [defined].
+"""
 
 from __future__ import annotations
 
