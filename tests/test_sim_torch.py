@@ -19,7 +19,7 @@ def results(request: pytest.FixtureRequest) -> tuple[list[str], list[Any], list[
     """The programs' names, and their results by rank, of gloo's processes and of simulated ranks."""
     n, exact = request.param, request.param > 2
     names = [name for name in torch_programs.PROGRAMS if not exact or name not in torch_programs.INEXACT]
-    real = launch(torch_programs.run, n, names, exact, init=False)
+    real = launch(torch_programs.run, n, names, exact, init=False, limit=300.0)
     simulated = SimulatedWorld(n, torch_distributed=True).run(torch_programs.run, names, exact)
     return names, real, simulated
 

@@ -13,11 +13,8 @@ import torch
 
 __all__ = ["call_site", "is_user_code", "raise_site"]
 
-_FOLDERS = [
-    *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
-    Path(torch.__file__).parent,
-    Path(__file__).parents[1],
-]
+_FOLDERS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_FOLDERS += [str(Path(torch.__file__).parent), str(Path(__file__).parents[1])]
 _LIBRARIES = tuple({str(Path(folder).resolve()) + os.sep for folder in _FOLDERS})
 
 

@@ -85,7 +85,7 @@ class Call:
         return RankCall(rank, "", str(self), self.group.name, self.file, self.line, tuple(self.missing()))
 
 
-Function = Callable[[list[Any], list[Any]], None]
+Function = Callable[[list[Any], list[Any]], object]
 """A collective: takes what each rank sends, and each rank's receiver, in rank order."""
 
 
@@ -167,7 +167,7 @@ class SimulatedGroup:
     def post_send(self, call: Call, dst: int, tag: int = 0) -> None:
         """Take a message to rank ``dst`` of the group; ``call.send`` is read when the receiver is there."""
         self.check()
-        waiting = self.recvs.get((dst, tag), ())
+        waiting = self.recvs.get((dst, tag), deque())
         for receiver in waiting:
             if receiver.source in (None, call.rank):
                 waiting.remove(receiver)
@@ -181,7 +181,7 @@ class SimulatedGroup:
         self.check()
         call.source = src
         call.missing = lambda: [rank for r, rank in enumerate(self.ranks) if r == src or (src is None and r != call.rank)]
-        waiting = self.sends.get((call.rank, tag), ())
+        waiting = self.sends.get((call.rank, tag), deque())
         for sender in waiting:
             if src in (None, sender.rank):
                 waiting.remove(sender)

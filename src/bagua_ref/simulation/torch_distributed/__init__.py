@@ -76,7 +76,7 @@ def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork, states: Seq
         timeout = options.get("timeout")
         if kind == "PrefixStore":
             prefix, store = [*args, *options.values()] if args else (options["prefix"], options["store"])
-            opened = store.prefixed(prefix)
+            opened: SimulatedStore = store.prefixed(prefix)
         elif kind == "TCPStore":
             host = args[0] if args else options["host_name"]
             port = args[1] if len(args) > 1 else options.get("port", 0)
@@ -123,5 +123,11 @@ def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork, states: Seq
 _running: list[Scheduler] = []
 """The scheduler of the run under way, if any."""
 
+
+def _forget_simulation() -> None:
+    for scheduler in _running:
+        scheduler.forget()
+
+
 # A data loader's worker is a fork of a simulated thread, and is not simulated.
-os.register_at_fork(after_in_child=lambda: [scheduler.forget() for scheduler in _running])
+os.register_at_fork(after_in_child=_forget_simulation)

@@ -9,18 +9,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from bagua_ref.communicators import collectives
 from bagua_ref.communicators.simulated_group import Call, Function, SimulatedGroup
 from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.torch_distributed.arguments import check_alike, check_sizes, describe, listed, reduction, split
-from bagua_ref.simulation.torch_distributed.work import SimulatedWork, seconds_of
+from bagua_ref.simulation.torch_distributed.work import SimulatedWork
 from bagua_ref.types import ReduceOp
 
 __all__ = ["SimulatedProcessGroup"]
 
 
-class SimulatedProcessGroup(dist.ProcessGroup):
+_ProcessGroup: Any = dist.ProcessGroup  # whose stubs differ by version
+
+
+class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A group of `torch.distributed` whose ranks are simulated.
 
     A call that blocks waits in its method and writes its results directly. One that does not returns a `SimulatedWork`, which
@@ -32,7 +36,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         store: of the group.
     """
 
-    def __init__(self, group: SimulatedGroup, rank: int, store: dist.Store) -> None:
+    def __init__(self, group: SimulatedGroup, rank: int, store: Store) -> None:
         super().__init__(rank, len(group.ranks))
         self.group, self._store = group, store
         self._coalescing: list[SimulatedWork] | None = None
@@ -82,7 +86,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         """Return the group's store."""
         return self._store
 
@@ -241,7 +245,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         group.scheduler.yield_()
         call = Call(group, self.rank(), "monitored_barrier()", None, None)
         self._post(call, lambda sends, recvs: None)
-        limit = group.timeout if timeout is None else seconds_of(timeout)
+        limit = group.timeout if timeout is None else timeout.total_seconds()
         if call.wait_until(limit):
             return
         absent = call.missing()

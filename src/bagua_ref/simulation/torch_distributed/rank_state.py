@@ -21,7 +21,9 @@ __all__ = ["ProcessState", "restore_environment"]
 _LIBRARY_STATE = tuple(("accelerate.state", name) for name in ("PartialState", "AcceleratorState", "GradientState"))
 """Modules and classes of libraries whose ``_shared_state`` belongs to a process."""
 
-_bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
+_numpy_random: Any = np.random
+_environ: Any = os.environ
+_bootstrap: Any = importlib.import_module("importlib._bootstrap")
 
 
 class ProcessState(RankState):
@@ -35,9 +37,9 @@ class ProcessState(RankState):
 
     def __init__(self, identity: Identity | None) -> None:
         super().__init__()
-        self.environment: Any = os.environ._data  # type: ignore[attr-defined]
+        self.environment: Any = _environ._data
         self._arguments = sys.argv
-        self._numpy = np.random.get_bit_generator()
+        self._numpy = _numpy_random.get_bit_generator()
         self._module_locks: Any = _bootstrap._module_locks if identity is None else {}
         self.modules: dict[str, ModuleType | None] = {}
         """The modules of which the rank has its own, by name; None: not imported, or in use."""
@@ -54,13 +56,13 @@ class ProcessState(RankState):
             self._python = random.Random(f"rank {identity.rank}").getstate()  # nosec B311 # to repeat a run
             self._numpy = np.random.MT19937(identity.rank)
             for name, value in _variables(identity).items():
-                self.environment[os.environ.encodekey(name)] = os.environ.encodevalue(str(value))  # type: ignore[attr-defined]
+                self.environment[_environ.encodekey(name)] = _environ.encodevalue(str(value))
 
     def save(self) -> None:
         """Take the state from the process."""
         super().save()
-        self.environment, self._arguments = os.environ._data, sys.argv  # type: ignore[attr-defined]
-        self._numpy = np.random.get_bit_generator()
+        self.environment, self._arguments = _environ._data, sys.argv
+        self._numpy = _numpy_random.get_bit_generator()
         self._module_locks = _bootstrap._module_locks
         self._take_library_state()
         for name in self.modules:
@@ -74,8 +76,8 @@ class ProcessState(RankState):
     def restore(self) -> None:
         """Put the state into the process."""
         super().restore()
-        os.environ._data, sys.argv = self.environment, self._arguments  # type: ignore[attr-defined]
-        np.random.set_bit_generator(self._numpy)
+        _environ._data, sys.argv = self.environment, self._arguments
+        _numpy_random.set_bit_generator(self._numpy)
         _bootstrap._module_locks = self._module_locks
         sys.modules.update({name: module for name, module in self.modules.items() if module is not None})
         for place in _LIBRARY_STATE:
@@ -94,8 +96,8 @@ def _owner(place: tuple[str, str]) -> Any:
 
 def restore_environment(states: Sequence[ProcessState]) -> None:
     """Undo in the process's own environment, which C code reads, what the ranks have set in theirs."""
-    for name in {name for state in states for name in state.environment} | set(os.environ._data):  # type: ignore[attr-defined]
-        value = os.environ._data.get(name)  # type: ignore[attr-defined]
+    for name in {name for state in states for name in state.environment} | set(_environ._data):
+        value = _environ._data.get(name)
         if value is None:
             os.unsetenv(name)
         else:

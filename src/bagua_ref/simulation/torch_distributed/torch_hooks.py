@@ -70,13 +70,12 @@ class Groups:
         """Bring the calling thread's registry, which C++ code reads, up to date."""
         if getattr(self._threads, "changes", 0) != self._changes:
             self._threads.changes = self._changes
-            _unregister_all()
+            _c10d._unregister_all_process_groups()
             for name, group in self._names.items():
-                _register(name, group)
+                _c10d._register_process_group(name, group)
 
 
-_register = torch._C._distributed_c10d._register_process_group
-_unregister_all = torch._C._distributed_c10d._unregister_all_process_groups
+_c10d: Any = torch._C._distributed_c10d
 _groups: Groups | None = None
 
 
@@ -143,12 +142,12 @@ def replace(
         for module in (dist, distributed_c10d, rendezvous):
             if hasattr(module, name):
                 replacements.put(module, name, substitute)
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    _c10d._set_thread_isolation_mode(True)
 
 
 def forget() -> None:
     """Let all threads share the groups of the process again."""
-    torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    _c10d._set_thread_isolation_mode(False)
 
 
 def hide_from_compiler(owner: type) -> None:
