@@ -37,7 +37,10 @@ def assert_equal(got: Any, expected: Any, where: str) -> None:
     """Compare nested lists of tensors and other values, bit by bit."""
     if isinstance(expected, torch.Tensor):
         assert got.dtype == expected.dtype
-        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), f"{where}: {got} is not {expected}"
+        assert got.shape == expected.shape, where
+        assert torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (got, expected))), (
+            f"{where}: {got} is not {expected}"
+        )
     elif isinstance(expected, list):
         assert len(got) == len(expected), where
         for i, pair in enumerate(zip(got, expected, strict=True)):

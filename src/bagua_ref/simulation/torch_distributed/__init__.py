@@ -28,7 +28,7 @@ from bagua_ref.simulation.torch_distributed.rank_state import ProcessState, rest
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
 from bagua_ref.simulation.torch_distributed.stores import SharedStores, SimulatedStore
 from bagua_ref.simulation.torch_distributed.threads import as_current_thread, end_threads, replace_clocks, replace_threads
-from bagua_ref.simulation.torch_distributed.work import SimulatedWork
+from bagua_ref.simulation.torch_distributed.work import SimulatedWork, works_of_backward
 
 __all__ = ["ProcessState", "SimulatedProcessGroup", "SimulatedStore", "run_script", "simulated_torch"]
 
@@ -115,6 +115,7 @@ def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork, states: Seq
         outside.restore()
         restore_environment(states)
         torch_hooks.forget()
+        works_of_backward.clear()
         if modules in sys.meta_path:
             sys.meta_path.remove(modules)
         _running.clear()

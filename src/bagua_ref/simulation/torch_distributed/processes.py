@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch.distributed.rpc
 import torch.multiprocessing
 
 from bagua_ref.base.runtime import current_world
@@ -68,6 +69,7 @@ def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
         return previous
 
     replacements.function(torch.multiprocessing, "spawn", spawn)
+    replacements.function(torch.distributed.rpc, "init_rpc", lambda original, *args, **options: refuse("torch.distributed.rpc"))
     replacements.function(multiprocessing.process.BaseProcess, "start", start)
     replacements.function(subprocess.Popen, "__init__", popen)
     replacements.function(signal, "signal", set_handler)

@@ -49,6 +49,9 @@ class SharedStores:
 class SimulatedStore(Store):
     """A client of a simulated store; keys have a prefix."""
 
+    kind = "Store"
+    """The name of torch's class that it stands for."""
+
     def __init__(self, scheduler: Scheduler, contents: _Contents, address: Any, prefix: str, timeout: timedelta) -> None:
         super().__init__()
         self._scheduler, self._contents, self._address, self._prefix = scheduler, contents, address, prefix

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures.thread
 import queue
+import selectors
 import sys
 import threading
 import time
@@ -153,10 +154,18 @@ def replace_clocks(replacements: Replacements, scheduler: Scheduler) -> None:
         scheduler.time += _CLOCK_STEP
         return start + scheduler.time
 
+    def select(original: Any, selector: Any, timeout: float | None = None) -> Any:
+        events = original(selector, 0)
+        if events or not timeout or timeout < 0:
+            return events or (original(selector) if timeout is None else events)
+        scheduler.sleep(timeout)
+        return original(selector, 0)
+
     for name, start in (("time", _START), ("monotonic", 0.0), ("perf_counter", 0.0)):
         replacements.function(time, name, lambda original, start=start: now(start))
         replacements.function(time, f"{name}_ns", lambda original, start=start: int(now(start) * 1e9))
     replacements.function(time, "sleep", lambda original, seconds: scheduler.sleep(seconds))
+    replacements.function(selectors.DefaultSelector, "select", select)
     # These modules' own names for `time.monotonic`, for timeouts of locks and queues.
     for module, name in ((threading, "_time"), (queue, "time")):
         replacements.function(module, name, lambda original: scheduler.time)

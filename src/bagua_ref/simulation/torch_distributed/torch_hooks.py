@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
+from bagua_ref.simulation.torch_distributed.work import works_of_backward
 
 __all__ = ["Groups", "check_version", "current_world", "forget", "hide_from_compiler", "replace", "use_groups"]
 
@@ -129,6 +130,8 @@ def replace(
         own = next((ranks for ranks in groups if dist.get_rank() in ranks), None)
         return own and dist.new_group(own, timeout=timeout, use_local_synchronization=True)
 
+    # With a static graph, the reducer starts all operations of the first backward in a callback, and waits for them there.
+    replacements.function(_c10d.Reducer, "_delay_all_reduce", works_of_backward.run_at_end)
     for owner in (dist, distributed_c10d):
         replacements.function(owner, "split_group", split_group)
     replacements.put(distributed_c10d, "_world", distributed_c10d._world)
