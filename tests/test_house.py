@@ -25,7 +25,7 @@ LINES: dict[str, int] = {
     "checkpoint": 1185,
     "cli": 2163,
     "comm_ops": 1138,
-    "communicators": 4368,
+    "communicators": 4679,
     "conformance": 96,
     "conformance/expected": 1854,
     "conformance/formats": 103,
@@ -46,12 +46,12 @@ LINES: dict[str, int] = {
     "groups": 751,
     "integrations": 934,
     "observe": 228,
-    "package": 439,
+    "package": 474,
     "property_tests": 2824,
     "rounds": 241,
     "scheduling": 578,
-    "simulation": 452,
-    "tests": 35291,
+    "simulation": 2213,
+    "tests": 36324,
     "tests/cuda_emulation": 483,
     "tests/integrations": 899,
     "tests/meta": 1156,
@@ -60,7 +60,7 @@ LINES: dict[str, int] = {
 }
 """The most lines of each room of src, and of the folders of tests."""
 
-FILES = 249
+FILES = 262
 """The most files of src; public names of modules that have moved into a room do not count."""
 
 OTHER_IMPLEMENTER = {

@@ -159,7 +159,7 @@ def test_connecting_different_ranks_under_one_name():
 
 
 def test_connecting_alone_is_a_deadlock():
-    with pytest.raises(SimulationError, match=r"rank 0 waits in connect\('g', ranks=\(0, 1\)\); rank 1 has returned"):
+    with pytest.raises(SimulationError, match=r"rank 0 waits in connect\(ranks=\(0, 1\)\) of group 'g'; rank 1 has returned"):
         SimulatedWorld(2).run(lambda comm: comm.rank() or current_world().transport.connect("g", (0, 1), 300.0))
 
 

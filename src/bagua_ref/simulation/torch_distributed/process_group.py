@@ -1,0 +1,383 @@
+"""A `torch.distributed.ProcessGroup` over a simulated group: each of its methods as one call of `SimulatedGroup`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from bagua_ref.communicators import collectives
+from bagua_ref.communicators.simulated_group import Call, Function, SimulatedGroup
+from bagua_ref.errors import SimulationError
+from bagua_ref.simulation.torch_distributed.arguments import check_alike, check_sizes, describe, listed, reduction, split
+from bagua_ref.simulation.torch_distributed.work import SimulatedWork
+from bagua_ref.types import ReduceOp
+
+__all__ = ["SimulatedProcessGroup"]
+
+
+_ProcessGroup: Any = dist.ProcessGroup  # whose stubs differ by version
+
+
+class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """A group of `torch.distributed` whose ranks are simulated.
+
+    A call that blocks waits in its method and writes its results directly. One that does not returns a `SimulatedWork`, which
+    writes them when it is waited for. Reductions run in rank order [defined].
+
+    Args:
+        group: shared by its ranks.
+        rank: this rank's, in the group.
+        store: of the group.
+    """
+
+    def __init__(self, group: SimulatedGroup, rank: int, store: Store) -> None:
+        super().__init__(rank, len(group.ranks))
+        self.group, self._store = group, store
+        self._coalescing: list[SimulatedWork] | None = None
+        self._description = "undefined"
+
+    # Facts about the group. torch asks for some of them by their C++ names.
+
+    def __repr__(self) -> str:
+        return f"SimulatedProcessGroup({self.group.name!r}, rank {self.rank()} of {self.size()})"
+
+    def name(self) -> str:
+        """Return gloo's name, for which callers ask."""
+        return "gloo"
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Return another name to C++ code, which would expect an object of gloo's class."""
+        return "simulated"
+
+    @property
+    def group_name(self) -> str:
+        """The group's name in torch's registry."""
+        return self.group.name
+
+    def getGroupName(self) -> str:  # noqa: N802, D102
+        return self.group.name
+
+    def _set_group_name(self, name: str) -> None:
+        """Keep the name under which the ranks connected."""
+
+    @property
+    def group_desc(self) -> str:
+        """The group's description."""
+        return self._description
+
+    def getGroupDesc(self) -> str:  # noqa: N802, D102
+        return self._description
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> SimulatedProcessGroup:
+        return self
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def get_group_store(self) -> Store:
+        """Return the group's store."""
+        return self._store
+
+    def shutdown(self) -> None:
+        """Do nothing: there are no connections."""
+
+    def abort(self) -> None:
+        """Make the operations of all ranks raise, including those in progress."""
+        self.group.give_up(f"rank {self.group.ranks[self.rank()]} aborted group {self.group.name!r}")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the virtual seconds that a call waits for other ranks."""
+        self.group.timeout = timeout.total_seconds()
+
+    # Collectives.
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
+        tensors, op = listed(tensors), reduction(opts)
+        return self._start(f"all_reduce({op.name})", tensors, tensors, tensors, _allreduce(op), opts)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Any, opts: Any) -> SimulatedWork:  # noqa: D102
+        op, dst = reduction(opts), opts.rootRank
+        outputs = tensors if self.rank() == dst else []
+
+        def function(sends: list[Any], recvs: list[Any]) -> None:
+            for i, tensor in enumerate(recvs[dst]):
+                collectives.combine([send[i] for send in sends], op, out=tensor)
+
+        return self._start(f"reduce({op.name}, dst={dst})", tensors, tensors, outputs, function, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None, root: int = 0) -> SimulatedWork:  # noqa: D102
+        tensors, src = listed(tensors), getattr(opts, "rootRank", root)
+
+        def function(sends: list[Any], recvs: list[Any]) -> None:
+            for rank, recv in enumerate(recvs):
+                if rank != src:
+                    torch._foreach_copy_(recv, sends[src])
+
+        is_root = self.rank() == src
+        sends, outputs = (tensors, []) if is_root else ([], tensors)
+        return self._start(f"broadcast(src={src})", tensors, sends, outputs, function, opts, result=tensors)
+
+    def allgather(self, output_lists: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
+        tensors, n = listed(tensors), self.size()
+        outputs = [tensor for output_list in output_lists for tensor in listed(output_list)]
+        if len(outputs) != n * len(tensors):
+            raise ValueError(
+                f"all_gather needs {n} output tensors for each of {len(tensors)} inputs, one per rank, not {len(outputs)}"
+            )
+        for i, output in enumerate(outputs):
+            check_alike("all_gather", output, tensors[i // n])
+
+        def function(sends: list[Any], recvs: list[Any]) -> None:
+            gathered = [send[i] for i in range(len(sends[0])) for send in sends]
+            for recv in recvs:
+                torch._foreach_copy_(recv, gathered)
+
+        return self._start("all_gather()", tensors, tensors, outputs, function, opts)
+
+    def allgather_coalesced(self, output_lists: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
+        # One list per rank, of one tensor per input.
+        return self.allgather(list(zip(*output_lists, strict=True)), tensors, opts)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SimulatedWork:  # noqa: D102
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
+        for output, tensor in zip(outputs, tensors, strict=True):
+            check_sizes("all_gather_into_tensor", output, tensor, self.size())
+        return self._start("all_gather_into_tensor()", tensors, tensors, outputs, _each(collectives.allgather), opts)
+
+    def gather(self, output_lists: Any, tensors: Any, opts: Any) -> SimulatedWork:  # noqa: D102
+        dst = opts.rootRank
+        outputs = list(output_lists[0]) if self.rank() == dst else []
+        self._check_list("gather", outputs, tensors[0], dst)
+
+        def function(sends: list[Any], recvs: list[Any]) -> None:
+            torch._foreach_copy_(recvs[dst], [send[0] for send in sends])
+
+        return self._start(f"gather(dst={dst})", tensors, tensors, outputs, function, opts)
+
+    def scatter(self, tensors: Any, input_lists: Any, opts: Any) -> SimulatedWork:  # noqa: D102
+        src = opts.rootRank
+        inputs = list(input_lists[0]) if self.rank() == src else []
+        self._check_list("scatter", inputs, tensors[0], src)
+
+        def function(sends: list[Any], recvs: list[Any]) -> None:
+            for recv, chunk in zip(recvs, sends[src], strict=True):
+                recv[0].copy_(chunk)
+
+        return self._start(f"scatter(src={src})", tensors, inputs, tensors, function, opts)
+
+    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
+        op, n = reduction(opts), self.size()
+        inputs = [tensor for input_list in input_lists for tensor in input_list]
+        if len(inputs) != n * len(outputs):
+            raise ValueError(f"reduce_scatter needs {n} input tensors for each of {len(outputs)} outputs, not {len(inputs)}")
+        for i, tensor in enumerate(inputs):
+            if i % n == self.rank():
+                check_alike("reduce_scatter", outputs[i // n], tensor)
+
+        def function(sends: list[Any], recvs: list[Any]) -> None:
+            for rank, recv in enumerate(recvs):
+                for i, tensor in enumerate(recv):
+                    collectives.combine([send[i * n + rank] for send in sends], op, out=tensor)
+
+        return self._start(f"reduce_scatter({op.name})", inputs, inputs, outputs, function, opts)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SimulatedWork:  # noqa: D102
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
+        op = reduction(opts)
+        for output, tensor in zip(outputs, tensors, strict=True):
+            check_sizes("reduce_scatter_tensor", tensor, output, self.size())
+        reduce_scatter = lambda sends, recvs: collectives.reduce_scatter(sends, recvs, op)  # noqa: E731
+        return self._start(f"reduce_scatter_tensor({op.name})", tensors, tensors, outputs, _each(reduce_scatter), opts)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
+        if len(outputs) != self.size() or len(inputs) != self.size():
+            raise ValueError(f"all_to_all needs {self.size()} inputs and outputs, not {len(inputs)} and {len(outputs)}")
+        return self._alltoall("all_to_all", list(outputs), list(inputs), opts, result=list(outputs))
+
+    def all_to_all_single(  # noqa: D102
+        self, output: Tensor, tensor: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> SimulatedWork:
+        outputs = split("output", output, output_splits, self.size())
+        inputs = split("input", tensor, input_splits, self.size())
+        return self._alltoall("all_to_all_single", outputs, inputs, opts, result=[output])
+
+    def _alltoall(self, name: str, outputs: list[Tensor], inputs: list[Tensor], opts: Any, result: list[Tensor]) -> SimulatedWork:
+        group = self.group
+
+        def function(sends: list[Any], recvs: list[Any]) -> None:
+            for dst, recv in enumerate(recvs):
+                for src, tensor in enumerate(recv):
+                    chunk = sends[src][dst]
+                    if chunk.numel() != tensor.numel():
+                        raise SimulationError(
+                            f"in {name} of group {group.name!r} rank {group.ranks[src]} sends {chunk.numel()} elements to rank "
+                            f"{group.ranks[dst]}, which receives {tensor.numel()}",
+                            kind="mismatch",
+                        )
+                    tensor.copy_(chunk.reshape(tensor.shape))
+
+        return self._start(f"{name}({inputs[0].dtype})", [], inputs, outputs, function, opts, result=result)
+
+    def barrier(self, opts: Any = None) -> SimulatedWork:  # noqa: D102
+        return self._start("barrier()", [], [], [], lambda sends, recvs: None, opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; raise RuntimeError on rank 0 after ``timeout`` virtual seconds, with the ranks that did not come."""
+        group = self.group
+        group.scheduler.yield_()
+        call = Call(group, self.rank(), "monitored_barrier()", None, None)
+        self._post(call, lambda sends, recvs: None)
+        limit = group.timeout if timeout is None else timeout.total_seconds()
+        if call.wait_until(limit):
+            return
+        absent = call.missing()
+        error = f"monitored_barrier of group {group.name!r}: ranks {absent} did not come within {limit} s"
+        group.give_up(error)
+        raise RuntimeError(error)
+
+    # Messages.
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> SimulatedWork:  # noqa: D102
+        self._check_devices("send", tensors)
+        self.group.scheduler.yield_()
+        call = Call(self.group, self.rank(), f"send(dst={self.group.ranks[dst]}, tag={tag})", tensors[0].data, None, tensors[0])
+        self._guard(lambda: self.group.post_send(call, dst, tag))
+        return self._track(SimulatedWork(call, [], [], []))
+
+    def recv(self, tensors: Any, src: int | None, tag: int = 0) -> SimulatedWork:  # noqa: D102
+        self._check_devices("recv", tensors)
+        self.group.scheduler.yield_()
+        source = "any" if src is None else self.group.ranks[src]
+        work = SimulatedWork.late(
+            lambda recv: Call(self.group, self.rank(), f"recv(src={source}, tag={tag})", None, recv[0], tensors[0]), tensors
+        )
+        self._guard(lambda: self.group.post_recv(work.call, src, tag))
+        return self._track(work)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> SimulatedWork:  # noqa: D102
+        return self.recv(tensors, None, tag)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> SimulatedWork | None:
+        works, self._coalescing = self._coalescing or [], None
+        return SimulatedWork.joined(works)
+
+    # One way for all collectives.
+
+    def _start(
+        self,
+        operation: str,
+        described: Sequence[Tensor],
+        sends: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        function: Function,
+        opts: Any,
+        result: list[Tensor] | None = None,
+    ) -> SimulatedWork:
+        """Post a collective; wait for it if ``opts`` says so.
+
+        Args:
+            operation: its name and the arguments on which all ranks must agree.
+            described: the tensors whose shapes and dtypes must agree, too.
+            sends: read when the last rank arrives, or now if they share memory with an output.
+            outputs: written.
+            function: moves the data of all ranks.
+            opts: torch's options of the call.
+            result: the value of the work's future; None: ``outputs``.
+        """
+        self._check_devices(operation, [*sends, *outputs])
+        self.group.scheduler.yield_()
+        text = f"{operation} of {', '.join(map(describe, described))}" if described else operation
+        blocking = opts is not None and not getattr(opts, "asyncOp", True) and self._coalescing is None
+        result = list(outputs) if result is None else result
+        sends = [send.data for send in sends]
+        if blocking:
+            recvs = [output.data for output in outputs]
+            work = SimulatedWork(Call(self.group, self.rank(), text, sends, recvs), [], [], result)
+        else:
+            work = SimulatedWork.late(lambda recv: Call(self.group, self.rank(), text, sends, recv), outputs, sends, result)
+        self._post(work.call, function)
+        if blocking:
+            work.wait()
+        return self._track(work)
+
+    def _post(self, call: Call, function: Function) -> None:
+        self._guard(lambda: self.group.post(call, function, strict=True))
+
+    def _guard(self, post: Callable[[], None]) -> None:
+        try:
+            post()
+        except SimulationError as error:
+            self.group.scheduler.end(error)
+
+    def _track(self, work: SimulatedWork) -> SimulatedWork:
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def _check_list(self, name: str, tensors: Sequence[Tensor], alike: Tensor, root: int) -> None:
+        if self.rank() == root and len(tensors) != self.size():
+            raise ValueError(f"{name} needs {self.size()} tensors on rank {root}, one per rank, not {len(tensors)}")
+        for tensor in tensors:
+            check_alike(name, tensor, alike)
+
+    def _check_devices(self, operation: str, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                advice = "Let the script choose its device by torch.cuda.is_available() or an argument, and run it on the CPU"
+                self._refuse(operation, f"a tensor on {tensor.device}: the simulated world has CPU tensors only. {advice}")
+            if tensor.layout != torch.strided:
+                self._refuse(operation, f"a tensor of layout {tensor.layout}, which is not simulated; pass tensor.to_dense()")
+
+    def _refuse(self, operation: str, why: str) -> None:
+        call = Call(self.group, self.rank(), operation, None, None)
+        call.locate()
+        self.group.scheduler.end(SimulationError(f"{operation} of {why}", kind="unsupported", calls=(call.facts(),)))
+
+    # The names of other versions of torch.
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _allreduce(op: ReduceOp) -> Function:
+    def function(sends: list[Any], recvs: list[Any]) -> None:
+        for i in range(len(sends[0])):
+            total = collectives.combine([send[i] for send in sends], op)
+            for recv in recvs:
+                recv[i].copy_(total)
+
+    return function
+
+
+def _each(function: Callable[[list[Tensor], list[Tensor]], None]) -> Function:
+    """Return a collective of lists that applies ``function`` to the i-th tensors of all ranks, for each i."""
+
+    def apply(sends: list[Any], recvs: list[Any]) -> None:
+        for i in range(len(sends[0])):
+            function([send[i] for send in sends], [recv[i] for recv in recvs])
+
+    return apply
