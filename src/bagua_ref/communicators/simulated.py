@@ -38,7 +38,7 @@ class Call:
         self.group, self.rank, self.operation, self.send, self.recv, self.alike = group, rank, operation, send, recv, alike
         self.file, self.line = call_site(sys._getframe(1))
         self.error: Exception | None = None
-        self.done = False
+        self.done = self.awaited = False
         self.source: int | None = None
         """The rank of the group from which a message is received; None for any."""
         self.missing: Callable[[], list[int]] = list
@@ -63,6 +63,7 @@ class Call:
 
         What other ranks have completed counts even if the group is aborted before this rank runs again.
         """
+        self.awaited = True
         if not self.done:
             ticket = self.group.scheduler.ticket(f"in {self} of group {self.group.name!r}", collective=True, call=self)
             self._waiting.append(ticket)
@@ -102,7 +103,7 @@ class SimulatedGroup:
 
     def __init__(self, network: SimulatedNetwork, name: str, ranks: Sequence[int], timeout: float) -> None:
         self.scheduler, self.name, self.ranks, self.timeout = network.scheduler, name, ranks, timeout
-        self.messages_sent = network.messages_sent
+        self.messages_sent, self._observe = network.messages_sent, network.observe
         self.under_way: dict[tuple[str, int], dict[int, Call]] = {}
         """The calls of each incomplete collective, by its stream and number in it, and by rank."""
         self._numbers: dict[tuple[str, int], int] = {}
@@ -144,6 +145,7 @@ class SimulatedGroup:
             stream: collectives of different streams do not wait for each other.
             strict: whether the first call that does not match raises the error here, before all ranks have called.
         """
+        self._observe(call)
         self.check()
         number = self._numbers.get((stream, call.rank), 0)
         self._numbers[stream, call.rank] = number + 1
@@ -159,6 +161,7 @@ class SimulatedGroup:
 
     def post_send(self, call: Call, dst: int, tag: int = 0) -> None:
         """Take a message to rank ``dst`` of the group; ``call.send`` is read when the receiver is there."""
+        self._observe(call)
         self.check()
         waiting = self.recvs.get((dst, tag), ())
         for receiver in waiting:
@@ -171,6 +174,7 @@ class SimulatedGroup:
 
     def post_recv(self, call: Call, src: int | None, tag: int = 0) -> None:
         """Take a rank's wish for a message of rank ``src`` of the group, or of any rank if that is None."""
+        self._observe(call)
         self.check()
         call.source = src
         call.missing = lambda: [rank for r, rank in enumerate(self.ranks) if r == src or (src is None and r != call.rank)]
@@ -380,11 +384,17 @@ class SimulatedNetwork:
         scheduler: of the ranks' threads.
         node_of: each rank's node.
         messages_sent: each collective is appended to it: its name, and what each rank of the group sends.
+        observe: called with each communication of a rank, before it takes place; None: nothing is.
     """
 
     def __init__(
-        self, scheduler: Scheduler, node_of: tuple[int, ...], messages_sent: list[tuple[str, list[Tensor]]] | None = None
+        self,
+        scheduler: Scheduler,
+        node_of: tuple[int, ...],
+        messages_sent: list[tuple[str, list[Tensor]]] | None = None,
+        observe: Callable[[Call], None] | None = None,
     ) -> None:
+        self.observe: Callable[[Call], None] = observe or (lambda call: None)
         self.scheduler, self.node_of, self.messages_sent = scheduler, node_of, messages_sent
         self.everyone = SimulatedGroup(self, "simulated", tuple(range(len(node_of))), math.inf)
         self._connecting: dict[str, SimulatedGroup] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from bagua_ref.base.runtime import Identity, use_world
 from bagua_ref.communicators.scheduler import Scheduler
-from bagua_ref.communicators.simulated import SimulatedNetwork, SimulatedTransport
+from bagua_ref.communicators.simulated import Call, SimulatedNetwork, SimulatedTransport
 from bagua_ref.errors import RankCall
+from bagua_ref.simulation.programs import own_modules
 from bagua_ref.simulation.rank_world import SimulatedRankWorld
 from bagua_ref.simulation.schedules import Schedule, Schedules
 from bagua_ref.simulation.torch_distributed import rank_states, simulated_torch
@@ -78,6 +79,8 @@ class SimulatedWorld:
         self.virtual_time = 0.0
         """The duration of the last `run` in virtual seconds."""
         self._messages: list[tuple[str, list[Tensor]]] | None = None
+        self.observe: Callable[[Call], None] | None = None
+        """Called by each rank with each of its communications, before it takes place."""
 
     def __repr__(self) -> str:
         order = f"seed={self.seed}" if self.schedule is None else f"schedule={self.schedule!r}"
@@ -107,8 +110,9 @@ class SimulatedWorld:
         """
         node_of = tuple(node for node, size in enumerate(self.nodes) for _ in range(size))
         identities = [self._identity(rank, node) for rank, node in enumerate(node_of)]
-        scheduler = Scheduler(self._choices(), rank_states(identities) if self.torch_distributed else None)
-        network = SimulatedNetwork(scheduler, node_of, self._messages)
+        states = rank_states(identities) if self.torch_distributed else None
+        scheduler = Scheduler(self._choices(), states)
+        network = SimulatedNetwork(scheduler, node_of, self._messages, self.observe)
         results: dict[int, T] = {}
 
         def main(rank: int) -> None:
@@ -119,7 +123,10 @@ class SimulatedWorld:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            with simulated_torch(scheduler, network) if self.torch_distributed else nullcontext():
+            with ExitStack() as stack:
+                if states is not None:
+                    stack.enter_context(simulated_torch(scheduler, network))
+                    stack.enter_context(own_modules(states))
                 scheduler.run([partial(main, rank) for rank in range(self.world_size)])
         finally:
             torch.set_num_threads(threads)
