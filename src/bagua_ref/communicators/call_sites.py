@@ -19,7 +19,7 @@ _LIBRARIES = tuple(
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def is_user_code(file: str) -> bool:
     """Return whether a file belongs neither to Python, nor to an installed package, nor to this one."""
     if file.startswith("<"):

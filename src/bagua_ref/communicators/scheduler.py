@@ -74,7 +74,7 @@ class Task:
         self.baton.acquire()
         self.ident: int | None = None
         self.ticket: Ticket | None = None
-        self.ready = self.unwinding = self.done = False
+        self.ready = self.unwinding = self.done = self.killed = False
         self.joining: list[Ticket] = []
 
     def __repr__(self) -> str:
@@ -110,6 +110,8 @@ class Scheduler:
         self._failure: BaseException | None = None
         self.failed_call: RankCall | None = None
         """Where the exception that ended the run was raised."""
+        self.timeouts_fire = False
+        """Whether ranks that wait for each other wait until their timeouts, instead of ending the run."""
         self._over = threading.Lock()
         self._states: Sequence[RankState] = rank_states or ()
 
@@ -157,12 +159,17 @@ class Scheduler:
 
     # For the threads.
 
-    def spawn(self, function: Callable[[], None], name: str) -> Task:
-        """Start a thread of the calling thread's rank."""
+    def spawn(self, function: Callable[[], None], name: str, yields: bool = True) -> Task:
+        """Start a thread of the calling thread's rank; ``yields`` tells whether it may run at once."""
         task = Task(self.calling().rank, name, False, function)
         self._start(task)
-        self.yield_()
+        if yields:
+            self.yield_()
         return task
+
+    def forget(self) -> None:
+        """Make no thread one of the simulation's, in a process that was forked from it."""
+        self._current = None
 
     def ticket(self, what: str, collective: bool = False, call: Any = None) -> Ticket:
         """Return a ticket for the calling thread. Outside of the run, it cannot wait with it, and collectives are an error."""
@@ -172,6 +179,16 @@ class Scheduler:
         """End the run with ``error``: it unwinds the calling thread, and later the others, past all handlers of exceptions."""
         self._fail(error)
         self.calling().unwinding = True
+        raise _Unwind
+
+    def kill(self) -> None:
+        """End the calling thread and the others of its rank, as if the rank's process had been killed."""
+        task = self.calling()
+        for other in [other for other in self._tasks if other.rank == task.rank]:
+            other.killed = True
+            if other is not task:
+                self._make_ready(other)
+        task.unwinding = True
         raise _Unwind
 
     def grant(self, ticket: Ticket, value: Any = None) -> None:
@@ -296,6 +313,7 @@ class Scheduler:
             self._ending = self._ending or self._mains == 0
         following = self._pick()
         if following is None:
+            self._states[task.rank].save()
             self._current, self._switching = None, False
             self._over.release()
         else:
@@ -308,7 +326,7 @@ class Scheduler:
 
     def _switch(self, task: Task, ends: bool = True) -> None:
         """Let the next thread run until it is this one's turn again."""
-        if not self._ending:
+        if not self._ending and not task.killed:
             following = self._pick()
             if following is None or following is task:
                 self._switching = False
@@ -316,7 +334,7 @@ class Scheduler:
                 self._resume(following)
                 task.baton.acquire()
                 self._states[task.rank].resumed()
-        if self._ending and ends:
+        if (self._ending or task.killed) and ends:
             task.unwinding = True
             raise _Unwind
 
@@ -357,7 +375,7 @@ class Scheduler:
         tickets = [task.ticket for task in self._tasks if task.ticket]
         timed = [ticket for ticket in tickets if ticket.deadline < math.inf]
         # A rank's own timeout is a watchdog. While ranks wait for each other, it would only report later what is known now.
-        stuck = any(ticket.collective for ticket in tickets)
+        stuck = not self.timeouts_fire and any(ticket.collective for ticket in tickets)
         if not any(ticket.passes or not stuck for ticket in timed):
             self._fail(self._deadlock())
             return

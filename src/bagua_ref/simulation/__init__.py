@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,12 +15,12 @@ from bagua_ref.base.runtime import Identity, use_world
 from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.simulated import Call, SimulatedNetwork, SimulatedTransport
 from bagua_ref.errors import RankCall
-from bagua_ref.simulation.programs import own_modules
+from bagua_ref.simulation.invariants import always
 from bagua_ref.simulation.rank_world import SimulatedRankWorld
 from bagua_ref.simulation.schedules import Schedule, Schedules
-from bagua_ref.simulation.torch_distributed import rank_states, simulated_torch
+from bagua_ref.simulation.torch_distributed import rank_states, run_process, simulated_torch
 
-__all__ = ["Schedule", "Schedules", "SimulatedWorld"]
+__all__ = ["Schedule", "Schedules", "SimulatedWorld", "always"]
 
 T = TypeVar("T")
 
@@ -117,22 +117,19 @@ class SimulatedWorld:
 
         def main(rank: int) -> None:
             transport = SimulatedTransport(network, rank)
-            with use_world(SimulatedRankWorld(scheduler, identities[rank], transport)):
-                results[rank] = function(*args) if self.torch_distributed else function(transport.everyone(), *args)
+            with use_world(SimulatedRankWorld(scheduler, identities[rank], transport, states[rank] if states else None)) as world:
+                results[rank] = run_process(world, function, *args) if states else function(transport.everyone(), *args)
 
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            with ExitStack() as stack:
-                if states is not None:
-                    stack.enter_context(simulated_torch(scheduler, network))
-                    stack.enter_context(own_modules(states))
+            with simulated_torch(scheduler, network) if self.torch_distributed else nullcontext():
                 scheduler.run([partial(main, rank) for rank in range(self.world_size)])
         finally:
             torch.set_num_threads(threads)
             self.failed_call = scheduler.failed_call
             self.virtual_time = scheduler.time
-        return [results[rank] for rank in range(self.world_size)]
+        return [results.get(rank) for rank in range(self.world_size)]  # type: ignore[misc] # a killed rank has none
 
     def _choices(self) -> Callable[[int], int]:
         """Return the function with which `Scheduler` chooses the next thread."""

@@ -1,4 +1,4 @@
-"""Programs of simulated ranks: a script, or a function of a module, that runs on each rank as in a process of its own."""
+"""Programs of simulated ranks, a script or a function, and where their output goes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TextIO
 
 from bagua_ref.base.runtime import current_world
-from bagua_ref.communicators.call_sites import is_user_code
-from bagua_ref.simulation.torch_distributed import ProcessState
+from bagua_ref.simulation.torch_distributed import run_script
 
-__all__ = ["Program", "RankOutput", "own_modules"]
+__all__ = ["Program", "RankOutput"]
 
 
 @dataclass(frozen=True)
@@ -29,80 +25,43 @@ class Program:
         name: ``path/to/script.py`` or ``package.module:function``; of a function that is given, only a name for reports.
         arguments: the script's, in ``sys.argv``.
         function: called without arguments, instead of what ``name`` says.
+
+    Raises:
+        ValueError: there is no such script, or the name is not ``module:function``.
     """
 
     name: str
     arguments: tuple[str, ...] = ()
     function: Callable[[], Any] | None = None
 
-    def check(self) -> None:
-        """Raise ValueError if there is no such script, or if the name is not ``module:function``."""
-        module, colon, function = self.name.partition(":")
-        is_path = not colon and self.name.endswith(".py")
-        if self.function is None and not (Path(self.name).is_file() if is_path else module and function.isidentifier()):
-            raise ValueError(f"{self.name!r} must be {'an existing file' if is_path else 'a script.py or module:function'}")
+    def __post_init__(self) -> None:
+        module, _, function = self.name.partition(":")
+        if self.function is None and not self.is_script and not (module and function.isidentifier()):
+            raise ValueError(f"{self.name!r} must be a script.py or module:function")
+        if self.is_script and not Path(self.name).is_file():
+            raise ValueError(f"there is no script {self.name!r}")
 
     @property
-    def folder(self) -> str:
-        """The folder from which the program's modules are imported."""
-        return str(Path(self.name).resolve().parent) if ":" not in self.name else os.getcwd()
+    def is_script(self) -> bool:
+        """Whether it is a script, and not a function."""
+        return self.function is None and self.name.endswith(".py")
 
     def absolute(self) -> Program:
-        """Return the same program, whose script is found from any folder."""
-        if ":" in self.name or self.function is not None:
-            return self
-        return Program(str(Path(self.name).resolve()), self.arguments)
+        """Return the same program, found from any folder; put its folder on the path from which modules are imported."""
+        folder = str(Path(self.name).resolve().parent) if self.is_script else os.getcwd()
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        return replace(self, name=str(Path(self.name).resolve())) if self.is_script else self
 
     def run(self) -> Any:
-        """Run the program on the calling rank; return the function's result. ``sys.exit(0)`` is a normal end."""
-        sys.argv = [self.name.partition(":")[0], *self.arguments]
-        try:
-            if self.function is not None:
-                return self.function()
-            module, _, function = self.name.partition(":")
-            return getattr(importlib.import_module(module), function)() if function else self._run_script()
-        except SystemExit as error:
-            if error.code not in (None, 0):
-                raise
-            return None
-
-    def _run_script(self) -> None:
-        main = ModuleType("__main__")
-        main.__dict__.update(__file__=self.name, __builtins__=__builtins__)
-        sys.modules["__main__"] = main
-        exec(compile(Path(self.name).read_bytes(), self.name, "exec"), main.__dict__)  # nosec B102 # the user's own script
-
-
-class _Finder:
-    """Finds the user's modules, and makes them each rank's own."""
-
-    def __init__(self, states: Sequence[ProcessState]) -> None:
-        self._states = states
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the module's spec, as `PathFinder` does."""
-        spec = PathFinder.find_spec(name, path, target)
-        places = [] if spec is None else [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
-        if any(place and is_user_code(place) for place in places):
-            for state in self._states:
-                state.modules.setdefault(name, None)
-        return spec
-
-
-@contextmanager
-def own_modules(states: Sequence[ProcessState]) -> Iterator[None]:
-    """Give each rank its own ``__main__``, and its own copy of the user's modules that it imports, while the context lasts."""
-    finder, main = _Finder(states), sys.modules["__main__"]
-    for state in states:
-        state.modules["__main__"] = main
-    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)  # type: ignore[arg-type]
-        for name in states[0].modules:
-            sys.modules.pop(name, None)
-        sys.modules["__main__"] = main
+        """Run the program on the calling rank; return the function's result."""
+        if self.is_script:
+            return run_script(self.name, self.arguments)
+        if self.function is not None:
+            return self.function()
+        module, _, function = self.name.partition(":")
+        sys.argv = [module, *self.arguments]
+        return getattr(importlib.import_module(module), function)()
 
 
 class RankOutput(io.TextIOBase):
@@ -126,7 +85,7 @@ class RankOutput(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write the complete lines, and keep the rest."""
-        rank = current_world().identity.rank
+        rank = getattr(current_world().identity, "rank", 0)
         self.written[rank] += text
         *lines, self._open[rank] = (self._open[rank] + text).split("\n")
         for line in lines:

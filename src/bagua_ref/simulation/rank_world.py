@@ -17,9 +17,15 @@ __all__ = ["SimulatedEvent", "SimulatedLock", "SimulatedQueue", "SimulatedRankWo
 class SimulatedRankWorld(World):
     """The world of one simulated rank: the scheduler controls its threads, locks, events, queues and clock."""
 
-    def __init__(self, scheduler: Scheduler, identity: Identity, transport: SimulatedTransport) -> None:
+    def __init__(self, scheduler: Scheduler, identity: Identity, transport: SimulatedTransport, process_state: Any = None) -> None:
         self._scheduler, self._identity = scheduler, identity
         self.transport = transport
+        self.process_state = process_state
+        """This rank's part of the process's state, if it has one of its own."""
+        self.started_threads: list[Any] = []
+        """The threads that the rank's program has started by `threading`, if it may."""
+        self.signal_handlers: dict[Any, Any] = {}
+        """The handlers that the rank's program has set."""
 
     def __repr__(self) -> str:
         return f"SimulatedRankWorld(rank {self._identity.rank} of {self._identity.world_size})"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
-
 
 from bagua_ref.base.runtime import Identity, current_world
 from bagua_ref.communicators.call_sites import call_site
@@ -16,16 +16,31 @@ from bagua_ref.communicators.simulated import SimulatedNetwork
 from bagua_ref.errors import RankCall, SimulationError
 from bagua_ref.simulation.torch_distributed import torch_hooks
 from bagua_ref.simulation.torch_distributed.process_group import SimulatedProcessGroup
+from bagua_ref.simulation.torch_distributed.processes import UserModules, replace_processes, run_script
 from bagua_ref.simulation.torch_distributed.rank_state import ProcessState
+from bagua_ref.simulation.torch_distributed.replacements import Replacements
 from bagua_ref.simulation.torch_distributed.stores import SharedStores, SimulatedStore
+from bagua_ref.simulation.torch_distributed.threads import end_threads, replace_clocks, replace_threads
 
-__all__ = ["ProcessState", "SimulatedProcessGroup", "SimulatedStore", "simulated_torch"]
+__all__ = ["ProcessState", "SimulatedProcessGroup", "SimulatedStore", "run_script", "simulated_torch"]
 
 
 def rank_states(identities: Sequence[Identity]) -> list[ProcessState]:
     """Return each rank's part of the process's state."""
     torch_hooks.check_version()
     return [ProcessState(identity) for identity in identities]
+
+
+def run_process(world: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Return ``function(*args)`` of one rank, as the main function of a process; wait for its threads. Exit code 0 gives None."""
+    try:
+        result = function(*args)
+    except SystemExit as exit_:
+        if exit_.code not in (None, 0):
+            raise
+        result = None
+    end_threads(world.started_threads)
+    return result
 
 
 @contextmanager
@@ -73,8 +88,27 @@ def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork) -> Iterator
         )
         scheduler.end(error)
 
+    replacements = Replacements(scheduler.is_calling)
+    modules = UserModules(lambda: current_world().process_state.modules if scheduler.is_calling() else None)  # type: ignore[attr-defined]
     try:
-        with torch_hooks.installed(scheduler.is_calling, connect, open_store, not_in_group):
-            yield
+        torch_hooks.replace(replacements, connect, open_store, not_in_group)
+        replace_processes(replacements, scheduler)
+        replace_threads(replacements, scheduler)
+        replace_clocks(replacements, scheduler)
+        sys.meta_path.insert(0, modules)
+        _running.append(scheduler)
+        yield
     finally:
+        replacements.restore()
         outside.restore()
+        torch_hooks.forget()
+        if modules in sys.meta_path:
+            sys.meta_path.remove(modules)
+        _running.clear()
+
+
+_running: list[Scheduler] = []
+"""The scheduler of the run under way, if any."""
+
+# A data loader's worker is a fork of a simulated thread, and is not simulated.
+os.register_at_fork(after_in_child=lambda: [scheduler.forget() for scheduler in _running])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from types import ModuleType
@@ -14,6 +15,8 @@ from bagua_ref.communicators.scheduler import RankState
 from bagua_ref.simulation.torch_distributed import torch_hooks
 
 __all__ = ["ProcessState"]
+
+_bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
 
 
 class ProcessState(RankState):
@@ -30,11 +33,13 @@ class ProcessState(RankState):
         self._environment: Any = os.environ._data  # type: ignore[attr-defined]
         self._arguments = sys.argv
         self._numpy = np.random.get_bit_generator()
+        self._module_locks: Any = _bootstrap._module_locks if identity is None else {}
         self.modules: dict[str, ModuleType | None] = {}
-        """The modules of which the rank has its own, by name; None: not imported."""
+        """The modules of which the rank has its own, by name; None: not imported, or in use."""
         self.groups = torch_hooks.Groups()
         if identity is None:
             self.groups.world = torch_hooks.current_world()
+            self.modules = {"__main__": sys.modules["__main__"]}
         else:
             self._environment = dict(self._environment)
             self._arguments = list(sys.argv)
@@ -47,19 +52,17 @@ class ProcessState(RankState):
         super().save()
         self._environment, self._arguments = os.environ._data, sys.argv  # type: ignore[attr-defined]
         self._numpy = np.random.get_bit_generator()
+        self._module_locks = _bootstrap._module_locks
         for name in self.modules:
-            self.modules[name] = sys.modules.get(name)
+            self.modules[name] = sys.modules.pop(name, None)
 
     def restore(self) -> None:
         """Put the state into the process."""
         super().restore()
         os.environ._data, sys.argv = self._environment, self._arguments  # type: ignore[attr-defined]
         np.random.set_bit_generator(self._numpy)
-        for name, module in self.modules.items():
-            if module is None:
-                sys.modules.pop(name, None)
-            else:
-                sys.modules[name] = module
+        _bootstrap._module_locks = self._module_locks
+        sys.modules.update({name: module for name, module in self.modules.items() if module is not None})
         torch_hooks.use_groups(self.groups)
 
     def resumed(self) -> None:

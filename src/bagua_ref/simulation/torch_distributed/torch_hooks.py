@@ -5,9 +5,9 @@ They are replaced only during a run, and let other threads than the simulated on
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +15,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from bagua_ref.errors import SimulationError
+from bagua_ref.simulation.torch_distributed.replacements import Replacements
 
-__all__ = ["Groups", "check_version", "current_world", "installed", "use_groups"]
+__all__ = ["Groups", "check_version", "current_backward", "current_world", "forget", "replace", "use_groups"]
+
+rendezvous = sys.modules["torch.distributed.rendezvous"]  # the package has a function of this name
 
 SUPPORTED = ("2.13", "2.14")
 """The versions of torch with which the tests have run."""
@@ -24,6 +27,7 @@ SUPPORTED = ("2.13", "2.14")
 BACKEND = "bagua_ref_simulated"
 """The name under which torch knows the simulated process groups."""
 
+_MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
 _STORES = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
 
 
@@ -86,87 +90,62 @@ def use_groups(groups: Groups) -> None:
     _groups, distributed_c10d._world = groups, groups.world
 
 
-@contextmanager
-def installed(
-    is_simulated: Callable[[], bool],
+def replace(
+    replacements: Replacements,
     connect: Callable[..., Any],
     open_store: Callable[..., Any],
     not_in_group: Callable[[str], None],
-) -> Iterator[None]:
-    """Replace torch's groups and stores by simulated ones while the context lasts.
+) -> None:
+    """Replace torch's groups and stores by simulated ones.
 
     Args:
-        is_simulated: whether the calling thread is a simulated rank's.
+        replacements: undoes it.
         connect: takes torch's description of a new group, and returns the process group.
         open_store: takes the name of a store's class and its arguments.
         not_in_group: called for an operation on a group that the rank is not in.
     """
-    check_version()
+    global _connect
+    _connect = connect
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
-    real_helper = distributed_c10d._new_process_group_helper
 
-    def new_group(size: int, rank: int, ranks: Any, backend: Any, store: Any, name: Any, *args: Any, **options: Any) -> Any:
-        if not is_simulated():
-            return real_helper(size, rank, ranks, backend, store, name, *args, **options)
-        options.pop("device_id", None)
-        group, store = real_helper(size, rank, ranks, BACKEND, store, name, *args, **(options | {"backend_options": None}))
-        world = current_world()
-        if group in world.pg_map:
+    def new_group(
+        original: Any, size: int, rank: int, ranks: Any, backend: Any, store: Any, name: Any, *args: Any, **options: Any
+    ) -> Any:
+        options |= {"device_id": None, "backend_options": None}
+        group, store = original(size, rank, ranks, BACKEND, store, name, *args, **options)
+        world = distributed_c10d._world
+        if group in world.pg_map:  # callers look for gloo by name
             world.pg_map[group] = ("gloo", world.pg_map[group][1])
             world.pg_backend_config[group] = "cpu:gloo"
         return group, store
 
-    def register(name: Any, group: Any) -> None:
-        _simulated(is_simulated).register(name, group) if is_simulated() else _register(name, group)
+    def warn_not_in_group(original: Any, operation: Any) -> None:
+        not_in_group(operation if isinstance(operation, str) else operation.__name__)
 
-    def unregister(name: Any) -> None:
-        _groups.unregister(name) if is_simulated() and _groups else torch._C._distributed_c10d._unregister_process_group(name)
-
-    def unregister_all() -> None:
-        _groups.unregister(None) if is_simulated() and _groups else _unregister_all()
-
-    def warn_not_in_group(operation: Any) -> None:
-        if is_simulated():
-            not_in_group(operation if isinstance(operation, str) else operation.__name__)
-
-    replaced: list[tuple[Any, str, Any]] = []
-
-    def replace(owner: Any, name: str, value: Any) -> None:
-        replaced.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
-
-    global _connect
-    _connect = connect
-    world = distributed_c10d._world
+    replacements.put(distributed_c10d, "_world", distributed_c10d._world)
+    replacements.function(distributed_c10d, "_new_process_group_helper", new_group)
+    replacements.function(distributed_c10d, "_register_process_group", lambda original, *pair: _current().register(*pair))
+    replacements.function(distributed_c10d, "_unregister_process_group", lambda original, name: _current().unregister(name))
+    replacements.function(distributed_c10d, "_unregister_all_process_groups", lambda original: _current().unregister(None))
+    replacements.function(distributed_c10d, "_warn_not_in_group", warn_not_in_group)
+    for name in _STORES:
+        substitute = _substitute(getattr(dist, name), replacements.is_simulated, open_store)
+        for module in (dist, distributed_c10d, rendezvous):
+            if hasattr(module, name):
+                replacements.put(module, name, substitute)
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    try:
-        replace(distributed_c10d, "_new_process_group_helper", new_group)
-        replace(distributed_c10d, "_register_process_group", register)
-        replace(distributed_c10d, "_unregister_process_group", unregister)
-        replace(distributed_c10d, "_unregister_all_process_groups", unregister_all)
-        replace(distributed_c10d, "_warn_not_in_group", warn_not_in_group)
-        for name in _STORES:
-            substitute = _substitute(getattr(dist, name), is_simulated, open_store)
-            for module in (
-                dist,
-                distributed_c10d,
-                dist.rendezvous.__globals__ and __import__("sys").modules["torch.distributed.rendezvous"],
-            ):
-                if hasattr(module, name):
-                    replace(module, name, substitute)
-        yield
-    finally:
-        for owner, name, value in reversed(replaced):
-            setattr(owner, name, value)
-        distributed_c10d._world = world
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+
+
+def forget() -> None:
+    """Let all threads share the groups of the process again."""
+    torch._C._distributed_c10d._set_thread_isolation_mode(False)
 
 
 _connect: Callable[..., Any] | None = None
 
 
-def _simulated(is_simulated: Callable[[], bool]) -> Groups:
+def _current() -> Groups:
     assert _groups is not None
     return _groups
 
@@ -194,19 +173,21 @@ def _substitute(real: Any, is_simulated: Callable[[], bool], open_store: Callabl
 
 def _new_world() -> Any:
     """Return an object in place of torch's `_World`, with state of its own."""
-    template = type(distributed_c10d._world) if not isinstance(distributed_c10d._world, _RankWorld) else distributed_c10d._World
-    return _RankWorld(template)
+    return _RankWorld()
 
 
 class _RankWorld:
-    def __init__(self, template: Any) -> None:
-        self.default_pg = None
-        self.group_count = 0
-        self._template = template
-        self.__dict__.update({name: {} for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config")})
-        self.__dict__.update({name: {} for name in ("tags_to_pg", "pg_to_tag", "pg_coalesce_state")})
-        self.comms: list[Any] = []
+    def __init__(self) -> None:
+        self.default_pg, self.group_count, self.comms = None, 0, []  # type: Any, int, list[Any]
+        for name in _MAPS:
+            setattr(self, name, {})
 
     @property
     def pg_config_info(self) -> list[dict[str, Any]]:
         return distributed_c10d._World.pg_config_info.fget(self)  # type: ignore[attr-defined,no-any-return]
+
+
+def current_backward() -> int | None:
+    """Return the number of the backward pass that the calling thread is in."""
+    number = int(torch._C._current_graph_task_id())
+    return None if number == -1 else number

@@ -1,0 +1,132 @@
+"""What a simulated rank does with its process: start others, handle signals, and import modules."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import multiprocessing.process
+import os
+import signal
+import subprocess  # nosec B404 # to refuse launches
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch.multiprocessing
+
+from bagua_ref.base.runtime import current_world
+from bagua_ref.communicators.call_sites import call_site, is_user_code
+from bagua_ref.communicators.scheduler import Scheduler
+from bagua_ref.errors import RankCall, SimulationError
+from bagua_ref.simulation.torch_distributed.replacements import Replacements
+
+__all__ = ["UserModules", "replace_processes", "run_script"]
+
+_LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed", "mpirun", "srun")
+
+
+def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
+    """Run functions that ``spawn`` would start in processes on the ranks; refuse other launches; record signal handlers."""
+
+    def refuse(what: str) -> None:
+        rank, (file, line) = current_world().identity.rank, call_site(sys._getframe(1))
+        scheduler.end(
+            SimulationError(
+                f"rank {rank} starts {what} (line {line} of {file}); a simulated world has its ranks already. Start them by "
+                "torch.multiprocessing.spawn(function, nprocs=ranks of the node), or let the script be started by torchrun",
+                kind="unsupported",
+                calls=(RankCall(rank, "", what, "", file, line),),
+            )
+        )
+
+    def spawn(original: Any, fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **options: Any) -> Any:
+        identity = current_world().identity
+        if nprocs != identity.local_world_size:
+            refuse(f"{nprocs} processes on a node of {identity.local_world_size} ranks")
+        fn(identity.local_rank, *args)
+        return None if join else _Joined()
+
+    def start(original: Callable[..., None], process: Any) -> None:
+        if not _is_data_loader():
+            refuse(f"process {process.name!r}")
+        original(process)
+
+    def popen(original: Callable[..., None], self: Any, args: Any, *rest: Any, **options: Any) -> None:
+        first = args if isinstance(args, str | bytes | os.PathLike) else list(args)[0]
+        if Path(os.fsdecode(first).split()[0]).name.startswith(_LAUNCHERS):
+            refuse(f"process {os.fsdecode(first)!r}")
+        original(self, args, *rest, **options)
+
+    def set_handler(original: Any, number: Any, handler: Any) -> Any:
+        handlers: dict[Any, Any] = current_world().signal_handlers  # type: ignore[attr-defined]
+        previous = handlers.get(number, signal.SIG_DFL)
+        handlers[number] = handler
+        return previous
+
+    replacements.function(torch.multiprocessing, "spawn", spawn)
+    replacements.function(multiprocessing.process.BaseProcess, "start", start)
+    replacements.function(subprocess.Popen, "__init__", popen)
+    replacements.function(signal, "signal", set_handler)
+    replacements.function(
+        signal,
+        "getsignal",
+        lambda original, number: current_world().signal_handlers.get(number, signal.SIG_DFL),  # type: ignore[attr-defined]
+    )
+
+
+class _Joined:
+    """Stands for the context of processes that have ended."""
+
+    def join(self, timeout: float | None = None) -> bool:
+        return True
+
+
+def _is_data_loader() -> bool:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.data.dataloader":
+            return True
+        frame = frame.f_back
+    return False
+
+
+class UserModules(importlib.abc.MetaPathFinder):
+    """Finds the user's modules for a rank, which gets its own copy of each that is imported during the run.
+
+    Args:
+        modules_of_rank: returns the calling rank's modules by name.
+    """
+
+    def __init__(self, modules_of_rank: Callable[[], dict[str, ModuleType | None] | None]) -> None:
+        self._modules_of_rank = modules_of_rank
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        """Find a module as Python does; note it if it is the user's."""
+        modules = self._modules_of_rank()
+        if modules is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.origin is not None and spec.origin.endswith(".py") and is_user_code(spec.origin):
+            modules.setdefault(fullname, None)
+        return spec
+
+
+def run_script(path: str, arguments: Sequence[str] = ()) -> None:
+    """Run a script as a simulated rank's main program: with its own ``__main__``, arguments and modules.
+
+    Args:
+        path: the script's.
+        arguments: of its command line.
+    """
+    source = Path(path).read_bytes()
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=str(path), __builtins__=__builtins__)
+    current_world().process_state.modules["__main__"] = main  # type: ignore[attr-defined]
+    sys.modules["__main__"] = main
+    sys.argv = [str(path), *arguments]
+    folder = str(Path(path).resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    exec(compile(source, str(path), "exec"), main.__dict__)  # nosec B102 # the user's own script

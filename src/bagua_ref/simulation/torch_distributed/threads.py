@@ -1,0 +1,147 @@
+"""The threads, locks and clocks of simulated ranks: Python's own, on the scheduler and its virtual time.
+
+Threads that the user's modules or executors start are scheduled, and the locks that they make let other threads go on. Threads
+and locks of libraries stay as they are: a data loader's threads talk to real processes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures.thread
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from bagua_ref.base.runtime import current_world
+from bagua_ref.communicators.call_sites import is_user_code
+from bagua_ref.communicators.scheduler import Scheduler
+from bagua_ref.simulation.rank_world import SimulatedLock, SimulatedThread
+from bagua_ref.simulation.torch_distributed.replacements import Replacements, calling_frame, is_called_by_user
+
+__all__ = ["end_threads", "replace_clocks", "replace_threads"]
+
+_START = 1_700_000_000.0
+"""`time.time()` at the start of a run."""
+
+_CLOCK_STEP = 1e-5
+"""Virtual seconds that reading a clock takes, so that a loop that polls it ends."""
+
+_LOCKS = ("threading.py", "queue.py", "threads.py")
+"""Modules that make locks for their callers."""
+
+
+class _Lock(SimulatedLock):
+    """A simulated lock with the interface of `threading.Lock`."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:  # type: ignore[override]
+        """Acquire the lock; see `threading.Lock.acquire`."""
+        return super().acquire(timeout if blocking else 0)
+
+    def locked(self) -> bool:
+        """Return whether the lock is held."""
+        return self._held
+
+    def _at_fork_reinit(self) -> None:
+        self._held = False
+
+
+def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
+    """Schedule the user's threads, and those of executors; make their locks, queues and joins let other threads go on."""
+
+    def make_lock(original: Callable[[], Any]) -> Any:
+        return _Lock(scheduler) if _makes_simulated_lock() else original()
+
+    def make_recursive_lock(original: Callable[[], Any]) -> Any:
+        return threading._PyRLock() if _makes_simulated_lock() else original()  # type: ignore[attr-defined]
+
+    def make_queue(original: Callable[[], Any]) -> Any:
+        return queue._PySimpleQueue() if _makes_simulated_lock() else original()  # type: ignore[attr-defined]
+
+    def start(original: Callable[..., None], thread: threading.Thread) -> None:
+        if _is_scheduled(thread):
+            _start(scheduler, thread)
+        else:
+            original(thread)
+
+    for name in ("Lock", "_allocate_lock"):
+        replacements.function(threading, name, make_lock)
+    replacements.function(threading, "RLock", make_recursive_lock)
+    replacements.function(queue, "SimpleQueue", make_queue)
+    replacements.function(threading.Thread, "start", start)
+    # It is held while a worker is started, which lets other threads go on.
+    replacements.put(concurrent.futures.thread, "_global_shutdown_lock", _Lock(scheduler))
+
+
+def _makes_simulated_lock() -> bool:
+    frame = calling_frame(*_LOCKS)
+    inner: Any = sys._getframe(2)
+    while inner is not frame:
+        own = inner.f_locals.get("self") if inner.f_code.co_name == "wait" else None
+        if isinstance(own, threading.Condition):  # a waiter of a condition is like the condition's lock
+            lock = own._lock  # type: ignore[attr-defined]
+            return isinstance(getattr(lock, "_block", lock), _Lock)
+        inner = inner.f_back
+    file = frame.f_code.co_filename
+    return is_user_code(file) or "concurrent" in file
+
+
+def _is_scheduled(thread: threading.Thread) -> bool:
+    target = getattr(thread, "_target", None)
+    if target is concurrent.futures.thread._worker:  # type: ignore[attr-defined]
+        return True
+    run = type(thread).run.__code__.co_filename
+    return is_called_by_user(*_LOCKS) or is_user_code(run) or is_user_code(getattr(target, "__code__", _start.__code__).co_filename)
+
+
+def _start(scheduler: Scheduler, thread: threading.Thread) -> None:
+    world: Any = current_world()
+
+    def run() -> None:
+        ident = threading.get_ident()
+        carrier = threading._active[ident]  # type: ignore[attr-defined]
+        threading._active[ident] = thread  # type: ignore[attr-defined]
+        thread._ident = ident  # type: ignore[attr-defined]
+        try:
+            thread.run()
+        except SystemExit:
+            pass
+        except Exception as error:
+            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
+        finally:
+            threading._active[ident] = carrier  # type: ignore[attr-defined]
+
+    simulated = SimulatedThread(scheduler, scheduler.spawn(run, thread.name, yields=False))
+    thread.join, thread.is_alive = simulated.join, simulated.is_alive  # type: ignore[method-assign]
+    thread._started.set()  # type: ignore[attr-defined]
+    world.started_threads.append(thread)
+
+
+def end_threads(threads: list[threading.Thread]) -> None:
+    """Wait for a rank's threads as a process does at its end: for those that are not daemons, and for executors' work."""
+    for thread in threads:
+        if getattr(thread, "_target", None) is concurrent.futures.thread._worker:  # type: ignore[attr-defined]
+            executor = thread._args[0]()  # type: ignore[attr-defined]
+            if executor is not None:
+                executor.shutdown(wait=True)
+        elif not thread.daemon:
+            thread.join()
+
+
+def replace_clocks(replacements: Replacements, scheduler: Scheduler) -> None:
+    """Make Python's clocks virtual, and sleeping take virtual time."""
+
+    def now(start: float) -> float:
+        if is_called_by_user("threads.py"):
+            scheduler.poll()
+        scheduler.time += _CLOCK_STEP
+        return start + scheduler.time
+
+    for name, start in (("time", _START), ("monotonic", 0.0), ("perf_counter", 0.0)):
+        replacements.function(time, name, lambda original, start=start: now(start))
+        replacements.function(time, f"{name}_ns", lambda original, start=start: int(now(start) * 1e9))
+    replacements.function(time, "sleep", lambda original, seconds: scheduler.sleep(seconds))
+    # These modules' own names for `time.monotonic`, for timeouts of locks and queues.
+    for module, name in ((threading, "_time"), (queue, "time")):
+        replacements.function(module, name, lambda original: scheduler.time)
