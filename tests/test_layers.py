@@ -53,7 +53,7 @@ HOUSE = (
             "communicators.waiting", "communicators.pipelining", "communicators.int_sockets", "communicators.mesh",
             "communicators.shared_memory", "communicators.gloo_sockets", "communicators.processes",
             "communicators.torch_transport",
-            "communicators.simulated", "communicators.scheduler",
+            "communicators.simulated", "communicators.scheduler", "communicators.call_sites", "communicators.simulated_group", "communicators.tasks",
         ),
         layers(range(3)),
     ),

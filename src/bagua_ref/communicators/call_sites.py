@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import os
 import sysconfig
+import traceback
 from pathlib import Path
 from types import FrameType
 
 import torch
 
-__all__ = ["call_site", "is_user_code"]
+__all__ = ["call_site", "is_user_code", "raise_site"]
 
-_LIBRARIES = tuple(
-    {str(Path(folder).resolve()) + os.sep for folder in (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),)}
-    | {str(Path(torch.__file__).resolve().parent) + os.sep, str(Path(__file__).resolve().parents[1]) + os.sep}
-)
+_FOLDERS = [
+    *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
+    Path(torch.__file__).parent,
+    Path(__file__).parents[1],
+]
+_LIBRARIES = tuple({str(Path(folder).resolve()) + os.sep for folder in _FOLDERS})
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
@@ -38,3 +41,9 @@ def call_site(frame: FrameType | None) -> tuple[str, int]:
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return "", 0
+
+
+def raise_site(error: BaseException) -> tuple[str, int]:
+    """Return file and line of the innermost frame of the user's code in an exception's traceback, or of any frame."""
+    sites = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return ([site for site in sites if is_user_code(site[0])] or sites or [("", 0)])[-1]

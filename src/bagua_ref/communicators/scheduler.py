@@ -5,10 +5,8 @@ It knows threads, waiting and time. Messages between ranks are in ``simulated.py
 
 from __future__ import annotations
 
-import contextvars
 import gc
 import math
-import random
 import sys
 import threading
 import time
@@ -18,10 +16,11 @@ from typing import Any
 
 import torch
 
-from bagua_ref.communicators.call_sites import call_site, is_user_code
+from bagua_ref.communicators.call_sites import call_site, raise_site
+from bagua_ref.communicators.tasks import RankState, Task, Ticket, Unwind
 from bagua_ref.errors import RankCall, SimulationError
 
-__all__ = ["RankState", "Scheduler", "Task", "Ticket", "format_ranks"]
+__all__ = ["Scheduler", "format_ranks"]
 
 _POLLS = 10_000
 """Consecutive polls after which sleeping threads are woken, so that a polling loop ends."""
@@ -40,45 +39,6 @@ _UNYIELDING = 60.0
 
 _SENTENCES = 16
 """The most waits that a message lists."""
-
-
-class _Unwind(BaseException):
-    """Ends a waiting thread once the run is over."""
-
-
-class Ticket:
-    """One thread's wait for one thing.
-
-    Attributes:
-        what: the words that follow "rank 3 waits " in messages.
-        collective: whether only other ranks can end this wait.
-        call: the communication that it waits for, with ``operation``, ``group_name`` and ``missing()``, the ranks that have to act.
-        granted: whether it is over, with the result ``value``.
-    """
-
-    __slots__ = ("call", "collective", "deadline", "granted", "passes", "task", "value", "what")
-
-    def __init__(self, task: Task | None, what: str, collective: bool = False, call: Any = None) -> None:
-        self.task, self.what, self.collective, self.call = task, what, collective, call
-        self.granted, self.value = False, None  # type: bool, Any
-        self.deadline, self.passes = math.inf, False
-
-
-class Task:
-    """A scheduled thread; ``rank`` is the rank that it belongs to."""
-
-    def __init__(self, rank: int, name: str, is_main: bool, function: Callable[[], None]) -> None:
-        self.rank, self.name, self.is_main, self.function = rank, name, is_main, function
-        self.context = contextvars.copy_context()
-        self.baton = threading.Lock()
-        self.baton.acquire()
-        self.ident: int | None = None
-        self.ticket: Ticket | None = None
-        self.ready = self.unwinding = self.done = self.killed = False
-        self.joining: list[Ticket] = []
-
-    def __repr__(self) -> str:
-        return f"rank {self.rank}" if self.is_main else f"rank {self.rank}'s thread {self.name!r}"
 
 
 class Scheduler:
@@ -108,10 +68,12 @@ class Scheduler:
         self._mains = self._polls = self._wake_ups = self._switches = self._steps = 0
         self._switching = self._ending = False
         self._failure: BaseException | None = None
-        self.failed_call: RankCall | None = None
-        """Where the exception that ended the run was raised."""
+        self.on_communication: Callable[[Any], None] = lambda call: None
+        """Called by a thread with each of its communications, before it takes place."""
         self.timeouts_fire = False
         """Whether ranks that wait for each other wait until their timeouts, instead of ending the run."""
+        self.failed_call: RankCall | None = None
+        """Where the exception that ended the run was raised."""
         self._over = threading.Lock()
         self._states: Sequence[RankState] = rank_states or ()
 
@@ -179,7 +141,7 @@ class Scheduler:
         """End the run with ``error``: it unwinds the calling thread, and later the others, past all handlers of exceptions."""
         self._fail(error)
         self.calling().unwinding = True
-        raise _Unwind
+        raise Unwind
 
     def kill(self) -> None:
         """End the calling thread and the others of its rank, as if the rank's process had been killed."""
@@ -189,7 +151,7 @@ class Scheduler:
             if other is not task:
                 self._make_ready(other)
         task.unwinding = True
-        raise _Unwind
+        raise Unwind
 
     def grant(self, ticket: Ticket, value: Any = None) -> None:
         """End a wait."""
@@ -285,12 +247,13 @@ class Scheduler:
                 # A backward inside a rank stays on the rank's thread.
                 with torch.autograd.set_multithreading_enabled(False):
                     task.context.run(task.function)
-        except _Unwind:
+        except Unwind:
             pass  # the run is over, and its reason is recorded
         except BaseException as error:
             if not task.unwinding:
                 if self._failure is None:
-                    self.failed_call = _where_raised(error, task)
+                    thread = "" if task.is_main else task.name
+                    self.failed_call = RankCall(task.rank, thread, type(error).__name__, "", *raise_site(error))
                 self._fail(error, f"raised in {task!r} of the simulated world")
         self._finish(task)
 
@@ -336,7 +299,7 @@ class Scheduler:
                 self._states[task.rank].resumed()
         if (self._ending or task.killed) and ends:
             task.unwinding = True
-            raise _Unwind
+            raise Unwind
 
     def _pick(self) -> Task | None:
         """Return the next task. Until it runs, finalizers must not switch."""
@@ -430,35 +393,6 @@ class Scheduler:
         if self._returned:
             sentences.append(f"{format_ranks(sorted(self._returned))} {'has' if len(self._returned) == 1 else 'have'} returned")
         return "; ".join(sentences)
-
-
-class RankState:
-    """The part of the process's global state of which each rank has its own: torch's CPU generator and Python's `random`.
-
-    A rank's state is saved when another rank goes on, and restored before the rank goes on. All ranks start with the caller's.
-    """
-
-    def __init__(self) -> None:
-        RankState.save(self)
-
-    def save(self) -> None:
-        """Take the state from the process."""
-        self._torch, self._python = torch.get_rng_state(), random.getstate()
-
-    def restore(self) -> None:
-        """Put the state into the process."""
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-
-    def resumed(self) -> None:
-        """Prepare the calling thread, which goes on after another one."""
-
-
-def _where_raised(error: BaseException, task: Task) -> RankCall:
-    """Return the innermost line of the user's code in an exception's traceback."""
-    where = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [place for place in where if is_user_code(place[0])] or where or [("", 0)]
-    return RankCall(task.rank, "" if task.is_main else task.name, type(error).__name__, "", *own[-1])
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

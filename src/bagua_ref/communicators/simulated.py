@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,228 +12,12 @@ from torch import Tensor
 from bagua_ref.communicators import collectives
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.call_sites import call_site
-from bagua_ref.communicators.scheduler import Scheduler, Ticket, format_ranks
-from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, RankCall, SimulationError
+from bagua_ref.communicators.scheduler import Scheduler, format_ranks
+from bagua_ref.communicators.simulated_group import Call, Function, SimulatedGroup
+from bagua_ref.errors import CommunicationError, RankCall, SimulationError
 from bagua_ref.types import ReduceOp
 
-__all__ = ["Call", "Function", "SimulatedCommunicator", "SimulatedGroup", "SimulatedNetwork", "SimulatedTransport"]
-
-
-class Call:
-    """One rank's part in a collective, or one side of a message.
-
-    Args:
-        group: the group.
-        rank: the calling rank, in the group.
-        operation: the call and the arguments on which all ranks must agree.
-        send: what this rank sends, as its function expects it; None for nothing.
-        recv: receives the result.
-        alike: the tensor that must have the same size and dtype on all ranks, or None.
-    """
-
-    def __init__(self, group: SimulatedGroup, rank: int, operation: str, send: Any, recv: Any, alike: Tensor | None = None) -> None:
-        group.scheduler.calling()  # raises outside of the run
-        self.group, self.rank, self.operation, self.send, self.recv, self.alike = group, rank, operation, send, recv, alike
-        self.file, self.line = call_site(sys._getframe(1))
-        self.error: Exception | None = None
-        self.done = self.awaited = False
-        self.source: int | None = None
-        """The rank of the group from which a message is received; None for any."""
-        self.missing: Callable[[], list[int]] = list
-        self._waiting: list[Ticket] = []
-
-    def __str__(self) -> str:
-        return self.operation if self.alike is None else f"{self.operation} of {collectives.describe(self.alike)}"
-
-    @property
-    def group_name(self) -> str:
-        """The group's name."""
-        return self.group.name
-
-    def finish(self, error: Exception | None = None) -> None:
-        """Let those who wait for this call go on, as its result is there or ``error`` occurred."""
-        self.done, self.error = True, error
-        for ticket in self._waiting:
-            self.group.scheduler.grant(ticket)
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until the call is finished; raise its error.
-
-        What other ranks have completed counts even if the group is aborted before this rank runs again.
-        """
-        self.awaited = True
-        if not self.done:
-            ticket = self.group.scheduler.ticket(f"in {self} of group {self.group.name!r}", collective=True, call=self)
-            self._waiting.append(ticket)
-            self.group.wait(ticket, self.rank, timeout)
-        if self.error is not None:
-            raise self.error
-
-    def wait_until(self, timeout: float) -> bool:
-        """Wait at most ``timeout`` virtual seconds; return whether the call is finished."""
-        if not self.done:
-            ticket = self.group.scheduler.ticket(f"in {self} of group {self.group.name!r}", call=self)
-            self._waiting.append(ticket)
-            self.group.scheduler.wait(ticket, timeout, passes=True)
-        if self.error is not None:
-            raise self.error
-        return self.done
-
-    def facts(self) -> RankCall:
-        """Return the call for an error's report."""
-        rank = self.group.ranks[self.rank]
-        return RankCall(rank, "", str(self), self.group.name, self.file, self.line, tuple(self.missing()))
-
-
-Function = Callable[[list[Any], list[Any]], None]
-"""A collective: takes what each rank sends, and each rank's receiver, in rank order."""
-
-
-class SimulatedGroup:
-    """State shared by a group's ranks: calls of collectives that are not complete, and messages in flight.
-
-    Args:
-        network: of the run.
-        name: the group's.
-        ranks: the global rank of each rank of the group.
-        timeout: virtual seconds that a call waits for other ranks.
-    """
-
-    def __init__(self, network: SimulatedNetwork, name: str, ranks: Sequence[int], timeout: float) -> None:
-        self.scheduler, self.name, self.ranks, self.timeout = network.scheduler, name, ranks, timeout
-        self.messages_sent, self._observe = network.messages_sent, network.observe
-        self.under_way: dict[tuple[str, int], dict[int, Call]] = {}
-        """The calls of each incomplete collective, by its stream and number in it, and by rank."""
-        self._numbers: dict[tuple[str, int], int] = {}
-        self.sends: dict[tuple[int, int], deque[Call]] = {}
-        """Messages that have not been received, by receiver and tag, in the order of sending."""
-        self.recvs: dict[tuple[int, int], deque[Call]] = {}
-        self.broken: str | None = None
-
-    def give_up(self, reason: str) -> None:
-        """Make all operations raise, including those in progress."""
-        self.broken = self.broken or reason
-        waiting = [call for calls in self.under_way.values() for call in calls.values()]
-        waiting += [call for calls in self.recvs.values() for call in calls] + [c for calls in self.sends.values() for c in calls]
-        self.under_way, self.sends, self.recvs = {}, {}, {}
-        for call in waiting:
-            call.finish(CommunicationError(self.broken))
-
-    def check(self) -> None:
-        """Raise if the group has been given up."""
-        if self.broken is not None:
-            raise CommunicationError(self.broken)
-
-    def wait(self, ticket: Ticket, rank: int, timeout: float | None = None) -> None:
-        """Wait for other ranks; give the group up after ``timeout`` virtual seconds, or the group's timeout if it is None."""
-        limit = self.timeout if timeout is None else timeout
-        if not self.scheduler.wait(ticket, None if limit == math.inf else limit):
-            why = f"rank {self.ranks[rank]} timed out after {limit} s waiting {ticket.what}"
-            self.give_up(f"group {self.name!r} was given up: {why}")
-            raise CommunicationTimeoutError(why)
-
-    def post(self, call: Call, function: Function, stream: str = "", strict: bool = False) -> None:
-        """Take a rank's part in its next collective; the last one runs ``function`` for all of them.
-
-        If ranks call different collectives, or pass arguments that do not match, all of them get the same error.
-
-        Args:
-            call: the rank's part.
-            function: one of `collectives`, or the like.
-            stream: collectives of different streams do not wait for each other.
-            strict: whether the first call that does not match raises the error here, before all ranks have called.
-        """
-        self._observe(call)
-        self.check()
-        number = self._numbers.get((stream, call.rank), 0)
-        self._numbers[stream, call.rank] = number + 1
-        calls = self.under_way.setdefault((stream, number), {})
-        first = next(iter(calls.values()), call)
-        if strict and first.operation != call.operation:
-            raise self.mismatch(first, call)
-        calls[call.rank] = call
-        call.missing = lambda: [rank for r, rank in enumerate(self.ranks) if r not in calls]
-        if len(calls) == len(self.ranks):
-            del self.under_way[stream, number]
-            self._complete([calls[rank] for rank in range(len(self.ranks))], function)
-
-    def post_send(self, call: Call, dst: int, tag: int = 0) -> None:
-        """Take a message to rank ``dst`` of the group; ``call.send`` is read when the receiver is there."""
-        self._observe(call)
-        self.check()
-        waiting = self.recvs.get((dst, tag), ())
-        for receiver in waiting:
-            if receiver.source in (None, call.rank):
-                waiting.remove(receiver)
-                self._deliver(call, receiver)
-                return
-        self.sends.setdefault((dst, tag), deque()).append(call)
-        call.missing = lambda: [self.ranks[dst]]
-
-    def post_recv(self, call: Call, src: int | None, tag: int = 0) -> None:
-        """Take a rank's wish for a message of rank ``src`` of the group, or of any rank if that is None."""
-        self._observe(call)
-        self.check()
-        call.source = src
-        call.missing = lambda: [rank for r, rank in enumerate(self.ranks) if r == src or (src is None and r != call.rank)]
-        waiting = self.sends.get((call.rank, tag), ())
-        for sender in waiting:
-            if src in (None, sender.rank):
-                waiting.remove(sender)
-                self._deliver(sender, call)
-                return
-        self.recvs.setdefault((call.rank, tag), deque()).append(call)
-
-    def _complete(self, calls: list[Call], function: Function) -> None:
-        error = self._disagreement(calls)
-        if error is None:
-            sends = [call.send for call in calls]
-            if self.messages_sent is not None and all(isinstance(send, Tensor) for send in sends):
-                self.messages_sent.append((calls[0].operation, [send.clone() for send in sends]))
-            try:
-                function(sends, [call.recv for call in calls])
-            except (RuntimeError, ValueError, TypeError) as raised:
-                error = raised
-        for call in calls:
-            call.finish(copy.copy(error))
-
-    def _disagreement(self, calls: list[Call]) -> Exception | None:
-        first = calls[0]
-        for call in calls:
-            if call.operation != first.operation:
-                return self.mismatch(first, call)
-            if call.alike is not None and first.alike is not None:
-                if call.alike.dtype != first.alike.dtype:
-                    return TypeError(self._both(first, call, "use the same dtype"))
-                if call.alike.numel() != first.alike.numel():
-                    return ValueError(self._both(first, call, "pass equally many elements"))
-        return None
-
-    def mismatch(
-        self, first: Call, second: Call, rule: str = "call the same collective with the same arguments"
-    ) -> SimulationError:
-        """Return the error of two calls that do not fit together."""
-        return SimulationError(self._both(first, second, rule), kind="mismatch", calls=(first.facts(), second.facts()))
-
-    def _both(self, first: Call, second: Call, rule: str) -> str:
-        who, other = self.ranks[first.rank], self.ranks[second.rank]
-        return f"in group {self.name!r} rank {who} calls {first}, but rank {other} calls {second}; all ranks must {rule}"
-
-    def _deliver(self, sender: Call, receiver: Call) -> None:
-        message, tensor = sender.send, receiver.recv
-        sent, received = collectives.describe(message), collectives.describe(tensor)
-        source, target = self.ranks[sender.rank], self.ranks[receiver.rank]
-        receiver.source = sender.rank
-        sentence = f"in group {self.name!r} rank {source} sent {sent}, but rank {target} receives {received}"
-        error: Exception | None = None
-        if message.dtype != tensor.dtype:
-            error = TypeError(f"{sentence}; the dtypes must be equal")
-        elif message.numel() != tensor.numel():
-            error = ValueError(f"{sentence}; the numbers of elements must be equal")
-        else:
-            tensor.data.copy_(message.detach().reshape(tensor.shape))
-        sender.finish()
-        receiver.finish(error)
+__all__ = ["SimulatedCommunicator", "SimulatedNetwork", "SimulatedTransport"]
 
 
 class SimulatedCommunicator(Communicator):
@@ -384,19 +166,13 @@ class SimulatedNetwork:
         scheduler: of the ranks' threads.
         node_of: each rank's node.
         messages_sent: each collective is appended to it: its name, and what each rank of the group sends.
-        observe: called with each communication of a rank, before it takes place; None: nothing is.
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        node_of: tuple[int, ...],
-        messages_sent: list[tuple[str, list[Tensor]]] | None = None,
-        observe: Callable[[Call], None] | None = None,
+        self, scheduler: Scheduler, node_of: tuple[int, ...], messages_sent: list[tuple[str, list[Tensor]]] | None = None
     ) -> None:
-        self.observe: Callable[[Call], None] = observe or (lambda call: None)
         self.scheduler, self.node_of, self.messages_sent = scheduler, node_of, messages_sent
-        self.everyone = SimulatedGroup(self, "simulated", tuple(range(len(node_of))), math.inf)
+        self.everyone = SimulatedGroup(scheduler, "simulated", tuple(range(len(node_of))), math.inf, messages_sent)
         self._connecting: dict[str, SimulatedGroup] = {}
 
     def connect(
@@ -418,13 +194,13 @@ class SimulatedNetwork:
         """
         self.scheduler.yield_()
         name = name or key
-        group = self._connecting.setdefault(key, SimulatedGroup(self, name, tuple(ranks), timeout))
+        group = self._connecting.setdefault(key, SimulatedGroup(self.scheduler, name, tuple(ranks), timeout, self.messages_sent))
         group.check()
         if group.ranks != tuple(ranks):
             others = [call.facts() for calls in group.under_way.values() for call in calls.values()]
             mine = RankCall(rank, "", what, name, *call_site(sys._getframe(1)))
             raise SimulationError(
-                f"group {name!r} is being connected by {format_ranks(sorted(other.rank for other in others))} for ranks {group.ranks}, "
+                f"group {name!r} is being connected by {format_ranks(sorted(o.rank for o in others))} for ranks {group.ranks}, "
                 f"but rank {rank} connects it for ranks {tuple(ranks)}",
                 kind="mismatch",
                 calls=(*others, mine),

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from bagua_ref.base.runtime import Identity, use_world
 from bagua_ref.communicators.scheduler import Scheduler
-from bagua_ref.communicators.simulated import Call, SimulatedNetwork, SimulatedTransport
+from bagua_ref.communicators.simulated import SimulatedNetwork, SimulatedTransport
+from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.errors import RankCall
 from bagua_ref.simulation.invariants import always
 from bagua_ref.simulation.rank_world import SimulatedRankWorld
@@ -112,7 +113,9 @@ class SimulatedWorld:
         identities = [self._identity(rank, node) for rank, node in enumerate(node_of)]
         states = rank_states(identities) if self.torch_distributed else None
         scheduler = Scheduler(self._choices(), states)
-        network = SimulatedNetwork(scheduler, node_of, self._messages, self.observe)
+        network = SimulatedNetwork(scheduler, node_of, self._messages)
+        if self.observe is not None:
+            scheduler.on_communication = self.observe
         results: dict[int, T] = {}
 
         def main(rank: int) -> None:

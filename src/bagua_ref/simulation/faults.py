@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from bagua_ref.communicators.simulated import Call, SimulatedGroup
+from bagua_ref.communicators.simulated_group import Call, SimulatedGroup
 
 __all__ = ["FAULTS", "Fault", "faults"]
 

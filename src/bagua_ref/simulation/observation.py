@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from bagua_ref.base.runtime import current_world
 from bagua_ref.communicators.call_sites import call_site
-from bagua_ref.communicators.simulated import Call
+from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.errors import RankCall, SimulationError
 from bagua_ref.simulation import SimulatedWorld
 from bagua_ref.simulation.faults import Fault

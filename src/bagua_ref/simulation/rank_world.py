@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from bagua_ref.base.runtime import Identity, World
-from bagua_ref.communicators.scheduler import Scheduler, Task, Ticket
+from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.simulated import SimulatedTransport
+from bagua_ref.communicators.tasks import Task, Ticket
 
 __all__ = ["SimulatedEvent", "SimulatedLock", "SimulatedQueue", "SimulatedRankWorld", "SimulatedThread"]
 
@@ -22,6 +23,8 @@ class SimulatedRankWorld(World):
         self.transport = transport
         self.process_state = process_state
         """This rank's part of the process's state, if it has one of its own."""
+        self.main_thread: Any = None
+        """What `threading.main_thread` returns to the rank's program."""
         self.started_threads: list[Any] = []
         """The threads that the rank's program has started by `threading`, if it may."""
         self.signal_handlers: dict[Any, Any] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,7 +21,8 @@ from bagua_ref.simulation.torch_distributed.processes import UserModules, replac
 from bagua_ref.simulation.torch_distributed.rank_state import ProcessState
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
 from bagua_ref.simulation.torch_distributed.stores import SharedStores, SimulatedStore
-from bagua_ref.simulation.torch_distributed.threads import end_threads, replace_clocks, replace_threads
+from bagua_ref.simulation.torch_distributed.threads import as_current_thread, end_threads, replace_clocks, replace_threads
+from bagua_ref.simulation.torch_distributed.work import SimulatedWork
 
 __all__ = ["ProcessState", "SimulatedProcessGroup", "SimulatedStore", "run_script", "simulated_torch"]
 
@@ -33,13 +35,15 @@ def rank_states(identities: Sequence[Identity]) -> list[ProcessState]:
 
 def run_process(world: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Return ``function(*args)`` of one rank, as the main function of a process; wait for its threads. Exit code 0 gives None."""
-    try:
-        result = function(*args)
-    except SystemExit as exit_:
-        if exit_.code not in (None, 0):
-            raise
-        result = None
-    end_threads(world.started_threads)
+    world.main_thread = threading.Thread(name="MainThread", daemon=False)
+    with as_current_thread(world.main_thread):
+        try:
+            result = function(*args)
+        except SystemExit as exit_:
+            if exit_.code not in (None, 0):
+                raise
+            result = None
+        end_threads(world.started_threads)
     return result
 
 
@@ -90,6 +94,8 @@ def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork) -> Iterator
 
     replacements = Replacements(scheduler.is_calling)
     modules = UserModules(lambda: current_world().process_state.modules if scheduler.is_calling() else None)  # type: ignore[attr-defined]
+    for owner in (SimulatedProcessGroup, SimulatedWork, SimulatedStore):
+        torch_hooks.hide_from_compiler(owner)
     try:
         torch_hooks.replace(replacements, connect, open_store, not_in_group)
         replace_processes(replacements, scheduler)

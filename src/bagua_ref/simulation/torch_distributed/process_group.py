@@ -11,16 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bagua_ref.communicators import collectives
-from bagua_ref.communicators.simulated import Call, Function, SimulatedGroup
+from bagua_ref.communicators.simulated_group import Call, Function, SimulatedGroup
 from bagua_ref.errors import SimulationError
+from bagua_ref.simulation.torch_distributed.arguments import check_alike, check_sizes, describe, listed, reduction, split
 from bagua_ref.simulation.torch_distributed.work import SimulatedWork, is_prompt, seconds_of
 from bagua_ref.types import ReduceOp
 
 __all__ = ["SimulatedProcessGroup"]
-
-_OPERATIONS = {
-    int(getattr(dist.ReduceOp, name)): ReduceOp[name] for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-}
 
 
 class SimulatedProcessGroup(dist.ProcessGroup):
@@ -98,13 +95,13 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     # Collectives.
 
     def allreduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
-        tensors, op = _listed(tensors), _reduction(opts)
+        tensors, op = listed(tensors), reduction(opts)
         return self._start(f"all_reduce({op.name})", tensors, tensors, tensors, _allreduce(op), opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any) -> SimulatedWork:  # noqa: D102
-        op, dst = _reduction(opts), opts.rootRank
+        op, dst = reduction(opts), opts.rootRank
         outputs = tensors if self.rank() == dst else []
 
         def function(sends: list[Any], recvs: list[Any]) -> None:
@@ -114,7 +111,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._start(f"reduce({op.name}, dst={dst})", tensors, tensors, outputs, function, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, root: int = 0) -> SimulatedWork:  # noqa: D102
-        tensors, src = _listed(tensors), getattr(opts, "rootRank", root)
+        tensors, src = listed(tensors), getattr(opts, "rootRank", root)
 
         def function(sends: list[Any], recvs: list[Any]) -> None:
             for rank, recv in enumerate(recvs):
@@ -126,14 +123,14 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._start(f"broadcast(src={src})", tensors, sends, outputs, function, opts, result=tensors)
 
     def allgather(self, output_lists: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
-        tensors, n = _listed(tensors), self.size()
-        outputs = [tensor for output_list in output_lists for tensor in _listed(output_list)]
+        tensors, n = listed(tensors), self.size()
+        outputs = [tensor for output_list in output_lists for tensor in listed(output_list)]
         if len(outputs) != n * len(tensors):
             raise ValueError(
                 f"all_gather needs {n} output tensors for each of {len(tensors)} inputs, one per rank, not {len(outputs)}"
             )
         for i, output in enumerate(outputs):
-            _check_alike("all_gather", output, tensors[i // n])
+            check_alike("all_gather", output, tensors[i // n])
 
         def function(sends: list[Any], recvs: list[Any]) -> None:
             gathered = [send[i] for i in range(len(sends[0])) for send in sends]
@@ -151,7 +148,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
         for output, tensor in zip(outputs, tensors, strict=True):
-            _check_sizes("all_gather_into_tensor", output, tensor, self.size())
+            check_sizes("all_gather_into_tensor", output, tensor, self.size())
         return self._start("all_gather_into_tensor()", tensors, tensors, outputs, _each(collectives.allgather), opts)
 
     def gather(self, output_lists: Any, tensors: Any, opts: Any) -> SimulatedWork:  # noqa: D102
@@ -176,13 +173,13 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._start(f"scatter(src={src})", tensors, inputs, tensors, function, opts)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
-        op, n = _reduction(opts), self.size()
+        op, n = reduction(opts), self.size()
         inputs = [tensor for input_list in input_lists for tensor in input_list]
         if len(inputs) != n * len(outputs):
             raise ValueError(f"reduce_scatter needs {n} input tensors for each of {len(outputs)} outputs, not {len(inputs)}")
         for i, tensor in enumerate(inputs):
             if i % n == self.rank():
-                _check_alike("reduce_scatter", outputs[i // n], tensor)
+                check_alike("reduce_scatter", outputs[i // n], tensor)
 
         def function(sends: list[Any], recvs: list[Any]) -> None:
             for rank, recv in enumerate(recvs):
@@ -195,9 +192,9 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
-        op = _reduction(opts)
+        op = reduction(opts)
         for output, tensor in zip(outputs, tensors, strict=True):
-            _check_sizes("reduce_scatter_tensor", tensor, output, self.size())
+            check_sizes("reduce_scatter_tensor", tensor, output, self.size())
         reduce_scatter = lambda sends, recvs: collectives.reduce_scatter(sends, recvs, op)  # noqa: E731
         return self._start(f"reduce_scatter_tensor({op.name})", tensors, tensors, outputs, _each(reduce_scatter), opts)
 
@@ -209,8 +206,8 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def all_to_all_single(  # noqa: D102
         self, output: Tensor, tensor: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> SimulatedWork:
-        outputs = _split("output", output, output_splits, self.size())
-        inputs = _split("input", tensor, input_splits, self.size())
+        outputs = split("output", output, output_splits, self.size())
+        inputs = split("input", tensor, input_splits, self.size())
         return self._alltoall("all_to_all_single", outputs, inputs, opts, result=[output])
 
     def _alltoall(self, name: str, outputs: list[Tensor], inputs: list[Tensor], opts: Any, result: list[Tensor]) -> SimulatedWork:
@@ -302,7 +299,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         """
         self._check_devices(operation, [*sends, *outputs])
         self.group.scheduler.yield_()
-        text = f"{operation} of {', '.join(map(_describe, described))}" if described else operation
+        text = f"{operation} of {', '.join(map(describe, described))}" if described else operation
         blocking = opts is not None and not getattr(opts, "asyncOp", True) and self._coalescing is None
         result = list(outputs) if result is None else result
         sends = [send.data for send in sends]
@@ -334,7 +331,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         if self.rank() == root and len(tensors) != self.size():
             raise ValueError(f"{name} needs {self.size()} tensors on rank {root}, one per rank, not {len(tensors)}")
         for tensor in tensors:
-            _check_alike(name, tensor, alike)
+            check_alike(name, tensor, alike)
 
     def _check_devices(self, operation: str, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -357,18 +354,6 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
-def _listed(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _reduction(opts: Any) -> ReduceOp:
-    op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-    try:
-        return _OPERATIONS[int(getattr(op, "op", op))]
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"op={op} is not simulated; allowed are {', '.join(o.name for o in _OPERATIONS.values())}") from None
-
-
 def _allreduce(op: ReduceOp) -> Function:
     def function(sends: list[Any], recvs: list[Any]) -> None:
         for i in range(len(sends[0])):
@@ -387,30 +372,3 @@ def _each(function: Callable[[list[Tensor], list[Tensor]], None]) -> Function:
             function([send[i] for send in sends], [recv[i] for recv in recvs])
 
     return apply
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
-
-
-def _check_alike(name: str, tensor: Tensor, like: Tensor) -> None:
-    if tensor.dtype != like.dtype or tensor.shape != like.shape:
-        raise ValueError(f"{name}: a tensor of {_describe(tensor)} goes with one of {_describe(like)}; they must be equal")
-
-
-def _check_sizes(name: str, large: Tensor, small: Tensor, n: int) -> None:
-    if large.dtype != small.dtype or large.numel() != n * small.numel():
-        raise ValueError(f"{name}: {_describe(large)} must have {n} times the elements of {_describe(small)}, and its dtype")
-
-
-def _split(name: str, tensor: Tensor, sizes: Any, n: int) -> list[Tensor]:
-    sizes = list(sizes or ())
-    if not sizes:
-        if tensor.dim() == 0 or tensor.shape[0] % n:
-            raise ValueError(
-                f"all_to_all_single: {name} {_describe(tensor)} does not divide into {n} parts along its first dimension"
-            )
-        sizes = [tensor.shape[0] // n] * n
-    if len(sizes) != n or sum(sizes) != tensor.shape[0]:
-        raise ValueError(f"all_to_all_single: {name}_split_sizes={sizes} must be {n} numbers that sum to {tensor.shape[0]}")
-    return list(tensor.split(sizes))

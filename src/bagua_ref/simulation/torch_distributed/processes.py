@@ -54,7 +54,7 @@ def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
         original(process)
 
     def popen(original: Callable[..., None], self: Any, args: Any, *rest: Any, **options: Any) -> None:
-        first = args if isinstance(args, str | bytes | os.PathLike) else list(args)[0]
+        first = args if isinstance(args, str | bytes | os.PathLike) else next(iter(args))
         if Path(os.fsdecode(first).split()[0]).name.startswith(_LAUNCHERS):
             refuse(f"process {os.fsdecode(first)!r}")
         original(self, args, *rest, **options)
@@ -129,4 +129,4 @@ def run_script(path: str, arguments: Sequence[str] = ()) -> None:
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    exec(compile(source, str(path), "exec"), main.__dict__)  # nosec B102 # the user's own script
+    exec(compile(source, str(path), "exec"), main.__dict__)  # noqa: S102 # nosec B102 # the user's own script

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bagua_ref.base.runtime import Identity
-from bagua_ref.communicators.scheduler import RankState
+from bagua_ref.communicators.tasks import RankState
 from bagua_ref.simulation.torch_distributed import torch_hooks
 
 __all__ = ["ProcessState"]

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bagua_ref.communicators.scheduler import Scheduler, Ticket
+from bagua_ref.communicators.scheduler import Scheduler
+from bagua_ref.communicators.tasks import Ticket
 from bagua_ref.simulation.torch_distributed.work import seconds_of
 
 __all__ = ["SharedStores", "SimulatedStore"]

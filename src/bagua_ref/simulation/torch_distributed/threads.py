@@ -11,7 +11,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from bagua_ref.base.runtime import current_world
@@ -20,7 +21,7 @@ from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.simulation.rank_world import SimulatedLock, SimulatedThread
 from bagua_ref.simulation.torch_distributed.replacements import Replacements, calling_frame, is_called_by_user
 
-__all__ = ["end_threads", "replace_clocks", "replace_threads"]
+__all__ = ["as_current_thread", "end_threads", "replace_clocks", "replace_threads"]
 
 _START = 1_700_000_000.0
 """`time.time()` at the start of a run."""
@@ -70,6 +71,7 @@ def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
     replacements.function(threading, "RLock", make_recursive_lock)
     replacements.function(queue, "SimpleQueue", make_queue)
     replacements.function(threading.Thread, "start", start)
+    replacements.function(threading, "main_thread", lambda original: current_world().main_thread)  # type: ignore[attr-defined]
     # It is held while a worker is started, which lets other threads go on.
     replacements.put(concurrent.futures.thread, "_global_shutdown_lock", _Lock(scheduler))
 
@@ -99,23 +101,31 @@ def _start(scheduler: Scheduler, thread: threading.Thread) -> None:
     world: Any = current_world()
 
     def run() -> None:
-        ident = threading.get_ident()
-        carrier = threading._active[ident]  # type: ignore[attr-defined]
-        threading._active[ident] = thread  # type: ignore[attr-defined]
-        thread._ident = ident  # type: ignore[attr-defined]
-        try:
-            thread.run()
-        except SystemExit:
-            pass
-        except Exception as error:
-            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
-        finally:
-            threading._active[ident] = carrier  # type: ignore[attr-defined]
+        with as_current_thread(thread):
+            try:
+                thread.run()
+            except SystemExit:
+                pass
+            except Exception as error:
+                threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
 
     simulated = SimulatedThread(scheduler, scheduler.spawn(run, thread.name, yields=False))
     thread.join, thread.is_alive = simulated.join, simulated.is_alive  # type: ignore[method-assign]
     thread._started.set()  # type: ignore[attr-defined]
     world.started_threads.append(thread)
+
+
+@contextmanager
+def as_current_thread(thread: threading.Thread) -> Iterator[None]:
+    """Make ``thread`` the one that `threading.current_thread` returns here."""
+    ident = threading.get_ident()
+    carrier = threading._active[ident]  # type: ignore[attr-defined]
+    threading._active[ident] = thread  # type: ignore[attr-defined]
+    thread._ident = ident  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        threading._active[ident] = carrier  # type: ignore[attr-defined]
 
 
 def end_threads(threads: list[threading.Thread]) -> None:

@@ -5,6 +5,7 @@ They are replaced only during a run, and let other threads than the simulated on
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch.distributed import distributed_c10d
 from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
 
-__all__ = ["Groups", "check_version", "current_backward", "current_world", "forget", "replace", "use_groups"]
+__all__ = ["Groups", "check_version", "current_backward", "current_world", "forget", "hide_from_compiler", "replace", "use_groups"]
 
 rendezvous = sys.modules["torch.distributed.rendezvous"]  # the package has a function of this name
 
@@ -140,6 +141,15 @@ def replace(
 def forget() -> None:
     """Let all threads share the groups of the process again."""
     torch._C._distributed_c10d._set_thread_isolation_mode(False)
+
+
+def hide_from_compiler(owner: type) -> None:
+    """Make `torch.compile` call a class's methods as it calls C++ code, instead of tracing them."""
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for method in vars(owner).values():
+        if inspect.isfunction(method):
+            frames.set_code_exec_strategy(method.__code__, skip)
 
 
 _connect: Callable[..., Any] | None = None

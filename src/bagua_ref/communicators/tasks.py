@@ -1,0 +1,75 @@
+"""The threads of a simulation: what they wait for, and the part of the process's state that belongs to their rank."""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["RankState", "Task", "Ticket", "Unwind"]
+
+
+class Unwind(BaseException):
+    """Ends a waiting thread once the run is over."""
+
+
+class Ticket:
+    """One thread's wait for one thing.
+
+    Attributes:
+        what: the words that follow "rank 3 waits " in messages.
+        collective: whether only other ranks can end this wait.
+        call: the communication that it waits for, with ``operation``, ``group_name`` and ``missing()``, the ranks that have to act.
+        granted: whether it is over, with the result ``value``.
+    """
+
+    __slots__ = ("call", "collective", "deadline", "granted", "passes", "task", "value", "what")
+
+    def __init__(self, task: Task | None, what: str, collective: bool = False, call: Any = None) -> None:
+        self.task, self.what, self.collective, self.call = task, what, collective, call
+        self.granted, self.value = False, None  # type: bool, Any
+        self.deadline, self.passes = math.inf, False
+
+
+class Task:
+    """A scheduled thread; ``rank`` is the rank that it belongs to."""
+
+    def __init__(self, rank: int, name: str, is_main: bool, function: Callable[[], None]) -> None:
+        self.rank, self.name, self.is_main, self.function = rank, name, is_main, function
+        self.context = contextvars.copy_context()
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.ident: int | None = None
+        self.ticket: Ticket | None = None
+        self.ready = self.unwinding = self.done = self.killed = False
+        self.joining: list[Ticket] = []
+
+    def __repr__(self) -> str:
+        return f"rank {self.rank}" if self.is_main else f"rank {self.rank}'s thread {self.name!r}"
+
+
+class RankState:
+    """The part of the process's global state of which each rank has its own: torch's CPU generator and Python's `random`.
+
+    A rank's state is saved when another rank goes on, and restored before the rank goes on. All ranks start with the caller's.
+    """
+
+    def __init__(self) -> None:
+        RankState.save(self)
+
+    def save(self) -> None:
+        """Take the state from the process."""
+        self._torch, self._python = torch.get_rng_state(), random.getstate()
+
+    def restore(self) -> None:
+        """Put the state into the process."""
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+
+    def resumed(self) -> None:
+        """Prepare the calling thread, which goes on after another one."""
