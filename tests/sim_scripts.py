@@ -97,13 +97,12 @@ SCRIPTS = [
         if rank < 2:  # MENDED
             dist.all_reduce(x, group=pair)  # MENDED
     """, ranks=3),
-    Script("group_made_on_some_ranks", ("deadlock", "ended"), """
+    Script("group_made_on_some_ranks", ("mismatch", "deadlock", "ended"), """
         if rank < 2:  # BUG
             pair = dist.new_group([0, 1])  # BUG
         pair = dist.new_group([0, 1])  # MENDED
-        if rank < 2:
-            dist.all_reduce(torch.ones(1), group=pair)
-        dist.barrier()  # HERE
+        everyone = dist.new_group()  # HERE
+        dist.all_reduce(torch.ones(1), group=everyone)  # HERE
     """, ranks=3),
     Script("swapped_order_of_messages", ("deadlock",), """
         x, y = torch.ones(2), torch.zeros(2)
@@ -255,7 +254,9 @@ SCRIPTS = [
         def add():
             for _ in range(2):
                 with lock:
-                    total[0] += 1
+                    value = total[0]
+                    time.sleep(0)
+                    total[0] = value + 1
 
         threads = [threading.Thread(target=race) for _ in range(2)]  # BUG
         threads = [threading.Thread(target=add) for _ in range(2)]  # MENDED

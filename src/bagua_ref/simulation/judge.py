@@ -19,9 +19,6 @@ from bagua_ref.simulation.workers import Workers
 
 __all__ = ["Finding", "Report", "Search", "judge"]
 
-_HASH_SEEDS = (1, 2, 3)
-"""Values of PYTHONHASHSEED to compare: two strings of a set have the same order in all of them with probability 1/4."""
-
 _SHRINKING = 100
 """The most runs to look for a simpler schedule."""
 
@@ -66,6 +63,8 @@ class Search:
         faults: kinds of faults to try at every communication of every rank.
         fault: the only fault to try.
         compares_stdout: whether what ranks print must be the same in all schedules.
+        hash_seeds: values of PYTHONHASHSEED to compare. Two strings of a set have the same order under all of four with
+            probability 1/8.
         workers: the most processes at a time.
     """
 
@@ -77,6 +76,7 @@ class Search:
     faults: tuple[str, ...] = ()
     fault: Fault | None = None
     compares_stdout: bool = False
+    hash_seeds: tuple[int, ...] = (1, 2, 3)
     workers: int = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -189,13 +189,11 @@ class _Judge:
     def _hash_seeds(self) -> bool:
         if self._program.function is not None or self._search.schedule is not None:
             return True
-        logs = []
-        for seed in _HASH_SEEDS:
+        for seed in self._search.hash_seeds:
             with Workers(self._program, self._search.nodes, 1, hash_seed=seed) as workers:
                 seen = self._one(Order(), workers)
             if seen is None:
                 return False
-            logs.append(seen)
             finding = _depends_on_hash_seed(self._first, seen)
             if finding is not None:
                 with Workers(self._program, self._search.nodes, 1, hash_seed=seed) as workers:
@@ -377,14 +375,15 @@ def _different_replicas(steps: Sequence[Sequence[Step]]) -> Finding | None:
                     why = "" if name in step.replicas else ", though their gradients are equal: did they start with different values?"
                     text += f" at {place(step.file, step.line)}{why}"
                     return Finding("replicas", text, rank, step.file, step.line, number)
-    for rank, own in enumerate(steps):
-        for other in min(((step.replicas or {"": ()}).values() for step in own), default=(), key=len):
-            counts = {member: len(steps[member]) for member in other}
-            if len(own) == min(counts.values()) < max(counts.values()) and not any(step.joined for step in own):
-                most = max(counts, key=lambda member: counts[member])
-                last = steps[most][len(own)]
-                text = f"replicas differ: rank {rank} makes {len(own)} optimizer steps, but rank {most} makes {counts[most]}"
-                return Finding("replicas", f"{text} at {place(last.file, last.line)}", rank, last.file, last.line, len(own))
+    everything = [step for own in steps for step in own]
+    for group in {} if any(step.joined for step in everything) else {ranks: None for step in everything for ranks in step.replicas.values()}:
+        own = {rank: [step for step in steps[rank] if group in step.replicas.values()] for rank in group}
+        fewest, most = (pick(group, key=lambda rank: len(own[rank])) for pick in (min, max))
+        if len(own[fewest]) < len(own[most]):
+            extra = own[most][len(own[fewest])]
+            text = f"replicas differ: rank {fewest} makes {len(own[fewest])} optimizer steps, but rank {most} makes {len(own[most])}"
+            text += f" at {place(extra.file, extra.line)}"
+            return Finding("replicas", text, fewest, extra.file, extra.line, len(own[fewest]))
     return None
 
 

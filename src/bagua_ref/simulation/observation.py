@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
@@ -288,7 +287,7 @@ def _place(call: Call) -> str:
 
 
 def _text(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip()
+    return f"exit code {error.code}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from bagua_ref.errors import SimulationError
 
-__all__ = ["Schedule", "SeededSchedule", "Schedules"]
+__all__ = ["Schedule", "Schedules", "SeededSchedule"]
 
 _REASON = "the program behaves differently than when this schedule was found"
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import torch._dynamo  # optimizers and DDP import it when they are first used, which takes seconds in each worker
+import torch._dynamo  # noqa: F401 # used by optimizers and DDP; importing it takes seconds, once here or in each worker
 
 from bagua_ref.simulation.observation import Observation, Order, observe
 from bagua_ref.simulation.programs import Program
