@@ -38,17 +38,21 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     how.add_argument("--seeds", type=_positive, default=100, metavar="N", help="try N random schedules (default: %(default)s)")
     how.add_argument("--deviations", type=int, metavar="N", help="try all schedules with up to N deviations from the default")
     how.add_argument("--schedule", metavar="PLACE:CHOICE,...", help="run only this schedule, as a report names it")
-    sim.add_argument("--faults", default=(), metavar="KIND,...", help="also try these faults at each communication: kill, stop, slow")
+    sim.add_argument(
+        "--faults", default=(), metavar="KIND,...", help="also try these faults at each communication: kill, stop, slow"
+    )
     sim.add_argument("--fault", metavar="KIND:RANK:NUMBER", help="run only with this fault, as a report names it")
-    sim.add_argument("--limit", type=_seconds, default=60.0, metavar="TIME", help="stop after this time, such as 90s or 5m (default: 60s)")
+    sim.add_argument(
+        "--limit", type=_seconds, default=60.0, metavar="TIME", help="stop after this time, such as 90s or 5m (default: 60s)"
+    )
     sim.add_argument("--compare", choices=("stdout",), help="what ranks print must not depend on the schedule either")
     add_json_options(sim)
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     # Here, as importing torch.distributed takes a second.
-    from bagua_ref.simulation.judge import Report, Search, judge
     from bagua_ref.simulation.faults import FAULTS, Fault
+    from bagua_ref.simulation.judge import Exploration, Report, judge
     from bagua_ref.simulation.programs import Program
     from bagua_ref.simulation.schedules import Schedule
 
@@ -62,7 +66,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         parser.error(f"argument --deviations: {arguments.deviations} must be 0 or more")
     try:
         program = Program(arguments.program, tuple(arguments.after))
-        search = Search(
+        search = Exploration(
             nodes,
             arguments.seeds,
             arguments.deviations,

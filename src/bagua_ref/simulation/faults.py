@@ -44,7 +44,7 @@ class Fault:
         return cls(kind, int(rank), int(number))
 
     def strike(self, call: Call, rank: int, number: int, groups: Iterable[SimulatedGroup]) -> None:
-        """Let the fault happen, if it is time, before the calling rank's communication ``number``; ``groups`` are all known ones."""
+        """Let the fault happen, if it is time, before the calling rank's communication ``number``; ``groups`` are those known."""
         scheduler = call.group.scheduler
         scheduler.timeouts_fire = True
         if rank == self.rank and number == self.number and self.kind == "kill":

@@ -17,7 +17,7 @@ from bagua_ref.simulation.programs import Program
 from bagua_ref.simulation.schedules import Schedule, Schedules, SeededSchedule
 from bagua_ref.simulation.workers import Workers
 
-__all__ = ["Finding", "Report", "Search", "judge"]
+__all__ = ["Exploration", "Finding", "Report", "judge"]
 
 _SHRINKING = 100
 """The most runs to look for a simpler schedule."""
@@ -51,7 +51,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Search:
+class Exploration:
     """What to run.
 
     Attributes:
@@ -106,7 +106,7 @@ class Report:
         return "agree" if self.is_complete else "undecided"
 
 
-def judge(program: Program, search: Search, progress: Callable[[Report], None] = lambda report: None) -> Report:
+def judge(program: Program, search: Exploration, progress: Callable[[Report], None] = lambda report: None) -> Report:
     """Run a program under many schedules, and return the verdict.
 
     First comes the default schedule, whose output is shown, then the comparisons with it: asynchronous operations that act at
@@ -125,7 +125,7 @@ def judge(program: Program, search: Search, progress: Callable[[Report], None] =
 
 class _Judge:
     def __init__(
-        self, program: Program, search: Search, workers: Workers, report: Report, progress: Callable[[Report], None]
+        self, program: Program, search: Exploration, workers: Workers, report: Report, progress: Callable[[Report], None]
     ) -> None:
         self._program, self._search, self._workers, self._report, self._progress = program, search, workers, report, progress
         self._end = time.monotonic() + search.limit
@@ -320,13 +320,17 @@ def _own_error(seen: Observation) -> Finding | None:
         if seen.kind == "ended":
             waiting = {call.rank for call in seen.calls}
             over = [rank for rank in range(len(seen.log)) if rank not in waiting]
-            text += f"; {format_ranks(over)} {'has' if len(over) == 1 else 'have'} ended" + "".join(_last(seen, rank) for rank in over[:1])
+            text += f"; {format_ranks(over)} {'has' if len(over) == 1 else 'have'} ended" + "".join(
+                _last(seen, rank) for rank in over[:1]
+            )
     elif seen.kind == "exception":
         text = f"exception on rank {call.rank} at {place(call.file, call.line)}: {seen.message}" if call else seen.message
     elif seen.kind == "mismatch" and len(seen.calls) > 1:
-        text = "calls do not match: " + ", but ".join(
-            f"rank {call.rank} calls {call.operation} at {place(call.file, call.line)}" for call in seen.calls
-        ) + f" in group {seen.calls[0].group!r}"
+        text = (
+            "calls do not match: "
+            + ", but ".join(f"rank {call.rank} calls {call.operation} at {place(call.file, call.line)}" for call in seen.calls)
+            + f" in group {seen.calls[0].group!r}"
+        )
     else:
         text = seen.message + (f" (rank {call.rank} at {place(call.file, call.line)})" if call and call.line else "")
     if call is None:
@@ -372,16 +376,22 @@ def _different_replicas(steps: Sequence[Sequence[Step]]) -> Finding | None:
                     continue
                 if name in step.replicas or (step.gradients and step.gradients == reference.gradients):
                     text = f"replicas differ: rank {rank}'s parameter {name!r} is not rank {other}'s after optimizer step {number}"
-                    why = "" if name in step.replicas else ", though their gradients are equal: did they start with different values?"
+                    why = (
+                        "" if name in step.replicas else ", though their gradients are equal: did they start with different values?"
+                    )
                     text += f" at {place(step.file, step.line)}{why}"
                     return Finding("replicas", text, rank, step.file, step.line, number)
     everything = [step for own in steps for step in own]
-    for group in {} if any(step.joined for step in everything) else {ranks: None for step in everything for ranks in step.replicas.values()}:
+    for group in (
+        {} if any(step.joined for step in everything) else {ranks: None for step in everything for ranks in step.replicas.values()}
+    ):
         own = {rank: [step for step in steps[rank] if group in step.replicas.values()] for rank in group}
         fewest, most = (pick(group, key=lambda rank: len(own[rank])) for pick in (min, max))
         if len(own[fewest]) < len(own[most]):
             extra = own[most][len(own[fewest])]
-            text = f"replicas differ: rank {fewest} makes {len(own[fewest])} optimizer steps, but rank {most} makes {len(own[most])}"
+            text = (
+                f"replicas differ: rank {fewest} makes {len(own[fewest])} optimizer steps, but rank {most} makes {len(own[most])}"
+            )
             text += f" at {place(extra.file, extra.line)}"
             return Finding("replicas", text, fewest, extra.file, extra.line, len(own[fewest]))
     return None
@@ -412,7 +422,9 @@ def _first_difference(first: Observation, seen: Observation, compares_stdout: bo
     for what, before_all, after_all in (("returns", first.returned, seen.returned), ("prints", first.stdout, seen.stdout)):
         for rank, (before_one, after_one) in enumerate(zip(before_all, after_all, strict=True)):
             if before_one != after_one and (what == "returns" or compares_stdout):
-                return Finding("schedule", f"results depend on the schedule: rank {rank} {what} something else", rank, schedule=seen.schedule)
+                return Finding(
+                    "schedule", f"results depend on the schedule: rank {rank} {what} something else", rank, schedule=seen.schedule
+                )
     return None
 
 

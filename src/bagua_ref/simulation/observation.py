@@ -244,7 +244,9 @@ class _RankWatch:
         reduced = self._reduced([p.numel() for p in owned if p.grad is not None]) or reduced
         values = {name: _local(parameter) for name, parameter in zip(names, owned, strict=True)}
         gradients = {name: _local(p.grad) for name, p in zip(names, owned, strict=True) if p.grad is not None}
-        held = {name: _holders(p) if isinstance(p, DTensor) else replicas.get(id(p), ()) for name, p in zip(names, owned, strict=True)}
+        held = {
+            name: _holders(p) if isinstance(p, DTensor) else replicas.get(id(p), ()) for name, p in zip(names, owned, strict=True)
+        }
         self.backwards_by_step.append(dict(self.backwards))
         self.backwards.clear()
         self.reductions.clear()
