@@ -17,7 +17,7 @@ from bagua_ref.cli import main
 from bagua_ref.conformance.run.pytest_plugin import sim_world
 from bagua_ref.simulation import Schedule, Schedules, always
 from bagua_ref.simulation.faults import Fault
-from bagua_ref.simulation.judge import Report, Exploration, judge
+from bagua_ref.simulation.judge import Exploration, Judgement, judge
 from bagua_ref.simulation.programs import Program
 
 assert sim_world  # a fixture
@@ -25,7 +25,7 @@ assert sim_world  # a fixture
 ENDED = "rank_dependent_branch"
 
 
-def judged(folder: Path, text: str, ranks: int = 2, **options: Any) -> Report:
+def judged(folder: Path, text: str, ranks: int = 2, **options: Any) -> Judgement:
     script = folder / "script.py"
     script.write_text(text)
     options = {"seeds": 6, "hash_seeds": (), "limit": 120.0} | options

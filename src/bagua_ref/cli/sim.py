@@ -52,7 +52,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     # Here, as importing torch.distributed takes a second.
     from bagua_ref.simulation.faults import FAULTS, Fault
-    from bagua_ref.simulation.judge import Exploration, Report, judge
+    from bagua_ref.simulation.judge import Exploration, Judgement, judge
     from bagua_ref.simulation.programs import Program
     from bagua_ref.simulation.schedules import Schedule
 
@@ -81,7 +81,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if search.fault is not None and search.fault.rank >= sum(nodes):
         parser.error(f"argument --fault: rank {search.fault.rank} must be one of 0 to {sum(nodes) - 1}")
 
-    def progress(report: Report) -> None:
+    def progress(report: Judgement) -> None:
         planned = report.planned or report.runs
         show_progress(f"{report.runs} of {report.planned or 'many'} runs", report.runs, max(planned, report.runs))
 

@@ -4,50 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from pathlib import Path
 
-from bagua_ref.communicators.scheduler import format_ranks
-from bagua_ref.errors import RankCall
 from bagua_ref.simulation.faults import Fault, faults
-from bagua_ref.simulation.observation import Observation, Order, Step
+from bagua_ref.simulation.findings import Finding, after_fault, depends_on_hash_seed, first_difference, own_error, used_early
+from bagua_ref.simulation.observation import Observation, Order
 from bagua_ref.simulation.programs import Program
 from bagua_ref.simulation.schedules import Schedule, Schedules, SeededSchedule
 from bagua_ref.simulation.workers import Workers
 
-__all__ = ["Exploration", "Finding", "Report", "judge"]
+__all__ = ["Exploration", "Judgement", "judge"]
 
 _SHRINKING = 100
 """The most runs to look for a simpler schedule."""
-
-
-@dataclass
-class Finding:
-    """An error of a program.
-
-    Attributes:
-        kind: ``"deadlock"``, ``"ended"``, ``"mismatch"``, ``"not_in_group"``, ``"exception"``, ``"invariant"``, ``"replicas"``,
-            ``"schedule"``, ``"early_use"``, ``"hash_seed"``, ``"not_repeatable"``, ``"fault"``, ``"crash"``, ``"unyielding"``,
-            or ``"unsupported"``, which says nothing about the program.
-        message: the error in words, with ranks, files and lines.
-        rank: one of the ranks concerned; None if there is none.
-        file: of that rank's line.
-        line: of the user's code; 0: unknown.
-        step: the number of the optimizer step, from 0, or None.
-        schedule: in which it occurs.
-        fault: with which it occurs, or None.
-    """
-
-    kind: str
-    message: str
-    rank: int | None = None
-    file: str = ""
-    line: int = 0
-    step: int | None = None
-    schedule: Schedule = field(default_factory=Schedule)
-    fault: Fault | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +51,7 @@ class Exploration:
 
 
 @dataclass
-class Report:
+class Judgement:
     """The verdict on a program.
 
     Attributes:
@@ -106,7 +76,7 @@ class Report:
         return "agree" if self.is_complete else "undecided"
 
 
-def judge(program: Program, search: Exploration, progress: Callable[[Report], None] = lambda report: None) -> Report:
+def judge(program: Program, search: Exploration, progress: Callable[[Judgement], None] = lambda report: None) -> Judgement:
     """Run a program under many schedules, and return the verdict.
 
     First comes the default schedule, whose output is shown, then the comparisons with it: asynchronous operations that act at
@@ -117,7 +87,7 @@ def judge(program: Program, search: Exploration, progress: Callable[[Report], No
         search: what to run.
         progress: called after each run.
     """
-    report = Report()
+    report = Judgement()
     with Workers(program, search.nodes, search.workers) as workers:
         _Judge(program, search, workers, report, progress).run()
     return report
@@ -125,7 +95,7 @@ def judge(program: Program, search: Exploration, progress: Callable[[Report], No
 
 class _Judge:
     def __init__(
-        self, program: Program, search: Exploration, workers: Workers, report: Report, progress: Callable[[Report], None]
+        self, program: Program, search: Exploration, workers: Workers, report: Judgement, progress: Callable[[Judgement], None]
     ) -> None:
         self._program, self._search, self._workers, self._report, self._progress = program, search, workers, report, progress
         self._end = time.monotonic() + search.limit
@@ -138,9 +108,9 @@ class _Judge:
         self._report.hints = first.hints
         self._first = first
         if self._search.fault is not None:
-            self._report.finding = _after_fault(self._search.fault, self._baseline(), first)
+            self._report.finding = after_fault(self._search.fault, self._baseline(), first)
         else:
-            self._report.finding = _own_error(first)
+            self._report.finding = own_error(first)
         if self._report.finding is None and self._search.fault is None:
             for phase in (self._early_use, self._schedules, self._hash_seeds, self._faults):
                 if not phase() or self._report.finding is not None:
@@ -169,7 +139,7 @@ class _Judge:
             return False
         if self._differs(seen) is not None:
             found = _differing_line(lines, lambda some: self._one(Order(self._first.schedule, prompt=some)), self._differs)
-            self._report.finding = _used_early(self._first, found)
+            self._report.finding = used_early(self._first, found)
         return True
 
     def _schedules(self) -> bool:
@@ -194,7 +164,7 @@ class _Judge:
                 seen = self._one(Order(), workers)
             if seen is None:
                 return False
-            finding = _depends_on_hash_seed(self._first, seen)
+            finding = depends_on_hash_seed(self._first, seen)
             if finding is not None:
                 with Workers(self._program, self._search.nodes, 1, hash_seed=seed) as workers:
                     again = self._one(Order(), workers)
@@ -219,7 +189,7 @@ class _Judge:
                 self._report.runs += 1
                 self._progress(self._report)
                 assert order.fault is not None
-                self._report.finding = self._report.finding or _after_fault(order.fault, self._first, seen)
+                self._report.finding = self._report.finding or after_fault(order.fault, self._first, seen)
             if self._report.finding is not None:
                 return True
         return True
@@ -242,10 +212,10 @@ class _Judge:
                 yield seen
 
     def _differs(self, seen: Observation) -> Finding | None:
-        return _own_error(seen) or self._compared(self._first, seen)
+        return own_error(seen) or self._compared(self._first, seen)
 
     def _compared(self, first: Observation, seen: Observation) -> Finding | None:
-        return _first_difference(first, seen, self._search.compares_stdout)
+        return first_difference(first, seen, self._search.compares_stdout)
 
     def _shrunk(self, finding: Finding, seen: Observation) -> Finding:
         """Return a finding of the same kind in a schedule with as few deviations as possible."""
@@ -304,174 +274,3 @@ def _differing_line(
         if seen is None or differs(seen) is not None:
             return line if seen is not None else None
     return None
-
-
-# The words.
-
-
-def _own_error(seen: Observation) -> Finding | None:
-    """Return the error that one run shows by itself."""
-    if not seen.kind:
-        return _different_replicas(seen.steps)
-    call = _primary(seen.calls)
-    if seen.kind in ("deadlock", "ended"):
-        head = "deadlock: " if seen.kind == "deadlock" else "a rank has ended while others communicate: "
-        text = head + "; ".join(_waits(call) for call in seen.calls)
-        if seen.kind == "ended":
-            waiting = {call.rank for call in seen.calls}
-            over = [rank for rank in range(len(seen.log)) if rank not in waiting]
-            text += f"; {format_ranks(over)} {'has' if len(over) == 1 else 'have'} ended" + "".join(
-                _last(seen, rank) for rank in over[:1]
-            )
-    elif seen.kind == "exception":
-        text = f"exception on rank {call.rank} at {place(call.file, call.line)}: {seen.message}" if call else seen.message
-    elif seen.kind == "mismatch" and len(seen.calls) > 1:
-        text = (
-            "calls do not match: "
-            + ", but ".join(f"rank {call.rank} calls {call.operation} at {place(call.file, call.line)}" for call in seen.calls)
-            + f" in group {seen.calls[0].group!r}"
-        )
-    else:
-        text = seen.message + (f" (rank {call.rank} at {place(call.file, call.line)})" if call and call.line else "")
-    if call is None:
-        return Finding(seen.kind, text, schedule=seen.schedule)
-    return Finding(seen.kind, text, call.rank, call.file, call.line, schedule=seen.schedule)
-
-
-def _last(seen: Observation, rank: int) -> str:
-    calls = seen.log[rank]
-    if not calls:
-        return " without any communication"
-    return f" after {calls[-1].operation} at {place(calls[-1].file, calls[-1].line)}"
-
-
-def _primary(calls: Sequence[RankCall]) -> RankCall | None:
-    """Return the call of the ranks that are in the minority; of equally many, the last."""
-    lines = [(call.file, call.line) for call in calls]
-    return min(reversed(calls), key=lambda call: lines.count((call.file, call.line))) if calls else None
-
-
-def _waits(call: RankCall) -> str:
-    thread = f" in thread {call.thread!r}" if call.thread else ""
-    whom = f" for {format_ranks(sorted(call.waits_for))}" if call.waits_for else ""
-    return f"rank {call.rank} waits{thread} in {call.operation}{whom} since {place(call.file, call.line)}"
-
-
-def place(file: str, line: int) -> str:
-    """Return a line of a file as text, with a path as short as possible."""
-    path = Path(file)
-    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}" if file else "an unknown line"
-
-
-def _different_replicas(steps: Sequence[Sequence[Step]]) -> Finding | None:
-    """Return the first optimizer step after which replicas of a parameter differ."""
-    for number, row in enumerate(zip_longest(*steps)):
-        for rank, step in enumerate(row):
-            if step is None:
-                continue
-            for name in step.parameters:
-                other = min(step.replicas.get(name) or step.reduced or (rank,))
-                reference = row[other] if other < len(row) else None
-                if reference is None or name not in reference.parameters or reference.parameters[name] == step.parameters[name]:
-                    continue
-                if name in step.replicas or (step.gradients and step.gradients == reference.gradients):
-                    text = f"replicas differ: rank {rank}'s parameter {name!r} is not rank {other}'s after optimizer step {number}"
-                    why = (
-                        "" if name in step.replicas else ", though their gradients are equal: did they start with different values?"
-                    )
-                    text += f" at {place(step.file, step.line)}{why}"
-                    return Finding("replicas", text, rank, step.file, step.line, number)
-    everything = [step for own in steps for step in own]
-    for group in (
-        {} if any(step.joined for step in everything) else {ranks: None for step in everything for ranks in step.replicas.values()}
-    ):
-        own = {rank: [step for step in steps[rank] if group in step.replicas.values()] for rank in group}
-        fewest, most = (pick(group, key=lambda rank: len(own[rank])) for pick in (min, max))
-        if len(own[fewest]) < len(own[most]):
-            extra = own[most][len(own[fewest])]
-            text = (
-                f"replicas differ: rank {fewest} makes {len(own[fewest])} optimizer steps, but rank {most} makes {len(own[most])}"
-            )
-            text += f" at {place(extra.file, extra.line)}"
-            return Finding("replicas", text, fewest, extra.file, extra.line, len(own[fewest]))
-    return None
-
-
-def _first_difference(first: Observation, seen: Observation, compares_stdout: bool) -> Finding | None:
-    """Return what the second run computed differently from the first, as far as both are without an error."""
-    if first.kind:
-        return None
-    found: list[tuple[int, Finding]] = []
-    for rank, (expected, own) in enumerate(zip(first.steps, seen.steps, strict=True)):
-        for number, (before, after) in enumerate(zip(expected, own, strict=False)):
-            names = [name for name in before.parameters if after.parameters.get(name) != before.parameters[name]]
-            if names:
-                text = f"results depend on the schedule: rank {rank}'s parameter {names[0]!r} differs first after optimizer step {number}"
-                text += f" at {place(after.file, after.line)}"
-                found.append((number, Finding("schedule", text, rank, after.file, after.line, number, seen.schedule)))
-                break
-        else:
-            if len(expected) != len(own):
-                last = max(expected, own, key=len)[-1]
-                text = f"results depend on the schedule: rank {rank} makes {len(own)} optimizer steps instead of {len(expected)}"
-                text += f" at {place(last.file, last.line)}"
-                finding = Finding("schedule", text, rank, last.file, last.line, len(own), seen.schedule)
-                found.append((min(len(own), len(expected)), finding))
-    if found:
-        return min(found, key=lambda pair: pair[0])[1]
-    for what, before_all, after_all in (("returns", first.returned, seen.returned), ("prints", first.stdout, seen.stdout)):
-        for rank, (before_one, after_one) in enumerate(zip(before_all, after_all, strict=True)):
-            if before_one != after_one and (what == "returns" or compares_stdout):
-                return Finding(
-                    "schedule", f"results depend on the schedule: rank {rank} {what} something else", rank, schedule=seen.schedule
-                )
-    return None
-
-
-def _used_early(first: Observation, line: tuple[str, int] | None) -> Finding:
-    calls = [call for calls in first.log for call in calls if line is None or (call.file, call.line) == line]
-    call = calls[0]
-    where = f"{call.operation} of rank {call.rank}, started at {place(call.file, call.line)}" if line else "several operations"
-    text = f"results depend on when asynchronous operations act: a tensor of {where}, is used before wait()"
-    return Finding("early_use", text, call.rank, call.file, call.line, schedule=first.schedule)
-
-
-def _depends_on_hash_seed(first: Observation, seen: Observation) -> Finding | None:
-    if seen.kind:
-        return _own_error(seen)
-    for rank, (expected, own) in enumerate(zip(first.sent, seen.sent, strict=True)):
-        for number in range(max(len(expected), len(own))):
-            if expected[number : number + 1] != own[number : number + 1]:
-                call = (first.log[rank] if number < len(expected) else seen.log[rank])[number]
-                text = f"communication {number} of rank {rank}, {call.operation} at {place(call.file, call.line)}, sends something else "
-                text += "under another PYTHONHASHSEED: ranks iterate over a set, or use hash(), in an order of their own"
-                return Finding("hash_seed", text, rank, call.file, call.line)
-    return None
-
-
-def _after_fault(fault: Fault, first: Observation | None, seen: Observation) -> Finding | None:
-    """Return how a run with a fault went wrong: survivors must raise, or go on with equal and finite replicas."""
-    finding = _own_error(seen)
-    survivors = [step if rank != fault.rank or fault.kind == "slow" else [] for rank, step in enumerate(seen.steps)]
-    if finding is None or finding.kind == "replicas":
-        finding = _different_replicas(survivors)
-    if finding is None and fault.kind == "slow" and first is not None:
-        finding = _first_difference(first, seen, False)
-        failed = next((rank for rank, text in enumerate(seen.exceptions) if text), None)
-        if failed is not None:
-            finding = Finding("fault", f"rank {failed} raises {seen.exceptions[failed]}", failed)
-    if finding is None and first is not None and all(step.is_finite for steps in first.steps for step in steps):
-        for rank, steps in enumerate(survivors):
-            for number, step in enumerate(steps):
-                if not step.is_finite and finding is None:
-                    text = f"rank {rank} trains on the values of a failed collective: its parameters are NaN after optimizer step {number}"
-                    finding = Finding("fault", f"{text} at {place(step.file, step.line)}", rank, step.file, step.line, number)
-    if finding is None:
-        return None
-    calls = first.log[fault.rank] if first is not None else seen.log[fault.rank]
-    call = calls[fault.number] if fault.number < len(calls) else None
-    where = f" at its communication {fault.number}" + (f", {call.operation} at {place(call.file, call.line)}" if call else "")
-    what = {"kill": "is killed", "stop": "stops for longer than the timeout", "slow": "is slow"}[fault.kind]
-    finding.message = f"rank {fault.rank} {what}{where}; then {finding.message}"
-    finding.kind, finding.fault = "fault", fault
-    return finding

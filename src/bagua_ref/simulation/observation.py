@@ -193,8 +193,8 @@ class _Watch:
             if len(counts) > 1 and min(counts) > 1:
                 file, line = next(iter(rank.backwards_by_step[0].values()))
                 found[
-                    f"{min(counts)} backward passes before each optimizer step communicate (line {line} of {file}): if they accumulate "
-                    "gradients, run all but the last of them in no_sync()"
+                    f"{min(counts)} backward passes before each optimizer step communicate (line {line} of {file}): if they "
+                    "accumulate gradients, run all but the last of them in no_sync()"
                 ] = None
         return list(found)
 

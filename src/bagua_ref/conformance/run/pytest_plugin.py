@@ -21,14 +21,14 @@ __all__ = ["sim_world"]
 
 
 @pytest.fixture
-def sim_world() -> Callable[..., simulation.Report]:
+def sim_world() -> Callable[..., simulation.Judgement]:
     """Return ``check(function, ranks=2, **options)``, which runs a program of torch.distributed under many schedules.
 
     ``function()`` is called on every rank, in forks of this process. The test fails with the first error; else the report is
     returned. ``options`` are those of `Exploration`, such as ``seeds=20`` or ``faults=("kill",)``.
     """
 
-    def check(function: Callable[[], Any], ranks: int = 2, **options: Any) -> simulation.Report:
+    def check(function: Callable[[], Any], ranks: int = 2, **options: Any) -> simulation.Judgement:
         name = getattr(function, "__qualname__", repr(function))
         report = simulation.judge(
             Program(name, function=function), simulation.Exploration(options.pop("nodes", (ranks,)), **options)
