@@ -25,7 +25,7 @@ LINES: dict[str, int] = {
     "checkpoint": 1184,
     "cli": 2072,
     "comm_ops": 1138,
-    "communicators": 4398,
+    "communicators": 4700,
     "conformance": 88,
     "conformance/expected": 1685,
     "conformance/formats": 103,
@@ -46,12 +46,12 @@ LINES: dict[str, int] = {
     "groups": 751,
     "integrations": 962,
     "observe": 228,
-    "package": 439,
+    "package": 474,
     "property_tests": 2611,
     "rounds": 256,
     "scheduling": 582,
-    "simulation": 452,
-    "tests": 35304,
+    "simulation": 2207,
+    "tests": 36337,
     "tests/cuda_emulation": 483,
     "tests/integrations": 899,
     "tests/meta": 1408,
@@ -60,7 +60,7 @@ LINES: dict[str, int] = {
 }
 """The most lines of each room of src, and of the folders of tests."""
 
-FILES = 243
+FILES = 256
 """The most files of src; public names of modules that have moved into a room do not count."""
 
 OTHER_IMPLEMENTER = {

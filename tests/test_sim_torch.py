@@ -19,7 +19,7 @@ def results(request: pytest.FixtureRequest) -> tuple[list[str], list[Any], list[
     """The programs' names, and their results by rank, of gloo's processes and of simulated ranks."""
     n, exact = request.param, request.param > 2
     names = [name for name in torch_programs.PROGRAMS if not exact or name not in torch_programs.INEXACT]
-    real = launch(torch_programs.run, n, names, exact, init=False)
+    real = launch(torch_programs.run, n, names, exact, init=False, limit=300.0)
     simulated = SimulatedWorld(n, torch_distributed=True).run(torch_programs.run, names, exact)
     return names, real, simulated
 
@@ -37,7 +37,10 @@ def assert_equal(got: Any, expected: Any, where: str) -> None:
     """Compare nested lists of tensors and other values, bit by bit."""
     if isinstance(expected, torch.Tensor):
         assert got.dtype == expected.dtype
-        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), f"{where}: {got} is not {expected}"
+        assert got.shape == expected.shape, where
+        assert torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (got, expected))), (
+            f"{where}: {got} is not {expected}"
+        )
     elif isinstance(expected, list):
         assert len(got) == len(expected), where
         for i, pair in enumerate(zip(got, expected, strict=True)):

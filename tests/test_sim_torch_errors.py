@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import os
+import random
+import threading
+import time
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bagua_ref.communicators import scheduler
 from bagua_ref.errors import SimulationError
 from bagua_ref.simulation import Schedules, SimulatedWorld
 
@@ -252,3 +257,46 @@ def test_other_versions_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "__version__", "2.5.1")
     with pytest.raises(SimulationError, match=r"supports torch 2.13 and 2.14, not 2.5.1"):
         run(print)
+
+
+def test_a_rank_that_does_not_yield_is_reported_with_its_stack(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scheduler, "_UNYIELDING", 0.5)
+    blocked, environment = threading.Lock(), dict(os.environ)
+    blocked.acquire()
+
+    def main():
+        if init() == 1:
+            blocked.acquire()  # not simulated
+        dist.barrier()
+
+    try:
+        error = found(main, "unyielding")
+        assert "# not simulated" in str(error)
+        assert [(call.rank, call.line) for call in error.calls] == [(1, line_of(main, "# not simulated"))]
+    finally:
+        blocked.release()
+    for thread in threading.enumerate():
+        if thread.name.startswith("rank "):
+            thread.join(10)
+    assert dict(os.environ) == environment
+
+
+def test_groups_split():
+    def main():
+        rank = init()
+        part = dist.split_group(split_ranks=[[0, 1], [2]])
+        dist.all_reduce(x := torch.tensor([rank]), group=part)
+        return x.item()
+
+    assert run(main, 3) == [1, 1, 2]
+
+
+def test_many_runs_of_one_seed_have_one_result():
+    def main():
+        rank = init()
+        work = dist.all_reduce(x := torch.tensor([rank + 0.1]), async_op=True)
+        order = [dist.recv(torch.zeros(1)) for _ in range(2)] if rank == 0 else dist.send(torch.ones(1), 0)
+        work.wait()
+        return x.item(), order, random.random(), time.monotonic()
+
+    assert len({repr(run(main, 3, seed=7)) for _ in range(100)}) == 1

@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
+import accelerate.local_sgd
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -22,6 +24,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -33,8 +36,9 @@ from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 def run(names: list[str], exact: bool) -> dict[str, Any]:
     """Return the results of programs on this rank; each of them in a group of all ranks."""
     results = {}
+    store, rank, size = next(dist.rendezvous("env://"))
     for name in names:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=size)
         results[name] = PROGRAMS[name](exact)
         dist.barrier()
         dist.destroy_process_group()
@@ -130,7 +134,7 @@ def post_local_sgd(exact: bool) -> list[Any]:
     own, _ = dist.new_subgroups(1)
     model.register_comm_hook(post_localSGD_hook.PostLocalSGDState(None, own, 1), post_localSGD_hook.post_localSGD_hook)
     averager = averagers.PeriodicModelAverager(period=2, warmup_steps=1)
-    return train(model, exact, PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), 0.25), averager), 4)
+    return train(model, exact, PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), 0.25), averager))
 
 
 def hierarchical_averager(exact: bool) -> list[Any]:
@@ -188,6 +192,45 @@ def checkpointed(exact: bool) -> list[Any]:
     return train(DistributedDataParallel(Checkpointed()), exact)
 
 
+def reentrant(exact: bool) -> list[Any]:
+    model = DistributedDataParallel(small_model(exact), static_graph=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.25)
+    for batch in batches(exact):
+        optimizer.zero_grad()
+        loss(lambda x: checkpoint(model, x, use_reentrant=True), batch.requires_grad_(), exact).backward()
+        optimizer.step()
+    return state(model)
+
+
+def gradient_hooks(exact: bool) -> list[Any]:
+    model, works, sums = small_model(exact), [], []  # type: Any, list[Any], list[Any]
+    first, second, *others = model.parameters()
+    first.register_post_accumulate_grad_hook(lambda p: works.append(dist.all_reduce(p.grad, async_op=True)))
+    second.register_post_accumulate_grad_hook(
+        lambda p: sums.append(dist.all_reduce(p.grad, async_op=True).get_future().then(lambda future: future.value()[0].sum()))
+    )
+    for parameter in others:
+        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+    loss(model, batches(exact)[0], exact).backward()
+    for work in works:
+        work.wait()
+    return [*(future.wait() for future in sums), *(parameter.grad for parameter in model.parameters())]
+
+
+def pipeline(exact: bool) -> list[Any]:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    layer = nn.Linear(4, 4).double() if exact else nn.Linear(4, 4)
+    if exact:
+        nn.init.ones_(layer.weight)
+    stage = PipelineStage(layer, rank, n, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: (output - target).square().sum())
+    torch.manual_seed(7)
+    batch = torch.randint(-1, 2, (4, 4)).to(layer.weight.dtype)
+    schedule.step(*([batch] if rank == 0 else []), **({"target": batch} if rank == n - 1 else {}))
+    return [parameter.grad for parameter in layer.parameters()]
+
+
 def compiled(exact: bool) -> list[Any]:
     return train(torch.compile(DistributedDataParallel(small_model(exact)), backend="eager"), exact)
 
@@ -199,6 +242,16 @@ def bagua(exact: bool) -> list[Any]:
     model = model.with_bagua([optimizer], GradientAllReduceAlgorithm())
     trained = train(model, exact, optimizer)
     bagua_ref.destroy_process_group()
+    return trained
+
+
+def accelerate_local_sgd(exact: bool) -> list[Any]:
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = small_model(exact)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.25))
+    with accelerate.local_sgd.LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local:
+        trained = train(model, exact, optimizer, after=local.step)
+    accelerator.state._reset_state(reset_partial_state=True)
     return trained
 
 
@@ -333,6 +386,7 @@ PROGRAMS: dict[str, Callable[[bool], Any]] = {
     "DDP, unused parameters": lambda exact: ddp(exact, find_unused_parameters=True),
     "DDP, small buckets that are views": lambda exact: ddp(exact, bucket_cap_mb=1e-4, gradient_as_bucket_view=True),
     "DDP, checkpointed": checkpointed,
+    "DDP, static graph in a reentrant checkpoint": reentrant,
     "DDP, compiled": compiled,
     "DDP, no_sync": no_sync,
     "DDP, join": joined,
@@ -342,11 +396,14 @@ PROGRAMS: dict[str, Callable[[bool], Any]] = {
     "DDP, post-local SGD hook": post_local_sgd,
     "FSDP2": fsdp,
     "HSDP": hsdp,
+    "gradient hooks": gradient_hooks,
+    "GPipe": pipeline,
     "tensor parallel": tensor_parallel,
     "ZeRO": zero,
     "Join with ZeRO": joined_with_zero,
     "hierarchical averager": hierarchical_averager,
     "with_bagua": bagua,
+    "accelerate.LocalSGD": accelerate_local_sgd,
     "DCP": distributed_checkpoint,
     "collectives": collectives,
     "objects": objects,

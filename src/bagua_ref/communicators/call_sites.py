@@ -13,13 +13,9 @@ import torch
 
 __all__ = ["call_site", "is_user_code", "raise_site"]
 
-_FOLDERS = [
-    *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
-    Path(torch.__file__).parent,
-    Path(__file__).parents[1],
-]
+_FOLDERS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_FOLDERS += [str(Path(torch.__file__).parent), str(Path(__file__).parents[1])]
 _LIBRARIES = tuple({str(Path(folder).resolve()) + os.sep for folder in _FOLDERS})
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 @functools.cache
@@ -27,11 +23,14 @@ def is_user_code(file: str) -> bool:
     """Return whether a file belongs neither to Python, nor to an installed package, nor to this one."""
     if file.startswith("<"):
         return not file.startswith("<frozen ")
-    return not file.startswith(_LIBRARIES) and not any(part in file for part in _INSTALLED) and not _in_library(file)
+    path = Path(file).resolve()
+    return not str(path).startswith(_LIBRARIES) and not any(map(_has_packages, path.parents))
 
 
-def _in_library(file: str) -> bool:
-    return str(Path(file).resolve()).startswith(_LIBRARIES)
+@functools.cache
+def _has_packages(folder: Path) -> bool:
+    """Return whether packages have been installed into a folder."""
+    return folder.name in ("site-packages", "dist-packages") or any(folder.glob("*.dist-info"))
 
 
 def call_site(frame: FrameType | None) -> tuple[str, int]:

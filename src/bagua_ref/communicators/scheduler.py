@@ -66,7 +66,7 @@ class Scheduler:
         self._current: Task | None = None
         self._returned: list[int] = []
         self._mains = self._polls = self._wake_ups = self._switches = self._steps = 0
-        self._switching = self._ending = False
+        self._switching = self._ending = self._abandoned = False
         self._failure: BaseException | None = None
         self.on_communication: Callable[[Any], None] = lambda call: None
         """Called by a thread with each of its communications, before it takes place."""
@@ -89,7 +89,6 @@ class Scheduler:
         if not self._states:
             self._states = [RankState() for _ in functions]
         self._mains = len(functions)
-        stuck = False
         try:
             for rank, function in enumerate(functions):
                 self._start(Task(rank, f"rank {rank}", True, function))
@@ -101,16 +100,16 @@ class Scheduler:
                 if self._steps != seen:
                     seen, since = self._steps, time.monotonic()
                 elif time.monotonic() - since > _UNYIELDING:
-                    stuck = True
+                    self._abandoned = True
                     raise self._unyielding()
         except BaseException:  # KeyboardInterrupt, or no more threads: the running thread ends the others at its next step
             self._ending = True
-            if self._current is None and self._tasks and not stuck:
+            if self._current is None and self._tasks:
                 self._resume(next(iter(self._tasks)))
             raise
         finally:
             for thread in self._threads:
-                if not stuck:
+                if not self._abandoned:  # a thread that does not yield may never end
                     thread.join()
             outside.restore()
             if collects:
@@ -276,7 +275,7 @@ class Scheduler:
             self._ending = self._ending or self._mains == 0
         following = self._pick()
         if following is None:
-            self._states[task.rank].save()
+            self._exchange_states(task, None)
             self._current, self._switching = None, False
             self._over.release()
         else:
@@ -319,17 +318,22 @@ class Scheduler:
         return task
 
     def _resume(self, task: Task) -> None:
-        if self._current is None:
-            self._states[task.rank].restore()
-        elif self._current.rank != task.rank:
-            self._states[self._current.rank].save()
-            self._states[task.rank].restore()
+        if self._current is None or self._current.rank != task.rank:
+            self._exchange_states(self._current, task)
         self._switches += 1
         if self._switches % _COLLECT == 0:
             gc.collect()
         self._current = task
         self._switching = False
         task.baton.release()
+
+    def _exchange_states(self, before: Task | None, after: Task | None) -> None:
+        if self._abandoned:  # the process is its caller's again
+            return
+        if before is not None:
+            self._states[before.rank].save()
+        if after is not None:
+            self._states[after.rank].restore()
 
     # Time.
 
@@ -345,9 +349,7 @@ class Scheduler:
         if not any(ticket.task and ticket.task.is_main for ticket in timed):
             self._wake_ups += 1
             if self._wake_ups > _WAKE_UPS:
-                self._fail(
-                    SimulationError(f"only background threads woke up, {_WAKE_UPS} times until {self.time} s: {self._who_waits()}")
-                )
+                self._fail(self._deadlock(f"only background threads woke up, {_WAKE_UPS} times until {self.time} s"))
                 return
         self._advance(min(ticket.deadline for ticket in timed))
 
@@ -357,11 +359,10 @@ class Scheduler:
             if task.ticket is not None and task.ticket.deadline <= self.time:
                 self._make_ready(task)
 
-    def _deadlock(self) -> SimulationError:
+    def _deadlock(self, text: str = "deadlock: every simulated rank is waiting for another") -> SimulationError:
         calls = tuple(self._blocked(task) for task in sorted(self._tasks, key=lambda task: task.rank) if task.ticket is not None)
         ended = any(rank in self._returned for call in calls for rank in call.waits_for)
-        text = f"deadlock: every simulated rank is waiting for another: {self._who_waits()}"
-        return SimulationError(text, kind="ended" if ended else "deadlock", calls=calls)
+        return SimulationError(f"{text}: {self._who_waits()}", kind="ended" if ended else "deadlock", calls=calls)
 
     def _blocked(self, task: Task) -> RankCall:
         """Return where a waiting thread is, and for whom it waits."""

@@ -86,7 +86,7 @@ class Call:
         return RankCall(rank, "", str(self), self.group.name, self.file, self.line, tuple(self.missing()))
 
 
-Function = Callable[[list[Any], list[Any]], None]
+Function = Callable[[list[Any], list[Any]], object]
 """A collective: takes what each rank sends, and each rank's receiver, in rank order."""
 
 
@@ -170,7 +170,7 @@ class SimulatedGroup:
         """Take a message to rank ``dst`` of the group; ``call.send`` is read when the receiver is there."""
         self.scheduler.on_communication(call)
         self.check()
-        waiting = self.recvs.get((dst, tag), ())
+        waiting = self.recvs.get((dst, tag), deque())
         for receiver in waiting:
             if receiver.source in (None, call.rank):
                 waiting.remove(receiver)
@@ -185,7 +185,7 @@ class SimulatedGroup:
         self.check()
         call.source = src
         call.missing = lambda: [rank for r, rank in enumerate(self.ranks) if r == src or (src is None and r != call.rank)]
-        waiting = self.sends.get((call.rank, tag), ())
+        waiting = self.sends.get((call.rank, tag), deque())
         for sender in waiting:
             if src in (None, sender.rank):
                 waiting.remove(sender)
@@ -240,6 +240,6 @@ class SimulatedGroup:
         elif message.numel() != tensor.numel():
             error = ValueError(f"{sentence}; the numbers of elements must be equal")
         else:
-            tensor.data.copy_(message.detach().reshape(tensor.shape))
+            tensor.data.copy_(message.reshape(tensor.shape))
         sender.finish()
         receiver.finish(error)

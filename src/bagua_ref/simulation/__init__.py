@@ -41,7 +41,8 @@ class SimulatedWorld:
         nodes: the number of ranks on each node, in rank order; None: all ranks are on one node.
         seed: the seed of the interleaving. The same program and seed give the same interleaving and results.
         schedule: the interleaving of a single run, instead of a seed's.
-        torch_distributed: whether `torch.distributed` is the simulated world's, too, and ``run`` calls functions of any program.
+        torch_distributed: whether each rank is like a process in which `torch.distributed` is the simulated world's, so that
+            ``run`` takes any program that is written for it; see `bagua_ref.simulation.torch_distributed`.
 
     Raises:
         ValueError: ``nodes`` are not positive numbers that sum to ``world_size``.
@@ -51,6 +52,13 @@ class SimulatedWorld:
     ...     comm.allreduce_inplace(x)
     ...     return x.item()
     >>> SimulatedWorld(4, nodes=(3, 1)).run(program)
+    [6.0, 6.0, 6.0, 6.0]
+    >>> def program():
+    ...     torch.distributed.init_process_group("gloo")
+    ...     x = torch.tensor([float(torch.distributed.get_rank())])
+    ...     torch.distributed.all_reduce(x)
+    ...     return x.item()
+    >>> SimulatedWorld(4, torch_distributed=True).run(program)
     [6.0, 6.0, 6.0, 6.0]
     """
 
@@ -102,11 +110,15 @@ class SimulatedWorld:
     def run(self, function: Callable[..., T], *args: Any) -> list[T]:
         """Call ``function(comm, *args)`` on every rank, with its communicator of all ranks; return the results by rank.
 
+        With ``torch_distributed=True`` it is ``function(*args)``, called as a process's main function.
+
         Each run starts in a new world, without groups and at time 0. Every rank has its own state of torch's CPU generator and of
         Python's `random`, which starts as the caller's. torch uses one thread meanwhile.
 
         Raises:
-            SimulationError: deadlock: every rank is waiting for another; the message names the waits.
+            SimulationError: deadlock: every rank is waiting for another; the message names the waits, and ``kind`` and ``calls``
+                tell rank, line and operation. With ``torch_distributed=True`` also calls that do not match, as soon as two ranks
+                have made them, and what cannot be simulated; programs cannot catch these.
             BaseException: the exception of the first rank to fail, unchanged; the other ranks are ended.
         """
         node_of = tuple(node for node, size in enumerate(self.nodes) for _ in range(size))
@@ -126,7 +138,7 @@ class SimulatedWorld:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            with simulated_torch(scheduler, network) if self.torch_distributed else nullcontext():
+            with simulated_torch(scheduler, network, states) if states else nullcontext():
                 scheduler.run([partial(main, rank) for rank in range(self.world_size)])
         finally:
             torch.set_num_threads(threads)

@@ -1,4 +1,10 @@
-"""`torch.distributed` over simulated ranks: what `SimulatedWorld(n, torch_distributed=True)` puts in place of gloo."""
+"""`torch.distributed` over simulated ranks: what `SimulatedWorld(n, torch_distributed=True)` puts in place of gloo.
+
+Each rank is like a process: it has its own environment (that of torchrun), arguments, random generators, ``__main__``, modules of
+the user that it imports during the run, groups, threads and signal handlers. Clocks and sleeping are virtual. Collectives and
+messages are those of gloo on CPU tensors; what one writes that does not block is seen only when it is waited for, and NaN before.
+Reductions run in rank order [defined].
+"""
 
 from __future__ import annotations
 
@@ -18,11 +24,11 @@ from bagua_ref.errors import RankCall, SimulationError
 from bagua_ref.simulation.torch_distributed import torch_hooks
 from bagua_ref.simulation.torch_distributed.process_group import SimulatedProcessGroup
 from bagua_ref.simulation.torch_distributed.processes import UserModules, replace_processes, run_script
-from bagua_ref.simulation.torch_distributed.rank_state import ProcessState
+from bagua_ref.simulation.torch_distributed.rank_state import ProcessState, restore_environment
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
 from bagua_ref.simulation.torch_distributed.stores import SharedStores, SimulatedStore
 from bagua_ref.simulation.torch_distributed.threads import as_current_thread, end_threads, replace_clocks, replace_threads
-from bagua_ref.simulation.torch_distributed.work import SimulatedWork
+from bagua_ref.simulation.torch_distributed.work import SimulatedWork, works_of_backward
 
 __all__ = ["ProcessState", "SimulatedProcessGroup", "SimulatedStore", "run_script", "simulated_torch"]
 
@@ -48,7 +54,7 @@ def run_process(world: Any, function: Callable[..., Any], *args: Any) -> Any:
 
 
 @contextmanager
-def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork) -> Iterator[None]:
+def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork, states: Sequence[ProcessState]) -> Iterator[None]:
     """Make torch.distributed that of the simulated ranks, for the threads of a scheduler, while the context lasts."""
     stores = SharedStores(scheduler)
     outside = ProcessState(None)
@@ -70,7 +76,7 @@ def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork) -> Iterator
         timeout = options.get("timeout")
         if kind == "PrefixStore":
             prefix, store = [*args, *options.values()] if args else (options["prefix"], options["store"])
-            opened = store.prefixed(prefix)
+            opened: SimulatedStore = store.prefixed(prefix)
         elif kind == "TCPStore":
             host = args[0] if args else options["host_name"]
             port = args[1] if len(args) > 1 else options.get("port", 0)
@@ -107,7 +113,9 @@ def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork) -> Iterator
     finally:
         replacements.restore()
         outside.restore()
+        restore_environment(states)
         torch_hooks.forget()
+        works_of_backward.clear()
         if modules in sys.meta_path:
             sys.meta_path.remove(modules)
         _running.clear()
@@ -116,5 +124,11 @@ def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork) -> Iterator
 _running: list[Scheduler] = []
 """The scheduler of the run under way, if any."""
 
+
+def _forget_simulation() -> None:
+    for scheduler in _running:
+        scheduler.forget()
+
+
 # A data loader's worker is a fork of a simulated thread, and is not simulated.
-os.register_at_fork(after_in_child=lambda: [scheduler.forget() for scheduler in _running])
+os.register_at_fork(after_in_child=_forget_simulation)

@@ -23,7 +23,7 @@ def listed(tensors: Any) -> list[Tensor]:
 
 def reduction(opts: Any) -> ReduceOp:
     """Return the reduction of a call's options, or the one given in their place; SUM if there is none."""
-    op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+    op: Any = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
     try:
         return _OPERATIONS[int(getattr(op, "op", op))]
     except (KeyError, TypeError, ValueError):

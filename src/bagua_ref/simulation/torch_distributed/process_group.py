@@ -9,18 +9,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from bagua_ref.communicators import collectives
 from bagua_ref.communicators.simulated_group import Call, Function, SimulatedGroup
 from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.torch_distributed.arguments import check_alike, check_sizes, describe, listed, reduction, split
-from bagua_ref.simulation.torch_distributed.work import SimulatedWork, is_prompt, seconds_of
+from bagua_ref.simulation.torch_distributed.work import SimulatedWork, is_prompt
 from bagua_ref.types import ReduceOp
 
 __all__ = ["SimulatedProcessGroup"]
 
 
-class SimulatedProcessGroup(dist.ProcessGroup):
+_ProcessGroup: Any = dist.ProcessGroup  # whose stubs differ by version
+
+
+class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A group of `torch.distributed` whose ranks are simulated.
 
     A call that blocks waits in its method and writes its results directly. One that does not returns a `SimulatedWork`, which
@@ -32,7 +36,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         store: of the group.
     """
 
-    def __init__(self, group: SimulatedGroup, rank: int, store: dist.Store) -> None:
+    def __init__(self, group: SimulatedGroup, rank: int, store: Store) -> None:
         super().__init__(rank, len(group.ranks))
         self.group, self._store = group, store
         self._coalescing: list[SimulatedWork] | None = None
@@ -77,7 +81,12 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
-    def get_group_store(self) -> dist.Store:
+    def _get_backend(self, device: torch.device) -> SimulatedProcessGroup:
+        return self
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def get_group_store(self) -> Store:
         """Return the group's store."""
         return self._store
 
@@ -236,7 +245,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         group.scheduler.yield_()
         call = Call(group, self.rank(), "monitored_barrier()", None, None)
         self._post(call, lambda sends, recvs: None)
-        limit = group.timeout if timeout is None else seconds_of(timeout)
+        limit = group.timeout if timeout is None else timeout.total_seconds()
         if call.wait_until(limit):
             return
         absent = call.missing()
@@ -336,14 +345,14 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def _check_devices(self, operation: str, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             if tensor.device.type != "cpu":
-                call = Call(self.group, self.rank(), operation, None, None)
-                error = SimulationError(
-                    f"{operation} of a tensor on {tensor.device}: the simulated world has CPU tensors only. Make the script choose "
-                    "its device by torch.cuda.is_available() or an argument, and run it on the CPU",
-                    kind="unsupported",
-                    calls=(call.facts(),),
-                )
-                self.group.scheduler.end(error)
+                advice = "Let the script choose its device by torch.cuda.is_available() or an argument, and run it on the CPU"
+                self._refuse(operation, f"a tensor on {tensor.device}: the simulated world has CPU tensors only. {advice}")
+            if tensor.layout != torch.strided:
+                self._refuse(operation, f"a tensor of layout {tensor.layout}, which is not simulated; pass tensor.to_dense()")
+
+    def _refuse(self, operation: str, why: str) -> None:
+        call = Call(self.group, self.rank(), operation, None, None).facts()
+        self.group.scheduler.end(SimulationError(f"{operation} of {why}", kind="unsupported", calls=(call,)))
 
     # The names of other versions of torch.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch.distributed.rpc
 import torch.multiprocessing
 
 from bagua_ref.base.runtime import current_world
@@ -57,6 +58,8 @@ def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
         first = args if isinstance(args, str | bytes | os.PathLike) else next(iter(args))
         if Path(os.fsdecode(first).split()[0]).name.startswith(_LAUNCHERS):
             refuse(f"process {os.fsdecode(first)!r}")
+        if len(rest) < 10 and options.get("env") is None:
+            options["env"] = dict(os.environ)  # C code knows only the process's
         original(self, args, *rest, **options)
 
     def set_handler(original: Any, number: Any, handler: Any) -> Any:
@@ -66,6 +69,7 @@ def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
         return previous
 
     replacements.function(torch.multiprocessing, "spawn", spawn)
+    replacements.function(torch.distributed.rpc, "init_rpc", lambda original, *args, **options: refuse("torch.distributed.rpc"))
     replacements.function(multiprocessing.process.BaseProcess, "start", start)
     replacements.function(subprocess.Popen, "__init__", popen)
     replacements.function(signal, "signal", set_handler)
@@ -108,8 +112,11 @@ class UserModules(importlib.abc.MetaPathFinder):
         if modules is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.origin is not None and spec.origin.endswith(".py") and is_user_code(spec.origin):
-            modules.setdefault(fullname, None)
+        if spec is not None:
+            # A package of several folders has no file of its own.
+            files = [f"{folder}/" for folder in spec.submodule_search_locations or ()] if spec.origin is None else [spec.origin]
+            if all(file.endswith((".py", "/")) and is_user_code(file) for file in files):
+                modules.setdefault(fullname, None)
         return spec
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import random
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,9 +16,14 @@ from bagua_ref.base.runtime import Identity
 from bagua_ref.communicators.tasks import RankState
 from bagua_ref.simulation.torch_distributed import torch_hooks
 
-__all__ = ["ProcessState"]
+__all__ = ["ProcessState", "restore_environment"]
 
-_bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
+_LIBRARY_STATE = tuple(("accelerate.state", name) for name in ("PartialState", "AcceleratorState", "GradientState"))
+"""Modules and classes of libraries whose ``_shared_state`` belongs to a process."""
+
+_numpy_random: Any = np.random
+_environ: Any = os.environ
+_bootstrap: Any = importlib.import_module("importlib._bootstrap")
 
 
 class ProcessState(RankState):
@@ -30,39 +37,52 @@ class ProcessState(RankState):
 
     def __init__(self, identity: Identity | None) -> None:
         super().__init__()
-        self._environment: Any = os.environ._data  # type: ignore[attr-defined]
+        self.environment: Any = _environ._data
         self._arguments = sys.argv
-        self._numpy = np.random.get_bit_generator()
+        self._numpy = _numpy_random.get_bit_generator()
         self._module_locks: Any = _bootstrap._module_locks if identity is None else {}
         self.modules: dict[str, ModuleType | None] = {}
         """The modules of which the rank has its own, by name; None: not imported, or in use."""
+        self._library_state: dict[tuple[str, str], Any] = {}
         self.groups = torch_hooks.Groups()
         if identity is None:
+            self._take_library_state()
             self.groups.world = torch_hooks.current_world()
             self.modules = {"__main__": sys.modules["__main__"]}
         else:
-            self._environment = dict(self._environment)
+            self.environment = dict(self.environment)
             self._arguments = list(sys.argv)
-            self._numpy = _copy(self._numpy)
+            # Processes start with different states of these two, and with the same one of torch's.
+            self._python = random.Random(f"rank {identity.rank}").getstate()  # nosec B311 # to repeat a run
+            self._numpy = np.random.MT19937(identity.rank)
             for name, value in _variables(identity).items():
-                self._environment[os.environ.encodekey(name)] = os.environ.encodevalue(str(value))  # type: ignore[attr-defined]
+                self.environment[_environ.encodekey(name)] = _environ.encodevalue(str(value))
 
     def save(self) -> None:
         """Take the state from the process."""
         super().save()
-        self._environment, self._arguments = os.environ._data, sys.argv  # type: ignore[attr-defined]
-        self._numpy = np.random.get_bit_generator()
+        self.environment, self._arguments = _environ._data, sys.argv
+        self._numpy = _numpy_random.get_bit_generator()
         self._module_locks = _bootstrap._module_locks
+        self._take_library_state()
         for name in self.modules:
             self.modules[name] = sys.modules.pop(name, None)
+
+    def _take_library_state(self) -> None:
+        for place in _LIBRARY_STATE:
+            if place[0] in sys.modules:
+                self._library_state[place] = vars(_owner(place))["_shared_state"]
 
     def restore(self) -> None:
         """Put the state into the process."""
         super().restore()
-        os.environ._data, sys.argv = self._environment, self._arguments  # type: ignore[attr-defined]
-        np.random.set_bit_generator(self._numpy)
+        _environ._data, sys.argv = self.environment, self._arguments
+        _numpy_random.set_bit_generator(self._numpy)
         _bootstrap._module_locks = self._module_locks
         sys.modules.update({name: module for name, module in self.modules.items() if module is not None})
+        for place in _LIBRARY_STATE:
+            if place[0] in sys.modules:
+                _owner(place)._shared_state = self._library_state.get(place, {})
         torch_hooks.use_groups(self.groups)
 
     def resumed(self) -> None:
@@ -70,10 +90,18 @@ class ProcessState(RankState):
         self.groups.register_in_thread()
 
 
-def _copy(generator: Any) -> Any:
-    copy = type(generator)()
-    copy.state = generator.state
-    return copy
+def _owner(place: tuple[str, str]) -> Any:
+    return getattr(sys.modules[place[0]], place[1])
+
+
+def restore_environment(states: Sequence[ProcessState]) -> None:
+    """Undo in the process's own environment, which C code reads, what the ranks have set in theirs."""
+    for name in {name for state in states for name in state.environment} | set(_environ._data):
+        value = _environ._data.get(name)
+        if value is None:
+            os.unsetenv(name)
+        else:
+            os.putenv(name, value)
 
 
 def _variables(identity: Identity) -> dict[str, Any]:
@@ -84,6 +112,7 @@ def _variables(identity: Identity) -> dict[str, Any]:
         "LOCAL_RANK": identity.local_rank,
         "LOCAL_WORLD_SIZE": identity.local_world_size,
         "GROUP_RANK": identity.node_rank,
+        "TORCHELASTIC_RUN_ID": "simulated",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": 29_500,
     }

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.tasks import Ticket
@@ -45,8 +46,11 @@ class SharedStores:
         return self._ports
 
 
-class SimulatedStore(dist.Store):
+class SimulatedStore(Store):
     """A client of a simulated store; keys have a prefix."""
+
+    kind = "Store"
+    """The name of torch's class that it stands for."""
 
     def __init__(self, scheduler: Scheduler, contents: _Contents, address: Any, prefix: str, timeout: timedelta) -> None:
         super().__init__()

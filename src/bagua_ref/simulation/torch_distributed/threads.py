@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures.thread
 import queue
+import selectors
 import sys
 import threading
 import time
@@ -22,6 +23,9 @@ from bagua_ref.simulation.rank_world import SimulatedLock, SimulatedThread
 from bagua_ref.simulation.torch_distributed.replacements import Replacements, calling_frame, is_called_by_user
 
 __all__ = ["as_current_thread", "end_threads", "replace_clocks", "replace_threads"]
+
+_threading: Any = threading
+_queue: Any = queue
 
 _START = 1_700_000_000.0
 """`time.time()` at the start of a run."""
@@ -55,10 +59,10 @@ def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
         return _Lock(scheduler) if _makes_simulated_lock() else original()
 
     def make_recursive_lock(original: Callable[[], Any]) -> Any:
-        return threading._PyRLock() if _makes_simulated_lock() else original()  # type: ignore[attr-defined]
+        return _threading._PyRLock() if _makes_simulated_lock() else original()
 
     def make_queue(original: Callable[[], Any]) -> Any:
-        return queue._PySimpleQueue() if _makes_simulated_lock() else original()  # type: ignore[attr-defined]
+        return _queue._PySimpleQueue() if _makes_simulated_lock() else original()
 
     def start(original: Callable[..., None], thread: threading.Thread) -> None:
         if _is_scheduled(thread):
@@ -71,7 +75,7 @@ def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
     replacements.function(threading, "RLock", make_recursive_lock)
     replacements.function(queue, "SimpleQueue", make_queue)
     replacements.function(threading.Thread, "start", start)
-    replacements.function(threading, "main_thread", lambda original: current_world().main_thread)  # type: ignore[attr-defined]
+    replacements.function(threading, "main_thread", lambda original: _world().main_thread)
     # It is held while a worker is started, which lets other threads go on.
     replacements.put(concurrent.futures.thread, "_global_shutdown_lock", _Lock(scheduler))
 
@@ -82,24 +86,26 @@ def _makes_simulated_lock() -> bool:
     while inner is not frame:
         own = inner.f_locals.get("self") if inner.f_code.co_name == "wait" else None
         if isinstance(own, threading.Condition):  # a waiter of a condition is like the condition's lock
-            lock = own._lock  # type: ignore[attr-defined]
+            lock = vars(own)["_lock"]
             return isinstance(getattr(lock, "_block", lock), _Lock)
         inner = inner.f_back
     file = frame.f_code.co_filename
     return is_user_code(file) or "concurrent" in file
 
 
+def _world() -> Any:
+    return current_world()
+
+
 def _is_scheduled(thread: threading.Thread) -> bool:
     target = getattr(thread, "_target", None)
-    if target is concurrent.futures.thread._worker:  # type: ignore[attr-defined]
+    if target is concurrent.futures.thread._worker:
         return True
     run = type(thread).run.__code__.co_filename
     return is_called_by_user(*_LOCKS) or is_user_code(run) or is_user_code(getattr(target, "__code__", _start.__code__).co_filename)
 
 
 def _start(scheduler: Scheduler, thread: threading.Thread) -> None:
-    world: Any = current_world()
-
     def run() -> None:
         with as_current_thread(thread):
             try:
@@ -111,28 +117,28 @@ def _start(scheduler: Scheduler, thread: threading.Thread) -> None:
 
     simulated = SimulatedThread(scheduler, scheduler.spawn(run, thread.name, yields=False))
     thread.join, thread.is_alive = simulated.join, simulated.is_alive  # type: ignore[method-assign]
-    thread._started.set()  # type: ignore[attr-defined]
-    world.started_threads.append(thread)
+    vars(thread)["_started"].set()
+    _world().started_threads.append(thread)
 
 
 @contextmanager
 def as_current_thread(thread: threading.Thread) -> Iterator[None]:
     """Make ``thread`` the one that `threading.current_thread` returns here."""
     ident = threading.get_ident()
-    carrier = threading._active[ident]  # type: ignore[attr-defined]
-    threading._active[ident] = thread  # type: ignore[attr-defined]
-    thread._ident = ident  # type: ignore[attr-defined]
+    carrier = _threading._active[ident]
+    _threading._active[ident] = thread
+    vars(thread)["_ident"] = ident
     try:
         yield
     finally:
-        threading._active[ident] = carrier  # type: ignore[attr-defined]
+        _threading._active[ident] = carrier
 
 
 def end_threads(threads: list[threading.Thread]) -> None:
     """Wait for a rank's threads as a process does at its end: for those that are not daemons, and for executors' work."""
     for thread in threads:
-        if getattr(thread, "_target", None) is concurrent.futures.thread._worker:  # type: ignore[attr-defined]
-            executor = thread._args[0]()  # type: ignore[attr-defined]
+        if getattr(thread, "_target", None) is concurrent.futures.thread._worker:
+            executor = vars(thread)["_args"][0]()
             if executor is not None:
                 executor.shutdown(wait=True)
         elif not thread.daemon:
@@ -148,10 +154,18 @@ def replace_clocks(replacements: Replacements, scheduler: Scheduler) -> None:
         scheduler.time += _CLOCK_STEP
         return start + scheduler.time
 
+    def select(original: Any, selector: Any, timeout: float | None = None) -> Any:
+        events = original(selector, 0)
+        if events or not timeout or timeout < 0:
+            return events or (original(selector) if timeout is None else events)
+        scheduler.sleep(timeout)
+        return original(selector, 0)
+
     for name, start in (("time", _START), ("monotonic", 0.0), ("perf_counter", 0.0)):
         replacements.function(time, name, lambda original, start=start: now(start))
         replacements.function(time, f"{name}_ns", lambda original, start=start: int(now(start) * 1e9))
     replacements.function(time, "sleep", lambda original, seconds: scheduler.sleep(seconds))
+    replacements.function(selectors.DefaultSelector, "select", select)
     # These modules' own names for `time.monotonic`, for timeouts of locks and queues.
     for module, name in ((threading, "_time"), (queue, "time")):
         replacements.function(module, name, lambda original: scheduler.time)

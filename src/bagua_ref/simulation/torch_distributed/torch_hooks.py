@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
+from bagua_ref.simulation.torch_distributed.work import works_of_backward
 
 __all__ = ["Groups", "check_version", "current_backward", "current_world", "forget", "hide_from_compiler", "replace", "use_groups"]
 
@@ -70,13 +71,12 @@ class Groups:
         """Bring the calling thread's registry, which C++ code reads, up to date."""
         if getattr(self._threads, "changes", 0) != self._changes:
             self._threads.changes = self._changes
-            _unregister_all()
+            _c10d._unregister_all_process_groups()
             for name, group in self._names.items():
-                _register(name, group)
+                _c10d._register_process_group(name, group)
 
 
-_register = torch._C._distributed_c10d._register_process_group
-_unregister_all = torch._C._distributed_c10d._unregister_all_process_groups
+_c10d: Any = torch._C._distributed_c10d
 _groups: Groups | None = None
 
 
@@ -124,6 +124,16 @@ def replace(
     def warn_not_in_group(original: Any, operation: Any) -> None:
         not_in_group(operation if isinstance(operation, str) else operation.__name__)
 
+    def split_group(original: Any, parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, **options: Any) -> Any:
+        parents = dist.get_process_group_ranks(parent_pg or dist.group.WORLD)
+        groups = [[parents[rank] for rank in ranks] for ranks in split_ranks]
+        own = next((ranks for ranks in groups if dist.get_rank() in ranks), None)
+        return own and dist.new_group(own, timeout=timeout, use_local_synchronization=True)
+
+    # With a static graph, the reducer starts all operations of the first backward in a callback, and waits for them there.
+    replacements.function(_c10d.Reducer, "_delay_all_reduce", works_of_backward.run_at_end)
+    for owner in (dist, distributed_c10d):
+        replacements.function(owner, "split_group", split_group)
     replacements.put(distributed_c10d, "_world", distributed_c10d._world)
     replacements.function(distributed_c10d, "_new_process_group_helper", new_group)
     replacements.function(distributed_c10d, "_register_process_group", lambda original, *pair: _current().register(*pair))
@@ -135,12 +145,12 @@ def replace(
         for module in (dist, distributed_c10d, rendezvous):
             if hasattr(module, name):
                 replacements.put(module, name, substitute)
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    _c10d._set_thread_isolation_mode(True)
 
 
 def forget() -> None:
     """Let all threads share the groups of the process again."""
-    torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    _c10d._set_thread_isolation_mode(False)
 
 
 def hide_from_compiler(owner: type) -> None:

@@ -7,6 +7,7 @@ synchronized, or its future is used. Until then it holds NaN, so that a program 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,7 +21,7 @@ from bagua_ref.communicators.call_sites import call_site
 from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.errors import SimulationError
 
-__all__ = ["SimulatedFuture", "SimulatedWork", "is_prompt", "promptly", "seconds_of"]
+__all__ = ["SimulatedFuture", "SimulatedWork", "is_prompt", "promptly", "seconds_of", "works_of_backward"]
 
 
 class SimulatedWork(dist.Work):
@@ -39,7 +40,7 @@ class SimulatedWork(dist.Work):
         self._parts: Sequence[SimulatedWork] = ()
         self._delivered = False
         self._future: SimulatedFuture | None = None
-        _works_of_backward.note(self)
+        works_of_backward.note(self)
 
     @classmethod
     def late(
@@ -135,7 +136,7 @@ class SimulatedWork(dist.Work):
     def get_future(self) -> SimulatedFuture:
         """Return the future of the results. Inside a backward it may be pending until the backward's end; else it is complete."""
         if self._future is None:
-            if not _works_of_backward.will_wait(self):
+            if not works_of_backward.will_wait(self):
                 self.wait()
             self._future = SimulatedFuture(self.wait)
             if self._delivered:
@@ -193,10 +194,26 @@ class _WorksOfBackward:
 
     def __init__(self) -> None:
         self._works: dict[Any, list[SimulatedWork]] = {}
+        self._at_end: set[Any] = set()
+        """The threads in a callback of autograd's engine in which the reducer starts operations and waits for them."""
+
+    def clear(self) -> None:
+        """Forget the backward passes of a run that has ended."""
+        self._works.clear()
+
+    def run_at_end(self, callback: Callable[[Any], None], reducer: Any) -> None:
+        """Call a reducer's callback; futures that it takes are complete."""
+        thread = threading.get_ident()
+        self._at_end.add(thread)
+        try:
+            callback(reducer)
+        finally:
+            self._at_end.discard(thread)
 
     def note(self, work: SimulatedWork) -> None:
         """Queue the callback, if a backward is calling one of its nodes."""
-        if torch._C._current_graph_task_id() != -1 and torch._C._current_autograd_node() is not None:
+        in_backward = torch._C._current_graph_task_id() != -1 and torch._C._current_autograd_node() is not None
+        if in_backward and threading.get_ident() not in self._at_end:
             key = (work.call.group.scheduler.calling(), torch._C._current_graph_task_id())
             if key not in self._works:
                 self._works[key] = []
@@ -212,7 +229,7 @@ class _WorksOfBackward:
             work.wait()
 
 
-_works_of_backward = _WorksOfBackward()
+works_of_backward = _WorksOfBackward()
 
 
 _prompt: Container[tuple[str, int]] = ()

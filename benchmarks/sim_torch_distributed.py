@@ -1,0 +1,127 @@
+"""The overhead of torch.distributed in a simulated world, beside torch's threaded process group and processes over gloo.
+
+Time for each collective and rank, all ranks together, and a data-parallel training of many ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import common
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed import multi_threaded_pg
+
+from bagua_ref.simulation import SimulatedWorld
+
+KINDS = {"blocking all_reduce": False, "async all_reduce, waited for": True}
+LIMITS = {"blocking all_reduce": 0.3, "async all_reduce, waited for": 0.8}
+"""Milliseconds a collective and rank at 8 ranks."""
+
+
+def reduce(calls: int, asynchronous: bool) -> None:
+    x = torch.ones(4)
+    for _ in range(calls):
+        work = dist.all_reduce(x, async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+
+
+def train(steps: int) -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+
+
+def simulated(ranks: int, calls: int, asynchronous: bool) -> float:
+    """Return seconds for the calls of all ranks: those of a run less those of one without calls."""
+
+    def run(calls: int) -> float:
+        def main() -> None:
+            dist.init_process_group("gloo")
+            reduce(calls, asynchronous)
+
+        start = time.perf_counter()
+        SimulatedWorld(ranks, torch_distributed=True).run(main)
+        return time.perf_counter() - start
+
+    return run(calls) - run(0)
+
+
+def threaded(ranks: int, calls: int, asynchronous: bool) -> float:
+    seconds, store = {}, dist.HashStore()
+
+    def main(rank: int) -> None:
+        dist.init_process_group("threaded", store=store, rank=rank, world_size=ranks)
+        start = time.perf_counter()
+        reduce(calls, asynchronous)
+        seconds[rank] = time.perf_counter() - start
+        dist.destroy_process_group()
+
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    multi_threaded_pg._install_threaded_pg()
+    try:
+        threads = [threading.Thread(target=main, args=(rank,)) for rank in range(ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        multi_threaded_pg._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    return max(seconds.values())
+
+
+def gloo(ranks: int, calls: int, asynchronous: bool) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_gloo, (folder, ranks, calls, asynchronous), nprocs=ranks)
+        return float(Path(folder, "seconds").read_text(encoding="utf-8"))
+
+
+def _gloo(rank: int, folder: str, ranks: int, calls: int, asynchronous: bool) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
+    dist.barrier()
+    start = time.perf_counter()
+    reduce(calls, asynchronous)
+    if rank == 0:
+        Path(folder, "seconds").write_text(str(time.perf_counter() - start), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    args = common.arguments(__doc__ or "")
+    torch.set_num_threads(1)
+    ranks, calls, rounds = (2, 20, 1) if args.quick else (8, 300, 5)
+    rows = []
+    for work, asynchronous in KINDS.items():
+        contenders: dict[str, Callable[[int, int, bool], float]] = {"ours": simulated, "threaded PG": threaded, "gloo": gloo}
+        milliseconds = {
+            name: 1e3 * sorted(run(ranks, calls, asynchronous) for _ in range(rounds))[rounds // 2] / calls / ranks
+            for name, run in contenders.items()
+        }
+        peers = {name: value for name, value in milliseconds.items() if name != "ours"} | {"allowed": LIMITS[work]}
+        rows.append(common.Row(f"{work}, {ranks} ranks", "ms", milliseconds["ours"], peers, "allowed", common.at_most(1.0)))
+    ranks, steps = (8, 2) if args.quick else (256, 4)
+    start = time.perf_counter()
+    SimulatedWorld(ranks, torch_distributed=True).run(train, steps)
+    seconds = time.perf_counter() - start
+    rows.append(common.Row(f"DDP, {ranks} ranks x {steps} steps", "s", seconds, {"allowed": 5.0}, "allowed", common.at_most(1.0)))
+    return common.report("sim_torch_distributed", rows, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
