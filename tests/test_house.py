@@ -23,15 +23,15 @@ LINES: dict[str, int] = {
     "base": 1200,
     "buckets": 1166,
     "checkpoint": 1184,
-    "cli": 2072,
+    "cli": 2233,
     "comm_ops": 1138,
-    "communicators": 4700,
+    "communicators": 4718,
     "conformance": 88,
     "conformance/expected": 1685,
     "conformance/formats": 103,
     "conformance/inputs": 1172,
     "conformance/lab": 1762,
-    "conformance/run": 1086,
+    "conformance/run": 1112,
     "conformance/suites": 3964,
     "conformance/targets": 1482,
     "conformance/trace": 2083,
@@ -50,8 +50,8 @@ LINES: dict[str, int] = {
     "property_tests": 2611,
     "rounds": 256,
     "scheduling": 582,
-    "simulation": 2207,
-    "tests": 36337,
+    "simulation": 3500,
+    "tests": 36964,
     "tests/cuda_emulation": 483,
     "tests/integrations": 899,
     "tests/meta": 1408,
@@ -60,7 +60,7 @@ LINES: dict[str, int] = {
 }
 """The most lines of each room of src, and of the folders of tests."""
 
-FILES = 256
+FILES = 264
 """The most files of src; public names of modules that have moved into a room do not count."""
 
 OTHER_IMPLEMENTER = {

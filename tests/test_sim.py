@@ -176,6 +176,15 @@ def test_the_limit_gives_no_verdict(tmp_path: Path) -> None:
     assert report.planned is None or report.runs < report.planned
 
 
+def test_the_guide_shows_what_the_command_prints(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "sim.md").read_text()
+    numbered = page.split("```text\n")[1].split("```")[0].splitlines()
+    report = judged(tmp_path, "\n".join(line[4:] for line in numbered), 4)
+    assert report.finding is not None
+    shown = page.split("```console\n")[1].split("```")[0].split("found in 1 run: ")[1].split("replay:")[0]
+    assert report.finding.message.replace(f"{tmp_path}/script.py", "train.py").split() == shown.split()
+
+
 # The command.
 
 
