@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bagua_ref.communicators.call_sites import call_site, raise_site
-from bagua_ref.communicators.tasks import RankState, Task, Ticket, Unwind
+from bagua_ref.communicators.tasks import RankState, Task, Ticket, Unwind, format_ranks
 from bagua_ref.errors import RankCall, SimulationError
 
 __all__ = ["Scheduler", "format_ranks"]
@@ -394,18 +394,3 @@ class Scheduler:
         if self._returned:
             sentences.append(f"{format_ranks(sorted(self._returned))} {'has' if len(self._returned) == 1 else 'have'} returned")
         return "; ".join(sentences)
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ascending ranks as text.
-
-    >>> format_ranks([0, 2, 3, 4])
-    'ranks 0, 2-4'
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1] = [runs[-1][0], rank]
-        else:
-            runs.append([rank])
-    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join("-".join(map(str, run)) for run in runs)

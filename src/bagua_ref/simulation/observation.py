@@ -108,7 +108,7 @@ class Observation:
 def observe(program: Program, nodes: Sequence[int], order: Order, shown: TextIO) -> Observation:
     """Run a program once on simulated ranks, and return what was seen; the output goes to ``shown`` if the order says so."""
     n, schedule = sum(nodes), order.schedule
-    watch = _Watch(n, order.fault)
+    watch = _RunWatch(n, order.fault)
     world = SimulatedWorld(n, nodes, schedule=schedule, torch_distributed=True)
     world.observe = watch.communicates
     output, errors = (RankOutput(stream if order.shows else None, n) for stream in (shown, sys.stderr))
@@ -129,7 +129,7 @@ def observe(program: Program, nodes: Sequence[int], order: Order, shown: TextIO)
     return seen
 
 
-class _Watch:
+class _RunWatch:
     """The hooks of one run."""
 
     def __init__(self, n: int, fault: Fault | None) -> None:
