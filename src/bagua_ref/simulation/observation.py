@@ -298,7 +298,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _holders(parameter: DTensor) -> tuple[int, ...]:
     """Return the ranks that hold the same part of a distributed parameter as the calling rank, if there are several."""
-    places = parameter.device_mesh.get_coordinate() or []
+    places = tuple(parameter.device_mesh.get_coordinate() or ())
     index = tuple(
         slice(None) if placement.is_replicate() else place for placement, place in zip(parameter.placements, places, strict=False)
     )
@@ -318,7 +318,7 @@ def _add(update: Callable[[Any], None], value: Any) -> None:
     if isinstance(value, Tensor):
         local = _local(value).cpu().contiguous()
         update(f"{local.dtype}{tuple(local.shape)}".encode())
-        update(memoryview(local.reshape(-1).view(torch.uint8).numpy()))
+        update(local.reshape(-1).view(torch.uint8).numpy().data)
     elif isinstance(value, dict):
         _add(update, [item for pair in value.items() for item in pair])
     elif isinstance(value, list | tuple):
