@@ -206,6 +206,7 @@ class SimulatedNetwork:
                 calls=(*others, mine),
             )
         call = Call(group, place, what or f"connect(ranks={tuple(ranks)})", rank, None)
+        call.locate()
 
         def set_ranks(sends: list[Any], recvs: list[Any]) -> None:
             group.ranks = tuple(sends)

@@ -35,7 +35,7 @@ class Call:
     def __init__(self, group: SimulatedGroup, rank: int, operation: str, send: Any, recv: Any, alike: Tensor | None = None) -> None:
         group.scheduler.calling()  # raises outside of the run
         self.group, self.rank, self.operation, self.send, self.recv, self.alike = group, rank, operation, send, recv, alike
-        self.file, self.line = call_site(sys._getframe(1))
+        self.file, self.line = "", 0
         self.error: Exception | None = None
         self.done = self.awaited = False
         self.source: int | None = None
@@ -50,6 +50,10 @@ class Call:
     def group_name(self) -> str:
         """The group's name."""
         return self.group.name
+
+    def locate(self) -> None:
+        """Take down the line of the user's code that is calling."""
+        self.file, self.line = call_site(sys._getframe(1))
 
     def finish(self, error: Exception | None = None) -> None:
         """Let those who wait for this call go on, as its result is there or ``error`` occurred."""
@@ -158,8 +162,10 @@ class SimulatedGroup:
         self._numbers[stream, call.rank] = number + 1
         calls = self.under_way.setdefault((stream, number), {})
         first = next(iter(calls.values()), call)
-        if strict and first.operation != call.operation:
-            raise self.mismatch(first, call)
+        if strict:
+            call.locate()
+            if first.operation != call.operation:
+                raise self.mismatch(first, call)
         calls[call.rank] = call
         call.missing = lambda: [rank for r, rank in enumerate(self.ranks) if r not in calls]
         if len(calls) == len(self.ranks):
@@ -170,6 +176,7 @@ class SimulatedGroup:
         """Take a message to rank ``dst`` of the group; ``call.send`` is read when the receiver is there."""
         self.scheduler.on_communication(call)
         self.check()
+        call.locate()
         waiting = self.recvs.get((dst, tag), deque())
         for receiver in waiting:
             if receiver.source in (None, call.rank):
@@ -183,6 +190,7 @@ class SimulatedGroup:
         """Take a rank's wish for a message of rank ``src`` of the group, or of any rank if that is None."""
         self.scheduler.on_communication(call)
         self.check()
+        call.locate()
         call.source = src
         call.missing = lambda: [rank for r, rank in enumerate(self.ranks) if r == src or (src is None and r != call.rank)]
         waiting = self.sends.get((call.rank, tag), deque())

@@ -167,6 +167,7 @@ class _RunWatch:
 
     def communicates(self, call: Call) -> None:
         """Note a communication of the calling rank, before it takes place."""
+        call.locate()
         rank = current_world().identity.rank
         sends = [send for send in (call.send if isinstance(call.send, list) else [call.send]) if isinstance(send, Tensor)]
         self._calls.append(call)

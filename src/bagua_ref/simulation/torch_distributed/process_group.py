@@ -351,8 +351,9 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 self._refuse(operation, f"a tensor of layout {tensor.layout}, which is not simulated; pass tensor.to_dense()")
 
     def _refuse(self, operation: str, why: str) -> None:
-        call = Call(self.group, self.rank(), operation, None, None).facts()
-        self.group.scheduler.end(SimulationError(f"{operation} of {why}", kind="unsupported", calls=(call,)))
+        call = Call(self.group, self.rank(), operation, None, None)
+        call.locate()
+        self.group.scheduler.end(SimulationError(f"{operation} of {why}", kind="unsupported", calls=(call.facts(),)))
 
     # The names of other versions of torch.
 

@@ -76,6 +76,11 @@ def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
     replacements.function(queue, "SimpleQueue", make_queue)
     replacements.function(threading.Thread, "start", start)
     replacements.function(threading, "main_thread", lambda original: _world().main_thread)
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    if compiler is not None:  # a rank that compiles holds it while it lets others go on
+        lock = _threading._PyRLock()
+        lock._block = _Lock(scheduler)
+        replacements.put(compiler, "compile_lock", lock)
     # It is held while a worker is started, which lets other threads go on.
     replacements.put(concurrent.futures.thread, "_global_shutdown_lock", _Lock(scheduler))
 
