@@ -23,15 +23,15 @@ LINES: dict[str, int] = {
     "base": 1336,
     "buckets": 1166,
     "checkpoint": 1185,
-    "cli": 2163,
+    "cli": 2324,
     "comm_ops": 1138,
-    "communicators": 4679,
+    "communicators": 4697,
     "conformance": 96,
     "conformance/expected": 1854,
     "conformance/formats": 103,
     "conformance/inputs": 1266,
     "conformance/lab": 2061,
-    "conformance/run": 1273,
+    "conformance/run": 1299,
     "conformance/suites": 4553,
     "conformance/targets": 1600,
     "conformance/trace": 2270,
@@ -50,8 +50,8 @@ LINES: dict[str, int] = {
     "property_tests": 2824,
     "rounds": 241,
     "scheduling": 578,
-    "simulation": 2213,
-    "tests": 36324,
+    "simulation": 3507,
+    "tests": 36951,
     "tests/cuda_emulation": 483,
     "tests/integrations": 899,
     "tests/meta": 1156,
@@ -60,7 +60,7 @@ LINES: dict[str, int] = {
 }
 """The most lines of each room of src, and of the folders of tests."""
 
-FILES = 262
+FILES = 270
 """The most files of src; public names of modules that have moved into a room do not count."""
 
 OTHER_IMPLEMENTER = {

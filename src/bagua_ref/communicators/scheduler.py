@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bagua_ref.communicators.call_sites import call_site, raise_site
-from bagua_ref.communicators.tasks import RankState, Task, Ticket, Unwind
+from bagua_ref.communicators.tasks import RankState, Task, Ticket, Unwind, format_ranks
 from bagua_ref.errors import RankCall, SimulationError
 
 __all__ = ["Scheduler", "format_ranks"]
@@ -68,6 +68,10 @@ class Scheduler:
         self._mains = self._polls = self._wake_ups = self._switches = self._steps = 0
         self._switching = self._ending = self._abandoned = False
         self._failure: BaseException | None = None
+        self.on_communication: Callable[[Any], None] = lambda call: None
+        """Called by a thread with each of its communications, before it takes place."""
+        self.timeouts_fire = False
+        """Whether ranks that wait for each other wait until their timeouts, instead of ending the run."""
         self.failed_call: RankCall | None = None
         """Where the exception that ended the run was raised."""
         self._over = threading.Lock()
@@ -136,6 +140,16 @@ class Scheduler:
         """End the run with ``error``: it unwinds the calling thread, and later the others, past all handlers of exceptions."""
         self._fail(error)
         self.calling().unwinding = True
+        raise Unwind
+
+    def kill(self) -> None:
+        """End the calling thread and the others of its rank, as if the rank's process had been killed."""
+        task = self.calling()
+        for other in [other for other in self._tasks if other.rank == task.rank]:
+            other.killed = True
+            if other is not task:
+                self._make_ready(other)
+        task.unwinding = True
         raise Unwind
 
     def grant(self, ticket: Ticket, value: Any = None) -> None:
@@ -274,7 +288,7 @@ class Scheduler:
 
     def _switch(self, task: Task, ends: bool = True) -> None:
         """Let the next thread run until it is this one's turn again."""
-        if not self._ending:
+        if not self._ending and not task.killed:
             following = self._pick()
             if following is None or following is task:
                 self._switching = False
@@ -282,7 +296,7 @@ class Scheduler:
                 self._resume(following)
                 task.baton.acquire()
                 self._states[task.rank].resumed()
-        if self._ending and ends:
+        if (self._ending or task.killed) and ends:
             task.unwinding = True
             raise Unwind
 
@@ -328,7 +342,7 @@ class Scheduler:
         tickets = [task.ticket for task in self._tasks if task.ticket]
         timed = [ticket for ticket in tickets if ticket.deadline < math.inf]
         # A rank's own timeout is a watchdog. While ranks wait for each other, it would only report later what is known now.
-        stuck = any(ticket.collective for ticket in tickets)
+        stuck = not self.timeouts_fire and any(ticket.collective for ticket in tickets)
         if not any(ticket.passes or not stuck for ticket in timed):
             self._fail(self._deadlock())
             return
@@ -380,18 +394,3 @@ class Scheduler:
         if self._returned:
             sentences.append(f"{format_ranks(sorted(self._returned))} {'has' if len(self._returned) == 1 else 'have'} returned")
         return "; ".join(sentences)
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ascending ranks as text.
-
-    >>> format_ranks([0, 2, 3, 4])
-    'ranks 0, 2-4'
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1] = [runs[-1][0], rank]
-        else:
-            runs.append([rank])
-    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join("-".join(map(str, run)) for run in runs)

@@ -37,7 +37,7 @@ class Call:
         self.group, self.rank, self.operation, self.send, self.recv, self.alike = group, rank, operation, send, recv, alike
         self.file, self.line = "", 0
         self.error: Exception | None = None
-        self.done = False
+        self.done = self.awaited = False
         self.source: int | None = None
         """The rank of the group from which a message is received; None for any."""
         self.missing: Callable[[], list[int]] = list
@@ -66,6 +66,7 @@ class Call:
 
         What other ranks have completed counts even if the group is aborted before this rank runs again.
         """
+        self.awaited = True
         if not self.done:
             ticket = self.group.scheduler.ticket(f"in {self} of group {self.group.name!r}", collective=True, call=self)
             self._waiting.append(ticket)
@@ -155,6 +156,7 @@ class SimulatedGroup:
             stream: collectives of different streams do not wait for each other.
             strict: whether the first call that does not match raises the error here, before all ranks have called.
         """
+        self.scheduler.on_communication(call)
         self.check()
         number = self._numbers.get((stream, call.rank), 0)
         self._numbers[stream, call.rank] = number + 1
@@ -172,6 +174,7 @@ class SimulatedGroup:
 
     def post_send(self, call: Call, dst: int, tag: int = 0) -> None:
         """Take a message to rank ``dst`` of the group; ``call.send`` is read when the receiver is there."""
+        self.scheduler.on_communication(call)
         self.check()
         call.locate()
         waiting = self.recvs.get((dst, tag), deque())
@@ -185,6 +188,7 @@ class SimulatedGroup:
 
     def post_recv(self, call: Call, src: int | None, tag: int = 0) -> None:
         """Take a rank's wish for a message of rank ``src`` of the group, or of any rank if that is None."""
+        self.scheduler.on_communication(call)
         self.check()
         call.locate()
         call.source = src

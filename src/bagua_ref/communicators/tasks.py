@@ -6,12 +6,12 @@ import contextvars
 import math
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["RankState", "Task", "Ticket", "Unwind"]
+__all__ = ["RankState", "Task", "Ticket", "Unwind", "format_ranks"]
 
 
 class Unwind(BaseException):
@@ -46,7 +46,7 @@ class Task:
         self.baton.acquire()
         self.ident: int | None = None
         self.ticket: Ticket | None = None
-        self.ready = self.unwinding = self.done = False
+        self.ready = self.unwinding = self.done = self.killed = False
         self.joining: list[Ticket] = []
 
     def __repr__(self) -> str:
@@ -73,3 +73,18 @@ class RankState:
 
     def resumed(self) -> None:
         """Prepare the calling thread, which goes on after another one."""
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ascending ranks as text.
+
+    >>> format_ranks([0, 2, 3, 4])
+    'ranks 0, 2-4'
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join("-".join(map(str, run)) for run in runs)

@@ -14,12 +14,14 @@ from torch import Tensor
 from bagua_ref.base.runtime import Identity, use_world
 from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.simulated import SimulatedNetwork, SimulatedTransport
+from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.errors import RankCall
+from bagua_ref.simulation.invariants import always
 from bagua_ref.simulation.rank_world import SimulatedRankWorld
 from bagua_ref.simulation.schedules import Schedule, Schedules
 from bagua_ref.simulation.torch_distributed import rank_states, run_process, simulated_torch
 
-__all__ = ["Schedule", "Schedules", "SimulatedWorld"]
+__all__ = ["Schedule", "Schedules", "SimulatedWorld", "always"]
 
 T = TypeVar("T")
 
@@ -86,6 +88,8 @@ class SimulatedWorld:
         self.virtual_time = 0.0
         """The duration of the last `run` in virtual seconds."""
         self._messages: list[tuple[str, list[Tensor]]] | None = None
+        self.observe: Callable[[Call], None] | None = None
+        """Called by each rank with each of its communications, before it takes place."""
 
     def __repr__(self) -> str:
         order = f"seed={self.seed}" if self.schedule is None else f"schedule={self.schedule!r}"
@@ -122,6 +126,8 @@ class SimulatedWorld:
         states = rank_states(identities) if self.torch_distributed else None
         scheduler = Scheduler(self._choices(), states)
         network = SimulatedNetwork(scheduler, node_of, self._messages)
+        if self.observe is not None:
+            scheduler.on_communication = self.observe
         results: dict[int, T] = {}
 
         def main(rank: int) -> None:
@@ -138,7 +144,7 @@ class SimulatedWorld:
             torch.set_num_threads(threads)
             self.failed_call = scheduler.failed_call
             self.virtual_time = scheduler.time
-        return [results[rank] for rank in range(self.world_size)]
+        return [results.get(rank) for rank in range(self.world_size)]  # type: ignore[misc] # a killed rank has none
 
     def _choices(self) -> Callable[[int], int]:
         """Return the function with which `Scheduler` chooses the next thread."""

@@ -15,7 +15,7 @@ from bagua_ref.communicators import collectives
 from bagua_ref.communicators.simulated_group import Call, Function, SimulatedGroup
 from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.torch_distributed.arguments import check_alike, check_sizes, describe, listed, reduction, split
-from bagua_ref.simulation.torch_distributed.work import SimulatedWork
+from bagua_ref.simulation.torch_distributed.work import SimulatedWork, is_prompt
 from bagua_ref.types import ReduceOp
 
 __all__ = ["SimulatedProcessGroup"]
@@ -258,7 +258,8 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Any, dst: int, tag: int = 0) -> SimulatedWork:  # noqa: D102
         self._check_devices("send", tensors)
         self.group.scheduler.yield_()
-        call = Call(self.group, self.rank(), f"send(dst={self.group.ranks[dst]}, tag={tag})", tensors[0].data, None, tensors[0])
+        data = tensors[0].detach().clone() if is_prompt() else tensors[0].data
+        call = Call(self.group, self.rank(), f"send(dst={self.group.ranks[dst]}, tag={tag})", data, None, tensors[0])
         self._guard(lambda: self.group.post_send(call, dst, tag))
         return self._track(SimulatedWork(call, [], [], []))
 

@@ -19,7 +19,7 @@ from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
 from bagua_ref.simulation.torch_distributed.work import works_of_backward
 
-__all__ = ["Groups", "check_version", "current_world", "forget", "hide_from_compiler", "replace", "use_groups"]
+__all__ = ["Groups", "check_version", "current_backward", "current_world", "forget", "hide_from_compiler", "replace", "use_groups"]
 
 rendezvous = sys.modules["torch.distributed.rendezvous"]  # the package has a function of this name
 
@@ -205,3 +205,9 @@ class _RankWorld:
     @property
     def pg_config_info(self) -> list[dict[str, Any]]:
         return distributed_c10d._World.pg_config_info.fget(self)  # type: ignore[attr-defined,no-any-return]
+
+
+def current_backward() -> int | None:
+    """Return the number of the backward pass that the calling thread is in."""
+    number = int(torch._C._current_graph_task_id())
+    return None if number == -1 else number

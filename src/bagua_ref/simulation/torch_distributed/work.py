@@ -6,8 +6,10 @@ synchronized, or its future is used. Until then it holds NaN, so that a program 
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bagua_ref.communicators.call_sites import call_site
 from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.errors import SimulationError
 
-__all__ = ["SimulatedFuture", "SimulatedWork", "seconds_of", "works_of_backward"]
+__all__ = ["SimulatedFuture", "SimulatedWork", "is_prompt", "promptly", "seconds_of", "works_of_backward"]
 
 
 class SimulatedWork(dist.Work):
@@ -56,6 +59,10 @@ class SimulatedWork(dist.Work):
             result: the value of the future; None: ``outputs``.
         """
         outputs = [output.data for output in outputs]
+        if is_prompt():
+            if sends is not None:
+                sends[:] = [send.clone() for send in sends]
+            return cls(make_call(outputs), [], [], list(outputs) if result is None else result)
         values = [torch.empty_like(output) for output in outputs]
         memory = {output.untyped_storage().data_ptr() for output in outputs}
         shared = [(i, s) for i, s in enumerate(sends or ()) if s.untyped_storage().data_ptr() in memory]
@@ -139,7 +146,7 @@ class SimulatedWork(dist.Work):
     def _deliver(self) -> None:
         if self._delivered:
             return
-        self._delivered = True
+        self._delivered = self.call.awaited = True
         if self._outputs:
             torch._foreach_copy_(list(self._outputs), list(self._values))
         self._outputs = self._values = ()
@@ -223,6 +230,28 @@ class _WorksOfBackward:
 
 
 works_of_backward = _WorksOfBackward()
+
+
+_prompt: Container[tuple[str, int]] = ()
+
+
+@contextmanager
+def promptly(lines: Container[tuple[str, int]]) -> Iterator[None]:
+    """Let the operations that these lines of the user's code start read their inputs at once, and write when they are complete.
+
+    The results of a program change by this only if it uses tensors of an operation under way.
+    """
+    global _prompt
+    _prompt = lines
+    try:
+        yield
+    finally:
+        _prompt = ()
+
+
+def is_prompt() -> bool:
+    """Return whether `promptly` holds for the line that calls."""
+    return bool(_prompt) and call_site(sys._getframe(1)) in _prompt
 
 
 def seconds_of(timeout: timedelta | float | None) -> float | None:

@@ -1,0 +1,158 @@
+"""``bagua-ref sim``: run a program of torch.distributed on simulated ranks under many schedules, and name what goes wrong."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from typing import Any
+
+from bagua_ref.cli.command import Commands, add_command, add_json_options, end_progress, show_progress, write_json
+
+__all__ = ["JSON_VERSION", "add_parser"]
+
+JSON_VERSION = 1
+"""Of the result that ``--json`` prints."""
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add ``sim`` to the commands of ``bagua-ref``."""
+    sim = add_command(
+        commands,
+        "sim",
+        _run,
+        help="run a torch.distributed program on simulated ranks, under many schedules, and find its errors",
+        description="Run an unmodified torch.distributed program on simulated ranks in one process, under many schedules, and "
+        "report the first error: deadlocks, calls that do not match, exceptions, replicas that differ, and results that depend on "
+        "the schedule. Each run has an empty working folder of its own.",
+        epilog="Exit status is 0 if all schedules agree, 1 if an error was found, 2 for bad usage, 3 if there is no verdict (the "
+        "program uses something that is not simulated, or the time limit came first), and 130 after Ctrl-C.",
+    )
+    sim.add_argument("program", metavar="PROGRAM", help="script.py or package.module:function; its arguments come last, after --")
+    sim.add_argument("--ranks", type=_positive, metavar="N", help="the number of ranks (default: 2, or the sum of --nodes)")
+    sim.add_argument("--nodes", type=_numbers, metavar="N,N,...", help="the number of ranks on each node (default: one node)")
+    how = sim.add_mutually_exclusive_group()
+    how.add_argument("--seeds", type=_positive, default=100, metavar="N", help="try N random schedules (default: %(default)s)")
+    how.add_argument("--deviations", type=int, metavar="N", help="try all schedules with up to N deviations from the default")
+    how.add_argument("--schedule", metavar="PLACE:CHOICE,...", help="run only this schedule, as a report names it")
+    sim.add_argument(
+        "--faults", default=(), metavar="KIND,...", help="also try these faults at each communication: kill, stop, slow"
+    )
+    sim.add_argument("--fault", metavar="KIND:RANK:NUMBER", help="run only with this fault, as a report names it")
+    sim.add_argument(
+        "--limit", type=_seconds, default=60.0, metavar="TIME", help="stop after this time, such as 90s or 5m (default: 60s)"
+    )
+    sim.add_argument("--compare", choices=("stdout",), help="what ranks print must not depend on the schedule either")
+    add_json_options(sim)
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    # Here, as importing torch.distributed takes a second.
+    from bagua_ref.simulation.faults import FAULTS, Fault
+    from bagua_ref.simulation.judge import Exploration, Judgement, judge
+    from bagua_ref.simulation.programs import Program
+    from bagua_ref.simulation.schedules import Schedule
+
+    nodes = arguments.nodes or (arguments.ranks or 2,)
+    if arguments.ranks not in (None, sum(nodes)):
+        parser.error(f"argument --nodes: {','.join(map(str, nodes))} must sum to --ranks {arguments.ranks}")
+    kinds = tuple(filter(None, arguments.faults.split(","))) if arguments.faults else ()
+    if not set(kinds) <= set(FAULTS):
+        parser.error(f"argument --faults: {arguments.faults!r} must be some of {','.join(FAULTS)}")
+    if arguments.deviations is not None and arguments.deviations < 0:
+        parser.error(f"argument --deviations: {arguments.deviations} must be 0 or more")
+    try:
+        program = Program(arguments.program, tuple(arguments.after))
+        search = Exploration(
+            nodes,
+            arguments.seeds,
+            arguments.deviations,
+            arguments.limit,
+            None if arguments.schedule is None else Schedule.parse(arguments.schedule),
+            kinds,
+            None if arguments.fault is None else Fault.parse(arguments.fault),
+            arguments.compare == "stdout",
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    if search.fault is not None and search.fault.rank >= sum(nodes):
+        parser.error(f"argument --fault: rank {search.fault.rank} must be one of 0 to {sum(nodes) - 1}")
+
+    def progress(report: Judgement) -> None:
+        planned = report.planned or report.runs
+        show_progress(f"{report.runs} of {report.planned or 'many'} runs", report.runs, max(planned, report.runs))
+
+    report = judge(program, search, progress if sys.stderr.isatty() else lambda report: None)
+    end_progress()
+    result = _as_json(arguments, nodes, report)
+    if not arguments.json:
+        print("\n".join(_lines(report, result)))
+    write_json(arguments, result)
+    return {"agree": 0, "found": 1, "undecided": 3}[report.verdict]
+
+
+def _as_json(arguments: argparse.Namespace, nodes: tuple[int, ...], report: Any) -> dict[str, Any]:
+    found = report.finding
+    return {
+        "version": JSON_VERSION,
+        "verdict": report.verdict,
+        "runs": report.runs,
+        "planned": report.planned,
+        "kind": found and found.kind,
+        "message": found and found.message,
+        "rank": found and found.rank,
+        "file": found and (found.file or None),
+        "line": found and (found.line or None),
+        "step": found and found.step,
+        "schedule": found and str(found.schedule),
+        "fault": found and found.fault and str(found.fault),
+        "command": found and _command(arguments, nodes, found),
+        "hints": report.hints,
+    }
+
+
+def _command(arguments: argparse.Namespace, nodes: tuple[int, ...], found: Any) -> str:
+    """Return the command that replays a finding."""
+    words = ["bagua-ref", "sim", arguments.program, "--ranks", str(sum(nodes))]
+    words += ["--nodes", ",".join(map(str, nodes))] if len(nodes) > 1 else []
+    words += ["--schedule", str(found.schedule)] if found.schedule.deviations() else []
+    words += ["--fault", str(found.fault)] if found.fault else []
+    words += ["--compare", "stdout"] if arguments.compare else []
+    return shlex.join([*words, *(["--", *arguments.after] if arguments.after else [])])
+
+
+def _lines(report: Any, result: dict[str, Any]) -> list[str]:
+    counts = f"{report.runs} run{'s' * (report.runs != 1)}"
+    lines = [f"hint: {hint.replace(os.getcwd() + os.sep, '')}" for hint in report.hints]
+    if report.finding is None:
+        return [*lines, f"agree: {counts}" if report.is_complete else f"no verdict: the time limit came after {_of(report)} runs"]
+    head = "no verdict" if report.verdict == "undecided" else "found"
+    return [*lines, f"{head} in {counts}: {report.finding.message}", f"replay: {result['command']}"]
+
+
+def _of(report: Any) -> str:
+    return f"{report.runs} of {report.planned}" if report.planned else str(report.runs)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive integer")
+    return int(text)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
+def _seconds(text: str) -> float:
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
+    try:
+        seconds = float(number) * _UNITS[unit]
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a time such as 90s, 5m or 1h")
+    return seconds

@@ -1,0 +1,62 @@
+"""Invariants of a user's program, which a run that looks for errors checks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from bagua_ref.base.runtime import current_world
+from bagua_ref.communicators.call_sites import call_site
+from bagua_ref.communicators.scheduler import Scheduler
+from bagua_ref.errors import RankCall, SimulationError
+
+__all__ = ["Invariants", "always"]
+
+_current: Invariants | None = None
+
+
+def always(function: Callable[[], Any]) -> None:
+    """Check ``function()`` after every optimizer step and before every communication of the calling rank, from now on.
+
+    If it returns False or raises an exception, ``bagua-ref sim`` and the fixture ``sim_world`` report that; elsewhere it is not
+    called. It must not communicate.
+
+    >>> always(lambda: 1 + 1 == 2)
+    """
+    if _current is not None:
+        _current.functions[current_world().identity.rank].append(function)
+
+
+class Invariants:
+    """The invariants of one run.
+
+    Args:
+        ranks: the number of ranks.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.functions: list[list[Callable[[], Any]]] = [[] for _ in range(ranks)]
+
+    def __enter__(self) -> Invariants:
+        global _current
+        _current = self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        global _current
+        _current = None
+
+    def check(self, rank: int, scheduler: Scheduler) -> None:
+        """End the run if one of the calling rank's invariants does not hold."""
+        for function in self.functions[rank]:
+            try:
+                wrong = "is False" if function() is False else ""
+            except Exception as error:
+                wrong = f"raises {type(error).__name__}: {error}"
+            if wrong:
+                code = getattr(function, "__code__", None)
+                where = f" (line {code.co_firstlineno} of {code.co_filename})" if code else ""
+                text = f"the invariant {getattr(function, '__name__', repr(function))}{where} {wrong} on rank {rank}"
+                calls = (RankCall(rank, "", "a step or communication", "", *call_site(sys._getframe(1))),)
+                scheduler.end(SimulationError(text, kind="invariant", calls=calls))

@@ -1,0 +1,276 @@
+"""Verdicts on programs of `torch.distributed`: runs under many schedules, and the first error in words."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from bagua_ref.simulation.faults import Fault, faults
+from bagua_ref.simulation.findings import Finding, after_fault, depends_on_hash_seed, first_difference, own_error, used_early
+from bagua_ref.simulation.observation import Observation, Order
+from bagua_ref.simulation.programs import Program
+from bagua_ref.simulation.schedules import Schedule, Schedules, SeededSchedule
+from bagua_ref.simulation.workers import Workers
+
+__all__ = ["Exploration", "Judgement", "judge"]
+
+_SHRINKING = 100
+"""The most runs to look for a simpler schedule."""
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """What to run.
+
+    Attributes:
+        nodes: the number of ranks on each node.
+        seeds: the number of schedules that are drawn at random.
+        deviations: instead, all schedules with at most so many deviations; None: ``seeds`` counts.
+        limit: seconds after which the search ends.
+        schedule: the only schedule to run; None: many.
+        faults: kinds of faults to try at every communication of every rank.
+        fault: the only fault to try.
+        compares_stdout: whether what ranks print must be the same in all schedules.
+        hash_seeds: values of PYTHONHASHSEED to compare. Two strings of a set have the same order under all of four with
+            probability 1/8.
+        workers: the most processes at a time.
+    """
+
+    nodes: tuple[int, ...]
+    seeds: int = 100
+    deviations: int | None = None
+    limit: float = 60.0
+    schedule: Schedule | None = None
+    faults: tuple[str, ...] = ()
+    fault: Fault | None = None
+    compares_stdout: bool = False
+    hash_seeds: tuple[int, ...] = (1, 2, 3)
+    workers: int = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass
+class Judgement:
+    """The verdict on a program.
+
+    Attributes:
+        finding: the first error; None: there was none in the runs made.
+        hints: what is odd, but no error.
+        runs: the number of runs made, not counting those that looked for a simpler schedule.
+        planned: the number of runs that the search would have made; None: unknown.
+        is_complete: whether the search came to its end.
+    """
+
+    finding: Finding | None = None
+    hints: list[str] = field(default_factory=list)
+    runs: int = 0
+    planned: int | None = None
+    is_complete: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """``"agree"``, ``"found"`` or ``"undecided"``."""
+        if self.finding is not None:
+            return "undecided" if self.finding.kind == "unsupported" else "found"
+        return "agree" if self.is_complete else "undecided"
+
+
+def judge(program: Program, search: Exploration, progress: Callable[[Judgement], None] = lambda report: None) -> Judgement:
+    """Run a program under many schedules, and return the verdict.
+
+    First comes the default schedule, whose output is shown, then the comparisons with it: asynchronous operations that act at
+    once, other schedules, other values of PYTHONHASHSEED, and faults.
+
+    Args:
+        program: to run on every rank.
+        search: what to run.
+        progress: called after each run.
+    """
+    report = Judgement()
+    with Workers(program, search.nodes, search.workers) as workers:
+        _Judge(program, search, workers, report, progress).run()
+    return report
+
+
+class _Judge:
+    def __init__(
+        self, program: Program, search: Exploration, workers: Workers, report: Judgement, progress: Callable[[Judgement], None]
+    ) -> None:
+        self._program, self._search, self._workers, self._report, self._progress = program, search, workers, report, progress
+        self._end = time.monotonic() + search.limit
+
+    def run(self) -> None:
+        """Fill the report."""
+        first = self._one(Order(self._search.schedule or Schedule(), shows=True, fault=self._search.fault))
+        if first is None:
+            return
+        self._report.hints = first.hints
+        self._first = first
+        if self._search.fault is not None:
+            self._report.finding = after_fault(self._search.fault, self._baseline(), first)
+        else:
+            self._report.finding = own_error(first)
+        if self._report.finding is None and self._search.fault is None:
+            for phase in (self._early_use, self._schedules, self._hash_seeds, self._faults):
+                if not phase() or self._report.finding is not None:
+                    return
+        self._report.is_complete = True
+
+    def _left(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+    def _one(self, order: Order, workers: Workers | None = None) -> Observation | None:
+        seen = (workers or self._workers).run(order, self._left())
+        if seen is not None:
+            self._report.runs += 1
+            self._progress(self._report)
+        return seen
+
+    def _baseline(self) -> Observation | None:
+        return self._one(Order())
+
+    # The phases; each returns whether it came to its end.
+
+    def _early_use(self) -> bool:
+        lines = {(call.file, call.line) for calls in self._first.log for call in calls}
+        seen = self._one(Order(self._first.schedule, prompt=lines))
+        if seen is None:
+            return False
+        if self._differs(seen) is not None:
+            found = _differing_line(lines, lambda some: self._one(Order(self._first.schedule, prompt=some)), self._differs)
+            self._report.finding = used_early(self._first, found)
+        return True
+
+    def _schedules(self) -> bool:
+        if self._search.schedule is not None:
+            reference = self._baseline() if self._search.schedule.deviations() else self._first
+            self._report.finding = None if reference is None else self._compared(reference, self._first)
+            return reference is not None
+        source = _Seeds(self._search.seeds) if self._search.deviations is None else Schedules(self._search.deviations, 10**9)
+        self._report.planned = self._report.runs + self._search.seeds if self._search.deviations is None else None
+        for seen in self._many(source):
+            finding = self._differs(seen)
+            if finding is not None:
+                self._report.finding = self._shrunk(finding, seen)
+                return True
+        return source.complete
+
+    def _hash_seeds(self) -> bool:
+        if self._program.function is not None or self._search.schedule is not None:
+            return True
+        for seed in self._search.hash_seeds:
+            with Workers(self._program, self._search.nodes, 1, hash_seed=seed) as workers:
+                seen = self._one(Order(), workers)
+            if seen is None:
+                return False
+            finding = depends_on_hash_seed(self._first, seen)
+            if finding is not None:
+                with Workers(self._program, self._search.nodes, 1, hash_seed=seed) as workers:
+                    again = self._one(Order(), workers)
+                if again is not None and again.sent != seen.sent:
+                    finding.kind = "not_repeatable"
+                    finding.message = f"the program does not do the same twice in the same schedule: {finding.message}"
+                self._report.finding = finding
+                break
+        return True
+
+    def _faults(self) -> bool:
+        orders = [Order(fault=fault) for fault in faults(self._search.faults, [len(calls) for calls in self._first.log])]
+        self._report.planned = self._report.runs + len(orders)
+        waiting = list(reversed(orders))
+        while waiting or self._workers.running:
+            while waiting and self._workers.is_free():
+                self._workers.start(waiting.pop())
+            found = self._workers.results(self._left())
+            if not found:
+                return False
+            for order, seen in found:
+                self._report.runs += 1
+                self._progress(self._report)
+                assert order.fault is not None
+                self._report.finding = self._report.finding or after_fault(order.fault, self._first, seen)
+            if self._report.finding is not None:
+                return True
+        return True
+
+    def _many(self, source: _Seeds | Schedules) -> Iterator[Observation]:
+        """Yield what was seen in each run of a search, until the time limit."""
+        while True:
+            while self._workers.is_free() and (schedule := source.take()) is not None:
+                self._workers.start(Order(schedule))
+            if not self._workers.running:
+                return
+            found = self._workers.results(self._left())
+            if not found:
+                return
+            for _, seen in found:
+                self._report.runs += 1
+                self._progress(self._report)
+                if not seen.kind:
+                    source.add_variants(seen.schedule)
+                yield seen
+
+    def _differs(self, seen: Observation) -> Finding | None:
+        return own_error(seen) or self._compared(self._first, seen)
+
+    def _compared(self, first: Observation, seen: Observation) -> Finding | None:
+        return first_difference(first, seen, self._search.compares_stdout)
+
+    def _shrunk(self, finding: Finding, seen: Observation) -> Finding:
+        """Return a finding of the same kind in a schedule with as few deviations as possible."""
+        best, kept, runs = finding, seen.schedule, 0
+        best.schedule = kept
+        with Workers(self._program, self._search.nodes, 1) as workers:
+            parts = 1
+            while kept.deviations() and runs < _SHRINKING:
+                places = kept.places()
+                size = -(-len(places) // parts)
+                pieces = [places[at : at + size] for at in range(0, len(places), size)]
+                candidates = [piece for piece in pieces if len(piece) < len(places)]
+                candidates += [[place for place in places if place not in piece] for piece in pieces if 1 < parts != 2]
+                for candidate in candidates:
+                    schedule = kept.only(candidate)
+                    tried = workers.run(Order(schedule), max(self._left(), 5.0))
+                    runs += 1
+                    other = None if tried is None else self._differs(tried)
+                    if tried is None or runs >= _SHRINKING:
+                        return best
+                    if other is not None and other.kind == finding.kind and tried.message.find("has been run") == -1:
+                        best, kept, parts = other, schedule, 1
+                        best.schedule = schedule
+                        break
+                else:
+                    if size == 1:
+                        break
+                    parts = min(2 * parts, len(places))
+        return best
+
+
+class _Seeds:
+    """Schedules of the seeds 0, 1, ..., with the interface of `Schedules`."""
+
+    def __init__(self, count: int) -> None:
+        self._waiting = [SeededSchedule(seed) for seed in reversed(range(count))]
+        self.complete = not count
+
+    def take(self) -> Schedule | None:
+        """Return the next schedule to run; None if there is none."""
+        self.complete = len(self._waiting) <= 1
+        return self._waiting.pop() if self._waiting else None
+
+    def add_variants(self, schedule: Schedule) -> None:
+        """Do nothing: a seed has no variants."""
+
+
+def _differing_line(
+    lines: Iterable[tuple[str, int]],
+    run: Callable[[set[tuple[str, int]]], Observation | None],
+    differs: Callable[[Observation], Finding | None],
+) -> tuple[str, int] | None:
+    """Return the line whose operations, if they act at once, change the result; None if no single one does."""
+    for line in sorted(lines):
+        seen = run({line})
+        if seen is None or differs(seen) is not None:
+            return line if seen is not None else None
+    return None
