@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tests.disagreements import DIFFERENT_CALLS
 
 from bagua_ref.base.runtime import current_world
+from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, SimulationError
 from bagua_ref.simulation import SimulatedWorld
 
@@ -242,3 +244,14 @@ def test_bytes_sent_are_counted():
         return comm.bytes_sent
 
     assert SimulatedWorld(4).run(program) == [2 * 3 * 32 // 4] * 4
+
+
+def test_the_calls_of_a_run_and_their_tensors_are_freed_at_once():
+    def program(comm):
+        comm.allreduce_inplace(one())
+        comm.send(one(), 1 - comm.rank())
+        comm.recv(one(), 1 - comm.rank())
+        comm.barrier()
+        return sum(isinstance(thing, Call) for thing in gc.get_objects())
+
+    assert max(SimulatedWorld(2).run(program)) <= 2  # those of the barrier

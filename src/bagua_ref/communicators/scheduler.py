@@ -196,10 +196,10 @@ class Scheduler:
             ends: whether the thread may be ended here once the run is over; False in calls by finalizers, which cannot raise.
             last: whether the thread counts as the one that has been ready for longest.
         """
-        if self._switching or not self.is_calling():
+        task = self._current
+        if self._switching or task is None or task.ident != threading.get_ident():
             return
         self._steps += 1
-        task = self.calling()
         if not task.unwinding:
             self._make_ready(task)
             if last:
@@ -221,12 +221,13 @@ class Scheduler:
 
     def calling(self) -> Task:
         """Return the calling thread; raise SimulationError if it is not one of the simulation's."""
-        if self._current is None or not self.is_calling():
+        task = self._current
+        if task is None or task.ident != threading.get_ident():
             raise SimulationError(
                 f"thread {threading.current_thread().name!r} would have to wait for simulated ranks, but is not one of this run's "
                 "threads; start threads by bagua_ref.runtime.current_world().spawn and use a communicator only during its run"
             )
-        return self._current
+        return task
 
     # Switching between threads.
 

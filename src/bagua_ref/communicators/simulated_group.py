@@ -40,7 +40,8 @@ class Call:
         self.done = self.awaited = False
         self.source: int | None = None
         """The rank of the group from which a message is received; None for any."""
-        self.missing: Callable[[], list[int]] = list
+        self.partners: Sequence[int] = ()
+        """The ranks of the group of which one must take the message, or send it."""
         self._waiting: list[Ticket] = []
 
     def __str__(self) -> str:
@@ -58,8 +59,9 @@ class Call:
     def finish(self, error: Exception | None = None) -> None:
         """Let those who wait for this call go on, as its result is there or ``error`` occurred."""
         self.done, self.error = True, error
-        for ticket in self._waiting:
-            self.group.scheduler.grant(ticket)
+        self.send = self.recv = self.alike = None  # may be large, and who keeps the call needs them no more
+        while self._waiting:  # emptied: a ticket refers to its call, and a cycle would live until the next garbage collection
+            self.group.scheduler.grant(self._waiting.pop(0))
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the call is finished; raise its error.
@@ -83,6 +85,14 @@ class Call:
         if self.error is not None:
             raise self.error
         return self.done
+
+    def missing(self) -> list[int]:
+        """Return the global ranks that have yet to do their part."""
+        ranks = self.group.ranks
+        for calls in self.group.under_way.values():
+            if calls.get(self.rank) is self:
+                return [rank for r, rank in enumerate(ranks) if r not in calls]
+        return [] if self.done else [ranks[r] for r in self.partners]
 
     def facts(self) -> RankCall:
         """Return the call for an error's report."""
@@ -161,13 +171,12 @@ class SimulatedGroup:
         number = self._numbers.get((stream, call.rank), 0)
         self._numbers[stream, call.rank] = number + 1
         calls = self.under_way.setdefault((stream, number), {})
-        first = next(iter(calls.values()), call)
         if strict:
             call.locate()
+            first = next(iter(calls.values()), call)
             if first.operation != call.operation:
                 raise self.mismatch(first, call)
         calls[call.rank] = call
-        call.missing = lambda: [rank for r, rank in enumerate(self.ranks) if r not in calls]
         if len(calls) == len(self.ranks):
             del self.under_way[stream, number]
             self._complete([calls[rank] for rank in range(len(self.ranks))], function)
@@ -177,6 +186,7 @@ class SimulatedGroup:
         self.scheduler.on_communication(call)
         self.check()
         call.locate()
+        call.partners = (dst,)
         waiting = self.recvs.get((dst, tag), deque())
         for receiver in waiting:
             if receiver.source in (None, call.rank):
@@ -184,7 +194,6 @@ class SimulatedGroup:
                 self._deliver(call, receiver)
                 return
         self.sends.setdefault((dst, tag), deque()).append(call)
-        call.missing = lambda: [self.ranks[dst]]
 
     def post_recv(self, call: Call, src: int | None, tag: int = 0) -> None:
         """Take a rank's wish for a message of rank ``src`` of the group, or of any rank if that is None."""
@@ -192,7 +201,7 @@ class SimulatedGroup:
         self.check()
         call.locate()
         call.source = src
-        call.missing = lambda: [rank for r, rank in enumerate(self.ranks) if r == src or (src is None and r != call.rank)]
+        call.partners = (src,) if src is not None else [r for r in range(len(self.ranks)) if r != call.rank]
         waiting = self.sends.get((call.rank, tag), deque())
         for sender in waiting:
             if src in (None, sender.rank):

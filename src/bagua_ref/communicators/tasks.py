@@ -64,11 +64,11 @@ class RankState:
 
     def save(self) -> None:
         """Take the state from the process."""
-        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._torch, self._python = torch.default_generator.get_state(), random.getstate()
 
     def restore(self) -> None:
         """Put the state into the process."""
-        torch.set_rng_state(self._torch)
+        torch.default_generator.set_state(self._torch)
         random.setstate(self._python)
 
     def resumed(self) -> None:
