@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
-import torch
 from tests import torch_programs
 from tests.launch import launch
 
@@ -14,36 +14,19 @@ from bagua_ref.simulation import SimulatedWorld
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def results(request: pytest.FixtureRequest) -> tuple[list[str], list[Any], list[Any]]:
-    """The programs' names, and their results by rank, of gloo's processes and of simulated ranks."""
-    n, exact = request.param, request.param > 2
-    names = [name for name in torch_programs.PROGRAMS if not exact or name not in torch_programs.INEXACT]
-    real = launch(torch_programs.run, n, names, exact, init=False, limit=300.0)
-    simulated = SimulatedWorld(n, torch_distributed=True).run(torch_programs.run, names, exact)
-    return names, real, simulated
+@functools.cache
+def results(n: int) -> tuple[list[Any], list[Any]]:
+    """The programs' results by rank, of gloo's processes and of simulated ranks."""
+    names = [name for ranks, name in CASES if ranks == n]
+    real = launch(torch_programs.run, n, names, n > 2, init=False, limit=300.0)
+    return real, SimulatedWorld(n, torch_distributed=True).run(torch_programs.run, names, n > 2)
 
 
-@pytest.mark.parametrize("name", torch_programs.PROGRAMS)
-def test_programs_have_gloos_results(results: Any, name: str) -> None:
-    names, real, simulated = results
-    if name not in names:
-        pytest.skip("its sums are not exact on 4 ranks")
-    for rank, (expected, got) in enumerate(zip(real, simulated, strict=True)):
-        assert_equal(got[name], expected[name], f"{name}, rank {rank}")
+CASES = [(n, name) for n in (2, 4) for name in torch_programs.PROGRAMS if n == 2 or name not in torch_programs.INEXACT]
 
 
-def assert_equal(got: Any, expected: Any, where: str) -> None:
-    """Compare nested lists of tensors and other values, bit by bit."""
-    if isinstance(expected, torch.Tensor):
-        assert got.dtype == expected.dtype
-        assert got.shape == expected.shape, where
-        assert torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (got, expected))), (
-            f"{where}: {got} is not {expected}"
-        )
-    elif isinstance(expected, list):
-        assert len(got) == len(expected), where
-        for i, pair in enumerate(zip(got, expected, strict=True)):
-            assert_equal(*pair, f"{where}, {i}")
-    else:
-        assert got == expected, where
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "name"), CASES)
+def test_programs_have_gloos_results(n: int, name: str) -> None:
+    for rank, (expected, got) in enumerate(zip(*results(n), strict=True)):
+        torch_programs.assert_equal(got[name], expected[name], f"{name}, rank {rank}")

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import collections
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import accelerate
-import accelerate.local_sgd
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -33,16 +31,34 @@ import bagua_ref
 from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 
 
-def run(names: list[str], exact: bool) -> dict[str, Any]:
-    """Return the results of programs on this rank; each of them in a group of all ranks."""
+def run(names: Iterable[str], exact: bool, programs: dict[str, Callable[[bool], Any]] | None = None) -> dict[str, Any]:
+    """Return the results of programs, by default of `PROGRAMS`, on this rank; each of them in a group of all ranks."""
     results = {}
     store, rank, size = next(dist.rendezvous("env://"))
     for name in names:
         dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=size)
-        results[name] = PROGRAMS[name](exact)
+        results[name] = (programs or PROGRAMS)[name](exact)
         dist.barrier()
         dist.destroy_process_group()
     return results
+
+
+def assert_equal(got: Any, expected: Any, where: str) -> None:
+    """Compare nested lists and dictionaries of tensors and other values, bit by bit."""
+    if isinstance(expected, torch.Tensor):
+        assert got.dtype == expected.dtype
+        assert got.shape == expected.shape, where
+        assert torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (got, expected))), (
+            f"{where}: {got} is not {expected}"
+        )
+    elif isinstance(expected, dict):
+        assert_equal([*got, *got.values()], [*expected, *expected.values()], where)
+    elif isinstance(expected, list):
+        assert len(got) == len(expected), where
+        for i, pair in enumerate(zip(got, expected, strict=True)):
+            assert_equal(*pair, f"{where}, {i}")
+    else:
+        assert got == expected, where
 
 
 def small_model(exact: bool, seed: int = 0) -> nn.Sequential:
@@ -245,16 +261,6 @@ def bagua(exact: bool) -> list[Any]:
     return trained
 
 
-def accelerate_local_sgd(exact: bool) -> list[Any]:
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = small_model(exact)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.25))
-    with accelerate.local_sgd.LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local:
-        trained = train(model, exact, optimizer, after=local.step)
-    accelerator.state._reset_state(reset_partial_state=True)
-    return trained
-
-
 def distributed_checkpoint(exact: bool) -> list[Any]:
     model, folder = small_model(exact), [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder, 0)
@@ -403,7 +409,6 @@ PROGRAMS: dict[str, Callable[[bool], Any]] = {
     "Join with ZeRO": joined_with_zero,
     "hierarchical averager": hierarchical_averager,
     "with_bagua": bagua,
-    "accelerate.LocalSGD": accelerate_local_sgd,
     "DCP": distributed_checkpoint,
     "collectives": collectives,
     "objects": objects,
