@@ -6,6 +6,7 @@ With ``exact`` data all sums are exact, so that results do not depend on the ord
 from __future__ import annotations
 
 import collections
+import functools
 import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -41,24 +42,6 @@ def run(names: Iterable[str], exact: bool, programs: dict[str, Callable[[bool], 
         dist.barrier()
         dist.destroy_process_group()
     return results
-
-
-def assert_equal(got: Any, expected: Any, where: str) -> None:
-    """Compare nested lists and dictionaries of tensors and other values, bit by bit."""
-    if isinstance(expected, torch.Tensor):
-        assert got.dtype == expected.dtype
-        assert got.shape == expected.shape, where
-        assert torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (got, expected))), (
-            f"{where}: {got} is not {expected}"
-        )
-    elif isinstance(expected, dict):
-        assert_equal([*got, *got.values()], [*expected, *expected.values()], where)
-    elif isinstance(expected, list):
-        assert len(got) == len(expected), where
-        for i, pair in enumerate(zip(got, expected, strict=True)):
-            assert_equal(*pair, f"{where}, {i}")
-    else:
-        assert got == expected, where
 
 
 def small_model(exact: bool, seed: int = 0) -> nn.Sequential:
@@ -123,21 +106,11 @@ def no_sync(exact: bool) -> list[Any]:
     return state(model)
 
 
-def joined(exact: bool) -> list[Any]:
+def joined(exact: bool, with_zero: bool = False) -> list[Any]:
     model = DistributedDataParallel(small_model(exact))
-    optimizer = torch.optim.SGD(model.parameters(), 0.25)
-    with model.join():
-        for batch in batches(exact, 2 + dist.get_rank()):
-            optimizer.zero_grad()
-            loss(model, batch, exact).backward()
-            optimizer.step()
-    return state(model)
-
-
-def joined_with_zero(exact: bool) -> list[Any]:
-    model = DistributedDataParallel(small_model(exact))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.25)
-    with Join([model, optimizer]):
+    kind = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD) if with_zero else torch.optim.SGD
+    optimizer: Any = kind(model.parameters(), lr=0.25)
+    with Join([model, optimizer]) if with_zero else model.join():
         for batch in batches(exact, 2 + dist.get_rank()):
             optimizer.zero_grad()
             loss(model, batch, exact).backward()
@@ -406,7 +379,7 @@ PROGRAMS: dict[str, Callable[[bool], Any]] = {
     "GPipe": pipeline,
     "tensor parallel": tensor_parallel,
     "ZeRO": zero,
-    "Join with ZeRO": joined_with_zero,
+    "Join with ZeRO": functools.partial(joined, with_zero=True),
     "hierarchical averager": hierarchical_averager,
     "with_bagua": bagua,
     "DCP": distributed_checkpoint,
