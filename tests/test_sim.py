@@ -44,7 +44,7 @@ def test_a_planted_bug_is_found_and_its_line_named(script: Script, tmp_path: Pat
     if script.hint:
         assert report.verdict == "agree"
         assert [hint for hint in report.hints if script.hint in hint]
-        assert any(f"line {line} of" in hint for hint in report.hints for line in script.bug_lines())
+        assert any(f"script.py:{line}" in hint for hint in report.hints for line in script.bug_lines())
     else:
         assert report.verdict == "found"
         found = report.finding

@@ -89,7 +89,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     end_progress()
     result = _as_json(arguments, nodes, report)
     if not arguments.json:
-        print("\n".join(_lines(report, result)))
+        print("\n".join(_lines(report, result)).replace(os.getcwd() + os.sep, ""))
     write_json(arguments, result)
     return {"agree": 0, "found": 1, "undecided": 3}[report.verdict]
 
@@ -118,7 +118,7 @@ def _command(arguments: argparse.Namespace, nodes: tuple[int, ...], found: Any) 
     """Return the command that replays a finding."""
     words = ["bagua-ref", "sim", arguments.program, "--ranks", str(sum(nodes))]
     words += ["--nodes", ",".join(map(str, nodes))] if len(nodes) > 1 else []
-    words += ["--schedule", str(found.schedule)] if found.schedule.deviations() else []
+    words += ["--schedule", str(found.schedule)] if str(found.schedule) != "default" else []
     words += ["--fault", str(found.fault)] if found.fault else []
     words += ["--compare", "stdout"] if arguments.compare else []
     return shlex.join([*words, *(["--", *arguments.after] if arguments.after else [])])
@@ -126,7 +126,7 @@ def _command(arguments: argparse.Namespace, nodes: tuple[int, ...], found: Any) 
 
 def _lines(report: Any, result: dict[str, Any]) -> list[str]:
     counts = f"{report.runs} run{'s' * (report.runs != 1)}"
-    lines = [f"hint: {hint.replace(os.getcwd() + os.sep, '')}" for hint in report.hints]
+    lines = [f"hint: {hint}" for hint in report.hints]
     if report.finding is None:
         return [*lines, f"agree: {counts}" if report.is_complete else f"no verdict: the time limit came after {_of(report)} runs"]
     head = "no verdict" if report.verdict == "undecided" else "found"

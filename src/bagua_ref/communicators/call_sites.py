@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch
 
-__all__ = ["call_site", "is_user_code", "raise_site"]
+__all__ = ["call_site", "is_user_code", "place", "raise_site"]
 
 _FOLDERS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _FOLDERS += [str(Path(torch.__file__).parent), str(Path(__file__).parents[1])]
@@ -40,6 +40,11 @@ def call_site(frame: FrameType | None) -> tuple[str, int]:
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return "", 0
+
+
+def place(file: str, line: int) -> str:
+    """Return a line of a file as text."""
+    return f"{file}:{line}" if file else "an unknown line"
 
 
 def raise_site(error: BaseException) -> tuple[str, int]:

@@ -12,11 +12,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from bagua_ref.communicators.call_sites import call_site, raise_site
+from bagua_ref.communicators.call_sites import call_site, place, raise_site
 from bagua_ref.communicators.tasks import RankState, Task, Ticket, Unwind, format_ranks
 from bagua_ref.errors import RankCall, SimulationError
 
@@ -136,13 +136,20 @@ class Scheduler:
         """Return a ticket for the calling thread. Outside of the run, it cannot wait with it, and collectives are an error."""
         return Ticket(self.calling() if collective or self.is_calling() else None, what, collective, call)
 
-    def end(self, error: BaseException) -> None:
+    def end(self, error: BaseException) -> NoReturn:
         """End the run with ``error``: it unwinds the calling thread, and later the others, past all handlers of exceptions."""
         self._fail(error)
         self.calling().unwinding = True
         raise Unwind
 
-    def kill(self) -> None:
+    def refuse(self, kind: str, does: str, operation: str, advice: str = "") -> NoReturn:
+        """End the run, as the calling rank does something that it must not, or that is not simulated."""
+        file, line = call_site(sys._getframe(1))
+        task = self.calling()
+        text = f"rank {task.rank} {does} at {place(file, line)}{advice}"
+        self.end(SimulationError(text, kind, (RankCall(task.rank, task.thread, operation, "", file, line),)))
+
+    def kill(self) -> NoReturn:
         """End the calling thread and the others of its rank, as if the rank's process had been killed."""
         task = self.calling()
         for other in [other for other in self._tasks if other.rank == task.rank]:
@@ -252,8 +259,7 @@ class Scheduler:
         except BaseException as error:
             if not task.unwinding:
                 if self._failure is None:
-                    thread = "" if task.is_main else task.name
-                    self.failed_call = RankCall(task.rank, thread, type(error).__name__, "", *raise_site(error))
+                    self.failed_call = RankCall(task.rank, task.thread, type(error).__name__, "", *raise_site(error))
                 self._fail(error, f"raised in {task!r} of the simulated world")
         self._finish(task)
 
@@ -367,20 +373,17 @@ class Scheduler:
 
     def _blocked(self, task: Task) -> RankCall:
         """Return where a waiting thread is, and for whom it waits."""
-        ticket, frame = task.ticket, sys._current_frames().get(task.ident or 0)
+        ticket, site = task.ticket, call_site(sys._current_frames().get(task.ident or 0))
         assert ticket is not None
-        file, line = call_site(frame)
-        thread, call = "" if task.is_main else task.name, ticket.call
-        if call is None:
-            return RankCall(task.rank, thread, ticket.what, "", file, line)
-        return RankCall(task.rank, thread, call.operation, call.group_name, file, line, tuple(call.missing()))
+        facts = RankCall(task.rank, "", ticket.what, "", "", 0) if ticket.call is None else ticket.call.facts()
+        return facts._replace(thread=task.thread, file=site[0], line=site[1])
 
     def _unyielding(self) -> SimulationError:
         task = self._current
         frame = sys._current_frames().get(task.ident or 0) if task else None
         text = f"{task!r} has run for {_UNYIELDING:g} real seconds without yielding; it is"
         stack = "".join(traceback.format_stack(frame)) if frame else ""
-        calls = (RankCall(task.rank, "" if task.is_main else task.name, "", "", *call_site(frame)),) if task else ()
+        calls = (RankCall(task.rank, task.thread, "", "", *call_site(frame)),) if task else ()
         return SimulationError(f"{text} at\n{stack}", kind="unyielding", calls=calls)
 
     def _who_waits(self) -> str:

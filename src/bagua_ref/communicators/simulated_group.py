@@ -14,7 +14,7 @@ from torch import Tensor
 from bagua_ref.communicators import collectives
 from bagua_ref.communicators.call_sites import call_site
 from bagua_ref.communicators.scheduler import Scheduler
-from bagua_ref.communicators.tasks import Ticket
+from bagua_ref.communicators.tasks import Ticket, format_ranks
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, RankCall, SimulationError
 
 __all__ = ["Call", "Function", "SimulatedGroup"]
@@ -47,11 +47,6 @@ class Call:
     def __str__(self) -> str:
         return self.operation if self.alike is None else f"{self.operation} of {collectives.describe(self.alike)}"
 
-    @property
-    def group_name(self) -> str:
-        """The group's name."""
-        return self.group.name
-
     def locate(self) -> None:
         """Take down the line of the user's code that is calling."""
         self.file, self.line = call_site(sys._getframe(1))
@@ -63,28 +58,28 @@ class Call:
         while self._waiting:  # emptied: a ticket refers to its call, and a cycle would live until the next garbage collection
             self.group.scheduler.grant(self._waiting.pop(0))
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until the call is finished; raise its error.
+    def wait(self, timeout: float | None = None, passes: bool = False) -> None:
+        """Wait until the call is finished; raise its error, and give the group up if that takes too long.
 
         What other ranks have completed counts even if the group is aborted before this rank runs again.
+
+        Args:
+            timeout: virtual seconds; None: the group's.
+            passes: whether this wait ends by itself, so that ranks that wait for each other go on until then.
         """
         self.awaited = True
+        group = self.group
         if not self.done:
-            ticket = self.group.scheduler.ticket(f"in {self} of group {self.group.name!r}", collective=True, call=self)
+            ticket = group.scheduler.ticket(f"in {self} of group {group.name!r}", collective=True, call=self)
             self._waiting.append(ticket)
-            self.group.wait(ticket, self.rank, timeout)
+            limit = group.timeout if timeout is None else timeout
+            if not group.scheduler.wait(ticket, None if limit == math.inf else limit, passes):
+                whom = f" for {format_ranks(sorted(self.missing()))}"
+                why = f"rank {group.ranks[self.rank]} timed out after {limit} s waiting {ticket.what}{whom}"
+                group.give_up(f"group {group.name!r} was given up: {why}")
+                raise CommunicationTimeoutError(why)
         if self.error is not None:
             raise self.error
-
-    def wait_until(self, timeout: float) -> bool:
-        """Wait at most ``timeout`` virtual seconds; return whether the call is finished."""
-        if not self.done:
-            ticket = self.group.scheduler.ticket(f"in {self} of group {self.group.name!r}", call=self)
-            self._waiting.append(ticket)
-            self.group.scheduler.wait(ticket, timeout, passes=True)
-        if self.error is not None:
-            raise self.error
-        return self.done
 
     def missing(self) -> list[int]:
         """Return the global ranks that have yet to do their part."""
@@ -147,14 +142,6 @@ class SimulatedGroup:
         if self.broken is not None:
             raise CommunicationError(self.broken)
 
-    def wait(self, ticket: Ticket, rank: int, timeout: float | None = None) -> None:
-        """Wait for other ranks; give the group up after ``timeout`` virtual seconds, or the group's timeout if it is None."""
-        limit = self.timeout if timeout is None else timeout
-        if not self.scheduler.wait(ticket, None if limit == math.inf else limit):
-            why = f"rank {self.ranks[rank]} timed out after {limit} s waiting {ticket.what}"
-            self.give_up(f"group {self.name!r} was given up: {why}")
-            raise CommunicationTimeoutError(why)
-
     def post(self, call: Call, function: Function, stream: str = "", strict: bool = False) -> None:
         """Take a rank's part in its next collective; the last one runs ``function`` for all of them.
 
@@ -164,7 +151,7 @@ class SimulatedGroup:
             call: the rank's part.
             function: one of `collectives`, or the like.
             stream: collectives of different streams do not wait for each other.
-            strict: whether the first call that does not match raises the error here, before all ranks have called.
+            strict: whether the first call that does not match ends the run, before all ranks have called.
         """
         self.scheduler.on_communication(call)
         self.check()
@@ -175,7 +162,7 @@ class SimulatedGroup:
             call.locate()
             first = next(iter(calls.values()), call)
             if first.operation != call.operation:
-                raise self.mismatch(first, call)
+                self.scheduler.end(self.mismatch(first, call))
         calls[call.rank] = call
         if len(calls) == len(self.ranks):
             del self.under_way[stream, number]

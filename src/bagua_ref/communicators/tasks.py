@@ -24,7 +24,7 @@ class Ticket:
     Attributes:
         what: the words that follow "rank 3 waits " in messages.
         collective: whether only other ranks can end this wait.
-        call: the communication that it waits for, with ``operation``, ``group_name`` and ``missing()``, the ranks that have to act.
+        call: the communication that it waits for, whose ``facts()`` are a `RankCall`.
         granted: whether it is over, with the result ``value``.
     """
 
@@ -37,7 +37,7 @@ class Ticket:
 
 
 class Task:
-    """A scheduled thread; ``rank`` is the rank that it belongs to."""
+    """A scheduled thread; ``rank`` is the rank that it belongs to, ``thread`` its name, or empty for the rank's main thread."""
 
     def __init__(self, rank: int, name: str, is_main: bool, function: Callable[[], None]) -> None:
         self.rank, self.name, self.is_main, self.function = rank, name, is_main, function
@@ -48,6 +48,7 @@ class Task:
         self.ticket: Ticket | None = None
         self.ready = self.unwinding = self.done = self.killed = False
         self.joining: list[Ticket] = []
+        self.thread = "" if is_main else name
 
     def __repr__(self) -> str:
         return f"rank {self.rank}" if self.is_main else f"rank {self.rank}'s thread {self.name!r}"

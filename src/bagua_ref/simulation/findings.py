@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from pathlib import Path
 
-from bagua_ref.communicators.scheduler import format_ranks
+from bagua_ref.communicators.call_sites import place
+from bagua_ref.communicators.tasks import format_ranks
 from bagua_ref.errors import RankCall
 from bagua_ref.simulation.faults import Fault
 from bagua_ref.simulation.observation import Observation, Step
@@ -68,7 +68,7 @@ def own_error(seen: Observation) -> Finding | None:
             + f" in group {seen.calls[0].group!r}"
         )
     else:
-        text = seen.message + (f" (rank {call.rank} at {place(call.file, call.line)})" if call and call.line else "")
+        text = seen.message
     if call is None:
         return Finding(seen.kind, text, schedule=seen.schedule)
     return Finding(seen.kind, text, call.rank, call.file, call.line, schedule=seen.schedule)
@@ -91,12 +91,6 @@ def _waits(call: RankCall) -> str:
     thread = f" in thread {call.thread!r}" if call.thread else ""
     whom = f" for {format_ranks(sorted(call.waits_for))}" if call.waits_for else ""
     return f"rank {call.rank} waits{thread} in {call.operation}{whom} since {place(call.file, call.line)}"
-
-
-def place(file: str, line: int) -> str:
-    """Return a line of a file as text, with a path as short as possible."""
-    path = Path(file)
-    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}" if file else "an unknown line"
 
 
 def _different_replicas(steps: Sequence[Sequence[Step]]) -> Finding | None:

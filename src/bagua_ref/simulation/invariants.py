@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from bagua_ref.base.runtime import current_world
-from bagua_ref.communicators.call_sites import call_site
+from bagua_ref.communicators.call_sites import place
 from bagua_ref.communicators.scheduler import Scheduler
-from bagua_ref.errors import RankCall, SimulationError
 
 __all__ = ["Invariants", "always"]
 
@@ -56,7 +54,6 @@ class Invariants:
                 wrong = f"raises {type(error).__name__}: {error}"
             if wrong:
                 code = getattr(function, "__code__", None)
-                where = f" (line {code.co_firstlineno} of {code.co_filename})" if code else ""
-                text = f"the invariant {getattr(function, '__name__', repr(function))}{where} {wrong} on rank {rank}"
-                calls = (RankCall(rank, "", "a step or communication", "", *call_site(sys._getframe(1))),)
-                scheduler.end(SimulationError(text, kind="invariant", calls=calls))
+                where = f" ({place(code.co_filename, code.co_firstlineno)})" if code else ""
+                name = getattr(function, "__name__", repr(function))
+                scheduler.refuse("invariant", f"breaks an invariant: {name}{where} {wrong}", "a step or communication")

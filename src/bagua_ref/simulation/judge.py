@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from bagua_ref.simulation.faults import Fault, faults
@@ -35,7 +35,7 @@ class Exploration:
         compares_stdout: whether what ranks print must be the same in all schedules.
         hash_seeds: values of PYTHONHASHSEED to compare. Two strings of a set have the same order under all of four with
             probability 1/8.
-        workers: the most processes at a time.
+        processes: the most at a time.
     """
 
     nodes: tuple[int, ...]
@@ -47,7 +47,7 @@ class Exploration:
     fault: Fault | None = None
     compares_stdout: bool = False
     hash_seeds: tuple[int, ...] = (1, 2, 3)
-    workers: int = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes: int = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass
@@ -88,7 +88,7 @@ def judge(program: Program, search: Exploration, progress: Callable[[Judgement],
         progress: called after each run.
     """
     report = Judgement()
-    with Workers(program, search.nodes, search.workers) as workers:
+    with Workers(program, search.nodes, search.processes) as workers:
         _Judge(program, search, workers, report, progress).run()
     return report
 
@@ -144,17 +144,25 @@ class _Judge:
 
     def _schedules(self) -> bool:
         if self._search.schedule is not None:
-            reference = self._baseline() if self._search.schedule.deviations() else self._first
+            reference = self._baseline() if str(self._search.schedule) != "default" else self._first
             self._report.finding = None if reference is None else self._compared(reference, self._first)
             return reference is not None
-        source = _Seeds(self._search.seeds) if self._search.deviations is None else Schedules(self._search.deviations, 10**9)
-        self._report.planned = self._report.runs + self._search.seeds if self._search.deviations is None else None
-        for seen in self._many(source):
-            finding = self._differs(seen)
-            if finding is not None:
-                self._report.finding = self._shrunk(finding, seen)
-                return True
-        return source.complete
+        if self._search.deviations is None:
+            self._report.planned = self._report.runs + self._search.seeds
+            seeded = (Order(SeededSchedule(seed)) for seed in range(self._search.seeds))
+            return self._search_in(lambda: next(seeded, None), self._examined)
+        schedules = Schedules(self._search.deviations, 10**9)
+
+        def take() -> Order | None:
+            schedule = schedules.take()
+            return None if schedule is None else Order(schedule)
+
+        def examine(order: Order, seen: Observation) -> Finding | None:
+            if not seen.kind:
+                schedules.add_variants(seen.schedule)
+            return self._examined(order, seen)
+
+        return self._search_in(take, examine)
 
     def _hash_seeds(self) -> bool:
         if self._program.function is not None or self._search.schedule is not None:
@@ -176,40 +184,35 @@ class _Judge:
         return True
 
     def _faults(self) -> bool:
-        orders = [Order(fault=fault) for fault in faults(self._search.faults, [len(calls) for calls in self._first.log])]
-        self._report.planned = self._report.runs + len(orders)
-        waiting = list(reversed(orders))
-        while waiting or self._workers.running:
-            while waiting and self._workers.is_free():
-                self._workers.start(waiting.pop())
+        struck = list(faults(self._search.faults, [len(calls) for calls in self._first.log]))
+        self._report.planned = self._report.runs + len(struck)
+        orders = (Order(fault=fault) for fault in struck)
+
+        def examine(order: Order, seen: Observation) -> Finding | None:
+            assert order.fault is not None
+            return after_fault(order.fault, self._first, seen)
+
+        return self._search_in(lambda: next(orders, None), examine)
+
+    def _search_in(self, take: Callable[[], Order | None], examine: Callable[[Order, Observation], Finding | None]) -> bool:
+        """Carry out orders, several at a time, until there are no more or one has a finding; return False if time is up first."""
+        while self._report.finding is None:
+            while self._workers.is_free() and (order := take()) is not None:
+                self._workers.start(order)
+            if not self._workers.running:
+                break
             found = self._workers.results(self._left())
             if not found:
                 return False
             for order, seen in found:
                 self._report.runs += 1
                 self._progress(self._report)
-                assert order.fault is not None
-                self._report.finding = self._report.finding or after_fault(order.fault, self._first, seen)
-            if self._report.finding is not None:
-                return True
+                self._report.finding = self._report.finding or examine(order, seen)
         return True
 
-    def _many(self, source: _Seeds | Schedules) -> Iterator[Observation]:
-        """Yield what was seen in each run of a search, until the time limit."""
-        while True:
-            while self._workers.is_free() and (schedule := source.take()) is not None:
-                self._workers.start(Order(schedule))
-            if not self._workers.running:
-                return
-            found = self._workers.results(self._left())
-            if not found:
-                return
-            for _, seen in found:
-                self._report.runs += 1
-                self._progress(self._report)
-                if not seen.kind:
-                    source.add_variants(seen.schedule)
-                yield seen
+    def _examined(self, order: Order, seen: Observation) -> Finding | None:
+        finding = self._differs(seen)
+        return finding and self._shrunk(finding, seen)
 
     def _differs(self, seen: Observation) -> Finding | None:
         return own_error(seen) or self._compared(self._first, seen)
@@ -245,22 +248,6 @@ class _Judge:
                         break
                     parts = min(2 * parts, len(places))
         return best
-
-
-class _Seeds:
-    """Schedules of the seeds 0, 1, ..., with the interface of `Schedules`."""
-
-    def __init__(self, count: int) -> None:
-        self._waiting = [SeededSchedule(seed) for seed in reversed(range(count))]
-        self.complete = not count
-
-    def take(self) -> Schedule | None:
-        """Return the next schedule to run; None if there is none."""
-        self.complete = len(self._waiting) <= 1
-        return self._waiting.pop() if self._waiting else None
-
-    def add_variants(self, schedule: Schedule) -> None:
-        """Do nothing: a seed has no variants."""
 
 
 def _differing_line(

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from bagua_ref.base.runtime import current_world
-from bagua_ref.communicators.call_sites import call_site
+from bagua_ref.communicators.call_sites import call_site, place
 from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.errors import RankCall, SimulationError
 from bagua_ref.simulation import SimulatedWorld
@@ -93,11 +93,11 @@ class Observation:
     """
 
     schedule: Schedule
-    steps: list[list[Step]]
-    log: list[list[RankCall]]
-    sent: list[list[str]]
-    stdout: list[str]
-    exceptions: list[str]
+    steps: list[list[Step]] = field(default_factory=list)
+    log: list[list[RankCall]] = field(default_factory=list)
+    sent: list[list[str]] = field(default_factory=list)
+    stdout: list[str] = field(default_factory=list)
+    exceptions: list[str] = field(default_factory=list)
     returned: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
     kind: str = ""
@@ -171,7 +171,7 @@ class _RunWatch:
         rank = current_world().identity.rank
         sends = [send for send in (call.send if isinstance(call.send, list) else [call.send]) if isinstance(send, Tensor)]
         self._calls.append(call)
-        self.log[rank].append(RankCall(rank, "", call.operation, call.group.name, call.file, call.line))
+        self.log[rank].append(call.facts())
         self.sent[rank].append(_digest((call.operation, call.file, call.line, sends)))
         if call.operation.startswith("all_reduce("):
             self._ranks[rank].reductions.append((sum(send.numel() for send in sends), tuple(call.group.ranks)))
@@ -194,7 +194,7 @@ class _RunWatch:
             if len(counts) > 1 and min(counts) > 1:
                 file, line = next(iter(rank.backwards_by_step[0].values()))
                 found[
-                    f"{min(counts)} backward passes before each optimizer step communicate (line {line} of {file}): if they "
+                    f"{min(counts)} backward passes before each optimizer step communicate at {place(file, line)}: if they "
                     "accumulate gradients, run all but the last of them in no_sync()"
                 ] = None
         return list(found)
@@ -286,7 +286,7 @@ class _RankWatch:
 
 
 def _place(call: Call) -> str:
-    return f"{call.operation} of rank {call.group.ranks[call.rank]} (line {call.line} of {call.file})"
+    return f"{call.operation} of rank {call.group.ranks[call.rank]} at {place(call.file, call.line)}"
 
 
 def _text(error: BaseException) -> str:

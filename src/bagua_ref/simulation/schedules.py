@@ -71,11 +71,13 @@ class Schedule:
         """Return the schedule of ``str(schedule)``.
 
         Raises:
-            ValueError: it is not "default" or ``place:choice,place:choice,...`` with ascending places.
+            ValueError: it is not "default", ``seed:number`` or ``place:choice,place:choice,...`` with ascending places.
 
         >>> Schedule.parse("1:2,4:1")
         Schedule([0, 2, 0, 0, 1])
         """
+        if text.startswith("seed:") and text[5:].isdecimal():
+            return SeededSchedule(int(text[5:]))
         choices: list[int] = []
         for part in [] if text == "default" else text.split(","):
             place, _, choice = part.partition(":")
@@ -126,6 +128,9 @@ class SeededSchedule(Schedule):
     def __init__(self, seed: int) -> None:
         self.seed = seed
         super().__init__()
+
+    def __str__(self) -> str:
+        return f"seed:{self.seed}"
 
     def restart(self) -> None:
         """Begin a run: draw the same choices again."""

@@ -115,4 +115,4 @@ def _serve(connection: Connection, program: Program, nodes: Sequence[int]) -> No
 
 def _crash(order: Order, code: int | None) -> Observation:
     name = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-    return Observation(order.schedule, [], [], [], [], [], kind="crash", message=f"the process of the run ended with {name}")
+    return Observation(order.schedule, kind="crash", message=f"the process of the run ended with {name}")

@@ -17,10 +17,9 @@ from datetime import timedelta
 from typing import Any
 
 from bagua_ref.base.runtime import Identity, current_world
-from bagua_ref.communicators.call_sites import call_site
 from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.simulated import SimulatedNetwork
-from bagua_ref.errors import RankCall, SimulationError
+from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.torch_distributed import torch_hooks
 from bagua_ref.simulation.torch_distributed.process_group import SimulatedProcessGroup
 from bagua_ref.simulation.torch_distributed.processes import UserModules, replace_processes, run_script
@@ -90,13 +89,7 @@ def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork, states: Seq
         return opened
 
     def not_in_group(operation: str) -> None:
-        rank, (file, line) = current_world().identity.rank, call_site(sys._getframe(1))
-        error = SimulationError(
-            f"rank {rank} calls {operation} on a group that it is not in (line {line} of {file})",
-            kind="not_in_group",
-            calls=(RankCall(rank, "", operation, "", file, line),),
-        )
-        scheduler.end(error)
+        scheduler.refuse("not_in_group", f"calls {operation} on a group that it is not in", operation)
 
     replacements = Replacements(scheduler.is_calling)
     modules = UserModules(lambda: current_world().process_state.modules if scheduler.is_calling() else None)  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,7 @@ from bagua_ref.communicators import collectives
 from bagua_ref.communicators.simulated_group import Call, Function, SimulatedGroup
 from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.torch_distributed.arguments import check_alike, check_sizes, describe, listed, reduction, split
-from bagua_ref.simulation.torch_distributed.work import SimulatedWork, is_prompt
+from bagua_ref.simulation.torch_distributed.work import SimulatedWork, is_prompt, seconds_of
 from bagua_ref.types import ReduceOp
 
 __all__ = ["SimulatedProcessGroup"]
@@ -240,18 +241,11 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._start("barrier()", [], [], [], lambda sends, recvs: None, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; raise RuntimeError on rank 0 after ``timeout`` virtual seconds, with the ranks that did not come."""
-        group = self.group
-        group.scheduler.yield_()
-        call = Call(group, self.rank(), "monitored_barrier()", None, None)
-        self._post(call, lambda sends, recvs: None)
-        limit = group.timeout if timeout is None else timeout.total_seconds()
-        if call.wait_until(limit):
-            return
-        absent = call.missing()
-        error = f"monitored_barrier of group {group.name!r}: ranks {absent} did not come within {limit} s"
-        group.give_up(error)
-        raise RuntimeError(error)
+        """Wait for all ranks; raise RuntimeError after ``timeout`` virtual seconds, with the ranks that did not come."""
+        self.group.scheduler.yield_()
+        call = Call(self.group, self.rank(), "monitored_barrier()", None, None)
+        self.group.post(call, lambda sends, recvs: None, strict=True)
+        call.wait(seconds_of(timeout), passes=True)
 
     # Messages.
 
@@ -260,7 +254,7 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self.group.scheduler.yield_()
         data = tensors[0].detach().clone() if is_prompt() else tensors[0].data
         call = Call(self.group, self.rank(), f"send(dst={self.group.ranks[dst]}, tag={tag})", data, None, tensors[0])
-        self._guard(lambda: self.group.post_send(call, dst, tag))
+        self.group.post_send(call, dst, tag)
         return self._track(SimulatedWork(call, [], [], []))
 
     def recv(self, tensors: Any, src: int | None, tag: int = 0) -> SimulatedWork:  # noqa: D102
@@ -270,7 +264,7 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         work = SimulatedWork.late(
             lambda recv: Call(self.group, self.rank(), f"recv(src={source}, tag={tag})", None, recv[0], tensors[0]), tensors
         )
-        self._guard(lambda: self.group.post_recv(work.call, src, tag))
+        self.group.post_recv(work.call, src, tag)
         return self._track(work)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> SimulatedWork:  # noqa: D102
@@ -317,19 +311,10 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             work = SimulatedWork(Call(self.group, self.rank(), text, sends, recvs), [], [], result)
         else:
             work = SimulatedWork.late(lambda recv: Call(self.group, self.rank(), text, sends, recv), outputs, sends, result)
-        self._post(work.call, function)
+        self.group.post(work.call, function, strict=True)
         if blocking:
             work.wait()
         return self._track(work)
-
-    def _post(self, call: Call, function: Function) -> None:
-        self._guard(lambda: self.group.post(call, function, strict=True))
-
-    def _guard(self, post: Callable[[], None]) -> None:
-        try:
-            post()
-        except SimulationError as error:
-            self.group.scheduler.end(error)
 
     def _track(self, work: SimulatedWork) -> SimulatedWork:
         if self._coalescing is not None:
@@ -343,17 +328,13 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             check_alike(name, tensor, alike)
 
     def _check_devices(self, operation: str, tensors: Sequence[Tensor]) -> None:
+        refuse = functools.partial(self.group.scheduler.refuse, "unsupported", operation=operation)
         for tensor in tensors:
             if tensor.device.type != "cpu":
                 advice = "Let the script choose its device by torch.cuda.is_available() or an argument, and run it on the CPU"
-                self._refuse(operation, f"a tensor on {tensor.device}: the simulated world has CPU tensors only. {advice}")
+                refuse(f"passes {operation} a tensor on {tensor.device}", advice=f"; ranks have CPU tensors only. {advice}")
             if tensor.layout != torch.strided:
-                self._refuse(operation, f"a tensor of layout {tensor.layout}, which is not simulated; pass tensor.to_dense()")
-
-    def _refuse(self, operation: str, why: str) -> None:
-        call = Call(self.group, self.rank(), operation, None, None)
-        call.locate()
-        self.group.scheduler.end(SimulationError(f"{operation} of {why}", kind="unsupported", calls=(call.facts(),)))
+                refuse(f"passes {operation} a tensor of layout {tensor.layout}", advice=", which is not simulated: use to_dense()")
 
     # The names of other versions of torch.
 

@@ -12,15 +12,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed.rpc
 import torch.multiprocessing
 
 from bagua_ref.base.runtime import current_world
-from bagua_ref.communicators.call_sites import call_site, is_user_code
+from bagua_ref.communicators.call_sites import is_user_code
 from bagua_ref.communicators.scheduler import Scheduler
-from bagua_ref.errors import RankCall, SimulationError
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
 
 __all__ = ["UserModules", "replace_processes", "run_script"]
@@ -31,16 +30,10 @@ _LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed", "mpirun", "srun")
 def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
     """Run functions that ``spawn`` would start in processes on the ranks; refuse other launches; record signal handlers."""
 
-    def refuse(what: str) -> None:
-        rank, (file, line) = current_world().identity.rank, call_site(sys._getframe(1))
-        scheduler.end(
-            SimulationError(
-                f"rank {rank} starts {what} (line {line} of {file}); a simulated world has its ranks already. Start them by "
-                "torch.multiprocessing.spawn(function, nprocs=ranks of the node), or let the script be started by torchrun",
-                kind="unsupported",
-                calls=(RankCall(rank, "", what, "", file, line),),
-            )
-        )
+    def refuse(what: str) -> NoReturn:
+        advice = "; a simulated world has its ranks already. Start them by torch.multiprocessing.spawn(function, nprocs=ranks of "
+        advice += "the node), or let the script be started by torchrun"
+        scheduler.refuse("unsupported", f"starts {what}", what, advice)
 
     def spawn(original: Any, fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **options: Any) -> Any:
         identity = current_world().identity

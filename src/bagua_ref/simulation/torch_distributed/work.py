@@ -96,10 +96,10 @@ class SimulatedWork(dist.Work):
         if not self._delivered:
             try:
                 self.call.wait(limit)
-            except SimulationError as error:
+            except (SimulationError, TypeError, ValueError) as error:
+                if not isinstance(error, SimulationError):
+                    error = SimulationError(str(error), "mismatch", (self.call.facts(),))
                 self.call.group.scheduler.end(error)
-            except (TypeError, ValueError) as error:  # of a message
-                self.call.group.scheduler.end(SimulationError(str(error), kind="mismatch", calls=(self.call.facts(),)))
             self._deliver()
         return True
 
