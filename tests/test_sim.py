@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -237,6 +240,73 @@ def test_bad_usage(arguments: list[str], message: str, tmp_path: Path, capsys: A
         main(["sim", *(argument.format(script=script) for argument in arguments)])
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
+
+
+ENDS_IN_ONE_SCHEDULE = """
+import os, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group()
+rank = dist.get_rank()
+if rank == 0:
+    print("begun")
+    dist.send(torch.ones(1), 1)
+elif rank == 2:
+    dist.send(torch.ones(1), 1)
+else:
+    if dist.recv(torch.ones(1)) == 2:
+        os._exit(3)
+    dist.recv(torch.ones(1))
+"""
+
+
+def test_a_run_that_ends_the_process_is_an_error_and_can_be_replayed(tmp_path: Path, capsys: Any) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDS_IN_ONE_SCHEDULE)
+    code, out = sim(capsys, str(script), "--ranks", "3", "--json")
+    result = json.loads(out)
+    assert (code, result["kind"], result["message"]) == (1, "crash", "the process of the run ended with exit code 3")
+    assert result["schedule"].startswith("seed:")
+    assert f"--schedule {result['schedule']}" in result["command"]
+    code, out = sim(capsys, *result["command"].split()[2:])
+    assert code == 1
+    assert "ended with exit code 3" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_stopping_the_command_ends_its_workers(number: signal.Signals, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDS_IN_ONE_SCHEDULE.replace("os._exit(3)", "pass"))
+    words = [sys.executable, "-m", "bagua_ref.cli", "sim", str(script), "--ranks", "3", "--seeds", "100000"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "[rank 0] begun\n"
+        time.sleep(1)  # until there are several workers
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)  # which ends when no process has the pipes
+    assert process.returncode == (130 if number is signal.SIGINT else -number)
+    assert err == ("bagua-ref sim: interrupted\n" if number is signal.SIGINT else "")
+
+
+def test_data_loaders_may_do_without_worker_processes(tmp_path: Path, capsys: Any) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, torch\n"
+        "class Processes(torch.utils.data.Dataset):\n"
+        "    __len__ = lambda self: 2\n"
+        "    __getitem__ = lambda self, i: os.getpid()\n"
+        "loader = torch.utils.data.DataLoader(Processes(), num_workers=1, timeout=9, persistent_workers=True)\n"
+        "assert {int(batch) for batch in loader} == {os.getpid()}\n"
+    )
+    code, out = sim(capsys, str(script), "--seeds", "1", "--workers", "0")
+    assert code == 0, out
+    assert "hint: a data loader runs without its worker processes" in out
+    code, out = sim(capsys, str(script), "--seeds", "1")
+    assert code == 1
+    assert "AssertionError" in out
 
 
 def test_what_is_not_simulated_gives_no_verdict(tmp_path: Path, capsys: Any) -> None:

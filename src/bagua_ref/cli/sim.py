@@ -45,6 +45,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     sim.add_argument(
         "--limit", type=_seconds, default=60.0, metavar="TIME", help="stop after this time, such as 90s or 5m (default: 60s)"
     )
+    sim.add_argument("--workers", choices=("0",), help="let data loaders run without their worker processes, which are real ones")
     sim.add_argument("--compare", choices=("stdout",), help="what ranks print must not depend on the schedule either")
     add_json_options(sim)
 
@@ -65,7 +66,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if arguments.deviations is not None and arguments.deviations < 0:
         parser.error(f"argument --deviations: {arguments.deviations} must be 0 or more")
     try:
-        program = Program(arguments.program, tuple(arguments.after))
+        program = Program(arguments.program, tuple(arguments.after), loads_in_process=arguments.workers is not None)
         search = Exploration(
             nodes,
             arguments.seeds,
@@ -121,6 +122,7 @@ def _command(arguments: argparse.Namespace, nodes: tuple[int, ...], found: Any) 
     words += ["--schedule", str(found.schedule)] if str(found.schedule) != "default" else []
     words += ["--fault", str(found.fault)] if found.fault else []
     words += ["--compare", "stdout"] if arguments.compare else []
+    words += ["--workers", "0"] if arguments.workers else []
     return shlex.join([*words, *(["--", *arguments.after] if arguments.after else [])])
 
 

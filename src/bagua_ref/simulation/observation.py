@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 
 from bagua_ref.base.runtime import current_world
 from bagua_ref.communicators.call_sites import call_site, place
@@ -26,6 +27,7 @@ from bagua_ref.simulation.faults import Fault
 from bagua_ref.simulation.invariants import Invariants
 from bagua_ref.simulation.programs import Program, RankOutput
 from bagua_ref.simulation.schedules import Schedule, SeededSchedule
+from bagua_ref.simulation.torch_distributed.replacements import Replacements
 from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward
 from bagua_ref.simulation.torch_distributed.work import promptly
 
@@ -108,7 +110,7 @@ class Observation:
 def observe(program: Program, nodes: Sequence[int], order: Order, shown: TextIO) -> Observation:
     """Run a program once on simulated ranks, and return what was seen; the output goes to ``shown`` if the order says so."""
     n, schedule = sum(nodes), order.schedule
-    watch = _RunWatch(n, order.fault)
+    watch = _RunWatch(n, order.fault, program.loads_in_process)
     world = SimulatedWorld(n, nodes, schedule=schedule, torch_distributed=True)
     world.observe = watch.communicates
     output, errors = (RankOutput(stream if order.shows else None, n) for stream in (shown, sys.stderr))
@@ -132,12 +134,13 @@ def observe(program: Program, nodes: Sequence[int], order: Order, shown: TextIO)
 class _RunWatch:
     """The hooks of one run."""
 
-    def __init__(self, n: int, fault: Fault | None) -> None:
+    def __init__(self, n: int, fault: Fault | None, loads_in_process: bool) -> None:
         self.steps: list[list[Step]] = [[] for _ in range(n)]
         self.log: list[list[RankCall]] = [[] for _ in range(n)]
         self.sent: list[list[str]] = [[] for _ in range(n)]
         self.exceptions = [""] * n
-        self._fault, self._invariants = fault, Invariants(n)
+        self._fault, self._invariants, self._loads_in_process = fault, Invariants(n), loads_in_process
+        self._hints: dict[str, None] = {}
         self._calls: list[Call] = []
         self._ranks = [_RankWatch(rank) for rank in range(n)]
 
@@ -151,6 +154,10 @@ class _RunWatch:
                 register_optimizer_step_post_hook(lambda optimizer, args, options: self._after_step(optimizer)),
             ):
                 stack.callback(handle.remove)
+            if self._loads_in_process:
+                replacements = Replacements(lambda: True)
+                stack.callback(replacements.restore)
+                replacements.function(DataLoader, "__iter__", self._load)
             yield
 
     def run(self, program: Program) -> str:
@@ -184,7 +191,7 @@ class _RunWatch:
 
     def hints(self) -> list[str]:
         """Return what is odd about the run, but no error."""
-        found: dict[str, None] = {}
+        found = dict(self._hints)
         for group in {call.group: None for call in self._calls}:
             found |= {f"nothing received {_place(call)}": None for calls in group.sends.values() for call in calls}
             found |= {f"nothing was sent for {_place(call)}": None for calls in group.recvs.values() for call in calls}
@@ -198,6 +205,12 @@ class _RunWatch:
                     "accumulate gradients, run all but the last of them in no_sync()"
                 ] = None
         return list(found)
+
+    def _load(self, original: Callable[[Any], Any], loader: Any) -> Any:
+        if loader.num_workers:
+            self._hints["a data loader runs without its worker processes, which may draw and share other random numbers"] = None
+        loader.num_workers = loader.timeout = 0
+        return original(loader)
 
     def _here(self) -> _RankWatch:
         return self._ranks[current_world().identity.rank]

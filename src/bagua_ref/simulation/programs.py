@@ -25,6 +25,7 @@ class Program:
         name: ``path/to/script.py`` or ``package.module:function``; of a function that is given, only a name for reports.
         arguments: the script's, in ``sys.argv``.
         function: called without arguments, instead of what ``name`` says.
+        loads_in_process: whether data loaders do without the worker processes that they ask for.
 
     Raises:
         ValueError: there is no such script, or the name is not ``module:function``.
@@ -33,6 +34,7 @@ class Program:
     name: str
     arguments: tuple[str, ...] = ()
     function: Callable[[], Any] | None = None
+    loads_in_process: bool = False
 
     def __post_init__(self) -> None:
         module, _, function = self.name.partition(":")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -87,7 +88,8 @@ class Workers:
         try:
             if self._hash_seed is not None:
                 os.environ["PYTHONHASHSEED"] = str(self._hash_seed)
-            process = context.Process(target=_serve, args=(theirs, self._program, self._nodes), daemon=False)
+            inherited = [ours, *self._busy, *(link for _, link in self._idle)] if self._hash_seed is None else []
+            process = context.Process(target=_serve, args=(theirs, inherited, self._program, self._nodes), daemon=False)
             process.start()
         finally:
             if self._hash_seed is not None:
@@ -97,20 +99,20 @@ class Workers:
         return process, ours
 
 
-def _serve(connection: Connection, program: Program, nodes: Sequence[int]) -> None:
+def _serve(connection: Connection, inherited: Sequence[Connection], program: Program, nodes: Sequence[int]) -> None:
     """Carry out orders until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    for end in inherited:  # so that the parent's ends are the last ones, and its death ends its workers
+        end.close()
     shown, program = sys.stdout, program.absolute()
-    while True:
-        try:
+    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):  # the parent has ended
+        while True:
             order: Order = connection.recv()
-        except EOFError:
-            return
-        with tempfile.TemporaryDirectory(prefix="bagua-ref-sim-") as folder:
-            os.chdir(folder)
-            seen = observe(program, nodes, order, shown)
-            os.chdir("/")
-        connection.send(seen)
+            with tempfile.TemporaryDirectory(prefix="bagua-ref-sim-") as folder:
+                os.chdir(folder)
+                seen = observe(program, nodes, order, shown)
+                os.chdir("/")
+            connection.send(seen)
 
 
 def _crash(order: Order, code: int | None) -> Observation:
