@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sysconfig
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -13,9 +12,7 @@ import torch
 
 __all__ = ["call_site", "is_user_code", "place", "raise_site"]
 
-_FOLDERS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_FOLDERS += [str(Path(torch.__file__).parent), str(Path(__file__).parents[1])]
-_LIBRARIES = tuple({str(Path(folder).resolve()) + os.sep for folder in _FOLDERS})
+_LIBRARIES = tuple(str(Path(file).resolve().parent) + os.sep for file in (os.__file__, torch.__file__, Path(__file__).parent))
 
 
 @functools.cache
