@@ -95,6 +95,17 @@ def test_calls_that_do_not_match(first, second, request):
         found(main, "mismatch")
 
 
+def test_calls_that_do_not_match_are_an_error_before_all_ranks_have_called():
+    def main():
+        rank = init()
+        if rank == 0:
+            dist.barrier()
+        elif rank == 1:
+            dist.all_reduce(torch.ones(1))
+
+    assert {call.rank for call in found(main, "mismatch", 3).calls} == {0, 1}
+
+
 def test_different_ranks_of_one_group_do_not_match():
     def main():
         rank = init()
