@@ -160,6 +160,21 @@ SCRIPTS = [
                 model.module.weight.data.clamp_(-0.01, 0.01)  # BUG
             optimizer.step()  # HERE
     """),
+    Script("shard_changed_in_one_replica", ("replicas",), """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 4)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(step)).square().mean().backward()
+            if rank == 2 and step == 1:  # BUG
+                model.weight.to_local().data.clamp_(-0.01, 0.01)  # BUG
+            optimizer.step()  # HERE
+    """, ranks=4),
     Script("step_skipped_on_one_rank", ("replicas",), """
         model = DDP(torch.nn.Linear(3, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
