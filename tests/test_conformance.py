@@ -368,9 +368,10 @@ def test_checks_of_a_suite_share_a_process_until_one_fails(failing, tmp_path):
     assert runs.resolve(backend) is target
     first, second, failed, third = map(processes, ("float32", "float64", "float16", "float32"))
     assert len(first) == 1
-    assert first == second == failed
+    assert first == second <= failed
+    assert (first == failed) == (failing is hostile.Raises)  # what ends a process is tried again, in others
     assert len(third) == 1
-    assert third != first
+    assert third.isdisjoint(failed)
     runs.stop()
     assert multiprocessing.active_children() == []
 

@@ -288,7 +288,7 @@ def test_what_the_adapter_refuses_is_not_passed(suites: tuple[str, ...], asked: 
     found = judged_program("", suites, asked)
     assert not failures(found)
     skipped = {name.partition("[")[0] for name, (status, _) in found.items() if status == "skipped"}
-    adapters = ("refuses", "inputs_unchanged", "S7.6", "S7.7")  # S7.6 and S7.7 are no requests
+    adapters = ("refuses", "inputs_unchanged", "position", "other_settings", "S7.6", "S7.7")  # positions are no requests
     assert skipped == {name for name in checks_of(suites) if any(word in name for word in adapters) and "codec" in suites}
 
 

@@ -85,7 +85,7 @@ def test_samplers_in_another_program_are_judged(tmp_path: Path) -> None:
         (ROOT / "tests" / "outside" / "plain_sampler.py").read_text().replace("place % mine", "min(place, mine - 1)")
     )
     report = run_conformance(ProcessTarget(f"{PYTHON} {program}"), ["samplers"], time_limit=60.0)
-    assert {result.id for result in report.failures()} == {"samplers.S7.4.batches", "samplers.S7.6.batches"}
+    assert {result.id for result in report.failures()} == {"samplers.S7.4.batches"}
 
 
 @pytest.mark.usefixtures("few_inputs")
@@ -95,7 +95,8 @@ def test_every_kernel_can_be_asked_for(dtypes: list[str]) -> None:
     target.capabilities["dtypes"] = dtypes
     report = run_conformance(target, ["kernels"], jobs=1, time_limit=60.0)
     assert report.passed, str(report)
-    assert {result.id.partition("[")[0] for result in report.results if result.status == "passed"} == set(checks_of(["kernels"]))
+    checks = {name for name, check in checks_of(["kernels"]).items() if not check.dtypes or {*check.dtypes} & {*dtypes}}
+    assert {result.id.partition("[")[0] for result in report.results if result.status == "passed"} == checks
     assert dtypes == ["float32"] or not report.counts().get("skipped")
 
 

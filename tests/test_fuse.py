@@ -384,6 +384,20 @@ def test_a_value_that_is_in_a_graph_cannot_be_used_after_a_fused_step(flags: dic
             loss.backward()
 
 
+@pytest.mark.parametrize("flags", [{}, {"fused": True}])
+def test_a_value_of_a_graph_can_be_used_where_a_fused_step_has_no_gradient(flags: dict[str, bool]) -> None:
+    ps = parameters((3, 5), (1,))  # a single element is never fused
+    fused: Any = fuse_optimizer(torch.optim.SGD(ps, lr=0.1, **flags))
+    for without in ((), (1,)):
+        losses = [(p * p).sum() for p in ps]
+        give(0, ps)
+        for place in without:
+            ps[place].grad = None
+        fused.fuse_step()
+    losses[1].backward()
+    assert torch.equal(ps[1].grad, 2 * ps[1])
+
+
 class Storages(TorchDispatchMode):
     """Track the bytes of storage held by given tensors and by results of operations."""
 

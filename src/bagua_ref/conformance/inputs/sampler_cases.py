@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.conformance.inputs.strategies import seeds
 
-__all__ = ["about_an_edge", "cases", "complexities", "cut", "few_or_many", "identity", "levels", "many_for", "noisy_cases"]
+__all__ = [
+    "about_an_edge",
+    "cases",
+    "complexities",
+    "cut",
+    "few_or_many",
+    "identity",
+    "levels",
+    "many_for",
+    "noisy_cases",
+    "one_to_five",
+]
 
 _few = st.integers(-3, 3)
 _near_edges = st.sampled_from([s * 2**p for p in (15, 16, 31, 32, 53, 62, 63) for s in (1, -1)]).flatmap(
@@ -123,9 +134,14 @@ def few_or_many(drawn: list[int]) -> list[list[int]]:
     return few if drawn[0] % 2 else [[index] for index in drawn]
 
 
+def one_to_five(drawn: list[int]) -> list[list[int]]:
+    """A batch_fn whose number of batches depends on the first sample alone, so that replicas with one sample differ in it, too."""
+    return [[drawn[place % len(drawn)], place] for place in range(1 + drawn[0] % 5)]
+
+
 def many_for(sample: int) -> Callable[[list[int]], list[list[int]]]:
-    """Return a batch_fn with which only replicas that draw a sample have more than one batch."""
-    return lambda drawn: [[index] for index in drawn] if sample in drawn else [drawn]
+    """Return a batch_fn with which replicas that draw a sample have three batches, the others one."""
+    return lambda drawn: [drawn] * (3 if sample in drawn else 1)
 
 
 def identity(sample: Any) -> Any:

@@ -201,7 +201,7 @@ def schedule(lab: Lab, draw: Draw) -> None:
     DILOCO.train(lab, draw, nodes=draw(sized_worlds(lab.dtype)), weights=weights, steps=steps, **drawn)
 
 
-@check("algorithms", "S9.4", "mix", dtypes=FLOATS, needs=_DILOCO)
+@check("algorithms", "S9.4", "mix", dtypes=FLOATS, needs=_DILOCO, effort=0.6)
 def mix(lab: Lab, draw: Draw) -> None:
     """Applying moves weights to g + mix*(x - g), for mix from 0.5 on to x - (x - g)*(1 - mix), each operation rounded."""
     weights = grid_weights(draw, [lab.dtype] * 2, [(170,), (3, 2)])

@@ -1,6 +1,6 @@
 """Caches compared with the contents of their stores (S8): a target's ``cache`` has `CacheLoader`, with our parameters.
 
-What values come back as is next door.
+Stores that fail and the values that come back are next door.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from bagua_ref.conformance.expected.samplers_plain import hash_of, stored_key
-from bagua_ref.conformance.inputs.cache_values import NO_KEYS, TENSORS, key_sources, value_sources
+from bagua_ref.conformance.inputs.cache_values import NO_KEYS, TENSORS, key_sources
 from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.servers import LOADER, cache_script, reason_without_servers
 from bagua_ref.conformance.suites.checks import check
 
+__all__ = ["VALUES", "buffer_sizes", "prepare", "reason_to_skip", "store_of"]
+
+VALUES = "Source({key: f'value {key}' for key in range(20)})"
+"""Source of a load_fn, as of each script."""
+buffer_sizes = st.integers(1, 5)
+
 _names = st.one_of(st.sampled_from(["", "data", "a_b"]), st.text(max_size=6))
 _keys = st.one_of(st.integers(0, 11), st.text(max_size=5))
-_sizes = st.integers(1, 5)
-_VALUES = "Source({key: f'value {key}' for key in range(20)})"
 
 
 def prepare() -> None:
@@ -45,11 +49,12 @@ def _placed(names: Sequence[str], stores: int) -> list[list[str]]:
     """Return the keys that each store has."""
     placed: list[list[str]] = [[] for _ in range(stores)]
     for name in dict.fromkeys(names):
-        placed[_store_of(name, stores)].append(name)
+        placed[store_of(name, stores)].append(name)
     return placed
 
 
-def _store_of(name: str, stores: int) -> int:
+def store_of(name: str, stores: int) -> int:
+    """Return the store that has a name."""
     return hash_of(name.encode("utf-8", "surrogatepass")) % stores
 
 
@@ -59,7 +64,7 @@ def keys(lab: Lab, draw: Draw) -> None:
     name, wanted, stores = draw(_names), draw(st.lists(key_sources(), min_size=1, max_size=8)), draw(st.integers(1, 4))
     with cache_script(lab, stores) as script:
         script.do("import pathlib\n\nimport numpy")
-        script.loader(name, draw(_sizes))
+        script.loader(name, draw(buffer_sizes))
         script.do(f"for key in [{', '.join(source for source, _ in wanted)}]:\n    loader.get(key, load)")
         script.do("loader.close()")
         script.do(f"assert_keys(servers, {_placed([_stored_name(name, key) for _, key in wanted], stores)!r})")
@@ -103,7 +108,7 @@ def surrogates(lab: Lab, draw: Draw) -> None:
     name, key = draw(st.one_of(st.tuples(lone, lone), st.tuples(_names, lone), st.tuples(lone, st.text(max_size=3))))
     stores = draw(st.integers(1, 3))
     with cache_script(lab, stores) as script:
-        script.loader(name, draw(_sizes))
+        script.loader(name, draw(buffer_sizes))
         script.do(f"found = [loader.get(key, load) for key in ({key!a}, 1, {key!a})]")
         script.do(f"load.expect({key!a}, 1)\nassert found[0] == found[2] != found[1], ascii(found)\nloader.close()")
         script.do(f"assert_keys(servers, {_placed([_stored_name(name, key), _stored_name(name, 1)], stores)!a})")
@@ -115,7 +120,7 @@ def other_keys(lab: Lab, draw: Draw) -> None:
     key = draw(st.sampled_from(["{}", "(1, {})", "['a', [{}]]"])).format(draw(st.sampled_from(NO_KEYS)))
     with cache_script(lab) as script:
         script.do("import numpy")
-        script.loader("d", draw(_sizes))
+        script.loader("d", draw(buffer_sizes))
         script.do(
             f"try:\n    loader.get({key}, load)\nexcept TypeError:\n    pass\n"
             f"else:\n    raise AssertionError({f'the key {key} must raise a TypeError'!r})"
@@ -140,7 +145,7 @@ def own(lab: Lab, draw: Draw) -> None:
     sources = [source for source in _CHANGEABLE if "tensor" not in source or "int16" in lab.dtypes(TENSORS)]
     source, moves = draw(st.sampled_from(sources)), st.sampled_from(["", "flush", "close"])
     with cache_script(lab, 1, f"Source({{'key': {source}}})") as script:
-        script.loader("d", draw(_sizes))
+        script.loader("d", draw(buffer_sizes))
         for move in draw(st.lists(moves, min_size=2, max_size=5)):
             script.do(f"found = loader.get('key', load)\nassert_same(found, {source})\nspoil(found)")
             if move:
@@ -153,7 +158,7 @@ def own(lab: Lab, draw: Draw) -> None:
 @check("cache", "S8.2", "get", needs=LOADER, effort=1.5)
 def get(lab: Lab, draw: Draw) -> None:
     """`get()` returns the value of a key, whichever loader made it; load_fn is called for new keys only; writes are buffered."""
-    stores, size, name = draw(st.integers(1, 3)), draw(_sizes), draw(st.sampled_from(["data", "d", ""]))
+    stores, size, name = draw(st.integers(1, 3)), draw(buffer_sizes), draw(st.sampled_from(["data", "d", ""]))
     moves = draw(st.lists(st.one_of(st.integers(0, 5), st.sampled_from(["flush", "close", "num_keys"])), min_size=2, max_size=16))
     with cache_script(lab, stores) as script:
         script.loader(name, size)
@@ -184,7 +189,7 @@ def get(lab: Lab, draw: Draw) -> None:
 def none(lab: Lab, draw: Draw) -> None:
     """A cached None is a hit."""
     with cache_script(lab, 1, "Source({'key': None})") as script:
-        script.loader("d", draw(_sizes))
+        script.loader("d", draw(buffer_sizes))
         for _ in range(2):
             script.do("assert loader.get('key', load) is None")
             script.do(
@@ -230,12 +235,14 @@ def at_exit(lab: Lab, draw: Draw) -> None:
         lines.append(f"    {'kept = ' * kept}loader = cache.CacheLoader('redis', 'd', 100, hosts=hosts)")
         script.do("\n".join([*lines, f"    for key in range({count}):\n        loader.get(key, load)\n"]))
         script.do(f"in_worker(work, as_script=True)\nassert_keys(servers, {[[f'd_{key}' for key in range(count)]]!r})")
+        script.loader("d")
+        script.do(f"for key in range({count}):\n    loader.get(key, load)\nload.expect()")
 
 
 @check("cache", "S8.2", "connections", needs=LOADER, effort=0.1)
 def connections(lab: Lab, draw: Draw) -> None:
     """A forked worker and its parent, which had connections already, each get the answers to their own requests."""
-    with cache_script(lab, draw(st.integers(1, 2)), _VALUES) as script:
+    with cache_script(lab, draw(st.integers(1, 2)), VALUES) as script:
         script.loader("d")
         script.do("for key in range(20):\n    loader.get(key, load)\nload.calls.clear()")
         script.do("def read(keys):\n    for key in [*keys] * 15:\n        assert_same(loader.get(key, load), f'value {key}')\n")
@@ -249,7 +256,7 @@ def load_raises(lab: Lab, draw: Draw) -> None:
     kind = draw(st.sampled_from(["KeyError", "ValueError", "ConnectionError", "TimeoutError", "Stop", "redis.ConnectionError"]))
     with cache_script(lab) as script:
         script.do("import redis\n\nclass Stop(BaseException):\n    pass\n")
-        script.loader("d", draw(_sizes))
+        script.loader("d", draw(buffer_sizes))
         script.do(f"def fail(key):\n    raise {kind}(key)\n")
         for _ in range(draw(st.integers(1, 2))):
             script.do(
@@ -265,7 +272,7 @@ def lasting(lab: Lab, draw: Draw) -> None:
     """Stored values have no time to live."""
     stores = draw(st.integers(1, 2))
     with cache_script(lab, stores) as script:
-        script.loader("d", draw(_sizes))
+        script.loader("d", draw(buffer_sizes))
         script.do("for key in range(7):\n    loader.get(key, load)\nloader.close()")
         script.do("found = [server.expiring() for server in servers]\nassert not any(found), f'keys expire: {found}'")
 
@@ -281,7 +288,7 @@ def dataset(lab: Lab, draw: Draw) -> None:
             f"    def __len__(self):\n        return {length}\n\n"
             "    def __getitem__(self, index):\n        self.made.append(index)\n        return torch.tensor(index) ** 2\n"
         )
-        size = draw(_sizes)
+        size = draw(buffer_sizes)
         made = f"cache.CachedDataset(Squares(), backend='redis', dataset_name={name!r}, writer_buffer_size={size}, hosts=hosts)"
         script.do(f"samples = {made}\nloader = samples.cache_loader")
         script.do(f"assert len(samples) == {length}")
@@ -294,119 +301,3 @@ def dataset(lab: Lab, draw: Draw) -> None:
         batches = f"DataLoader(samples, batch_size={draw(st.integers(2, 5))})"
         script.do(f"for _ in range(2):\n    assert torch.cat(list({batches})).tolist() == [index**2 for index in range({length})]")
         script.do(f"assert sorted(Squares.made) == list(range({length})), f'samples were made at {{Squares.made}}'")
-
-
-def _damaged(draw: Draw, server: str) -> str:
-    """Return lines that damage the value of ``d_key`` on a server."""
-    kind = draw(st.sampled_from(["changed", "changed", "cut", "longer", "foreign"]))
-    if kind == "foreign":
-        data = draw(st.one_of(st.binary(max_size=40), st.sampled_from([b"", b"OK", b"None", b"\x80\x04K\x01."])))
-        return f"{server}.set('d_key', {data!r})"
-    place = f"len(data) * {draw(st.integers(0, 99))} // 100"
-    bit = 1 << draw(st.integers(0, 7))
-    data = {
-        "changed": f"bytes(byte ^ {bit} if place == {place} else byte for place, byte in enumerate(data))",
-        "cut": f"data[: {place}]",
-        "longer": f"data + {draw(st.binary(min_size=1, max_size=3))!r}",
-    }[kind]
-    return f"data = {server}.get('d_key')\n{server}.set('d_key', {data})"
-
-
-@check("cache", "S8.3", "damage", needs=LOADER, effort=1.5)
-def damage(lab: Lab, draw: Draw) -> None:
-    """A truncated, altered or foreign value is loaded again: no exception is raised and no wrong value returned."""
-    stores, dtypes = draw(st.integers(1, 2)), lab.dtypes(TENSORS)
-    long = ["b'some bytes' * 5", "b'some bytes' * 50", *["tensor('int32', (8,), '0102030405060708' * 4)"] * ("int32" in dtypes)]
-    value = draw(st.one_of(st.sampled_from(long), value_sources(dtypes)))
-    with cache_script(lab, stores, f"Source({{'key': {value}}})") as script:
-        script.loader("d")
-        script.do("loader.get('key', load)\nloader.close()")
-        script.do(_damaged(draw, f"servers[{_store_of('d_key', stores)}]"))
-        script.loader("d")
-        script.do("load.calls.clear()")
-        for _ in range(2):
-            script.do(f"assert_same(loader.get('key', load), {value})")
-        script.do("errors = loader.stats().errors\nassert errors or not load.calls, f'stats().errors is {errors} after damage'")
-
-
-@check("cache", "S8.3", "down", needs=LOADER, effort=0.4)
-def down(lab: Lab, draw: Draw) -> None:
-    """When a store is down, load_fn is used instead, with one warning; the other stores continue to work."""
-    stores, size, wanted = draw(st.integers(1, 3)), draw(_sizes), draw(st.lists(st.integers(0, 9), min_size=2, max_size=12))
-    dead, early = draw(st.integers(0, stores - 1)), draw(st.booleans())
-    with cache_script(lab, stores, _VALUES) as script:
-        script.do(f"dead = servers[{dead}]")
-        if early:
-            script.do("dead.kill()")
-        script.loader("d", size)
-        if not early:
-            script.do(f"loader.get({draw(st.integers(0, 9))}, load)\ndead.kill()")
-        script.warnings_of(f"for key in {wanted}:\n    assert_same(loader.get(key, load), f'value {{key}}')")
-        refused = any(_store_of(f"d_{key}", stores) == dead for key in wanted)
-        if refused:
-            script.do("assert len(seen) == 1, f'there must be one warning, not {len(seen)}'")
-            script.do("errors = loader.stats().errors\nassert errors > 0, f'stats().errors is {errors}'")
-        else:
-            script.do("assert len(seen) <= 1, f'there must be one warning at most, not {len(seen)}'")
-        script.do("loader.num_keys()\nloader.close()")
-
-
-@check("cache", "S8.3", "full", needs=LOADER, effort=0.3)
-def full(lab: Lab, draw: Draw) -> None:
-    """When a store is full, load_fn provides the missing values, with one warning."""
-    size, old, new = draw(_sizes), draw(st.integers(1, 4)), draw(st.integers(1, 8))
-    new = max(new, size)  # at least one value is written
-    with cache_script(lab, 1, _VALUES) as script:
-        script.loader("d", size)
-        script.do(f"for key in range({old}):\n    loader.get(key, load)\nloader.flush()\nservers[0].refuse_writes()")
-        script.do(f"load.expect(*range({old}))")
-        script.warnings_of(f"for key in range({old + new}):\n    assert_same(loader.get(key, load), f'value {{key}}')")
-        script.do(f"load.expect(*range({old}, {old + new}))\nassert len(seen) == 1, f'expected one warning, got {{len(seen)}}'")
-
-
-@check("cache", "S8.3", "warns_once", needs=LOADER, effort=0.05)
-def warns_once(lab: Lab, draw: Draw) -> None:
-    """A store that stays down causes one warning, however often it is accessed."""
-    with cache_script(lab) as script:
-        script.do("import time\n\nservers[0].kill()")
-        script.loader("d", draw(_sizes))
-        script.warnings_of("for key in range(4):\n    loader.get(key, load)\n    time.sleep(0.15)")
-        script.do("assert len(seen) == 1, f'there must be one warning, not {len(seen)}'")
-
-
-@check("cache", "S8.3", "pauses", needs=LOADER, effort=0.05)
-def pauses(lab: Lab, draw: Draw) -> None:
-    """A store that has failed is left alone for a while: not every access connects to it."""
-    with cache_script(lab) as script:
-        script.loader("d", draw(_sizes))
-        script.do("loader.get('early', load)\nloader.flush()\nservers[0].kill()")
-        lines = "with Refusals(servers[0].host) as refusals:\n    for key in range(200):\n        loader.get(key, load)"
-        script.warnings_of(lines)
-        script.do("tried = refusals.count\nassert tried <= 100, f'200 accesses tried to connect {tried} times'")
-
-
-@check("cache", "S8.3", "back", needs=LOADER, effort=0.08)
-def back(lab: Lab, draw: Draw) -> None:
-    """A store that is back is used again, and no more than the write buffer holds was waiting for it."""
-    size, made = draw(_sizes), draw(st.integers(2, 5))
-    with cache_script(lab) as script:
-        script.do("import itertools\nimport time\n\nnumbers = itertools.count()")
-        script.loader("d", size)
-        script.do("loader.get('early', load)\nservers[0].kill()")
-        script.do(f"for _ in range({made * size}):\n    loader.get(next(numbers), load)\nservers[0].start()")
-        script.do("time.sleep(0.25)  # for those that leave a store alone that has failed\nloader.flush()")
-        script.do(f"kept = len(servers[0].keys())\nassert kept <= {size}, f'{{kept}} values had waited in a buffer of {size}'")
-        script.do("def is_used():\n    loader.get(next(numbers), load)\n    loader.flush()\n    return servers[0].keys()\n")
-        script.do("assert_within(8, is_used, 'the store is used again')")
-
-
-@check("cache", "S8.3", "counters", needs=LOADER, effort=0.5)
-def counters(lab: Lab, draw: Draw) -> None:
-    """`stats()` reports hits and misses, and no errors when there are none."""
-    wanted = draw(st.lists(st.integers(0, 5), min_size=1, max_size=10))
-    with cache_script(lab, draw(st.integers(1, 2))) as script:
-        script.loader("d", draw(_sizes))
-        script.do(f"for key in {wanted}:\n    loader.get(key, load)\nstats = loader.stats()")
-        expected = (len(wanted) - len(set(wanted)), len(set(wanted)), 0)
-        found = "(stats.hits, stats.misses, stats.errors)"
-        script.do(f"assert {found} == {expected}, f'hits, misses, errors are {{{found}}}, not {expected}'")

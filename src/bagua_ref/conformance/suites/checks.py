@@ -27,7 +27,7 @@ _MODULES = {suite: (suite,) for suite in SUITES} | {
         "algorithms_memory",
         "algorithms_properties",
     ),
-    "cache": ("cache_values", "cache"),
+    "cache": ("cache_values", "cache", "cache_failures"),
     "fused_optimizer": ("fused_optimizer", "fused_optimizer_memory"),
     "samplers": ("samplers", "samplers_stretches"),
 }

@@ -129,7 +129,7 @@ def wraps_around(lab: Lab, draw: Draw) -> None:
     nodes, method, seed = lab.world(draw, worlds()), draw(_REDUCING), draw(seeds)
     root, turns = root_of(draw, nodes), [draw(st.integers(0, 5)) if draw(st.booleans()) else 0 for _ in range(sum(nodes))]
     calls = []
-    for name, op in itertools.product(INTEGERS, (ReduceOp.SUM, ReduceOp.PRODUCT)):
+    for name, op in itertools.product(lab.dtypes(INTEGERS), (ReduceOp.SUM, ReduceOp.PRODUCT)):
         dtype = getattr(torch, name)
         most, least = torch.iinfo(dtype).max, torch.iinfo(dtype).min
         extremes = torch.tensor([most, least, most - most // 5, least + most // 3, most // 2 + 1, 3], dtype=dtype)
@@ -144,7 +144,7 @@ def nan(lab: Lab, draw: Draw) -> None:
     x = torch.tensor([[1.0, -2.0, math.inf, -math.inf, 4.0, 0.5]] * sum(nodes)).roll(draw(st.integers(0, 5)), 1)
     for place in range(draw(st.integers(1, 6))):
         x[root_of(draw, nodes), place] = math.nan
-    kinds, root = itertools.product(FLOATS, (ReduceOp.MIN, ReduceOp.MAX)), root_of(draw, nodes)
+    kinds, root = itertools.product(lab.dtypes(FLOATS), (ReduceOp.MIN, ReduceOp.MAX)), root_of(draw, nodes)
     _run(lab, nodes, seed, [_reduction(method, op, x.to(getattr(torch, name)), root) for name, op in kinds])
 
 

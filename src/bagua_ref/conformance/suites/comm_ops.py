@@ -68,19 +68,19 @@ def _centralized(
         script.expect(f"results[{rank}]", tensor, f"centralized({options}) on nodes {nodes}, rank {rank}")
 
 
-@check("comm_ops", "S3.1", "scatter_gather", dtypes=FLOATS)
+@check("comm_ops", "S3.1", "scatter_gather", dtypes=FLOATS, effort=0.5)
 def scatter_gather(lab: Lab, draw: Draw) -> None:
     """Scatter-gather adds in rank order, and every rank ends with identical bits."""
     _centralized(lab, draw, lab.world(draw, worlds()), None, False)
 
 
-@check("comm_ops", "S3.2", "low_precision", dtypes=COMPRESSIBLE)
+@check("comm_ops", "S3.2", "low_precision", dtypes=COMPRESSIBLE, effort=0.5)
 def low_precision(lab: Lab, draw: Draw) -> None:
     """With one byte per element, every rank ends with identical bits, as specified."""
     _centralized(lab, draw, lab.world(draw, worlds()), "MinMaxUInt8", False)
 
 
-@check("comm_ops", "S3.3", "hierarchical", dtypes=COMPRESSIBLE)
+@check("comm_ops", "S3.3", "hierarchical", dtypes=COMPRESSIBLE, effort=0.5)
 def hierarchical(lab: Lab, draw: Draw) -> None:
     """Leaders operate on node sums divided by n/L, so that every rank counts once, even on uneven nodes."""
     _centralized(lab, draw, lab.world(draw, worlds()), "MinMaxUInt8", True)
@@ -99,7 +99,7 @@ def long(lab: Lab, draw: Draw) -> None:
     _centralized(lab, draw, nodes, compression, draw(st.booleans()), _long_inputs(lab, draw, sum(nodes)))
 
 
-@check("comm_ops", "S3.1", "full_precision", dtypes=FLOATS)
+@check("comm_ops", "S3.1", "full_precision", dtypes=FLOATS, effort=0.5)
 def full_precision(lab: Lab, draw: Draw) -> None:
     """Full precision gives the sum or mean over all ranks, up to the rounding of another summation order."""
     nodes, mean, between, scattergather = lab.world(draw, worlds()), draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
@@ -144,7 +144,7 @@ def _decentralized(
     return script, rounds
 
 
-@check("comm_ops", "S3.4", "shift_one", dtypes=FLOATS)
+@check("comm_ops", "S3.4", "shift_one", dtypes=FLOATS, effort=0.5)
 def shift_one(lab: Lab, draw: Draw) -> None:
     """Each rank is averaged with its peer of the step; with hierarchical, node means are, between leaders."""
     between = draw(st.booleans())
@@ -170,7 +170,7 @@ def many_steps(lab: Lab, draw: Draw) -> None:
     _compare_rounds(lab, script, "decentralized(shift_one)", averages)
 
 
-@check("comm_ops", "S3.4", "all", dtypes=FLOATS)
+@check("comm_ops", "S3.4", "all", dtypes=FLOATS, effort=0.5)
 def all_ranks(lab: Lab, draw: Draw) -> None:
     """The result is the mean over all ranks, even on uneven nodes, up to the rounding of another summation order."""
     between, nodes = draw(st.booleans()), lab.world(draw, worlds(8))
@@ -205,12 +205,12 @@ def _on_graph(lab: Lab, draw: Draw, graph: str) -> None:
 
 
 for _name, (_clause, _graph, _sentence) in _NAMED_GRAPHS.items():
-    check("comm_ops", _clause, _name, dtypes=FLOATS, needs=_GRAPHS, effort=0.5, sentence=_sentence)(
+    check("comm_ops", _clause, _name, dtypes=FLOATS, needs=_GRAPHS, effort=0.3, sentence=_sentence)(
         partial(_on_graph, graph=_graph)
     )
 
 
-@check("comm_ops", "S13.4", "weights", dtypes=FLOATS, needs=_GRAPHS, effort=0.5)
+@check("comm_ops", "S13.4", "weights", dtypes=FLOATS, needs=_GRAPHS, effort=0.3)
 def weighted(lab: Lab, draw: Draw) -> None:
     """Weighted sums are formed in the order of the row, each product rounded."""
     between = draw(st.booleans())
@@ -255,7 +255,7 @@ def mean_is_kept(lab: Lab, draw: Draw) -> None:
             )
 
 
-@check("comm_ops", "S3.5", "ring", dtypes=COMPRESSIBLE)
+@check("comm_ops", "S3.5", "ring", dtypes=COMPRESSIBLE, effort=0.5)
 def ring(lab: Lab, draw: Draw) -> None:
     """Steps on the ring are as specified, bit for bit, so that replicas stay equal."""
     nodes = lab.world(draw, worlds(8))

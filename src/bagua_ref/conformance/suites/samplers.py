@@ -20,6 +20,7 @@ from bagua_ref.conformance.inputs.sampler_cases import (
     levels,
     many_for,
     noisy_cases,
+    one_to_five,
 )
 from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.lab.lab import Lab
@@ -35,9 +36,7 @@ class SamplerScript(Play):
     """A script about samplers, whose warnings do not matter."""
 
     def __init__(self, lab: Lab) -> None:
-        super().__init__(
-            lab, "samplers", "from bagua_ref.conformance.inputs.sampler_cases import cut, few_or_many, identity, many_for"
-        )
+        super().__init__(lab, "samplers", "from bagua_ref.conformance.inputs.sampler_cases import *")
 
     def do(self, line: str) -> None:
         """Append a line and run it."""
@@ -120,17 +119,21 @@ def digits(lab: Lab, draw: Draw) -> None:
 def batches(lab: Lab, draw: Draw) -> None:
     """All replicas get the same number of batches: the largest, with batches repeated in cycle, or with drop_last the smallest."""
     (values, replicas, options), script = draw(cases()), SamplerScript(lab)
+    if draw(st.booleans()):  # no two replicas have the same samples, so that one alone may have the most batches
+        values, replicas = list(range(draw(st.sampled_from([9, 12, 20, 40])))), draw(st.sampled_from([9, 12, 3]))
     options = {**options, "drop_last": False}
-    limit, sample, drop_last = draw(st.integers(1, 5)), draw(st.integers(0, len(values) - 1)), draw(st.booleans())
-    rules = [(few_or_many, "few_or_many"), (cut(limit), f"cut({limit})"), (many_for(sample), f"many_for({sample})")]
-    batch_fn, source = draw(st.sampled_from(rules))
-    plain = [batch_fn(samplers_plain.indices(values, replicas, rank, **options)) for rank in range(replicas)]
-    for rank, wanted in enumerate(samplers_plain.equal_batches(plain, drop_last)):
-        script.sampler(values, replicas, rank, {**options, "epoch": 0})
-        made = f"batches = samplers.LoadBalancingDistributedBatchSampler(sampler, {source}, {drop_last})"
-        script.do(f"{made}\nbatches.set_epoch({options['epoch']})")
-        script.same("len(batches)", len(wanted))
-        script.same("list(batches)", wanted)
+    limit, owner, drop_last = draw(st.integers(1, 5)), draw(st.sampled_from([replicas - 1, 0])), draw(st.booleans())
+    drawn = [samplers_plain.indices(values, replicas, rank, **options) for rank in range(replicas)]
+    sample = drawn[owner][0]
+    rules = [(one_to_five, "one_to_five"), (cut(limit), f"cut({limit})"), (many_for(sample), f"many_for({sample})")]
+    for batch_fn, source in rules:
+        wanted = samplers_plain.equal_batches([batch_fn(indices) for indices in drawn], drop_last)
+        for rank in draw(st.permutations(range(replicas)))[:2]:
+            script.sampler(values, replicas, rank, {**options, "epoch": 0})
+            made = f"batches = samplers.LoadBalancingDistributedBatchSampler(sampler, {source}, {drop_last})"
+            script.do(f"{made}\nbatches.set_epoch({options['epoch']})")
+            script.same("len(batches)", len(wanted[rank]))
+            script.same("list(batches)", wanted[rank])
 
 
 @check("samplers", "S7.3", "position", needs=_POSITION)

@@ -149,8 +149,8 @@ class Fuser(NotCopied):
         for run, state in zip(plan.runs, found, strict=True):
             run.give_gradient_back()
             run.give_state_back(state, optimizer.state)
-        if plan.changed:  # tell autograd, as a graph may have saved them: fused=True does not
-            torch.autograd.graph.increment_version(plan.changed)
+        if changed := plan.changed():  # tell autograd, as a graph may have saved them: fused=True does not
+            torch.autograd.graph.increment_version(changed)
         if len(optimizer.state) > self._num_states:
             self._order(optimizer, stepped, plan)
         plan.states = list(optimizer.state.values())
@@ -212,7 +212,7 @@ class _Plan:
             single += alone
         self._idle = [p for p in single if p.grad is None]  # if one gets a gradient, it may join a run
         self._single = [p for p in single if p.grad is not None and type(p) in PLAIN_TYPES]  # if one moves, it may overlap a run
-        self.changed = [*(p for run in self.runs for p in run.parameters), *self._single]
+        self._members = [p for run in self.runs for p in run.parameters]
         self.states = list(optimizer.state.values())
         """The entries that the optimizer's state had after the last step."""
         self._expected = self._describe(optimizer)
@@ -228,6 +228,10 @@ class _Plan:
             )
         except (KeyError, TypeError, RuntimeError):  # a value is missing, is not a dense tensor, or has no truth value, as tensors
             return False
+
+    def changed(self) -> list[Tensor]:
+        """Return the parameters that a step changes: not those that have lost their gradients since the plan was made."""
+        return [*self._members, *(p for p in self._single if p.grad is not None)]
 
     def _describe(self, optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[int]]:
         groups = [(list(map(id, group["params"])), options(group)) for group in optimizer.param_groups]
