@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from bagua_ref.cli.command import Commands, add_command, add_json_options, end_progress, show_progress, write_json
+from bagua_ref.formulas.costs import LinkCosts, parse_seconds
 
 __all__ = ["JSON_VERSION", "add_parser"]
 
@@ -45,6 +49,17 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     sim.add_argument(
         "--limit", type=_seconds, default=60.0, metavar="TIME", help="stop after this time, such as 90s or 5m (default: 60s)"
     )
+    sim.add_argument(
+        "--link", type=_checked(LinkCosts.parse), metavar="BANDWIDTH,LATENCY",
+        help="let communication take time, such as 1Gbit,20ms; with two such pairs, between and inside nodes",
+    )  # fmt: skip
+    sim.add_argument(
+        "--compute", type=_checked(parse_seconds), metavar="TIME",
+        help="with --link, of a forward and backward pass, such as 120ms (default: measured CPU time)",
+    )  # fmt: skip
+    sim.add_argument(
+        "--trace", type=Path, metavar="FILE", help="with --link, write the times for chrome://tracing (default: sim-trace.json)"
+    )
     sim.add_argument("--workers", choices=("0",), help="let data loaders run without their worker processes, which are real ones")
     sim.add_argument("--compare", choices=("stdout",), help="what ranks print must not depend on the schedule either")
     add_json_options(sim)
@@ -65,8 +80,16 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         parser.error(f"argument --faults: {arguments.faults!r} must be some of {','.join(FAULTS)}")
     if arguments.deviations is not None and arguments.deviations < 0:
         parser.error(f"argument --deviations: {arguments.deviations} must be 0 or more")
+    if not arguments.link and (arguments.compute or arguments.trace):
+        parser.error("arguments --compute and --trace need --link")
     try:
-        program = Program(arguments.program, tuple(arguments.after), loads_in_process=arguments.workers is not None)
+        program = Program(
+            arguments.program,
+            tuple(arguments.after),
+            loads_in_process=arguments.workers is not None,
+            link=arguments.link and LinkCosts.parse(arguments.link),
+            compute=arguments.compute and parse_seconds(arguments.compute),
+        )
         search = Exploration(
             nodes,
             arguments.seeds,
@@ -89,6 +112,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     report = judge(program, search, progress if sys.stderr.isatty() else lambda report: None)
     end_progress()
     result = _as_json(arguments, nodes, report)
+    if report.timeline is not None:
+        Path(result["trace"]).write_text(json.dumps(report.timeline.chrome_trace()))
     if not arguments.json:
         print("\n".join(_lines(report, result)).replace(os.getcwd() + os.sep, ""))
     write_json(arguments, result)
@@ -112,6 +137,9 @@ def _as_json(arguments: argparse.Namespace, nodes: tuple[int, ...], report: Any)
         "fault": found and found.fault and str(found.fault),
         "command": found and _command(arguments, nodes, found),
         "hints": report.hints,
+        "seconds_per_step": report.timeline and report.timeline.per_step()[0],
+        "exposed_seconds_per_step": report.timeline and report.timeline.per_step()[1],
+        "trace": report.timeline and str(arguments.trace or "sim-trace.json"),
     }
 
 
@@ -123,12 +151,17 @@ def _command(arguments: argparse.Namespace, nodes: tuple[int, ...], found: Any) 
     words += ["--fault", str(found.fault)] if found.fault else []
     words += ["--compare", "stdout"] if arguments.compare else []
     words += ["--workers", "0"] if arguments.workers else []
+    words += ["--link", arguments.link] if arguments.link else []
+    words += ["--compute", arguments.compute] if arguments.compute else []
     return shlex.join([*words, *(["--", *arguments.after] if arguments.after else [])])
 
 
 def _lines(report: Any, result: dict[str, Any]) -> list[str]:
     counts = f"{report.runs} run{'s' * (report.runs != 1)}"
     lines = [f"hint: {hint}" for hint in report.hints]
+    if report.timeline is not None:
+        seconds, exposed = report.timeline.per_step()
+        lines.append(f"time: {seconds:.6g} s a step, {exposed:.6g} s of it exposed communication; trace: {result['trace']}")
     if report.finding is None:
         return [*lines, f"agree: {counts}" if report.is_complete else f"no verdict: the time limit came after {_of(report)} runs"]
     head = "no verdict" if report.verdict == "undecided" else "found"
@@ -137,6 +170,19 @@ def _lines(report: Any, result: dict[str, Any]) -> list[str]:
 
 def _of(report: Any) -> str:
     return f"{report.runs} of {report.planned}" if report.planned else str(report.runs)
+
+
+def _checked(parse: Callable[[str], Any]) -> Callable[[str], str]:
+    """Return a function that takes an argument's text and returns it, if it can be parsed."""
+
+    def check(text: str) -> str:
+        try:
+            parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return check
 
 
 def _positive(text: str) -> int:

@@ -70,6 +70,12 @@ class Scheduler:
         self._failure: BaseException | None = None
         self.on_communication: Callable[[Any], None] = lambda call: None
         """Called by a thread with each of its communications, before it takes place."""
+        self.on_transfer: Callable[[Sequence[Any], Callable[[], None]], None] = lambda calls, finish: finish()
+        """Called with the parts in a collective or message once all are there; calls ``finish``, then or at a later time."""
+        self.on_wait: Callable[[Ticket, bool], None] = lambda ticket, over: None
+        """Called by a thread with what it waits for, before and after."""
+        self.timer: tuple[float, Callable[[], None]] = (math.inf, lambda: None)
+        """The next time at which something happens that no thread does, and the function that does it."""
         self.timeouts_fire = False
         """Whether ranks that wait for each other wait until their timeouts, instead of ending the run."""
         self.failed_call: RankCall | None = None
@@ -180,6 +186,7 @@ class Scheduler:
             self.poll()
             return ticket.granted
         task = self.calling()
+        self.on_wait(ticket, False)
         ticket.deadline = math.inf if timeout is None else self.time + timeout
         ticket.passes = passes or (timeout is not None and not task.is_main and not ticket.collective)
         self._polls = 0
@@ -187,6 +194,7 @@ class Scheduler:
         if not ticket.granted or task.ready:
             self._switch(task)
         task.ticket = None
+        self.on_wait(ticket, True)
         return ticket.granted
 
     def sleep(self, seconds: float) -> None:
@@ -217,9 +225,9 @@ class Scheduler:
         """Yield in a call that only polls; many consecutive ones wake sleeping threads."""
         self._polls += 1
         if self._polls > _POLLS:
-            passing = [t.ticket for t in self._tasks if t.ticket and t.ticket.passes and not t.ready]
-            if passing:
-                self._advance(min(ticket.deadline for ticket in passing))
+            passing = [t.ticket.deadline for t in self._tasks if t.ticket and t.ticket.passes and not t.ready]
+            if not self._fires(passing) and passing:
+                self._advance(min(passing))
         self.yield_(last=True)  # a schedule that prefers the newest would let it poll for ever
 
     def is_calling(self) -> bool:
@@ -347,9 +355,11 @@ class Scheduler:
     def _let_time_pass(self) -> None:
         """Advance the clock to the earliest deadline, as no thread can run; end the run if that cannot help."""
         tickets = [task.ticket for task in self._tasks if task.ticket]
+        if self._fires([ticket.deadline for ticket in tickets]):
+            return
         timed = [ticket for ticket in tickets if ticket.deadline < math.inf]
         # A rank's own timeout is a watchdog. While ranks wait for each other, it would only report later what is known now.
-        stuck = not self.timeouts_fire and any(ticket.collective for ticket in tickets)
+        stuck = not self.timeouts_fire and self.timer[0] == math.inf and any(ticket.collective for ticket in tickets)
         if not any(ticket.passes or not stuck for ticket in timed):
             self._fail(self._deadlock())
             return
@@ -359,6 +369,15 @@ class Scheduler:
                 self._fail(self._deadlock(f"only background threads woke up, {_WAKE_UPS} times until {self.time} s"))
                 return
         self._advance(min(ticket.deadline for ticket in timed))
+
+    def _fires(self, deadlines: Sequence[float]) -> bool:
+        """Advance the clock to the timer and do what it is for, if that comes before all deadlines; return whether it did."""
+        moment, happen = self.timer
+        if moment == math.inf or moment > min(deadlines, default=math.inf):
+            return False
+        self._advance(moment)
+        happen()
+        return True
 
     def _advance(self, time: float) -> None:
         self.time = max(self.time, time)

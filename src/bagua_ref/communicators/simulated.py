@@ -137,21 +137,21 @@ class SimulatedCommunicator(Communicator):
         for tensor, dst in sends:
             self._post(tensor, dst)
         self._group.scheduler.yield_()
-        for tensor, src in recvs:
-            self._take(tensor, src)
+        group = self._group
+        for other in group.recvs.get((self._rank, 0), ()):
+            if other.source in [src for _, src in recvs]:
+                rank = group.ranks[self._rank]
+                raise SimulationError(f"two threads of rank {rank} receive from {other.source} of group {self.name!r} at once")
+        for call in [self._take(tensor, src) for tensor, src in recvs]:
+            call.wait()
 
     def _post(self, tensor: Tensor, dst: int) -> None:
         self._group.post_send(Call(self._group, self._rank, f"send(dst={dst})", tensor.detach().clone(), None), dst)
 
-    def _take(self, tensor: Tensor, src: int) -> None:
-        group = self._group
-        if any(other.source == src for other in group.recvs.get((self._rank, 0), ())):
-            raise SimulationError(
-                f"two threads of rank {group.ranks[self._rank]} receive from {src} of group {self.name!r} at once"
-            )
-        call = Call(group, self._rank, f"recv(src={src})", None, tensor, tensor)
-        group.post_recv(call, src)
-        call.wait()
+    def _take(self, tensor: Tensor, src: int) -> Call:
+        call = Call(self._group, self._rank, f"recv(src={src})", None, tensor, tensor)
+        self._group.post_recv(call, src)
+        return call
 
     def _check_open(self) -> None:
         self._group.check()

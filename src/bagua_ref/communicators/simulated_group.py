@@ -207,8 +207,15 @@ class SimulatedGroup:
                 function(sends, [call.recv for call in calls])
             except (RuntimeError, ValueError, TypeError) as raised:
                 error = raised
-        for call in calls:
-            call.finish(copy.copy(error))
+
+        def finish() -> None:
+            for call in calls:
+                call.finish(copy.copy(error))
+
+        if error is None:
+            self.scheduler.on_transfer(calls, finish)
+        else:
+            finish()
 
     def _disagreement(self, calls: list[Call]) -> Exception | None:
         first = calls[0]
@@ -245,5 +252,9 @@ class SimulatedGroup:
             error = ValueError(f"{sentence}; the numbers of elements must be equal")
         else:
             tensor.data.copy_(message.reshape(tensor.shape))
-        sender.finish()
-        receiver.finish(error)
+
+        def finish() -> None:
+            sender.finish()
+            receiver.finish(error)
+
+        self.scheduler.on_transfer([sender, receiver], finish)

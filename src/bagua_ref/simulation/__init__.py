@@ -16,9 +16,11 @@ from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.simulated import SimulatedNetwork, SimulatedTransport
 from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.errors import RankCall
+from bagua_ref.formulas.costs import LinkCosts
 from bagua_ref.simulation.invariants import always
 from bagua_ref.simulation.rank_world import SimulatedRankWorld
 from bagua_ref.simulation.schedules import Schedule, Schedules
+from bagua_ref.simulation.timing import Timeline, Timing
 from bagua_ref.simulation.torch_distributed import rank_states, run_process, simulated_torch
 
 __all__ = ["Schedule", "Schedules", "SimulatedWorld", "always"]
@@ -43,6 +45,13 @@ class SimulatedWorld:
         schedule: the interleaving of a single run, instead of a seed's.
         torch_distributed: whether each rank is like a process in which `torch.distributed` is the simulated world's, so that
             ``run`` takes any program that is written for it; see `bagua_ref.simulation.torch_distributed`.
+        link: the links between ranks, such as "1Gbit,20ms" (see `bagua_ref.formulas.costs.LinkCosts.parse`): collectives and
+            messages take the time of S14. None: they take none.
+        compute: the seconds of a forward and backward pass; "measured": threads take their CPU time; None: compute takes none.
+
+    Attributes:
+        virtual_time: the duration of the last `run` in virtual seconds.
+        timeline: of the last `run`, if there is a ``link``.
 
     Raises:
         ValueError: ``nodes`` are not positive numbers that sum to ``world_size``.
@@ -70,6 +79,8 @@ class SimulatedWorld:
         schedule: Schedule | None = None,
         *,
         torch_distributed: bool = False,
+        link: LinkCosts | str | None = None,
+        compute: float | str | None = None,
     ) -> None:
         for name, value in (("world_size", world_size), ("seed", seed)):
             if not isinstance(value, int) or isinstance(value, bool):
@@ -83,10 +94,15 @@ class SimulatedWorld:
             raise ValueError(f"nodes={sizes} must be numbers of ranks, each at least 1, that sum to world_size={world_size}")
         self.world_size, self.nodes, self.seed, self.schedule = world_size, sizes, seed, schedule
         self.torch_distributed = torch_distributed
+        self.link = LinkCosts.parse(link) if isinstance(link, str) else link
+        number = isinstance(compute, float | int) and not isinstance(compute, bool) and 0 <= compute < float("inf")
+        if (compute not in (None, "measured") and not number) or (compute is not None and link is None):
+            raise ValueError(f'compute={compute!r} must be seconds or "measured" with a link, or None')
+        self.compute = compute
+        self.timeline: Timeline | None = None
         self.failed_call: RankCall | None = None
         """Where the exception that ended the last `run` was raised."""
         self.virtual_time = 0.0
-        """The duration of the last `run` in virtual seconds."""
         self._messages: list[tuple[str, list[Tensor]]] | None = None
         self.observe: Callable[[Call], None] | None = None
         """Called by each rank with each of its communications, before it takes place."""
@@ -128,6 +144,8 @@ class SimulatedWorld:
         network = SimulatedNetwork(scheduler, node_of, self._messages)
         if self.observe is not None:
             scheduler.on_communication = self.observe
+        timing = None if self.link is None else Timing(scheduler, node_of, self.link, self.compute)
+        self.timeline = None if timing is None else timing.timeline
         results: dict[int, T] = {}
 
         def main(rank: int) -> None:
@@ -138,7 +156,7 @@ class SimulatedWorld:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            with simulated_torch(scheduler, network, states) if states else nullcontext():
+            with simulated_torch(scheduler, network, states) if states else nullcontext(), timing or nullcontext():
                 scheduler.run([partial(main, rank) for rank in range(self.world_size)])
         finally:
             torch.set_num_threads(threads)

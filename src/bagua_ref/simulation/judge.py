@@ -12,6 +12,7 @@ from bagua_ref.simulation.findings import Finding, after_fault, depends_on_hash_
 from bagua_ref.simulation.observation import Observation, Order
 from bagua_ref.simulation.programs import Program
 from bagua_ref.simulation.schedules import Schedule, Schedules, SeededSchedule
+from bagua_ref.simulation.timing import Timeline
 from bagua_ref.simulation.workers import Workers
 
 __all__ = ["Exploration", "Judgement", "judge"]
@@ -60,6 +61,7 @@ class Judgement:
         runs: the number of runs made, not counting those that looked for a simpler schedule.
         planned: the number of runs that the search would have made; None: unknown.
         is_complete: whether the search came to its end.
+        timeline: with a link, the times of a run in the default schedule without an error.
     """
 
     finding: Finding | None = None
@@ -67,6 +69,7 @@ class Judgement:
     runs: int = 0
     planned: int | None = None
     is_complete: bool = False
+    timeline: Timeline | None = None
 
     @property
     def verdict(self) -> str:
@@ -112,7 +115,7 @@ class _Judge:
         else:
             self._report.finding = own_error(first)
         if self._report.finding is None and self._search.fault is None:
-            for phase in (self._early_use, self._schedules, self._hash_seeds, self._faults):
+            for phase in (self._times, self._early_use, self._schedules, self._hash_seeds, self._faults):
                 if not phase() or self._report.finding is not None:
                     return
         self._report.is_complete = True
@@ -131,6 +134,16 @@ class _Judge:
         return self._one(Order())
 
     # The phases; each returns whether it came to its end.
+
+    def _times(self) -> bool:
+        """Take the times of the first run, or of another whose compute is measured, which nothing else is compared with."""
+        seen: Observation | None = self._first
+        if self._program.link is not None and self._program.compute is None:
+            seen = self._one(Order(self._first.schedule, measures=True))
+            if seen is not None and seen.kind:
+                self._report.hints.append(f"no times: in the run that measures compute, {seen.message}")
+        self._report.timeline = None if seen is None else seen.timeline
+        return seen is not None
 
     def _early_use(self) -> bool:
         lines = {(call.file, call.line) for calls in self._first.log for call in calls}

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from bagua_ref.base.runtime import current_world
@@ -27,6 +26,7 @@ from bagua_ref.simulation.faults import Fault
 from bagua_ref.simulation.invariants import Invariants
 from bagua_ref.simulation.programs import Program, RankOutput
 from bagua_ref.simulation.schedules import Schedule, SeededSchedule
+from bagua_ref.simulation.timing import Timeline, after_steps
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
 from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward
 from bagua_ref.simulation.torch_distributed.work import promptly
@@ -43,12 +43,14 @@ class Order:
         prompt: the lines whose asynchronous operations act at once, see `promptly`.
         shows: whether to show the ranks' output.
         fault: of a rank.
+        measures: whether ranks take their CPU time, with links.
     """
 
     schedule: Schedule = field(default_factory=Schedule)
     prompt: Container[tuple[str, int]] = ()
     shows: bool = False
     fault: Fault | None = None
+    measures: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Observation:
         kind: of the error that ended the run; empty: all ranks returned.
         message: of that error.
         calls: what the ranks concerned were doing.
+        timeline: with links, the times of the run.
         exceptions: in a run with a fault, what ended each rank; empty: it returned.
     """
 
@@ -105,13 +108,15 @@ class Observation:
     kind: str = ""
     message: str = ""
     calls: tuple[RankCall, ...] = ()
+    timeline: Timeline | None = None
 
 
 def observe(program: Program, nodes: Sequence[int], order: Order, shown: TextIO) -> Observation:
     """Run a program once on simulated ranks, and return what was seen; the output goes to ``shown`` if the order says so."""
     n, schedule = sum(nodes), order.schedule
     watch = _RunWatch(n, order.fault, program.loads_in_process)
-    world = SimulatedWorld(n, nodes, schedule=schedule, torch_distributed=True)
+    compute = "measured" if order.measures else program.compute
+    world = SimulatedWorld(n, nodes, schedule=schedule, torch_distributed=True, link=program.link, compute=compute)
     world.observe = watch.communicates
     output, errors = (RankOutput(stream if order.shows else None, n) for stream in (shown, sys.stderr))
     seen = Observation(schedule, watch.steps, watch.log, watch.sent, output.written, watch.exceptions)
@@ -125,6 +130,7 @@ def observe(program: Program, nodes: Sequence[int], order: Order, shown: TextIO)
         seen.calls = (world.failed_call,) if world.failed_call else ()
     output.finish()
     errors.finish()
+    seen.timeline = None if seen.kind else world.timeline
     if isinstance(schedule, SeededSchedule):
         seen.schedule = schedule.fixed()
     seen.hints = [] if seen.kind else watch.hints()
@@ -148,12 +154,8 @@ class _RunWatch:
     def installed(self) -> Iterator[None]:
         """Set the hooks while the context lasts."""
         with self._invariants, ExitStack() as stack:
-            for handle in (
-                register_module_forward_pre_hook(lambda module, args: self._here().before_forward(module)),
-                register_optimizer_step_pre_hook(lambda optimizer, args, options: self._here().stepping.append(optimizer)),
-                register_optimizer_step_post_hook(lambda optimizer, args, options: self._after_step(optimizer)),
-            ):
-                stack.callback(handle.remove)
+            stack.callback(register_module_forward_pre_hook(lambda module, args: self._here().before_forward(module)).remove)
+            stack.enter_context(after_steps(lambda optimizer: None, self._after_step))
             if self._loads_in_process:
                 replacements = Replacements(lambda: True)
                 stack.callback(replacements.restore)
@@ -217,12 +219,9 @@ class _RunWatch:
 
     def _after_step(self, optimizer: Any) -> None:
         here = self._here()
-        while here.stepping and here.stepping.pop() is not optimizer:
-            pass
-        if not here.stepping:  # else it is the step of an optimizer whose wrapper goes on
-            self.steps[here.rank].append(here.after_step(optimizer))
-            if self._calls:
-                self._invariants.check(here.rank, self._calls[0].group.scheduler)
+        self.steps[here.rank].append(here.after_step(optimizer))
+        if self._calls:
+            self._invariants.check(here.rank, self._calls[0].group.scheduler)
 
 
 class _RankWatch:
@@ -230,8 +229,6 @@ class _RankWatch:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.stepping: list[Any] = []
-        """Optimizers whose steps are under way, the outermost first."""
         self.reductions: list[tuple[int, tuple[int, ...]]] = []
         """The elements and ranks of each all-reduce since the last step."""
         self.backwards: dict[int, tuple[str, int]] = {}

@@ -11,7 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from bagua_ref.base.runtime import current_world
+from bagua_ref.formulas.costs import LinkCosts
 from bagua_ref.simulation.torch_distributed import run_script
 
 __all__ = ["Program", "RankOutput"]
@@ -26,6 +29,8 @@ class Program:
         arguments: the script's, in ``sys.argv``.
         function: called without arguments, instead of what ``name`` says.
         loads_in_process: whether data loaders do without the worker processes that they ask for.
+        link: between its ranks; None: communication takes no time.
+        compute: the seconds of a forward and backward pass, see `bagua_ref.simulation.SimulatedWorld`.
 
     Raises:
         ValueError: there is no such script, or the name is not ``module:function``.
@@ -35,6 +40,8 @@ class Program:
     arguments: tuple[str, ...] = ()
     function: Callable[[], Any] | None = None
     loads_in_process: bool = False
+    link: LinkCosts | None = None
+    compute: float | None = None
 
     def __post_init__(self) -> None:
         module, _, function = self.name.partition(":")
@@ -57,6 +64,8 @@ class Program:
 
     def run(self) -> Any:
         """Run the program on the calling rank; return the function's result."""
+        if self.function is None:  # a new process seeds it by chance, each rank differently; here, alike in all runs
+            torch.default_generator.manual_seed(2**40 + current_world().identity.rank)
         if self.is_script:
             return run_script(self.name, self.arguments)
         if self.function is not None:
