@@ -161,10 +161,10 @@ def test_S14_5_ranks_share_their_nodes_link_and_pairs_inside_do_not(per_node, nb
 )
 def test_S14_4_a_step_takes_no_less_than_compute_or_communication_and_no_more_than_both(buckets, forward, backward, after):
     nbytes, seconds = zip(*buckets, strict=True)
-    found = costs.overlap(forward, backward, nbytes, seconds, after)
-    compute = forward + backward
-    assert found.ready[-1] == pytest.approx(compute)
-    assert max(compute, sum(seconds) + found.ready[0]) + after <= found.step * (1 + 1e-12)
-    assert found.step <= (compute + sum(seconds) + after) * (1 + 1e-12)
-    assert found.step == pytest.approx(compute + found.exposed + after)
-    assert costs.overlap(forward, backward, nbytes, [0.0] * len(nbytes), after).exposed <= 1e-12 * compute
+    step, exposed = costs.overlap(forward, backward, nbytes, seconds, after)
+    compute, first_ready = forward + backward, forward + backward * nbytes[0] / sum(nbytes)
+    assert max(compute, sum(seconds) + first_ready) + after <= step * (1 + 1e-12)
+    assert step <= (compute + sum(seconds) + after) * (1 + 1e-12)
+    assert step == pytest.approx(compute + exposed + after)
+    assert costs.overlap(forward, backward, nbytes, [0.0] * len(nbytes), after)[1] <= 1e-12 * compute
+    assert costs.overlap(forward, backward, [1], seconds[:1])[0] == pytest.approx(compute + seconds[0])  # nothing to hide behind

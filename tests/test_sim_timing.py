@@ -185,10 +185,10 @@ def test_S14_4_ddp_takes_the_time_of_overlapped_buckets(compute: float) -> None:
     world = timed(ddp(), (1, 1), links, compute)
     nbytes = [256 * 256 * 4] * 4
     seconds = [operation_seconds(costs.all_reduce([size // 2] * 2), [0, 1], links) for size in nbytes]
-    wanted = costs.overlap(compute / 3, 2 * compute / 3, nbytes, seconds)
+    step, exposed = costs.overlap(compute / 3, 2 * compute / 3, nbytes, seconds)
     assert world.timeline is not None
-    assert world.timeline.per_step() == (pytest.approx(wanted.step), pytest.approx(wanted.exposed))
-    assert (wanted.exposed == pytest.approx(seconds[-1])) == (compute > 1)  # all but the last bucket are hidden
+    assert world.timeline.per_step() == (pytest.approx(step), pytest.approx(exposed))
+    assert (exposed == pytest.approx(seconds[-1])) == (compute > 1)  # all but the last bucket are hidden
 
 
 def test_compute_of_parameters_without_gradients_passes_before_the_step() -> None:

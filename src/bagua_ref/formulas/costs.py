@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 __all__ = [
-    "LinkCost", "LinkCosts", "Message", "Operation", "Overlapped", "Round", "Traffic", "Wire",
+    "LinkCost", "LinkCosts", "Message", "Operation", "Round", "Traffic", "Wire",
     "all_gather", "all_reduce", "all_to_all", "broadcast", "chunk_bytes", "gather", "loads_of", "one_round", "operation_seconds",
     "overlap", "parse_seconds", "reduce", "reduce_scatter", "round_seconds", "scatter", "traffic",
 ]  # fmt: skip
@@ -29,9 +29,6 @@ Wire: TypeAlias = "tuple[str, int, int]"
 _BITS = {"bit": 1, "B": 8}
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
-
-
-# The messages of operations (S14.1).
 
 
 def chunk_bytes(elements: int, itemsize: int, n: int) -> list[int]:
@@ -119,9 +116,6 @@ def _ring(chunks: Sequence[int], first: int) -> Operation:
     return [[(r, (r + 1) % n, chunks[(r + first - s) % n]) for r in range(n)] for s in range(n - 1)]
 
 
-# Counts (S14.1).
-
-
 class Traffic(NamedTuple):
     """What one rank sends and receives over links of one kind."""
 
@@ -148,9 +142,6 @@ def traffic(operation: Operation, node_of: Sequence[int]) -> list[dict[str, Traf
             counts[rank][kind][place] += nbytes
             counts[rank][kind][place + 1] += 1
     return [{kind: Traffic(*count) for kind, count in own.items()} for own in counts]
-
-
-# Time (S14.2, S14.4, S14.5).
 
 
 class LinkCost(NamedTuple):
@@ -243,24 +234,10 @@ def operation_seconds(operation: Operation, node_of: Sequence[int], links: LinkC
     return sum((round_seconds(loads_of(messages, node_of), links) for messages in operation), 0.0)
 
 
-class Overlapped(NamedTuple):
-    """A training step whose communication runs beside backward.
-
-    Attributes:
-        ready: when each bucket's gradients are complete.
-        ended: when each bucket's operation has ended.
-        step: the seconds of the step.
-        exposed: the part of it in which only communication goes on.
-    """
-
-    ready: list[float]
-    ended: list[float]
-    step: float
-    exposed: float
-
-
-def overlap(forward: float, backward: float, nbytes: Sequence[int], seconds: Sequence[float], after: float = 0.0) -> Overlapped:
-    """Return the times of a step whose buckets communicate during backward (S14.4).
+def overlap(
+    forward: float, backward: float, nbytes: Sequence[int], seconds: Sequence[float], after: float = 0.0
+) -> tuple[float, float]:
+    """Return the seconds of a step whose buckets communicate during backward, and how many of them are exposed (S14.4).
 
     Bucket i is ready at forward + backward * (bytes up to and with i) / total. Its operation starts when it is ready and the one
     before has ended. step = max(forward + backward, end of the last operation) + after.
@@ -273,12 +250,9 @@ def overlap(forward: float, backward: float, nbytes: Sequence[int], seconds: Seq
         after: seconds of what follows, such as the optimizer.
 
     >>> overlap(1.0, 2.0, [10, 10], [0.5, 1.5])
-    Overlapped(ready=[2.0, 3.0], ended=[2.5, 4.5], step=4.5, exposed=1.5)
+    (4.5, 1.5)
     """
-    total = sum(nbytes)
-    ready = [forward + backward * upto / total for upto in accumulate(nbytes)]
-    ended: list[float] = []
-    for start, duration in zip(ready, seconds, strict=True):
-        ended.append(max(start, ended[-1] if ended else 0.0) + duration)
-    compute = forward + backward
-    return Overlapped(ready, ended, max([compute, *ended]) + after, max([0.0, *(end - compute for end in ended)]))
+    compute, ended, total = forward + backward, 0.0, sum(nbytes)
+    for upto, duration in zip(accumulate(nbytes), seconds, strict=True):
+        ended = max(forward + backward * upto / total, ended) + duration
+    return max(compute, ended) + after, max(0.0, ended - compute)

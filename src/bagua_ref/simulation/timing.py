@@ -249,38 +249,34 @@ class Timing:
         self._hooks.close()
         self.timeline.seconds = self._scheduler.time
 
-    # Communication.
-
     def _transfer(self, calls: Sequence[Call], finish: Callable[[], None]) -> None:
-        group, text, ranks = calls[0].group, str(calls[0]), [calls[0].group.ranks[call.rank] for call in calls]
-        operation = messages_of(calls)
-        everyone = group.ranks
-        operation = [[(everyone[src], everyone[dst], nbytes) for src, dst, nbytes in messages] for messages in operation]
+        group, text, places = calls[0].group, str(calls[0]), [call.rank for call in calls]
+        ranks = group.ranks
+        operation = [[(ranks[src], ranks[dst], nbytes) for src, dst, nbytes in messages] for messages in messages_of(calls)]
 
         def end(began: float, ended: float) -> None:
             if ended > began:
-                self.timeline.spans.extend(Span(rank, "", "communication", text, began, ended) for rank in ranks)
+                self.timeline.spans += [Span(ranks[place], "", "communication", text, began, ended) for place in places]
             finish()
 
-        is_message = text.startswith("send(")
-        self._wires.start(_Transfer(operation, end, None if is_message else self._queues.setdefault(group, deque())))
+        queues = operation and not text.startswith("send(")
+        self._wires.start(_Transfer(operation, end, self._queues.setdefault(group, deque()) if queues else None))
         self._mark()  # moving the data is no compute of the rank
 
     def _wait(self, ticket: Ticket, over: bool) -> None:
         """Note when a thread begins and ends to wait."""
+        task = self._scheduler.calling()
         if not over:
-            if ticket.what != "to sleep":
+            if task not in self._computing:
                 self._charge()
             self._waits[ticket] = self._scheduler.time
             return
         self._mark()
-        began, now, task = self._waits.pop(ticket), self._scheduler.time, self._scheduler.calling()
+        began, now = self._waits.pop(ticket), self._scheduler.time
         kind = "compute" if task in self._computing else "sleep" if ticket.what == "to sleep" else "wait"
         if now > began:
             name = kind if ticket.call is None else str(ticket.call)
             self.timeline.spans.append(Span(task.rank, task.thread, kind, name, began, now))
-
-    # Compute.
 
     def _spend(self, seconds: float) -> None:
         if seconds > 0 and self._scheduler.is_calling():
