@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bagua_ref.types import ReduceOp
 
-__all__ = ["check_alike", "check_sizes", "describe", "listed", "reduction", "split"]
+__all__ = ["check_alike", "check_count", "check_sizes", "describe", "listed", "reduction", "split"]
 
 _OPERATIONS = {
     int(getattr(dist.ReduceOp, name)): ReduceOp[name] for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -33,6 +33,12 @@ def reduction(opts: Any) -> ReduceOp:
 def describe(tensor: Tensor) -> str:
     """Return dtype and shape of a tensor, for messages."""
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+
+
+def check_count(name: str, tensors: Any, count: int) -> None:
+    """Raise ValueError unless there are ``count`` tensors."""
+    if len(tensors) != count:
+        raise ValueError(f"{name} needs {count} tensors in its lists, one per rank and tensor, not {len(tensors)}")
 
 
 def check_alike(name: str, tensor: Tensor, like: Tensor) -> None:
