@@ -8,10 +8,9 @@ from typing import Any
 from bagua_ref.base.runtime import current_world
 from bagua_ref.communicators.call_sites import place
 from bagua_ref.communicators.scheduler import Scheduler
+from bagua_ref.simulation.rank_world import SimulatedRankWorld
 
-__all__ = ["Invariants", "always"]
-
-_current: Invariants | None = None
+__all__ = ["always", "check_invariants"]
 
 
 def always(function: Callable[[], Any]) -> None:
@@ -22,38 +21,21 @@ def always(function: Callable[[], Any]) -> None:
 
     >>> always(lambda: 1 + 1 == 2)
     """
-    if _current is not None:
-        _current.functions[current_world().identity.rank].append(function)
+    world = current_world()
+    if isinstance(world, SimulatedRankWorld):
+        world.invariants.append(function)
 
 
-class Invariants:
-    """The invariants of one run.
-
-    Args:
-        ranks: the number of ranks.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self.functions: list[list[Callable[[], Any]]] = [[] for _ in range(ranks)]
-
-    def __enter__(self) -> Invariants:
-        global _current
-        _current = self
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        global _current
-        _current = None
-
-    def check(self, rank: int, scheduler: Scheduler) -> None:
-        """End the run if one of the calling rank's invariants does not hold."""
-        for function in self.functions[rank]:
-            try:
-                wrong = "is False" if function() is False else ""
-            except Exception as error:
-                wrong = f"raises {type(error).__name__}: {error}"
-            if wrong:
-                code = getattr(function, "__code__", None)
-                where = f" ({place(code.co_filename, code.co_firstlineno)})" if code else ""
-                name = getattr(function, "__name__", repr(function))
-                scheduler.refuse("invariant", f"breaks an invariant: {name}{where} {wrong}", "a step or communication")
+def check_invariants(scheduler: Scheduler) -> None:
+    """End the run if one of the calling rank's invariants does not hold."""
+    world = current_world()
+    for function in world.invariants if isinstance(world, SimulatedRankWorld) else ():
+        try:
+            wrong = "is False" if function() is False else ""
+        except Exception as error:
+            wrong = f"raises {type(error).__name__}: {error}"
+        if wrong:
+            code = getattr(function, "__code__", None)
+            where = f" ({place(code.co_filename, code.co_firstlineno)})" if code else ""
+            name = getattr(function, "__name__", repr(function))
+            scheduler.refuse("invariant", f"breaks an invariant: {name}{where} {wrong}", "a step or communication")

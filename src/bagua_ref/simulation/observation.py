@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.errors import RankCall, SimulationError
 from bagua_ref.simulation import SimulatedWorld
 from bagua_ref.simulation.faults import Fault
-from bagua_ref.simulation.invariants import Invariants
+from bagua_ref.simulation.invariants import check_invariants
 from bagua_ref.simulation.programs import Program, RankOutput
 from bagua_ref.simulation.schedules import Schedule, SeededSchedule
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
@@ -43,12 +43,14 @@ class Order:
         prompt: the lines whose asynchronous operations act at once, see `promptly`.
         shows: whether to show the ranks' output.
         fault: of a rank.
+        hash_seed: the PYTHONHASHSEED of a new interpreter; None: that of this process.
     """
 
     schedule: Schedule = field(default_factory=Schedule)
     prompt: Container[tuple[str, int]] = ()
     shows: bool = False
     fault: Fault | None = None
+    hash_seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -107,17 +109,25 @@ class Observation:
     calls: tuple[RankCall, ...] = ()
 
 
-def observe(program: Program, nodes: Sequence[int], order: Order, shown: TextIO) -> Observation:
-    """Run a program once on simulated ranks, and return what was seen; the output goes to ``shown`` if the order says so."""
+def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation:
+    """Run a program once on simulated ranks, and return what was seen; show the output if the order says so."""
     n, schedule = sum(nodes), order.schedule
-    watch = _RunWatch(n, order.fault, program.loads_in_process)
+    output, errors = (RankOutput(stream if order.shows else None, n) for stream in (sys.stdout, sys.stderr))
+    seen = Observation(
+        schedule,
+        steps=[[] for _ in range(n)],
+        log=[[] for _ in range(n)],
+        sent=[[] for _ in range(n)],
+        stdout=output.written,
+        exceptions=[""] * n,
+    )
+    watch = _RunWatch(seen, n, order.fault, program.loads_in_process)
     world = SimulatedWorld(n, nodes, schedule=schedule, torch_distributed=True)
     world.observe = watch.communicates
-    output, errors = (RankOutput(stream if order.shows else None, n) for stream in (shown, sys.stderr))
-    seen = Observation(schedule, watch.steps, watch.log, watch.sent, output.written, watch.exceptions)
     try:
         with watch.installed(), promptly(order.prompt), redirect_stdout(output), redirect_stderr(errors):
             seen.returned = world.run(watch.run, program)
+        seen.hints = watch.hints()
     except SimulationError as error:
         seen.kind, seen.message, seen.calls = error.kind or "error", str(error), error.calls
     except (Exception, SystemExit) as error:  # the program's
@@ -127,19 +137,14 @@ def observe(program: Program, nodes: Sequence[int], order: Order, shown: TextIO)
     errors.finish()
     if isinstance(schedule, SeededSchedule):
         seen.schedule = schedule.fixed()
-    seen.hints = [] if seen.kind else watch.hints()
     return seen
 
 
 class _RunWatch:
-    """The hooks of one run."""
+    """The hooks of one run, which fill in what is seen."""
 
-    def __init__(self, n: int, fault: Fault | None, loads_in_process: bool) -> None:
-        self.steps: list[list[Step]] = [[] for _ in range(n)]
-        self.log: list[list[RankCall]] = [[] for _ in range(n)]
-        self.sent: list[list[str]] = [[] for _ in range(n)]
-        self.exceptions = [""] * n
-        self._fault, self._invariants, self._loads_in_process = fault, Invariants(n), loads_in_process
+    def __init__(self, seen: Observation, n: int, fault: Fault | None, loads_in_process: bool) -> None:
+        self._seen, self._fault, self._loads_in_process = seen, fault, loads_in_process
         self._hints: dict[str, None] = {}
         self._calls: list[Call] = []
         self._ranks = [_RankWatch(rank) for rank in range(n)]
@@ -147,7 +152,7 @@ class _RunWatch:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Set the hooks while the context lasts."""
-        with self._invariants, ExitStack() as stack:
+        with ExitStack() as stack:
             for handle in (
                 register_module_forward_pre_hook(lambda module, args: self._here().before_forward(module)),
                 register_optimizer_step_pre_hook(lambda optimizer, args, options: self._here().stepping.append(optimizer)),
@@ -168,8 +173,8 @@ class _RunWatch:
         try:
             result = program.run()
         except (Exception, SystemExit) as error:  # ends only this rank, as others go on with the fault
-            self.exceptions[rank] = _text(error)
-        self._fault.leave(rank, {call.group for call in self._calls}, self.exceptions[rank] or f"rank {rank} ended")
+            self._seen.exceptions[rank] = _text(error)
+        self._fault.leave(rank, {call.group for call in self._calls}, self._seen.exceptions[rank] or f"rank {rank} ended")
         return _digest(result)
 
     def communicates(self, call: Call) -> None:
@@ -178,16 +183,16 @@ class _RunWatch:
         rank = current_world().identity.rank
         sends = [send for send in (call.send if isinstance(call.send, list) else [call.send]) if isinstance(send, Tensor)]
         self._calls.append(call)
-        self.log[rank].append(call.facts())
-        self.sent[rank].append(_digest((call.operation, call.file, call.line, sends)))
+        self._seen.log[rank].append(call.facts())
+        self._seen.sent[rank].append(_digest((call.operation, call.file, call.line, sends)))
         if call.operation.startswith("all_reduce("):
             self._ranks[rank].reductions.append((sum(send.numel() for send in sends), tuple(call.group.ranks)))
         backward = current_backward()
         if backward is not None:
             self._ranks[rank].backwards.setdefault(backward, (call.file, call.line))
-        self._invariants.check(rank, call.group.scheduler)
+        check_invariants(call.group.scheduler)
         if self._fault is not None:
-            self._fault.strike(call, rank, len(self.log[rank]) - 1, {call.group for call in self._calls})
+            self._fault.strike(call, rank, len(self._seen.log[rank]) - 1, {call.group for call in self._calls})
 
     def hints(self) -> list[str]:
         """Return what is odd about the run, but no error."""
@@ -197,13 +202,11 @@ class _RunWatch:
             found |= {f"nothing was sent for {_place(call)}": None for calls in group.recvs.values() for call in calls}
         found |= {f"nothing waited for {_place(call)}": None for call in self._calls if not call.awaited}
         for rank in self._ranks:
-            counts = [len(step) for step in rank.backwards_by_step]
-            if len(counts) > 1 and min(counts) > 1:
-                file, line = next(iter(rank.backwards_by_step[0].values()))
-                found[
-                    f"{min(counts)} backward passes before each optimizer step communicate at {place(file, line)}: if they "
-                    "accumulate gradients, run all but the last of them in no_sync()"
-                ] = None
+            fewest = min(map(len, rank.backwards_by_step), default=0)
+            if len(rank.backwards_by_step) > 1 and fewest > 1:
+                where = place(*next(iter(rank.backwards_by_step[0].values())))
+                text = f"{fewest} backward passes before each optimizer step communicate at {where}: if they accumulate gradients, "
+                found[f"{text}run all but the last of them in no_sync()"] = None
         return list(found)
 
     def _load(self, original: Callable[[Any], Any], loader: Any) -> Any:
@@ -220,9 +223,9 @@ class _RunWatch:
         while here.stepping and here.stepping.pop() is not optimizer:
             pass
         if not here.stepping:  # else it is the step of an optimizer whose wrapper goes on
-            self.steps[here.rank].append(here.after_step(optimizer))
+            self._seen.steps[here.rank].append(here.after_step(optimizer))
             if self._calls:
-                self._invariants.check(here.rank, self._calls[0].group.scheduler)
+                check_invariants(self._calls[0].group.scheduler)
 
 
 class _RankWatch:

@@ -29,6 +29,8 @@ class SimulatedRankWorld(World):
         """The threads that the rank's program has started by `threading`, if it may."""
         self.signal_handlers: dict[Any, Any] = {}
         """The handlers that the rank's program has set."""
+        self.invariants: list[Callable[[], Any]] = []
+        """What `bagua_ref.simulation.always` was given by the rank."""
 
     def __repr__(self) -> str:
         return f"SimulatedRankWorld(rank {self._identity.rank} of {self._identity.world_size})"
