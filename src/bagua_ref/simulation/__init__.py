@@ -19,7 +19,6 @@ from bagua_ref.errors import RankCall
 from bagua_ref.simulation.invariants import always
 from bagua_ref.simulation.rank_world import SimulatedRankWorld
 from bagua_ref.simulation.schedules import Schedule, Schedules
-from bagua_ref.simulation.torch_distributed import rank_states, run_process, simulated_torch
 
 __all__ = ["Schedule", "Schedules", "SimulatedWorld", "always"]
 
@@ -123,7 +122,11 @@ class SimulatedWorld:
         """
         node_of = tuple(node for node, size in enumerate(self.nodes) for _ in range(size))
         identities = [self._identity(rank, node) for rank, node in enumerate(node_of)]
-        states = rank_states(identities) if self.torch_distributed else None
+        states: Any = None
+        if self.torch_distributed:  # imported here, as it takes longer than the rest of this package
+            from bagua_ref.simulation.torch_distributed import rank_states, run_process, simulated_torch
+
+            states = rank_states(identities)
         scheduler = Scheduler(self._choices(), states)
         network = SimulatedNetwork(scheduler, node_of, self._messages)
         if self.observe is not None:

@@ -6,7 +6,7 @@ import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,17 +152,15 @@ class _RunWatch:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Set the hooks while the context lasts."""
-        with ExitStack() as stack:
+        with Replacements(lambda: True) as hooks:
             for handle in (
                 register_module_forward_pre_hook(lambda module, args: self._here().before_forward(module)),
                 register_optimizer_step_pre_hook(lambda optimizer, args, options: self._here().stepping.append(optimizer)),
                 register_optimizer_step_post_hook(lambda optimizer, args, options: self._after_step(optimizer)),
             ):
-                stack.callback(handle.remove)
+                hooks.callback(handle.remove)
             if self._loads_in_process:
-                replacements = Replacements(lambda: True)
-                stack.callback(replacements.restore)
-                replacements.function(DataLoader, "__iter__", self._load)
+                hooks.function(DataLoader, "__iter__", self._load)
             yield
 
     def run(self, program: Program) -> str:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from bagua_ref.base.runtime import Identity, current_world
@@ -73,27 +74,26 @@ def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork, states: Seq
     def not_in_group(operation: str) -> None:
         scheduler.refuse("not_in_group", f"calls {operation} on a group that it is not in", operation)
 
-    replacements = Replacements(scheduler.is_calling)
     modules = UserModules(lambda: current_world().process_state.modules if scheduler.is_calling() else None)  # type: ignore[attr-defined]
     for owner in (SimulatedProcessGroup, SimulatedWork, SimulatedStore):
         torch_hooks.hide_from_compiler(owner)
-    try:
+    with Replacements(scheduler.is_calling) as replacements:
+        for undo in (
+            _running.clear,
+            works_of_backward.clear,
+            torch_hooks.forget,
+            partial(restore_environment, states),
+            outside.restore,
+        ):
+            replacements.callback(undo)
         torch_hooks.replace(replacements, connect, SharedStores(scheduler).open, not_in_group)
         replace_processes(replacements, scheduler)
         replace_threads(replacements, scheduler)
         replace_clocks(replacements, scheduler)
         sys.meta_path.insert(0, modules)
+        replacements.callback(sys.meta_path.remove, modules)
         _running.append(scheduler)
         yield
-    finally:
-        replacements.restore()
-        outside.restore()
-        restore_environment(states)
-        torch_hooks.forget()
-        works_of_backward.clear()
-        if modules in sys.meta_path:
-            sys.meta_path.remove(modules)
-        _running.clear()
 
 
 _running: list[Scheduler] = []
