@@ -26,7 +26,7 @@ from bagua_ref.simulation import SimulatedWorld
 from bagua_ref.simulation.faults import Fault
 from bagua_ref.simulation.invariants import check_invariants
 from bagua_ref.simulation.programs import Program, RankOutput
-from bagua_ref.simulation.schedules import Schedule, SeededSchedule
+from bagua_ref.simulation.schedules import Schedule
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
 from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward
 from bagua_ref.simulation.torch_distributed.work import promptly
@@ -135,8 +135,6 @@ def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation
         seen.calls = (world.failed_call,) if world.failed_call else ()
     output.finish()
     errors.finish()
-    if isinstance(schedule, SeededSchedule):
-        seen.schedule = schedule.fixed()
     return seen
 
 

@@ -30,6 +30,7 @@ def _places() -> dict[str, tuple[Any, str]]:
     places = {
         "environment": (_environ, "_data"),
         "arguments": (sys, "argv"),
+        "groups": torch_hooks.WORLD,
         "module locks": (importlib.import_module("importlib._bootstrap"), "_module_locks"),
     }
     library = sys.modules.get("accelerate.state")
@@ -48,15 +49,15 @@ class ProcessState(RankState):
     def __init__(self, identity: Identity | None) -> None:
         self.modules: dict[str, ModuleType | None] = {}
         """The modules of which the rank has its own, by name; None: not imported, or in use."""
-        self.groups = torch_hooks.Groups()
+        self.group_names = torch_hooks.GroupNames()
         super().__init__()
         self._save_references()
         if identity is None:
-            self.groups.world = torch_hooks.current_world()
             self.modules = {"__main__": sys.modules["__main__"]}
         else:
             variables = {_environ.encodekey(name): _environ.encodevalue(str(value)) for name, value in _variables(identity).items()}
             self.values: dict[str, Any] = {"environment": _environ._data | variables, "arguments": list(sys.argv)}
+            self.values["groups"] = torch_hooks.RankWorld()
             # Processes start with different states of these two, and with the same one of torch's.
             self._python = random.Random(f"rank {identity.rank}").getstate()  # nosec B311 # to repeat a run
             self._numpy = np.random.MT19937(identity.rank)
@@ -79,11 +80,10 @@ class ProcessState(RankState):
         for name, (owner, attribute) in _places().items():
             setattr(owner, attribute, self.values.setdefault(name, {}))
         sys.modules.update({name: module for name, module in self.modules.items() if module is not None})
-        torch_hooks.use_groups(self.groups)
 
     def resumed(self) -> None:
         """Register the rank's groups in the calling thread."""
-        self.groups.register_in_thread()
+        self.group_names.register_in_thread()
 
 
 def restore_environment(states: Sequence[ProcessState]) -> None:
