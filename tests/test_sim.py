@@ -31,7 +31,7 @@ ENDED = "rank_dependent_branch"
 def judged(folder: Path, text: str, ranks: int = 2, **options: Any) -> Judgement:
     script = folder / "script.py"
     script.write_text(text)
-    options = {"seeds": 6, "hash_seeds": (), "limit": 120.0} | options
+    options = {"seeds": 6, "hash_seeds": (), "limit": 120.0, "processes": 1} | options
     return judge(Program(str(script)), Exploration((ranks,), **options))
 
 

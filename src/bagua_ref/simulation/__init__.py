@@ -16,8 +16,7 @@ from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.simulated import SimulatedNetwork, SimulatedTransport
 from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.errors import RankCall
-from bagua_ref.simulation.invariants import always
-from bagua_ref.simulation.rank_world import SimulatedRankWorld
+from bagua_ref.simulation.rank_world import SimulatedRankWorld, always
 from bagua_ref.simulation.schedules import Schedule, Schedules
 
 __all__ = ["Schedule", "Schedules", "SimulatedWorld", "always"]

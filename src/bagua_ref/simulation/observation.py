@@ -24,8 +24,8 @@ from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.errors import RankCall, SimulationError
 from bagua_ref.simulation import SimulatedWorld
 from bagua_ref.simulation.faults import Fault
-from bagua_ref.simulation.invariants import check_invariants
 from bagua_ref.simulation.programs import Program, RankOutput
+from bagua_ref.simulation.rank_world import SimulatedRankWorld
 from bagua_ref.simulation.schedules import Schedule
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
 from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward
@@ -165,7 +165,7 @@ class _RunWatch:
         """Run the program on the calling rank; return a digest of its result."""
         if self._fault is None:
             return _digest(program.run())
-        rank, result = current_world().identity.rank, None
+        rank, result = _rank_world().identity.rank, None
         try:
             result = program.run()
         except (Exception, SystemExit) as error:  # ends only this rank, as others go on with the fault
@@ -176,7 +176,8 @@ class _RunWatch:
     def communicates(self, call: Call) -> None:
         """Note a communication of the calling rank, before it takes place."""
         call.locate()
-        rank = current_world().identity.rank
+        world = _rank_world()
+        rank = world.identity.rank
         sends = [send for send in (call.send if isinstance(call.send, list) else [call.send]) if isinstance(send, Tensor)]
         self._calls.append(call)
         self._seen.log[rank].append(call.facts())
@@ -186,7 +187,7 @@ class _RunWatch:
         backward = current_backward()
         if backward is not None:
             self._ranks[rank].backwards.setdefault(backward, (call.file, call.line))
-        check_invariants(call.group.scheduler)
+        world.check_invariants()
         if self._fault is not None:
             self._fault.strike(call, rank, len(self._seen.log[rank]) - 1, {call.group for call in self._calls})
 
@@ -212,7 +213,7 @@ class _RunWatch:
         return original(loader)
 
     def _here(self) -> _RankWatch:
-        return self._ranks[current_world().identity.rank]
+        return self._ranks[_rank_world().identity.rank]
 
     def _after_step(self, optimizer: Any) -> None:
         here = self._here()
@@ -220,8 +221,7 @@ class _RunWatch:
             pass
         if not here.stepping:  # else it is the step of an optimizer whose wrapper goes on
             self._seen.steps[here.rank].append(here.after_step(optimizer))
-            if self._calls:
-                check_invariants(self._calls[0].group.scheduler)
+            _rank_world().check_invariants()
 
 
 class _RankWatch:
@@ -295,6 +295,12 @@ class _RankWatch:
             if sizes and (sum(sizes) in elements or not Counter(sizes) - elements):
                 return ranks
         return ()
+
+
+def _rank_world() -> SimulatedRankWorld:
+    world = current_world()
+    assert isinstance(world, SimulatedRankWorld)
+    return world
 
 
 def _place(call: Call) -> str:

@@ -15,20 +15,15 @@ from torch._C._distributed_c10d import Store
 from bagua_ref.communicators import collectives
 from bagua_ref.communicators.simulated_group import Call, SimulatedGroup
 from bagua_ref.errors import SimulationError
-from bagua_ref.simulation.torch_distributed.arguments import (
-    check_alike,
-    check_count,
-    check_sizes,
-    describe,
-    listed,
-    reduction,
-    split,
-)
 from bagua_ref.simulation.torch_distributed.work import SimulatedWork, is_prompt, seconds_of
 from bagua_ref.types import ReduceOp
 
 __all__ = ["SimulatedProcessGroup"]
 
+
+_OPERATIONS = {
+    int(getattr(dist.ReduceOp, name)): ReduceOp[name] for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+}
 
 Lists = Sequence[Sequence[Tensor]]
 """For each rank, in rank order, its tensors."""
@@ -104,28 +99,28 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # Collectives: what each rank receives, as a function of what all ranks send.
 
     def allreduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
-        tensors, op, n = listed(tensors), reduction(opts), self.size()
+        tensors, op, n = _listed(tensors), _reduction(opts), self.size()
         return self._start(f"all_reduce({op.name})", tensors, tensors, tensors, lambda sends: [_combined(sends, op)] * n, opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any) -> SimulatedWork:  # noqa: D102
-        op, dst, n = reduction(opts), opts.rootRank, self.size()
+        op, dst, n = _reduction(opts), opts.rootRank, self.size()
         outputs = tensors if self.rank() == dst else []
         operation = f"reduce({op.name}, dst={dst})"
         return self._start(operation, tensors, tensors, outputs, lambda sends: [_combined(sends, op)] * n, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, root: int = 0) -> SimulatedWork:  # noqa: D102
-        tensors, src, n = listed(tensors), getattr(opts, "rootRank", root), self.size()
+        tensors, src, n = _listed(tensors), getattr(opts, "rootRank", root), self.size()
         sends, outputs = (tensors, []) if self.rank() == src else ([], tensors)
         return self._start(f"broadcast(src={src})", tensors, sends, outputs, lambda sends: [sends[src]] * n, opts, tensors)
 
     def allgather(self, output_lists: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
-        tensors, n = listed(tensors), self.size()
-        outputs = [tensor for output_list in output_lists for tensor in listed(output_list)]
-        check_count("all_gather", outputs, n * len(tensors))
+        tensors, n = _listed(tensors), self.size()
+        outputs = [tensor for output_list in output_lists for tensor in _listed(output_list)]
+        _check_count("all_gather", outputs, n * len(tensors))
         for i, output in enumerate(outputs):
-            check_alike("all_gather", output, tensors[i // n])
+            _check_alike("all_gather", output, tensors[i // n])
         return self._start("all_gather()", tensors, tensors, outputs, lambda sends: [_columns(sends)] * n, opts)
 
     def allgather_coalesced(self, output_lists: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
@@ -138,7 +133,7 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
         n = self.size()
         for output, tensor in zip(outputs, tensors, strict=True):
-            check_sizes("all_gather_into_tensor", output, tensor, n)
+            _check_sizes("all_gather_into_tensor", output, tensor, n)
 
         def gathered(sends: Lists) -> Lists:
             return [[torch.cat([tensor.reshape(-1) for tensor in column]) for column in zip(*sends, strict=True)]] * n
@@ -156,11 +151,11 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._start(f"scatter(src={src})", tensors, inputs, tensors, lambda sends: [[part] for part in sends[src]], opts)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
-        op, n = reduction(opts), self.size()
+        op, n = _reduction(opts), self.size()
         inputs = [tensor for input_list in input_lists for tensor in input_list]
-        check_count("reduce_scatter", inputs, n * len(outputs))
+        _check_count("reduce_scatter", inputs, n * len(outputs))
         for output, tensor in zip(outputs, inputs[self.rank() :: n], strict=True):
-            check_alike("reduce_scatter", output, tensor)
+            _check_alike("reduce_scatter", output, tensor)
 
         def scattered(sends: Lists) -> Lists:
             return [_combined([send[rank::n] for send in sends], op) for rank in range(n)]
@@ -171,9 +166,9 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
-        op, n = reduction(opts), self.size()
+        op, n = _reduction(opts), self.size()
         for output, tensor in zip(outputs, tensors, strict=True):
-            check_sizes("reduce_scatter_tensor", tensor, output, n)
+            _check_sizes("reduce_scatter_tensor", tensor, output, n)
 
         def scattered(sends: Lists) -> Lists:
             return list(zip(*(total.reshape(-1).chunk(n) for total in _combined(sends, op)), strict=True))
@@ -182,14 +177,14 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
         for tensors in (outputs, inputs):
-            check_count("all_to_all", tensors, self.size())
+            _check_count("all_to_all", tensors, self.size())
         return self._alltoall("all_to_all", list(outputs), list(inputs), opts, result=list(outputs))
 
     def all_to_all_single(  # noqa: D102
         self, output: Tensor, tensor: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> SimulatedWork:
-        outputs = split("output", output, output_splits, self.size())
-        inputs = split("input", tensor, input_splits, self.size())
+        outputs = _split("output", output, output_splits, self.size())
+        inputs = _split("input", tensor, input_splits, self.size())
         return self._alltoall("all_to_all_single", outputs, inputs, opts, result=[output])
 
     def _alltoall(self, name: str, outputs: list[Tensor], inputs: list[Tensor], opts: Any, result: list[Tensor]) -> SimulatedWork:
@@ -261,7 +256,7 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """
         self._check_devices(operation, [*sends, *outputs])
         self.group.scheduler.yield_()
-        text = f"{operation} of {', '.join(map(describe, described))}" if described else operation
+        text = f"{operation} of {', '.join(map(_describe, described))}" if described else operation
         blocking = opts is not None and not getattr(opts, "asyncOp", True) and self._coalescing is None
         result = list(outputs) if result is None else result
         sends = [send.data for send in sends]
@@ -297,9 +292,9 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Return the tensors, one per rank, that only the root of a collective passes."""
         if self.rank() != root:
             return []
-        check_count(name, lists[0], self.size())
+        _check_count(name, lists[0], self.size())
         for tensor in lists[0]:
-            check_alike(name, tensor, like)
+            _check_alike(name, tensor, like)
         return list(lists[0])
 
     def _check_devices(self, operation: str, tensors: Sequence[Tensor]) -> None:
@@ -328,3 +323,54 @@ def _combined(sends: Lists, op: ReduceOp) -> list[Tensor]:
 def _columns(sends: Lists) -> list[Tensor]:
     """Return the first tensor of each rank, then the second ones, and so on."""
     return [tensor for column in zip(*sends, strict=True) for tensor in column]
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    """Return one tensor, or a sequence of them, as a list."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _reduction(opts: Any) -> ReduceOp:
+    """Return the reduction of a call's options, or the one given in their place; SUM if there is none."""
+    op: Any = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+    try:
+        return _OPERATIONS[int(getattr(op, "op", op))]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"op={op} is not simulated; allowed are {', '.join(o.name for o in _OPERATIONS.values())}") from None
+
+
+def _describe(tensor: Tensor) -> str:
+    """Return dtype and shape of a tensor, for messages."""
+    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+
+
+def _check_count(name: str, tensors: Any, count: int) -> None:
+    """Raise ValueError unless there are ``count`` tensors."""
+    if len(tensors) != count:
+        raise ValueError(f"{name} needs {count} tensors in its lists, one per rank and tensor, not {len(tensors)}")
+
+
+def _check_alike(name: str, tensor: Tensor, like: Tensor) -> None:
+    """Raise ValueError unless dtype and shape of a tensor are those of another."""
+    if tensor.dtype != like.dtype or tensor.shape != like.shape:
+        raise ValueError(f"{name}: a tensor of {_describe(tensor)} goes with one of {_describe(like)}; they must be equal")
+
+
+def _check_sizes(name: str, large: Tensor, small: Tensor, n: int) -> None:
+    """Raise ValueError unless a tensor has n times the elements of another, and its dtype."""
+    if large.dtype != small.dtype or large.numel() != n * small.numel():
+        raise ValueError(f"{name}: {_describe(large)} must have {n} times the elements of {_describe(small)}, and its dtype")
+
+
+def _split(name: str, tensor: Tensor, sizes: Any, n: int) -> list[Tensor]:
+    """Return the parts of a tensor along its first dimension, one per rank: equal ones if ``sizes`` is empty."""
+    sizes = list(sizes or ())
+    if not sizes:
+        if tensor.dim() == 0 or tensor.shape[0] % n:
+            raise ValueError(
+                f"all_to_all_single: {name} {_describe(tensor)} does not divide into {n} parts along its first dimension"
+            )
+        sizes = [tensor.shape[0] // n] * n
+    if len(sizes) != n or sum(sizes) != tensor.shape[0]:
+        raise ValueError(f"all_to_all_single: {name}_split_sizes={sizes} must be {n} numbers that sum to {tensor.shape[0]}")
+    return list(tensor.split(sizes))
