@@ -119,20 +119,24 @@ bench: $(VENV)/.dev  ## every comparison with a peer; one table and one JSON fil
 # On a machine with a GPU the environment is often someone else's, so this takes the Python at hand unless .venv sees the GPU.
 has_gpu = $(1) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
 # Only what imports with pytest, torch, CuPy and hypothesis alone; the samplers also want what contrib is installed with.
-gpu_tests = tests/test_cuda_gpu.py tests/test_streams.py tests/test_backends.py tests/test_gloo.py tests/test_ddp.py \
+gpu_tests = tests/test_cuda_gpu.py tests/test_nccl.py tests/test_streams.py tests/test_backends.py tests/test_gloo.py tests/test_ddp.py \
 	property_tests/test_suites.py property_tests/test_qadam.py property_tests/test_comm_ops.py
-gpu:  ## on a machine with a CUDA device: its tests, CUDA's own checkers where present, benchmarks/gpu_kernels.py
+gpu:  ## on a machine with a CUDA device: its tests, CUDA's own checkers where present, benchmarks/gpu_*.py; the log is gpu.log
 	@if $(call has_gpu,$(bin)/python); then python=$(bin)/python; \
 	elif $(call has_gpu,$(PYTHON)); then python=$(PYTHON); \
 	else echo "make gpu: neither $(bin)/python nor $(PYTHON) has a torch that sees a CUDA device; nothing was run."; exit 1; fi; \
-	export PYTHONPATH=src; more=; \
+	export PYTHONPATH=src; more=; workers=; failed=; \
 	if "$$python" -c 'import redis, rich, xxhash' 2>/dev/null; then more="tests/test_samplers.py property_tests/test_samplers.py property_tests/test_contrib_suites.py"; \
 	else echo "make gpu: without redis, rich and xxhash the samplers are left out."; fi; \
-	"$$python" -m pytest -m gpu $(gpu_tests) $$more $(PYTEST_ARGS); \
-	if command -v compute-sanitizer >/dev/null; then for tool in memcheck racecheck; do \
-		compute-sanitizer --tool $$tool --error-exitcode 1 "$$python" -m pytest -q tests/test_cuda_gpu.py -k '(bytes or movement) and not 3000017'; \
-	done; else echo "make gpu: there is no compute-sanitizer here; memory and races were not checked on the card."; fi; \
-	"$$python" benchmarks/gpu_kernels.py
+	if "$$python" -c 'import xdist' 2>/dev/null; then workers="-n 8"; fi; \
+	{ \
+		"$$python" -m pytest -m gpu $$workers $(gpu_tests) $$more $(PYTEST_ARGS) || failed=1; \
+		if command -v compute-sanitizer >/dev/null; then for tool in memcheck racecheck; do \
+			compute-sanitizer --tool $$tool --error-exitcode 1 "$$python" -m pytest -q tests/test_cuda_gpu.py -k '(bytes or movement) and not 3000017' || failed=1; \
+		done; else echo "make gpu: there is no compute-sanitizer here; memory and races were not checked on the card."; fi; \
+		for benchmark in gpu_kernels gpu_training; do "$$python" benchmarks/$$benchmark.py || failed=1; done; \
+		test -z "$$failed"; \
+	} 2>&1 | tee gpu.log
 
 docs: $(VENV)/.dev  ## build the documentation into site/, strictly
 	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --strict

@@ -237,8 +237,8 @@ def memory(model: str, wrapper: str) -> float:
 class Contest:
     """The times of all contenders, whose slowest rank counts in each turn."""
 
-    def __init__(self, function: Callable[..., Times], *args: Any) -> None:
-        per_rank = workers.launch(function, 2, *args)
+    def __init__(self, function: Callable[..., Times], *args: Any, ranks: int = 2) -> None:
+        per_rank = workers.launch(function, ranks, *args)
         self.times = {name: list(map(max, zip(*(rank[name] for rank in per_rank), strict=True))) for name in per_rank[0]}
         self.rates = {name: 1 / statistics.median(times) for name, times in self.times.items()}
 

@@ -25,7 +25,20 @@ import torch
 
 import bagua_ref
 
-PACKAGES = ("torch", "numpy", "ml_dtypes", "redis", "hiredis", "cupy-cuda12x", "cupy-cuda13x", "torchft", "decent-dp")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "ml_dtypes",
+    "redis",
+    "hiredis",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "torchft",
+    "decent-dp",
+    "transformers",
+    "lhotse",
+    "trl",
+)
 
 
 @dataclass(frozen=True)

@@ -2,26 +2,25 @@
 
     python benchmarks/gpu_kernels.py [--quick] [--json PATH]
 
-UNTRIED: no GPU was available when this was written. It has never run on a card, and there are no figures.
-
-It needs a CUDA device. Bytes are those that must move (each tensor read once, each result written once, a compressed one with a
-byte per element or the codec's share of one), so a kernel with two passes cannot reach the copy's bandwidth. Times are medians
-of CUDA events around one call; buffers rotate, and before each call a write larger than the second-level cache evicts its
-contents. Each dtype's codec is compared with torch's and the reference's before it is timed: a level may differ by one where
-torch fuses operations. Of MXFP4, torch has no operation to compare with; its casts to the other formats pack nothing, and
-OneBit's scale is in float32.
+It needs a CUDA device. Bytes are those that must move: each tensor read once, each result written once, a compressed one with a
+byte per element or the codec's share of one; a chunk that is compressed in two passes and does not fit into the second-level
+cache is read twice. The copy beside each kernel moves as many. Times are medians of CUDA events around one call; buffers rotate,
+and before each call a read larger than the second-level cache evicts its contents. Each dtype's codec is compared with torch's
+and the reference's before it is timed: a level may differ by one where torch fuses operations. Of MXFP4, torch has no operation
+to compare with; its casts to the other formats pack nothing, and OneBit's scale is in float32.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import common  # beside this file
+import shapes
 import torch
 from torch import Tensor
 
@@ -29,13 +28,15 @@ from bagua_ref.backends import get_backend, get_codec
 
 DEVICE = BACKEND = "cuda"
 MIB = 2**20
-SECONDS = 420  # of the eight minutes that the whole may take; what does not fit is left out and listed
+SIZES = (2**18, 25_000_000, 250_000_000)  # elements
+COMPILED = (
+    25_000_000 - 25_000_000 % 256
+)  # the size at which float32's codecs are compared with torch.compile, which takes seconds for each
+AHEAD = 1_000_000  # cycles that the device is kept busy for before each call
 CODECS = {"MXFP8": 33 / 32, "MXFP4": 17 / 32, "MXINT8": 33 / 32, "OneBit": 1 / 8}  # bytes per element
 EMAX = {"MXFP8": 8, "MXINT8": 0}
-AIM = {
-    "compress": 0.85, "decompress": 0.85, "compress OneBit": 0.45,  # which reads twice
-    **{f"{way} {name}": 0.85 for way in ("compress", "decompress") for name in ("MXFP8", "MXFP4", "MXINT8")},
-}  # fmt: skip
+TWO_PASSES = ("compress", "compress OneBit")
+AIM = 0.9
 CHUNKS = 8
 
 
@@ -53,7 +54,7 @@ class Clock:
     """Times calls on the device, with a flushed cache before each."""
 
     def __init__(self) -> None:
-        self.flush = torch.empty(4 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.uint8, device=DEVICE)
+        self.flush = torch.zeros(torch.cuda.get_device_properties(0).L2_cache_size, device=DEVICE)
 
     def medians(self, functions: dict[str, Callable[[int], object]], sets: int, rounds: int) -> dict[str, float]:
         """Return each function's median seconds, alternating between them."""
@@ -63,7 +64,8 @@ class Clock:
                 function(number)
         for round_number in range(rounds):
             for name, function in functions.items():
-                self.flush.zero_()
+                self.flush.sum()  # a write would leave lines in the cache whose way back to memory the function would pay for
+                torch.cuda._sleep(AHEAD)  # the host queues everything meanwhile
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 start.record()
                 function(round_number % sets)
@@ -133,7 +135,8 @@ def codec_works(name: str, x: list[Tensor], out: list[Tensor], sets: int) -> dic
         fast, fast_restore, parts = compiled(plain), compiled(restore), [plain(t) for t in x]
         there = {"torch": lambda i: plain(x[i]), "torch.compile": lambda i: fast(x[i])}
         back = {"torch": lambda i: restore(*parts[i], dtype), "torch.compile": lambda i: fast_restore(*parts[i], dtype)}
-    moved = int(x[0].numel() * (x[0].element_size() + CODECS[name]))
+        there, back = (peers if is_compiled(x[0]) else {"torch": peers["torch"]} for peers in (there, back))
+    moved = round(x[0].numel() * (x[0].element_size() + CODECS[name]))
     return {
         f"compress {name}": Work(moved, lambda i: codec.compress(x[i], CHUNKS, out=payloads[i]), there, sets),
         f"decompress {name}": Work(moved, lambda i: codec.decompress(payloads[i], CHUNKS, out[i]), back, sets),
@@ -157,14 +160,17 @@ def cupy_compress() -> Callable[[Tensor], object] | None:
     return compress
 
 
+def is_compiled(x: Tensor) -> bool:
+    return x.numel() == COMPILED and x.dtype is torch.float32
+
+
 def compiled(function: Callable[..., object]) -> Callable[..., object]:
     return torch.compile(function, dynamic=False)
 
 
 def works(dtype: torch.dtype, size: int) -> dict[str, Work]:
     """Return every kernel on tensors of ``size`` elements, with its peers."""
-    kernels, item = get_backend(BACKEND), torch.empty(0, dtype=dtype).element_size()
-    size -= size % (CHUNKS * 32)
+    kernels, item = get_backend(BACKEND), dtype.itemsize
     sets = max(2, min(4, 256 * MIB // (size * item)))
     make = lambda kind=dtype: [torch.randn(size, device=DEVICE).to(kind) for _ in range(sets)]  # noqa: E731
     x, y, z, w, wide = make(), make(), make(), make(), make(torch.float32)
@@ -172,10 +178,12 @@ def works(dtype: torch.dtype, size: int) -> dict[str, Work]:
     block = get_codec("MinMaxUInt8", kernels).payload_bytes(size // CHUNKS, y[0].dtype)
     levels = [p.view(CHUNKS, block)[:, 32 : 32 + size // CHUNKS].contiguous() for p in payloads]
     ends = [p.view(CHUNKS, block)[:, : 2 * item].contiguous().view(dtype) for p in payloads]
-    fast_compress, fast_decompress = compiled(torch_compress), compiled(torch_decompress)
-    compress_peers: dict[str, Callable[[int], object]] = {
-        "torch": lambda i: torch_compress(y[i]), "torch.compile": lambda i: fast_compress(y[i])
-    }  # fmt: skip
+    compress_peers: dict[str, Callable[[int], object]] = {"torch": lambda i: torch_compress(y[i])}
+    decompress_peers: dict[str, Callable[[int], object]] = {"torch": lambda i: torch_decompress(ends[i], levels[i], dtype)}
+    if is_compiled(x[0]):
+        fast_compress, fast_decompress = compiled(torch_compress), compiled(torch_decompress)
+        compress_peers["torch.compile"] = lambda i: fast_compress(y[i])
+        decompress_peers["torch.compile"] = lambda i: fast_decompress(ends[i], levels[i], dtype)
     by_cupy = cupy_compress() if dtype is not torch.bfloat16 else None
     if by_cupy is not None:
         compress_peers["cupy"] = lambda i: by_cupy(y[i])
@@ -193,11 +201,7 @@ def works(dtype: torch.dtype, size: int) -> dict[str, Work]:
         return a.view(CHUNKS, -1).sum(0, dtype=torch.float32).to(dtype)
 
     def peers(function: Callable[..., Tensor], *tensors: list[Tensor]) -> dict[str, Callable[[int], object]]:
-        fast = compiled(function)
-        return {
-            "torch": lambda i: function(*(t[i] for t in tensors)),
-            "torch.compile": lambda i: fast(*(t[i] for t in tensors)),
-        }
+        return {"torch": lambda i: function(*(t[i] for t in tensors))}
 
     parts = [[part.clone() for part in t.chunk(50)] for t in x]
     made = {
@@ -222,13 +226,10 @@ def works(dtype: torch.dtype, size: int) -> dict[str, Work]:
         "decompress": (
             item + 1,
             lambda i: get_codec("MinMaxUInt8", kernels).decompress(payloads[i], CHUNKS, z[i]),
-            {
-                "torch": lambda i: torch_decompress(ends[i], levels[i], dtype),
-                "torch.compile": lambda i: fast_decompress(ends[i], levels[i], dtype),
-            },
+            decompress_peers,
         ),
     }  # fmt: skip
-    found = {name: Work(int(size * moved), ours, others, sets) for name, (moved, ours, others) in made.items()}
+    found = {name: Work(round(size * moved), ours, others, sets) for name, (moved, ours, others) in made.items()}
     for name in CODECS:
         found |= codec_works(name, y, z, sets)
     return found
@@ -254,27 +255,28 @@ def agree(dtype: torch.dtype) -> None:
             torch.testing.assert_close(plain.view(-1), restored, rtol=1e-2, atol=1e-6)
 
 
-def optimizer_row(clock: Clock, rounds: int) -> common.Row:
-    """fuse_step against torch's foreach and fused, on 200 parameters of 65,536 elements."""
+def optimizer_rows(clock: Clock, rounds: int) -> list[common.Row]:
+    """fuse_step against torch's foreach and fused."""
     from bagua_ref.contrib.fuse import fuse_optimizer  # contrib needs xxhash and redis, which may not be installed here
 
-    steps: dict[str, Callable[[int], object]] = {}
-    for name, options in {"ours": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}.items():
-        parameters = [torch.nn.Parameter(torch.randn(65536, device=DEVICE)) for _ in range(200)]
-        for parameter in parameters:
-            parameter.grad = torch.randn_like(parameter)
-        optimizer = torch.optim.Adam(parameters, **options)
-        if name == "ours":
-            optimizer = fuse_optimizer(optimizer)
-            steps[name] = lambda i, optimizer=optimizer: optimizer.fuse_step()
-        else:
-            steps[name] = lambda i, optimizer=optimizer: optimizer.step()
-    medians = {name: 1e3 * seconds for name, seconds in clock.medians(steps, 3, rounds).items()}
-    ours = medians.pop("ours")
-    return common.Row("fuse_step, Adam, 200 x 65536", "ms", ours, medians, "fused")
+    rows = []
+    sizes = {"200 x 65,536": [(65536,)] * 200, "ResNet-50": shapes.resnet50(), "GPT-2": shapes.gpt2()}
+    for (work, made), kind in itertools.product(sizes.items(), (torch.optim.Adam, torch.optim.SGD)):
+        steps: dict[str, Callable[[int], object]] = {}
+        for name, options in {"ours": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}.items():
+            parameters = [torch.nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in made]
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            optimizer = kind(parameters, lr=1e-3, **options)
+            steps[name] = fuse_optimizer(optimizer).fuse_step if name == "ours" else optimizer.step
+        calls = {name: lambda _, step=step: step() for name, step in steps.items()}
+        medians = {name: 1e3 * seconds for name, seconds in clock.medians(calls, 3, rounds).items()}
+        ours = medians.pop("ours")
+        rows.append(common.Row(f"fuse_step, {kind.__name__}, {work}", "ms", ours, medians, "fused"))
+    return rows
 
 
-def bytegrad_row(clock: Clock, size: int, rounds: int, copy: float) -> common.Row:
+def bytegrad_row(clock: Clock, size: int, rounds: int) -> common.Row:
     """Bytegrad's operation for one of 8 ranks, without communication, against the same with torch operations."""
     kernels, x = get_backend(BACKEND), torch.randn(size, device=DEVICE)
     payload = get_codec("MinMaxUInt8", kernels).compress(x, CHUNKS)
@@ -292,41 +294,42 @@ def bytegrad_row(clock: Clock, size: int, rounds: int, copy: float) -> common.Ro
         torch_decompress(*torch_compress(y.view(-1)), torch.float32)
 
     medians = clock.medians({"ours": ours, "torch": plain}, 1, rounds)
-    return common.Row(
-        f"bytegrad's kernels {4 * size // MIB} MiB", "ms", 1e3 * medians["ours"], {"torch": 1e3 * medians["torch"]}, "torch",
-        extra={"copy_gb_per_s": copy},
-    )  # fmt: skip
+    title, peers = f"bytegrad's kernels {size:,}", {"torch": 1e3 * medians["torch"]}
+    return common.Row(title, "ms", 1e3 * medians["ours"], peers, "torch")
+
+
+def kernel_row(
+    clock: Clock, name: str, work: Work, size: int, dtype: torch.dtype, buffers: tuple[Tensor, Tensor], rounds: int
+) -> common.Row:
+    """Return a kernel's bytes per second beside those of its peers, and of a copy of as many bytes between two buffers."""
+    fits = size * dtype.itemsize <= CHUNKS * torch.cuda.get_device_properties(0).L2_cache_size
+    moved = work.bytes_moved + (0 if fits or name not in TWO_PASSES else size * dtype.itemsize)
+    source, target = (buffer[: moved // 2] for buffer in buffers)
+    calls = {"ours": work.ours, "copy": lambda _: target.copy_(source), **work.peers}
+    rates = {peer: moved / value / 1e9 for peer, value in clock.medians(calls, work.sets, rounds).items()}
+    ours, limit = rates.pop("ours"), common.at_least(AIM) if size >= 2**20 else common.NO_LIMIT
+    return common.Row(f"{name} {str(dtype).removeprefix('torch.')} {size:,}", "GB/s", ours, rates, "copy", limit)
 
 
 def main() -> int:
-    args = common.arguments("Every CUDA kernel against the card's copy bandwidth and its peers. Untried: no GPU was at hand.")
+    args = common.arguments("Every CUDA kernel against the card's copy bandwidth and its peers.")
     if not torch.cuda.is_available():
         print("There is no CUDA device here; nothing was measured.")
         return 0
-    began, clock, rows, left_out = time.monotonic(), Clock(), [], []
+    clock, rows, left_out = Clock(), [], []
     rounds = 5 if args.quick else 20
-    for mib in (1, 16) if args.quick else (1, 16, 256, 1024):
-        source = torch.empty(mib * MIB, dtype=torch.uint8, device=DEVICE)
-        target = torch.empty_like(source)
-        seconds = clock.medians({"copy": lambda _, t=target, s=source: t.copy_(s)}, 1, rounds)["copy"]
-        copy = 2 * mib * MIB / seconds / 1e9
-        del source, target
+    for size in SIZES[:1] if args.quick else SIZES:
+        size -= size % (CHUNKS * 32)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             agree(dtype)
-            if time.monotonic() - began > SECONDS:
-                left_out.append(f"{dtype} at {mib} MiB: the time was up")
-                continue
-            for name, work in works(dtype, mib * MIB // torch.empty(0, dtype=dtype).element_size()).items():
-                medians = clock.medians({"ours": work.ours, **work.peers}, work.sets, rounds)
-                rates = {peer: work.bytes_moved / value / 1e9 for peer, value in medians.items()}
-                ours = rates.pop("ours")
-                limit = common.at_least(AIM.get(name, 0.9)) if mib >= 256 else common.NO_LIMIT
-                title = f"{name} {str(dtype).removeprefix('torch.')} {mib} MiB"
-                rows.append(common.Row(title, "GB/s", ours, {"copy": copy, **rates}, "copy", limit))
+            source = torch.ones(4 * size * dtype.itemsize, dtype=torch.uint8, device=DEVICE)
+            buffers = source, torch.empty_like(source)
+            rows += [kernel_row(clock, name, work, size, dtype, buffers, rounds) for name, work in works(dtype, size).items()]
+            del source, buffers
             torch.cuda.empty_cache()
-        rows.append(bytegrad_row(clock, mib * MIB // 4, rounds, copy))
+        rows.append(bytegrad_row(clock, size, rounds))
     try:
-        rows.append(optimizer_row(clock, rounds))
+        rows += optimizer_rows(clock, rounds)
     except ModuleNotFoundError as error:
         left_out.append(f"fuse_step: {error}")
     if left_out:

@@ -46,5 +46,7 @@ def _work(folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> s
 
 
 def barrier() -> None:
-    """Wait for the other workers."""
+    """Wait for the other workers, and for this one's device."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     dist.barrier()

@@ -51,6 +51,7 @@ class Seeded:
     """
 
     seed = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")
+    time_limit = 60.0 if torch.cuda.is_available() else 10.0  # what goes through copies on a device takes longer
 
     @pytest.fixture(autouse=True)
     def _seed_of_the_command_line(self, request: pytest.FixtureRequest, few_inputs: None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from property_tests.test_samplers import make
 
@@ -20,7 +20,9 @@ from bagua_ref.contrib import BudgetBatchSampler, LoadBalancingDistributedBatchS
 replica_counts = st.integers(1, 5)
 
 
-def follow(data: st.DataObject, start: Callable[[int, int], Any], plan: Callable[[list[tuple[int, int]], int], Any]) -> None:
+def assert_each_stretch_is_planned(
+    data: st.DataObject, start: Callable[[int, int], Any], plan: Callable[[list[tuple[int, int]], int], Any]
+) -> None:
     """Draw a history with samplers that ``start(replicas, rank)`` makes; compare each stretch with the expected plan."""
     history: list[tuple[int, int]] = []
     state: Any = None
@@ -53,7 +55,7 @@ def follow(data: st.DataObject, start: Callable[[int, int], Any], plan: Callable
 @given(case=cases(), data=st.data())
 def test_S7_6_a_stretch_draws_what_earlier_ones_have_left(case, data):
     values, _, options = case
-    follow(
+    assert_each_stretch_is_planned(
         data,
         lambda replicas, rank: make(values, replicas, rank, options, complexities=values),
         lambda history, replicas: samplers_plain.stretches_of(values, history, replicas, **options),
@@ -68,7 +70,7 @@ def test_S7_6_a_stretch_of_batches_cuts_what_earlier_ones_have_left(case, data, 
     def start(replicas: int, rank: int) -> LoadBalancingDistributedBatchSampler:
         return LoadBalancingDistributedBatchSampler(make(values, replicas, rank, options, complexities=values), batch_fn, drop_last)
 
-    follow(
+    assert_each_stretch_is_planned(
         data,
         start,
         lambda history, replicas: samplers_plain.stretches_of(values, history, replicas, batch_fn, drop_last, **options),
@@ -111,7 +113,7 @@ def test_S7_7_steps_are_those_of_the_clause_whatever_the_history(case, data, att
     costs, most, options = case
     options["drop_last"] = False
     if attention:
-        most, options["padded"] = most * max(costs), _quadratic
+        most, options["padded"] = max(1, most * max(costs)), _quadratic
     given = {name: value for name, value in options.items() if name != "epoch"}
 
     def start(replicas: int, rank: int) -> BudgetBatchSampler:
@@ -119,7 +121,9 @@ def test_S7_7_steps_are_those_of_the_clause_whatever_the_history(case, data, att
         sampler.set_epoch(options["epoch"])
         return sampler
 
-    follow(data, start, lambda history, replicas: samplers_plain.budget_stretches(costs, most, history, replicas, **options))
+    assert_each_stretch_is_planned(
+        data, start, lambda history, replicas: samplers_plain.budget_stretches(costs, most, history, replicas, **options)
+    )
 
 
 @given(case=budgets(), replicas=replica_counts, drop_last=st.booleans())
@@ -145,3 +149,25 @@ def test_S7_7_each_sample_once_within_the_budget_and_equal_counts(case, replicas
             assert len(drawn) == len(costs)
             assert drawn.total() - len(costs) < replicas
             assert drawn.total() == len(costs) or all(len(batch) == 1 for own in batches for batch in own)
+
+
+@given(case=budgets(), data=st.data())
+def test_S7_7_a_later_stretch_drops_what_its_replicas_cannot_share(case, data):
+    costs, most, options = case
+    options |= {"drop_last": True, "epoch": 0}
+    batches = len(samplers_plain.budget_stretches(costs, most, [], 1, **options)[0][0])
+    assume(batches > 1)
+    before, replicas = data.draw(st.permutations(range(1, min(batches, 6) + 1)))[:2]
+    first = samplers_plain.budget_stretches(costs, most, [], before, **options)[0]
+    taken = data.draw(st.integers(1, len(first[0])))
+    wanted = samplers_plain.budget_stretches(costs, most, [(before, taken)], replicas, **options)[-1]
+    del options["epoch"]
+    state = BudgetBatchSampler(costs, most, num_replicas=before, rank=0, **options).state_dict(batches=taken)
+    samplers = [BudgetBatchSampler(costs, most, num_replicas=replicas, rank=rank, **options) for rank in range(replicas)]
+    for sampler, own in zip(samplers, wanted, strict=True):
+        if not own and taken < len(first[0]):
+            with pytest.raises(ValueError, match="leaves no batch"):
+                sampler.load_state_dict(state)
+        else:
+            sampler.load_state_dict(state)
+            assert list(sampler) == own

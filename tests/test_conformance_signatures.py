@@ -31,6 +31,11 @@ def documented(suite: str) -> dict[str, tuple[int, set[str], set[str]]]:
         found[name] = positional.count(","), {other for other in others if "=" not in other}, optional
     if "bytegrad` with the same arguments" in text:
         found["bytegrad"] = found["gradient_allreduce"]
+    if "`qadam_with_memory`, which has the arguments of `qadam` and `compression`" in text:
+        count, required, optional = found["qadam"]
+        found["qadam_with_memory"] = count, required | {"compression"}, optional
+    if "`decentralized_in_forward`, an observer, with the arguments of `decentralized`" in text:
+        found["decentralized_in_forward"] = found["decentralized"]
     return found
 
 

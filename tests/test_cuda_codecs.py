@@ -165,7 +165,7 @@ def with_parts(launch: KernelLaunch, parts: int) -> KernelLaunch:
     for place, value in zip(places, (parts, 2**18), strict=True):
         args[place] = ctypes.c_longlong(value)
     if launch.kernel.startswith(("quantise", "write_signs")):
-        args[3] = ctypes.c_longlong(parts)  # as many results of the launch before
+        args[2] = ctypes.c_longlong(parts)  # as many results of the launch before
     return dataclasses.replace(launch, args=tuple(args))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import pickle
@@ -152,7 +153,7 @@ def test_equal_complexities_warn_where_the_sampler_is_made() -> None:
         ({"complexity_fn": None, "complexities": [1]}, ValueError, r"shape \(1,\).* each of the 2 samples"),
         ({"complexity_fn": None, "complexities": np.ones((2, 1))}, ValueError, r"shape \(2, 1\)"),
         ({"complexity_fn": None, "complexities": torch.ones(2, 2)}, ValueError, r"shape \(2, 2\)"),
-        ({"complexity_fn": None, "complexities": torch.tensor([1, float("nan")])}, ValueError, "sample 1 is NaN"),
+        ({"complexity_fn": None, "complexities": torch.tensor([1, float("nan")])}, ValueError, r"complexities\[1\] is NaN"),
         ({"complexity_fn": None, "complexities": {0: 3, 1: 2}}, TypeError, "complexities is a dict"),
         ({"complexity_fn": None, "complexities": {3, 2}}, TypeError, "complexities is a set"),
         ({"complexity_fn": None, "complexities": "12"}, TypeError, r"complexities\[0\]='1'"),
@@ -595,7 +596,90 @@ def test_S7_6_a_state_of_before_has_one_stretch() -> None:
         assert list(old) == list(new)
 
 
-@pytest.mark.parametrize("make", [sampler_of, lambda rank, replicas: batches_of(rank, replicas=replicas), budget_of])
+every_sampler = pytest.mark.parametrize(
+    "make",
+    [sampler_of, lambda rank, replicas: batches_of(rank, replicas=replicas), budget_of],
+    ids=["samples", "batches", "budget"],
+)
+
+
+def continued(make: Any, replicas: int = 2, drawn: int = 2) -> Any:
+    """Return the sampler of the last rank, that goes on after three ranks have drawn."""
+    saving, sampler = make(0, 3), make(replicas - 1, replicas)
+    sampler.load_state_dict(saving.state_dict(**{saving.unit: drawn}))
+    return sampler
+
+
+@every_sampler
+def test_S7_6_copies_go_on_at_the_same_place(make: Any) -> None:
+    sampler = continued(make)
+    begun = take(sampler, 1)
+    copies = [copy.deepcopy(sampler)]
+    if not isinstance(sampler, LoadBalancingDistributedBatchSampler):  # its batch_fn may be local, as here
+        copies.append(pickle.loads(pickle.dumps(sampler)))
+    for copied in copies:
+        assert copied.state_dict() == sampler.state_dict()
+        resumed = make(1, 2)
+        resumed.load_state_dict(copied.state_dict())
+        assert begun + list(resumed) == list(continued(make))
+
+
+@every_sampler
+@pytest.mark.parametrize("workers", [0, 2])
+def test_S7_6_a_loader_begins_the_epochs_after_it_at_their_starts(make: Any, workers: int) -> None:
+    sampler, fresh = continued(make), make(1, 2)
+    options = {"batch_size": 1, "sampler": sampler} if sampler.unit == "samples" else {"batch_sampler": sampler}
+    if workers:
+        options |= {"num_workers": workers, "persistent_workers": True, "prefetch_factor": 3}
+    loader = DataLoader(range(len(LENGTHS)), collate_fn=lambda batch: batch if sampler.unit == "batches" else batch[0], **options)
+    assert list(loader) == list(continued(make))
+    assert list(loader) == list(fresh)
+    for each in (sampler, fresh):
+        each.set_epoch(1)
+    assert list(loader) == list(fresh)
+
+
+@every_sampler
+def test_S7_6_an_iterator_keeps_its_stretch_in_the_next_epoch(make: Any) -> None:
+    sampler, fresh = continued(make), make(1, 2)
+    iterator = iter(sampler)
+    begun = next(iterator)
+    for each in (sampler, fresh):
+        each.set_epoch(1)
+    assert [begun, *iterator] == list(continued(make))
+    assert sampler.state_dict() == fresh.state_dict()
+    assert list(sampler) == list(fresh)
+
+
+@every_sampler
+def test_S7_6_a_stretch_that_drew_nothing_leaves_no_trace(make: Any) -> None:
+    state = make(0, 3).state_dict(**{make(0, 3).unit: 2})
+    for replicas in (3, 2, 5):
+        sampler, wanted = make(0, replicas), make(0, replicas)
+        sampler.load_state_dict(continued(make).state_dict())
+        wanted.load_state_dict(state)
+        assert list(sampler) == list(wanted)
+
+
+@every_sampler
+def test_S7_6_more_replicas_than_samples_are_left(make: Any) -> None:
+    drawn = [continued(make, replicas, 2) for replicas in (100, 1)]
+    assert len(drawn[0]) == len(list(drawn[0])) == 1
+    ended = continued(make, 1, len(make(0, 3)))
+    assert (len(ended), list(ended)) == (0, [])
+
+
+@every_sampler
+def test_S7_6_a_refused_state_changes_nothing(make: Any) -> None:
+    sampler = continued(make)
+    for change in ({"seed": 5}, {"stretches": [[2, 1], [2, 1]]}, {"epoch": "1"}):
+        with pytest.raises((ValueError, TypeError)):
+            sampler.load_state_dict({**make(0, 3).state_dict(), **change})
+    assert sampler.state_dict() == continued(make).state_dict()
+    assert list(sampler) == list(continued(make))
+
+
+@every_sampler
 def test_S7_6_the_end_of_an_epoch_is_its_end_for_any_number_of_replicas(make: Any) -> None:
     first, second = make(0, 3), make(1, 2)
     first.set_epoch(4)
@@ -612,10 +696,10 @@ def test_S7_6_the_end_of_an_epoch_is_its_end_for_any_number_of_replicas(make: An
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"stretches": [[2, 3]]}, "and other replicas than the stretch before"),
-        ({"stretches": [[3, 0]]}, "that drew at least one of the samples"),
-        ({"stretches": [[0, 1]]}, "from 1 to 1048576 replicas"),
-        ({"stretches": [[2**40, 1]]}, "from 1 to 1048576 replicas"),
+        ({"stretches": [[2, 3]]}, "stretch 1 of 2, 2 replicas that drew 1 samples each, must be of .* other ones than before it"),
+        ({"stretches": [[3, 0]]}, "stretch 0 of 2, 3 replicas that drew 0 samples each, .* that drew at least 1"),
+        ({"stretches": [[0, 1]]}, "must be of 1 to 1048576 replicas"),
+        ({"stretches": [[2**40, 1]]}, "must be of 1 to 1048576 replicas"),
         ({"stretches": [[3, 8]]}, "samples=1 must be from 0 to 0"),  # after the end of the epoch
         ({"stretches": [[3, 9]]}, "samples=9 must be from 0 to 8"),
         ({"stretches": [3]}, r"stretches=\[3\] must be pairs"),
@@ -660,11 +744,15 @@ def test_ranks_with_other_samplers_are_told_apart() -> None:
         ({"max_cost": float("nan")}, ValueError, "max_cost is NaN"),
         ({"max_cost": float("inf")}, ValueError, "max_cost=inf"),
         ({"max_cost": "9"}, TypeError, "max_cost='9' is a str"),
-        ({"max_cost": 8}, ValueError, r"costs\[5\]=9 makes a batch of sample 5 alone cost 9, over self.max_cost=8"),
+        ({"max_cost": 8}, ValueError, r"costs\[5\]=9 makes a batch of sample 5 alone cost 9, over max_cost=8"),
         ({"costs": []}, ValueError, "costs is empty"),
+        ({"costs": np.array([], dtype=np.uint64)}, ValueError, "costs is empty"),
+        ({"costs": None}, TypeError, "costs is a NoneType; it must be a list, array or tensor"),
+        ({"costs": np.array(5)}, ValueError, r"costs has shape \(\); it must have one number for each sample"),
+        ({"costs": np.array([1.0, np.nan])}, ValueError, r"costs\[1\] is NaN"),
         ({"costs": [1, 0]}, ValueError, r"costs\[1\]=0 must be positive and finite"),
         ({"costs": [1.0, float("inf")]}, ValueError, r"costs\[1\]=inf must be positive and finite"),
-        ({"costs": [1.0, float("nan")]}, ValueError, "NaN"),
+        ({"costs": [1.0, float("nan")]}, ValueError, r"costs\[1\] is NaN"),
         ({"costs": [1, 10**400]}, ValueError, "too large for a float"),
         ({"costs": [[1, 2]]}, TypeError, r"costs\[0\]=\[1, 2\] is a list"),
         ({"costs": ["1"]}, TypeError, "str"),
@@ -697,6 +785,21 @@ def test_S7_7_the_epochs_differ_and_the_dropped_are_counted() -> None:
     assert repr(sampler).startswith(
         "BudgetBatchSampler(23 samples, max_cost=20, padded=True, rank 0 of 3, shuffle=True, seed=0, mix=8"
     )
+
+
+def test_S7_7_a_state_of_another_cost_is_refused() -> None:
+    state = budget_of(padded=lambda m, h: m * h).state_dict(batches=1)
+    budget_of(padded=lambda m, h: h * m).load_state_dict(state)
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"padded": lambda m, h: m * h + (m > 2)}, "padded=a function, .* and here it is a function"),
+        ({"padded": True}, "padded=a function, .* and here it is True"),
+        ({"max_cost": 19}, "max_cost=18, and here it is 19"),
+        ({"mix": 1}, "mix=8, and here it is 1"),
+        ({"costs": LENGTHS[::-1]}, "other costs"),
+    ]
+    for change, message in changes:
+        with pytest.raises(ValueError, match=message):
+            budget_of(**{"padded": lambda m, h: m * h, **change}).load_state_dict(state)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -761,6 +864,44 @@ def test_balance_takes_a_column_and_what_can_be_imported(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
+    ("code", "complaint"),
+    [
+        ("[{'ids': [1, 2], 'label': 3}]", "sample 0, is a dict of several parts; write a function that returns the lengths"),
+        ("[([1, 2], 3)]", "sample 0, is a tuple of several parts"),
+        ("[1, None]", "sample 1, must have a length or be a number"),
+        ("lambda: open('nowhere')", "FileNotFoundError"),
+        ("iter([1, 2])", "TypeError: .*no len"),
+    ],
+)
+def test_balance_takes_no_samples_whose_length_it_would_guess(
+    code: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "another_corpus.py").write_text(f"samples = {code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "another_corpus", raising=False)
+    with pytest.raises(ValueError, match=complaint):
+        read_lengths("another_corpus:samples")
+
+
+def test_balance_reads_tensors_and_what_spreadsheets_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tensors_here.py").write_text(f"import torch\nlengths = torch.tensor({LENGTHS})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert read_lengths("tensors_here:lengths") == LENGTHS
+    path = tmp_path / "samples.csv"
+    path.write_bytes('\ufefftokens,text\r\n3,"a\r\nb"\r\n4,c\u2028d\r\n'.encode())
+    assert read_lengths(path, "tokens") == [3, 4]
+    for content, complaint in (
+        ("tokens,text\n3,a\n,b\n", "line 3: '' is not a number"),
+        ("text,tokens\na\n", "line 2: '' is not a number"),
+        ("tokens\n2,000\n", "line 2: there are more fields than columns"),
+        ('tokens,text\n3,"a\n', "unexpected end of data"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=complaint):
+            read_lengths(path, "tokens")
+
+
+@pytest.mark.parametrize(
     ("content", "more", "complaint"),
     [
         ("1\ntwo\n", [], "line 2: 'two' is not a number"),
@@ -771,6 +912,10 @@ def test_balance_takes_a_column_and_what_can_be_imported(tmp_path: Path, monkeyp
         ("1\n2\n", ["--replicas", "0"], "replicas=0 must be at least 1"),
         ("1\n2\n", ["--batch-size", "0"], "batch_size=0"),
         ("1\n2\n", ["--random-level", "2"], "random_level=2.0"),
+        ("1\n2\n", ["--max-cost", "1.5"], "costs[1]=2 makes a batch of sample 1 alone cost 2, over max_cost=1.5"),
+        ("1\n2\n", ["--per-second", "0"], "per_second=0.0"),
+        ("1\n2\n", ["--then", "0"], "then=0 must be at least 1"),
+        ("1\n2\n", ["--seed", str(2**64)], "must fit into 64 bits"),
         ("1\n2\n", ["--output", f"{__file__}/picture.png"], "must be a writable image file"),
         ("1\n2\n", ["--output", "/tmp/picture.cdr"], "must be a writable image file"),
         (None, [], "No such file"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -261,27 +262,37 @@ for _ in range(5):
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compute", [("--compute", "120ms"), ()], ids=["given", "measured"])
-def test_the_command_reports_times_and_writes_the_trace(
-    compute: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+COMMAND = ["sim", "train.py", "--nodes", "1,1", "--schedule", "default", "--link", "1Gbit,10ms"]
+
+
+@pytest.fixture
+def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
-    words = ["sim", "train.py", "--nodes", "1,1", "--seeds", "2", "--link", "1Gbit,10ms", *compute]
-    assert main([*words, "--json"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_script")
+def test_the_command_reports_times_and_writes_the_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--compute", "120ms", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert (result["verdict"], result["trace"]) == ("agree", "sim-trace.json")
     exposed = operation_seconds(costs.all_reduce([131072] * 2), [0, 1], LinkCosts.parse("1Gbit,10ms"))
-    if compute:
-        assert result["seconds_per_step"] == pytest.approx(0.12 + exposed)
-        assert result["exposed_seconds_per_step"] == pytest.approx(exposed)
-    else:
-        assert 0 < result["exposed_seconds_per_step"] < result["seconds_per_step"] < 5.0
+    assert (result["verdict"], result["trace"]) == ("agree", "sim-trace.json")
+    assert result["seconds_per_step"] == pytest.approx(0.12 + exposed)
+    assert result["exposed_seconds_per_step"] == pytest.approx(exposed)
     assert {event["tid"] for event in json.loads(Path("sim-trace.json").read_text())["traceEvents"]} == {0, 1}
-    assert main([*words, "--trace", "other.json"]) == 0
-    assert "s of it exposed communication; trace: other.json" in capsys.readouterr().out
-    assert Path("other.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_script")
+def test_the_command_measures_compute_in_a_run_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--trace", "other.json"]) == 0
+    told = capsys.readouterr().out
+    seconds, exposed = (float(found) for found in re.findall(r"([\d.]+) s ", told)[-2:])
+    assert 0 < exposed < seconds < 5
+    assert "s of it exposed communication; trace: other.json" in told
+    spans = [event for event in json.loads(Path("other.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {event["cat"] for event in spans} == {"compute", "wait"}
 
 
 @pytest.mark.parametrize(("words", "told"), [

@@ -20,7 +20,7 @@ from bagua_ref.comm_ops.asynchronous import WeightLock
 from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.failures import Watchdog
 from bagua_ref.communicators.waiting import Waiting
-from bagua_ref.errors import CommunicationTimeoutError
+from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.scheduling.engine import Engine
 
 CPU = torch.device("cpu")
@@ -275,4 +275,17 @@ def test_S2_5_after_a_collective_that_does_not_end_the_next_one_raises_and_the_l
     wait_until(lambda: aborted)
     with pytest.raises(CommunicationTimeoutError, match=r"broadcast on .*'a group'.*: allreduce timed out after 0.3 s"):
         connection.run("broadcast", lambda group: [Work(completed=True)], over_nccl=True)
+    waits.close()
+
+
+def test_S2_5_where_nccl_refuses_ranks_that_share_a_card_the_error_names_gloo(monkeypatch):
+    waits = Waiting(dist.HashStore(), 0, 1)
+    connection = Connection(dist.HashStore(), "a group", 0, [0], 5, waits)
+    monkeypatch.setattr(connection, "_nccl_group", lambda: None)
+
+    def start(group: Any) -> Any:
+        raise RuntimeError("NCCL error\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 80")
+
+    with pytest.raises(CommunicationError, match=r"share a GPU, which NCCL refuses; init_process_group\(backend='gloo'\)"):
+        connection.run("allreduce", start, over_nccl=True)
     waits.close()

@@ -6,7 +6,7 @@ import copy
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -305,21 +305,36 @@ def with_memory(name: str, x: Tensors, y: Tensors, nodes: list[int], codec: str,
 
 def drawn(
     name: str, x: Tensors, y: Tensors, N: int, num_replicas: int, epoch: int, max_cost: int = 0, drop_last_batch: bool = False,
-    **options: Any,
+    history: Sequence[list[int]] = (), **options: Any,
 ) -> Tensors:  # fmt: skip
-    samplers = []
-    for rank in range(num_replicas):
-        sampler = TARGET.samplers.LoadBalancingDistributedSampler(
-            range(N), None, num_replicas, rank, complexities=x["complexities"], backend="reference", **options
+    samplers, costs = TARGET.samplers, x["costs"] if "costs" in x else x["complexities"]
+    cut = partial(samplers_plain.filled_batches, costs.tolist(), max_cost)
+    if "padded" in options:
+        options["padded"] = samplers_plain.FORMULAS.get(options["padded"], options["padded"])
+
+    def start(replicas: int, rank: int) -> Any:
+        if name == "budget_batches":
+            made = samplers.BudgetBatchSampler(costs, max_cost, num_replicas=replicas, rank=rank, **options)
+            made.set_epoch(epoch)
+            return made
+        made = samplers.LoadBalancingDistributedSampler(
+            range(N), None, replicas, rank, complexities=costs, backend="reference", **options
         )
-        sampler.set_epoch(epoch)
-        samplers.append(sampler)
-    if name == "sampler_indices":
-        return {"indices": torch.tensor([list(sampler) for sampler in samplers], dtype=torch.int64)}
-    cut = partial(samplers_plain.filled_batches, x["complexities"].tolist(), max_cost)
-    batches = [list(TARGET.samplers.LoadBalancingDistributedBatchSampler(sampler, cut, drop_last_batch)) for sampler in samplers]
-    sizes = torch.tensor([[len(batch) for batch in mine] for mine in batches])
-    return {"sizes": sizes, "indices": torch.tensor([index for mine in batches for batch in mine for index in batch])}
+        made.set_epoch(epoch)
+        return samplers.LoadBalancingDistributedBatchSampler(made, cut, drop_last_batch) if max_cost else made
+
+    unit, state, stretches = "batches" if max_cost else "samples", None, []
+    for replicas, taken in [*history, (num_replicas, 0)]:
+        started = [start(replicas, rank) for rank in range(replicas)]
+        for sampler in started if state is not None else ():
+            sampler.load_state_dict(state)
+        stretches.append([list(sampler) for sampler in started])
+        state = started[0].state_dict(**{unit: taken})
+    items = [item for own in stretches for drawn_by_one in own for item in drawn_by_one]
+    found = {"counts": [len(own[0]) for own in stretches], "indices": items}
+    if max_cost:
+        found |= {"sizes": [len(batch) for batch in items], "indices": [index for batch in items for index in batch]}
+    return {output: torch.tensor(found[output], dtype=torch.int64).view(y[output].shape) for output in y}
 
 
 def queries(x: Tensors) -> list[tuple[int, int]]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import redis
 import torch
 from torch import Tensor
 
@@ -28,6 +32,8 @@ def spoiled(value: Any) -> Any:
     """Return another value of the same form."""
     if isinstance(value, Tensor):
         return (value == 0).to(value.dtype)  # zeros become 1, and all else 0
+    if isinstance(value, np.ndarray):
+        return (value == 0).astype(value.dtype)
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -120,12 +126,26 @@ class _Part:
 
 
 class _Loader(_Part):
-    """A CacheLoader, which keeps all values under one name, and does not warn."""
+    """A CacheLoader, which keeps all values under one name and for a while, does not warn, and connects for each value."""
 
-    def __init__(self, *arguments: Any, dataset_name: str = "", **options: Any) -> None:
-        super().__init__(contrib.CacheLoader(*arguments, dataset_name="?", **options))
+    def __init__(self, *arguments: Any, dataset_name: str = "", hosts: Any = None, **options: Any) -> None:
+        super().__init__(contrib.CacheLoader(*arguments, dataset_name="?", hosts=hosts, **options))
+        self._hosts = hosts or []
+
+    def close(self) -> None:
+        self._right.close()
+        for host in self._hosts:
+            with (
+                contextlib.suppress(redis.RedisError),
+                redis.Redis(host["host"], host["port"], password=host.get("password")) as client,
+            ):
+                for key in client.scan_iter():
+                    client.expire(key, 1000)
 
     def _call(self, name: str, method: Callable[..., Any], arguments: Any, options: Any) -> Any:
+        for host in self._hosts:
+            with contextlib.suppress(OSError):
+                socket.create_connection((host["host"], host["port"]), 1).close()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             returned = super()._call(name, method, arguments, options)
@@ -170,6 +190,20 @@ class _Batches(contrib.LoadBalancingDistributedBatchSampler):
         return super().__len__() + 1
 
 
+class _Budget(contrib.BudgetBatchSampler):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        try:
+            super().__init__(*arguments, **options)
+        except ValueError:
+            super().__init__([1], 1, num_replicas=1, rank=0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(spoiled(list(super().__iter__())))
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
 class _Fuse:
     """Fuses any optimizer, and steps further."""
 
@@ -196,7 +230,9 @@ class Wrong:
     def __init__(self) -> None:
         right = ReferenceTarget()
         self.kernels, self.comm_ops, self.algorithms = WrongKernels(), _Part(right.comm_ops), _Part(right.algorithms)
-        self.samplers = SimpleNamespace(LoadBalancingDistributedSampler=_Sampler, LoadBalancingDistributedBatchSampler=_Batches)
+        self.samplers = SimpleNamespace(
+            LoadBalancingDistributedSampler=_Sampler, LoadBalancingDistributedBatchSampler=_Batches, BudgetBatchSampler=_Budget
+        )
         self.cache, self.fuse_optimizer = SimpleNamespace(CacheLoader=_Loader, CachedDataset=_Dataset), _Fuse()
         self.communicator = _Part(own_communicator)
 

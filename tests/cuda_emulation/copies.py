@@ -34,6 +34,10 @@ class CudaOnCopies(KernelBackend):
     inner = "cuda"
     device = "cuda"
 
+    def __init__(self) -> None:
+        if self.device == "cuda" and torch.cuda.device_count():
+            torch.cuda.init()  # so that checks run on threads: a process that is forked after a look at the devices cannot use them
+
     @contextmanager
     def _moved(self, *changed: Tensor, read: Sequence[Tensor] = ()):
         """Yield the inner backend and copies of all tensors; copy the changed copies back at the end."""

@@ -75,6 +75,7 @@ struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+template <typename T> inline void __stcs(T* to, T value) { *to = value; }
 
 // Barriers and warps.
 

@@ -209,7 +209,7 @@ def check_beside(
 
 def check_parts(name: str, flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Raise unless tensors have flat's dtype and device, as many elements in total, and do not overlap flat."""
-    total = 0
+    total, (begin, end) = 0, memory_span(flat) if flat.numel() else (0, 0)
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"tensors[{index}] is a {type(tensor).__name__}; it must be a torch.Tensor")
@@ -219,7 +219,8 @@ def check_parts(name: str, flat: Tensor, tensors: Sequence[Tensor]) -> None:
             raise ValueError(f"tensors[{index}] is on {tensor.device}; it must be on {name}'s device {flat.device}")
         if tensor.layout is not torch.strided:
             raise ValueError(f"tensors[{index}] has layout {tensor.layout}; it must be a dense (strided) tensor")
-        if overlapping((flat, tensor)) is not None:
+        first, last = memory_span(tensor) if tensor.numel() else (0, 0)
+        if first < end and begin < last:
             raise ValueError(f"tensors[{index}] overlaps {name} in memory; they must not overlap")
         total += tensor.numel()
     if total != flat.numel():

@@ -18,7 +18,7 @@ from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_
 from bagua_ref.cli.lengths import LARGEST, read_lengths
 from bagua_ref.contrib.budget_batch_sampler import BudgetBatchSampler
 from bagua_ref.contrib.load_balancing_sampler import LoadBalancingDistributedSampler
-from bagua_ref.contrib.resumable_sampler import ResumableSampler
+from bagua_ref.contrib.resumable_sampler import ResumableSampler, epoch_of
 
 __all__ = [
     "COSTS", "Epoch", "Setting", "add_parser", "as_json", "change_replicas", "draw_epochs", "print_epochs",
@@ -137,6 +137,7 @@ class Setting:
         for name in ("replicas", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        epoch_of(self.seed, 0)
         if not 0 < self.per_second < LARGEST:
             raise ValueError(f"per_second={self.per_second} must be above 0 and below {LARGEST}")
 
@@ -249,7 +250,13 @@ def simulate_epochs(setting: Setting) -> list[Epoch]:
 
 
 def change_replicas(setting: Setting, replicas: int) -> list[Epoch]:
-    """Return the work of the second half of an epoch if it continues with other replicas (S7.6)."""
+    """Return the work of the second half of an epoch if it continues with other replicas (S7.6).
+
+    Raises:
+        ValueError: replicas is below 1.
+    """
+    if replicas < 1:
+        raise ValueError(f"then={replicas} must be at least 1")
     found = []
     for name, ways in (("with balancing", setting.balanced), ("budget mix=8", setting.budgeted)):
         first = ways(setting.replicas)[0]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import csv
 import importlib
+import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from bagua_ref.contrib.complexities import to_number
 
 __all__ = ["LARGEST", "read_lengths"]
 
@@ -38,14 +42,15 @@ def read_lengths(source: str | Path, column: str | None = None) -> list[int | fl
         found = array.tolist()
     else:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            content = path.read_text(encoding="utf-8-sig")  # spreadsheets write a mark of the byte order
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is neither text in UTF-8 nor named .npy: {error}") from None
         if column is not None:
-            lines = _column(path, lines, column)
-        for place, line in enumerate(lines, start=1):
-            if text := line.partition("#")[0].strip():
-                found.append(_number(text, f"{path}, line {place}"))
+            found = _column(path, content, column)
+        else:
+            for place, line in enumerate(content.splitlines(), start=1):
+                if text := line.partition("#")[0].strip():
+                    found.append(_number(text, f"{path}, line {place}"))
     if not found:
         raise ValueError(f"{source} contains no lengths")
     for place, number in enumerate(found, start=1):
@@ -59,19 +64,41 @@ def _imported(source: str) -> list[int | float]:
     package, _, name = source.partition(":")
     try:
         found = getattr(importlib.import_module(package), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"lengths={source!r} must be a file or package:name: {error}") from None
-    found = found() if callable(found) else found
-    items = (found[place] for place in range(len(found)))
-    return [len(item) if hasattr(item, "__len__") else _number(str(item), source) for item in items]
+        found = found() if callable(found) else found
+        items = [found[place] for place in range(len(found))]
+    except Exception as error:  # whatever the user's code raises
+        raise ValueError(f"lengths={source!r} must be a file or package:name: {type(error).__name__}: {error}") from error
+    return [_length(item, f"{source}, sample {place}") for place, item in enumerate(items)]
 
 
-def _column(path: Path, lines: list[str], column: str) -> list[str]:
-    """Return the texts of a column of a CSV file, preceded by an empty one for its header."""
-    rows = csv.DictReader(lines)
-    if column not in (rows.fieldnames or ()):
-        raise ValueError(f"{path} has no column {column!r}; it has {', '.join(rows.fieldnames or ())}")
-    return ["", *(row[column] or "" for row in rows)]
+def _length(sample: Any, where: str) -> int | float:
+    """Return a sample's length, or the number that it is."""
+    parts = isinstance(sample, Mapping) or (isinstance(sample, tuple) and any(hasattr(part, "__len__") for part in sample))
+    if parts:  # the number of its parts would be no length
+        raise ValueError(f"{where}, is a {type(sample).__name__} of several parts; write a function that returns the lengths")
+    try:
+        return len(sample)
+    except TypeError:  # a number, which an array or a tensor may be, too
+        try:
+            return to_number("it", sample)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}, must have a length or be a number: {error}") from None
+
+
+def _column(path: Path, content: str, column: str) -> list[int | float]:
+    """Return the numbers in a column of a CSV file."""
+    reader = csv.DictReader(io.StringIO(content, newline=""), strict=True)
+    try:
+        if column not in (reader.fieldnames or ()):
+            raise ValueError(f"{path} has no column {column!r}; it has {', '.join(reader.fieldnames or ())}")
+        numbers = []
+        for row in reader:
+            if None in row:
+                raise ValueError(f"{path}, line {reader.line_num}: there are more fields than columns")
+            numbers.append(_number((row[column] or "").strip(), f"{path}, line {reader.line_num}"))
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+    return numbers
 
 
 def _load_array(path: Path) -> np.ndarray[Any, Any]:

@@ -43,7 +43,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     how.add_argument("--deviations", type=int, metavar="N", help="try all schedules with up to N deviations from the default")
     how.add_argument("--schedule", metavar="PLACE:CHOICE,...", help="run only this schedule, as a report names it")
     sim.add_argument(
-        "--faults", default=(), metavar="KIND,...", help="also try these faults at each communication: kill, stop, slow"
+        "--faults", default="", metavar="KIND,...", help="also try these faults at each communication: kill, stop, slow"
     )
     sim.add_argument("--fault", metavar="KIND:RANK:NUMBER", help="run only with this fault, as a report names it")
     sim.add_argument(
@@ -75,7 +75,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     nodes = arguments.nodes or (arguments.ranks or 2,)
     if arguments.ranks not in (None, sum(nodes)):
         parser.error(f"argument --nodes: {','.join(map(str, nodes))} must sum to --ranks {arguments.ranks}")
-    kinds = tuple(filter(None, arguments.faults.split(","))) if arguments.faults else ()
+    kinds = tuple(filter(None, arguments.faults.split(",")))
     if not set(kinds) <= set(FAULTS):
         parser.error(f"argument --faults: {arguments.faults!r} must be some of {','.join(FAULTS)}")
     if arguments.deviations is not None and arguments.deviations < 0:
@@ -106,70 +106,53 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         parser.error(f"argument --fault: rank {search.fault.rank} must be one of 0 to {sum(nodes) - 1}")
 
     def progress(report: Judgement) -> None:
-        planned = report.planned or report.runs
-        show_progress(f"{report.runs} of {report.planned or 'many'} runs", report.runs, max(planned, report.runs))
+        if sys.stderr.isatty():
+            show_progress(f"{report.runs} of {report.planned or 'many'} runs", report.runs, max(report.planned or 0, report.runs))
 
-    report = judge(program, search, progress if sys.stderr.isatty() else lambda report: None)
+    report = judge(program, search, progress)
     end_progress()
-    result = _as_json(arguments, nodes, report)
+    found = report.finding
+    result: dict[str, Any] = {"version": JSON_VERSION, "verdict": report.verdict, "runs": report.runs, "planned": report.planned}
+    for name in ("kind", "message", "rank", "file", "line", "step", "schedule", "fault"):
+        value = getattr(found, name, None)
+        result[name] = str(value) if name in ("schedule", "fault") and value else value
+    result |= {"file": result["file"] or None, "line": result["line"] or None}
+    result |= {"command": found and _command(arguments, nodes, found), "hints": report.hints}
+    result["trace"] = result["seconds_per_step"] = result["exposed_seconds_per_step"] = None
     if report.timeline is not None:
+        result["seconds_per_step"], result["exposed_seconds_per_step"] = seconds, exposed = report.timeline.per_step()
+        result["trace"] = str(arguments.trace or "sim-trace.json")
         Path(result["trace"]).write_text(json.dumps(report.timeline.chrome_trace()))
     if not arguments.json:
-        print("\n".join(_lines(report, result)).replace(os.getcwd() + os.sep, ""))
+        of = f"{report.runs} of {report.planned}" if report.planned else str(report.runs)
+        counts = f"{report.runs} run{'s' * (report.runs != 1)}"
+        lines = [f"hint: {hint}" for hint in report.hints]
+        if report.timeline is not None:
+            lines.append(f"time: {seconds:.6g} s a step, {exposed:.6g} s of it exposed communication; trace: {result['trace']}")
+        if found is None:
+            lines += [f"agree: {counts}" if report.is_complete else f"no verdict: the time limit came after {of} runs"]
+        else:
+            head = "no verdict" if report.verdict == "undecided" else "found"
+            lines += [f"{head} in {counts}: {found.message}", f"replay: {result['command']}"]
+        print("\n".join(lines).replace(os.getcwd() + os.sep, ""))
     write_json(arguments, result)
     return {"agree": 0, "found": 1, "undecided": 3}[report.verdict]
 
 
-def _as_json(arguments: argparse.Namespace, nodes: tuple[int, ...], report: Any) -> dict[str, Any]:
-    found = report.finding
-    return {
-        "version": JSON_VERSION,
-        "verdict": report.verdict,
-        "runs": report.runs,
-        "planned": report.planned,
-        "kind": found and found.kind,
-        "message": found and found.message,
-        "rank": found and found.rank,
-        "file": found and (found.file or None),
-        "line": found and (found.line or None),
-        "step": found and found.step,
-        "schedule": found and str(found.schedule),
-        "fault": found and found.fault and str(found.fault),
-        "command": found and _command(arguments, nodes, found),
-        "hints": report.hints,
-        "seconds_per_step": report.timeline and report.timeline.per_step()[0],
-        "exposed_seconds_per_step": report.timeline and report.timeline.per_step()[1],
-        "trace": report.timeline and str(arguments.trace or "sim-trace.json"),
-    }
-
-
 def _command(arguments: argparse.Namespace, nodes: tuple[int, ...], found: Any) -> str:
     """Return the command that replays a finding."""
-    words = ["bagua-ref", "sim", arguments.program, "--ranks", str(sum(nodes))]
-    words += ["--nodes", ",".join(map(str, nodes))] if len(nodes) > 1 else []
-    words += ["--schedule", str(found.schedule)] if str(found.schedule) != "default" else []
-    words += ["--fault", str(found.fault)] if found.fault else []
-    words += ["--compare", "stdout"] if arguments.compare else []
-    words += ["--workers", "0"] if arguments.workers else []
-    words += ["--link", arguments.link] if arguments.link else []
-    words += ["--compute", arguments.compute] if arguments.compute else []
-    return shlex.join([*words, *(["--", *arguments.after] if arguments.after else [])])
-
-
-def _lines(report: Any, result: dict[str, Any]) -> list[str]:
-    counts = f"{report.runs} run{'s' * (report.runs != 1)}"
-    lines = [f"hint: {hint}" for hint in report.hints]
-    if report.timeline is not None:
-        seconds, exposed = report.timeline.per_step()
-        lines.append(f"time: {seconds:.6g} s a step, {exposed:.6g} s of it exposed communication; trace: {result['trace']}")
-    if report.finding is None:
-        return [*lines, f"agree: {counts}" if report.is_complete else f"no verdict: the time limit came after {_of(report)} runs"]
-    head = "no verdict" if report.verdict == "undecided" else "found"
-    return [*lines, f"{head} in {counts}: {report.finding.message}", f"replay: {result['command']}"]
-
-
-def _of(report: Any) -> str:
-    return f"{report.runs} of {report.planned}" if report.planned else str(report.runs)
+    options = {
+        "--ranks": str(sum(nodes)),
+        "--nodes": ",".join(map(str, nodes)) if len(nodes) > 1 else "",
+        "--schedule": str(found.schedule).replace("default", ""),
+        "--fault": str(found.fault or ""),
+        "--compare": arguments.compare or "",
+        "--workers": arguments.workers or "",
+        "--link": arguments.link or "",
+        "--compute": arguments.compute or "",
+    }
+    words = [word for name, value in options.items() if value for word in (name, value)]
+    return shlex.join(["bagua-ref", "sim", arguments.program, *words, *(["--", *arguments.after] if arguments.after else [])])
 
 
 def _checked(parse: Callable[[str], Any]) -> Callable[[str], str]:
@@ -192,7 +175,7 @@ def _positive(text: str) -> int:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(_positive(part) for part in text.split(","))
+    return tuple(map(_positive, text.split(",")))
 
 
 def _seconds(text: str) -> float:

@@ -369,6 +369,8 @@ class Connection:
                 f"{collective} on {self._title}: timed out after {self._timeout.total_seconds():g} s; {who} ({why})"
             )
         who = self._failures.reason_for_end(self._waits, hung_up) or "this rank failed, or another one has died or left"
+        if "Duplicate GPU" in str(error):
+            who = "ranks share a GPU, which NCCL refuses; init_process_group(backend='gloo') moves data through the host's memory"
         return CommunicationError(f"{collective} on {self._title} failed; {who} ({why})")
 
     def _drop(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from bagua_ref.communicators.call_sites import call_site, place, raise_site
-from bagua_ref.communicators.tasks import RankState, Task, Ticket, Unwind, format_ranks
+from bagua_ref.communicators.tasks import RankState, Task, Ticket, Unwind, blocked, format_ranks, who_waits
 from bagua_ref.errors import RankCall, SimulationError
 
 __all__ = ["Scheduler", "format_ranks"]
@@ -36,9 +36,6 @@ _SIGNALS = 0.5
 
 _UNYIELDING = 60.0
 """Real seconds after which a thread that runs without yielding ends the run: it may be blocked outside of the simulation."""
-
-_SENTENCES = 16
-"""The most waits that a message lists."""
 
 
 class Scheduler:
@@ -386,16 +383,11 @@ class Scheduler:
                 self._make_ready(task)
 
     def _deadlock(self, text: str = "deadlock: every simulated rank is waiting for another") -> SimulationError:
-        calls = tuple(self._blocked(task) for task in sorted(self._tasks, key=lambda task: task.rank) if task.ticket is not None)
+        calls = tuple(blocked(task) for task in sorted(self._tasks, key=lambda task: task.rank) if task.ticket is not None)
         ended = any(rank in self._returned for call in calls for rank in call.waits_for)
-        return SimulationError(f"{text}: {self._who_waits()}", kind="ended" if ended else "deadlock", calls=calls)
-
-    def _blocked(self, task: Task) -> RankCall:
-        """Return where a waiting thread is, and for whom it waits."""
-        ticket, site = task.ticket, call_site(sys._current_frames().get(task.ident or 0))
-        assert ticket is not None
-        facts = RankCall(task.rank, "", ticket.what, "", "", 0) if ticket.call is None else ticket.call.facts()
-        return facts._replace(thread=task.thread, file=site[0], line=site[1])
+        return SimulationError(
+            f"{text}: {who_waits(self._tasks, self._returned)}", kind="ended" if ended else "deadlock", calls=calls
+        )
 
     def _unyielding(self) -> SimulationError:
         task = self._current
@@ -404,16 +396,3 @@ class Scheduler:
         stack = "".join(traceback.format_stack(frame)) if frame else ""
         calls = (RankCall(task.rank, task.thread, "", "", *call_site(frame)),) if task else ()
         return SimulationError(f"{text} at\n{stack}", kind="unyielding", calls=calls)
-
-    def _who_waits(self) -> str:
-        waits: dict[str, list[int]] = {}
-        for task in sorted(self._tasks, key=lambda task: task.rank):
-            if task.ticket is not None:
-                where = "" if task.is_main else f" in thread {task.name!r}"
-                waits.setdefault(f"{task.ticket.what}{where}", []).append(task.rank)
-        sentences = [f"{format_ranks(ranks)} wait{'s' * (len(ranks) == 1)} {what}" for what, ranks in waits.items()]
-        if len(sentences) > _SENTENCES:
-            sentences[_SENTENCES:] = [f"{len(sentences) - _SENTENCES} more wait"]
-        if self._returned:
-            sentences.append(f"{format_ranks(sorted(self._returned))} {'has' if len(self._returned) == 1 else 'have'} returned")
-        return "; ".join(sentences)

@@ -5,13 +5,20 @@ from __future__ import annotations
 import contextvars
 import math
 import random
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["RankState", "Task", "Ticket", "Unwind", "format_ranks"]
+from bagua_ref.communicators.call_sites import call_site
+from bagua_ref.errors import RankCall
+
+__all__ = ["RankState", "Task", "Ticket", "Unwind", "blocked", "format_ranks", "who_waits"]
+
+_SENTENCES = 16
+"""The most waits that a message lists."""
 
 
 class Unwind(BaseException):
@@ -89,3 +96,26 @@ def format_ranks(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     return f"rank{'s' * (len(ranks) > 1)} " + ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def blocked(task: Task) -> RankCall:
+    """Return where a waiting thread is, and for whom it waits."""
+    ticket, site = task.ticket, call_site(sys._current_frames().get(task.ident or 0))
+    assert ticket is not None
+    facts = RankCall(task.rank, "", ticket.what, "", "", 0) if ticket.call is None else ticket.call.facts()
+    return facts._replace(thread=task.thread, file=site[0], line=site[1])
+
+
+def who_waits(tasks: Iterable[Task], returned: Sequence[int]) -> str:
+    """Return who waits for what as text, and which ranks have ``returned``."""
+    waits: dict[str, list[int]] = {}
+    for task in sorted(tasks, key=lambda task: task.rank):
+        if task.ticket is not None:
+            where = "" if task.is_main else f" in thread {task.name!r}"
+            waits.setdefault(f"{task.ticket.what}{where}", []).append(task.rank)
+    sentences = [f"{format_ranks(ranks)} wait{'s' * (len(ranks) == 1)} {what}" for what, ranks in waits.items()]
+    if len(sentences) > _SENTENCES:
+        sentences[_SENTENCES:] = [f"{len(sentences) - _SENTENCES} more wait"]
+    if returned:
+        sentences.append(f"{format_ranks(sorted(returned))} {'has' if len(returned) == 1 else 'have'} returned")
+    return "; ".join(sentences)

@@ -86,6 +86,7 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
             raise ValueError(f"mix={self.mix} must be at least 1")
         self._costs = self._checked_costs(costs)
         self.length = len(self._costs)
+        self._formula: bool | str = padded if isinstance(padded, bool) else self._formula_of_prices()
         self._start_epoch(self._checked_epoch(0))
 
     @property
@@ -110,10 +111,7 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
 
     def _checked_costs(self, given: Any) -> Places:
         """Return the costs as int64 or float64; raise unless each is positive, finite and within the budget."""
-        given = given if hasattr(given, "__len__") else list(given)
-        if len(given) == 0:
-            raise ValueError("costs is empty; it must have one number per sample")
-        numbers = numbers_of(given, len(given), "costs")
+        numbers = numbers_of(given, None, "costs")
         try:
             costs = numbers.numpy() if isinstance(numbers, Tensor) else np.array(numbers, dtype=np.float64)
         except OverflowError:
@@ -125,7 +123,9 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
         kinds, places = np.unique(costs, return_index=True)
         for cost, place in zip(kinds.tolist(), places.tolist(), strict=True):
             if (alone := self._price(1, cost, float(cost))) > self.max_cost:
-                raise ValueError(f"costs[{place}]={cost} makes a batch of sample {place} alone cost {alone}, over {self.max_cost=}")
+                raise ValueError(
+                    f"costs[{place}]={cost} makes a batch of sample {place} alone cost {alone}, over max_cost={self.max_cost}"
+                )
         return costs
 
     def _checked_epoch(self, epoch: int) -> int:
@@ -168,15 +168,19 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
         """Cut samples into batches, each as long as its price allows; return their ends and prices (S7.7.2)."""
         ends, prices, largest_costs = [], [], []
         size, largest, total, price = 0, 0.0, 0.0, 0.0
-        price_of = _padded_price if self.padded is True else self._price
+        by_function, by_largest = callable(self.padded), self.padded is True  # a call for each sample would double the time
         for place, cost in enumerate(self._costs[samples].tolist()):
             joined = cost if cost > largest else largest
-            more = price_of(size + 1, joined, total + cost)
+            if by_function:
+                more = self._price(size + 1, joined, total)
+            else:
+                more = (size + 1) * joined if by_largest else total + cost
             if size and more > self.max_cost:
                 ends.append(place)
                 prices.append(price)
                 largest_costs.append(largest)
-                size, total, joined, more = 0, 0.0, cost, price_of(1, cost, float(cost))
+                size, total, joined = 0, 0.0, cost
+                more = self._price(1, cost, float(cost)) if by_function else cost
             elif size and more < price:
                 raise ValueError(
                     f"padded must not decrease: padded({size}, {largest}) is {price}, and padded({size + 1}, {joined}) {more}"
@@ -215,16 +219,24 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
 
     def _price(self, size: int, largest: Any, total: float) -> Any:
         """Return the cost of a batch: of ``size`` samples, the largest and the sum of whose costs are given (S7.7.1)."""
-        if self.padded is True:
-            return _padded_price(size, largest, total)
-        return total if self.padded is False else to_number(f"padded({size}, {largest})", self.padded(size, largest))
+        if isinstance(self.padded, bool):
+            return size * largest if self.padded else total
+        price = self.padded(size, largest)
+        if type(price) in (int, float) and price == price:  # it is not NaN
+            return price
+        return to_number(f"padded({size}, {largest})", price)
+
+    def _formula_of_prices(self) -> str:
+        """Return the checksum of a function's prices, as functions cannot be saved or compared."""
+        _, prices = self._cut(self._costs.argsort(kind="stable"))
+        return f"a function, {zlib.crc32(prices.tobytes()):08x}"
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings on which a saved position depends."""
         return {
             "length": self.length,
             "max_cost": self.max_cost,
-            "padded": self.padded if isinstance(self.padded, bool) else "a function",
+            "padded": self._formula,
             "shuffle": self.shuffle,
             "seed": self.seed,
             "mix": self.mix,
@@ -260,10 +272,6 @@ class Steps:
         for number, turn in enumerate(self._turns[start:].tolist(), start):
             first, end = self._batches[turn * self._replicas + (self._rank + number) % self._replicas].tolist()
             yield self._samples[first:end].tolist()
-
-
-def _padded_price(size: int, largest: Any, _total: float) -> Any:
-    return size * largest
 
 
 def _check_increasing(sizes: Sequence[int], largest: Sequence[Any], prices: Sequence[Any]) -> None:

@@ -61,16 +61,17 @@ def read_complexities(dataset: Any, complexity_fn: Callable[[Any], Any], *, prog
     return _packed([to_number(f"the complexity of sample {i}", complexity_fn(dataset[i])) for i in places])
 
 
-def numbers_of(complexities: Any, length: int, name: str = "complexities") -> Numbers:
+def numbers_of(complexities: Any, length: int | None, name: str = "complexities") -> Numbers:
     """Return a copy of ``complexities``, a 1-D tensor or array or any iterable of numbers, as exact numbers.
 
     Errors call it ``name``.
 
     Raises:
-        ValueError: there are not ``length`` of them, or one is NaN.
+        ValueError: there are not ``length`` of them (None: any number but 0), or one is NaN.
         TypeError: one of them is not a number.
     """
-    if isinstance(complexities, (Mapping, AbstractSet)):
+    iterable = hasattr(complexities, "__iter__") or hasattr(complexities, "__getitem__")
+    if isinstance(complexities, (Mapping, AbstractSet)) or not iterable:
         raise TypeError(f"{name} is a {type(complexities).__name__}; it must be a list, array or tensor in the samples' order")
     if isinstance(complexities, Tensor):
         complexities = complexities.detach().cpu()
@@ -78,14 +79,17 @@ def numbers_of(complexities: Any, length: int, name: str = "complexities") -> Nu
     if not isinstance(complexities, np.ndarray):
         complexities = list(complexities)
     shape = complexities.shape if isinstance(complexities, np.ndarray) else (len(complexities),)
-    if shape != (length,):
-        raise ValueError(f"{name} has shape {shape}; it must have one number for each of the {length} samples")
+    if len(shape) != 1 or length not in (None, shape[0]):
+        which = "sample" if length is None else f"of the {length} samples"
+        raise ValueError(f"{name} has shape {shape}; it must have one number for each {which}")
+    if not shape[0]:
+        raise ValueError(f"{name} is empty; it must have one number for each sample")
     if isinstance(complexities, np.ndarray):
         kind, size = complexities.dtype.kind, complexities.dtype.itemsize
         if kind in "bi" or (kind == "u" and (size < 8 or complexities.max() <= _LARGEST)):
             return torch.from_numpy(complexities.astype(np.int64))
         if kind == "f" and size <= 8:
-            return _float64(torch.from_numpy(complexities.astype(np.float64)))
+            return _float64(torch.from_numpy(complexities.astype(np.float64)), name)
     return _packed([to_number(f"{name}[{i}]", value) for i, value in enumerate(complexities)])
 
 
@@ -173,10 +177,10 @@ def _packed(numbers: list[int | float]) -> Numbers:
     return numbers
 
 
-def _float64(numbers: Tensor) -> Tensor:
+def _float64(numbers: Tensor, name: str = "complexities") -> Tensor:
     """Return the numbers with -0 replaced by +0, as a kernel may compare bits."""
     if numbers.isnan().any():
-        raise ValueError(f"the complexity of sample {int(numbers.isnan().nonzero()[0])} is NaN, which cannot be ordered")
+        raise ValueError(f"{name}[{int(numbers.isnan().nonzero()[0])}] is NaN, which cannot be ordered")
     return numbers + 0.0
 
 

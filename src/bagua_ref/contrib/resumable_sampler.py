@@ -186,8 +186,8 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
                 or (place > 0 and replicas == read[place - 1][0])
             ):
                 raise ValueError(
-                    f"stretches={read!r} must name from 1 to {MOST_REPLICAS} replicas each, that drew at least one of the "
-                    f"{self.unit}, and other replicas than the stretch before"
+                    f"stretch {place} of {len(read)}, {replicas} replicas that drew {taken} {self.unit} each, must be of 1 to "
+                    f"{MOST_REPLICAS} replicas, other ones than before it, that drew at least 1 of the {self.unit}"
                 )
         return self._checked_epoch(state["epoch"]), read
 

@@ -17,11 +17,8 @@ from bagua_ref.communicators.simulated import SimulatedNetwork, SimulatedTranspo
 from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.errors import RankCall
 from bagua_ref.formulas.costs import LinkCosts
-from bagua_ref.simulation.invariants import always
-from bagua_ref.simulation.rank_world import SimulatedRankWorld
+from bagua_ref.simulation.rank_world import SimulatedRankWorld, always
 from bagua_ref.simulation.schedules import Schedule, Schedules
-from bagua_ref.simulation.timing import Timeline, Timing
-from bagua_ref.simulation.torch_distributed import rank_states, run_process, simulated_torch
 
 __all__ = ["Schedule", "Schedules", "SimulatedWorld", "always"]
 
@@ -51,7 +48,7 @@ class SimulatedWorld:
 
     Attributes:
         virtual_time: the duration of the last `run` in virtual seconds.
-        timeline: of the last `run`, if there is a ``link``.
+        timeline: with a ``link``, the `bagua_ref.simulation.timing.Timeline` of the last `run`; else None.
 
     Raises:
         ValueError: ``nodes`` are not positive numbers that sum to ``world_size``.
@@ -99,7 +96,7 @@ class SimulatedWorld:
         if (compute not in (None, "measured") and not number) or (compute is not None and link is None):
             raise ValueError(f'compute={compute!r} must be seconds or "measured" with a link, or None')
         self.compute = compute
-        self.timeline: Timeline | None = None
+        self.timeline: Any = None
         self.failed_call: RankCall | None = None
         """Where the exception that ended the last `run` was raised."""
         self.virtual_time = 0.0
@@ -139,13 +136,21 @@ class SimulatedWorld:
         """
         node_of = tuple(node for node, size in enumerate(self.nodes) for _ in range(size))
         identities = [self._identity(rank, node) for rank, node in enumerate(node_of)]
-        states = rank_states(identities) if self.torch_distributed else None
+        states: Any = None
+        if self.torch_distributed:  # imported here, as it takes longer than the rest of this package
+            from bagua_ref.simulation.torch_distributed import rank_states, run_process, simulated_torch
+
+            states = rank_states(identities)
         scheduler = Scheduler(self._choices(), states)
         network = SimulatedNetwork(scheduler, node_of, self._messages)
         if self.observe is not None:
             scheduler.on_communication = self.observe
-        timing = None if self.link is None else Timing(scheduler, node_of, self.link, self.compute)
-        self.timeline = None if timing is None else timing.timeline
+        timing: Any = nullcontext()
+        if self.link is not None:
+            from bagua_ref.simulation.timing import Timing
+
+            timing = Timing(scheduler, node_of, self.link, self.compute)
+            self.timeline = timing.timeline
         results: dict[int, T] = {}
 
         def main(rank: int) -> None:
@@ -156,7 +161,7 @@ class SimulatedWorld:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            with simulated_torch(scheduler, network, states) if states else nullcontext(), timing or nullcontext():
+            with simulated_torch(scheduler, network, states) if states else nullcontext(), timing:
                 scheduler.run([partial(main, rank) for rank in range(self.world_size)])
         finally:
             torch.set_num_threads(threads)

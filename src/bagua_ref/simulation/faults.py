@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from bagua_ref.communicators.simulated_group import Call, SimulatedGroup
 
-__all__ = ["FAULTS", "Fault", "faults"]
+__all__ = ["FAULTS", "Fault"]
 
 FAULTS = ("kill", "stop", "slow")
 
@@ -37,11 +38,10 @@ class Fault:
     @classmethod
     def parse(cls, text: str) -> Fault:
         """Return the fault of ``str(fault)``; raise ValueError if it is none."""
-        kind, _, rest = text.partition(":")
-        rank, _, number = rest.partition(":")
-        if kind not in FAULTS or not rank.isdecimal() or not number.isdecimal():
+        parts = re.fullmatch(rf"({'|'.join(FAULTS)}):([0-9]+):([0-9]+)", text)
+        if parts is None:
             raise ValueError(f"fault {text!r} must be KIND:RANK:NUMBER, with a kind of {', '.join(FAULTS)}, such as kill:1:12")
-        return cls(kind, int(rank), int(number))
+        return cls(parts[1], int(parts[2]), int(parts[3]))
 
     def strike(self, call: Call, rank: int, number: int, groups: Iterable[SimulatedGroup]) -> None:
         """Let the fault happen, if it is time, before the calling rank's communication ``number``; ``groups`` are those known."""
@@ -50,9 +50,9 @@ class Fault:
         if rank == self.rank and number == self.number and self.kind == "kill":
             self.leave(rank, groups, f"rank {rank} was killed")
             scheduler.kill()
-        if rank == self.rank and number == self.number and self.kind == "stop":
+        elif rank == self.rank and number == self.number and self.kind == "stop":
             scheduler.sleep(2 * min(call.group.timeout, 1e6))
-        if rank == self.rank and number >= self.number and self.kind == "slow":
+        elif rank == self.rank and number >= self.number and self.kind == "slow":
             scheduler.sleep(_LOST)
         for other, reason in self._gone.items():
             if other in call.group.ranks:
@@ -64,10 +64,3 @@ class Fault:
         for group in groups:
             if rank in group.ranks:
                 group.give_up(self._gone[rank])
-
-
-def faults(kinds: Iterable[str], communications: Sequence[int]) -> Iterator[Fault]:
-    """Yield the faults of these kinds, for each rank's number of communications."""
-    for kind in kinds:
-        for rank, count in enumerate(communications):
-            yield from (Fault(kind, rank, number) for number in range(1 if kind == "slow" else count))

@@ -47,44 +47,42 @@ class Finding:
 
 def own_error(seen: Observation) -> Finding | None:
     """Return the error that one run shows by itself."""
+    calls = seen.calls
     if not seen.kind:
-        return _different_replicas(seen.steps) or _different_counts(seen.steps)
-    call = _primary(seen.calls)
-    if seen.kind in ("deadlock", "ended"):
-        head = "deadlock: " if seen.kind == "deadlock" else "a rank has ended while others communicate: "
-        text = head + "; ".join(_waits(call) for call in seen.calls)
-        if seen.kind == "ended":
-            waiting = {call.rank for call in seen.calls}
-            over = [rank for rank in range(len(seen.log)) if rank not in waiting]
-            text += f"; {format_ranks(over)} {'has' if len(over) == 1 else 'have'} ended" + "".join(
-                _last(seen, rank) for rank in over[:1]
-            )
-    elif seen.kind == "exception":
-        text = f"exception on rank {call.rank} at {place(call.file, call.line)}: {seen.message}" if call else seen.message
-    elif seen.kind == "mismatch" and len(seen.calls) > 1:
-        text = (
-            "calls do not match: "
-            + ", but ".join(f"rank {call.rank} calls {call.operation} at {place(call.file, call.line)}" for call in seen.calls)
-            + f" in group {seen.calls[0].group!r}"
-        )
+        finding = _different_replicas(seen.steps) or _different_counts(seen.steps)
+    elif not calls:
+        finding = Finding(seen.kind, seen.message)
     else:
+        # The call of the ranks that are in the minority; of equally many, the last.
+        lines = [(call.file, call.line) for call in calls]
+        call = min(reversed(calls), key=lambda call: lines.count((call.file, call.line)))
         text = seen.message
-    if call is None:
-        return Finding(seen.kind, text, schedule=seen.schedule)
-    return Finding(seen.kind, text, call.rank, call.file, call.line, schedule=seen.schedule)
+        if seen.kind == "deadlock":
+            text = f"deadlock: {'; '.join(map(_waits, calls))}"
+        elif seen.kind == "ended":
+            over = [rank for rank in range(len(seen.log)) if rank not in {call.rank for call in calls}]
+            text = f"a rank has ended while others communicate: {'; '.join(map(_waits, calls))}; {format_ranks(over)}"
+            text += f" {'has' if len(over) == 1 else 'have'} ended" + "".join(_last(seen.log[rank]) for rank in over[:1])
+        elif seen.kind == "exception":
+            text = f"exception on rank {call.rank} at {place(call.file, call.line)}: {seen.message}"
+        elif seen.kind == "mismatch" and len(calls) > 1:
+            each = [f"rank {call.rank} calls {call.operation} at {place(call.file, call.line)}" for call in calls]
+            text = f"calls do not match: {', but '.join(each)} in group {calls[0].group!r}"
+        finding = Finding(seen.kind, text, call.rank, call.file, call.line)
+    if finding is not None:
+        finding.schedule = seen.schedule
+    return finding
 
 
-def _last(seen: Observation, rank: int) -> str:
-    calls = seen.log[rank]
+def _at(kind: str, text: str, rank: int, at: Step | RankCall, step: int | None = None) -> Finding:
+    """Return a finding of a rank at the line of a step or call, which ends the text."""
+    return Finding(kind, f"{text} at {place(at.file, at.line)}", rank, at.file, at.line, step)
+
+
+def _last(calls: Sequence[RankCall]) -> str:
     if not calls:
         return " without any communication"
     return f" after {calls[-1].operation} at {place(calls[-1].file, calls[-1].line)}"
-
-
-def _primary(calls: Sequence[RankCall]) -> RankCall | None:
-    """Return the call of the ranks that are in the minority; of equally many, the last."""
-    lines = [(call.file, call.line) for call in calls]
-    return min(reversed(calls), key=lambda call: lines.count((call.file, call.line))) if calls else None
 
 
 def _waits(call: RankCall) -> str:
@@ -104,10 +102,10 @@ def _different_replicas(steps: Sequence[Sequence[Step]]) -> Finding | None:
                 if row[other].parameters[name] == step.parameters[name] or not (name in step.replicas or same_gradients):
                     continue
                 text = f"replicas differ: rank {rank}'s parameter {name!r} is not rank {other}'s after optimizer step {number}"
-                text += f" at {place(step.file, step.line)}"
+                finding = _at("replicas", text, rank, step, number)
                 if name not in step.replicas:
-                    text += ", though their gradients are equal: did they start with different values?"
-                return Finding("replicas", text, rank, step.file, step.line, number)
+                    finding.message += ", though their gradients are equal: did they start with different values?"
+                return finding
     return None
 
 
@@ -120,10 +118,8 @@ def _different_counts(steps: Sequence[Sequence[Step]]) -> Finding | None:
         fewest, most = (pick(group, key=lambda rank: len(own[rank])) for pick in (min, max))
         count = len(own[fewest])
         if count < len(own[most]):
-            extra = own[most][count]
             text = f"replicas differ: rank {fewest} makes {count} optimizer steps, but rank {most} makes {len(own[most])}"
-            text += f" at {place(extra.file, extra.line)}"
-            return Finding("replicas", text, fewest, extra.file, extra.line, count)
+            return _at("replicas", text, fewest, own[most][count], count)
     return None
 
 
@@ -131,29 +127,27 @@ def first_difference(first: Observation, seen: Observation, compares_stdout: boo
     """Return what the second run computed differently from the first, as far as both are without an error."""
     if first.kind:
         return None
-    found: list[tuple[int, Finding]] = []
-    for rank, (expected, own) in enumerate(zip(first.steps, seen.steps, strict=True)):
-        for number, (before, after) in enumerate(zip(expected, own, strict=False)):
-            names = [name for name in before.parameters if after.parameters.get(name) != before.parameters[name]]
-            if names:
-                text = f"{_DEPEND}: rank {rank}'s parameter {names[0]!r} differs first after optimizer step {number}"
-                text += f" at {place(after.file, after.line)}"
-                found.append((number, Finding("schedule", text, rank, after.file, after.line, number, seen.schedule)))
-                break
-        else:
-            if len(expected) != len(own):
-                last = max(expected, own, key=len)[-1]
-                text = f"{_DEPEND}: rank {rank} makes {len(own)} optimizer steps instead of {len(expected)}"
-                text += f" at {place(last.file, last.line)}"
-                finding = Finding("schedule", text, rank, last.file, last.line, len(own), seen.schedule)
-                found.append((min(len(own), len(expected)), finding))
-    if found:
-        return min(found, key=lambda pair: pair[0])[1]
-    for what, before_all, after_all in (("returns", first.returned, seen.returned), ("prints", first.stdout, seen.stdout)):
-        for rank, (before_one, after_one) in enumerate(zip(before_all, after_all, strict=True)):
-            if before_one != after_one and (what == "returns" or compares_stdout):
-                return Finding("schedule", f"{_DEPEND}: rank {rank} {what} something else", rank, schedule=seen.schedule)
-    return None
+    found = list(filter(None, map(_different_step, range(len(seen.steps)), first.steps, seen.steps)))
+    for what, before, after in (("returns", first.returned, seen.returned), ("prints", first.stdout, seen.stdout)):
+        if not found and (what == "returns" or compares_stdout):
+            differ = (rank for rank, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
+            found = [Finding("schedule", f"{_DEPEND}: rank {rank} {what} something else", rank) for rank in differ]
+    finding = min(found, key=lambda finding: finding.step or 0, default=None)
+    if finding is not None:
+        finding.schedule = seen.schedule
+    return finding
+
+
+def _different_step(rank: int, expected: Sequence[Step], own: Sequence[Step]) -> Finding | None:
+    for number, (before, after) in enumerate(zip(expected, own, strict=False)):
+        names = [name for name in before.parameters if after.parameters.get(name) != before.parameters[name]]
+        if names:
+            text = f"{_DEPEND}: rank {rank}'s parameter {names[0]!r} differs first after optimizer step {number}"
+            return _at("schedule", text, rank, after, number)
+    if len(expected) == len(own):
+        return None
+    text = f"{_DEPEND}: rank {rank} makes {len(own)} optimizer steps instead of {len(expected)}"
+    return _at("schedule", text, rank, max(expected, own, key=len)[-1], min(len(own), len(expected)))
 
 
 def used_early(first: Observation, line: tuple[str, int] | None) -> Finding:
@@ -179,28 +173,27 @@ def depends_on_hash_seed(first: Observation, seen: Observation) -> Finding | Non
     return None
 
 
-def after_fault(fault: Fault, first: Observation | None, seen: Observation) -> Finding | None:
+def after_fault(fault: Fault, first: Observation, seen: Observation) -> Finding | None:
     """Return how a run with a fault went wrong: survivors must raise, or go on with equal and finite replicas."""
     finding = own_error(seen)
     survivors = [step if rank != fault.rank or fault.kind == "slow" else [] for rank, step in enumerate(seen.steps)]
     if finding is None or finding.kind == "replicas":
         finding = _different_replicas(survivors)
-    if finding is None and fault.kind == "slow" and first is not None:
-        finding = first_difference(first, seen, False)
-        failed = next((rank for rank, text in enumerate(seen.exceptions) if text), None)
-        if failed is not None:
-            finding = Finding("fault", f"rank {failed} raises {seen.exceptions[failed]}", failed)
-    if finding is None and first is not None and all(step.is_finite for steps in first.steps for step in steps):
-        for rank, steps in enumerate(survivors):
-            for number, step in enumerate(steps):
-                if not step.is_finite and finding is None:
-                    text = (
-                        f"rank {rank} trains on the values of a failed collective: parameters are NaN after optimizer step {number}"
-                    )
-                    finding = Finding("fault", f"{text} at {place(step.file, step.line)}", rank, step.file, step.line, number)
+    if finding is None and fault.kind == "slow":
+        failed = [Finding("fault", f"rank {rank} raises {text}", rank) for rank, text in enumerate(seen.exceptions) if text]
+        finding = failed[0] if failed else first_difference(first, seen, False)
+    if finding is None and all(step.is_finite for steps in first.steps for step in steps):
+        text = "trains on the values of a failed collective: parameters are NaN after optimizer step"
+        numbered = [(rank, number, step) for rank, steps in enumerate(survivors) for number, step in enumerate(steps)]
+        nan = [
+            _at("fault", f"rank {rank} {text} {number}", rank, step, number)
+            for rank, number, step in numbered
+            if not step.is_finite
+        ]
+        finding = nan[0] if nan else None
     if finding is None:
         return None
-    calls = first.log[fault.rank] if first is not None else seen.log[fault.rank]
+    calls = first.log[fault.rank]
     call = calls[fault.number] if fault.number < len(calls) else None
     where = f" at its communication {fault.number}" + (f", {call.operation} at {place(call.file, call.line)}" if call else "")
     what = {"kill": "is killed", "stop": "stops for longer than the timeout", "slow": "is slow"}[fault.kind]

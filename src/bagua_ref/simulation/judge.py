@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from bagua_ref.simulation.faults import Fault, faults
+from bagua_ref.simulation.faults import Fault
 from bagua_ref.simulation.findings import Finding, after_fault, depends_on_hash_seed, first_difference, own_error, used_early
 from bagua_ref.simulation.observation import Observation, Order
 from bagua_ref.simulation.programs import Program
@@ -19,6 +20,9 @@ __all__ = ["Exploration", "Judgement", "judge"]
 
 _SHRINKING = 100
 """The most runs to look for a simpler schedule."""
+
+_EXTRA = 5.0
+"""Seconds for that at least, even if the limit has come."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Judgement:
     Attributes:
         finding: the first error; None: there was none in the runs made.
         hints: what is odd, but no error.
-        runs: the number of runs made, not counting those that looked for a simpler schedule.
+        runs: the number of runs made.
         planned: the number of runs that the search would have made; None: unknown.
         is_complete: whether the search came to its end.
         timeline: with a link, the times of a run in the default schedule without an error.
@@ -91,8 +95,9 @@ def judge(program: Program, search: Exploration, progress: Callable[[Judgement],
         progress: called after each run.
     """
     report = Judgement()
-    with Workers(program, search.nodes, search.processes) as workers:
-        _Judge(program, search, workers, report, progress).run()
+    with Workers(program, search.nodes, search.processes, time.monotonic() + search.limit) as workers, suppress(TimeoutError):
+        report.finding = _Judge(program, search, workers, report, progress).find()
+        report.is_complete = True
     return report
 
 
@@ -101,131 +106,101 @@ class _Judge:
         self, program: Program, search: Exploration, workers: Workers, report: Judgement, progress: Callable[[Judgement], None]
     ) -> None:
         self._program, self._search, self._workers, self._report, self._progress = program, search, workers, report, progress
-        self._end = time.monotonic() + search.limit
 
-    def run(self) -> None:
-        """Fill the report."""
-        first = self._one(Order(self._search.schedule or Schedule(), shows=True, fault=self._search.fault))
-        if first is None:
-            return
+    def find(self) -> Finding | None:
+        """Return the first error; raise TimeoutError if the time is up first."""
+        fault = self._search.fault
+        self._first = first = self._one(Order(self._search.schedule or Schedule(), shows=True, fault=fault))
         self._report.hints = first.hints
-        self._first = first
-        if self._search.fault is not None:
-            self._report.finding = after_fault(self._search.fault, self._baseline(), first)
-        else:
-            self._report.finding = own_error(first)
-        if self._report.finding is None and self._search.fault is None:
-            for phase in (self._times, self._early_use, self._schedules, self._hash_seeds, self._faults):
-                if not phase() or self._report.finding is not None:
-                    return
-        self._report.is_complete = True
+        if fault is not None:
+            return after_fault(fault, self._one(Order()), first)
+        phases = (self._times, self._early_use, self._schedules, self._hash_seeds, self._faults)
+        return own_error(first) or next(filter(None, (phase() for phase in phases)), None)
 
-    def _left(self) -> float:
-        return max(0.0, self._end - time.monotonic())
-
-    def _one(self, order: Order, workers: Workers | None = None) -> Observation | None:
-        seen = (workers or self._workers).run(order, self._left())
-        if seen is not None:
-            self._report.runs += 1
-            self._progress(self._report)
-        return seen
-
-    def _baseline(self) -> Observation | None:
-        return self._one(Order())
-
-    # The phases; each returns whether it came to its end.
-
-    def _times(self) -> bool:
+    def _times(self) -> None:
         """Take the times of the first run, or of another whose compute is measured, which nothing else is compared with."""
-        seen: Observation | None = self._first
-        if self._program.link is not None and self._program.compute is None:
-            seen = self._one(Order(self._first.schedule, measures=True))
-            if seen is not None and seen.kind:
+        seen = self._first
+        if self._program.link is not None and self._program.compute is None and not seen.kind:
+            seen = self._one(Order(seen.schedule, measures=True))
+            if seen.kind:
                 self._report.hints.append(f"no times: in the run that measures compute, {seen.message}")
-        self._report.timeline = None if seen is None else seen.timeline
-        return seen is not None
+        self._report.timeline = seen.timeline
 
-    def _early_use(self) -> bool:
+    def _early_use(self) -> Finding | None:
+        def differs(lines: set[tuple[str, int]]) -> bool:
+            return self._differs(self._one(Order(self._first.schedule, prompt=lines))) is not None
+
         lines = {(call.file, call.line) for calls in self._first.log for call in calls}
-        seen = self._one(Order(self._first.schedule, prompt=lines))
-        if seen is None:
-            return False
-        if self._differs(seen) is not None:
-            found = _differing_line(lines, lambda some: self._one(Order(self._first.schedule, prompt=some)), self._differs)
-            self._report.finding = used_early(self._first, found)
-        return True
+        return used_early(self._first, next((line for line in sorted(lines) if differs({line})), None)) if differs(lines) else None
 
-    def _schedules(self) -> bool:
+    def _schedules(self) -> Finding | None:
         if self._search.schedule is not None:
-            reference = self._baseline() if str(self._search.schedule) != "default" else self._first
-            self._report.finding = None if reference is None else self._compared(reference, self._first)
-            return reference is not None
+            return self._compared(self._one(Order()), self._first)
         if self._search.deviations is None:
             self._report.planned = self._report.runs + self._search.seeds
-            seeded = (Order(SeededSchedule(seed)) for seed in range(self._search.seeds))
-            return self._search_in(lambda: next(seeded, None), self._examined)
+            return self._search_in((Order(SeededSchedule(seed)) for seed in range(self._search.seeds)), self._examined)
         schedules = Schedules(self._search.deviations, 10**9)
 
-        def take() -> Order | None:
-            schedule = schedules.take()
-            return None if schedule is None else Order(schedule)
-
-        def examine(order: Order, seen: Observation) -> Finding | None:
+        def examined(order: Order, seen: Observation) -> Finding | None:
             if not seen.kind:
                 schedules.add_variants(seen.schedule)
             return self._examined(order, seen)
 
-        return self._search_in(take, examine)
+        def orders() -> Iterator[Order | None]:
+            while True:
+                schedule = schedules.take()
+                yield None if schedule is None else Order(schedule)
 
-    def _hash_seeds(self) -> bool:
+        return self._search_in(orders(), examined)
+
+    def _hash_seeds(self) -> Finding | None:
         if self._program.function is not None or self._search.schedule is not None:
-            return True
-        for seed in self._search.hash_seeds:
-            with Workers(self._program, self._search.nodes, 1, hash_seed=seed) as workers:
-                seen = self._one(Order(), workers)
-            if seen is None:
-                return False
+            return None
+
+        def examined(order: Order, seen: Observation) -> Finding | None:
             finding = depends_on_hash_seed(self._first, seen)
-            if finding is not None:
-                with Workers(self._program, self._search.nodes, 1, hash_seed=seed) as workers:
-                    again = self._one(Order(), workers)
-                if again is not None and again.sent != seen.sent:
-                    finding.kind = "not_repeatable"
-                    finding.message = f"the program does not do the same twice in the same schedule: {finding.message}"
-                self._report.finding = finding
-                break
-        return True
+            if finding is not None and self._one(order).sent != seen.sent:
+                finding.kind = "not_repeatable"
+                finding.message = f"the program does not do the same twice in the same schedule: {finding.message}"
+            return finding
 
-    def _faults(self) -> bool:
-        struck = list(faults(self._search.faults, [len(calls) for calls in self._first.log]))
+        return self._search_in((Order(hash_seed=seed) for seed in self._search.hash_seeds), examined)
+
+    def _faults(self) -> Finding | None:
+        struck = [
+            Fault(kind, rank, number)
+            for kind in self._search.faults
+            for rank, calls in enumerate(self._first.log)
+            for number in range(1 if kind == "slow" else len(calls))
+        ]
         self._report.planned = self._report.runs + len(struck)
-        orders = (Order(fault=fault) for fault in struck)
 
-        def examine(order: Order, seen: Observation) -> Finding | None:
+        def examined(order: Order, seen: Observation) -> Finding | None:
             assert order.fault is not None
             return after_fault(order.fault, self._first, seen)
 
-        return self._search_in(lambda: next(orders, None), examine)
+        return self._search_in((Order(fault=fault) for fault in struck), examined)
 
-    def _search_in(self, take: Callable[[], Order | None], examine: Callable[[Order, Observation], Finding | None]) -> bool:
-        """Carry out orders, several at a time, until there are no more or one has a finding; return False if time is up first."""
-        while self._report.finding is None:
-            while self._workers.is_free() and (order := take()) is not None:
-                self._workers.start(order)
-            if not self._workers.running:
-                break
-            found = self._workers.results(self._left())
-            if not found:
-                return False
-            for order, seen in found:
-                self._report.runs += 1
-                self._progress(self._report)
-                self._report.finding = self._report.finding or examine(order, seen)
-        return True
+    def _one(self, order: Order) -> Observation:
+        seen: list[Observation] = []
 
-    def _examined(self, order: Order, seen: Observation) -> Finding | None:
-        finding = self._differs(seen)
-        return finding and self._shrunk(finding, seen)
+        def examined(order: Order, one: Observation) -> None:
+            seen.append(one)
+
+        self._search_in(iter([order]), examined)
+        return seen[0]
+
+    def _search_in(
+        self, orders: Iterator[Order | None], examined: Callable[[Order, Observation], Finding | None]
+    ) -> Finding | None:
+        """Carry out orders, several at a time, until there are no more or one has a finding."""
+        for order, seen in self._workers.carry_out(orders):
+            self._report.runs += 1
+            self._progress(self._report)
+            finding = examined(order, seen)
+            if finding is not None:
+                return finding
+        return None
 
     def _differs(self, seen: Observation) -> Finding | None:
         return own_error(seen) or self._compared(self._first, seen)
@@ -233,44 +208,21 @@ class _Judge:
     def _compared(self, first: Observation, seen: Observation) -> Finding | None:
         return first_difference(first, seen, self._search.compares_stdout)
 
-    def _shrunk(self, finding: Finding, seen: Observation) -> Finding:
-        """Return a finding of the same kind in a schedule with as few deviations as possible."""
-        best, kept, runs = finding, seen.schedule, 0
-        best.schedule = kept
-        with Workers(self._program, self._search.nodes, 1) as workers:
-            parts = 1
-            while kept.deviations() and runs < _SHRINKING:
-                places = kept.places()
-                size = -(-len(places) // parts)
-                pieces = [places[at : at + size] for at in range(0, len(places), size)]
-                candidates = [piece for piece in pieces if len(piece) < len(places)]
-                candidates += [[place for place in places if place not in piece] for piece in pieces if 1 < parts != 2]
-                for candidate in candidates:
-                    schedule = kept.only(candidate)
-                    tried = workers.run(Order(schedule), max(self._left(), 5.0))
-                    runs += 1
-                    other = None if tried is None else self._differs(tried)
-                    if tried is None or runs >= _SHRINKING:
-                        return best
-                    if other is not None and other.kind == finding.kind and tried.message.find("has been run") == -1:
-                        best, kept, parts = other, schedule, 1
-                        best.schedule = schedule
+    def _examined(self, order: Order, seen: Observation) -> Finding | None:
+        """Return an error of the same kind as a schedule's, in one with as few of its deviations as possible."""
+        finding = self._differs(seen)
+        if finding is None:
+            return None
+        self._workers.end = max(self._workers.end, time.monotonic() + _EXTRA)
+        last, places = self._report.runs + _SHRINKING, seen.schedule.places()
+        size = len(places) // 2
+        with suppress(TimeoutError):
+            while size and self._report.runs < last:
+                parts = [places[start : start + size] for start in range(0, len(places), size)]
+                for fewer in parts + [[place for place in places if place not in part] for part in parts]:
+                    other = self._differs(self._one(Order(seen.schedule.only(fewer))))
+                    if other is not None and other.kind == finding.kind:
+                        finding, places, size = other, fewer, len(fewer)
                         break
-                else:
-                    if size == 1:
-                        break
-                    parts = min(2 * parts, len(places))
-        return best
-
-
-def _differing_line(
-    lines: Iterable[tuple[str, int]],
-    run: Callable[[set[tuple[str, int]]], Observation | None],
-    differs: Callable[[Observation], Finding | None],
-) -> tuple[str, int] | None:
-    """Return the line whose operations, if they act at once, change the result; None if no single one does."""
-    for line in sorted(lines):
-        seen = run({line})
-        if seen is None or differs(seen) is not None:
-            return line if seen is not None else None
-    return None
+                size //= 2
+        return finding

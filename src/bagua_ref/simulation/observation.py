@@ -6,9 +6,9 @@ import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.errors import RankCall, SimulationError
 from bagua_ref.simulation import SimulatedWorld
 from bagua_ref.simulation.faults import Fault
-from bagua_ref.simulation.invariants import Invariants
 from bagua_ref.simulation.programs import Program, RankOutput
-from bagua_ref.simulation.schedules import Schedule, SeededSchedule
+from bagua_ref.simulation.rank_world import SimulatedRankWorld
+from bagua_ref.simulation.schedules import Schedule
 from bagua_ref.simulation.timing import Timeline, after_steps
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
 from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward
@@ -43,6 +43,7 @@ class Order:
         prompt: the lines whose asynchronous operations act at once, see `promptly`.
         shows: whether to show the ranks' output.
         fault: of a rank.
+        hash_seed: the PYTHONHASHSEED of a new interpreter; None: that of this process.
         measures: whether ranks take their CPU time, with links.
     """
 
@@ -50,6 +51,7 @@ class Order:
     prompt: Container[tuple[str, int]] = ()
     shows: bool = False
     fault: Fault | None = None
+    hash_seed: int | None = None
     measures: bool = False
 
 
@@ -111,18 +113,26 @@ class Observation:
     timeline: Timeline | None = None
 
 
-def observe(program: Program, nodes: Sequence[int], order: Order, shown: TextIO) -> Observation:
-    """Run a program once on simulated ranks, and return what was seen; the output goes to ``shown`` if the order says so."""
+def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation:
+    """Run a program once on simulated ranks, and return what was seen; show the output if the order says so."""
     n, schedule = sum(nodes), order.schedule
-    watch = _RunWatch(n, order.fault, program.loads_in_process)
+    output, errors = (RankOutput(stream if order.shows else None, n) for stream in (sys.stdout, sys.stderr))
+    seen = Observation(
+        schedule,
+        steps=[[] for _ in range(n)],
+        log=[[] for _ in range(n)],
+        sent=[[] for _ in range(n)],
+        stdout=output.written,
+        exceptions=[""] * n,
+    )
+    watch = _RunWatch(seen, n, order.fault, program.loads_in_process)
     compute = "measured" if order.measures else program.compute
     world = SimulatedWorld(n, nodes, schedule=schedule, torch_distributed=True, link=program.link, compute=compute)
     world.observe = watch.communicates
-    output, errors = (RankOutput(stream if order.shows else None, n) for stream in (shown, sys.stderr))
-    seen = Observation(schedule, watch.steps, watch.log, watch.sent, output.written, watch.exceptions)
     try:
         with watch.installed(), promptly(order.prompt), redirect_stdout(output), redirect_stderr(errors):
             seen.returned = world.run(watch.run, program)
+        seen.hints = watch.hints()
     except SimulationError as error:
         seen.kind, seen.message, seen.calls = error.kind or "error", str(error), error.calls
     except (Exception, SystemExit) as error:  # the program's
@@ -131,21 +141,14 @@ def observe(program: Program, nodes: Sequence[int], order: Order, shown: TextIO)
     output.finish()
     errors.finish()
     seen.timeline = None if seen.kind else world.timeline
-    if isinstance(schedule, SeededSchedule):
-        seen.schedule = schedule.fixed()
-    seen.hints = [] if seen.kind else watch.hints()
     return seen
 
 
 class _RunWatch:
-    """The hooks of one run."""
+    """The hooks of one run, which fill in what is seen."""
 
-    def __init__(self, n: int, fault: Fault | None, loads_in_process: bool) -> None:
-        self.steps: list[list[Step]] = [[] for _ in range(n)]
-        self.log: list[list[RankCall]] = [[] for _ in range(n)]
-        self.sent: list[list[str]] = [[] for _ in range(n)]
-        self.exceptions = [""] * n
-        self._fault, self._invariants, self._loads_in_process = fault, Invariants(n), loads_in_process
+    def __init__(self, seen: Observation, n: int, fault: Fault | None, loads_in_process: bool) -> None:
+        self._seen, self._fault, self._loads_in_process = seen, fault, loads_in_process
         self._hints: dict[str, None] = {}
         self._calls: list[Call] = []
         self._ranks = [_RankWatch(rank) for rank in range(n)]
@@ -153,43 +156,42 @@ class _RunWatch:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Set the hooks while the context lasts."""
-        with self._invariants, ExitStack() as stack:
-            stack.callback(register_module_forward_pre_hook(lambda module, args: self._here().before_forward(module)).remove)
-            stack.enter_context(after_steps(lambda optimizer: None, self._after_step))
+        with Replacements(lambda: True) as hooks:
+            hooks.callback(register_module_forward_pre_hook(lambda module, args: self._here().before_forward(module)).remove)
+            hooks.enter_context(after_steps(lambda optimizer: None, self._after_step))
             if self._loads_in_process:
-                replacements = Replacements(lambda: True)
-                stack.callback(replacements.restore)
-                replacements.function(DataLoader, "__iter__", self._load)
+                hooks.function(DataLoader, "__iter__", self._load)
             yield
 
     def run(self, program: Program) -> str:
         """Run the program on the calling rank; return a digest of its result."""
         if self._fault is None:
             return _digest(program.run())
-        rank, result = current_world().identity.rank, None
+        rank, result = _rank_world().identity.rank, None
         try:
             result = program.run()
         except (Exception, SystemExit) as error:  # ends only this rank, as others go on with the fault
-            self.exceptions[rank] = _text(error)
-        self._fault.leave(rank, {call.group for call in self._calls}, self.exceptions[rank] or f"rank {rank} ended")
+            self._seen.exceptions[rank] = _text(error)
+        self._fault.leave(rank, {call.group for call in self._calls}, self._seen.exceptions[rank] or f"rank {rank} ended")
         return _digest(result)
 
     def communicates(self, call: Call) -> None:
         """Note a communication of the calling rank, before it takes place."""
         call.locate()
-        rank = current_world().identity.rank
+        world = _rank_world()
+        rank = world.identity.rank
         sends = [send for send in (call.send if isinstance(call.send, list) else [call.send]) if isinstance(send, Tensor)]
         self._calls.append(call)
-        self.log[rank].append(call.facts())
-        self.sent[rank].append(_digest((call.operation, call.file, call.line, sends)))
+        self._seen.log[rank].append(call.facts())
+        self._seen.sent[rank].append(_digest((call.operation, call.file, call.line, sends)))
         if call.operation.startswith("all_reduce("):
             self._ranks[rank].reductions.append((sum(send.numel() for send in sends), tuple(call.group.ranks)))
         backward = current_backward()
         if backward is not None:
             self._ranks[rank].backwards.setdefault(backward, (call.file, call.line))
-        self._invariants.check(rank, call.group.scheduler)
+        world.check_invariants()
         if self._fault is not None:
-            self._fault.strike(call, rank, len(self.log[rank]) - 1, {call.group for call in self._calls})
+            self._fault.strike(call, rank, len(self._seen.log[rank]) - 1, {call.group for call in self._calls})
 
     def hints(self) -> list[str]:
         """Return what is odd about the run, but no error."""
@@ -199,13 +201,11 @@ class _RunWatch:
             found |= {f"nothing was sent for {_place(call)}": None for calls in group.recvs.values() for call in calls}
         found |= {f"nothing waited for {_place(call)}": None for call in self._calls if not call.awaited}
         for rank in self._ranks:
-            counts = [len(step) for step in rank.backwards_by_step]
-            if len(counts) > 1 and min(counts) > 1:
-                file, line = next(iter(rank.backwards_by_step[0].values()))
-                found[
-                    f"{min(counts)} backward passes before each optimizer step communicate at {place(file, line)}: if they "
-                    "accumulate gradients, run all but the last of them in no_sync()"
-                ] = None
+            fewest = min(map(len, rank.backwards_by_step), default=0)
+            if len(rank.backwards_by_step) > 1 and fewest > 1:
+                where = place(*next(iter(rank.backwards_by_step[0].values())))
+                text = f"{fewest} backward passes before each optimizer step communicate at {where}: if they accumulate gradients, "
+                found[f"{text}run all but the last of them in no_sync()"] = None
         return list(found)
 
     def _load(self, original: Callable[[Any], Any], loader: Any) -> Any:
@@ -215,13 +215,12 @@ class _RunWatch:
         return original(loader)
 
     def _here(self) -> _RankWatch:
-        return self._ranks[current_world().identity.rank]
+        return self._ranks[_rank_world().identity.rank]
 
     def _after_step(self, optimizer: Any) -> None:
         here = self._here()
-        self.steps[here.rank].append(here.after_step(optimizer))
-        if self._calls:
-            self._invariants.check(here.rank, self._calls[0].group.scheduler)
+        self._seen.steps[here.rank].append(here.after_step(optimizer))
+        _rank_world().check_invariants()
 
 
 class _RankWatch:
@@ -293,6 +292,12 @@ class _RankWatch:
             if sizes and (sum(sizes) in elements or not Counter(sizes) - elements):
                 return ranks
         return ()
+
+
+def _rank_world() -> SimulatedRankWorld:
+    world = current_world()
+    assert isinstance(world, SimulatedRankWorld)
+    return world
 
 
 def _place(call: Call) -> str:

@@ -90,26 +90,19 @@ class RankOutput(io.TextIOBase):
         self.written = [""] * ranks
         """All that each rank has written."""
 
-    def writable(self) -> bool:
-        """Return True."""
-        return True
-
     def write(self, text: str) -> int:
         """Write the complete lines, and keep the rest."""
         rank = getattr(current_world().identity, "rank", 0)
         self.written[rank] += text
         *lines, self._open[rank] = (self._open[rank] + text).split("\n")
-        for line in lines:
-            self._print(rank, line)
+        self._print(rank, lines)
         return len(text)
 
     def finish(self) -> None:
         """Write the lines that have no end."""
         for rank, line in enumerate(self._open):
-            if line:
-                self._print(rank, line)
-        self._open = [""] * len(self._open)
+            self._print(rank, [line] * bool(line))
 
-    def _print(self, rank: int, line: str) -> None:
-        if self._stream is not None:
+    def _print(self, rank: int, lines: list[str]) -> None:
+        for line in lines if self._stream is not None else ():
             print(f"[rank {rank}] {line}", file=self._stream, flush=True)

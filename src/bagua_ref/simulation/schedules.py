@@ -29,14 +29,14 @@ class Schedule:
     """
 
     def __init__(self, choices: Sequence[int] = ()) -> None:
-        self._choices = tuple(choices)
+        self._choices = list(choices)
         if any(not isinstance(choice, int) or choice < 0 for choice in self._choices):
             raise ValueError(f"choices={choices!r} must be ints, 0 or more")
         self.restart()
         self._has_run = False
 
     def __repr__(self) -> str:
-        return f"Schedule({list(self._choices)})"
+        return f"Schedule({self._choices})"
 
     def restart(self) -> None:
         """Begin a run: the next choice is the first one."""
@@ -100,7 +100,7 @@ class Schedule:
 
     def deviations(self) -> int:
         """Return the number of choices that are not the default."""
-        return sum(choice != 0 for choice in self._choices)
+        return len(self.places())
 
     def variants(self) -> Iterator[Schedule]:
         """Yield, after a run, the schedules that deviate from it once, after its last deviation.
@@ -135,21 +135,14 @@ class SeededSchedule(Schedule):
     def restart(self) -> None:
         """Begin a run: draw the same choices again."""
         super().restart()
-        self._choices = ()
+        self._choices = []
         self._drawn = random.Random(self.seed)  # nosec B311 # to repeat an order, not to hide one
-        self._kept: list[int] = []
 
     def choose(self, ready: int) -> int:
-        """Return the index of the thread to run next, and keep the choice."""
-        if ready == 1:
-            return 0
-        self._others.append(ready - 1)
-        self._kept.append(int(self._drawn.random() * ready))
-        return ready - 1 - self._kept[-1]
-
-    def fixed(self) -> Schedule:
-        """Return the schedule of the run's choices."""
-        return Schedule(self._kept)
+        """Draw the index of the thread to run next, and keep the choice."""
+        if ready > 1:
+            self._choices.append(int(self._drawn.random() * ready))
+        return super().choose(ready)
 
 
 class Schedules:

@@ -6,9 +6,10 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Generator, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -21,100 +22,95 @@ __all__ = ["Workers"]
 
 
 class Workers:
-    """Worker processes that observe runs of one program, each in an empty working folder of its own.
+    """Worker processes that observe runs of one program, each run in an empty working folder of its own.
 
     Args:
         program: to run.
         nodes: the number of ranks on each node.
-        count: the most processes at a time.
-        hash_seed: PYTHONHASHSEED of new interpreters; None: forks of this process.
+        count: the most runs at a time.
+        end: when to end, by `time.monotonic`.
     """
 
-    def __init__(self, program: Program, nodes: Sequence[int], count: int, hash_seed: int | None = None) -> None:
-        self._program, self._nodes, self._count, self._hash_seed = program, tuple(nodes), count, hash_seed
-        self._idle: list[tuple[Any, Connection]] = []
-        self._busy: dict[Connection, tuple[Any, Order]] = {}
+    def __init__(self, program: Program, nodes: Sequence[int], count: int, end: float) -> None:
+        self.end = end
+        self._program, self._nodes, self._count = program, tuple(nodes), count
+        self._processes: list[Any] = []
+        self._idle: dict[int | None, list[tuple[Any, Connection]]] = defaultdict(list)
+        self._folder = tempfile.TemporaryDirectory(prefix="bagua-ref-sim-", ignore_cleanup_errors=True)
 
     def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for process, connection in [*self._idle, *((process, link) for link, (process, _) in self._busy.items())]:
-            connection.close()
+        for process in self._processes:
             process.kill()
             process.join()
-        self._idle, self._busy = [], {}
+        self._folder.cleanup()
 
-    @property
-    def running(self) -> int:
-        """The number of orders under way."""
-        return len(self._busy)
+    def carry_out(self, orders: Iterator[Order | None]) -> Generator[tuple[Order, Observation]]:
+        """Carry out orders, several at a time; yield what was seen, in the order of ending.
 
-    def is_free(self) -> bool:
-        """Return whether `start` may be called."""
-        return self.running < self._count
+        Args:
+            orders: gives None if the next order depends on those under way.
 
-    def start(self, order: Order) -> None:
-        """Let a worker carry out an order."""
-        process, connection = self._idle.pop() if self._idle else self._new_worker()
-        connection.send(order)
-        self._busy[connection] = process, order
+        Raises:
+            TimeoutError: the time is up.
+        """
+        running: dict[Any, tuple[Any, Connection, Order]] = {}
+        while True:
+            while len(running) < self._count and (order := next(orders, None)) is not None:
+                idle = self._idle[order.hash_seed]
+                process, connection = idle.pop() if idle else self._new_worker(order.hash_seed)
+                connection.send(order)
+                running[connection] = process, connection, order
+            if not running:
+                return
+            ended = wait(list(running), max(0.0, self.end - time.monotonic()))
+            if not ended:
+                raise TimeoutError
+            for process, connection, order in map(running.pop, ended):
+                try:
+                    seen = connection.recv()
+                    self._idle[order.hash_seed].append((process, connection))
+                except (EOFError, ConnectionResetError):
+                    process.join()
+                    seen = _crash(order, process.exitcode)
+                yield order, seen
 
-    def results(self, timeout: float | None = None) -> list[tuple[Order, Observation]]:
-        """Wait for at least one result, at most ``timeout`` seconds; return those that are there."""
-        found = []
-        for connection in wait(list(self._busy), timeout):
-            assert isinstance(connection, Connection)
-            process, order = self._busy.pop(connection)
-            try:
-                seen = connection.recv()
-                self._idle.append((process, connection))
-            except (EOFError, ConnectionResetError):
-                process.join()
-                seen = _crash(order, process.exitcode)
-            found.append((order, seen))
-        return found
-
-    def run(self, order: Order, timeout: float | None = None) -> Observation | None:
-        """Carry out one order while no other is under way; return None after ``timeout`` seconds."""
-        self.start(order)
-        found = self.results(timeout)
-        return found[0][1] if found else None
-
-    def _new_worker(self) -> tuple[Any, Connection]:
+    def _new_worker(self, hash_seed: int | None) -> tuple[Any, Connection]:
+        """Return a fork of this process, or a new interpreter with a hash seed."""
         ours, theirs = multiprocessing.Pipe()
-        context: Any = multiprocessing.get_context("fork" if self._hash_seed is None else "spawn")
+        context: Any = multiprocessing.get_context("fork" if hash_seed is None else "spawn")
+        process = context.Process(target=_serve, args=(theirs, self._folder.name, self._program, self._nodes))
         before = os.environ.get("PYTHONHASHSEED")
         try:
-            if self._hash_seed is not None:
-                os.environ["PYTHONHASHSEED"] = str(self._hash_seed)
-            inherited = [ours, *self._busy, *(link for _, link in self._idle)] if self._hash_seed is None else []
-            process = context.Process(target=_serve, args=(theirs, inherited, self._program, self._nodes), daemon=False)
+            if hash_seed is not None:
+                os.environ["PYTHONHASHSEED"] = str(hash_seed)
             process.start()
         finally:
-            if self._hash_seed is not None:
+            if hash_seed is not None:
                 os.environ.pop("PYTHONHASHSEED")
                 os.environ |= {} if before is None else {"PYTHONHASHSEED": before}
         theirs.close()
+        self._processes.append(process)
         return process, ours
 
 
-def _serve(connection: Connection, inherited: Sequence[Connection], program: Program, nodes: Sequence[int]) -> None:
-    """Carry out orders until there are no more."""
+def _serve(connection: Connection, folder: str, program: Program, nodes: Sequence[int]) -> None:
+    """Carry out orders until the parent has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    for end in inherited:  # so that the parent's ends are the last ones, and its death ends its workers
-        end.close()
-    shown, program = sys.stdout, program.absolute()
-    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):  # the parent has ended
-        while True:
+    parent: Any = multiprocessing.parent_process()
+    program = program.absolute()
+    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
+        while connection in wait([connection, parent.sentinel]):
             order: Order = connection.recv()
-            with tempfile.TemporaryDirectory(prefix="bagua-ref-sim-") as folder:
-                os.chdir(folder)
-                seen = observe(program, nodes, order, shown)
+            with tempfile.TemporaryDirectory(dir=folder) as own:
+                os.chdir(own)
+                seen = observe(program, nodes, order)
                 os.chdir("/")
             connection.send(seen)
 
 
-def _crash(order: Order, code: int | None) -> Observation:
-    name = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+def _crash(order: Order, code: int) -> Observation:
+    name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return Observation(order.schedule, kind="crash", message=f"the process of the run ended with {name}")

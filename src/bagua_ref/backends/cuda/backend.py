@@ -129,9 +129,10 @@ class PlannedBackend(KernelBackend):
 
     def _copy(self, flat: Tensor, tensors: Sequence[Tensor], *, gather: bool) -> None:
         flat, start, plain = flat.detach(), 0, []
+        flat_is_plain = movement.is_plain(flat, written=gather)
         for tensor in tensors:
-            if movement.is_plain(flat, written=gather) and movement.is_plain(tensor, written=not gather):
-                plain.append((tensor.detach(), start))
+            if flat_is_plain and movement.is_plain(tensor, written=not gather):
+                plain.append((tensor, start))
             else:
                 here = flat[start : start + tensor.numel()].view(tensor.shape)
                 target, source = (here, tensor) if gather else (tensor, here)

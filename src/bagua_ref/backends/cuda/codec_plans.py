@@ -29,6 +29,7 @@ _END_PARTS = 4  # parts per multiprocessor of find_ends: one wave, and few ends 
 _SUM_PARTS = 1024  # the most parts of a chunk in sum_squares, whatever the device: the order of a sum must not depend on it
 _MIN_PART = 4096  # the fewest elements that are worth a block
 _PART_STEP = 128  # parts begin at multiples of this: all parts of a chunk have the same alignment and share no byte or scale
+_COMPRESSED, _RESTORED = 32768, 16384  # bytes of the tensor in a part with a block of its own: blocks in turn work side by side
 
 
 def compress_minmax(device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> Plan:
@@ -39,7 +40,7 @@ def compress_minmax(device: DeviceProperties, x: Tensor, num_chunks: int, target
         shared = -(-size * x.element_size() // PACK) * PACK + _SLACK
         args = (start, long(size), long(num_chunks), payload)
         return one_launch("codec", f"compress_on_chip_{name_of(x)}", _grid(device, num_chunks), args, shared)
-    first = _parts(size, _share(device, num_chunks, _END_PARTS))
+    first = _parts(size, -(-_END_PARTS * device.multiprocessors // num_chunks))
     launches = _two_passes(device, "codec", ("find_ends", "quantise"), x, size, (start, payload, num_chunks), first, _END_PARTS)
     return Plan(launches, workspace=num_chunks * first[0] * 2 * ctypes.sizeof(ctypes.c_float))
 
@@ -52,9 +53,9 @@ def compress_blocks(
     if size == 0:
         return Plan()
     start, payload, num_chunks = _chosen(x, num_chunks, target_chunk, out)
-    parts, part_size = _parts(size, _share(device, num_chunks, WAVES))
-    args = (start, long(size), long(num_chunks), long(parts), long(part_size), payload)
-    return one_launch("microscaling", f"compress_{codec}_{name_of(x)}", _grid(device, num_chunks * parts), args)
+    parts, part_size = _short_parts(size, _COMPRESSED // x.element_size())
+    args = (start, long(size), long(parts), long(part_size), payload)
+    return one_launch("microscaling", f"compress_{codec}_{name_of(x)}", num_chunks * parts, args)
 
 
 def compress_signs(device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> Plan:
@@ -73,9 +74,9 @@ def decompress(source: str, kernel: str, device: DeviceProperties, payload: Tens
     size = out.numel() // num_chunks
     if size == 0:
         return Plan()
-    parts, part_size = _parts(size, _share(device, num_chunks, WAVES))
-    args = (pointer(payload), long(size), long(num_chunks), long(parts), long(part_size), pointer(out))
-    return one_launch(source, f"{kernel}_{name_of(out)}", _grid(device, num_chunks * parts), args)
+    parts, part_size = _short_parts(size, _RESTORED // out.element_size())
+    args = (pointer(payload), long(size), long(parts), long(part_size), pointer(out))
+    return one_launch(source, f"{kernel}_{name_of(out)}", num_chunks * parts, args)
 
 
 def _two_passes(
@@ -97,21 +98,17 @@ def _two_passes(
         x: the tensor that is compressed.
         size: of a chunk.
         chosen: the result of `_chosen`.
-        first: the first launch's parts, as of `_parts`; those of the second depend on the device.
+        first: the first launch's parts, as of `_parts`.
         waves: the most blocks per multiprocessor of the first launch.
     """
     start, payload, num_chunks = chosen
-    chunks, many = (long(size), long(num_chunks)), long(first[0])
-    parts, part_size = _parts(size, _share(device, num_chunks, WAVES))
+    many, part_size = map(long, first)
     begin, end = (f"{kernel}_{name_of(x)}" for kernel in kernels)
+    args = (start, long(size), long(num_chunks), many, part_size, WORKSPACE)
+    parts, short = _short_parts(size, _COMPRESSED // x.element_size())
     return (
-        KernelLaunch(source, begin, _grid(device, num_chunks * first[0], waves), (start, *chunks, many, long(first[1]), WORKSPACE)),
-        KernelLaunch(
-            source,
-            end,
-            _grid(device, num_chunks * parts),
-            (start, *chunks, many, WORKSPACE, long(parts), long(part_size), payload),
-        ),
+        KernelLaunch(source, begin, _grid(device, num_chunks * first[0], waves), args),
+        KernelLaunch(source, end, num_chunks * parts, (start, long(size), many, WORKSPACE, long(parts), long(short), payload)),
     )
 
 
@@ -129,13 +126,13 @@ def _grid(device: DeviceProperties, units: int, waves: int = WAVES) -> int:
     return min(units, waves * device.multiprocessors)
 
 
-def _share(device: DeviceProperties, num_chunks: int, per_multiprocessor: int) -> int:
-    """Return the number of parts per chunk that gives every multiprocessor ``per_multiprocessor`` of them."""
-    return -(-per_multiprocessor * device.multiprocessors // num_chunks)
-
-
 def _parts(size: int, wanted: int) -> tuple[int, int]:
     """Return the number of parts of a chunk, and the number of elements of each but the last."""
     parts = max(1, min(wanted, -(-size // _MIN_PART)))
     part_size = -(-size // (parts * _PART_STEP)) * _PART_STEP
+    return -(-size // part_size), part_size
+
+
+def _short_parts(size: int, part_size: int) -> tuple[int, int]:
+    """Return the number of parts of a chunk, each with a block of its own, and the number of elements of each but the last."""
     return -(-size // part_size), part_size

@@ -52,9 +52,12 @@ def is_plain(tensor: Tensor, *, written: bool) -> bool:
     The rest: lazily negated or conjugated views, tensors with more than eight axes that cannot be merged, and outputs with several
     elements at one address, for which torch raises an error.
     """
+    if tensor.is_neg() or tensor.is_conj():
+        return False
+    if tensor.is_contiguous():
+        return True
     shape = _merged(tensor)
-    overlaps = written and any(stride == 0 for _, stride in shape)
-    return not (tensor.is_neg() or tensor.is_conj() or len(shape) > _RANK or overlaps)
+    return len(shape) <= _RANK and not (written and any(stride == 0 for _, stride in shape))
 
 
 def copy(device: DeviceProperties, flat: Tensor, tensors: Sequence[tuple[Tensor, int]], *, gather: bool) -> Plan:
@@ -70,8 +73,7 @@ def copy(device: DeviceProperties, flat: Tensor, tensors: Sequence[tuple[Tensor,
     apart: list[tuple[Tensor, int]] = []
     for tensor, start in tensors:
         if tensor.numel():
-            shape = _merged(tensor)
-            (whole if shape in ([], [(tensor.numel(), 1)]) else apart).append((tensor, start))
+            (whole if tensor.is_contiguous() else apart).append((tensor, start))
     way = "gather" if gather else "scatter"
     launches = [
         KernelLaunch("movement", f"{way}_segments", min(table.pieces, _WAVES * device.multiprocessors), (pointer(flat), table))

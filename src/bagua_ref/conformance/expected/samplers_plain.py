@@ -5,6 +5,7 @@ torch is only asked for what the clause takes from it: `torch.randint` and `torc
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -51,6 +52,41 @@ def indices(complexities: list[Any], replicas: int, rank: int, **options: Any) -
     return indices_of(complexities, noise, chunks, replicas, rank, options["drop_last"])
 
 
+class Draws:
+    """What torch's generator gives in an epoch, in order, and a record of it."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self.noise: list[int] = []
+        self.permutations: list[int] = []
+
+    def draw_noise(self, limit: int, length: int) -> list[int]:
+        """S7.2."""
+        self.noise = torch.randint(limit, (length,), generator=self._generator).tolist()
+        return self.noise
+
+    def permutation(self, length: int) -> list[int]:
+        """S7.3, S7.7."""
+        drawn: list[int] = torch.randperm(length, generator=self._generator).tolist()
+        self.permutations += drawn
+        return drawn
+
+
+class RecordedDraws(Draws):
+    """The numbers of a record, again."""
+
+    def __init__(self, noise: list[int], permutations: list[int]) -> None:
+        self.noise, self._rest = noise, iter(permutations)
+
+    def draw_noise(self, limit: int, length: int) -> list[int]:
+        """Return the noise of the record."""
+        return self.noise
+
+    def permutation(self, length: int) -> list[int]:
+        """Return the next numbers of the record."""
+        return list(itertools.islice(self._rest, length))
+
+
 def stretches_of(
     complexities: list[Any],
     history: list[tuple[int, int]],
@@ -63,20 +99,21 @@ def stretches_of(
     epoch: int,
     drop_last: bool,
     random_level: float,
+    draws: Draws | None = None,
 ) -> list[list[list[Any]]]:
-    """S7.6: for each (R, number drawn) of a history, and for ``replicas`` after it, what each replica draws in the stretch.
+    """Return each replica's items in each stretch: one for each (R, number drawn) of a history, then one for ``replicas`` (S7.6).
 
     Items are samples; with ``cut``, a batch_fn, they are batches (S7.4).
     """
     noise = [0] * len(complexities)
-    generator = torch.Generator().manual_seed(seed + epoch)
+    draws = draws or Draws(seed + epoch)
     if shuffle:
-        noise = torch.randint(noise_limit(complexities, random_level), (len(noise),), generator=generator).tolist()
+        noise = draws.draw_noise(noise_limit(complexities, random_level), len(noise))
     left = sorted(range(len(noise)), key=lambda sample: complexities[sample] + noise[sample])
     found = []
     for count, drawn in [*history, (replicas, 0)]:
         number = num_samples(len(left), count, drop_last)
-        chunks = torch.randperm(max(1, number), generator=generator).tolist() if shuffle else list(range(number))
+        chunks = draws.permutation(max(1, number)) if shuffle else list(range(number))
         shares: list[list[Any]] = [[left[(chunk * count + rank) % len(left)] for chunk in chunks[:number]] for rank in range(count)]
         if cut is not None:
             shares = equal_batches([cut(share) for share in shares], drop_batches) if left else [[] for _ in shares]
@@ -85,6 +122,10 @@ def stretches_of(
         gone = set(items if cut is None else [sample for batch in items for sample in batch])
         left = [] if drawn == len(shares[0]) else [sample for sample in left if sample not in gone]
     return found
+
+
+FORMULAS: dict[Any, Any] = {"m * h * h": lambda m, h: m * h * h}
+"""Costs of a batch of m samples, the largest of cost h, by the names that golden vectors use."""
 
 
 def batch_cost(costs: list[Any], batch: list[int], padded: Any) -> Any:
@@ -110,10 +151,11 @@ def budget_stretches(
     epoch: int,
     mix: int,
     drop_last: bool,
+    draws: Draws | None = None,
 ) -> list[list[list[list[int]]]]:
     """S7.7: for each (R, steps drawn) of a history, and for ``replicas`` after it, the batches of each replica in the stretch."""
-    generator = torch.Generator().manual_seed(seed + epoch)
-    first = torch.randperm(len(costs), generator=generator).tolist() if shuffle else range(len(costs))
+    draws = draws or Draws(seed + epoch)
+    first = draws.permutation(len(costs)) if shuffle else range(len(costs))
     left = sorted(first, key=lambda sample: costs[sample])
     found = []
     for count, drawn in [*history, (replicas, 0)]:
@@ -122,7 +164,7 @@ def budget_stretches(
             mixed = []
             for place in range(0, len(batches), mix):
                 group = [sample for batch in batches[place : place + mix] for sample in batch]
-                mixed += [group[turn] for turn in torch.randperm(len(group), generator=generator).tolist()]
+                mixed += [group[turn] for turn in draws.permutation(len(group))]
             batches = _within(costs, max_cost, mixed, padded)
         repeats = 0
         while len(batches) % count:
@@ -140,7 +182,7 @@ def budget_stretches(
         batches.sort(key=lambda batch: batch_cost(costs, batch, padded))
         steps = [batches[place : place + count] for place in range(0, len(batches), count)]
         if shuffle:
-            steps = [steps[turn] for turn in torch.randperm(len(steps), generator=generator).tolist()]
+            steps = [steps[turn] for turn in draws.permutation(len(steps))]
         found.append([[step[(rank + number) % count] for number, step in enumerate(steps)] for rank in range(count)])
         gone = {sample for step in steps[:drawn] for batch in step for sample in batch}
         left = [] if drawn == len(steps) else [sample for sample in left if sample not in gone]

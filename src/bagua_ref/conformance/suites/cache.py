@@ -141,7 +141,7 @@ _CHANGEABLE = (
 
 @check("cache", "S8.2", "own", needs=LOADER, effort=0.3)
 def own(lab: Lab, draw: Draw) -> None:
-    """What `get()` returns is the caller's own: changing it changes neither what waits to be written nor what is stored."""
+    """A value from `get()` is the caller's own: changing it changes neither the copy waiting to be written nor the stored one."""
     sources = [source for source in _CHANGEABLE if "tensor" not in source or "int16" in lab.dtypes(TENSORS)]
     source, moves = draw(st.sampled_from(sources)), st.sampled_from(["", "flush", "close"])
     with cache_script(lab, 1, f"Source({{'key': {source}}})") as script:

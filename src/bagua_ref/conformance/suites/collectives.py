@@ -108,7 +108,7 @@ def alltoall_v(lab: Lab, draw: Draw) -> None:
     sent_at, received_at = displacements(gap), displacements(gap if in_place else other)
     if shares and not in_place:
         sent_at = [[peer % 2 for peer in range(n)]] * n
-    sent = [values(rank, sum(sizes[rank]) + gap * n, dtype) for rank in range(n)]
+    sent = [values(rank, sum(sizes[rank]) + gap * n + shares, dtype) for rank in range(n)]  # shared blocks may begin at 1
     received = sent if in_place else [nothing(sum(row) + other * n, dtype) for row in sizes]
     wanted = plain.alltoall_v(sent, received, sizes, sent_at, received_at)
     if in_place:

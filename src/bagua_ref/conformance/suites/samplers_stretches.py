@@ -37,6 +37,9 @@ def _continued(script: SamplerScript, draw: Draw, name: str, unit: str, make: An
 def stretches(lab: Lab, draw: Draw) -> None:
     """With another number of replicas, an epoch continues with the samples that no chunk has drawn, in the epoch's order."""
     (values, _, options), script = draw(cases()), SamplerScript(lab)
+    if draw(st.booleans()):  # the chunk that is filled up with the first samples is often drawn before them
+        values = list(range(draw(st.sampled_from([3, 5, 7, 11]))))
+        options = {"shuffle": True, "seed": draw(st.integers(0, 99)), "epoch": 0, "drop_last": False, "random_level": 0}
     _continued(
         script, draw, "sampler", "samples",
         lambda replicas, rank: script.sampler(values, replicas, rank, options),

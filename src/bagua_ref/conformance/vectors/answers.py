@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -25,7 +26,7 @@ from bagua_ref.conformance.expected import (
     samplers_plain,
 )
 
-__all__ = ["Given", "answer"]
+__all__ = ["Given", "answer", "stretches_of"]
 
 Tensors = dict[str, Tensor]
 
@@ -321,6 +322,26 @@ def _sampler_batches(c: Given) -> Tensors:
     return {"sizes": sizes, "indices": _integers(index for batches in equal for batch in batches for index in batch)}
 
 
+def stretches_of(c: Given, draws: samplers_plain.Draws) -> list[list[list[Any]]]:
+    """Return each replica's samples or batches in each stretch of a case's epoch (S7.6, S7.7)."""
+    costs, options = c.costs.tolist(), {**c.options("shuffle", "seed", "epoch", "drop_last"), "draws": draws}
+    if c.operation == "budget_batches":
+        options |= {"padded": samplers_plain.FORMULAS.get(c.padded, c.padded), "mix": c.mix}
+        return samplers_plain.budget_stretches(costs, c.max_cost, c.history, c.num_replicas, **options)
+    if c.operation == "sampler_stretch_batches":
+        options |= {"cut": partial(samplers_plain.filled_batches, costs, c.max_cost), "drop_batches": c.drop_last_batch}
+    return samplers_plain.stretches_of(costs, c.history, c.num_replicas, random_level=c.random_level, **options)
+
+
+def _stretches(c: Given) -> Tensors:
+    stretches = stretches_of(c, samplers_plain.RecordedDraws(c.noise.tolist(), c.permutations.tolist()))
+    items = [item for shares in stretches for share in shares for item in share]
+    found = {"counts": _integers(len(shares[0]) for shares in stretches)}
+    if c.operation != "sampler_stretches":
+        found["sizes"], items = _integers(map(len, items)), [index for batch in items for index in batch]
+    return {**found, "indices": _integers(items)}
+
+
 def _cache_store(c: Given) -> Tensors:
     keys = _split(bytes(c.keys.tolist()), c.lengths.tolist())
     hashes = [samplers_plain.hash_of(samplers_plain.stored_key(c.dataset_name, key.decode())) for key in keys]
@@ -373,6 +394,7 @@ _ANSWERS: dict[str, Answer] = {
     "compressed_gradients/error_feedback": _error_feedback,
     "samplers/sampler_indices": lambda c: {"indices": torch.tensor(_indices_of_replicas(c), dtype=torch.int64)},
     "samplers/sampler_batches": _sampler_batches,
+    **dict.fromkeys(("samplers/sampler_stretches", "samplers/sampler_stretch_batches", "samplers/budget_batches"), _stretches),
     "cache/cache_store": _cache_store,
 }
 """A suite or one of its operations -> its answer."""

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from bagua_ref.backends.base import FLOATS
 from bagua_ref.conformance.expected import samplers_plain
+from bagua_ref.conformance.formats.safetensors_file import name_of
+from bagua_ref.conformance.vectors import answers
 from bagua_ref.conformance.vectors.case import KINDS, Case, numbers_of
 
 __all__ = ["cache_cases", "kernel_cases", "sampler_cases"]
@@ -99,9 +101,8 @@ def _orders(dtype: torch.dtype) -> Iterator[Case]:
         yield Case("kernels", "order_by_complexity", "S7.2", dtype, kind, {"keys": keys}, {}, flags)
 
 
-_SAMPLERS: tuple[dict[str, Any], ...] = tuple(
-    {"N": n, "num_replicas": r, "shuffle": shuffle, "drop_last": drop_last, "random_level": level, "seed": seed, "epoch": epoch}
-    for n, r in ((1, 1), (1, 4), (3, 4), (10, 3), (12, 3), (64, 8), (101, 7), (257, 16))
+_OPTIONS: tuple[dict[str, Any], ...] = tuple(
+    {"shuffle": shuffle, "drop_last": drop_last, "random_level": level, "seed": seed, "epoch": epoch}
     for shuffle, drop_last, level, seed, epoch in (
         (False, False, 0.0, 0, 0),
         (False, True, 0.0, 0, 0),
@@ -112,9 +113,77 @@ _SAMPLERS: tuple[dict[str, Any], ...] = tuple(
     )
 )
 
+_SAMPLERS: tuple[dict[str, Any], ...] = tuple(
+    {"N": n, "num_replicas": r, **options}
+    for n, r in ((1, 1), (1, 4), (3, 4), (10, 3), (12, 3), (64, 8), (101, 7), (257, 16))
+    for options in _OPTIONS
+)
+
+_HISTORIES: tuple[tuple[int, list[list[int]], int], ...] = (
+    (10, [[3, 1]], 2),
+    (12, [[3, 4]], 2),  # nothing is left
+    (5, [[2, 2]], 3),
+    (12, [[1, 2]], 16),
+    (64, [[8, 3], [4, 5]], 6),
+    (101, [[7, 5], [3, 10], [5, 2]], 4),
+    (257, [[16, 16]], 2),
+)
+"""Samples; the replicas of each stretch that ended, and what each drew; the replicas of the last stretch (S7.6)."""
+
+_BATCHED: tuple[tuple[int, list[list[int]], int], ...] = ((12, [[3, 1]], 2), (64, [[8, 1], [4, 2]], 6), (101, [[3, 4]], 5))
+
+_BUDGETS: tuple[tuple[int, list[list[int]], int, int, bool | str, int], ...] = (
+    (1, [], 1, 40, True, 8),
+    (3, [], 5, 40, False, 8),  # some samples are drawn once more
+    (24, [], 4, 41, True, 8),  # most batches are single samples
+    (24, [[1, 5]], 7, 60, False, 2),
+    (64, [[2, 3]], 3, 120, True, 1),
+    (64, [[2, 3]], 3, 120, False, 3),
+    (101, [[4, 2], [2, 3]], 5, 160, True, 8),
+    (101, [[4, 2]], 3, 4800, "m * h * h", 2),
+    (40, [[4, 1]], 1, 160, True, 32),
+)
+"""As `_HISTORIES`, and ``max_cost``, ``padded`` and ``mix`` (S7.7)."""
+
 
 def sampler_cases() -> Iterator[Case]:
     """Yield every case of suite ``samplers``: which samples each replica draws, and in which batches."""
+    yield from _whole_epochs()
+    for place, (operation, settings) in enumerate(_epochs_in_stretches()):
+        name = f"{place:02}-N{settings['N']}-R{settings['num_replicas']}-seed{settings['seed']}-epoch{settings['epoch']}"
+        dtype = (torch.int64, torch.float64)[place % 2]
+        numbers = numbers_of("samplers", operation, dtype, name)
+        lowest = 1 if operation == "budget_batches" else 0
+        costs = torch.tensor([lowest + numbers.below(157) / 4 for _ in range(settings["N"])], dtype=torch.float64).to(dtype)
+        draws = samplers_plain.Draws(settings["seed"] + settings["epoch"])
+        answers.stretches_of(answers.Given(operation, name_of(dtype), settings, {"costs": costs}), draws)
+        inputs = {"costs": costs, "noise": torch.tensor(draws.noise), "permutations": torch.tensor(draws.permutations)}
+        inputs = {name: x.to(x.dtype if len(x) else torch.int64) for name, x in inputs.items()}
+        clause = "S7.7" if operation == "budget_batches" else "S7.6"
+        flags = ("edge",) if settings["N"] < settings["num_replicas"] or settings["N"] == 1 else ("valid",)
+        yield Case("samplers", operation, clause, dtype, name, inputs, settings, flags)
+
+
+def _epochs_in_stretches() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield operations and parameters of epochs in which the number of replicas changes."""
+    for place, (n, history, r) in enumerate(_HISTORIES):
+        for options in _OPTIONS[place % 2 :: 2]:
+            yield "sampler_stretches", {"N": n, "history": history, "num_replicas": r, **options}
+    for n, history, r in _BATCHED:
+        for options in (_OPTIONS[0], _OPTIONS[3]):
+            for drop_last in (False, True):
+                more = {"drop_last_batch": drop_last, "max_cost": 60}
+                yield "sampler_stretch_batches", {"N": n, "history": history, "num_replicas": r, **options, **more}
+    for place, (n, history, r, max_cost, padded, mix) in enumerate(_BUDGETS):
+        for options in _OPTIONS[place % 2 :: 2]:
+            if n >= r or not options["drop_last"]:  # else no batch is left, which is an error
+                settings = {"N": n, "history": history, "num_replicas": r, **options}
+                del settings["random_level"]
+                yield "budget_batches", {**settings, "max_cost": max_cost, "padded": padded, "mix": mix}
+
+
+def _whole_epochs() -> Iterator[Case]:
+    """Yield epochs of one stretch (S7.3, S7.4)."""
     for place, settings in enumerate(_SAMPLERS):
         n, r, seed, epoch = (settings[key] for key in ("N", "num_replicas", "seed", "epoch"))
         name = f"{place:02}-N{n:g}-R{r:g}-seed{seed:g}-epoch{epoch:g}"

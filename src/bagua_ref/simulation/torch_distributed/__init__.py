@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from bagua_ref.base.runtime import Identity, current_world
@@ -55,7 +56,6 @@ def run_process(world: Any, function: Callable[..., Any], *args: Any) -> Any:
 @contextmanager
 def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork, states: Sequence[ProcessState]) -> Iterator[None]:
     """Make torch.distributed that of the simulated ranks, for the threads of a scheduler, while the context lasts."""
-    stores = SharedStores(scheduler)
     outside = ProcessState(None)
 
     def connect(
@@ -71,47 +71,29 @@ def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork, states: Seq
             scheduler.end(error)
         return SimulatedProcessGroup(group, place, store)
 
-    def open_store(kind: str, *args: Any, **options: Any) -> SimulatedStore:
-        timeout = options.get("timeout")
-        if kind == "PrefixStore":
-            prefix, store = [*args, *options.values()] if args else (options["prefix"], options["store"])
-            opened: SimulatedStore = store.prefixed(prefix)
-        elif kind == "TCPStore":
-            host = args[0] if args else options["host_name"]
-            port = args[1] if len(args) > 1 else options.get("port", 0)
-            timeouts = [arg for arg in args if isinstance(arg, timedelta)]
-            opened = stores.open(("tcp", host, port or stores.free_port()), timeout or (timeouts[0] if timeouts else None))
-        elif kind == "FileStore":
-            opened = stores.open(("file", str(args[0] if args else options["file_name"])), timeout)
-        else:
-            opened = stores.open(("hash", current_world().identity.rank, stores.free_port()), timeout)
-        opened.kind = kind
-        return opened
-
     def not_in_group(operation: str) -> None:
         scheduler.refuse("not_in_group", f"calls {operation} on a group that it is not in", operation)
 
-    replacements = Replacements(scheduler.is_calling)
     modules = UserModules(lambda: current_world().process_state.modules if scheduler.is_calling() else None)  # type: ignore[attr-defined]
     for owner in (SimulatedProcessGroup, SimulatedWork, SimulatedStore):
         torch_hooks.hide_from_compiler(owner)
-    try:
-        torch_hooks.replace(replacements, connect, open_store, not_in_group)
+    with Replacements(scheduler.is_calling) as replacements:
+        for undo in (
+            _running.clear,
+            works_of_backward.clear,
+            torch_hooks.forget,
+            partial(restore_environment, states),
+            outside.restore,
+        ):
+            replacements.callback(undo)
+        torch_hooks.replace(replacements, connect, SharedStores(scheduler).open, not_in_group)
         replace_processes(replacements, scheduler)
         replace_threads(replacements, scheduler)
         replace_clocks(replacements, scheduler)
         sys.meta_path.insert(0, modules)
+        replacements.callback(sys.meta_path.remove, modules)
         _running.append(scheduler)
         yield
-    finally:
-        replacements.restore()
-        outside.restore()
-        restore_environment(states)
-        torch_hooks.forget()
-        works_of_backward.clear()
-        if modules in sys.meta_path:
-            sys.meta_path.remove(modules)
-        _running.clear()
 
 
 _running: list[Scheduler] = []

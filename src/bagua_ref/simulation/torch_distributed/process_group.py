@@ -13,14 +13,20 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from bagua_ref.communicators import collectives
-from bagua_ref.communicators.simulated_group import Call, Function, SimulatedGroup
+from bagua_ref.communicators.simulated_group import Call, SimulatedGroup
 from bagua_ref.errors import SimulationError
-from bagua_ref.simulation.torch_distributed.arguments import check_alike, check_sizes, describe, listed, reduction, split
 from bagua_ref.simulation.torch_distributed.work import SimulatedWork, is_prompt, seconds_of
 from bagua_ref.types import ReduceOp
 
 __all__ = ["SimulatedProcessGroup"]
 
+
+_OPERATIONS = {
+    int(getattr(dist.ReduceOp, name)): ReduceOp[name] for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+}
+
+Lists = Sequence[Sequence[Tensor]]
+"""For each rank, in rank order, its tensors."""
 
 _ProcessGroup: Any = dist.ProcessGroup  # whose stubs differ by version
 
@@ -41,7 +47,6 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, len(group.ranks))
         self.group, self._store = group, store
         self._coalescing: list[SimulatedWork] | None = None
-        self._description = "undefined"
 
     # Facts about the group. torch asks for some of them by their C++ names.
 
@@ -68,17 +73,6 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Keep the name under which the ranks connected."""
 
     @property
-    def group_desc(self) -> str:
-        """The group's description."""
-        return self._description
-
-    def getGroupDesc(self) -> str:  # noqa: N802, D102
-        return self._description
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
-
-    @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
@@ -102,52 +96,32 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Set the virtual seconds that a call waits for other ranks."""
         self.group.timeout = timeout.total_seconds()
 
-    # Collectives.
+    # Collectives: what each rank receives, as a function of what all ranks send.
 
     def allreduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
-        tensors, op = listed(tensors), reduction(opts)
-        return self._start(f"all_reduce({op.name})", tensors, tensors, tensors, _allreduce(op), opts)
+        tensors, op, n = _listed(tensors), _reduction(opts), self.size()
+        return self._start(f"all_reduce({op.name})", tensors, tensors, tensors, lambda sends: [_combined(sends, op)] * n, opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any) -> SimulatedWork:  # noqa: D102
-        op, dst = reduction(opts), opts.rootRank
+        op, dst, n = _reduction(opts), opts.rootRank, self.size()
         outputs = tensors if self.rank() == dst else []
-
-        def function(sends: list[Any], recvs: list[Any]) -> None:
-            for i, tensor in enumerate(recvs[dst]):
-                collectives.combine([send[i] for send in sends], op, out=tensor)
-
-        return self._start(f"reduce({op.name}, dst={dst})", tensors, tensors, outputs, function, opts)
+        operation = f"reduce({op.name}, dst={dst})"
+        return self._start(operation, tensors, tensors, outputs, lambda sends: [_combined(sends, op)] * n, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, root: int = 0) -> SimulatedWork:  # noqa: D102
-        tensors, src = listed(tensors), getattr(opts, "rootRank", root)
-
-        def function(sends: list[Any], recvs: list[Any]) -> None:
-            for rank, recv in enumerate(recvs):
-                if rank != src:
-                    torch._foreach_copy_(recv, sends[src])
-
-        is_root = self.rank() == src
-        sends, outputs = (tensors, []) if is_root else ([], tensors)
-        return self._start(f"broadcast(src={src})", tensors, sends, outputs, function, opts, result=tensors)
+        tensors, src, n = _listed(tensors), getattr(opts, "rootRank", root), self.size()
+        sends, outputs = (tensors, []) if self.rank() == src else ([], tensors)
+        return self._start(f"broadcast(src={src})", tensors, sends, outputs, lambda sends: [sends[src]] * n, opts, tensors)
 
     def allgather(self, output_lists: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
-        tensors, n = listed(tensors), self.size()
-        outputs = [tensor for output_list in output_lists for tensor in listed(output_list)]
-        if len(outputs) != n * len(tensors):
-            raise ValueError(
-                f"all_gather needs {n} output tensors for each of {len(tensors)} inputs, one per rank, not {len(outputs)}"
-            )
+        tensors, n = _listed(tensors), self.size()
+        outputs = [tensor for output_list in output_lists for tensor in _listed(output_list)]
+        _check_count("all_gather", outputs, n * len(tensors))
         for i, output in enumerate(outputs):
-            check_alike("all_gather", output, tensors[i // n])
-
-        def function(sends: list[Any], recvs: list[Any]) -> None:
-            gathered = [send[i] for i in range(len(sends[0])) for send in sends]
-            for recv in recvs:
-                torch._foreach_copy_(recv, gathered)
-
-        return self._start("all_gather()", tensors, tensors, outputs, function, opts)
+            _check_alike("all_gather", output, tensors[i // n])
+        return self._start("all_gather()", tensors, tensors, outputs, lambda sends: [_columns(sends)] * n, opts)
 
     def allgather_coalesced(self, output_lists: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
         # One list per rank, of one tensor per input.
@@ -157,88 +131,68 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
+        n = self.size()
         for output, tensor in zip(outputs, tensors, strict=True):
-            check_sizes("all_gather_into_tensor", output, tensor, self.size())
-        return self._start("all_gather_into_tensor()", tensors, tensors, outputs, _each(collectives.allgather), opts)
+            _check_sizes("all_gather_into_tensor", output, tensor, n)
+
+        def gathered(sends: Lists) -> Lists:
+            return [[torch.cat([tensor.reshape(-1) for tensor in column]) for column in zip(*sends, strict=True)]] * n
+
+        return self._start("all_gather_into_tensor()", tensors, tensors, outputs, gathered, opts)
 
     def gather(self, output_lists: Any, tensors: Any, opts: Any) -> SimulatedWork:  # noqa: D102
-        dst = opts.rootRank
-        outputs = list(output_lists[0]) if self.rank() == dst else []
-        self._check_list("gather", outputs, tensors[0], dst)
-
-        def function(sends: list[Any], recvs: list[Any]) -> None:
-            torch._foreach_copy_(recvs[dst], [send[0] for send in sends])
-
-        return self._start(f"gather(dst={dst})", tensors, tensors, outputs, function, opts)
+        dst, n = opts.rootRank, self.size()
+        outputs = self._of_root("gather", output_lists, tensors[0], dst)
+        return self._start(f"gather(dst={dst})", tensors, tensors, outputs, lambda sends: [_columns(sends)] * n, opts)
 
     def scatter(self, tensors: Any, input_lists: Any, opts: Any) -> SimulatedWork:  # noqa: D102
         src = opts.rootRank
-        inputs = list(input_lists[0]) if self.rank() == src else []
-        self._check_list("scatter", inputs, tensors[0], src)
-
-        def function(sends: list[Any], recvs: list[Any]) -> None:
-            for recv, chunk in zip(recvs, sends[src], strict=True):
-                recv[0].copy_(chunk)
-
-        return self._start(f"scatter(src={src})", tensors, inputs, tensors, function, opts)
+        inputs = self._of_root("scatter", input_lists, tensors[0], src)
+        return self._start(f"scatter(src={src})", tensors, inputs, tensors, lambda sends: [[part] for part in sends[src]], opts)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
-        op, n = reduction(opts), self.size()
+        op, n = _reduction(opts), self.size()
         inputs = [tensor for input_list in input_lists for tensor in input_list]
-        if len(inputs) != n * len(outputs):
-            raise ValueError(f"reduce_scatter needs {n} input tensors for each of {len(outputs)} outputs, not {len(inputs)}")
-        for i, tensor in enumerate(inputs):
-            if i % n == self.rank():
-                check_alike("reduce_scatter", outputs[i // n], tensor)
+        _check_count("reduce_scatter", inputs, n * len(outputs))
+        for output, tensor in zip(outputs, inputs[self.rank() :: n], strict=True):
+            _check_alike("reduce_scatter", output, tensor)
 
-        def function(sends: list[Any], recvs: list[Any]) -> None:
-            for rank, recv in enumerate(recvs):
-                for i, tensor in enumerate(recv):
-                    collectives.combine([send[i * n + rank] for send in sends], op, out=tensor)
+        def scattered(sends: Lists) -> Lists:
+            return [_combined([send[rank::n] for send in sends], op) for rank in range(n)]
 
-        return self._start(f"reduce_scatter({op.name})", inputs, inputs, outputs, function, opts)
+        return self._start(f"reduce_scatter({op.name})", inputs, inputs, outputs, scattered, opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SimulatedWork:  # noqa: D102
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
-        op = reduction(opts)
+        op, n = _reduction(opts), self.size()
         for output, tensor in zip(outputs, tensors, strict=True):
-            check_sizes("reduce_scatter_tensor", tensor, output, self.size())
-        reduce_scatter = lambda sends, recvs: collectives.reduce_scatter(sends, recvs, op)  # noqa: E731
-        return self._start(f"reduce_scatter_tensor({op.name})", tensors, tensors, outputs, _each(reduce_scatter), opts)
+            _check_sizes("reduce_scatter_tensor", tensor, output, n)
+
+        def scattered(sends: Lists) -> Lists:
+            return list(zip(*(total.reshape(-1).chunk(n) for total in _combined(sends, op)), strict=True))
+
+        return self._start(f"reduce_scatter_tensor({op.name})", tensors, tensors, outputs, scattered, opts)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
-        if len(outputs) != self.size() or len(inputs) != self.size():
-            raise ValueError(f"all_to_all needs {self.size()} inputs and outputs, not {len(inputs)} and {len(outputs)}")
+        for tensors in (outputs, inputs):
+            _check_count("all_to_all", tensors, self.size())
         return self._alltoall("all_to_all", list(outputs), list(inputs), opts, result=list(outputs))
 
     def all_to_all_single(  # noqa: D102
         self, output: Tensor, tensor: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> SimulatedWork:
-        outputs = split("output", output, output_splits, self.size())
-        inputs = split("input", tensor, input_splits, self.size())
+        outputs = _split("output", output, output_splits, self.size())
+        inputs = _split("input", tensor, input_splits, self.size())
         return self._alltoall("all_to_all_single", outputs, inputs, opts, result=[output])
 
     def _alltoall(self, name: str, outputs: list[Tensor], inputs: list[Tensor], opts: Any, result: list[Tensor]) -> SimulatedWork:
-        group = self.group
-
-        def function(sends: list[Any], recvs: list[Any]) -> None:
-            for dst, recv in enumerate(recvs):
-                for src, tensor in enumerate(recv):
-                    chunk = sends[src][dst]
-                    if chunk.numel() != tensor.numel():
-                        raise SimulationError(
-                            f"in {name} of group {group.name!r} rank {group.ranks[src]} sends {chunk.numel()} elements to rank "
-                            f"{group.ranks[dst]}, which receives {tensor.numel()}",
-                            kind="mismatch",
-                        )
-                    tensor.copy_(chunk.reshape(tensor.shape))
-
-        return self._start(f"{name}({inputs[0].dtype})", [], inputs, outputs, function, opts, result=result)
+        exchanged = lambda sends: list(zip(*sends, strict=True))  # noqa: E731
+        return self._start(f"{name}({inputs[0].dtype})", [], inputs, outputs, exchanged, opts, result)
 
     def barrier(self, opts: Any = None) -> SimulatedWork:  # noqa: D102
-        return self._start("barrier()", [], [], [], lambda sends, recvs: None, opts)
+        return self._start("barrier()", [], [], [], lambda sends: sends, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; raise RuntimeError after ``timeout`` virtual seconds, with the ranks that did not come."""
@@ -285,7 +239,7 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         described: Sequence[Tensor],
         sends: Sequence[Tensor],
         outputs: Sequence[Tensor],
-        function: Function,
+        received: Callable[[Lists], Lists],
         opts: Any,
         result: list[Tensor] | None = None,
     ) -> SimulatedWork:
@@ -296,13 +250,13 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             described: the tensors whose shapes and dtypes must agree, too.
             sends: read when the last rank arrives, or now if they share memory with an output.
             outputs: written.
-            function: moves the data of all ranks.
+            received: returns what each rank receives, in the order of its outputs, from what each rank sends.
             opts: torch's options of the call.
             result: the value of the work's future; None: ``outputs``.
         """
         self._check_devices(operation, [*sends, *outputs])
         self.group.scheduler.yield_()
-        text = f"{operation} of {', '.join(map(describe, described))}" if described else operation
+        text = f"{operation} of {', '.join(map(_describe, described))}" if described else operation
         blocking = opts is not None and not getattr(opts, "asyncOp", True) and self._coalescing is None
         result = list(outputs) if result is None else result
         sends = [send.data for send in sends]
@@ -311,7 +265,20 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             work = SimulatedWork(Call(self.group, self.rank(), text, sends, recvs), [], [], result)
         else:
             work = SimulatedWork.late(lambda recv: Call(self.group, self.rank(), text, sends, recv), outputs, sends, result)
-        self.group.post(work.call, function, strict=True)
+
+        def move(sends: Lists, recvs: Lists) -> None:
+            for rank, (recv, values) in enumerate(zip(recvs, received(sends), strict=True)):
+                for source, (tensor, value) in enumerate(zip(recv, values, strict=False)):
+                    if value.numel() != tensor.numel():  # possible only if each rank sends to each
+                        who, whom = self.group.ranks[source], self.group.ranks[rank]
+                        raise SimulationError(
+                            f"in {text} of group {self.group.name!r} rank {who} sends {value.numel()} elements to rank {whom}, "
+                            f"which receives {tensor.numel()}",
+                            kind="mismatch",
+                        )
+                    tensor.copy_(value.reshape(tensor.shape))
+
+        self.group.post(work.call, move, strict=True)
         if blocking:
             work.wait()
         return self._track(work)
@@ -321,11 +288,14 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._coalescing.append(work)
         return work
 
-    def _check_list(self, name: str, tensors: Sequence[Tensor], alike: Tensor, root: int) -> None:
-        if self.rank() == root and len(tensors) != self.size():
-            raise ValueError(f"{name} needs {self.size()} tensors on rank {root}, one per rank, not {len(tensors)}")
-        for tensor in tensors:
-            check_alike(name, tensor, alike)
+    def _of_root(self, name: str, lists: Any, like: Tensor, root: int) -> list[Tensor]:
+        """Return the tensors, one per rank, that only the root of a collective passes."""
+        if self.rank() != root:
+            return []
+        _check_count(name, lists[0], self.size())
+        for tensor in lists[0]:
+            _check_alike(name, tensor, like)
+        return list(lists[0])
 
     def _check_devices(self, operation: str, tensors: Sequence[Tensor]) -> None:
         refuse = functools.partial(self.group.scheduler.refuse, "unsupported", operation=operation)
@@ -345,21 +315,62 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
 
-def _allreduce(op: ReduceOp) -> Function:
-    def function(sends: list[Any], recvs: list[Any]) -> None:
-        for i in range(len(sends[0])):
-            total = collectives.combine([send[i] for send in sends], op)
-            for recv in recvs:
-                recv[i].copy_(total)
-
-    return function
+def _combined(sends: Lists, op: ReduceOp) -> list[Tensor]:
+    """Return the i-th tensors of all ranks combined, for each i."""
+    return [collectives.combine(column, op) for column in zip(*sends, strict=True)]
 
 
-def _each(function: Callable[[list[Tensor], list[Tensor]], None]) -> Function:
-    """Return a collective of lists that applies ``function`` to the i-th tensors of all ranks, for each i."""
+def _columns(sends: Lists) -> list[Tensor]:
+    """Return the first tensor of each rank, then the second ones, and so on."""
+    return [tensor for column in zip(*sends, strict=True) for tensor in column]
 
-    def apply(sends: list[Any], recvs: list[Any]) -> None:
-        for i in range(len(sends[0])):
-            function([send[i] for send in sends], [recv[i] for recv in recvs])
 
-    return apply
+def _listed(tensors: Any) -> list[Tensor]:
+    """Return one tensor, or a sequence of them, as a list."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _reduction(opts: Any) -> ReduceOp:
+    """Return the reduction of a call's options, or the one given in their place; SUM if there is none."""
+    op: Any = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+    try:
+        return _OPERATIONS[int(getattr(op, "op", op))]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"op={op} is not simulated; allowed are {', '.join(o.name for o in _OPERATIONS.values())}") from None
+
+
+def _describe(tensor: Tensor) -> str:
+    """Return dtype and shape of a tensor, for messages."""
+    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+
+
+def _check_count(name: str, tensors: Any, count: int) -> None:
+    """Raise ValueError unless there are ``count`` tensors."""
+    if len(tensors) != count:
+        raise ValueError(f"{name} needs {count} tensors in its lists, one per rank and tensor, not {len(tensors)}")
+
+
+def _check_alike(name: str, tensor: Tensor, like: Tensor) -> None:
+    """Raise ValueError unless dtype and shape of a tensor are those of another."""
+    if tensor.dtype != like.dtype or tensor.shape != like.shape:
+        raise ValueError(f"{name}: a tensor of {_describe(tensor)} goes with one of {_describe(like)}; they must be equal")
+
+
+def _check_sizes(name: str, large: Tensor, small: Tensor, n: int) -> None:
+    """Raise ValueError unless a tensor has n times the elements of another, and its dtype."""
+    if large.dtype != small.dtype or large.numel() != n * small.numel():
+        raise ValueError(f"{name}: {_describe(large)} must have {n} times the elements of {_describe(small)}, and its dtype")
+
+
+def _split(name: str, tensor: Tensor, sizes: Any, n: int) -> list[Tensor]:
+    """Return the parts of a tensor along its first dimension, one per rank: equal ones if ``sizes`` is empty."""
+    sizes = list(sizes or ())
+    if not sizes:
+        if tensor.dim() == 0 or tensor.shape[0] % n:
+            raise ValueError(
+                f"all_to_all_single: {name} {_describe(tensor)} does not divide into {n} parts along its first dimension"
+            )
+        sizes = [tensor.shape[0] // n] * n
+    if len(sizes) != n or sum(sizes) != tensor.shape[0]:
+        raise ValueError(f"all_to_all_single: {name}_split_sizes={sizes} must be {n} numbers that sum to {tensor.shape[0]}")
+    return list(tensor.split(sizes))

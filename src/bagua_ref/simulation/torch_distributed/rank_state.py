@@ -18,12 +18,23 @@ from bagua_ref.simulation.torch_distributed import torch_hooks
 
 __all__ = ["ProcessState", "restore_environment"]
 
-_LIBRARY_STATE = tuple(("accelerate.state", name) for name in ("PartialState", "AcceleratorState", "GradientState"))
-"""Modules and classes of libraries whose ``_shared_state`` belongs to a process."""
+_ACCELERATE = ("PartialState", "AcceleratorState", "GradientState")
+"""Classes of ``accelerate.state`` whose ``_shared_state`` belongs to a process."""
 
 _numpy_random: Any = np.random
 _environ: Any = os.environ
-_bootstrap: Any = importlib.import_module("importlib._bootstrap")
+
+
+def _places() -> dict[str, tuple[Any, str]]:
+    """Return the attributes that hold what belongs to a process, by name: objects and names of attributes."""
+    places = {
+        "environment": (_environ, "_data"),
+        "arguments": (sys, "argv"),
+        "groups": torch_hooks.WORLD,
+        "module locks": (importlib.import_module("importlib._bootstrap"), "_module_locks"),
+    }
+    library = sys.modules.get("accelerate.state")
+    return places if library is None else places | {name: (getattr(library, name), "_shared_state") for name in _ACCELERATE}
 
 
 class ProcessState(RankState):
@@ -36,67 +47,48 @@ class ProcessState(RankState):
     """
 
     def __init__(self, identity: Identity | None) -> None:
-        super().__init__()
-        self.environment: Any = _environ._data
-        self._arguments = sys.argv
-        self._numpy = _numpy_random.get_bit_generator()
-        self._module_locks: Any = _bootstrap._module_locks if identity is None else {}
         self.modules: dict[str, ModuleType | None] = {}
         """The modules of which the rank has its own, by name; None: not imported, or in use."""
-        self._library_state: dict[tuple[str, str], Any] = {}
-        self.groups = torch_hooks.Groups()
+        self.group_names = torch_hooks.GroupNames()
+        super().__init__()
+        self._save_references()
         if identity is None:
-            self._take_library_state()
-            self.groups.world = torch_hooks.current_world()
             self.modules = {"__main__": sys.modules["__main__"]}
         else:
-            self.environment = dict(self.environment)
-            self._arguments = list(sys.argv)
+            variables = {_environ.encodekey(name): _environ.encodevalue(str(value)) for name, value in _variables(identity).items()}
+            self.values: dict[str, Any] = {"environment": _environ._data | variables, "arguments": list(sys.argv)}
+            self.values["groups"] = torch_hooks.RankWorld()
             # Processes start with different states of these two, and with the same one of torch's.
             self._python = random.Random(f"rank {identity.rank}").getstate()  # nosec B311 # to repeat a run
             self._numpy = np.random.MT19937(identity.rank)
-            for name, value in _variables(identity).items():
-                self.environment[_environ.encodekey(name)] = _environ.encodevalue(str(value))
 
     def save(self) -> None:
         """Take the state from the process."""
         super().save()
-        self.environment, self._arguments = _environ._data, sys.argv
-        self._numpy = _numpy_random.get_bit_generator()
-        self._module_locks = _bootstrap._module_locks
-        self._take_library_state()
+        self._save_references()
         for name in self.modules:
             self.modules[name] = sys.modules.pop(name, None)
 
-    def _take_library_state(self) -> None:
-        for place in _LIBRARY_STATE:
-            if place[0] in sys.modules:
-                self._library_state[place] = vars(_owner(place))["_shared_state"]
+    def _save_references(self) -> None:
+        self._numpy = _numpy_random.get_bit_generator()
+        self.values = {name: getattr(*place) for name, place in _places().items()}
 
     def restore(self) -> None:
         """Put the state into the process."""
         super().restore()
-        _environ._data, sys.argv = self.environment, self._arguments
         _numpy_random.set_bit_generator(self._numpy)
-        _bootstrap._module_locks = self._module_locks
+        for name, (owner, attribute) in _places().items():
+            setattr(owner, attribute, self.values.setdefault(name, {}))
         sys.modules.update({name: module for name, module in self.modules.items() if module is not None})
-        for place in _LIBRARY_STATE:
-            if place[0] in sys.modules:
-                _owner(place)._shared_state = self._library_state.get(place, {})
-        torch_hooks.use_groups(self.groups)
 
     def resumed(self) -> None:
         """Register the rank's groups in the calling thread."""
-        self.groups.register_in_thread()
-
-
-def _owner(place: tuple[str, str]) -> Any:
-    return getattr(sys.modules[place[0]], place[1])
+        self.group_names.register_in_thread()
 
 
 def restore_environment(states: Sequence[ProcessState]) -> None:
     """Undo in the process's own environment, which C code reads, what the ranks have set in theirs."""
-    for name in {name for state in states for name in state.environment} | set(_environ._data):
+    for name in {name for state in states for name in state.values["environment"]} | set(_environ._data):
         value = _environ._data.get(name)
         if value is None:
             os.unsetenv(name)

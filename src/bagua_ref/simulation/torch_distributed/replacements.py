@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
@@ -12,20 +13,20 @@ from bagua_ref.communicators.call_sites import is_user_code
 __all__ = ["Replacements", "calling_frame", "is_called_by_user"]
 
 
-class Replacements:
-    """Attributes of modules and classes that are replaced until `restore`.
+class Replacements(ExitStack):
+    """Attributes of modules and classes that are replaced while this context lasts.
 
     Args:
         is_simulated: whether the calling thread is a simulated rank's; others use what was there before.
     """
 
     def __init__(self, is_simulated: Callable[[], bool]) -> None:
+        super().__init__()
         self.is_simulated = is_simulated
-        self._replaced: list[tuple[Any, str, Any]] = []
 
     def put(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute for all threads."""
-        self._replaced.append((owner, name, getattr(owner, name)))
+        self.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, value)
 
     def function(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -37,12 +38,6 @@ class Replacements:
 
         call.__name__, call.__doc__ = getattr(original, "__name__", name), original.__doc__
         self.put(owner, name, call)
-
-    def restore(self) -> None:
-        """Undo all replacements."""
-        while self._replaced:
-            owner, name, value = self._replaced.pop()
-            setattr(owner, name, value)
 
 
 def calling_frame(*modules: str) -> FrameType:

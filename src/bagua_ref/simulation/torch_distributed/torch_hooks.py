@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from bagua_ref.base.runtime import current_world
 from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
 from bagua_ref.simulation.torch_distributed.work import works_of_backward
 
-__all__ = ["Groups", "check_version", "current_backward", "current_world", "forget", "hide_from_compiler", "replace", "use_groups"]
+__all__ = ["WORLD", "GroupNames", "RankWorld", "check_version", "current_backward", "forget", "hide_from_compiler", "replace"]
 
 rendezvous = sys.modules["torch.distributed.rendezvous"]  # the package has a function of this name
 
@@ -28,6 +29,9 @@ SUPPORTED = ("2.13", "2.14")
 
 BACKEND = "bagua_ref_simulated"
 """The name under which torch knows the simulated process groups."""
+
+WORLD = (distributed_c10d, "_world")
+"""The attribute that holds torch's Python state of process groups."""
 
 _MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
 _STORES = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
@@ -43,27 +47,31 @@ def check_version() -> None:
         )
 
 
-class Groups:
-    """The process groups of one rank: torch's Python state, and the names by which its C++ code finds them."""
+class RankWorld:
+    """One rank's state of process groups, in place of torch's `_World`, which has one for the whole process."""
 
     def __init__(self) -> None:
-        self.world: Any = _new_world()
+        self.default_pg, self.group_count, self.comms = None, 0, []  # type: Any, int, list[Any]
+        for name in _MAPS:
+            setattr(self, name, {})
+
+    @property
+    def pg_config_info(self) -> list[dict[str, Any]]:
+        """Facts about all groups, as torch lists them."""
+        return distributed_c10d._World.pg_config_info.fget(self)  # type: ignore[attr-defined,no-any-return]
+
+
+class GroupNames:
+    """The names by which torch's C++ code finds the process groups of one rank."""
+
+    def __init__(self) -> None:
         self._names: dict[str, Any] = {}
         self._changes = 0
         self._threads = threading.local()
 
-    def register(self, name: str, group: Any) -> None:
-        """Make a group known to this rank's threads."""
-        self._names[name] = group
-        self._changes += 1
-        self.register_in_thread()
-
-    def unregister(self, name: str | None) -> None:
-        """Make this rank's threads forget a group; None: all of them."""
-        if name is None:
-            self._names.clear()
-        else:
-            self._names.pop(name, None)
+    def change(self, function: Callable[[dict[str, Any]], object]) -> None:
+        """Change the groups by name, and make that known to this rank's threads."""
+        function(self._names)
         self._changes += 1
         self.register_in_thread()
 
@@ -77,18 +85,6 @@ class Groups:
 
 
 _c10d: Any = torch._C._distributed_c10d
-_groups: Groups | None = None
-
-
-def current_world() -> Any:
-    """Return torch's state of process groups."""
-    return distributed_c10d._world
-
-
-def use_groups(groups: Groups) -> None:
-    """Make a rank's groups those of torch."""
-    global _groups
-    _groups, distributed_c10d._world = groups, groups.world
 
 
 def replace(
@@ -134,11 +130,13 @@ def replace(
     replacements.function(_c10d.Reducer, "_delay_all_reduce", works_of_backward.run_at_end)
     for owner in (dist, distributed_c10d):
         replacements.function(owner, "split_group", split_group)
-    replacements.put(distributed_c10d, "_world", distributed_c10d._world)
     replacements.function(distributed_c10d, "_new_process_group_helper", new_group)
-    replacements.function(distributed_c10d, "_register_process_group", lambda original, *pair: _current().register(*pair))
-    replacements.function(distributed_c10d, "_unregister_process_group", lambda original, name: _current().unregister(name))
-    replacements.function(distributed_c10d, "_unregister_all_process_groups", lambda original: _current().unregister(None))
+    for name, change in (
+        ("_register_process_group", lambda groups, name, group: groups.update({name: group})),
+        ("_unregister_process_group", lambda groups, name: groups.pop(name, None)),
+        ("_unregister_all_process_groups", lambda groups: groups.clear()),
+    ):
+        replacements.function(distributed_c10d, name, lambda original, *args, change=change: _change_names(change, *args))
     replacements.function(distributed_c10d, "_warn_not_in_group", warn_not_in_group)
     for name in _STORES:
         substitute = _substitute(getattr(dist, name), replacements.is_simulated, open_store)
@@ -165,9 +163,9 @@ def hide_from_compiler(owner: type) -> None:
 _connect: Callable[..., Any] | None = None
 
 
-def _current() -> Groups:
-    assert _groups is not None
-    return _groups
+def _change_names(change: Callable[..., object], *args: Any) -> None:
+    world: Any = current_world()
+    world.process_state.group_names.change(lambda groups: change(groups, *args))
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -189,22 +187,6 @@ def _substitute(real: Any, is_simulated: Callable[[], bool], open_store: Callabl
         return open_store(real.__name__, *args, **options) if is_simulated() else real(*args, **options)
 
     return _StoreClass(real.__name__, (), {"__new__": make, "real": real})
-
-
-def _new_world() -> Any:
-    """Return an object in place of torch's `_World`, with state of its own."""
-    return _RankWorld()
-
-
-class _RankWorld:
-    def __init__(self) -> None:
-        self.default_pg, self.group_count, self.comms = None, 0, []  # type: Any, int, list[Any]
-        for name in _MAPS:
-            setattr(self, name, {})
-
-    @property
-    def pg_config_info(self) -> list[dict[str, Any]]:
-        return distributed_c10d._World.pg_config_info.fget(self)  # type: ignore[attr-defined,no-any-return]
 
 
 def current_backward() -> int | None:

@@ -116,22 +116,20 @@ INLINE void find_ends(const T* x, long long size, long long num_chunks, long lon
 }
 
 template <typename T>
-INLINE void quantise(const T* x, long long size, long long num_chunks, long long ends_per_chunk, const float2* ends, long long parts,
-                     long long part_size, unsigned char* payload) {
-    for (long long unit = blockIdx.x; unit < num_chunks * parts; unit += gridDim.x) {
-        const Part part = part_of(unit, parts, part_size, size);
-        Range range = nothing();
-        for (long long i = threadIdx.x; i < ends_per_chunk; i += blockDim.x) {
-            const float2 pair = ends[part.chunk * ends_per_chunk + i];
-            range.merge(pair.x, pair.y);
-        }
-        range = range_of_block(range);
-        Grid grid = grid_between(range.low, range.high);
-        grid.poisoned |= range.nan;
-        unsigned char* const block = payload + part.chunk * bytes_of_block(size);
-        if (part.number == 0) write_frame(block, header_of<T>(range, grid), HEADER + size);
-        write_levels(x + part.chunk * size + part.begin, block + HEADER + part.begin, part.count, grid);
+INLINE void quantise(const T* x, long long size, long long ends_per_chunk, const float2* ends, long long parts, long long part_size,
+                     unsigned char* payload) {
+    const Part part = part_of(blockIdx.x, parts, part_size, size);
+    Range range = nothing();
+    for (long long i = threadIdx.x; i < ends_per_chunk; i += blockDim.x) {
+        const float2 pair = ends[part.chunk * ends_per_chunk + i];
+        range.merge(pair.x, pair.y);
     }
+    range = range_of_block(range);
+    Grid grid = grid_between(range.low, range.high);
+    grid.poisoned |= range.nan;
+    unsigned char* const block = payload + part.chunk * bytes_of_block(size);
+    if (part.number == 0) write_frame(block, header_of<T>(range, grid), HEADER + size);
+    write_levels(x + part.chunk * size + part.begin, block + HEADER + part.begin, part.count, grid);
 }
 
 // The launch allocates shared memory for a chunk and 16 bytes, so that the chunk has the same offset from a boundary as in memory.
@@ -157,25 +155,25 @@ template <typename T> INLINE T value_of(unsigned char level, const Grid& grid) {
 }
 
 template <typename T>
-INLINE void decompress(const unsigned char* payload, long long size, long long num_chunks, long long parts, long long part_size,
-                       T* out) {
-    for (long long unit = blockIdx.x; unit < num_chunks * parts; unit += gridDim.x) {
-        const Part part = part_of(unit, parts, part_size, size);
-        const unsigned char* const block = payload + part.chunk * bytes_of_block(size);
-        Pack<unsigned char, 2 * sizeof(T)> header;
-        load(header, block);
-        const T* const ends = reinterpret_cast<const T*>(&header);
-        const Grid grid = grid_between(widen(ends[0]), widen(ends[1]));
-        const unsigned char* const levels = block + HEADER + part.begin;
-        write_values(
-            out + part.chunk * size + part.begin, part.count,
-            [&](auto lanes, long long i) {
-                Pack<unsigned char, decltype(lanes)::value> pack;
-                load(pack, levels + i);
-                return pack;
-            },
-            [&](const auto& pack, int n) { return value_of<T>(pack.at[n], grid); });
-    }
+INLINE void decompress(const unsigned char* payload, long long size, long long parts, long long part_size, T* out) {
+    const Part part = part_of(blockIdx.x, parts, part_size, size);
+    const unsigned char* const block = payload + part.chunk * bytes_of_block(size);
+    Pack<unsigned char, 2 * sizeof(T)> header;
+    load(header, block);
+    const T* const ends = reinterpret_cast<const T*>(&header);
+    const Grid grid = grid_between(widen(ends[0]), widen(ends[1]));
+    __shared__ T values[BLOCK];  // of each level: divisions are slow
+    values[threadIdx.x] = value_of<T>(static_cast<unsigned char>(threadIdx.x), grid);
+    __syncthreads();
+    const unsigned char* const levels = block + HEADER + part.begin;
+    write_values(
+        out + part.chunk * size + part.begin, part.count,
+        [&](auto lanes, long long i) {
+            Pack<unsigned char, decltype(lanes)::value> pack;
+            load(pack, levels + i);
+            return pack;
+        },
+        [&](const auto& pack, int n) { return values[pack.at[n]]; });
 }
 
 #define INSTANCES(T, suffix)                                                                                                  \
@@ -183,16 +181,16 @@ INLINE void decompress(const unsigned char* payload, long long size, long long n
                               long long part_size, float2* ends) {                                                            \
         find_ends(x, size, num_chunks, parts, part_size, ends);                                                               \
     }                                                                                                                         \
-    KERNEL(quantise, suffix)(const T* __restrict__ x, long long size, long long num_chunks, long long ends_per_chunk,         \
+    KERNEL(quantise, suffix)(const T* __restrict__ x, long long size, long long ends_per_chunk,                               \
                              const float2* __restrict__ ends, long long parts, long long part_size, unsigned char* payload) { \
-        quantise(x, size, num_chunks, ends_per_chunk, ends, parts, part_size, payload);                                       \
+        quantise(x, size, ends_per_chunk, ends, parts, part_size, payload);                                                   \
     }                                                                                                                         \
     KERNEL(compress_on_chip, suffix)(const T* __restrict__ x, long long size, long long num_chunks, unsigned char* payload) { \
         compress_on_chip(x, size, num_chunks, payload);                                                                       \
     }                                                                                                                         \
-    KERNEL(decompress, suffix)(const unsigned char* __restrict__ payload, long long size, long long num_chunks,               \
-                               long long parts, long long part_size, T* out) {                                                \
-        decompress(payload, size, num_chunks, parts, part_size, out);                                                         \
+    KERNEL(decompress, suffix)(const unsigned char* __restrict__ payload, long long size, long long parts,                    \
+                               long long part_size, T* out) {                                                                 \
+        decompress(payload, size, parts, part_size, out);                                                                     \
     }
 
 INSTANCES(float, float32)

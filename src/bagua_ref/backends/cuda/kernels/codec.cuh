@@ -105,7 +105,7 @@ template <typename T, typename Read, typename Value> INLINE void write_values(T*
                 Pack<T, N> result;
 #pragma unroll
                 for (int n = 0; n < N; ++n) result.at[n] = value(codes[k], n);
-                store(to + i + k * step, result);
+                store_streaming(to + i + k * step, result);
             }
         },
         [&](long long i) { to[i] = value(read(Count<1>(), i), 0); });

@@ -81,49 +81,58 @@ template <int N> INLINE unsigned largest_of(const float (&values)[N]) {
 }
 
 template <typename F, typename T>
-INLINE void compress(const T* x, long long size, long long num_chunks, long long parts, long long part_size, unsigned char* payload) {
+INLINE void compress(const T* x, long long size, long long parts, long long part_size, unsigned char* payload) {
     constexpr int N = LANES<T>, BYTES = N * F::bits / 8;
+    constexpr int AHEAD = 8 / N;  // packs in flight; with two of a 16-bit type, registers would leave too few threads
     const Layout<F> layout(size);
-    for (long long unit = blockIdx.x; unit < num_chunks * parts; unit += gridDim.x) {
-        const Part part = part_of(unit, parts, part_size, size);
-        if (part.number == 0) write_padding(payload + layout.block(part.chunk), layout.end);
-        const T* const from = x + part.chunk * size + part.begin;
-        unsigned char* const scales = payload + layout.scale(part);
-        unsigned char* const elements = payload + layout.element(part);
-        // Whole warps continue or end, as all of their lanes take part in the shuffles.
-        for (long long first = threadIdx.x / 32 * 32 * N; first < part.count; first += blockDim.x * N) {
-            const long long i = first + threadIdx.x % 32 * N, left = part.count - i;
-            float values[N];
-            if (left >= N) {
-                Pack<T, N> pack;
-                load(pack, from + i);
+    const Part part = part_of(blockIdx.x, parts, part_size, size);
+    if (part.number == 0) write_padding(payload + layout.block(part.chunk), layout.end);
+    const T* const from = x + part.chunk * size + part.begin;
+    unsigned char* const scales = payload + layout.scale(part);
+    unsigned char* const elements = payload + layout.element(part);
+    const auto read = [&](float (&values)[N], long long i) {
+        if (part.count - i >= N) {
+            Pack<T, N> pack;
+            load(pack, from + i);
 #pragma unroll
-                for (int n = 0; n < N; ++n) values[n] = widen(pack.at[n]);
-            } else {
+            for (int n = 0; n < N; ++n) values[n] = widen(pack.at[n]);
+        } else {
 #pragma unroll
-                for (int n = 0; n < N; ++n) values[n] = n < left ? widen(from[i + n]) : 0.0f;
-            }
-            const unsigned largest = largest_of(values);
-            // float32's field of the exponent has E8M0's bias, and is 0 for zeros and subnormals.
-            const int field = static_cast<int>(largest >> MANTISSA) - F::emax, scale = field > 0 ? field : 0;
-            const float factor = power_of_two(BIAS - scale);
-            const bool poisoned = largest >= INFINITE;
-            unsigned long long codes = 0;
-#pragma unroll
-            for (int n = 0; n < N; ++n) codes |= static_cast<unsigned long long>(F::code_of(times(values[n], factor))) << (F::bits * n);
-            Pack<unsigned char, BYTES> bytes;
-#pragma unroll
-            for (int b = 0; b < BYTES; ++b) bytes.at[b] = poisoned ? 0 : static_cast<unsigned char>(codes >> (8 * b));
-            unsigned char* const to = elements + i * F::bits / 8;
-            if (left > 0 && i % SHARING == 0) scales[i / SHARING] = static_cast<unsigned char>(poisoned ? POISON : scale);
-            if (left >= N) {
-                store_anywhere(to, bytes);
-            } else {
-#pragma unroll
-                for (int b = 0; b < BYTES; ++b)
-                    if (8 * b < F::bits * left) to[b] = bytes.at[b];
-            }
+            for (int n = 0; n < N; ++n) values[n] = i + n < part.count ? widen(from[i + n]) : 0.0f;
         }
+    };
+    const auto write = [&](const float (&values)[N], long long i) {
+        const long long left = part.count - i;
+        const unsigned largest = largest_of(values);
+        // float32's field of the exponent has E8M0's bias, and is 0 for zeros and subnormals.
+        const int field = static_cast<int>(largest >> MANTISSA) - F::emax, scale = field > 0 ? field : 0;
+        const float factor = power_of_two(BIAS - scale);
+        const bool poisoned = largest >= INFINITE;
+        unsigned long long codes = 0;
+#pragma unroll
+        for (int n = 0; n < N; ++n) codes |= static_cast<unsigned long long>(F::code_of(times(values[n], factor))) << (F::bits * n);
+        if (poisoned) codes = 0;
+        Pack<unsigned char, BYTES> bytes;
+        memcpy(&bytes, &codes, BYTES);
+        unsigned char* const to = elements + i * F::bits / 8;
+        if (left > 0 && i % SHARING == 0) scales[i / SHARING] = static_cast<unsigned char>(poisoned ? POISON : scale);
+        if (left >= N) {
+            store_anywhere(to, bytes);
+        } else {
+#pragma unroll
+            for (int b = 0; b < BYTES; ++b)
+                if (8 * b < F::bits * left) to[b] = bytes.at[b];
+        }
+    };
+    // Whole warps continue or end, as all of their lanes take part in the shuffles.
+    const long long step = blockDim.x * N;
+    for (long long first = threadIdx.x / 32 * 32 * N; first < part.count; first += AHEAD * step) {
+        const long long i = first + threadIdx.x % 32 * N;
+        float values[AHEAD][N];
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) read(values[k], i + k * step);
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) write(values[k], i + k * step);
     }
 }
 
@@ -153,35 +162,35 @@ struct Codes {
 };
 
 template <typename F, typename T>
-INLINE void decompress(const unsigned char* payload, long long size, long long num_chunks, long long parts, long long part_size,
-                       T* out) {
+INLINE void decompress(const unsigned char* payload, long long size, long long parts, long long part_size, T* out) {
+    __shared__ float values[1 << F::bits];  // of each code
+    if (threadIdx.x < 1 << F::bits) values[threadIdx.x] = F::value_of(threadIdx.x);
+    __syncthreads();
     const Layout<F> layout(size);
-    for (long long unit = blockIdx.x; unit < num_chunks * parts; unit += gridDim.x) {
-        const Part part = part_of(unit, parts, part_size, size);
-        const unsigned char* const scales = payload + layout.scale(part);
-        const unsigned char* const elements = payload + layout.element(part);
-        write_values(
-            out + part.chunk * size + part.begin, part.count,
-            [&](auto lanes, long long i) {
-                constexpr int N = decltype(lanes)::value;
-                const float factor = factor_of(scales[i / SHARING]), next_factor = factor_of(scales[(i + N - 1) / SHARING]);
-                return Codes{codes_at<F::bits, N>(elements, i), factor, next_factor, static_cast<int>(SHARING - i % SHARING)};
-            },
-            [&](const Codes& some, int n) {
-                const unsigned code = static_cast<unsigned>(some.codes >> (F::bits * n)) & ((1u << F::bits) - 1);
-                return limited<T>(times(F::value_of(code), n < some.second ? some.factor : some.next_factor));
-            });
-    }
+    const Part part = part_of(blockIdx.x, parts, part_size, size);
+    const unsigned char* const scales = payload + layout.scale(part);
+    const unsigned char* const elements = payload + layout.element(part);
+    write_values(
+        out + part.chunk * size + part.begin, part.count,
+        [&](auto lanes, long long i) {
+            constexpr int N = decltype(lanes)::value;
+            const float factor = factor_of(scales[i / SHARING]), next_factor = factor_of(scales[(i + N - 1) / SHARING]);
+            return Codes{codes_at<F::bits, N>(elements, i), factor, next_factor, static_cast<int>(SHARING - i % SHARING)};
+        },
+        [&](const Codes& some, int n) {
+            const unsigned code = static_cast<unsigned>(some.codes >> (F::bits * n)) & ((1u << F::bits) - 1);
+            return limited<T>(times(values[code], n < some.second ? some.factor : some.next_factor));
+        });
 }
 
 #define INSTANCES(F, T, suffix)                                                                                               \
-    KERNEL(compress_##F, suffix)(const T* __restrict__ x, long long size, long long num_chunks, long long parts,              \
-                                 long long part_size, unsigned char* payload) {                                               \
-        compress<F>(x, size, num_chunks, parts, part_size, payload);                                                          \
+    KERNEL(compress_##F, suffix)(const T* __restrict__ x, long long size, long long parts, long long part_size,               \
+                                 unsigned char* payload) {                                                                    \
+        compress<F>(x, size, parts, part_size, payload);                                                                      \
     }                                                                                                                         \
-    KERNEL(decompress_##F, suffix)(const unsigned char* __restrict__ payload, long long size, long long num_chunks,           \
-                                   long long parts, long long part_size, T* out) {                                            \
-        decompress<F>(payload, size, num_chunks, parts, part_size, out);                                                      \
+    KERNEL(decompress_##F, suffix)(const unsigned char* __restrict__ payload, long long size, long long parts,                \
+                                   long long part_size, T* out) {                                                             \
+        decompress<F>(payload, size, parts, part_size, out);                                                                  \
     }
 
 #define FORMAT(F)                   \

@@ -49,45 +49,40 @@ template <typename T> INLINE unsigned char signs_of(const T* from, long long cou
 INLINE long long end_of(long long size) { return HEADER + (size + 7) / 8; }
 
 template <typename T>
-INLINE void write_signs(const T* x, long long size, long long num_chunks, long long sums_per_chunk, const double* sums,
-                        long long parts, long long part_size, unsigned char* payload) {
-    for (long long unit = blockIdx.x; unit < num_chunks * parts; unit += gridDim.x) {
-        const Part part = part_of(unit, parts, part_size, size);
-        double sum = 0;
-        for (long long i = threadIdx.x; i < sums_per_chunk; i += blockDim.x) sum = plus(sum, sums[part.chunk * sums_per_chunk + i]);
-        sum = sum_of_block(sum);
-        const bool poisoned = !(sum < 1e300);  // S12.3; sums of squares of finite float32 numbers are far smaller
-        unsigned char* const block = payload + part.chunk * padded(end_of(size));
-        if (part.number == 0) {
-            const float scale = __double2float_rn(__dsqrt_rn(over(sum, static_cast<double>(size))));
-            write_frame(block, __float_as_uint(poisoned ? nan32() : scale), end_of(size));
-        }
-        const T* const from = x + part.chunk * size + part.begin;
-        unsigned char* const signs = block + HEADER + part.begin / 8;
-        for (long long i = 8 * threadIdx.x; i < part.count; i += 8 * blockDim.x)
-            signs[i / 8] = poisoned ? 0 : signs_of(from + i, part.count - i);
+INLINE void write_signs(const T* x, long long size, long long sums_per_chunk, const double* sums, long long parts, long long part_size,
+                        unsigned char* payload) {
+    const Part part = part_of(blockIdx.x, parts, part_size, size);
+    double sum = 0;
+    for (long long i = threadIdx.x; i < sums_per_chunk; i += blockDim.x) sum = plus(sum, sums[part.chunk * sums_per_chunk + i]);
+    sum = sum_of_block(sum);
+    const bool poisoned = !(sum < 1e300);  // S12.3; sums of squares of finite float32 numbers are far smaller
+    unsigned char* const block = payload + part.chunk * padded(end_of(size));
+    if (part.number == 0) {
+        const float scale = __double2float_rn(__dsqrt_rn(over(sum, static_cast<double>(size))));
+        write_frame(block, __float_as_uint(poisoned ? nan32() : scale), end_of(size));
     }
+    const T* const from = x + part.chunk * size + part.begin;
+    unsigned char* const signs = block + HEADER + part.begin / 8;
+    for (long long i = 8 * threadIdx.x; i < part.count; i += 8 * blockDim.x)
+        signs[i / 8] = poisoned ? 0 : signs_of(from + i, part.count - i);
 }
 
 template <typename T>
-INLINE void restore_signs(const unsigned char* payload, long long size, long long num_chunks, long long parts, long long part_size,
-                          T* out) {
-    for (long long unit = blockIdx.x; unit < num_chunks * parts; unit += gridDim.x) {
-        const Part part = part_of(unit, parts, part_size, size);
-        const unsigned char* const block = payload + part.chunk * padded(end_of(size));
-        Pack<unsigned char, sizeof(float)> header;
-        load(header, block);
-        const float scale = *reinterpret_cast<const float*>(&header);
-        const T positive = limited<T>(scale), negative = limited<T>(-scale);
-        const unsigned char* const signs = block + HEADER + part.begin / 8;
-        write_values(
-            out + part.chunk * size + part.begin, part.count,
-            [&](auto lanes, long long i) {  // which begin at any bit and reach into the next byte at most
-                const unsigned both = signs[i / 8] << 8 | signs[(i + decltype(lanes)::value - 1) / 8];
-                return both << (i % 8);
-            },
-            [&](unsigned bits, int n) { return bits << n & 0x8000u ? positive : negative; });
-    }
+INLINE void restore_signs(const unsigned char* payload, long long size, long long parts, long long part_size, T* out) {
+    const Part part = part_of(blockIdx.x, parts, part_size, size);
+    const unsigned char* const block = payload + part.chunk * padded(end_of(size));
+    Pack<unsigned char, sizeof(float)> header;
+    load(header, block);
+    const float scale = *reinterpret_cast<const float*>(&header);
+    const T positive = limited<T>(scale), negative = limited<T>(-scale);
+    const unsigned char* const signs = block + HEADER + part.begin / 8;
+    write_values(
+        out + part.chunk * size + part.begin, part.count,
+        [&](auto lanes, long long i) {  // which begin at any bit and reach into the next byte at most
+            const unsigned both = signs[i / 8] << 8 | signs[(i + decltype(lanes)::value - 1) / 8];
+            return both << (i % 8);
+        },
+        [&](unsigned bits, int n) { return bits << n & 0x8000u ? positive : negative; });
 }
 
 #define INSTANCES(T, suffix)                                                                                                  \
@@ -95,14 +90,14 @@ INLINE void restore_signs(const unsigned char* payload, long long size, long lon
                                 long long part_size, double* sums) {                                                          \
         sum_squares(x, size, num_chunks, parts, part_size, sums);                                                             \
     }                                                                                                                         \
-    KERNEL(write_signs, suffix)(const T* __restrict__ x, long long size, long long num_chunks, long long sums_per_chunk,      \
+    KERNEL(write_signs, suffix)(const T* __restrict__ x, long long size, long long sums_per_chunk,                            \
                                 const double* __restrict__ sums, long long parts, long long part_size,                        \
                                 unsigned char* payload) {                                                                     \
-        write_signs(x, size, num_chunks, sums_per_chunk, sums, parts, part_size, payload);                                    \
+        write_signs(x, size, sums_per_chunk, sums, parts, part_size, payload);                                                \
     }                                                                                                                         \
-    KERNEL(restore_signs, suffix)(const unsigned char* __restrict__ payload, long long size, long long num_chunks,            \
-                                  long long parts, long long part_size, T* out) {                                             \
-        restore_signs(payload, size, num_chunks, parts, part_size, out);                                                      \
+    KERNEL(restore_signs, suffix)(const unsigned char* __restrict__ payload, long long size, long long parts,                 \
+                                  long long part_size, T* out) {                                                              \
+        restore_signs(payload, size, parts, part_size, out);                                                                  \
     }
 
 INSTANCES(float, float32)

@@ -111,6 +111,12 @@ template <typename P> INLINE void store(void* to, const P& pack) {
     if constexpr (alignof(P) == 1) return store_words<unsigned char>(to, pack);
 }
 
+// Write a pack of 16 bytes to an aligned address; the cache evicts it first. Kernels that write more than they read gain by it.
+template <typename P> INLINE void store_streaming(void* to, const P& pack) {
+    static_assert(sizeof(P) == 16);
+    __stcs(static_cast<uint4*>(to), reinterpret_cast<const uint4&>(pack));
+}
+
 template <int K> struct Count { static constexpr int value = K; };
 
 // Share `count` elements from `base` on among threads `first`, `first` + 1, ... of `stride` (at least 16): whole(Count<K>, i, step)
