@@ -145,8 +145,8 @@ CASES: list[tuple[str, str, str, dict[str, str]]] = [
      NORM + EVALUATION.format(model="model.module"), {}),
     (DDP_NAME, "rank 1 does not use a layer", TWO + MODEL.replace("torch.nn.Linear(3, 1)", "Two()") + TRAIN, {
         "why": "The reducer of rank 1 waits for a gradient that never comes, so it does not reduce the bucket.",
-        "promise": "Documented: parameters that get no gradient need `find_unused_parameters=True`; by default there is an "
-        "error at the next forward pass of the rank that notices it.",
+        "promise": "Documented: `find_unused_parameters=True` is for parameters that get no gradient. Without it, the error at "
+        "the rank's next forward pass names that option.",
         "given": "DDP, two Linear(3, 1), one of which rank 1 leaves out, SGD(0.1), 4 steps",
         "effect": "Rank 1 ends with that error, and rank 0 waits for it.",
     }),
@@ -156,7 +156,8 @@ CASES: list[tuple[str, str, str, dict[str, str]]] = [
     (LOCAL_NAME, "GradScaler, an infinite loss on one rank", POST_LOCAL + SCALED, {
         "why": "Local gradients are infinite on one rank only, so that its scaler alone leaves out the optimizer step. The "
         "averager, which counts steps, is then a step behind on that rank, and scales differ.",
-        "promise": f"{SILENT} The scaler's documentation describes one process, whose step is left out.",
+        "promise": "Documented: a scaler leaves out the step of an optimizer with infinite gradients. Nothing is said of the "
+        "averager in that step.",
         "given": "DDP, a Linear(3, 1), the hook with subgroups of one rank, period 2, a GradScaler, 4 steps",
         "effect": "Ranks average at different steps; where the number of averagings differs, they hang.",
     }),

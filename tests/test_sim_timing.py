@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from bagua_ref.cli import main
 from bagua_ref.communicators.simulated import SimulatedCommunicator
@@ -205,6 +206,18 @@ def test_compute_of_parameters_without_gradients_passes_before_the_step() -> Non
     assert world.timeline is not None
     assert world.timeline.per_step() == (pytest.approx(3.0), 0.0)
     assert [span.kind for span in world.timeline.spans] == ["compute"] * 8
+
+
+def test_a_forward_that_backward_repeats_belongs_to_the_same_pass() -> None:
+    def program() -> None:
+        model = layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hidden = torch.ones(1, 256, requires_grad=True)
+        checkpoint(model, hidden, use_reentrant=False).sum().backward()
+        optimizer.step()
+
+    world = timed(program, link=FREE, compute=3.0)
+    assert world.virtual_time == pytest.approx(3.0)
 
 
 def test_measured_compute_passes_and_results_do_not_depend_on_it() -> None:
