@@ -51,7 +51,7 @@ def test_a_link_is_read(text: str, links: LinkCosts) -> None:
 
 
 @pytest.mark.parametrize(("text", "told"), [
-    ("1Gbit", "'1Gbit' must be BANDWIDTH,LATENCY such as 1Gbit,20ms"),
+    ("1Gbit", "link='1Gbit' must be BANDWIDTH,LATENCY such as 1Gbit,20ms"),
     ("1Gbit,1ms,1Gbit", "must be BANDWIDTH,LATENCY"),
     ("fast,20ms", "bandwidth 'fast' must be a number above 0 of bit or B a second"),
     ("1Gb,20ms", "bandwidth '1Gb' must be"),

@@ -310,12 +310,12 @@ def test_the_command_measures_compute_in_a_run_of_its_own(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (["--link", "fast"], "argument --link: 'fast' must be BANDWIDTH,LATENCY such as 1Gbit,20ms"),
-    (["--link", "1Gbit,20ms", "--compute", "0ms"], "argument --compute: time '0ms' must be a number above 0 of s, ms or us"),
+    (["--link", "fast"], "link='fast' must be BANDWIDTH,LATENCY such as 1Gbit,20ms"),
+    (["--link", "1Gbit,20ms", "--compute", "0ms"], "time '0ms' must be a number above 0 of s, ms or us"),
     (["--compute", "120ms"], "arguments --compute and --trace need --link"),
 ])  # fmt: skip
 def test_wrong_words_are_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["sim", "train.py", *words])
+        main(["sim", __file__, *words])
     assert ended.value.code == 2
     assert told in capsys.readouterr().err

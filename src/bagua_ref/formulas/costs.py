@@ -170,7 +170,7 @@ class LinkCosts(NamedTuple):
         parts = text.split(",")
         if len(parts) not in (2, 4):
             raise ValueError(
-                f"{text!r} must be BANDWIDTH,LATENCY such as 1Gbit,20ms, or two such pairs: between nodes, and inside a node"
+                f"link={text!r} must be BANDWIDTH,LATENCY such as 1Gbit,20ms, or two such pairs: between nodes, and inside a node"
             )
         links = [LinkCost(parse_seconds(latency, 0.0), _beta(band)) for band, latency in zip(parts[::2], parts[1::2], strict=True)]
         return cls(links[0], links[-1])

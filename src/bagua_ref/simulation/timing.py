@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,17 +33,10 @@ _FORWARD = 1 / 3
 """Forward's part of a pass [defined]: backward computes two gradients for each product of forward."""
 
 
-@dataclass(frozen=True)
-class Span:
-    """What a rank does for some time.
+class Span(NamedTuple):
+    """What a rank's thread, its main thread if that is empty, does from ``began`` to ``ended``, in virtual seconds.
 
-    Attributes:
-        rank: the global rank.
-        thread: empty for the main thread.
-        kind: ``"compute"``, ``"wait"``, ``"sleep"``, or ``"communication"``, which goes on beside the others.
-        name: for display.
-        began: virtual seconds.
-        ended: virtual seconds.
+    Its ``kind`` is ``"compute"``, ``"wait"``, ``"sleep"``, or ``"communication"``, which goes on beside the others.
     """
 
     rank: int
