@@ -23,7 +23,7 @@ LINES: dict[str, int] = {
     "base": 1337,
     "buckets": 1166,
     "checkpoint": 1185,
-    "cli": 2360,  # the command sim
+    "cli": 2344,  # the command sim
     "comm_ops": 1138,
     "communicators": 4702,  # calls of simulated groups with their lines, for torch.distributed, too
     "conformance": 96,
@@ -50,7 +50,7 @@ LINES: dict[str, int] = {
     "property_tests": 2854,
     "rounds": 241,
     "scheduling": 578,
-    "simulation": 3474,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
+    "simulation": 3236,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
     "tests": 37377,
     "tests/cuda_emulation": 487,
     "tests/integrations": 923,
@@ -60,7 +60,7 @@ LINES: dict[str, int] = {
 }
 """The most lines of each room of src, and of the folders of tests."""
 
-FILES = 271
+FILES = 269  # caches that fail, fields of payloads, scripts of reports, torch.distributed on simulated ranks and its judge
 """The most files of src; public names of modules that have moved into a room do not count."""
 
 OTHER_IMPLEMENTER = {
