@@ -23,7 +23,7 @@ LINES: dict[str, int] = {
     "base": 1337,
     "buckets": 1166,
     "checkpoint": 1185,
-    "cli": 2389,  # the command sim, with links
+    "cli": 2375,  # the command sim, with links
     "comm_ops": 1138,
     "communicators": 4741,  # calls of simulated groups with their lines, for torch.distributed, too, and that take time
     "conformance": 97,  # clause S14
@@ -50,8 +50,8 @@ LINES: dict[str, int] = {
     "property_tests": 3024,
     "rounds": 241,
     "scheduling": 578,
-    "simulation": 3656,  # torch.distributed on simulated ranks, the judge of bagua-ref sim, and its clock
-    "tests": 37760,
+    "simulation": 3638,  # torch.distributed on simulated ranks, the judge of bagua-ref sim, and its clock
+    "tests": 37774,
     "tests/cuda_emulation": 487,
     "tests/integrations": 923,
     "tests/meta": 1156,
@@ -60,7 +60,7 @@ LINES: dict[str, int] = {
 }
 """The most lines of each room of src, and of the folders of tests."""
 
-FILES = 271
+FILES = 271  # caches that fail, fields of payloads, scripts of reports, torch.distributed on simulated ranks, its judge and clock
 """The most files of src; public names of modules that have moved into a room do not count."""
 
 OTHER_IMPLEMENTER = {

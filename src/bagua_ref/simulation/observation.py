@@ -249,14 +249,12 @@ class _RankWatch:
     def after_step(self, optimizer: Any) -> Step:
         """Return what an optimizer step computed."""
         owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        names = [self._names.get(id(parameter), (f"parameter {i}", None))[0] for i, parameter in enumerate(owned)]
+        named = {self._names.get(id(p), (f"parameter {i}", None))[0]: p for i, p in enumerate(owned)}
         replicas, reduced, joined = self._replicas()
         reduced = self._reduced([p.numel() for p in owned if p.grad is not None]) or reduced
-        values = {name: _local(parameter) for name, parameter in zip(names, owned, strict=True)}
-        gradients = {name: _local(p.grad) for name, p in zip(names, owned, strict=True) if p.grad is not None}
-        held = {
-            name: _holders(p) if isinstance(p, DTensor) else replicas.get(id(p), ()) for name, p in zip(names, owned, strict=True)
-        }
+        values = {name: _local(p) for name, p in named.items()}
+        gradients = {name: _local(p.grad) for name, p in named.items() if p.grad is not None}
+        held = {name: _holders(p) if isinstance(p, DTensor) else replicas.get(id(p), ()) for name, p in named.items()}
         self.backwards_by_step.append(dict(self.backwards))
         self.backwards.clear()
         self.reductions.clear()

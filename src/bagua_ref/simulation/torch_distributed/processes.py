@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess  # nosec B404 # to refuse launches
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -81,12 +82,7 @@ class _Joined:
 
 
 def _is_data_loader() -> bool:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.utils.data.dataloader":
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_globals.get("__name__") == "torch.utils.data.dataloader" for frame, _ in traceback.walk_stack(None))
 
 
 class UserModules(importlib.abc.MetaPathFinder):

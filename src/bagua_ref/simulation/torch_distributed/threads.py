@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from bagua_ref.base.runtime import current_world
@@ -55,25 +56,19 @@ class _Lock(SimulatedLock):
 def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
     """Schedule the user's threads, and those of executors; make their locks, queues and joins let other threads go on."""
 
-    def make_lock(original: Callable[[], Any]) -> Any:
-        return _Lock(scheduler) if _makes_simulated_lock() else original()
-
-    def make_recursive_lock(original: Callable[[], Any]) -> Any:
-        return _threading._PyRLock() if _makes_simulated_lock() else original()
-
-    def make_queue(original: Callable[[], Any]) -> Any:
-        return _queue._PySimpleQueue() if _makes_simulated_lock() else original()
-
     def start(original: Callable[..., None], thread: threading.Thread) -> None:
         if _is_scheduled(thread):
             _start(scheduler, thread)
         else:
             original(thread)
 
-    for name in ("Lock", "_allocate_lock"):
-        replacements.function(threading, name, make_lock)
-    replacements.function(threading, "RLock", make_recursive_lock)
-    replacements.function(queue, "SimpleQueue", make_queue)
+    for owner, name, make in (
+        (threading, "Lock", partial(_Lock, scheduler)),
+        (threading, "_allocate_lock", partial(_Lock, scheduler)),
+        (threading, "RLock", _threading._PyRLock),
+        (queue, "SimpleQueue", _queue._PySimpleQueue),
+    ):
+        replacements.function(owner, name, lambda original, make=make: make() if _makes_simulated_lock() else original())
     replacements.function(threading.Thread, "start", start)
     replacements.function(threading, "main_thread", lambda original: _world().main_thread)
     compiler = sys.modules.get("torch._dynamo.convert_frame")

@@ -20,7 +20,7 @@ from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
 from bagua_ref.simulation.torch_distributed.work import works_of_backward
 
-__all__ = ["WORLD", "GroupNames", "RankWorld", "check_version", "current_backward", "forget", "hide_from_compiler", "replace"]
+__all__ = ["WORLD", "GroupNames", "GroupState", "check_version", "current_backward", "forget", "hide_from_compiler", "replace"]
 
 rendezvous = sys.modules["torch.distributed.rendezvous"]  # the package has a function of this name
 
@@ -47,7 +47,7 @@ def check_version() -> None:
         )
 
 
-class RankWorld:
+class GroupState:
     """One rank's state of process groups, in place of torch's `_World`, which has one for the whole process."""
 
     def __init__(self) -> None:
