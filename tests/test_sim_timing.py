@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests import torch_programs
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from bagua_ref.cli import main
 from bagua_ref.communicators.simulated import SimulatedCommunicator
+from bagua_ref.conformance.inputs.cache_values import assert_same
 from bagua_ref.formulas import costs
 from bagua_ref.formulas.costs import LinkCost, LinkCosts, operation_seconds
 from bagua_ref.simulation import SimulatedWorld
@@ -232,6 +234,16 @@ def test_measured_compute_passes_and_results_do_not_depend_on_it() -> None:
     world = timed(program, link=FREE, compute="measured")
     assert 0.05 <= world.virtual_time < 5.0
     assert timed(program, link=FREE).virtual_time < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", [0.25, "measured"])
+def test_results_of_programs_do_not_depend_on_time(compute: Any) -> None:
+    names = [name for name in torch_programs.PROGRAMS if "compiled" not in name]
+    plain = SimulatedWorld(2, torch_distributed=True).run(torch_programs.run, names, True)
+    world = SimulatedWorld(2, (1, 1), torch_distributed=True, link="1Gbit,1ms", compute=compute)
+    assert_same(world.run(torch_programs.run, names, True), plain)
+    assert world.virtual_time > 0.1
 
 
 def test_the_trace_has_a_lane_for_each_rank_and_the_durations_of_spans() -> None:
