@@ -25,16 +25,20 @@ _numpy_random: Any = np.random
 _environ: Any = os.environ
 
 
+_PLACES: dict[str, tuple[Any, str]] = {
+    "environment": (_environ, "_data"),
+    "arguments": (sys, "argv"),
+    "groups": torch_hooks.WORLD,
+    "module locks": (importlib.import_module("importlib._bootstrap"), "_module_locks"),
+}
+"""The attributes that hold what belongs to a process, by name: objects and names of attributes."""
+
+
 def _places() -> dict[str, tuple[Any, str]]:
-    """Return the attributes that hold what belongs to a process, by name: objects and names of attributes."""
-    places = {
-        "environment": (_environ, "_data"),
-        "arguments": (sys, "argv"),
-        "groups": torch_hooks.WORLD,
-        "module locks": (importlib.import_module("importlib._bootstrap"), "_module_locks"),
-    }
     library = sys.modules.get("accelerate.state")
-    return places if library is None else places | {name: (getattr(library, name), "_shared_state") for name in _ACCELERATE}
+    if library is not None and _ACCELERATE[-1] not in _PLACES and hasattr(library, _ACCELERATE[-1]):
+        _PLACES.update({name: (getattr(library, name), "_shared_state") for name in _ACCELERATE})
+    return _PLACES
 
 
 class ProcessState(RankState):
@@ -71,7 +75,7 @@ class ProcessState(RankState):
 
     def _save_references(self) -> None:
         self._numpy = _numpy_random.get_bit_generator()
-        self.values = {name: getattr(*place) for name, place in _places().items()}
+        self.values = {name: vars(owner)[attribute] for name, (owner, attribute) in _places().items()}
 
     def restore(self) -> None:
         """Put the state into the process."""
