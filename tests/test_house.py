@@ -50,8 +50,8 @@ LINES: dict[str, int] = {
     "property_tests": 3024,
     "rounds": 241,
     "scheduling": 578,
-    "simulation": 3638,  # torch.distributed on simulated ranks, the judge of bagua-ref sim, and its clock
-    "tests": 37774,
+    "simulation": 3642,  # torch.distributed on simulated ranks, the judge of bagua-ref sim, and its clock
+    "tests": 37786,
     "tests/cuda_emulation": 487,
     "tests/integrations": 923,
     "tests/meta": 1156,
