@@ -150,6 +150,17 @@ SCRIPTS = [
                 dist.all_reduce(parameter.grad)
             optimizer.step()  # HERE
     """),
+    Script("no_seed_at_all", ("replicas",), """
+        torch.manual_seed(0)  # MENDED
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            model(batch(step)).square().mean().backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+            optimizer.step()  # HERE
+    """),
     Script("parameters_changed_on_one_rank", ("replicas",), """
         model = DDP(torch.nn.Linear(3, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -80,6 +80,12 @@ def test_a_set_that_orders_collectives_is_found_by_other_hash_seeds(tmp_path: Pa
     assert judged(tmp_path, script.text(broken=False), seeds=1, hash_seeds=(1,)).verdict == "agree"
 
 
+@pytest.mark.slow
+def test_a_program_without_a_seed_does_the_same_in_every_interpreter(tmp_path: Path) -> None:
+    text = script_of("forgotten_no_sync").text(broken=False)
+    assert judged(tmp_path, text, seeds=1, hash_seeds=(1,)).verdict == "agree"
+
+
 def test_the_schedule_of_a_finding_repeats_it_and_has_few_deviations(tmp_path: Path) -> None:
     text = script_of("first_come_first_served").text(broken=True)
     found = judged(tmp_path, text, 3).finding
