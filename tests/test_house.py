@@ -50,7 +50,7 @@ LINES: dict[str, int] = {
     "property_tests": 2854,
     "rounds": 241,
     "scheduling": 578,
-    "simulation": 3225,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
+    "simulation": 3229,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
     "tests": 37377,
     "tests/cuda_emulation": 487,
     "tests/integrations": 923,
