@@ -19,6 +19,8 @@ What the checks of this project say of implementations that people use. `make fi
 and hivemind, without torch, beside the development environment, runs every script in `findings/`, and writes this page.
 `python -m findings NAME` runs one of them, and `--check` compares verdicts with the committed ones. A script runs only with the
 version of its peer that it pins. Ranks are two CPU processes over gloo, or those of the [simulated world](simulated-world.md).
+Cases that begin with "simulated" are programs under [`bagua-ref sim`](sim.md), in 20 schedules. Most traps among them are
+documented, and then the row says so.
 Expected values come from `bagua_ref.conformance.expected`, the [suites](conformance.md) and the [trace](traces.md), never from the
 other implementation.
 

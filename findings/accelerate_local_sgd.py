@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from findings import simulated
 from findings.common import RANKS, Row, first_difference, gradients, judged, on_ranks
 from torch import nn
 
@@ -34,6 +35,21 @@ def train() -> list[list[torch.Tensor]]:
     return history
 
 
+PROGRAM = """
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare_model(torch.nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as training:
+    for step in range({steps}):
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        training.step()
+"""
+
+
 def find() -> Iterator[Row]:
     given = [[[g.numpy() for g in rank] for rank in step] for step in gradients(SIZES, STEPS)]
     start, dtypes = [torch.ones(size).numpy() for size in SIZES], ["float32"] * len(SIZES)
@@ -41,4 +57,14 @@ def find() -> Iterator[Row]:
     yield judged(
         f"accelerate LocalSGD ({PEER})", "S9.1", f"period {PERIOD}, offset 0", first_difference(on_ranks(train), wanted, SUM(32)),
         given=f"2 ranks, parameters of 8 and 3 float32, N(0, 1) gradients, SGD({LR})",
+    )  # fmt: skip
+    name = f"accelerate LocalSGD ({PEER})"
+    words = {"given": "a Linear(3, 1), SGD(0.1), period 2, 4 steps"}
+    yield simulated.simulated(name, "training", PROGRAM.format(steps=4), **words)
+    yield simulated.simulated(
+        name, "one step more on one rank", PROGRAM.format(steps="3 + rank"),
+        why="The rank with a step more averages once more in the loop. Its average meets the one that the other makes on leaving "
+        "the context, and nothing meets its own last one.",
+        promise=simulated.SILENT, given="a Linear(3, 1), SGD(0.1), period 2, 3 steps on rank 0 and 4 on rank 1",
+        effect=simulated.HANGS,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks.contenders import TorchFT
+from findings import simulated
 from findings.common import DIFFERS, RANKS, Row, first_difference, gradients, judged, on_ranks
 from torch import nn
 
@@ -70,7 +71,49 @@ def complaint(method: str, fragments: int = 1, *, shared: bool = False, init_syn
     return first_difference(found, wanted, SUM(32))
 
 
+PROGRAM = """
+from torchft.local_sgd import DiLoCo, LocalSGD
+
+
+class Manager:  # all ranks are alive, and no step fails
+    _use_async_quorum, steps = False, 0
+
+    def allreduce(self, tensor, should_quantize=False):
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        tensor /= world
+        return work
+
+    def should_commit(self):
+        self.steps += 1
+        return True
+
+    def current_step(self):
+        return self.steps
+
+    start_quorum = disallow_state_dict_read = allow_state_dict_read = register_state_dict_fn = lambda self, *args: None
+
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+with {training}:
+    train(model, optimizer, 4)
+"""
+TRAININGS = {
+    "LocalSGD": "LocalSGD(Manager(), model, optimizer, 2)",
+    "DiLoCo": "DiLoCo(Manager(), [model], optimizer, outer, 2)",
+}
+
+
 def find() -> Iterator[Row]:
+    for kind, training in TRAININGS.items():
+        name, given = (
+            f"torchft {kind} ({PEER})",
+            "two Linear layers, SGD(0.1), period 2, a manager in Python whose quorum never changes",
+        )
+        yield simulated.simulated(name, "training", PROGRAM.format(training=training), given=f"{given}, 4 steps")
     local, diloco = f"torchft LocalSGD ({PEER})", f"torchft DiLoCo ({PEER})"
     yield judged(local, "S9.1", "init_sync=False", complaint("local_sgd"), given=GIVEN)
     heals = {

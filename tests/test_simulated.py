@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tests.disagreements import DIFFERENT_CALLS
 
 from bagua_ref.base.runtime import current_world
+from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, SimulationError
 from bagua_ref.simulation import SimulatedWorld
 
@@ -159,7 +161,7 @@ def test_connecting_different_ranks_under_one_name():
 
 
 def test_connecting_alone_is_a_deadlock():
-    with pytest.raises(SimulationError, match=r"rank 0 waits in connect\('g', ranks=\(0, 1\)\); rank 1 has returned"):
+    with pytest.raises(SimulationError, match=r"rank 0 waits in connect\(ranks=\(0, 1\)\) of group 'g'; rank 1 has returned"):
         SimulatedWorld(2).run(lambda comm: comm.rank() or current_world().transport.connect("g", (0, 1), 300.0))
 
 
@@ -175,10 +177,10 @@ def test_a_group_s_timeout_counts_virtual_seconds():
         return None
 
     first, second = SimulatedWorld(2).run(program)
-    assert first == (CommunicationTimeoutError, "rank 0 timed out after 30.0 s waiting in barrier() of group 'g'", 30)
+    assert first == (CommunicationTimeoutError, "rank 0 timed out after 30.0 s waiting in barrier() of group 'g' for rank 1", 30)
     assert second == (
         CommunicationError,
-        "group 'g' was given up: rank 0 timed out after 30.0 s waiting in barrier() of group 'g'",
+        "group 'g' was given up: rank 0 timed out after 30.0 s waiting in barrier() of group 'g' for rank 1",
         100,
     )
 
@@ -242,3 +244,15 @@ def test_bytes_sent_are_counted():
         return comm.bytes_sent
 
     assert SimulatedWorld(4).run(program) == [2 * 3 * 32 // 4] * 4
+
+
+def test_the_calls_of_a_run_and_their_tensors_are_freed_at_once():
+    def program(comm):
+        comm.allreduce_inplace(one())
+        comm.send(one(), 1 - comm.rank())
+        comm.recv(one(), 1 - comm.rank())
+        comm.barrier()
+        return sum(isinstance(thing, Call) for thing in gc.get_objects())
+
+    gc.collect()
+    assert max(SimulatedWorld(2).run(program)) <= 2  # those of the barrier

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 __all__ = [
     "BackendUnavailableError",
     "BaguaError",
@@ -10,6 +12,7 @@ __all__ = [
     "CommunicationTimeoutError",
     "NotInitializedError",
     "NotProvidedError",
+    "RankCall",
     "SimulationError",
 ]
 
@@ -42,5 +45,37 @@ class CheckpointError(BaguaError):
     """A checkpoint is damaged, incomplete or missing, or was not saved because another rank failed; the message names the file."""
 
 
+class RankCall(NamedTuple):
+    """One rank's part in an error of a simulated world: what its thread was doing, and in which line of the user's code.
+
+    Attributes:
+        rank: the global rank.
+        thread: the thread's name; empty for the rank's main thread.
+        operation: the operation, with its arguments, that it called or waits in.
+        group: the group's name; empty if no group is concerned.
+        file: of the user's code; empty if there is none.
+        line: in that file.
+        waits_for: the global ranks that have not done their part.
+    """
+
+    rank: int
+    thread: str
+    operation: str
+    group: str
+    file: str
+    line: int
+    waits_for: tuple[int, ...] = ()
+
+
 class SimulationError(BaguaError):
-    """The simulated world cannot continue: ranks wait for each other, or in different collectives."""
+    """The simulated world cannot continue: ranks wait for each other, or in different collectives.
+
+    Attributes:
+        kind: ``"deadlock"``; ``"ended"``, if a rank has returned for which others wait; ``"mismatch"``, if calls do not fit
+            together; ``"not_in_group"``; ``"unyielding"``; ``"unsupported"``; empty for an error of another kind.
+        calls: what the ranks concerned were doing.
+    """
+
+    def __init__(self, message: str, kind: str = "", calls: tuple[RankCall, ...] = ()) -> None:
+        super().__init__(message)
+        self.kind, self.calls = kind, calls

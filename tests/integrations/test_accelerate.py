@@ -1,12 +1,15 @@
-"""Tests of the recipes for accelerate: equal to a training by hand, over gloo, with a tiny GPT-2."""
+"""Tests of accelerate: its recipes equal a training by hand with a tiny GPT-2, and its LocalSGD in simulated ranks equals gloo."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+from tests import torch_programs
 from tests.integrations.language_model import BATCH, by_hand, language_model, sequences
 from tests.integrations.trainings import ALGORITHMS, STEPS, optimizer_of, weights_of
 from tests.launch import launch
@@ -14,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm
+from bagua_ref.conformance.inputs.cache_values import assert_same
+from bagua_ref.simulation import SimulatedWorld
 
 
 def rank() -> int:
@@ -84,3 +89,22 @@ def test_a_wrapped_model_under_accelerate_trains_as_by_hand() -> None:
     for of_rank in launch(wrap_each, 2, init=False):
         for name, (ours, theirs) in of_rank.items():
             assert torch.equal(ours, theirs), name
+
+
+def local_sgd(exact: bool) -> list[torch.Tensor]:
+    accelerator = Accelerator(cpu=True)
+    model = torch_programs.small_model(exact)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.25))
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local:
+        trained = torch_programs.train(model, exact, optimizer, after=local.step)
+    accelerator.state._reset_state(reset_partial_state=True)
+    return trained
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_accelerates_local_sgd_gives_in_the_simulated_world_what_it_gives_over_gloo(ranks: int) -> None:
+    program = ["LocalSGD"], ranks > 2, {"LocalSGD": local_sgd}
+    real = launch(torch_programs.run, ranks, *program, init=False)
+    simulated = SimulatedWorld(ranks, torch_distributed=True).run(torch_programs.run, *program)
+    assert_same(simulated, real, "LocalSGD")

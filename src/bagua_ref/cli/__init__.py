@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 
 import bagua_ref
-from bagua_ref.cli import balance, demo, doctor, graph, trace, vectors, verify
+from bagua_ref.cli import balance, demo, doctor, graph, sim, trace, vectors, verify
 from bagua_ref.cli.command import CommandError, PrintCompletion
 
 __all__ = ["main"]
@@ -20,7 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: success. 1: a run or a check failed. 2: bad input (raised as SystemExit by argparse), a missing package, or a file that
     cannot be read or written. 130: interrupted.
     """
-    arguments, unknown = _parser().parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    end = words.index("--") if words[:1] == ["sim"] and "--" in words else len(words)
+    arguments, unknown = _parser().parse_known_args(words[:end])
+    arguments.after = words[end + 1 :]  # the arguments of the program that sim runs
     parser: argparse.ArgumentParser = arguments.parser
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # parse_args would print the usage of bagua-ref itself
@@ -48,6 +51,6 @@ def _parser() -> argparse.ArgumentParser:
         help="print a completion script for this shell and exit; needs shtab",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (demo, doctor, balance, graph, vectors, trace, verify):
+    for command in (demo, doctor, sim, balance, graph, vectors, trace, verify):
         command.add_parser(commands)
     return parser

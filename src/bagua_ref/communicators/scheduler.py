@@ -5,19 +5,22 @@ It knows threads, waiting and time. Messages between ranks are in ``simulated.py
 
 from __future__ import annotations
 
-import contextvars
 import gc
 import math
-import random
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from bagua_ref.errors import SimulationError
+from bagua_ref.communicators.call_sites import call_site, place, raise_site
+from bagua_ref.communicators.tasks import RankState, Task, Ticket, Unwind, blocked, format_ranks, who_waits
+from bagua_ref.errors import RankCall, SimulationError
 
-__all__ = ["Scheduler", "Task", "Ticket", "format_ranks"]
+__all__ = ["Scheduler", "format_ranks"]
 
 _POLLS = 10_000
 """Consecutive polls after which sleeping threads are woken, so that a polling loop ends."""
@@ -31,46 +34,8 @@ _COLLECT = 20_000
 _SIGNALS = 0.5
 """Seconds between two checks for a signal, such as that of Ctrl-C, by a simulation's caller."""
 
-_SENTENCES = 16
-"""The most waits that a message lists."""
-
-
-class _Unwind(BaseException):
-    """Ends a waiting thread once the run is over."""
-
-
-class Ticket:
-    """One thread's wait for one thing.
-
-    Attributes:
-        what: the words that follow "rank 3 waits " in messages.
-        collective: whether only other ranks can end this wait.
-        granted: whether it is over, with the result ``value``.
-    """
-
-    __slots__ = ("collective", "deadline", "granted", "passes", "task", "value", "what")
-
-    def __init__(self, task: Task | None, what: str, collective: bool = False) -> None:
-        self.task, self.what, self.collective = task, what, collective
-        self.granted, self.value = False, None  # type: bool, Any
-        self.deadline, self.passes = math.inf, False
-
-
-class Task:
-    """A scheduled thread; ``rank`` is the rank that it belongs to."""
-
-    def __init__(self, rank: int, name: str, is_main: bool, function: Callable[[], None]) -> None:
-        self.rank, self.name, self.is_main, self.function = rank, name, is_main, function
-        self.context = contextvars.copy_context()
-        self.baton = threading.Lock()
-        self.baton.acquire()
-        self.ident: int | None = None
-        self.ticket: Ticket | None = None
-        self.ready = self.unwinding = self.done = False
-        self.joining: list[Ticket] = []
-
-    def __repr__(self) -> str:
-        return f"rank {self.rank}" if self.is_main else f"rank {self.rank}'s thread {self.name!r}"
+_UNYIELDING = 60.0
+"""Real seconds after which a thread that runs without yielding ends the run: it may be blocked outside of the simulation."""
 
 
 class Scheduler:
@@ -81,15 +46,15 @@ class Scheduler:
     sleep and for a spawned thread's wait with a timeout. A main thread's timeout is a watchdog: it fires only while no rank is in a
     collective, as otherwise the SimulationError reports the same earlier and in more detail.
 
-    Each rank has its own state of torch's CPU generator and of Python's `random`, as a process would; other globals of the
-    process, NumPy's legacy generator among them, are shared.
+    Each rank has its own part of the process's global state, by default that of `RankState`; other globals are shared.
 
     Args:
+        rank_states: for each rank, the state that is put into the process while one of its threads runs; None: a `RankState`.
         choose: takes the number of ready threads, which are in the order in which they became ready, and returns the index of the
             next one. A program and ``choose`` determine the interleaving.
     """
 
-    def __init__(self, choose: Callable[[int], int]) -> None:
+    def __init__(self, choose: Callable[[int], int], rank_states: Sequence[RankState] | None = None) -> None:
         self.time = 0.0
         self._choose = choose
         self._tasks: dict[Task, None] = {}
@@ -97,11 +62,23 @@ class Scheduler:
         self._ready: list[Task] = []
         self._current: Task | None = None
         self._returned: list[int] = []
-        self._mains = self._polls = self._wake_ups = self._switches = 0
-        self._switching = self._ending = False
+        self._mains = self._polls = self._wake_ups = self._switches = self._steps = 0
+        self._switching = self._ending = self._abandoned = False
         self._failure: BaseException | None = None
+        self.on_communication: Callable[[Any], None] = lambda call: None
+        """Called by a thread with each of its communications, before it takes place."""
+        self.on_transfer: Callable[[Sequence[Any], Callable[[], None]], None] = lambda calls, finish: finish()
+        """Called with the parts in a collective or message once all are there; calls ``finish``, then or at a later time."""
+        self.on_wait: Callable[[Ticket, bool], None] = lambda ticket, over: None
+        """Called by a thread with what it waits for, before and after."""
+        self.timer: tuple[float, Callable[[], None]] = (math.inf, lambda: None)
+        """The next time at which something happens that no thread does, and the function that does it."""
+        self.timeouts_fire = False
+        """Whether ranks that wait for each other wait until their timeouts, instead of ending the run."""
+        self.failed_call: RankCall | None = None
+        """Where the exception that ended the run was raised."""
         self._over = threading.Lock()
-        self._generators: list[_Generators] = []
+        self._states: Sequence[RankState] = rank_states or ()
 
     # For the caller of a simulation.
 
@@ -111,8 +88,9 @@ class Scheduler:
         # Finalizers may wake threads. Automatic garbage collection would make the interleaving depend on earlier allocations.
         collects = gc.isenabled()
         gc.disable()
-        outside = _Generators()
-        self._generators = [outside] * len(functions)
+        outside = RankState()
+        if not self._states:
+            self._states = [RankState() for _ in functions]
         self._mains = len(functions)
         try:
             for rank, function in enumerate(functions):
@@ -120,8 +98,13 @@ class Scheduler:
             first = self._pick()
             assert first is not None
             self._resume(first)
-            while not self._over.acquire(timeout=_SIGNALS):
-                pass  # a signal that comes just before a wait begins is handled only after it
+            seen, since = -1, 0.0
+            while not self._over.acquire(timeout=_SIGNALS):  # a signal that comes just before a wait is handled only after it
+                if self._steps != seen:
+                    seen, since = self._steps, time.monotonic()
+                elif time.monotonic() - since > _UNYIELDING:
+                    self._abandoned = True
+                    raise self._unyielding()
         except BaseException:  # KeyboardInterrupt, or no more threads: the running thread ends the others at its next step
             self._ending = True
             if self._current is None and self._tasks:
@@ -129,7 +112,8 @@ class Scheduler:
             raise
         finally:
             for thread in self._threads:
-                thread.join()
+                if not self._abandoned:  # a thread that does not yield may never end
+                    thread.join()
             outside.restore()
             if collects:
                 gc.enable()
@@ -139,16 +123,44 @@ class Scheduler:
 
     # For the threads.
 
-    def spawn(self, function: Callable[[], None], name: str) -> Task:
-        """Start a thread of the calling thread's rank."""
-        task = Task(self._calling().rank, name, False, function)
+    def spawn(self, function: Callable[[], None], name: str, yields: bool = True) -> Task:
+        """Start a thread of the calling thread's rank; ``yields`` tells whether it may run at once."""
+        task = Task(self.calling().rank, name, False, function)
         self._start(task)
-        self.yield_()
+        if yields:
+            self.yield_()
         return task
 
-    def ticket(self, what: str, collective: bool = False) -> Ticket:
+    def forget(self) -> None:
+        """Make no thread one of the simulation's, in a process that was forked from it."""
+        self._current = None
+
+    def ticket(self, what: str, collective: bool = False, call: Any = None) -> Ticket:
         """Return a ticket for the calling thread. Outside of the run, it cannot wait with it, and collectives are an error."""
-        return Ticket(self._calling() if collective or self._is_calling() else None, what, collective)
+        return Ticket(self.calling() if collective or self.is_calling() else None, what, collective, call)
+
+    def end(self, error: BaseException) -> NoReturn:
+        """End the run with ``error``: it unwinds the calling thread, and later the others, past all handlers of exceptions."""
+        self._fail(error)
+        self.calling().unwinding = True
+        raise Unwind
+
+    def refuse(self, kind: str, does: str, operation: str, advice: str = "") -> NoReturn:
+        """End the run, as the calling rank does something that it must not, or that is not simulated."""
+        file, line = call_site(sys._getframe(1))
+        task = self.calling()
+        text = f"rank {task.rank} {does} at {place(file, line)}{advice}"
+        self.end(SimulationError(text, kind, (RankCall(task.rank, task.thread, operation, "", file, line),)))
+
+    def kill(self) -> NoReturn:
+        """End the calling thread and the others of its rank, as if the rank's process had been killed."""
+        task = self.calling()
+        for other in [other for other in self._tasks if other.rank == task.rank]:
+            other.killed = True
+            if other is not task:
+                self._make_ready(other)
+        task.unwinding = True
+        raise Unwind
 
     def grant(self, ticket: Ticket, value: Any = None) -> None:
         """End a wait."""
@@ -170,7 +182,8 @@ class Scheduler:
         if timeout is not None and timeout <= 0:
             self.poll()
             return ticket.granted
-        task = self._calling()
+        task = self.calling()
+        self.on_wait(ticket, False)
         ticket.deadline = math.inf if timeout is None else self.time + timeout
         ticket.passes = passes or (timeout is not None and not task.is_main and not ticket.collective)
         self._polls = 0
@@ -178,6 +191,7 @@ class Scheduler:
         if not ticket.granted or task.ready:
             self._switch(task)
         task.ticket = None
+        self.on_wait(ticket, True)
         return ticket.granted
 
     def sleep(self, seconds: float) -> None:
@@ -194,9 +208,10 @@ class Scheduler:
             ends: whether the thread may be ended here once the run is over; False in calls by finalizers, which cannot raise.
             last: whether the thread counts as the one that has been ready for longest.
         """
-        if self._switching or not self._is_calling():
+        task = self._current
+        if self._switching or task is None or task.ident != threading.get_ident():
             return
-        task = self._calling()
+        self._steps += 1
         if not task.unwinding:
             self._make_ready(task)
             if last:
@@ -207,21 +222,24 @@ class Scheduler:
         """Yield in a call that only polls; many consecutive ones wake sleeping threads."""
         self._polls += 1
         if self._polls > _POLLS:
-            passing = [t.ticket for t in self._tasks if t.ticket and t.ticket.passes and not t.ready]
-            if passing:
-                self._advance(min(ticket.deadline for ticket in passing))
+            passing = [t.ticket.deadline for t in self._tasks if t.ticket and t.ticket.passes and not t.ready]
+            if not self._fires(passing) and passing:
+                self._advance(min(passing))
         self.yield_(last=True)  # a schedule that prefers the newest would let it poll for ever
 
-    def _is_calling(self) -> bool:
+    def is_calling(self) -> bool:
+        """Return whether the calling thread is one of the simulation's."""
         return self._current is not None and self._current.ident == threading.get_ident()
 
-    def _calling(self) -> Task:
-        if self._current is None or not self._is_calling():
+    def calling(self) -> Task:
+        """Return the calling thread; raise SimulationError if it is not one of the simulation's."""
+        task = self._current
+        if task is None or task.ident != threading.get_ident():
             raise SimulationError(
                 f"thread {threading.current_thread().name!r} would have to wait for simulated ranks, but is not one of this run's "
                 "threads; start threads by bagua_ref.runtime.current_world().spawn and use a communicator only during its run"
             )
-        return self._current
+        return task
 
     # Switching between threads.
 
@@ -237,13 +255,16 @@ class Scheduler:
         task.ident = threading.get_ident()
         try:
             if not self._ending:
+                self._states[task.rank].resumed()
                 # A backward inside a rank stays on the rank's thread.
                 with torch.autograd.set_multithreading_enabled(False):
                     task.context.run(task.function)
-        except _Unwind:
+        except Unwind:
             pass  # the run is over, and its reason is recorded
         except BaseException as error:
             if not task.unwinding:
+                if self._failure is None:
+                    self.failed_call = RankCall(task.rank, task.thread, type(error).__name__, "", *raise_site(error))
                 self._fail(error, f"raised in {task!r} of the simulated world")
         self._finish(task)
 
@@ -266,6 +287,7 @@ class Scheduler:
             self._ending = self._ending or self._mains == 0
         following = self._pick()
         if following is None:
+            self._exchange_states(task, None)
             self._current, self._switching = None, False
             self._over.release()
         else:
@@ -278,16 +300,17 @@ class Scheduler:
 
     def _switch(self, task: Task, ends: bool = True) -> None:
         """Let the next thread run until it is this one's turn again."""
-        if not self._ending:
+        if not self._ending and not task.killed:
             following = self._pick()
             if following is None or following is task:
                 self._switching = False
             else:
                 self._resume(following)
                 task.baton.acquire()
-        if self._ending and ends:
+                self._states[task.rank].resumed()
+        if (self._ending or task.killed) and ends:
             task.unwinding = True
-            raise _Unwind
+            raise Unwind
 
     def _pick(self) -> Task | None:
         """Return the next task. Until it runs, finalizers must not switch."""
@@ -307,9 +330,8 @@ class Scheduler:
         return task
 
     def _resume(self, task: Task) -> None:
-        if self._current is not None and self._current.rank != task.rank:
-            self._generators[self._current.rank] = _Generators()
-            self._generators[task.rank].restore()
+        if self._current is None or self._current.rank != task.rank:
+            self._exchange_states(self._current, task)
         self._switches += 1
         if self._switches % _COLLECT == 0:
             gc.collect()
@@ -317,25 +339,42 @@ class Scheduler:
         self._switching = False
         task.baton.release()
 
+    def _exchange_states(self, before: Task | None, after: Task | None) -> None:
+        if self._abandoned:  # the process is its caller's again
+            return
+        if before is not None:
+            self._states[before.rank].save()
+        if after is not None:
+            self._states[after.rank].restore()
+
     # Time.
 
     def _let_time_pass(self) -> None:
         """Advance the clock to the earliest deadline, as no thread can run; end the run if that cannot help."""
         tickets = [task.ticket for task in self._tasks if task.ticket]
+        if self._fires([ticket.deadline for ticket in tickets]):
+            return
         timed = [ticket for ticket in tickets if ticket.deadline < math.inf]
         # A rank's own timeout is a watchdog. While ranks wait for each other, it would only report later what is known now.
-        stuck = any(ticket.collective for ticket in tickets)
+        stuck = not self.timeouts_fire and self.timer[0] == math.inf and any(ticket.collective for ticket in tickets)
         if not any(ticket.passes or not stuck for ticket in timed):
-            self._fail(SimulationError(f"deadlock: every simulated rank is waiting for another: {self._who_waits()}"))
+            self._fail(self._deadlock())
             return
         if not any(ticket.task and ticket.task.is_main for ticket in timed):
             self._wake_ups += 1
             if self._wake_ups > _WAKE_UPS:
-                self._fail(
-                    SimulationError(f"only background threads woke up, {_WAKE_UPS} times until {self.time} s: {self._who_waits()}")
-                )
+                self._fail(self._deadlock(f"only background threads woke up, {_WAKE_UPS} times until {self.time} s"))
                 return
         self._advance(min(ticket.deadline for ticket in timed))
+
+    def _fires(self, deadlines: Sequence[float]) -> bool:
+        """Advance the clock to the timer and do what it is for, if that comes before all deadlines; return whether it did."""
+        moment, happen = self.timer
+        if moment == math.inf or moment > min(deadlines, default=math.inf):
+            return False
+        self._advance(moment)
+        happen()
+        return True
 
     def _advance(self, time: float) -> None:
         self.time = max(self.time, time)
@@ -343,41 +382,17 @@ class Scheduler:
             if task.ticket is not None and task.ticket.deadline <= self.time:
                 self._make_ready(task)
 
-    def _who_waits(self) -> str:
-        waits: dict[str, list[int]] = {}
-        for task in sorted(self._tasks, key=lambda task: task.rank):
-            if task.ticket is not None:
-                where = "" if task.is_main else f" in thread {task.name!r}"
-                waits.setdefault(f"{task.ticket.what}{where}", []).append(task.rank)
-        sentences = [f"{format_ranks(ranks)} wait{'s' * (len(ranks) == 1)} {what}" for what, ranks in waits.items()]
-        if len(sentences) > _SENTENCES:
-            sentences[_SENTENCES:] = [f"{len(sentences) - _SENTENCES} more wait"]
-        if self._returned:
-            sentences.append(f"{format_ranks(sorted(self._returned))} {'has' if len(self._returned) == 1 else 'have'} returned")
-        return "; ".join(sentences)
+    def _deadlock(self, text: str = "deadlock: every simulated rank is waiting for another") -> SimulationError:
+        calls = tuple(blocked(task) for task in sorted(self._tasks, key=lambda task: task.rank) if task.ticket is not None)
+        ended = any(rank in self._returned for call in calls for rank in call.waits_for)
+        return SimulationError(
+            f"{text}: {who_waits(self._tasks, self._returned)}", kind="ended" if ended else "deadlock", calls=calls
+        )
 
-
-class _Generators:
-    """A snapshot of the process's random generators."""
-
-    def __init__(self) -> None:
-        self._torch, self._python = torch.get_rng_state(), random.getstate()
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ascending ranks as text.
-
-    >>> format_ranks([0, 2, 3, 4])
-    'ranks 0, 2-4'
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1] = [runs[-1][0], rank]
-        else:
-            runs.append([rank])
-    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join("-".join(map(str, run)) for run in runs)
+    def _unyielding(self) -> SimulationError:
+        task = self._current
+        frame = sys._current_frames().get(task.ident or 0) if task else None
+        text = f"{task!r} has run for {_UNYIELDING:g} real seconds without yielding; it is"
+        stack = "".join(traceback.format_stack(frame)) if frame else ""
+        calls = (RankCall(task.rank, task.thread, "", "", *call_site(frame)),) if task else ()
+        return SimulationError(f"{text} at\n{stack}", kind="unyielding", calls=calls)

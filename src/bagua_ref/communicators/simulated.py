@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import deque
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,65 +11,13 @@ from torch import Tensor
 
 from bagua_ref.communicators import collectives
 from bagua_ref.communicators.base import Communicator
-from bagua_ref.communicators.scheduler import Scheduler, Ticket, format_ranks
-from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, SimulationError
+from bagua_ref.communicators.call_sites import call_site
+from bagua_ref.communicators.scheduler import Scheduler, format_ranks
+from bagua_ref.communicators.simulated_group import Call, Function, SimulatedGroup
+from bagua_ref.errors import CommunicationError, RankCall, SimulationError
 from bagua_ref.types import ReduceOp
 
 __all__ = ["SimulatedCommunicator", "SimulatedNetwork", "SimulatedTransport"]
-
-
-class _Call:
-    """One rank's part in a collective: the call and its tensors."""
-
-    def __init__(self, ticket: Ticket, what: str, send: Tensor | None, recv: Tensor | None, alike: Tensor | None) -> None:
-        self.ticket, self.what, self.send, self.recv, self.alike = ticket, what, send, recv, alike
-        self.error: Exception | None = None
-
-    def __str__(self) -> str:
-        return self.what if self.alike is None else f"{self.what} of {collectives.describe(self.alike)}"
-
-
-class _Board:
-    """The integers of one exchange, and the ranks that wait for the others'."""
-
-    def __init__(self) -> None:
-        self.values: dict[int, list[int]] = {}
-        self.waiting: list[Ticket] = []
-
-
-class _Group:
-    """State shared by the communicators of one group: arrivals at the next collective, and messages in flight."""
-
-    def __init__(self, network: SimulatedNetwork, name: str, ranks: tuple[int, ...], timeout: float) -> None:
-        self.scheduler, self.name, self.ranks, self.timeout = network.scheduler, name, ranks, timeout
-        self.messages_sent = network.messages_sent
-        self.calls: dict[int, _Call] = {}
-        self.messages: dict[tuple[int, int], deque[Tensor]] = {}
-        self.receiving: dict[tuple[int, int], Ticket] = {}
-        self.boards: dict[int, _Board] = {}
-        self.broken: str | None = None
-
-    def give_up(self, reason: str) -> None:
-        """Make all operations raise, including those in progress."""
-        self.broken = self.broken or reason
-        tickets = [ticket for board in self.boards.values() for ticket in board.waiting]
-        for ticket in [*(call.ticket for call in self.calls.values()), *self.receiving.values(), *tickets]:
-            self.scheduler.grant(ticket, self.broken)
-        self.calls, self.receiving, self.boards = {}, {}, {}
-
-    def check(self) -> None:
-        """Raise if the group has been given up."""
-        if self.broken is not None:
-            raise CommunicationError(self.broken)
-
-    def wait(self, ticket: Ticket, rank: int) -> None:
-        """Wait for other ranks. What they complete counts even if the group is aborted before this rank runs again."""
-        if not self.scheduler.wait(ticket, None if self.timeout == math.inf else self.timeout):
-            why = f"rank {self.ranks[rank]} timed out after {self.timeout} s waiting {ticket.what}"
-            self.give_up(f"group {self.name!r} was given up: {why}")
-            raise CommunicationTimeoutError(why)
-        if ticket.value is not None:
-            raise CommunicationError(ticket.value)
 
 
 class SimulatedCommunicator(Communicator):
@@ -81,10 +28,10 @@ class SimulatedCommunicator(Communicator):
     usable. Messages are buffered: `send` never waits.
     """
 
-    def __init__(self, group: _Group, rank: int) -> None:
+    def __init__(self, group: SimulatedGroup, rank: int) -> None:
         super().__init__(rank, len(group.ranks), group.name)
         self._group = group
-        self._exchanges = 0
+        self._running: Call | None = None
         self._closed = False
 
     def abort(self, reason: str = "") -> None:
@@ -103,21 +50,14 @@ class SimulatedCommunicator(Communicator):
     def exchange_ints(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
         """Send ``values`` to every rank; return a function that waits for all ranks' values."""
         self._check_open()
-        group, self._exchanges = self._group, self._exchanges + 1
-        serial, board = self._exchanges, group.boards.setdefault(self._exchanges, _Board())
-        board.values[self._rank] = list(values)
-        if len(board.values) == self._nranks:
-            for ticket in board.waiting:
-                group.scheduler.grant(ticket)
-        group.scheduler.yield_()
+        received: list[list[int]] = []
+        call = Call(self._group, self._rank, "agreement", list(values), received)
+        self._group.post(call, lambda sends, recvs: [recv.extend(map(list, sends)) for recv in recvs], stream="agreement")
+        self._group.scheduler.yield_()
 
         def receive() -> list[list[int]]:
-            if len(board.values) < self._nranks:
-                group.check()
-                board.waiting.append(group.scheduler.ticket(f"in agreement of group {self.name!r}", collective=True))
-                group.wait(board.waiting[-1], self._rank)
-            group.boards.pop(serial, None)
-            return [board.values[rank] for rank in range(self._nranks)]
+            call.wait()
+            return received
 
         return receive
 
@@ -153,7 +93,7 @@ class SimulatedCommunicator(Communicator):
         what: str,
         send: Tensor | None,
         recv: Tensor | None,
-        function: Callable[[list[Any], list[Any]], None],
+        function: Function,
         *,
         alike: Tensor | None = None,
     ) -> None:
@@ -169,50 +109,22 @@ class SimulatedCommunicator(Communicator):
         group = self._group
         self._check_open()
         group.scheduler.yield_()
-        group.check()
-        ticket = group.scheduler.ticket("", collective=True)
         # Bypass autograd, as a communication library does: leaves that require grad are written, too, and versions stay.
         sent, received = (None if t is None else t.data for t in (send, recv))
-        call = _Call(ticket, what, sent, received, send if alike is None else alike)
-        ticket.what = f"in {call} of group {self.name!r}"
-        if self._rank in group.calls:
+        call = Call(group, self._rank, what, sent, received, send if alike is None else alike)
+        if self._running is not None:
             raise SimulationError(
                 f"two threads of rank {group.ranks[self._rank]} use group {self.name!r} at once: "
-                f"one is in {group.calls[self._rank]}, one calls {call}"
+                f"one is in {self._running}, one calls {call}"
             )
-        group.calls[self._rank] = call
-        if len(group.calls) < self._nranks:
-            group.wait(ticket, self._rank)
-        else:
-            calls = [group.calls[rank] for rank in range(self._nranks)]
-            group.calls = {}
-            error = self._disagreement(calls)
-            if error is None:
-                if group.messages_sent is not None and sent is not None:
-                    group.messages_sent.append((what, [c.send.clone() for c in calls if c.send is not None]))
-                function([c.send for c in calls], [c.recv for c in calls])
-            for other in calls:
-                other.error = copy.copy(error)
-                group.scheduler.grant(other.ticket)
-            group.scheduler.yield_()
-        if call.error is not None:
-            raise call.error
-
-    def _disagreement(self, calls: list[_Call]) -> Exception | None:
-        first = calls[0]
-        for rank, call in enumerate(calls):
-            if call.what == first.what and call.alike is not None and first.alike is not None:
-                if call.alike.dtype != first.alike.dtype:
-                    return TypeError(self._both(calls, rank, "use the same dtype"))
-                if call.alike.numel() != first.alike.numel():
-                    return ValueError(self._both(calls, rank, "pass equally many elements"))
-            elif call.what != first.what:
-                return SimulationError(self._both(calls, rank, "call the same collective with the same arguments"))
-        return None
-
-    def _both(self, calls: list[_Call], rank: int, rule: str) -> str:
-        who, other = self._group.ranks[0], self._group.ranks[rank]
-        return f"in group {self.name!r} rank {who} calls {calls[0]}, but rank {other} calls {calls[rank]}; all ranks must {rule}"
+        self._running = call
+        try:
+            group.post(call, function)
+            if call.done:
+                group.scheduler.yield_()
+            call.wait()
+        finally:
+            self._running = None
 
     def _send(self, tensor: Tensor, dst: int) -> None:
         self._exchange([(tensor, dst)], [])
@@ -225,35 +137,21 @@ class SimulatedCommunicator(Communicator):
         for tensor, dst in sends:
             self._post(tensor, dst)
         self._group.scheduler.yield_()
-        for tensor, src in recvs:
-            self._take(tensor, src)
+        group = self._group
+        for other in group.recvs.get((self._rank, 0), ()):
+            if other.source in [src for _, src in recvs]:
+                rank = group.ranks[self._rank]
+                raise SimulationError(f"two threads of rank {rank} receive from {other.source} of group {self.name!r} at once")
+        for call in [self._take(tensor, src) for tensor, src in recvs]:
+            call.wait()
 
     def _post(self, tensor: Tensor, dst: int) -> None:
-        group, path = self._group, (self._rank, dst)
-        group.messages.setdefault(path, deque()).append(tensor.detach().clone())
-        ticket = group.receiving.pop(path, None)
-        if ticket is not None:
-            group.scheduler.grant(ticket)
+        self._group.post_send(Call(self._group, self._rank, f"send(dst={dst})", tensor.detach().clone(), None), dst)
 
-    def _take(self, tensor: Tensor, src: int) -> None:
-        group, path = self._group, (src, self._rank)
-        group.check()
-        messages = group.messages.setdefault(path, deque())
-        receiver = f"rank {group.ranks[self._rank]}"
-        while not messages:
-            if path in group.receiving:
-                raise SimulationError(f"two threads of {receiver} receive from {src} of group {self.name!r} at once")
-            what = f"in recv(src={src}) of {collectives.describe(tensor)} of group {self.name!r}"
-            group.receiving[path] = group.scheduler.ticket(what, collective=True)
-            group.wait(group.receiving[path], self._rank)
-        message = messages.popleft()
-        sent, received = collectives.describe(message), collectives.describe(tensor)
-        sentence = f"in group {self.name!r} rank {group.ranks[src]} sent {sent}, but {receiver} receives {received}"
-        if message.dtype != tensor.dtype:
-            raise TypeError(f"{sentence}; the dtypes must be equal")
-        if message.numel() != tensor.numel():
-            raise ValueError(f"{sentence}; the numbers of elements must be equal")
-        tensor.data.copy_(message.view(tensor.shape))
+    def _take(self, tensor: Tensor, src: int) -> Call:
+        call = Call(self._group, self._rank, f"recv(src={src})", None, tensor, tensor)
+        self._group.post_recv(call, src)
+        return call
 
     def _check_open(self) -> None:
         self._group.check()
@@ -274,8 +172,51 @@ class SimulatedNetwork:
         self, scheduler: Scheduler, node_of: tuple[int, ...], messages_sent: list[tuple[str, list[Tensor]]] | None = None
     ) -> None:
         self.scheduler, self.node_of, self.messages_sent = scheduler, node_of, messages_sent
-        self.everyone = _Group(self, "simulated", tuple(range(len(node_of))), math.inf)
-        self.connecting: dict[str, tuple[_Group, dict[int, Ticket]]] = {}
+        self.everyone = SimulatedGroup(scheduler, "simulated", tuple(range(len(node_of))), math.inf, messages_sent)
+        self._connecting: dict[str, SimulatedGroup] = {}
+
+    def connect(
+        self, key: str, rank: int, place: int, ranks: Sequence[int], timeout: float, what: str = "", name: str = ""
+    ) -> SimulatedGroup:
+        """Return the group that the ranks make by calling this; wait until all of them have.
+
+        Args:
+            key: equal on all of the group's ranks.
+            rank: the calling rank.
+            place: its rank in the group.
+            ranks: global ranks, in group order; -1: the one that comes.
+            timeout: of the group.
+            what: the call, for messages.
+            name: the group's; empty: ``key``.
+
+        Raises:
+            SimulationError: the ranks disagree about ``ranks``.
+        """
+        self.scheduler.yield_()
+        name = name or key
+        group = self._connecting.setdefault(key, SimulatedGroup(self.scheduler, name, tuple(ranks), timeout, self.messages_sent))
+        group.check()
+        if group.ranks != tuple(ranks):
+            others = [call.facts() for calls in group.under_way.values() for call in calls.values()]
+            mine = RankCall(rank, "", what, name, *call_site(sys._getframe(1)))
+            raise SimulationError(
+                f"group {name!r} is being connected by {format_ranks(sorted(o.rank for o in others))} for ranks {group.ranks}, "
+                f"but rank {rank} connects it for ranks {tuple(ranks)}",
+                kind="mismatch",
+                calls=(*others, mine),
+            )
+        call = Call(group, place, what or f"connect(ranks={tuple(ranks)})", rank, None)
+        call.locate()
+
+        def set_ranks(sends: list[Any], recvs: list[Any]) -> None:
+            group.ranks = tuple(sends)
+
+        group.post(call, set_ranks, stream="connect")
+        if call.done:
+            del self._connecting[key]
+            self.scheduler.yield_()
+        call.wait()
+        return group
 
 
 class SimulatedTransport:
@@ -307,28 +248,12 @@ class SimulatedTransport:
             ValueError: ranks are not distinct ranks of this world, or this rank is not among them.
             SimulationError: the ranks disagree about ``ranks``.
         """
-        ranks, scheduler = tuple(ranks), self._network.scheduler
+        ranks = tuple(ranks)
         if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(len(self.node_of))):
             raise ValueError(f"ranks={ranks} must be distinct ranks of this world, 0 to {len(self.node_of) - 1}")
         if self._rank not in ranks:
             raise ValueError(f"ranks={ranks} must contain the calling rank {self._rank}")
-        scheduler.yield_()
-        group, waiting = self._network.connecting.setdefault(name, (_Group(self._network, name, ranks, timeout), {}))
-        if group.ranks != ranks:
-            raise SimulationError(
-                f"group {name!r} is being connected by {format_ranks(sorted(waiting))} for ranks {group.ranks}, "
-                f"but rank {self._rank} connects it for ranks {ranks}"
-            )
-        group.check()
-        ticket = scheduler.ticket(f"in connect({name!r}, ranks={ranks})", collective=True)
-        waiting[self._rank] = ticket
-        if len(waiting) == len(ranks):
-            del self._network.connecting[name]
-            for other in waiting.values():
-                scheduler.grant(other)
-            scheduler.yield_()
-        else:
-            group.wait(ticket, ranks.index(self._rank))
+        group = self._network.connect(name, self._rank, ranks.index(self._rank), ranks, timeout)
         self._communicators.append(SimulatedCommunicator(group, ranks.index(self._rank)))
         return self._communicators[-1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,10 +14,13 @@ from torch import Tensor
 from bagua_ref.base.runtime import Identity, use_world
 from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.simulated import SimulatedNetwork, SimulatedTransport
-from bagua_ref.simulation.rank_world import SimulatedRankWorld
+from bagua_ref.communicators.simulated_group import Call
+from bagua_ref.errors import RankCall
+from bagua_ref.formulas.costs import LinkCosts
+from bagua_ref.simulation.rank_world import SimulatedRankWorld, always
 from bagua_ref.simulation.schedules import Schedule, Schedules
 
-__all__ = ["Schedule", "Schedules", "SimulatedWorld"]
+__all__ = ["Schedule", "Schedules", "SimulatedWorld", "always"]
 
 T = TypeVar("T")
 
@@ -36,6 +40,15 @@ class SimulatedWorld:
         nodes: the number of ranks on each node, in rank order; None: all ranks are on one node.
         seed: the seed of the interleaving. The same program and seed give the same interleaving and results.
         schedule: the interleaving of a single run, instead of a seed's.
+        torch_distributed: whether each rank is like a process in which `torch.distributed` is the simulated world's, so that
+            ``run`` takes any program that is written for it; see `bagua_ref.simulation.torch_distributed`.
+        link: the links between ranks, such as "1Gbit,20ms" (see `bagua_ref.formulas.costs.LinkCosts.parse`): collectives and
+            messages take the time of S14. None: they take none.
+        compute: the seconds of a forward and backward pass; "measured": threads take their CPU time; None: compute takes none.
+
+    Attributes:
+        virtual_time: the duration of the last `run` in virtual seconds.
+        timeline: with a ``link``, the `bagua_ref.simulation.timing.Timeline` of the last `run`; else None.
 
     Raises:
         ValueError: ``nodes`` are not positive numbers that sum to ``world_size``.
@@ -46,10 +59,25 @@ class SimulatedWorld:
     ...     return x.item()
     >>> SimulatedWorld(4, nodes=(3, 1)).run(program)
     [6.0, 6.0, 6.0, 6.0]
+    >>> def program():
+    ...     torch.distributed.init_process_group("gloo")
+    ...     x = torch.tensor([float(torch.distributed.get_rank())])
+    ...     torch.distributed.all_reduce(x)
+    ...     return x.item()
+    >>> SimulatedWorld(4, torch_distributed=True).run(program)
+    [6.0, 6.0, 6.0, 6.0]
     """
 
     def __init__(
-        self, world_size: int, nodes: Sequence[int] | None = None, seed: int = 0, schedule: Schedule | None = None
+        self,
+        world_size: int,
+        nodes: Sequence[int] | None = None,
+        seed: int = 0,
+        schedule: Schedule | None = None,
+        *,
+        torch_distributed: bool = False,
+        link: LinkCosts | str | None = None,
+        compute: float | str | None = None,
     ) -> None:
         for name, value in (("world_size", world_size), ("seed", seed)):
             if not isinstance(value, int) or isinstance(value, bool):
@@ -62,9 +90,19 @@ class SimulatedWorld:
         if any(not isinstance(size, int) or size < 1 for size in sizes) or sum(sizes) != world_size:
             raise ValueError(f"nodes={sizes} must be numbers of ranks, each at least 1, that sum to world_size={world_size}")
         self.world_size, self.nodes, self.seed, self.schedule = world_size, sizes, seed, schedule
+        self.torch_distributed = torch_distributed
+        self.link = LinkCosts.parse(link) if isinstance(link, str) else link
+        number = isinstance(compute, float | int) and not isinstance(compute, bool) and 0 <= compute < float("inf")
+        if (compute not in (None, "measured") and not number) or (compute is not None and link is None):
+            raise ValueError(f'compute={compute!r} must be seconds or "measured" with a link, or None')
+        self.compute = compute
+        self.timeline: Any = None
+        self.failed_call: RankCall | None = None
+        """Where the exception that ended the last `run` was raised."""
         self.virtual_time = 0.0
-        """The duration of the last `run` in virtual seconds."""
         self._messages: list[tuple[str, list[Tensor]]] | None = None
+        self.observe: Callable[[Call], None] | None = None
+        """Called by each rank with each of its communications, before it takes place."""
 
     def __repr__(self) -> str:
         order = f"seed={self.seed}" if self.schedule is None else f"schedule={self.schedule!r}"
@@ -85,31 +123,51 @@ class SimulatedWorld:
     def run(self, function: Callable[..., T], *args: Any) -> list[T]:
         """Call ``function(comm, *args)`` on every rank, with its communicator of all ranks; return the results by rank.
 
+        With ``torch_distributed=True`` it is ``function(*args)``, called as a process's main function.
+
         Each run starts in a new world, without groups and at time 0. Every rank has its own state of torch's CPU generator and of
         Python's `random`, which starts as the caller's. torch uses one thread meanwhile.
 
         Raises:
-            SimulationError: deadlock: every rank is waiting for another; the message names the waits.
+            SimulationError: deadlock: every rank is waiting for another; the message names the waits, and ``kind`` and ``calls``
+                tell rank, line and operation. With ``torch_distributed=True`` also calls that do not match, as soon as two ranks
+                have made them, and what cannot be simulated; programs cannot catch these.
             BaseException: the exception of the first rank to fail, unchanged; the other ranks are ended.
         """
-        scheduler = Scheduler(self._choices())
         node_of = tuple(node for node, size in enumerate(self.nodes) for _ in range(size))
+        identities = [self._identity(rank, node) for rank, node in enumerate(node_of)]
+        states: Any = None
+        if self.torch_distributed:  # imported here, as it takes longer than the rest of this package
+            from bagua_ref.simulation.torch_distributed import rank_states, run_process, simulated_torch
+
+            states = rank_states(identities)
+        scheduler = Scheduler(self._choices(), states)
         network = SimulatedNetwork(scheduler, node_of, self._messages)
+        if self.observe is not None:
+            scheduler.on_communication = self.observe
+        timing: Any = nullcontext()
+        if self.link is not None:
+            from bagua_ref.simulation.timing import Timing
+
+            timing = Timing(scheduler, node_of, self.link, self.compute)
+            self.timeline = timing.timeline
         results: dict[int, T] = {}
 
         def main(rank: int) -> None:
             transport = SimulatedTransport(network, rank)
-            with use_world(SimulatedRankWorld(scheduler, self._identity(rank, node_of[rank]), transport)):
-                results[rank] = function(transport.everyone(), *args)
+            with use_world(SimulatedRankWorld(scheduler, identities[rank], transport, states[rank] if states else None)) as world:
+                results[rank] = run_process(world, function, *args) if states else function(transport.everyone(), *args)
 
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            scheduler.run([partial(main, rank) for rank in range(self.world_size)])
+            with simulated_torch(scheduler, network, states) if states else nullcontext(), timing:
+                scheduler.run([partial(main, rank) for rank in range(self.world_size)])
         finally:
             torch.set_num_threads(threads)
+            self.failed_call = scheduler.failed_call
             self.virtual_time = scheduler.time
-        return [results[rank] for rank in range(self.world_size)]
+        return [results.get(rank) for rank in range(self.world_size)]  # type: ignore[misc] # a killed rank has none
 
     def _choices(self) -> Callable[[int], int]:
         """Return the function with which `Scheduler` chooses the next thread."""

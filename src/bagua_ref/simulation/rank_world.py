@@ -7,19 +7,31 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from bagua_ref.base.runtime import Identity, World
-from bagua_ref.communicators.scheduler import Scheduler, Task, Ticket
+from bagua_ref.base.runtime import Identity, World, current_world
+from bagua_ref.communicators.call_sites import place
+from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.simulated import SimulatedTransport
+from bagua_ref.communicators.tasks import Task, Ticket
 
-__all__ = ["SimulatedEvent", "SimulatedLock", "SimulatedQueue", "SimulatedRankWorld", "SimulatedThread"]
+__all__ = ["SimulatedEvent", "SimulatedLock", "SimulatedQueue", "SimulatedRankWorld", "SimulatedThread", "always"]
 
 
 class SimulatedRankWorld(World):
     """The world of one simulated rank: the scheduler controls its threads, locks, events, queues and clock."""
 
-    def __init__(self, scheduler: Scheduler, identity: Identity, transport: SimulatedTransport) -> None:
+    def __init__(self, scheduler: Scheduler, identity: Identity, transport: SimulatedTransport, process_state: Any = None) -> None:
         self._scheduler, self._identity = scheduler, identity
         self.transport = transport
+        self.process_state = process_state
+        """This rank's part of the process's state, if it has one of its own."""
+        self.main_thread: Any = None
+        """What `threading.main_thread` returns to the rank's program."""
+        self.started_threads: list[Any] = []
+        """The threads that the rank's program has started by `threading`, if it may."""
+        self.signal_handlers: dict[Any, Any] = {}
+        """The handlers that the rank's program has set."""
+        self.invariants: list[Callable[[], Any]] = []
+        """What the rank gave to `always`."""
 
     def __repr__(self) -> str:
         return f"SimulatedRankWorld(rank {self._identity.rank} of {self._identity.world_size})"
@@ -57,6 +69,32 @@ class SimulatedRankWorld(World):
     def clock(self) -> float:
         """Return the virtual time, without giving way to other threads."""
         return self._scheduler.time
+
+    def check_invariants(self) -> None:
+        """End the run if one of the rank's invariants does not hold."""
+        for function in self.invariants:
+            try:
+                wrong = "is False" if function() is False else ""
+            except Exception as error:
+                wrong = f"raises {type(error).__name__}: {error}"
+            if wrong:
+                code = getattr(function, "__code__", None)
+                where = f" ({place(code.co_filename, code.co_firstlineno)})" if code else ""
+                name = getattr(function, "__name__", repr(function))
+                self._scheduler.refuse("invariant", f"breaks an invariant: {name}{where} {wrong}", "a step or communication")
+
+
+def always(function: Callable[[], Any]) -> None:
+    """Check ``function()`` after every optimizer step and before every communication of the calling rank, from now on.
+
+    If it returns False or raises an exception, ``bagua-ref sim`` and the fixture ``sim_world`` report that; elsewhere it is not
+    called. It must not communicate.
+
+    >>> always(lambda: 1 + 1 == 2)
+    """
+    world = current_world()
+    if isinstance(world, SimulatedRankWorld):
+        world.invariants.append(function)
 
 
 class SimulatedThread:

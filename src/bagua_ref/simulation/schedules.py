@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Collection, Iterator, Sequence
 
 from bagua_ref.errors import SimulationError
 
-__all__ = ["Schedule", "Schedules"]
+__all__ = ["Schedule", "Schedules", "SeededSchedule"]
 
 _REASON = "the program behaves differently than when this schedule was found"
 
@@ -28,14 +29,14 @@ class Schedule:
     """
 
     def __init__(self, choices: Sequence[int] = ()) -> None:
-        self._choices = tuple(choices)
+        self._choices = list(choices)
         if any(not isinstance(choice, int) or choice < 0 for choice in self._choices):
             raise ValueError(f"choices={choices!r} must be ints, 0 or more")
         self.restart()
         self._has_run = False
 
     def __repr__(self) -> str:
-        return f"Schedule({list(self._choices)})"
+        return f"Schedule({self._choices})"
 
     def restart(self) -> None:
         """Begin a run: the next choice is the first one."""
@@ -65,9 +66,41 @@ class Schedule:
             raise SimulationError(f"choice {place} of {self!r} is {choice}, but only {ready} threads can run; {_REASON}")
         return ready - 1 - choice
 
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Return the schedule of ``str(schedule)``.
+
+        Raises:
+            ValueError: it is not "default", ``seed:number`` or ``place:choice,place:choice,...`` with ascending places.
+
+        >>> Schedule.parse("1:2,4:1")
+        Schedule([0, 2, 0, 0, 1])
+        """
+        if text.startswith("seed:") and text[5:].isdecimal():
+            return SeededSchedule(int(text[5:]))
+        choices: list[int] = []
+        for part in [] if text == "default" else text.split(","):
+            place, _, choice = part.partition(":")
+            if not (place.isdecimal() and choice.isdecimal() and len(choices) <= int(place) < 10**7):
+                raise ValueError(f"schedule {text!r} must be default, or PLACE:CHOICE,... with ascending places, such as 3:1,17:2")
+            choices += [0] * (int(place) - len(choices)) + [int(choice)]
+        return cls(choices)
+
+    def __str__(self) -> str:
+        return ",".join(f"{place}:{choice}" for place, choice in enumerate(self._choices) if choice) or "default"
+
+    def places(self) -> list[int]:
+        """Return the places of the choices that are not the default."""
+        return [place for place, choice in enumerate(self._choices) if choice]
+
+    def only(self, places: Collection[int]) -> Schedule:
+        """Return the schedule with the deviations at these places only."""
+        last = max(places, default=-1)
+        return Schedule([choice if place in places else 0 for place, choice in enumerate(self._choices[: last + 1])])
+
     def deviations(self) -> int:
         """Return the number of choices that are not the default."""
-        return sum(choice != 0 for choice in self._choices)
+        return len(self.places())
 
     def variants(self) -> Iterator[Schedule]:
         """Yield, after a run, the schedules that deviate from it once, after its last deviation.
@@ -83,6 +116,33 @@ class Schedule:
             before = [*self._choices, *[0] * (place - len(self._choices))]
             for other in range(1, self._others[place] + 1):
                 yield Schedule([*before, other])
+
+
+class SeededSchedule(Schedule):
+    """A schedule whose choices are drawn from a seed during the run.
+
+    Args:
+        seed: of the choices.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        super().__init__()
+
+    def __str__(self) -> str:
+        return f"seed:{self.seed}"
+
+    def restart(self) -> None:
+        """Begin a run: draw the same choices again."""
+        super().restart()
+        self._choices = []
+        self._drawn = random.Random(self.seed)  # nosec B311 # to repeat an order, not to hide one
+
+    def choose(self, ready: int) -> int:
+        """Draw the index of the thread to run next, and keep the choice."""
+        if ready > 1:
+            self._choices.append(int(self._drawn.random() * ready))
+        return super().choose(ready)
 
 
 class Schedules:
@@ -119,24 +179,37 @@ class Schedules:
         if limit < 1:
             raise ValueError(f"limit={limit!r} must be at least 1 schedule")
         self._deviations, self._limit = deviations, limit
-        self.runs = 0
-        self.complete = self.exhausted = False
+        self._start()
 
     def __repr__(self) -> str:
         how = "all" if self.exhausted else f"all with at most {self._deviations} deviations" if self.complete else "not all"
         return f"Schedules({self.runs} run, {how})"
 
     def __iter__(self) -> Iterator[Schedule]:
-        waiting, left_out = [Schedule()], 0
-        self.runs, self.complete, self.exhausted = 0, False, False
-        while waiting and self.runs < self._limit:
-            schedule = waiting.pop()
+        self._start()
+        while (schedule := self.take()) is not None:
             yield schedule
-            self.runs += 1
-            variants = list(schedule.variants())
-            if self._deviations is None or schedule.deviations() < self._deviations:
-                waiting += variants
-            else:
-                left_out += len(variants)
-        self.complete = not waiting
-        self.exhausted = self.complete and not left_out
+            self.add_variants(schedule)
+
+    def _start(self) -> None:
+        self._waiting, self._left_out, self._running = [Schedule()], 0, 0
+        self.runs, self.complete, self.exhausted = 0, False, False
+
+    def take(self) -> Schedule | None:
+        """Return the next schedule to run; None if there is none now. Several may be running at a time."""
+        if not self._waiting or self.runs + self._running >= self._limit:
+            return None
+        self._running += 1
+        return self._waiting.pop()
+
+    def add_variants(self, schedule: Schedule) -> None:
+        """Go on with the variants of a schedule, or of its copy, that has been run."""
+        self._running -= 1
+        self.runs += 1
+        variants = list(schedule.variants())
+        if self._deviations is None or schedule.deviations() < self._deviations:
+            self._waiting += variants
+        else:
+            self._left_out += len(variants)
+        self.complete = not self._waiting and not self._running
+        self.exhausted = self.complete and not self._left_out

@@ -1,7 +1,8 @@
-"""Every check as a pytest item: ``pytest -p bagua_ref.conformance.run.pytest_plugin --bagua-backend=NAME``."""
+"""A pytest plugin, ``-p bagua_ref.conformance.run.pytest_plugin``: every check as an item, and the fixture ``sim_world``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,33 @@ from bagua_ref.conformance.run.runner import OneByOne, check_ids, read_xfails, r
 from bagua_ref.conformance.run.search import Search
 from bagua_ref.conformance.suites.checks import all_checks, checks_of, variants
 from bagua_ref.conformance.targets.target import assemble
+from bagua_ref.simulation import judge as simulation
+from bagua_ref.simulation.programs import Program
 
-__all__: list[str] = []
+__all__ = ["sim_world"]
+
+
+@pytest.fixture
+def sim_world() -> Callable[..., simulation.Judgement]:
+    """Return ``check(function, ranks=2, **options)``, which runs a program of torch.distributed under many schedules.
+
+    ``function()`` is called on every rank, in forks of this process. The test fails with the first error; else the report is
+    returned. ``options`` are those of `Exploration`, such as ``seeds=20`` or ``faults=("kill",)``.
+    """
+
+    def check(function: Callable[[], Any], ranks: int = 2, **options: Any) -> simulation.Judgement:
+        name = getattr(function, "__qualname__", repr(function))
+        report = simulation.judge(
+            Program(name, function=function), simulation.Exploration(options.pop("nodes", (ranks,)), **options)
+        )
+        if report.verdict != "agree":
+            found = report.finding
+            pytest.fail(
+                f"{found.message}\nschedule: {found.schedule}" if found else f"no verdict after {report.runs} runs", pytrace=False
+            )
+        return report
+
+    return check
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

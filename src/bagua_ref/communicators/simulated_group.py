@@ -1,0 +1,260 @@
+"""A group of simulated ranks: the rendezvous of their calls of collectives, and messages in flight."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from bagua_ref.communicators import collectives
+from bagua_ref.communicators.call_sites import call_site
+from bagua_ref.communicators.scheduler import Scheduler
+from bagua_ref.communicators.tasks import Ticket, format_ranks
+from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, RankCall, SimulationError
+
+__all__ = ["Call", "Function", "SimulatedGroup"]
+
+
+class Call:
+    """One rank's part in a collective, or one side of a message.
+
+    Args:
+        group: the group.
+        rank: the calling rank, in the group.
+        operation: the call and the arguments on which all ranks must agree.
+        send: what this rank sends, as its function expects it; None for nothing.
+        recv: receives the result.
+        alike: the tensor that must have the same size and dtype on all ranks, or None.
+    """
+
+    def __init__(self, group: SimulatedGroup, rank: int, operation: str, send: Any, recv: Any, alike: Tensor | None = None) -> None:
+        group.scheduler.calling()  # raises outside of the run
+        self.group, self.rank, self.operation, self.send, self.recv, self.alike = group, rank, operation, send, recv, alike
+        self.file, self.line = "", 0
+        self.error: Exception | None = None
+        self.done = self.awaited = False
+        self.source: int | None = None
+        """The rank of the group from which a message is received; None for any."""
+        self.partners: Sequence[int] = ()
+        """The ranks of the group of which one must take the message, or send it."""
+        self._waiting: list[Ticket] = []
+
+    def __str__(self) -> str:
+        return self.operation if self.alike is None else f"{self.operation} of {collectives.describe(self.alike)}"
+
+    def locate(self) -> None:
+        """Take down the line of the user's code that is calling."""
+        self.file, self.line = call_site(sys._getframe(1))
+
+    def finish(self, error: Exception | None = None) -> None:
+        """Let those who wait for this call go on, as its result is there or ``error`` occurred."""
+        self.done, self.error = True, error
+        self.send = self.recv = self.alike = None  # may be large, and who keeps the call needs them no more
+        while self._waiting:  # emptied: a ticket refers to its call, and a cycle would live until the next garbage collection
+            self.group.scheduler.grant(self._waiting.pop(0))
+
+    def wait(self, timeout: float | None = None, passes: bool = False) -> None:
+        """Wait until the call is finished; raise its error, and give the group up if that takes too long.
+
+        What other ranks have completed counts even if the group is aborted before this rank runs again.
+
+        Args:
+            timeout: virtual seconds; None: the group's.
+            passes: whether this wait ends by itself, so that ranks that wait for each other go on until then.
+        """
+        self.awaited = True
+        group = self.group
+        if not self.done:
+            ticket = group.scheduler.ticket(f"in {self} of group {group.name!r}", collective=True, call=self)
+            self._waiting.append(ticket)
+            limit = group.timeout if timeout is None else timeout
+            if not group.scheduler.wait(ticket, None if limit == math.inf else limit, passes):
+                whom = f" for {format_ranks(sorted(self.missing()))}"
+                why = f"rank {group.ranks[self.rank]} timed out after {limit} s waiting {ticket.what}{whom}"
+                group.give_up(f"group {group.name!r} was given up: {why}")
+                raise CommunicationTimeoutError(why)
+        if self.error is not None:
+            raise self.error
+
+    def missing(self) -> list[int]:
+        """Return the global ranks that have yet to do their part."""
+        ranks = self.group.ranks
+        for calls in self.group.under_way.values():
+            if calls.get(self.rank) is self:
+                return [rank for r, rank in enumerate(ranks) if r not in calls]
+        return [] if self.done else [ranks[r] for r in self.partners]
+
+    def facts(self) -> RankCall:
+        """Return the call for an error's report."""
+        rank = self.group.ranks[self.rank]
+        return RankCall(rank, "", str(self), self.group.name, self.file, self.line, tuple(self.missing()))
+
+
+Function = Callable[[list[Any], list[Any]], object]
+"""A collective: takes what each rank sends, and each rank's receiver, in rank order."""
+
+
+class SimulatedGroup:
+    """State shared by a group's ranks: calls of collectives that are not complete, and messages in flight.
+
+    Args:
+        scheduler: of the ranks' threads.
+        name: the group's.
+        ranks: the global rank of each rank of the group.
+        timeout: virtual seconds that a call waits for other ranks.
+        messages_sent: each collective of a tensor is appended to it: its name, and what each rank sends.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        name: str,
+        ranks: Sequence[int],
+        timeout: float,
+        messages_sent: list[tuple[str, list[Tensor]]] | None = None,
+    ) -> None:
+        self.scheduler, self.name, self.ranks, self.timeout = scheduler, name, ranks, timeout
+        self._messages_sent = messages_sent
+        self.under_way: dict[tuple[str, int], dict[int, Call]] = {}
+        """The calls of each incomplete collective, by its stream and number in it, and by rank."""
+        self._numbers: dict[tuple[str, int], int] = {}
+        self.sends: dict[tuple[int, int], deque[Call]] = {}
+        """Messages that have not been received, by receiver and tag, in the order of sending."""
+        self.recvs: dict[tuple[int, int], deque[Call]] = {}
+        self.broken: str | None = None
+
+    def give_up(self, reason: str) -> None:
+        """Make all operations raise, including those in progress."""
+        self.broken = self.broken or reason
+        waiting = [call for calls in self.under_way.values() for call in calls.values()]
+        waiting += [call for calls in self.recvs.values() for call in calls] + [c for calls in self.sends.values() for c in calls]
+        self.under_way, self.sends, self.recvs = {}, {}, {}
+        for call in waiting:
+            call.finish(CommunicationError(self.broken))
+
+    def check(self) -> None:
+        """Raise if the group has been given up."""
+        if self.broken is not None:
+            raise CommunicationError(self.broken)
+
+    def post(self, call: Call, function: Function, stream: str = "", strict: bool = False) -> None:
+        """Take a rank's part in its next collective; the last one runs ``function`` for all of them.
+
+        If ranks call different collectives, or pass arguments that do not match, all of them get the same error.
+
+        Args:
+            call: the rank's part.
+            function: one of `collectives`, or the like.
+            stream: collectives of different streams do not wait for each other.
+            strict: whether the first call that does not match ends the run, before all ranks have called.
+        """
+        self.scheduler.on_communication(call)
+        self.check()
+        number = self._numbers.get((stream, call.rank), 0)
+        self._numbers[stream, call.rank] = number + 1
+        calls = self.under_way.setdefault((stream, number), {})
+        if strict:
+            call.locate()
+            first = next(iter(calls.values()), call)
+            if first.operation != call.operation:
+                self.scheduler.end(self.mismatch(first, call))
+        calls[call.rank] = call
+        if len(calls) == len(self.ranks):
+            del self.under_way[stream, number]
+            self._complete([calls[rank] for rank in range(len(self.ranks))], function)
+
+    def post_send(self, call: Call, dst: int, tag: int = 0) -> None:
+        """Take a message to rank ``dst`` of the group; ``call.send`` is read when the receiver is there."""
+        self.scheduler.on_communication(call)
+        self.check()
+        call.locate()
+        call.partners = (dst,)
+        waiting = self.recvs.get((dst, tag), deque())
+        for receiver in waiting:
+            if receiver.source in (None, call.rank):
+                waiting.remove(receiver)
+                self._deliver(call, receiver)
+                return
+        self.sends.setdefault((dst, tag), deque()).append(call)
+
+    def post_recv(self, call: Call, src: int | None, tag: int = 0) -> None:
+        """Take a rank's wish for a message of rank ``src`` of the group, or of any rank if that is None."""
+        self.scheduler.on_communication(call)
+        self.check()
+        call.locate()
+        call.source = src
+        call.partners = (src,) if src is not None else [r for r in range(len(self.ranks)) if r != call.rank]
+        waiting = self.sends.get((call.rank, tag), deque())
+        for sender in waiting:
+            if src in (None, sender.rank):
+                waiting.remove(sender)
+                self._deliver(sender, call)
+                return
+        self.recvs.setdefault((call.rank, tag), deque()).append(call)
+
+    def _complete(self, calls: list[Call], function: Function) -> None:
+        error = self._disagreement(calls)
+        if error is None:
+            sends = [call.send for call in calls]
+            if self._messages_sent is not None and all(isinstance(send, Tensor) for send in sends):
+                self._messages_sent.append((calls[0].operation, [send.clone() for send in sends]))
+            try:
+                function(sends, [call.recv for call in calls])
+            except (RuntimeError, ValueError, TypeError) as raised:
+                error = raised
+
+        def finish() -> None:
+            for call in calls:
+                call.finish(copy.copy(error))
+
+        if error is None:
+            self.scheduler.on_transfer(calls, finish)
+        else:
+            finish()
+
+    def _disagreement(self, calls: list[Call]) -> Exception | None:
+        first = calls[0]
+        for call in calls:
+            if call.operation != first.operation:
+                return self.mismatch(first, call)
+            if call.alike is not None and first.alike is not None:
+                if call.alike.dtype != first.alike.dtype:
+                    return TypeError(self._both(first, call, "use the same dtype"))
+                if call.alike.numel() != first.alike.numel():
+                    return ValueError(self._both(first, call, "pass equally many elements"))
+        return None
+
+    def mismatch(
+        self, first: Call, second: Call, rule: str = "call the same collective with the same arguments"
+    ) -> SimulationError:
+        """Return the error of two calls that do not fit together."""
+        return SimulationError(self._both(first, second, rule), kind="mismatch", calls=(first.facts(), second.facts()))
+
+    def _both(self, first: Call, second: Call, rule: str) -> str:
+        who, other = self.ranks[first.rank], self.ranks[second.rank]
+        return f"in group {self.name!r} rank {who} calls {first}, but rank {other} calls {second}; all ranks must {rule}"
+
+    def _deliver(self, sender: Call, receiver: Call) -> None:
+        message, tensor = sender.send, receiver.recv
+        sent, received = collectives.describe(message), collectives.describe(tensor)
+        source, target = self.ranks[sender.rank], self.ranks[receiver.rank]
+        receiver.source = sender.rank
+        sentence = f"in group {self.name!r} rank {source} sent {sent}, but rank {target} receives {received}"
+        error: Exception | None = None
+        if message.dtype != tensor.dtype:
+            error = TypeError(f"{sentence}; the dtypes must be equal")
+        elif message.numel() != tensor.numel():
+            error = ValueError(f"{sentence}; the numbers of elements must be equal")
+        else:
+            tensor.data.copy_(message.reshape(tensor.shape))
+
+        def finish() -> None:
+            sender.finish()
+            receiver.finish(error)
+
+        self.scheduler.on_transfer([sender, receiver], finish)

@@ -1,0 +1,121 @@
+"""The threads of a simulation: what they wait for, and the part of the process's state that belongs to their rank."""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from bagua_ref.communicators.call_sites import call_site
+from bagua_ref.errors import RankCall
+
+__all__ = ["RankState", "Task", "Ticket", "Unwind", "blocked", "format_ranks", "who_waits"]
+
+_SENTENCES = 16
+"""The most waits that a message lists."""
+
+
+class Unwind(BaseException):
+    """Ends a waiting thread once the run is over."""
+
+
+class Ticket:
+    """One thread's wait for one thing.
+
+    Attributes:
+        what: the words that follow "rank 3 waits " in messages.
+        collective: whether only other ranks can end this wait.
+        call: the communication that it waits for, whose ``facts()`` are a `RankCall`.
+        granted: whether it is over, with the result ``value``.
+    """
+
+    __slots__ = ("call", "collective", "deadline", "granted", "passes", "task", "value", "what")
+
+    def __init__(self, task: Task | None, what: str, collective: bool = False, call: Any = None) -> None:
+        self.task, self.what, self.collective, self.call = task, what, collective, call
+        self.granted, self.value = False, None  # type: bool, Any
+        self.deadline, self.passes = math.inf, False
+
+
+class Task:
+    """A scheduled thread; ``rank`` is the rank that it belongs to, ``thread`` its name, or empty for the rank's main thread."""
+
+    def __init__(self, rank: int, name: str, is_main: bool, function: Callable[[], None]) -> None:
+        self.rank, self.name, self.is_main, self.function = rank, name, is_main, function
+        self.context = contextvars.copy_context()
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.ident: int | None = None
+        self.ticket: Ticket | None = None
+        self.ready = self.unwinding = self.done = self.killed = False
+        self.joining: list[Ticket] = []
+        self.thread = "" if is_main else name
+
+    def __repr__(self) -> str:
+        return f"rank {self.rank}" if self.is_main else f"rank {self.rank}'s thread {self.name!r}"
+
+
+class RankState:
+    """The part of the process's global state of which each rank has its own: torch's CPU generator and Python's `random`.
+
+    A rank's state is saved when another rank goes on, and restored before the rank goes on. All ranks start with the caller's.
+    """
+
+    def __init__(self) -> None:
+        RankState.save(self)
+
+    def save(self) -> None:
+        """Take the state from the process."""
+        self._torch, self._python = torch.default_generator.get_state(), random.getstate()
+
+    def restore(self) -> None:
+        """Put the state into the process."""
+        torch.default_generator.set_state(self._torch)
+        random.setstate(self._python)
+
+    def resumed(self) -> None:
+        """Prepare the calling thread, which goes on after another one."""
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ascending ranks as text.
+
+    >>> format_ranks([0, 2, 3, 4])
+    'ranks 0, 2-4'
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def blocked(task: Task) -> RankCall:
+    """Return where a waiting thread is, and for whom it waits."""
+    ticket, site = task.ticket, call_site(sys._current_frames().get(task.ident or 0))
+    assert ticket is not None
+    facts = RankCall(task.rank, "", ticket.what, "", "", 0) if ticket.call is None else ticket.call.facts()
+    return facts._replace(thread=task.thread, file=site[0], line=site[1])
+
+
+def who_waits(tasks: Iterable[Task], returned: Sequence[int]) -> str:
+    """Return who waits for what as text, and which ranks have ``returned``."""
+    waits: dict[str, list[int]] = {}
+    for task in sorted(tasks, key=lambda task: task.rank):
+        if task.ticket is not None:
+            where = "" if task.is_main else f" in thread {task.name!r}"
+            waits.setdefault(f"{task.ticket.what}{where}", []).append(task.rank)
+    sentences = [f"{format_ranks(ranks)} wait{'s' * (len(ranks) == 1)} {what}" for what, ranks in waits.items()]
+    if len(sentences) > _SENTENCES:
+        sentences[_SENTENCES:] = [f"{len(sentences) - _SENTENCES} more wait"]
+    if returned:
+        sentences.append(f"{format_ranks(sorted(returned))} {'has' if len(returned) == 1 else 'have'} returned")
+    return "; ".join(sentences)

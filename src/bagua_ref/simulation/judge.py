@@ -1,0 +1,228 @@
+"""Verdicts on programs of `torch.distributed`: runs under many schedules, and the first error in words."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from bagua_ref.simulation.faults import Fault
+from bagua_ref.simulation.findings import Finding, after_fault, depends_on_hash_seed, first_difference, own_error, used_early
+from bagua_ref.simulation.observation import Observation, Order
+from bagua_ref.simulation.programs import Program
+from bagua_ref.simulation.schedules import Schedule, Schedules, SeededSchedule
+from bagua_ref.simulation.timing import Timeline
+from bagua_ref.simulation.workers import Workers
+
+__all__ = ["Exploration", "Judgement", "judge"]
+
+_SHRINKING = 100
+"""The most runs to look for a simpler schedule."""
+
+_EXTRA = 5.0
+"""Seconds for that at least, even if the limit has come."""
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """What to run.
+
+    Attributes:
+        nodes: the number of ranks on each node.
+        seeds: the number of schedules that are drawn at random.
+        deviations: instead, all schedules with at most so many deviations; None: ``seeds`` counts.
+        limit: seconds after which the search ends.
+        schedule: the only schedule to run; None: many.
+        faults: kinds of faults to try at every communication of every rank.
+        fault: the only fault to try.
+        compares_stdout: whether what ranks print must be the same in all schedules.
+        hash_seeds: values of PYTHONHASHSEED to compare. Two strings of a set have the same order under all of four with
+            probability 1/8.
+        processes: the most at a time.
+    """
+
+    nodes: tuple[int, ...]
+    seeds: int = 100
+    deviations: int | None = None
+    limit: float = 60.0
+    schedule: Schedule | None = None
+    faults: tuple[str, ...] = ()
+    fault: Fault | None = None
+    compares_stdout: bool = False
+    hash_seeds: tuple[int, ...] = (1, 2, 3)
+    processes: int = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass
+class Judgement:
+    """The verdict on a program.
+
+    Attributes:
+        finding: the first error; None: there was none in the runs made.
+        hints: what is odd, but no error.
+        runs: the number of runs made.
+        planned: the number of runs that the search would have made; None: unknown.
+        is_complete: whether the search came to its end.
+        timeline: with a link, the times of a run in the default schedule without an error.
+    """
+
+    finding: Finding | None = None
+    hints: list[str] = field(default_factory=list)
+    runs: int = 0
+    planned: int | None = None
+    is_complete: bool = False
+    timeline: Timeline | None = None
+
+    @property
+    def verdict(self) -> str:
+        """``"agree"``, ``"found"`` or ``"undecided"``."""
+        if self.finding is not None:
+            return "undecided" if self.finding.kind == "unsupported" else "found"
+        return "agree" if self.is_complete else "undecided"
+
+
+def judge(program: Program, search: Exploration, progress: Callable[[Judgement], None] = lambda report: None) -> Judgement:
+    """Run a program under many schedules, and return the verdict.
+
+    First comes the default schedule, whose output is shown, then the comparisons with it: asynchronous operations that act at
+    once, other schedules, other values of PYTHONHASHSEED, and faults.
+
+    Args:
+        program: to run on every rank.
+        search: what to run.
+        progress: called after each run.
+    """
+    report = Judgement()
+    with Workers(program, search.nodes, search.processes, time.monotonic() + search.limit) as workers, suppress(TimeoutError):
+        report.finding = _Judge(program, search, workers, report, progress).find()
+        report.is_complete = True
+    return report
+
+
+class _Judge:
+    def __init__(
+        self, program: Program, search: Exploration, workers: Workers, report: Judgement, progress: Callable[[Judgement], None]
+    ) -> None:
+        self._program, self._search, self._workers, self._report, self._progress = program, search, workers, report, progress
+
+    def find(self) -> Finding | None:
+        """Return the first error; raise TimeoutError if the time is up first."""
+        fault = self._search.fault
+        self._first = first = self._one(Order(self._search.schedule or Schedule(), shows=True, fault=fault))
+        self._report.hints = first.hints
+        if fault is not None:
+            return after_fault(fault, self._one(Order()), first)
+        phases = (self._times, self._early_use, self._schedules, self._hash_seeds, self._faults)
+        return own_error(first) or next(filter(None, (phase() for phase in phases)), None)
+
+    def _times(self) -> None:
+        """Take the times of the first run, or of another whose compute is measured, which nothing else is compared with."""
+        seen = self._first
+        if self._program.link is not None and self._program.compute is None and not seen.kind:
+            seen = self._one(Order(seen.schedule, measures=True))
+            if seen.kind:
+                self._report.hints.append(f"no times: in the run that measures compute, {seen.message}")
+        self._report.timeline = seen.timeline
+
+    def _early_use(self) -> Finding | None:
+        def differs(lines: set[tuple[str, int]]) -> bool:
+            return self._differs(self._one(Order(self._first.schedule, prompt=lines))) is not None
+
+        lines = {(call.file, call.line) for calls in self._first.log for call in calls}
+        return used_early(self._first, next((line for line in sorted(lines) if differs({line})), None)) if differs(lines) else None
+
+    def _schedules(self) -> Finding | None:
+        if self._search.schedule is not None:
+            return self._compared(self._one(Order()), self._first)
+        if self._search.deviations is None:
+            self._report.planned = self._report.runs + self._search.seeds
+            return self._search_in((Order(SeededSchedule(seed)) for seed in range(self._search.seeds)), self._examined)
+        schedules = Schedules(self._search.deviations, 10**9)
+
+        def examined(order: Order, seen: Observation) -> Finding | None:
+            if not seen.kind:
+                schedules.add_variants(seen.schedule)
+            return self._examined(order, seen)
+
+        def orders() -> Iterator[Order | None]:
+            while True:
+                schedule = schedules.take()
+                yield None if schedule is None else Order(schedule)
+
+        return self._search_in(orders(), examined)
+
+    def _hash_seeds(self) -> Finding | None:
+        if self._program.function is not None or self._search.schedule is not None:
+            return None
+
+        def examined(order: Order, seen: Observation) -> Finding | None:
+            finding = depends_on_hash_seed(self._first, seen)
+            if finding is not None and self._one(order).sent != seen.sent:
+                finding.kind = "not_repeatable"
+                finding.message = f"the program does not do the same twice in the same schedule: {finding.message}"
+            return finding
+
+        return self._search_in((Order(hash_seed=seed) for seed in self._search.hash_seeds), examined)
+
+    def _faults(self) -> Finding | None:
+        struck = [
+            Fault(kind, rank, number)
+            for kind in self._search.faults
+            for rank, calls in enumerate(self._first.log)
+            for number in range(1 if kind == "slow" else len(calls))
+        ]
+        self._report.planned = self._report.runs + len(struck)
+
+        def examined(order: Order, seen: Observation) -> Finding | None:
+            assert order.fault is not None
+            return after_fault(order.fault, self._first, seen)
+
+        return self._search_in((Order(fault=fault) for fault in struck), examined)
+
+    def _one(self, order: Order) -> Observation:
+        seen: list[Observation] = []
+
+        def examined(order: Order, one: Observation) -> None:
+            seen.append(one)
+
+        self._search_in(iter([order]), examined)
+        return seen[0]
+
+    def _search_in(
+        self, orders: Iterator[Order | None], examined: Callable[[Order, Observation], Finding | None]
+    ) -> Finding | None:
+        """Carry out orders, several at a time, until there are no more or one has a finding."""
+        for order, seen in self._workers.carry_out(orders):
+            self._report.runs += 1
+            self._progress(self._report)
+            finding = examined(order, seen)
+            if finding is not None:
+                return finding
+        return None
+
+    def _differs(self, seen: Observation) -> Finding | None:
+        return own_error(seen) or self._compared(self._first, seen)
+
+    def _compared(self, first: Observation, seen: Observation) -> Finding | None:
+        return first_difference(first, seen, self._search.compares_stdout)
+
+    def _examined(self, order: Order, seen: Observation) -> Finding | None:
+        """Return an error of the same kind as a schedule's, in one with as few of its deviations as possible."""
+        finding = self._differs(seen)
+        if finding is None:
+            return None
+        self._workers.end = max(self._workers.end, time.monotonic() + _EXTRA)
+        last, places = self._report.runs + _SHRINKING, seen.schedule.places()
+        size = len(places) // 2
+        with suppress(TimeoutError):
+            while size and self._report.runs < last:
+                parts = [places[start : start + size] for start in range(0, len(places), size)]
+                for fewer in parts + [[place for place in places if place not in part] for part in parts]:
+                    other = self._differs(self._one(Order(seen.schedule.only(fewer))))
+                    if other is not None and other.kind == finding.kind:
+                        finding, places, size = other, fewer, len(fewer)
+                        break
+                size //= 2
+        return finding

@@ -1,0 +1,342 @@
+"""Observation of one run of a program: its optimizer steps, what the ranks communicated, and how the run ended."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from bagua_ref.base.runtime import current_world
+from bagua_ref.communicators.call_sites import call_site, place
+from bagua_ref.communicators.simulated_group import Call
+from bagua_ref.errors import RankCall, SimulationError
+from bagua_ref.simulation import SimulatedWorld
+from bagua_ref.simulation.faults import Fault
+from bagua_ref.simulation.programs import Program, RankOutput
+from bagua_ref.simulation.rank_world import SimulatedRankWorld
+from bagua_ref.simulation.schedules import Schedule
+from bagua_ref.simulation.timing import Timeline, after_steps
+from bagua_ref.simulation.torch_distributed.replacements import Replacements
+from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward
+from bagua_ref.simulation.torch_distributed.work import promptly
+
+__all__ = ["Observation", "Order", "Step", "observe"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A run to make.
+
+    Attributes:
+        schedule: of the run.
+        prompt: the lines whose asynchronous operations act at once, see `promptly`.
+        shows: whether to show the ranks' output.
+        fault: of a rank.
+        hash_seed: the PYTHONHASHSEED of a new interpreter; None: that of this process.
+        measures: whether ranks take their CPU time, with links.
+    """
+
+    schedule: Schedule = field(default_factory=Schedule)
+    prompt: Container[tuple[str, int]] = ()
+    shows: bool = False
+    fault: Fault | None = None
+    hash_seed: int | None = None
+    measures: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """A rank's parameters after an optimizer step, as digests.
+
+    Attributes:
+        file: of the user's code that called the step.
+        line: in that file.
+        parameters: the digest of each parameter, by name.
+        gradients: the digest of each gradient that is not zero, by the parameter's name.
+        replicas: by name, the ranks that must have equal parameters.
+        reduced: the ranks that must have equal parameters if all their gradients are equal.
+        joined: whether the ranks may make different numbers of steps.
+        is_finite: whether all parameters are.
+    """
+
+    file: str
+    line: int
+    parameters: dict[str, str]
+    gradients: dict[str, str]
+    replicas: dict[str, tuple[int, ...]]
+    reduced: tuple[int, ...]
+    joined: bool
+    is_finite: bool
+
+
+@dataclass
+class Observation:
+    """What was seen of a run.
+
+    Attributes:
+        schedule: the run's, with its choices.
+        steps: of each rank.
+        log: of each rank, its communications.
+        sent: of each rank, a digest of each communication and what it sent.
+        stdout: what each rank printed.
+        returned: the digest of each rank's return value.
+        hints: what is odd, but no error.
+        kind: of the error that ended the run; empty: all ranks returned.
+        message: of that error.
+        calls: what the ranks concerned were doing.
+        timeline: with links, the times of the run.
+        exceptions: in a run with a fault, what ended each rank; empty: it returned.
+    """
+
+    schedule: Schedule
+    steps: list[list[Step]] = field(default_factory=list)
+    log: list[list[RankCall]] = field(default_factory=list)
+    sent: list[list[str]] = field(default_factory=list)
+    stdout: list[str] = field(default_factory=list)
+    exceptions: list[str] = field(default_factory=list)
+    returned: list[str] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
+    kind: str = ""
+    message: str = ""
+    calls: tuple[RankCall, ...] = ()
+    timeline: Timeline | None = None
+
+
+def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation:
+    """Run a program once on simulated ranks, and return what was seen; show the output if the order says so."""
+    n, schedule = sum(nodes), order.schedule
+    output, errors = (RankOutput(stream if order.shows else None, n) for stream in (sys.stdout, sys.stderr))
+    seen = Observation(
+        schedule,
+        steps=[[] for _ in range(n)],
+        log=[[] for _ in range(n)],
+        sent=[[] for _ in range(n)],
+        stdout=output.written,
+        exceptions=[""] * n,
+    )
+    watch = _RunWatch(seen, n, order.fault, program.loads_in_process)
+    compute = "measured" if order.measures else program.compute
+    world = SimulatedWorld(n, nodes, schedule=schedule, torch_distributed=True, link=program.link, compute=compute)
+    world.observe = watch.communicates
+    try:
+        with watch.installed(), promptly(order.prompt), redirect_stdout(output), redirect_stderr(errors):
+            seen.returned = world.run(watch.run, program)
+        seen.hints = watch.hints()
+    except SimulationError as error:
+        seen.kind, seen.message, seen.calls = error.kind or "error", str(error), error.calls
+    except (Exception, SystemExit) as error:  # the program's
+        seen.kind, seen.message = "exception", _text(error)
+        seen.calls = (world.failed_call,) if world.failed_call else ()
+    output.finish()
+    errors.finish()
+    seen.timeline = None if seen.kind else world.timeline
+    return seen
+
+
+class _RunWatch:
+    """The hooks of one run, which fill in what is seen."""
+
+    def __init__(self, seen: Observation, n: int, fault: Fault | None, loads_in_process: bool) -> None:
+        self._seen, self._fault, self._loads_in_process = seen, fault, loads_in_process
+        self._hints: dict[str, None] = {}
+        self._calls: list[Call] = []
+        self._ranks = [_RankWatch(rank) for rank in range(n)]
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Set the hooks while the context lasts."""
+        with Replacements(lambda: True) as hooks:
+            hooks.callback(register_module_forward_pre_hook(lambda module, args: self._here().before_forward(module)).remove)
+            hooks.enter_context(after_steps(lambda optimizer: None, self._after_step))
+            if self._loads_in_process:
+                hooks.function(DataLoader, "__iter__", self._load)
+            yield
+
+    def run(self, program: Program) -> str:
+        """Run the program on the calling rank; return a digest of its result."""
+        if self._fault is None:
+            return _digest(program.run())
+        rank, result = _rank_world().identity.rank, None
+        try:
+            result = program.run()
+        except (Exception, SystemExit) as error:  # ends only this rank, as others go on with the fault
+            self._seen.exceptions[rank] = _text(error)
+        self._fault.leave(rank, {call.group for call in self._calls}, self._seen.exceptions[rank] or f"rank {rank} ended")
+        return _digest(result)
+
+    def communicates(self, call: Call) -> None:
+        """Note a communication of the calling rank, before it takes place."""
+        call.locate()
+        world = _rank_world()
+        rank = world.identity.rank
+        sends = [send for send in (call.send if isinstance(call.send, list) else [call.send]) if isinstance(send, Tensor)]
+        self._calls.append(call)
+        self._seen.log[rank].append(call.facts())
+        self._seen.sent[rank].append(_digest((call.operation, call.file, call.line, sends)))
+        if call.operation.startswith("all_reduce("):
+            self._ranks[rank].reductions.append((sum(send.numel() for send in sends), tuple(call.group.ranks)))
+        backward = current_backward()
+        if backward is not None:
+            self._ranks[rank].backwards.setdefault(backward, (call.file, call.line))
+        world.check_invariants()
+        if self._fault is not None:
+            self._fault.strike(call, rank, len(self._seen.log[rank]) - 1, {call.group for call in self._calls})
+
+    def hints(self) -> list[str]:
+        """Return what is odd about the run, but no error."""
+        found = dict(self._hints)
+        for group in {call.group: None for call in self._calls}:
+            found |= {f"nothing received {_place(call)}": None for calls in group.sends.values() for call in calls}
+            found |= {f"nothing was sent for {_place(call)}": None for calls in group.recvs.values() for call in calls}
+        found |= {f"nothing waited for {_place(call)}": None for call in self._calls if not call.awaited}
+        for rank in self._ranks:
+            fewest = min(map(len, rank.backwards_by_step), default=0)
+            if len(rank.backwards_by_step) > 1 and fewest > 1:
+                where = place(*next(iter(rank.backwards_by_step[0].values())))
+                text = f"{fewest} backward passes before each optimizer step communicate at {where}: if they accumulate gradients, "
+                found[f"{text}run all but the last of them in no_sync()"] = None
+        return list(found)
+
+    def _load(self, original: Callable[[Any], Any], loader: Any) -> Any:
+        if loader.num_workers:
+            self._hints["a data loader runs without its worker processes, which may draw and share other random numbers"] = None
+        loader.num_workers = loader.timeout = 0
+        return original(loader)
+
+    def _here(self) -> _RankWatch:
+        return self._ranks[_rank_world().identity.rank]
+
+    def _after_step(self, optimizer: Any) -> None:
+        here = self._here()
+        self._seen.steps[here.rank].append(here.after_step(optimizer))
+        _rank_world().check_invariants()
+
+
+class _RankWatch:
+    """What is known about one rank's modules and optimizers."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.reductions: list[tuple[int, tuple[int, ...]]] = []
+        """The elements and ranks of each all-reduce since the last step."""
+        self.backwards: dict[int, tuple[str, int]] = {}
+        """The line of each backward pass since the last step that communicated."""
+        self.backwards_by_step: list[dict[int, tuple[str, int]]] = []
+        self._names: dict[int, tuple[str, Tensor]] = {}
+        self._modules: dict[int, torch.nn.Module] = {}
+        self._synchronizes: dict[DistributedDataParallel, bool] = {}
+
+    def before_forward(self, module: torch.nn.Module) -> None:
+        """Note the names of a module's parameters, and whether this pass is one of data-parallel training."""
+        if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
+            self._synchronizes[module] = module.require_backward_grad_sync
+        if id(module) not in self._modules:
+            for name, parameter in module.named_parameters():
+                self._names.setdefault(id(parameter), (name.removeprefix("module."), parameter))
+            self._modules.update({id(inner): inner for inner in module.modules()})
+
+    def after_step(self, optimizer: Any) -> Step:
+        """Return what an optimizer step computed."""
+        owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        named = {self._names.get(id(p), (f"parameter {i}", None))[0]: p for i, p in enumerate(owned)}
+        replicas, reduced, joined = self._replicas()
+        reduced = self._reduced([p.numel() for p in owned if p.grad is not None]) or reduced
+        values = {name: _local(p) for name, p in named.items()}
+        gradients = {name: _local(p.grad) for name, p in named.items() if p.grad is not None}
+        held = {name: _holders(p) if isinstance(p, DTensor) else replicas.get(id(p), ()) for name, p in named.items()}
+        self.backwards_by_step.append(dict(self.backwards))
+        self.backwards.clear()
+        self.reductions.clear()
+        return Step(
+            *call_site(sys._getframe(1)),
+            {name: _digest(value) for name, value in values.items()},
+            {name: _digest(gradient) for name, gradient in gradients.items() if gradient.count_nonzero()},
+            {name: ranks for name, ranks in held.items() if ranks},
+            reduced,
+            joined,
+            all(bool(torch.isfinite(value).all()) for value in values.values()),
+        )
+
+    def _replicas(self) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], bool]:
+        """Return the ranks that hold each parameter of modules in `DistributedDataParallel`, by the parameter's identity."""
+        replicas: dict[int, tuple[int, ...]] = {}
+        reduced: tuple[int, ...] = ()
+        joined = False
+        for module, synchronizes in self._synchronizes.items():
+            ranks = tuple(getattr(getattr(module.process_group, "group", None), "ranks", ()))
+            joined = joined or bool(module._join_config.enable)
+            if module._comm_hooks:  # such a hook may average parameters instead of gradients
+                reduced = ranks if synchronizes else ()
+            elif synchronizes:
+                named = module.module.named_parameters()
+                replicas |= {id(p): ranks for name, p in named if name not in module.parameters_to_ignore and p.requires_grad}
+        return replicas, reduced, joined
+
+    def _reduced(self, sizes: list[int]) -> tuple[int, ...]:
+        """Return the ranks among which gradients of these sizes seem to have been reduced, one by one or as one tensor."""
+        for ranks in {ranks for _, ranks in self.reductions}:
+            elements = Counter(count for count, group in self.reductions if group == ranks)
+            if sizes and (sum(sizes) in elements or not Counter(sizes) - elements):
+                return ranks
+        return ()
+
+
+def _rank_world() -> SimulatedRankWorld:
+    world = current_world()
+    assert isinstance(world, SimulatedRankWorld)
+    return world
+
+
+def _place(call: Call) -> str:
+    return f"{call.operation} of rank {call.group.ranks[call.rank]} at {place(call.file, call.line)}"
+
+
+def _text(error: BaseException) -> str:
+    return f"exit code {error.code}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _holders(parameter: DTensor) -> tuple[int, ...]:
+    """Return the ranks that hold the same part of a distributed parameter as the calling rank, if there are several."""
+    places = tuple(parameter.device_mesh.get_coordinate() or ())
+    index = tuple(
+        slice(None) if placement.is_replicate() else place for placement, place in zip(parameter.placements, places, strict=False)
+    )
+    ranks = tuple(parameter.device_mesh.mesh[index].flatten().tolist())
+    return ranks if len(ranks) > 1 else ()
+
+
+def _digest(value: Any) -> str:
+    """Return a digest of what a rank computed; objects of unknown types count by their type."""
+    digest = hashlib.blake2b(digest_size=12)
+    _add(digest.update, value)
+    return digest.hexdigest()
+
+
+def _add(update: Callable[[Any], None], value: Any) -> None:
+    update(type(value).__name__.encode())
+    if isinstance(value, Tensor):
+        local = _local(value).cpu().contiguous()
+        update(f"{local.dtype}{tuple(local.shape)}".encode())
+        update(local.reshape(-1).view(torch.uint8).numpy().data)
+    elif isinstance(value, dict):
+        _add(update, [item for pair in value.items() for item in pair])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _add(update, item)
+    elif isinstance(value, str | bytes | int | float | complex | None):
+        update(repr(value).encode())

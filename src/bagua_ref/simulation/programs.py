@@ -1,0 +1,108 @@
+"""Programs of simulated ranks, a script or a function, and where their output goes."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from bagua_ref.base.runtime import current_world
+from bagua_ref.formulas.costs import LinkCosts
+from bagua_ref.simulation.torch_distributed import run_script
+
+__all__ = ["Program", "RankOutput"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Code that every rank runs.
+
+    Args:
+        name: ``path/to/script.py`` or ``package.module:function``; of a function that is given, only a name for reports.
+        arguments: the script's, in ``sys.argv``.
+        function: called without arguments, instead of what ``name`` says.
+        loads_in_process: whether data loaders do without the worker processes that they ask for.
+        link: between its ranks; None: communication takes no time.
+        compute: the seconds of a forward and backward pass, see `bagua_ref.simulation.SimulatedWorld`.
+
+    Raises:
+        ValueError: there is no such script, or the name is not ``module:function``.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    function: Callable[[], Any] | None = None
+    loads_in_process: bool = False
+    link: LinkCosts | None = None
+    compute: float | None = None
+
+    def __post_init__(self) -> None:
+        module, _, function = self.name.partition(":")
+        if self.function is None and not self.is_script and not (module and function.isidentifier()):
+            raise ValueError(f"{self.name!r} must be a script.py or module:function")
+        if self.is_script and not Path(self.name).is_file():
+            raise ValueError(f"there is no script {self.name!r}")
+
+    @property
+    def is_script(self) -> bool:
+        """Whether it is a script, and not a function."""
+        return self.function is None and self.name.endswith(".py")
+
+    def absolute(self) -> Program:
+        """Return the same program, found from any folder; put its folder on the path from which modules are imported."""
+        folder = str(Path(self.name).resolve().parent) if self.is_script else os.getcwd()
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        return replace(self, name=str(Path(self.name).resolve())) if self.is_script else self
+
+    def run(self) -> Any:
+        """Run the program on the calling rank; return the function's result."""
+        if self.function is None:  # a new process seeds it by chance, each rank differently; here, alike in all runs
+            torch.default_generator.manual_seed(2**40 + current_world().identity.rank)
+        if self.is_script:
+            return run_script(self.name, self.arguments)
+        if self.function is not None:
+            return self.function()
+        module, _, function = self.name.partition(":")
+        sys.argv = [module, *self.arguments]
+        return getattr(importlib.import_module(module), function)()
+
+
+class RankOutput(io.TextIOBase):
+    """A text stream that puts the rank before each line.
+
+    Args:
+        stream: gets the lines; None: they are dropped.
+        ranks: the number of ranks.
+    """
+
+    def __init__(self, stream: TextIO | None, ranks: int) -> None:
+        super().__init__()
+        self._stream = stream
+        self._open = [""] * ranks
+        self.written = [""] * ranks
+        """All that each rank has written."""
+
+    def write(self, text: str) -> int:
+        """Write the complete lines, and keep the rest."""
+        rank = getattr(current_world().identity, "rank", 0)
+        self.written[rank] += text
+        *lines, self._open[rank] = (self._open[rank] + text).split("\n")
+        self._print(rank, lines)
+        return len(text)
+
+    def finish(self) -> None:
+        """Write the lines that have no end."""
+        for rank, line in enumerate(self._open):
+            self._print(rank, [line] * bool(line))
+
+    def _print(self, rank: int, lines: list[str]) -> None:
+        for line in lines if self._stream is not None else ():
+            print(f"[rank {rank}] {line}", file=self._stream, flush=True)

@@ -1,0 +1,195 @@
+"""The private parts of torch that the simulated `torch.distributed` uses or replaces, all of them.
+
+They are replaced only during a run, and let other threads than the simulated ones pass through.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from bagua_ref.base.runtime import current_world
+from bagua_ref.errors import SimulationError
+from bagua_ref.simulation.torch_distributed.replacements import Replacements
+from bagua_ref.simulation.torch_distributed.work import works_of_backward
+
+__all__ = ["WORLD", "GroupNames", "GroupState", "check_version", "current_backward", "forget", "hide_from_compiler", "replace"]
+
+rendezvous = sys.modules["torch.distributed.rendezvous"]  # the package has a function of this name
+
+SUPPORTED = ("2.13", "2.14")
+"""The versions of torch with which the tests have run."""
+
+BACKEND = "bagua_ref_simulated"
+"""The name under which torch knows the simulated process groups."""
+
+WORLD = (distributed_c10d, "_world")
+"""The attribute that holds torch's Python state of process groups."""
+
+_MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
+_STORES = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
+
+
+def check_version() -> None:
+    """Raise SimulationError if this version of torch is not supported."""
+    version = ".".join(torch.__version__.split(".")[:2])
+    if version not in SUPPORTED:
+        raise SimulationError(
+            f"torch_distributed=True supports torch {' and '.join(SUPPORTED)}, not {torch.__version__}: it replaces private parts",
+            kind="unsupported",
+        )
+
+
+class GroupState:
+    """One rank's state of process groups, in place of torch's `_World`, which has one for the whole process."""
+
+    def __init__(self) -> None:
+        self.default_pg, self.group_count, self.comms = None, 0, []  # type: Any, int, list[Any]
+        for name in _MAPS:
+            setattr(self, name, {})
+
+    @property
+    def pg_config_info(self) -> list[dict[str, Any]]:
+        """Facts about all groups, as torch lists them."""
+        return distributed_c10d._World.pg_config_info.fget(self)  # type: ignore[attr-defined,no-any-return]
+
+
+class GroupNames:
+    """The names by which torch's C++ code finds the process groups of one rank."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, Any] = {}
+        self._changes = 0
+        self._threads = threading.local()
+
+    def change(self, function: Callable[[dict[str, Any]], object]) -> None:
+        """Change the groups by name, and make that known to this rank's threads."""
+        function(self._names)
+        self._changes += 1
+        self.register_in_thread()
+
+    def register_in_thread(self) -> None:
+        """Bring the calling thread's registry, which C++ code reads, up to date."""
+        if getattr(self._threads, "changes", 0) != self._changes:
+            self._threads.changes = self._changes
+            _c10d._unregister_all_process_groups()
+            for name, group in self._names.items():
+                _c10d._register_process_group(name, group)
+
+
+_c10d: Any = torch._C._distributed_c10d
+
+
+def replace(
+    replacements: Replacements,
+    connect: Callable[..., Any],
+    open_store: Callable[..., Any],
+    not_in_group: Callable[[str], None],
+) -> None:
+    """Replace torch's groups and stores by simulated ones.
+
+    Args:
+        replacements: undoes it.
+        connect: takes torch's description of a new group, and returns the process group.
+        open_store: takes the name of a store's class and its arguments.
+        not_in_group: called for an operation on a group that the rank is not in.
+    """
+    global _connect
+    _connect = connect
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+
+    def new_group(
+        original: Any, size: int, rank: int, ranks: Any, backend: Any, store: Any, name: Any, *args: Any, **options: Any
+    ) -> Any:
+        options |= {"device_id": None, "backend_options": None}
+        group, store = original(size, rank, ranks, BACKEND, store, name, *args, **options)
+        world = distributed_c10d._world
+        if group in world.pg_map:  # callers look for gloo by name
+            world.pg_map[group] = ("gloo", world.pg_map[group][1])
+            world.pg_backend_config[group] = "cpu:gloo"
+        return group, store
+
+    def warn_not_in_group(original: Any, operation: Any) -> None:
+        not_in_group(operation if isinstance(operation, str) else operation.__name__)
+
+    def split_group(original: Any, parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, **options: Any) -> Any:
+        parents = dist.get_process_group_ranks(parent_pg or dist.group.WORLD)
+        groups = [[parents[rank] for rank in ranks] for ranks in split_ranks]
+        own = next((ranks for ranks in groups if dist.get_rank() in ranks), None)
+        return own and dist.new_group(own, timeout=timeout, use_local_synchronization=True)
+
+    # With a static graph, the reducer starts all operations of the first backward in a callback, and waits for them there.
+    replacements.function(_c10d.Reducer, "_delay_all_reduce", works_of_backward.run_at_end)
+    for owner in (dist, distributed_c10d):
+        replacements.function(owner, "split_group", split_group)
+    replacements.function(distributed_c10d, "_new_process_group_helper", new_group)
+    for name, change in (
+        ("_register_process_group", lambda groups, name, group: groups.update({name: group})),
+        ("_unregister_process_group", lambda groups, name: groups.pop(name, None)),
+        ("_unregister_all_process_groups", lambda groups: groups.clear()),
+    ):
+        replacements.function(distributed_c10d, name, lambda original, *args, change=change: _change_names(change, *args))
+    replacements.function(distributed_c10d, "_warn_not_in_group", warn_not_in_group)
+    for name in _STORES:
+        substitute = _substitute(getattr(dist, name), replacements.is_simulated, open_store)
+        for module in (dist, distributed_c10d, rendezvous):
+            if hasattr(module, name):
+                replacements.put(module, name, substitute)
+    _c10d._set_thread_isolation_mode(True)
+
+
+def forget() -> None:
+    """Let all threads share the groups of the process again."""
+    _c10d._set_thread_isolation_mode(False)
+
+
+def hide_from_compiler(owner: type) -> None:
+    """Make `torch.compile` call a class's methods as it calls C++ code, instead of tracing them."""
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for method in vars(owner).values():
+        if inspect.isfunction(method):
+            frames.set_code_exec_strategy(method.__code__, skip)
+
+
+_connect: Callable[..., Any] | None = None
+
+
+def _change_names(change: Callable[..., object], *args: Any) -> None:
+    world: Any = current_world()
+    world.process_state.group_names.change(lambda groups: change(groups, *args))
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    assert _connect is not None
+    return _connect(
+        options.store, options.group_rank, options.group_size, options.timeout, options.group_id, options.global_ranks_in_group
+    )
+
+
+class _StoreClass(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.real) or getattr(instance, "kind", "") == cls.__name__  # type: ignore[attr-defined]
+
+
+def _substitute(real: Any, is_simulated: Callable[[], bool], open_store: Callable[..., Any]) -> Any:
+    """Return a class in place of a store's, whose instances are simulated stores in simulated threads."""
+
+    def make(cls: Any, *args: Any, **options: Any) -> Any:
+        return open_store(real.__name__, *args, **options) if is_simulated() else real(*args, **options)
+
+    return _StoreClass(real.__name__, (), {"__new__": make, "real": real})
+
+
+def current_backward() -> int | None:
+    """Return the number of the backward pass that the calling thread is in."""
+    number = int(torch._C._current_graph_task_id())
+    return None if number == -1 else number

@@ -1,0 +1,33 @@
+"""Tests of torch.distributed in the simulated world: the same results as processes over gloo."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from tests import torch_programs
+from tests.launch import launch
+
+from bagua_ref.conformance.inputs.cache_values import assert_same
+from bagua_ref.simulation import SimulatedWorld
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@functools.cache
+def results(n: int) -> tuple[list[Any], list[Any]]:
+    """The programs' results by rank, of gloo's processes and of simulated ranks."""
+    names = [name for ranks, name in CASES if ranks == n]
+    real = launch(torch_programs.run, n, names, n > 2, init=False, limit=300.0)
+    return real, SimulatedWorld(n, torch_distributed=True).run(torch_programs.run, names, n > 2)
+
+
+CASES = [(n, name) for n in (2, 4) for name in torch_programs.PROGRAMS if n == 2 or name not in torch_programs.INEXACT]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "name"), CASES)
+def test_programs_have_gloos_results(n: int, name: str) -> None:
+    for rank, (expected, got) in enumerate(zip(*results(n), strict=True)):
+        assert_same(got[name], expected[name], f"{name}, rank {rank}")

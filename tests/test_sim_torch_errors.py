@@ -1,0 +1,314 @@
+"""Tests of errors in programs for torch.distributed: what the simulated world finds, with rank, line and group."""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import os
+import random
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bagua_ref.communicators import scheduler
+from bagua_ref.errors import SimulationError
+from bagua_ref.simulation import Schedules, SimulatedWorld
+
+
+def run(function, n: int = 2, **options):
+    return SimulatedWorld(n, torch_distributed=True, **options).run(function)
+
+
+def init() -> int:
+    dist.init_process_group("nccl")
+    return dist.get_rank()
+
+
+def line_of(function, text: str) -> int:
+    lines, first = inspect.getsourcelines(function)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+def found(function, kind: str, n: int = 2) -> SimulationError:
+    with pytest.raises(SimulationError) as error:
+        run(function, n)
+    assert error.value.kind == kind
+    return error.value
+
+
+def test_a_branch_on_the_rank_is_a_deadlock_with_the_waiting_line():
+    def main():
+        if init() == 0:
+            dist.barrier()  # only rank 0
+        dist.recv(torch.zeros(1), 1 - dist.get_rank())
+
+    calls = found(main, "deadlock").calls
+    assert [(call.rank, call.line, call.file) for call in calls] == [
+        (0, line_of(main, "# only rank 0"), __file__),
+        (1, line_of(main, "dist.recv"), __file__),
+    ]
+    assert calls[0].operation == "barrier()"
+    assert calls[0].waits_for == (1,)
+    assert calls[1].waits_for == (0,)
+
+
+def test_a_rank_that_returns_while_others_communicate():
+    def main():
+        if init() == 0:
+            dist.barrier()
+
+    error = found(main, "ended")
+    assert error.calls[0].waits_for == (1,)
+    assert "rank 1 has returned" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (lambda: dist.barrier(), lambda: dist.all_reduce(torch.ones(1))),
+        (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(1))),
+        (lambda: dist.all_reduce(torch.ones(1)), lambda: dist.all_reduce(torch.ones(1).double())),
+        (lambda: dist.all_reduce(torch.ones(1)), lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX)),
+        (lambda: dist.broadcast(torch.ones(1), 0), lambda: dist.broadcast(torch.ones(1), 1)),
+        (lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 2], [1, 2]),
+         lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 2], [1, 2])),
+        (lambda: dist.send(torch.ones(1), 1), lambda: dist.recv(torch.ones(2), 0)),
+        (lambda: dist.new_group([0, 1]), lambda: dist.new_group([1, 0], backend="gloo") and dist.new_group([1])),
+    ],
+    ids=["operation", "shape", "dtype", "reduction", "root", "splits", "message", "group"],
+)  # fmt: skip
+def test_calls_that_do_not_match(first, second, request):
+    def main():
+        rank = init()
+        (second if rank else first)()
+        if "group" in request.node.name:
+            dist.barrier()
+
+    if "group" in request.node.name:
+        run(main)  # the same ranks in another order are the same group; a group of one rank is made alone
+    else:
+        found(main, "mismatch")
+
+
+def test_calls_that_do_not_match_are_an_error_before_all_ranks_have_called():
+    def main():
+        rank = init()
+        if rank == 0:
+            dist.barrier()
+        elif rank == 1:
+            dist.all_reduce(torch.ones(1))
+
+    assert {call.rank for call in found(main, "mismatch", 3).calls} == {0, 1}
+
+
+def test_different_ranks_of_one_group_do_not_match():
+    def main():
+        rank = init()
+        dist.new_group([0, 1] if rank == 0 else [1, 2])
+
+    error = found(main, "mismatch", 3)
+    assert {call.file for call in error.calls} == {__file__}
+
+
+def test_a_call_on_a_group_that_the_rank_is_not_in():
+    def main():
+        init()
+        group = dist.new_group([0])
+        dist.all_reduce(torch.ones(1), group=group)
+
+    error = found(main, "not_in_group")
+    assert error.calls[0].rank == 1
+    assert error.calls[0].line == line_of(main, "dist.all_reduce")
+
+
+def test_an_exception_names_rank_and_line():
+    def main():
+        if init() == 1:
+            raise ValueError("only here")
+        dist.barrier()
+
+    world = SimulatedWorld(2, torch_distributed=True)
+    with pytest.raises(ValueError, match="only here"):
+        world.run(main)
+    assert world.failed_call is not None
+    assert (world.failed_call.rank, world.failed_call.line) == (1, line_of(main, "only here"))
+
+
+def test_an_error_passes_the_programs_handlers():
+    def main():
+        rank = init()
+        try:
+            dist.all_reduce(torch.ones(1 + rank))
+        except Exception:
+            return "handled"
+
+    found(main, "mismatch")
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_sends_that_wait_for_each_other(swapped):
+    def main():
+        rank = init()
+        other, first = 1 - rank, rank == 0 or swapped
+        for sends in (first, not first):
+            dist.send(torch.ones(1), other) if sends else dist.recv(torch.ones(1), other)
+
+    if swapped:
+        found(main, "deadlock")
+    else:
+        run(main)
+
+
+def test_results_are_delivered_as_late_as_torch_allows():
+    def main():
+        rank = init()
+        x, versions = torch.tensor([rank + 1.0, 2.0]), []
+        work = dist.all_reduce(x, async_op=True)
+        early = x.clone()
+        versions.append(x._version)
+        work.wait()
+        versions.append(x._version)
+        source = torch.tensor([float(rank)])
+        broadcast = dist.broadcast(source, 0, async_op=True)
+        read = source.clone()
+        while not broadcast.is_completed():
+            pass
+        ints = torch.tensor([rank])
+        dist.all_reduce(ints, async_op=True).get_future().wait()
+        sent = dist.isend(torch.tensor([7.0 + rank]), 1 - rank)
+        received = dist.irecv(y := torch.zeros(1), 1 - rank)
+        before = y.clone()
+        received.wait()
+        sent.wait()
+        return early.tolist(), versions, x.tolist(), read.item(), source.item(), ints.item(), before.item(), y.item()
+
+    for rank, result in enumerate(run(main)):
+        early, versions, x, read, source, ints, before, y = result
+        assert early[0] != early[0]  # NaN
+        assert versions == [0, 0]
+        assert x == [3.0, 4.0]
+        assert read == 0.0 if rank == 0 else read != read
+        assert (source, ints, y) == (0.0, 1, 8.0 - rank)
+        assert before != before
+
+
+def test_an_input_that_is_a_part_of_the_output_stays_readable():
+    def main():
+        rank = init()
+        out = torch.tensor([10.0, 20.0])
+        work = dist.all_gather_into_tensor(out, out[rank : rank + 1], async_op=True)
+        own = out[rank].item()
+        work.wait()
+        return own, out.tolist()
+
+    assert run(main) == [(10.0, [10.0, 20.0]), (20.0, [10.0, 20.0])]
+
+
+def test_store_waits_time_out_in_virtual_time():
+    def main():
+        store = dist.TCPStore("127.0.0.1", 1234, 2, dist.is_initialized())
+        with pytest.raises(dist.DistStoreError, match="wait timeout after 3600 s"):
+            store.wait(["missing"], datetime.timedelta(hours=1))
+        store.set("a", "1")
+        assert store.add("counter", 2) in (2, 4)
+        assert store.compare_set("b", "", "x") == b"x"
+        return store.get("a"), dist.PrefixStore("p", store).check(["a"]), store.num_keys()
+
+    assert run(main) == [(b"1", False, 3)] * 2
+
+
+def test_monitored_barrier_names_the_missing_ranks():
+    def main():
+        if init() == 0:
+            with pytest.raises(RuntimeError, match=r"timed out after 5.0 s waiting in monitored_barrier\(\) .* for rank 1"):
+                dist.monitored_barrier(timeout=datetime.timedelta(seconds=5))
+
+    run(main)
+
+
+def test_one_seed_has_one_result_and_schedules_agree():
+    def main():
+        rank = init()
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(rank)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().sum().backward()
+            optimizer.step()
+        order = []
+        for _ in range(2 * rank):
+            dist.send(torch.ones(1), 0)
+        if rank == 0:
+            order = [dist.recv(torch.zeros(1)) for _ in range(6)]
+        return [parameter.tolist() for parameter in model.parameters()], order
+
+    assert run(main, 3, seed=5) == run(main, 3, seed=5)
+    orders = {tuple(run(main, 3, seed=seed)[0][1]) for seed in range(8)}
+    assert len(orders) > 1
+    results = [run(main, 3, schedule=schedule)[0][0] for schedule in Schedules(deviations=1, limit=5)]
+    assert all(result == results[0] for result in results)
+
+
+def test_a_tensor_on_another_device_is_refused():
+    def main():
+        init()
+        dist.all_reduce(torch.ones(1, device="meta"))
+
+    assert "CPU tensors only" in str(found(main, "unsupported"))
+
+
+def test_other_versions_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "__version__", "2.5.1")
+    with pytest.raises(SimulationError, match=r"supports torch 2.13 and 2.14, not 2.5.1"):
+        run(print)
+
+
+def test_a_rank_that_does_not_yield_is_reported_with_its_stack(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scheduler, "_UNYIELDING", 0.5)
+    blocked, environment = threading.Lock(), dict(os.environ)
+    blocked.acquire()
+
+    def main():
+        if init() == 1:
+            blocked.acquire()  # not simulated
+        dist.barrier()
+
+    try:
+        error = found(main, "unyielding")
+        assert "# not simulated" in str(error)
+        assert [(call.rank, call.line) for call in error.calls] == [(1, line_of(main, "# not simulated"))]
+    finally:
+        blocked.release()
+    for thread in threading.enumerate():
+        if thread.name.startswith("rank "):
+            thread.join(10)
+    assert dict(os.environ) == environment
+
+
+def test_groups_split():
+    def main():
+        rank = init()
+        part = dist.split_group(split_ranks=[[0, 1], [2]])
+        dist.all_reduce(x := torch.tensor([rank]), group=part)
+        return x.item()
+
+    assert run(main, 3) == [1, 1, 2]
+
+
+@pytest.mark.parametrize("runs", [100, pytest.param(1000, marks=pytest.mark.proof)])
+def test_many_runs_of_one_seed_have_one_result(runs):
+    def main():
+        rank = init()
+        work = dist.all_reduce(x := torch.tensor([rank + 0.1]), async_op=True)
+        order = [dist.recv(torch.zeros(1)) for _ in range(2)] if rank == 0 else dist.send(torch.ones(1), 0)
+        work.wait()
+        return x.item(), order, random.random(), time.monotonic()
+
+    assert len({repr(run(main, 3, seed=7)) for _ in range(runs)}) == 1
