@@ -364,7 +364,7 @@ def test_a_step_without_change_plans_nothing_and_allocates_no_storage(monkeypatc
         give(step, ps, kept=True)
         fused.fuse_step()
     give(3, ps, kept=True)
-    monkeypatch.setattr("bagua_ref.contrib.fuse.fuser._Plan", None)
+    monkeypatch.setattr("bagua_ref.contrib.fuse.fuser.FusionPlan", None)
     with Storages([*ps, *(p.grad for p in ps), *(state["momentum_buffer"] for state in fused.state.values())]) as storages:
         fused.fuse_step()
     assert storages.start == 3 * 4 * 110

@@ -38,7 +38,7 @@ LINES: dict[str, int] = {
     "conformance/vectors": 2069,
     "contrib": 1584,
     "contrib/cache": 1587,
-    "contrib/fuse": 929,
+    "contrib/fuse": 884,
     "contrib/utils": 521,
     "data_parallel": 2703,
     "distributed": 153,

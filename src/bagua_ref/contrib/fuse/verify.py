@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from bagua_ref.algorithms.q_adam_optimizer import QAdamOptimizer
 from bagua_ref.contrib.fuse.fuser import Fuser
-from bagua_ref.contrib.fuse.run import NUMBERS, attributes
+from bagua_ref.contrib.fuse.plan import NUMBERS, attributes
 
 __all__ = ["ELEMENTWISE", "NOT_ELEMENTWISE", "check_elementwise", "try_on_clones"]
 
