@@ -84,7 +84,6 @@ HOUSE = (
 LONG_FILES = {
     "algorithms/base.py": "the interface of algorithms, which those of others implement, and what it is given",
     "communicators/base.py": "one contract: each collective in both forms with its validation, which transports must not repeat",
-    "buckets/bucket.py": "one class of the public API, each method with its contract; storage and operations are elsewhere",
 }
 """Files over 400 lines, and why each remains a single file."""
 

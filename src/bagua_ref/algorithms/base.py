@@ -18,7 +18,8 @@ from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import World
 from bagua_ref.base.utils import NotCopied
 from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.tensor import BaguaTensor, with_aligned_grad
+from bagua_ref.buckets.optimizer_state import with_aligned_grad
+from bagua_ref.buckets.storage import register
 from bagua_ref.rounds import AgreedRounds, Fact
 from bagua_ref.scheduling.engine import Engine
 from bagua_ref.types import Group
@@ -323,13 +324,7 @@ class AlgorithmImpl(NotCopied):
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
         """Return the tensors to communicate in the order in which they become ready: gradients, last layer first (S2.1)."""
         return [
-            BaguaTensor.ensure_bagua_tensor(
-                with_aligned_grad(parameter),  # type: ignore[arg-type]
-                name,
-                bagua_ddp.bagua_module_name,
-                getter_closure=attrgetter("grad"),
-                setter_closure=_set_grad,
-            )
+            register(with_aligned_grad(parameter), name, bagua_ddp.bagua_module_name, attrgetter("grad"), _set_grad)
             for name, parameter in reversed(bagua_ddp.bagua_build_params())
         ]
 

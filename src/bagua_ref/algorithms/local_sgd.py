@@ -15,7 +15,7 @@ from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.base.memory import Layout
 from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.tensor import BaguaTensor, registration
+from bagua_ref.buckets.storage import register, registration
 from bagua_ref.comm_ops import CentralizedFullPrecision
 from bagua_ref.rounds import Fact
 from bagua_ref.types import Group
@@ -275,10 +275,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
         """Average a copy of a part of the weights at a time: they stay where they are, and scratch is a bucket's size."""
         engine = self.context.engine
         for place, part in enumerate(self._parts):
-            weights = [
-                BaguaTensor.to_bagua_tensor(p, registration(p).name, registration(p).module_name)  # type: ignore[arg-type]
-                for p in part
-            ]
+            weights = [register(p.detach(), registration(p).name, registration(p).module_name) for p in part]
             options = {name: getattr(self.options, name) for name in ("period", "offset", "hierarchical")}
             bucket = self.new_bucket(weights, f"weights{place}", flatten=False, averages="weights", t=self.step, **options)
             bucket.append_centralized_synchronous_op(group=self.process_group)

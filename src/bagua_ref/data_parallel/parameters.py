@@ -13,7 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
 from bagua_ref.algorithms.base import AlgorithmImpl
-from bagua_ref.buckets.tensor import align
+from bagua_ref.buckets.optimizer_state import align
 from bagua_ref.data_parallel.hooks import are_for_a_call
 from bagua_ref.data_parallel.sharding import LocalShard, reshard, stand_in
 from bagua_ref.groups.communication import broadcast_coalesced

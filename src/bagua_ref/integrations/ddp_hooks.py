@@ -19,7 +19,7 @@ from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base import streams
 from bagua_ref.base.memory import Layout, bytes_of
 from bagua_ref.base.runtime import current_world, use_world
-from bagua_ref.buckets.tensor import BaguaTensor
+from bagua_ref.buckets.storage import register
 from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.groups.communication import from_torch_group, init_process_group, is_initialized
 from bagua_ref.rounds import AgreedRound, AgreedRounds, Fact
@@ -236,8 +236,7 @@ class _DDPBucket:
         def replace(proxy: Tensor, gradient: Tensor) -> None:
             self._gradients[name] = gradient
 
-        proxy = cast("BaguaTensor", self._gradients[name].detach())
-        return BaguaTensor.ensure_bagua_tensor(proxy, name, module_name, lambda proxy: self._gradients[name], replace)
+        return register(self._gradients[name].detach(), name, module_name, lambda proxy: self._gradients[name], replace)
 
     def receive(self, bucket: Any) -> None:
         """Let the gradients be those of DDP's ``bucket``."""

@@ -13,7 +13,7 @@ from bagua_ref.base import streams
 from bagua_ref.base.runtime import World
 from bagua_ref.base.utils import overlapping
 from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.tensor import Registration, registration
+from bagua_ref.buckets.storage import Registration, registration
 from bagua_ref.errors import CommunicationError
 from bagua_ref.observe.meter import Meter, profiled, use_meter
 from bagua_ref.scheduling.worker import BucketRun, Errors, Job, RoundCall, Worker
@@ -43,8 +43,8 @@ class Round:
 class Readiness(Generic[Item]):
     """Marks items and determines which buckets to schedule, always in the order in which they were registered (S2.4).
 
-    A round begins with the first mark and is complete when every bucket has been scheduled; the next mark begins another round.
-    While ``hold`` is True a complete round does not end: any mark is then an error, as the item's bucket has already run.
+    A round begins with the first mark and ends when every bucket has been scheduled. While ``hold`` is True a complete round does
+    not end: any mark is then an error, as the item's bucket has already run.
 
     Args:
         buckets: the items of each bucket, no item twice.
@@ -70,6 +70,12 @@ class Readiness(Generic[Item]):
         self._next = 0
         """Buckets before this one have been scheduled in this round."""
 
+    def release(self) -> None:
+        """Hold no more: a complete round ends."""
+        self.hold = False
+        if self.complete:
+            self.reset()
+
     @property
     def complete(self) -> bool:
         """Whether every bucket was scheduled in this round."""
@@ -77,13 +83,8 @@ class Readiness(Generic[Item]):
 
     @property
     def idle(self) -> bool:
-        """Whether the next mark, if it is allowed, begins a round."""
-        return len(self._unmarked) == len(self._bucket_of) or (self.complete and not self.hold)
-
-    @property
-    def started(self) -> bool:
-        """Whether anything was marked in this round, and not every bucket scheduled."""
-        return len(self._unmarked) < len(self._bucket_of) and not self.complete
+        """Whether nothing was marked in this round."""
+        return len(self._unmarked) == len(self._bucket_of)
 
     def tick(self, item: Item) -> bool:
         """Return True and `mark` ``item`` if that neither begins a round nor completes a bucket, as for most items."""
@@ -105,9 +106,7 @@ class Readiness(Generic[Item]):
         """
         place = self._bucket_of[item]
         if place < self._next:
-            if self.hold or not self.complete:
-                raise ValueError(f"{item} was marked again in a round in which its bucket had already been scheduled")
-            self.reset()
+            raise ValueError(f"{item} was marked again in a round in which its bucket had already been scheduled")
         if self._unmarked.pop(item, None) is None:
             return []
         self._missing[place] -= 1
@@ -115,7 +114,10 @@ class Readiness(Generic[Item]):
             return []
         while self._next < len(self._items) and self._missing[self._next] == 0:
             self._next += 1
-        return list(range(place, self._next))
+        scheduled = list(range(place, self._next))
+        if not self.hold and self.complete:
+            self.reset()
+        return scheduled
 
     def unmarked(self) -> dict[int, list[Item]]:
         """Return the unmarked items of each bucket that has not been scheduled in this round."""
@@ -196,7 +198,6 @@ class Engine:
         known, begins = registration(tensor), self._readiness.idle
         complete = self._readiness.mark(known)
         if begins:
-            self._end_round()
             self.begin_round()
         if self._marked_on and (bucket := self._bucket_of[known]) in self._marked_on:
             self._marked_on[bucket].add(streams.current_stream(bucket.device))
@@ -211,6 +212,7 @@ class Engine:
 
     def begin_round(self) -> None:
         """Begin a round now, as the first `mark_ready` of a round does, for buckets that are not registered."""
+        self._end_round()
         self.meter.rounds += 1
         self._round = self.new_round()
         begin = RoundCall(self._round.begin, self._errors)
@@ -238,8 +240,7 @@ class Engine:
             buckets: in the order in which all ranks run them.
             is_open: whether the round has begun, by other means.
         """
-        assert not self._readiness.started
-        self._end_round()
+        assert self._readiness.idle
         if not is_open:
             self.begin_round()
         for bucket in buckets:
@@ -318,13 +319,11 @@ class Engine:
 
     def begin_backward(self) -> None:
         """Begin a round that lasts until `end_backward`; marking a tensor again after its bucket was scheduled is an error."""
-        if self._readiness.complete:
-            self._readiness.reset()
         self._readiness.hold = True
 
     def abandon_round(self) -> None:
         """Clear the marks of a backward pass that failed."""
-        self.half_done = self.half_done or self._readiness.started
+        self.half_done = self.half_done or not (self._readiness.idle or self._readiness.complete)
         self._readiness.hold = False
         self._readiness.reset()
         for marked_on in self._marked_on.values():
@@ -339,9 +338,11 @@ class Engine:
         Raises:
             CommunicationError: buckets are incomplete; names the unmarked tensors.
         """
-        self._readiness.hold = False
-        if not self._readiness.started:
-            return
+        self._readiness.release()
+        if not self._readiness.idle:
+            self._end_incomplete(mark_unused)
+
+    def _end_incomplete(self, mark_unused: bool) -> None:
         missing = [(self._buckets[place], unmarked) for place, unmarked in self._readiness.unmarked().items()]
         if mark_unused:
             for bucket, unmarked in missing:
@@ -351,13 +352,10 @@ class Engine:
                         self.mark_ready(tensor)
             return
         self._readiness.reset()
-        raise self._incomplete(missing)
-
-    def _incomplete(self, missing: list[tuple[BaguaBucket, list[Registration]]]) -> CommunicationError:
         listed = "; ".join(
             f"bucket {bucket.name!r}: {', '.join(repr(known.name) for known in unmarked) or 'none'}" for bucket, unmarked in missing
         )
-        return CommunicationError(
+        raise CommunicationError(
             f"backward ended while some tensors of module {self.name!r} had not been marked ready ({listed}). If parameters may go "
             "unused in a step, pass find_unused_parameters=True, or freeze them before wrapping."
         )
