@@ -60,7 +60,6 @@ HOUSE = (
     Floor(3, ("comm_ops", "comm_ops.*"), layers(range(2), 3)),
     Floor(4, ("buckets", "buckets.*"), layers(range(5))),
     Floor(5, ("scheduling", "scheduling.*"), layers(0, 4, 5)),
-    Floor(5, ("rounds",), layers(0, 1, 5)),
     Floor(6, ("groups", "groups.*"), layers(range(3), 6)),
     Floor(7, ("algorithms", "algorithms.*"), layers(range(2), range(3, 8))),
     Floor(8, ("data_parallel", "data_parallel.*", "distributed"), layers(range(9))),

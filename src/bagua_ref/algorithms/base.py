@@ -20,8 +20,8 @@ from bagua_ref.base.utils import NotCopied
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.optimizer_state import with_aligned_grad
 from bagua_ref.buckets.storage import register
-from bagua_ref.rounds import AgreedRounds, Fact
 from bagua_ref.scheduling.engine import Engine
+from bagua_ref.scheduling.rounds import Fact
 from bagua_ref.types import Group
 
 __all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "TrainingContext"]
@@ -42,6 +42,7 @@ class TrainingContext(NotCopied):
         world: this rank's; starts threads.
         kernel_backend: the ``backend`` argument of wrapping.
         shards: this rank's shards of parameters that fully_shard (FSDP2) has sharded, by name.
+        rounds: the rounds of communication.
         engine: ``mark_ready(tensor)`` and ``gradient_ready(name, parameter)`` schedule, ``wait_pending_comm_ops()`` waits.
     """
 
@@ -57,7 +58,7 @@ class TrainingContext(NotCopied):
     kernel_backend: str | KernelBackend | None
     shards: dict[str, Any]
     engine: Engine
-    rounds: AgreedRounds
+    rounds: Any
     _module: weakref.ref[torch.nn.Module]
     _called: weakref.ref[torch.nn.Module]
     _named: list[tuple[str, torch.nn.Parameter]]

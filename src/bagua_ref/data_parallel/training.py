@@ -18,9 +18,9 @@ from bagua_ref.base.runtime import World, use_world
 from bagua_ref.base.utils import OwnHook, OwnList, OwnName, inside_backward, uncompiled
 from bagua_ref.buckets.optimizer_state import align_state
 from bagua_ref.communicators.processes import refuse_in_child
-from bagua_ref.data_parallel.guard import StepGuard, refuse_both, refuse_inside
+from bagua_ref.data_parallel.guard import StepGuard, TrainedParameters, refuse_both, refuse_inside
 from bagua_ref.data_parallel.hooks import ForwardPasses, GradientHook, call_after_backward, outside_transforms, trains
-from bagua_ref.data_parallel.parameters import Buffers, TrainedParameters, split_into_buckets
+from bagua_ref.data_parallel.parameters import Buffers, split_into_buckets
 from bagua_ref.data_parallel.rounds import BUFFERS, PLAN, ModuleRounds
 from bagua_ref.data_parallel.sharding import reshard, whole
 from bagua_ref.data_parallel.state_broadcast import broadcast_state, warn_of_drift

@@ -20,10 +20,11 @@ from bagua_ref.base import streams
 from bagua_ref.base.memory import Layout, bytes_of
 from bagua_ref.base.runtime import current_world, use_world
 from bagua_ref.buckets.storage import register
+from bagua_ref.data_parallel.rounds import AgreedRound, AgreedRounds
 from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.groups.communication import from_torch_group, init_process_group, is_initialized
-from bagua_ref.rounds import AgreedRound, AgreedRounds, Fact
 from bagua_ref.scheduling.engine import Engine
+from bagua_ref.scheduling.rounds import Fact
 from bagua_ref.scheduling.worker import BucketRun
 from bagua_ref.types import Group
 

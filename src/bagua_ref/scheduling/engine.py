@@ -16,28 +16,13 @@ from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.storage import Registration, registration
 from bagua_ref.errors import CommunicationError
 from bagua_ref.observe.meter import Meter, profiled, use_meter
+from bagua_ref.scheduling.rounds import Round
 from bagua_ref.scheduling.worker import BucketRun, Errors, Job, RoundCall, Worker
 
-__all__ = ["Engine", "Readiness", "Round"]
+__all__ = ["Engine", "Readiness"]
 
 Item = TypeVar("Item", bound="Hashable")
 T = TypeVar("T")
-
-
-class Round:
-    """A round of communication: the part before its first bucket and after its last one, of which this one has neither.
-
-    Attributes:
-        waits: whether `begin` waits for other ranks. If not, the marking thread calls it, unless the worker is busy.
-    """
-
-    waits = False
-
-    def begin(self) -> None:
-        """Begin the round, before its first bucket. If this raises an error, no bucket runs any more, and waiting raises it."""
-
-    def end(self) -> None:
-        """End the round, after its last bucket and unless one has failed; errors are those of `begin`."""
 
 
 class Readiness(Generic[Item]):
