@@ -12,7 +12,7 @@ from torch import Tensor
 from bagua_ref.backends import get_backend, get_codec, is_codec, list_codecs
 from bagua_ref.backends.base import FLOATS, KernelBackend
 from bagua_ref.backends.codec import COMPRESSIBLE, Codec
-from bagua_ref.base import streams
+from bagua_ref.base import runtime
 from bagua_ref.base.runtime import current_world
 from bagua_ref.buckets.storage import FlatStorage, check_apart, effective_tensor
 from bagua_ref.comm_ops import (
@@ -125,10 +125,10 @@ class BaguaBucket(FlatStorage):
         Returns:
             A CUDA event that marks the end of the operations; None on a CPU, where they have ended.
         """
-        with streams.use_stream(self.stream, self.device):
-            streams.order_after([after], self.device)
+        with runtime.use_stream(self.stream, self.device):
+            runtime.order_after([after], self.device)
             flat = self.load() if flat is None else flat
-            streams.hold([flat], self.device)
+            runtime.hold([flat], self.device)
             for place, op in enumerate(self._ops):
                 flat = self.load() if place else flat
                 self._run(op, flat, label or f"bagua_ref::bucket{self.name}")
@@ -138,7 +138,7 @@ class BaguaBucket(FlatStorage):
                     self.copy_from_flat(flat)
             if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
                 self.load()  # a Python function may have replaced tensors
-            return streams.record(streams.current_stream(self.device))
+            return runtime.record_event(runtime.current_stream(self.device))
 
     def _run(self, op: Callable[[Tensor], Any], flat: Tensor, label: str) -> None:
         self.running, observers = op, current_world().observers
@@ -152,7 +152,7 @@ class BaguaBucket(FlatStorage):
 
     def shadow(self) -> None:
         """Run the operations on zeros instead of the tensors, which stay as they are; Python functions do not run."""
-        with streams.use_stream(self.stream, self.device):
+        with runtime.use_stream(self.stream, self.device):
             flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
             for op in [op for op in self._ops if not isinstance(op, PythonOp)]:
                 self._run(op, flat, f"bagua_ref::bucket{self.name}")

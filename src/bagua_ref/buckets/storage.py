@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends.base import KernelBackend
-from bagua_ref.base import streams
+from bagua_ref.base import runtime
 from bagua_ref.base.memory import Layout, check_beside
 from bagua_ref.base.runtime import current_world
 from bagua_ref.base.utils import NotCopied, check_contiguous, overlapping
@@ -315,7 +315,7 @@ class FlatStorage:
             if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
                 effective[place] = self.layouts[place].copy_of(tensor)  # the result needs room for each element
                 self._replace(place, effective[place])
-        streams.hold(effective, self.device)
+        runtime.hold(effective, self.device)
         self.kernels.gather_flat(self._in_order(effective), cast("Tensor", self._flat)[: self.filled])
 
     def _move_in(self, effective: list[Tensor]) -> None:
@@ -328,7 +328,7 @@ class FlatStorage:
             outside = [effective[place].clone() if pointers[place] in self._memory else effective[place] for place in places]
         if outside:
             views = self._own_views(places)
-            streams.hold(outside, self.device)
+            runtime.hold(outside, self.device)
             if outside is effective and self._one_dimensional:
                 torch.cat(outside, out=cast("Tensor", self._flat)[: self.filled])  # takes half the time of the call below
             else:
@@ -373,7 +373,7 @@ class FlatStorage:
         if flat.numel() != self.numel:
             raise ValueError(f"flat has {flat.numel()} elements; bucket {self.name!r} has {self.numel}, including padding")
         effective = self.effective_tensors()
-        streams.hold(effective, self.device)
+        runtime.hold(effective, self.device)
         self.kernels.scatter_flat(flat[: self.filled], self._in_order(effective))
         for observer in current_world().observers:
             observer.after_copy(self, flat)

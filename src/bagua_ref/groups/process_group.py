@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from bagua_ref.base import streams
+from bagua_ref.base import runtime
 from bagua_ref.base.runtime import Identity, RealWorld, World, current_world
 from bagua_ref.communicators.base import Communicator, NonMember
 from bagua_ref.communicators.job_store import job_store
@@ -144,7 +144,7 @@ class BaguaProcessGroup:
         if self.stream is not None or not self._job.transport.has_streams:
             return self.stream
         if device not in self._side_streams:
-            self._side_streams[device] = streams.side_stream(device)
+            self._side_streams[device] = runtime.side_stream(device)
         return self._side_streams[device]
 
     @property

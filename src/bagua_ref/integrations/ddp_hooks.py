@@ -16,7 +16,7 @@ from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry, Traini
 from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
 from bagua_ref.algorithms.power_sgd import PowerSGDAlgorithmImpl
 from bagua_ref.backends.base import KernelBackend
-from bagua_ref.base import streams
+from bagua_ref.base import runtime
 from bagua_ref.base.memory import Layout, bytes_of
 from bagua_ref.base.runtime import current_world, use_world
 from bagua_ref.buckets.storage import register
@@ -281,15 +281,15 @@ class _Reduction(BucketRun):
         super().__call__()
         if (error := self.error or self.errors.fatal) is not None:
             self._state.rounds.fail(error)
-        with streams.use_stream(self.bucket.stream, self._buffer.device):
+        with runtime.use_stream(self.bucket.stream, self._buffer.device):
             self._result.set_result(self._buffer)
 
     def run(self) -> None:
         """Run the operations, and put their result into DDP's bucket."""
         super().run()
         assert self.flat is not None, "DDP has waited for the last round, so the bucket was free to be loaded"
-        with streams.use_stream(self.bucket.stream, self._buffer.device):
-            streams.hold([self._buffer], self._buffer.device)
+        with runtime.use_stream(self.bucket.stream, self._buffer.device):
+            runtime.hold([self._buffer], self._buffer.device)
             self._ours.store(self.flat, self._gradients)
         if self._is_last:
             self._state.end_round()

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from bagua_ref.base import streams
+from bagua_ref.base import runtime
 from bagua_ref.base.runtime import World
 from bagua_ref.base.utils import overlapping
 from bagua_ref.buckets.bucket import BaguaBucket
@@ -171,7 +171,7 @@ class Engine:
         self._bucket_of = {known: bucket for bucket, registered in zip(buckets, members, strict=True) for known in registered}
         for known in self._bucket_of:
             known.sink = weakref.ref(self)
-        self._marked_on = {bucket: set() for bucket in buckets if streams.current_stream(bucket.device) is not None}
+        self._marked_on = {bucket: set() for bucket in buckets if runtime.current_stream(bucket.device) is not None}
 
     def mark_ready(self, tensor: Tensor) -> None:
         """Mark ``tensor`` ready; its bucket runs when it is complete and all earlier ones are scheduled (S2.4).
@@ -185,7 +185,7 @@ class Engine:
         if begins:
             self.begin_round()
         if self._marked_on and (bucket := self._bucket_of[known]) in self._marked_on:
-            self._marked_on[bucket].add(streams.current_stream(bucket.device))
+            self._marked_on[bucket].add(runtime.current_stream(bucket.device))
         for place in complete:
             self.schedule(self._buckets[place])
 
@@ -241,10 +241,10 @@ class Engine:
             bucket: in the order in which all ranks run them.
             kind: makes the job, from the arguments of `BucketRun`.
         """
-        here = streams.current_stream(bucket.device)
+        here = runtime.current_stream(bucket.device)
         if bucket in self._marked_on:
             elsewhere = self._marked_on[bucket] - {here}
-            streams.order_after([streams.record(stream) for stream in elsewhere], bucket.device)
+            runtime.order_after([runtime.record_event(stream) for stream in elsewhere], bucket.device)
             self._marked_on[bucket].clear()
         try:
             flat = None if bucket in self._under_way else bucket.load()
@@ -254,7 +254,7 @@ class Engine:
             raise
         self._under_way.add(bucket)
         label = f"bagua_ref::{self._algorithm}/bucket{bucket.name}"
-        run = kind(bucket, flat, streams.record(here), label, self._errors)
+        run = kind(bucket, flat, runtime.record_event(here), label, self._errors)
         self._submit(run)
         return run
 
@@ -279,7 +279,7 @@ class Engine:
             if isinstance(run, BucketRun):
                 if run.error is not None:
                     raise run.error
-                streams.order_after([run.done], run.bucket.device)
+                runtime.order_after([run.done], run.bucket.device)
 
     def run(self, function: Callable[[], T]) -> T:
         """Return the result of ``function()``, called on the worker after everything scheduled; this waits for it.
