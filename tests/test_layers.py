@@ -81,7 +81,6 @@ HOUSE = (
 )  # fmt: skip
 
 LONG_FILES = {
-    "algorithms/base.py": "the interface of algorithms, which those of others implement, and what it is given",
     "communicators/base.py": "one contract: each collective in both forms with its validation, which transports must not repeat",
 }
 """Files over 400 lines, and why each remains a single file."""

@@ -79,7 +79,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return self.context.bagua_train_step_counter - 1
 
     @property
-    def ranks_in_step(self) -> bool:
+    def ranks_in_step(self) -> bool:  # type: ignore[override]
         """Whether this is still the warm-up."""
         return self._warming_up
 
@@ -91,7 +91,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return self.context.bagua_train_step_counter < self.options.warmup_steps
 
     @property
-    def begins_in_forward(self) -> bool:
+    def begins_in_forward(self) -> bool:  # type: ignore[override]
         """Whether the warm-up is over: from then on the forward-pre hook starts rounds and holds the weights (S5.6)."""
         return not self._warming_up
 

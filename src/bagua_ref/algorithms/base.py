@@ -145,23 +145,17 @@ class AlgorithmImpl(NotCopied):
     rank_state: frozenset[str] = frozenset()
     """Entries of `state_dict` that only the same rank of as many ranks can load; `load_state_dict` takes states without them."""
 
-    @property
-    def ranks_in_step(self) -> bool:
-        """Whether all ranks run the same training forward passes; if not, buffers are not broadcast before them."""
-        return True
+    ranks_in_step: bool = True
+    """Whether all ranks run the same training forward passes; if not, buffers are not broadcast before them."""
 
-    @property
-    def steps_together(self) -> bool:
-        """Whether all ranks take the same optimizer steps."""
-        return True
+    steps_together: bool = True
+    """Whether all ranks take the same optimizer steps."""
 
     steps_follow_backward = False
     """Whether an optimizer step that no backward pass of the module preceded counts as none of the training's."""
 
-    @property
-    def replicas_are_equal(self) -> bool:
-        """Whether weights and optimizer state are equal on all ranks; if so, they are compared after a state was loaded."""
-        return False
+    replicas_are_equal: bool = False
+    """Whether weights and optimizer state are equal on all ranks; if so, they are compared after a state was loaded."""
 
     rounds_are_alike = False
     """Whether every round sends the same messages and changes nothing but gradients.
@@ -176,10 +170,8 @@ class AlgorithmImpl(NotCopied):
     agrees_in_nodes = False
     """Whether ranks compare what they are about to do inside their node first, as some rounds stay there."""
 
-    @property
-    def round_stays_in_node(self) -> bool:
-        """Whether the round that begins communicates inside nodes only, so that nodes need not compare."""
-        return False
+    round_stays_in_node: bool = False
+    """Whether the round that begins communicates inside nodes only, so that nodes need not compare."""
 
     delivers_error_memory = False
     """Whether a round also makes gradients of what ranks have left out in earlier ones, be it for a parameter that no rank uses."""
@@ -197,10 +189,8 @@ class AlgorithmImpl(NotCopied):
         """Return further facts that must be equal on all ranks when a round of communication begins; always as many."""
         return []
 
-    @property
-    def begins_in_forward(self) -> bool:
-        """Whether the algorithm needs the module's training forward pass in each step; if not, a backward pass alone suffices."""
-        return False
+    begins_in_forward: bool = False
+    """Whether the algorithm needs the module's training forward pass in each step; if not, a backward pass alone suffices."""
 
     why_one_backward = ""
     """Why graphs cannot be used again after a backward pass, and what to do instead; "" if they can."""

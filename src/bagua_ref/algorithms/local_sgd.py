@@ -99,7 +99,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
         return self.context.steps_of_optimizers[-1]
 
     @property
-    def ranks_in_step(self) -> bool:
+    def ranks_in_step(self) -> bool:  # type: ignore[override]
         """Whether this is still the warm-up; buffers, weights and optimizers stay local after it."""
         return not self._past_warmup
 
@@ -226,7 +226,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
         return self.options.hierarchical and bool(self._past_warmup)
 
     @property
-    def round_stays_in_node(self) -> bool:
+    def round_stays_in_node(self) -> bool:  # type: ignore[override]
         """Whether the round is one of gradients inside nodes."""
         return self._averages_in_nodes and not self._averaging_weights
 

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -45,6 +46,10 @@ __all__ = [
     "use_stream",
     "use_world",
 ]
+
+
+_REMEMBERED = 256
+"""Number of last operations kept for each rank."""
 
 
 class Event(Protocol):
@@ -91,8 +96,10 @@ class World(ABC):
     observers: tuple[BucketObserver, ...] = ()
     """Observers of the inputs and results of this rank's bucket operations."""
 
-    operations: Any = None
-    """The last operations of this rank, as `bagua_ref.observe.meter` records them."""
+    @cached_property
+    def operations(self) -> deque[Any]:
+        """The last operations of this rank, oldest first, as `bagua_ref.observe.meter` records them."""
+        return deque(maxlen=_REMEMBERED)
 
     @cached_property
     def engines(self) -> weakref.WeakValueDictionary[str, Any]:

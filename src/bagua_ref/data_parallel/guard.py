@@ -286,9 +286,12 @@ class _Since:
 
     def check(self, optimizer: torch.optim.Optimizer, module_name: str) -> None:
         """Raise if there are gradients, and all of them bypassed communication."""
-        if self.bypassed is None or self.synchronized:
-            return
-        reason, parameter, gradient = self.bypassed
+        if self.bypassed is not None and not self.synchronized:
+            self._refuse(optimizer, module_name, *self.bypassed)
+
+    def _refuse(
+        self, optimizer: torch.optim.Optimizer, module_name: str, reason: str, parameter: torch.Tensor, gradient: Any
+    ) -> None:
         if parameter.grad is gradient:  # else zero_grad() has dropped it
             raise RuntimeError(
                 f"{type(optimizer).__name__} was about to step module {module_name!r} with gradients of this rank alone: {reason}. "

@@ -24,6 +24,7 @@ from bagua_ref.base.utils import NotCopied, OwnHook, inside_backward, untraced
 __all__ = [
     "ForwardPasses",
     "GradientHook",
+    "Reached",
     "are_for_a_call",
     "call_after_backward",
     "outside_transforms",
@@ -112,9 +113,10 @@ class ForwardPasses:
 
     def __init__(self, synchronize: Callable[[list[tuple[str, Any]]], object], synchronizing: bool) -> None:
         self._synchronize = weakref.WeakMethod(synchronize)
+        self._reach = OwnHook(self.reach)
         self.synchronizing = synchronizing
         """Whether a backward pass that comes to no known node is synchronized."""
-        self._awaited = False
+        self.awaited = False
         """Whether no backward pass has been synchronized since the last forward pass outside `no_sync`."""
         self._expected = False
         """Whether no gradient has arrived since the last forward pass."""
@@ -137,10 +139,10 @@ class ForwardPasses:
 
     def begin(self, synchronized: bool, in_backward: bool) -> None:
         """Note the beginning of a forward pass, outside `no_sync` or not, or of a backward pass that stands in for one."""
-        self._expected, self._first_run = not in_backward, None
+        self._expected, self._first_run, self._functional = not in_backward, None, None
         if synchronized:
-            self.synchronizing = self._awaited = True
-        elif not self._awaited:
+            self.synchronizing = self.awaited = True
+        elif not self.awaited:
             self.synchronizing = False
 
     def begin_without_gradients(self, synchronized: bool) -> None:
@@ -171,14 +173,10 @@ class ForwardPasses:
         """Mark the graph behind the ``output`` of a forward pass, unless it is functional or in a transform."""
         if self.is_functional or inside_transform():
             return
-        mark = partial(OwnHook(self.reach), synchronized)
+        mark = partial(self._reach, synchronized)
         for tensor in _find_tensors(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(mark)
-
-    def backward_synchronized(self) -> None:
-        """Note the end of a synchronized backward pass."""
-        self._awaited = False
 
     def reach(self, synchronized: bool, gradients: Any) -> None:
         """Note that the backward pass under way has come to the output of a forward pass: a hook of the nodes behind it."""

@@ -180,7 +180,10 @@ class Engine:
             ValueError: its bucket has already been scheduled in this round, or a tensor has another shape or dtype than before.
             NotImplementedError: a tensor of the bucket is sparse.
         """
-        known, begins = registration(tensor), self._readiness.idle
+        self._mark(registration(tensor))
+
+    def _mark(self, known: Registration) -> None:
+        begins = self._readiness.idle
         complete = self._readiness.mark(known)
         if begins:
             self.begin_round()
@@ -193,7 +196,7 @@ class Engine:
         """Mark ``parameter`` ready as `mark_ready` does, with fewer calls for most parameters: an algorithm's backward hook."""
         known: Any = getattr(parameter, "_bagua_registration", None)
         if not self._readiness.tick(known) or self._marked_on:
-            self.mark_ready(parameter)
+            self._mark(known or registration(parameter))
 
     def begin_round(self) -> None:
         """Begin a round now, as the first `mark_ready` of a round does, for buckets that are not registered."""

@@ -166,26 +166,23 @@ class Worker:
             CommunicationTimeoutError: none finished within the timeout; names the running job.
             CommunicationError: the ranks wait for each other and none can go on.
         """
+        count, now = self._jobs_so_far, self._world.now
+        begin = now()
         with self._world.waiting_for_own_thread(self._interrupt):
-            self._wait()
+            while (before := count.finished) < count.submitted:
+                self._idle.clear()
+                if self._interrupted:
+                    raise CommunicationError(self._interrupted)
+                left = max(0.0, max(begin, count.last_end) + self.timeout - now())
+                if count.finished == before and not self._idle.wait(left) and count.finished == before:
+                    running = self._jobs[before - count.submitted]
+                    raise CommunicationTimeoutError(f"no progress for {self.timeout:g} s: {running.describe()}")
         jobs, self._jobs = self._jobs, []
         return jobs
 
     def _interrupt(self, reason: str) -> None:
         self._interrupted = reason
         self._idle.set()
-
-    def _wait(self) -> None:
-        jobs, now = self._jobs_so_far, self._world.now
-        begin = now()
-        while (before := jobs.finished) < jobs.submitted:
-            self._idle.clear()
-            if self._interrupted:
-                raise CommunicationError(self._interrupted)
-            left = max(0.0, max(begin, jobs.last_end) + self.timeout - now())
-            if jobs.finished == before and not self._idle.wait(left) and jobs.finished == before:
-                running = self._jobs[before - jobs.submitted]
-                raise CommunicationTimeoutError(f"no progress for {self.timeout:g} s: {running.describe()}")
 
     def join(self) -> None:
         """Wait for the thread to end after `close`, at most the timeout."""
