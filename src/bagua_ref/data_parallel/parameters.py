@@ -17,7 +17,7 @@ from bagua_ref.groups.communication import broadcast_coalesced
 from bagua_ref.observe.meter import Meter
 from bagua_ref.types import Group
 
-__all__ = ["Buffers", "OfTraining", "UnusedParameters", "refuse_what_cannot_be_flat", "split_into_buckets"]
+__all__ = ["Buffers", "UnusedParameters", "refuse_what_cannot_be_flat", "split_into_buckets"]
 
 _BITS = 63
 """Of each number of a note about unused parameters."""
@@ -67,19 +67,7 @@ class Buffers:
         return [buffer for name, buffer in module.named_buffers() if name not in self._ignored]
 
 
-class OfTraining:
-    """A part of a training, which it holds weakly."""
-
-    _training: weakref.ref[TrainingContext]
-
-    @property
-    def _trained(self) -> TrainingContext:
-        training = self._training()
-        assert training is not None, "it is under way"
-        return training
-
-
-class UnusedParameters(OfTraining):
+class UnusedParameters:
     """The parameters that backward passes have reached since the last synchronized round, and what others had for a gradient.
 
     Args:
@@ -93,7 +81,8 @@ class UnusedParameters(OfTraining):
     """
 
     def __init__(self, training: TrainingContext, group: Group) -> None:
-        self._training, self.group = weakref.ref(training), group
+        self._training: TrainingContext = weakref.proxy(training)
+        self.group = group
         self.reached: set[str] = set()
         self._set_aside: list[tuple[Any, tuple[torch.Tensor, torch.Tensor] | None]] = []
         """Parameters that no rank reached, with the gradient of each and a copy of it; None where there is no gradient."""
@@ -114,7 +103,7 @@ class UnusedParameters(OfTraining):
 
     def agree(self) -> None:
         """Set the gradients of parameters aside that no rank has reached, so that they count as zero in the round. Collective."""
-        training = self._trained
+        training = self._training
         parameters = training.bagua_build_params()
         reached = self._on_any_rank([name in self.reached for name, _ in parameters])
         self.reached.clear()
@@ -126,12 +115,12 @@ class UnusedParameters(OfTraining):
 
     def agree_without_batch(self) -> None:
         """Tell the other ranks that this one has reached nothing. Collective."""
-        self._on_any_rank([False] * len(self._trained.bagua_build_params()))
+        self._on_any_rank([False] * len(self._training.bagua_build_params()))
 
     @torch.no_grad()
     def restore(self) -> None:
         """After the round, put back what was set aside, except where an error memory has delivered something."""
-        delivers = self._trained.bagua_algorithm.delivers_error_memory
+        delivers = self._training.bagua_algorithm.delivers_error_memory
         for parameter, before in self._set_aside:
             if delivers and parameter.grad.any():
                 if before is not None:
@@ -146,7 +135,7 @@ class UnusedParameters(OfTraining):
 
     def _on_any_rank(self, bits: Sequence[bool]) -> list[bool]:
         """Return for each place whether the bit is set on any rank."""
-        algorithm = self._trained.bagua_algorithm
+        algorithm = self._training.bagua_algorithm
         group = self.group
         comm: Communicator = (
             group.get_intra_node_communicator() if algorithm.round_stays_in_node else group.get_global_communicator()
@@ -154,7 +143,7 @@ class UnusedParameters(OfTraining):
         if comm.nranks() == 1:
             return list(bits)
         note = [sum(bit << place for place, bit in enumerate(bits[start : start + _BITS])) for start in range(0, len(bits), _BITS)]
-        engine = self._trained.engine
+        engine = self._training.engine
         try:
             with engine.meter.waiting():
                 notes = comm.exchange_ints(note)()

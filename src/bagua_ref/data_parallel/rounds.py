@@ -17,7 +17,7 @@ import torch
 from bagua_ref.algorithms.base import TrainingContext
 from bagua_ref.base.memory import Layout, bytes_of
 from bagua_ref.communicators.base import Communicator
-from bagua_ref.data_parallel.parameters import OfTraining, UnusedParameters
+from bagua_ref.data_parallel.parameters import UnusedParameters
 from bagua_ref.data_parallel.sharding import local, whole
 from bagua_ref.errors import CommunicationError
 from bagua_ref.observe.flight_recorder import explain
@@ -236,7 +236,7 @@ class AgreedRound(Round):
         self._rounds.compared, self._rounds.meter.steps_in_agreement = comparison, self._steps
 
 
-class ModuleRounds(OfTraining, AgreedRounds):
+class ModuleRounds(AgreedRounds):
     """The rounds of a wrapped module.
 
     Args:
@@ -250,7 +250,7 @@ class ModuleRounds(OfTraining, AgreedRounds):
     def __init__(self, training: TrainingContext, unused_group: Group | None) -> None:
         nodes, meter = training.bagua_algorithm.agrees_in_nodes, training.engine.meter
         super().__init__(training.process_group, training.bagua_module_name, meter, in_nodes=nodes, remedy=_REMEDY)
-        self._training = weakref.ref(training)
+        self._training: TrainingContext = weakref.proxy(training)
         self._plan = 0
         self._plan_of_last_round: int | None = None
         self.unused = None if unused_group is None else UnusedParameters(training, unused_group)
@@ -259,8 +259,8 @@ class ModuleRounds(OfTraining, AgreedRounds):
 
     def plan(self) -> None:
         """Note the buckets, and the order of elements in them and in those to come, which must be equal on all ranks."""
-        described = [(b.name, str(b.dtype), [list(t.shape) for t in b.tensors]) for b in self._trained.bagua_buckets]
-        named = self._trained.bagua_build_params()
+        described = [(b.name, str(b.dtype), [list(t.shape) for t in b.tensors]) for b in self._training.bagua_buckets]
+        named = self._training.bagua_build_params()
         layouts = {name: str(Layout.of(parameter)) for name, parameter in named if not parameter.is_contiguous()}
         self._plan = zlib.crc32(repr((described, layouts)).encode())
         if self._plan_of_last_round is None:  # what the first one depends on was compared when wrapping
@@ -268,7 +268,7 @@ class ModuleRounds(OfTraining, AgreedRounds):
 
     def new_round(self) -> Round:
         """Return the round that begins now."""
-        algorithm = self._trained.bagua_algorithm
+        algorithm = self._training.bagua_algorithm
         same_plan, self._plan_of_last_round = self._plan == self._plan_of_last_round, self._plan
         alike, in_node = algorithm.rounds_are_alike, algorithm.round_stays_in_node
         return AgreedRound(self, self._facts(ROUND), alike=alike, same_plan=same_plan, stays_in_node=in_node)
@@ -288,11 +288,11 @@ class ModuleRounds(OfTraining, AgreedRounds):
             return Announced.of(self.compare(facts, flag))
 
         with self.aborting():
-            return self._trained.engine.run(compare)
+            return self._training.engine.run(compare)
 
     def shadow(self) -> Announced:
         """Announce to the other ranks that this one has no more batches, and take part in the round that they begin, if they do."""
-        training = self._trained
+        training = self._training
         algorithm, facts = training.bagua_algorithm, self._facts(JOINED)
         alike = algorithm.rounds_are_alike
 
@@ -334,7 +334,7 @@ class ModuleRounds(OfTraining, AgreedRounds):
 
     def _facts(self, act: int) -> list[Fact]:
         """Return this rank's facts before ``act``: all if it begins a round, else as many, of which only the first have a value."""
-        training = self._trained
+        training = self._training
         algorithm, optimizers = training.bagua_algorithm, training.bagua_optimizers
         facts = [
             Fact("{is} about to {value}", act, _ACTS),
@@ -354,7 +354,7 @@ class ModuleRounds(OfTraining, AgreedRounds):
 
     def digest(self) -> Fact | None:
         """Return a checksum of weights and optimizer state, if they are equal on all ranks."""
-        replicas = self._trained.bagua_algorithm.replicas()
+        replicas = self._training.bagua_algorithm.replicas()
         if not replicas:
             return None
         checksum = 0
@@ -371,4 +371,4 @@ class ModuleRounds(OfTraining, AgreedRounds):
 
     def _no_digest(self) -> Fact | None:
         """As `digest`, but say nothing."""
-        return Fact(_DIGEST, UNSAID) if self._trained.bagua_algorithm.replicas_are_equal else None
+        return Fact(_DIGEST, UNSAID) if self._training.bagua_algorithm.replicas_are_equal else None

@@ -192,20 +192,18 @@ class _HookRounds(AgreedRounds):
 
     def __init__(self, state: DDPHookState, engine: Engine) -> None:
         super().__init__(state.process_group, state.bagua_module_name, engine.meter, remedy="Start again from a checkpoint")
-        self._state = weakref.ref(state)
+        self._state: DDPHookState = weakref.proxy(state)
         if not self.alone:
             engine.new_round = self.new_round
 
     def new_round(self) -> AgreedRound:
         """Return the round that begins now."""
-        state = self._state()
-        assert state is not None, "DDP has it"
-        facts = [Fact("{has} finished {value} reductions", state.reductions), *state.bagua_algorithm.facts()]
+        facts = [Fact("{has} finished {value} reductions", self._state.reductions), *self._state.bagua_algorithm.facts()]
         return AgreedRound(self, facts)
 
     def digest(self) -> Fact | None:
         """Return a checksum of what is equal on all ranks; weights are DDP's business."""
-        algorithm, checksum = cast("DDPHookState", self._state()).bagua_algorithm, 0
+        algorithm, checksum = self._state.bagua_algorithm, 0
         if not isinstance(algorithm, CompressedGradientsImpl):
             return None
         for factor in algorithm.factors.written():
