@@ -13,8 +13,7 @@ from tests.threads import assert_right_on_threads
 
 import bagua_ref.backends as registry
 from bagua_ref.backends import KernelBackend, available_backends, get_backend, get_codec, register_backend, use_backend
-from bagua_ref.backends.reference import ReferenceBackend
-from bagua_ref.backends.reference import backend
+from bagua_ref.backends.reference import ReferenceBackend, backend
 from bagua_ref.backends.reference.backend import BLOCK
 from bagua_ref.conformance import EXACT, SUM, ULP, assert_equal
 from bagua_ref.errors import BackendUnavailableError

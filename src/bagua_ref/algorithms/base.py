@@ -178,7 +178,7 @@ class AlgorithmImpl(NotCopied):
 
     def leave_alone(self, parameters: Sequence[torch.nn.Parameter]) -> Callable[[], None]:
         """Return a function that undoes what the next round does to ``parameters``, which no rank uses, but gradients (S2.5)."""
-        return lambda: None
+        return _nothing
 
     def replicas(self) -> list[tuple[Tensor, list[torch.optim.Optimizer]]]:
         """Return the tensors that are equal on all ranks and compared after a state was loaded, each with its optimizers."""
@@ -225,7 +225,7 @@ class AlgorithmImpl(NotCopied):
 
     def suspend(self) -> Callable[[], None]:
         """Stop background communication, collectively, because the module is wrapped again; return a function that resumes it."""
-        return lambda: None
+        return _nothing
 
     def close(self) -> None:
         """Release everything outside the buckets; the module now has another algorithm."""
@@ -328,7 +328,7 @@ class AlgorithmImpl(NotCopied):
 
     def init_forward_pre_hook(self, bagua_ddp: TrainingContext) -> Callable[[Any], object]:
         """Return ``hook(input)``, called before each training forward."""
-        return lambda input: None
+        return _nothing
 
     def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
         """Return ``hook(name, parameter)``, called when a parameter's gradient is accumulated; this one marks it ready."""
@@ -340,7 +340,7 @@ class AlgorithmImpl(NotCopied):
 
     def init_post_optimizer_step_hook(self, bagua_ddp: TrainingContext) -> Callable[[torch.optim.Optimizer], object]:
         """Return ``hook(optimizer)``, called after each optimizer's step."""
-        return lambda optimizer: None
+        return _nothing
 
 
 class Algorithm:
@@ -387,6 +387,10 @@ class Algorithm:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing."""
 
 
 def _set_grad(parameter: Tensor, grad: Tensor) -> None:

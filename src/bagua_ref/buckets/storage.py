@@ -302,11 +302,7 @@ class FlatStorage:
         if self.padding_tensor is not None:
             self._flat[self.filled :] = 0
         effective = [known.getter(proxy) for known, proxy in zip(self._registered, self.tensors, strict=True)]
-        if not self._all_fit(effective):
-            for place, tensor in enumerate(effective):
-                if tensor is None or not self._fits(tensor, place):
-                    effective[place] = self._zero_or_raise(place, tensor)
-        dense = cast("list[Tensor]", effective)
+        dense = cast("list[Tensor]", effective) if self._all_fit(effective) else self._filled_up(effective)
         (self._move_in if self.flatten else self._gather)(dense)
         return self._flat
 
@@ -314,7 +310,7 @@ class FlatStorage:
         for place, tensor in enumerate(effective):
             if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
                 effective[place] = self.layouts[place].copy_of(tensor)  # the result needs room for each element
-                self._replace(place, effective[place])
+                self._registered[place].replace(self.tensors[place], effective[place])
         runtime.hold(effective, self.device)
         self.kernels.gather_flat(self._in_order(effective), cast("Tensor", self._flat)[: self.filled])
 
@@ -337,30 +333,28 @@ class FlatStorage:
                 self._registered[place].replace(self.tensors[place], view)
 
     def _all_fit(self, effective: Sequence[Tensor | None]) -> bool:
-        """Return whether no tensor is missing and each `_fits`; this is much faster than one call for each."""
+        """Return whether no tensor is missing, and each is dense and of its shape and dtype; much faster than one check for each."""
         kinds = {None if tensor is None else (tensor.layout, tensor.dtype) for tensor in effective}
         return kinds == {(torch.strided, self.dtype)} and all(map(eq, map(_shape, effective), self._shapes))
 
-    def _fits(self, tensor: Tensor, place: int) -> bool:
-        """Return whether ``tensor`` is dense and has the shape and dtype that its bucket was made for."""
-        return tensor.layout is torch.strided and tensor.shape == self._shapes[place] and tensor.dtype is self.dtype
-
-    def _zero_or_raise(self, place: int, tensor: Tensor | None) -> Tensor:
-        """Return a new zero tensor in place of a missing gradient; raise for any other tensor that does not fit."""
-        shape, name = self._shapes[place], self._registered[place].name
-        if tensor is None:
-            tensor = self.layouts[place].zeros(self.dtype, self.device)
-            self._replace(place, tensor)
-            return tensor
-        if tensor.layout is not torch.strided:
-            raise NotImplementedError(f"tensor {name!r} is {tensor.layout}; only dense ones can be communicated: use sparse=False")
-        raise ValueError(
-            f"tensor {name!r} has shape {tuple(tensor.shape)} and {tensor.dtype}, but its bucket was made for shape "
-            f"{tuple(shape)} and {self.dtype}; make the bucket, or wrap the module, after changing them"
-        )
-
-    def _replace(self, place: int, tensor: Tensor) -> None:
-        self._registered[place].replace(self.tensors[place], tensor)
+    def _filled_up(self, effective: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return ``effective`` with new zero tensors in place of missing gradients; raise for a tensor that does not fit."""
+        found = []
+        for place, (tensor, shape, known) in enumerate(zip(effective, self._shapes, self._registered, strict=True)):
+            if tensor is None:
+                tensor = self.layouts[place].zeros(self.dtype, self.device)
+                known.replace(self.tensors[place], tensor)
+            if tensor.layout is not torch.strided:
+                raise NotImplementedError(
+                    f"tensor {known.name!r} is {tensor.layout}; only dense ones can be communicated: use sparse=False"
+                )
+            if tensor.shape != shape or tensor.dtype is not self.dtype:
+                raise ValueError(
+                    f"tensor {known.name!r} has shape {tuple(tensor.shape)} and {tensor.dtype}, but its bucket was made for shape "
+                    f"{tuple(shape)} and {self.dtype}; make the bucket, or wrap the module, after changing them"
+                )
+            found.append(tensor)
+        return found
 
     def _own_views(self, places: Sequence[int]) -> list[Tensor]:
         """Return views of the tensors' places in flat storage."""

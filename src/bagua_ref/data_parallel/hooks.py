@@ -6,14 +6,12 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.utils.stateless import _functional_call
@@ -27,7 +25,7 @@ __all__ = [
     "Reached",
     "are_for_a_call",
     "call_after_backward",
-    "outside_transforms",
+    "inside_transform",
     "trainings_of",
     "trains",
 ]
@@ -215,11 +213,6 @@ def are_for_a_call(tensors: Sequence[torch.Tensor]) -> bool:
     while frame is not None and frame.f_code is not _functional_call.__code__:
         frame = frame.f_back
     return frame is not None
-
-
-def outside_transforms() -> AbstractContextManager[Any]:
-    """Return a context outside of the transforms that the caller is in: tensors made in a transform end with it."""
-    return temporarily_clear_interpreter_stack() if inside_transform() else nullcontext()
 
 
 def inside_transform() -> bool:

@@ -59,7 +59,7 @@ class Announced(NamedTuple):
     @classmethod
     def of(cls, comparison: Comparison) -> Announced:
         """Wait for the announcements of all ranks."""
-        received = comparison.check_facts()
+        received = comparison.check()
         active = [rank for rank, theirs in enumerate(received) if theirs[1] != JOINED]
         joined = [rank for rank, theirs in enumerate(received) if theirs[1] == JOINED]
         _, act, _, _, *rest = received[active[0] if active else 0]
@@ -86,8 +86,12 @@ class Comparison:
         self._receive = comm.exchange_ints([int(flag), *(fact.value for fact in facts)])
         self._received: list[list[int]] | None = None
 
-    def check_facts(self) -> list[list[int]]:
+    def check(self, digest: Callable[[], Fact | None] | None = None) -> list[list[int]]:
         """Wait for the facts of all ranks and compare them, once; return each rank's flag and values.
+
+        Args:
+            digest: returns a fact about all weights, None if they may differ; called, and compared, if some rank has loaded a
+                state. All ranks do so at the same place. None: weights are not compared now.
 
         Raises:
             CommunicationError: ranks differ; the message, equal on all of them, says which ranks in what.
@@ -96,19 +100,10 @@ class Comparison:
             received = self._receive()
             self._compare(self._facts, [values for _, *values in received])
             self._received = received
-        return self._received
-
-    def check(self, digest: Callable[[], Fact | None]) -> None:
-        """Compare the facts, and the weights if some rank has loaded a state. Collective: all ranks call it, at the same place.
-
-        Args:
-            digest: returns a fact about all weights, None if they may differ.
-
-        Raises:
-            CommunicationError: ranks differ; the message, equal on all of them, says which ranks in what.
-        """
-        if any(flag for flag, *_ in self.check_facts()) and (weights := digest()) is not None:
+        loaded = digest is not None and any(flag for flag, *_ in self._received)
+        if loaded and (weights := digest()) is not None:  # type: ignore[misc]
             self._compare([weights], self._comm.exchange_ints([weights.value])())
+        return self._received
 
     def _compare(self, facts: Sequence[Fact], values: Sequence[Sequence[int]]) -> None:
         if any(theirs != values[0] for theirs in values) and (differences := describe_differences(facts, values, self._ranks)):
@@ -223,7 +218,7 @@ class AgreedRound(Round):
             if not self._alike:
                 self._check(self._comparison)
             elif not self._same_plan:
-                self._comparison.check_facts()
+                self._comparison.check()
 
     def end(self) -> None:
         """End the comparison, if `begin` has not."""
@@ -284,7 +279,7 @@ class ModuleRounds(AgreedRounds):
 
         def compare() -> Announced:
             if self.compare_in_node is not None:
-                self.compare_in_node(facts, flag).check_facts()
+                self.compare_in_node(facts, flag).check()
             return Announced.of(self.compare(facts, flag))
 
         with self.aborting():

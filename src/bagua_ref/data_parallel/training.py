@@ -6,11 +6,12 @@ import itertools
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry, TrainingContext
 from bagua_ref.backends.base import KernelBackend
@@ -19,7 +20,7 @@ from bagua_ref.base.utils import OwnHook, OwnList, OwnName, inside_backward, unc
 from bagua_ref.buckets.optimizer_state import align_state
 from bagua_ref.communicators.processes import refuse_in_child
 from bagua_ref.data_parallel.guard import StepGuard, TrainedParameters, refuse_both, refuse_inside
-from bagua_ref.data_parallel.hooks import ForwardPasses, GradientHook, Reached, call_after_backward, outside_transforms, trains
+from bagua_ref.data_parallel.hooks import ForwardPasses, GradientHook, Reached, call_after_backward, inside_transform, trains
 from bagua_ref.data_parallel.parameters import Buffers, split_into_buckets
 from bagua_ref.data_parallel.rounds import BUFFERS, PLAN, ModuleRounds
 from bagua_ref.data_parallel.sharding import reshard, whole
@@ -213,7 +214,8 @@ class ModuleTraining(TrainingContext):
         refuse_both(self.given_group)
         if self.options.without_forward:
             return
-        with outside_transforms():
+        # Tensors made in a transform end with it.
+        with temporarily_clear_interpreter_stack() if inside_transform() else nullcontext():
             if torch.is_grad_enabled():
                 self._begin_forward(input, not self.skipping)
             else:

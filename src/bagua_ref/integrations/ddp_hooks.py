@@ -111,7 +111,7 @@ class DDPHookState(TrainingContext):
         self.rounds = _HookRounds(self, self._engine)
         options = Fact("{has} options of checksum {value}", zlib.crc32(repr(algorithm).encode()))
         if not self.rounds.alone:
-            self.rounds.compare([options]).check_facts()
+            self.rounds.compare([options]).check()
 
     def __repr__(self) -> str:
         return f"DDPHookState({self.algorithm!r}, {self.reductions} reductions)"

@@ -203,21 +203,16 @@ class Engine:
         self._end_round()
         self.meter.rounds += 1
         self._round = self.new_round()
-        begin = RoundCall(self._round.begin, self._errors)
-        if self._round.waits or not self._worker.idle:
-            self._submit(begin)
-        else:  # waking the worker, which takes Python's lock during backward, would take longer
-            with use_meter(self.meter):
-                begin()
+        self._submit(RoundCall(self._round.begin, self._errors), may_run_here=not self._round.waits)
 
     def _end_round(self) -> None:
         if self._round is not None:
             self._submit(RoundCall(self._round.end, self._errors, ends=True))
             self._round = None
 
-    def _submit(self, job: Job) -> None:
+    def _submit(self, job: Job, may_run_here: bool = False) -> None:
         with use_meter(self.meter):  # the worker's thread, which the first job starts, keeps it
-            self._worker.submit(job)
+            self._worker.submit(job, may_run_here)
 
     def run_round(self, buckets: Sequence[BaguaBucket], is_open: bool = False) -> None:
         """Run ``buckets``, registered or not, now and in a round of their own; `wait_pending_comm_ops` waits for them, too.
@@ -246,9 +241,7 @@ class Engine:
         """
         here = runtime.current_stream(bucket.device)
         if bucket in self._marked_on:
-            elsewhere = self._marked_on[bucket] - {here}
-            runtime.order_after([runtime.record_event(stream) for stream in elsewhere], bucket.device)
-            self._marked_on[bucket].clear()
+            self._order_after_marks(bucket, here)
         try:
             flat = None if bucket in self._under_way else bucket.load()
         except Exception:
@@ -260,6 +253,11 @@ class Engine:
         run = kind(bucket, flat, runtime.record_event(here), label, self._errors)
         self._submit(run)
         return run
+
+    def _order_after_marks(self, bucket: BaguaBucket, here: Any) -> None:
+        """Let stream ``here`` wait for the other streams on which tensors of ``bucket`` were marked."""
+        runtime.order_after([runtime.record_event(stream) for stream in self._marked_on[bucket] - {here}], bucket.device)
+        self._marked_on[bucket].clear()
 
     def wait_pending_comm_ops(self) -> None:
         """Wait until everything scheduled has finished (S2.5); on CUDA the current stream waits, not the host.

@@ -135,13 +135,11 @@ class Worker:
         """End the thread when all submitted jobs have finished; also called when the worker is garbage-collected."""
         self.close.atexit = False
 
-    @property
-    def idle(self) -> bool:
-        """Whether all submitted jobs have finished."""
-        return self._jobs_so_far.finished == self._jobs_so_far.submitted
-
-    def submit(self, job: Job) -> None:
-        """Run ``job()`` after all earlier jobs."""
+    def submit(self, job: Job, may_run_here: bool = False) -> None:
+        """Run ``job()`` after all earlier jobs; now and on this thread if all have finished and it ``may_run_here``."""
+        if may_run_here and self._jobs_so_far.finished == self._jobs_so_far.submitted:
+            job()  # waking the worker, which takes Python's lock during backward, would take longer
+            return
         if self._thread is None:
             queue, idle, jobs, now = self._queue, self._idle, self._jobs_so_far, self._world.now
 
