@@ -242,9 +242,7 @@ class RealWorld(World):
         """Wait for ``seconds``."""
         time.sleep(seconds)
 
-    def now(self) -> float:
-        """Return `time.monotonic`."""
-        return time.monotonic()
+    now = clock = staticmethod(time.monotonic)
 
 
 _real_world = RealWorld()

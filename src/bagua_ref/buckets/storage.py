@@ -333,7 +333,7 @@ class FlatStorage:
                 self._registered[place].replace(self.tensors[place], view)
 
     def _all_fit(self, effective: Sequence[Tensor | None]) -> bool:
-        """Return whether no tensor is missing, and each is dense and of its shape and dtype; much faster than one check for each."""
+        """Return whether none is missing, and each is dense and of its shape and dtype; much faster than one check for each."""
         kinds = {None if tensor is None else (tensor.layout, tensor.dtype) for tensor in effective}
         return kinds == {(torch.strided, self.dtype)} and all(map(eq, map(_shape, effective), self._shapes))
 
