@@ -54,12 +54,7 @@ class BucketRun:
 
     def __init__(self, bucket: BaguaBucket, flat: Tensor | None, ready: Any, label: str, errors: Errors) -> None:
         self.bucket, self.flat, self._ready, self._label, self.errors = bucket, flat, ready, label, errors
-        self._ended: torch.futures.Future[None] | None = None
-        if torch.autograd.profiler._is_profiler_enabled:
-            self._ended = torch.futures.Future()
-            profiled = record_function(label)
-            profiled.__enter__()
-            profiled._call_end_callbacks_on_future(self._ended)
+        self._ended = _profiled_until(label) if torch.autograd.profiler._is_profiler_enabled else None
         self.done: Any = None
         self.error: BaseException | None = None
 
@@ -82,6 +77,15 @@ class BucketRun:
     def describe(self) -> str:
         """Return the bucket and the operation under way."""
         return f"bucket {self.bucket.name!r}, operation {self.bucket.running!r}"
+
+
+def _profiled_until(label: str) -> torch.futures.Future[None]:
+    """Return a future; a profile shows ``label`` from now until it has a result."""
+    ended: torch.futures.Future[None] = torch.futures.Future()
+    profiled = record_function(label)
+    profiled.__enter__()
+    profiled._call_end_callbacks_on_future(ended)
+    return ended
 
 
 class RoundCall:
@@ -141,21 +145,24 @@ class Worker:
             job()  # waking the worker, which takes Python's lock during backward, would take longer
             return
         if self._thread is None:
-            queue, idle, jobs, now = self._queue, self._idle, self._jobs_so_far, self._world.now
-
-            def loop() -> None:  # must not refer to the worker, or it would never be collected
-                while (run := queue.get()) is not None:
-                    run()
-                    del run  # a job holds its bucket
-                    jobs.last_end = now()
-                    jobs.finished += 1
-                    if jobs.finished == jobs.submitted:  # else the waiting thread would wake only to wait on
-                        idle.set()
-
-            self._thread = self._world.spawn(loop, self._name)
+            self._thread = self._start()
         self._jobs_so_far.submitted += 1
         self._jobs.append(job)
         self._queue.put(job)
+
+    def _start(self) -> Thread:
+        queue, idle, jobs, now = self._queue, self._idle, self._jobs_so_far, self._world.now
+
+        def loop() -> None:  # must not refer to the worker, or it would never be collected
+            while (run := queue.get()) is not None:
+                run()
+                del run  # a job holds its bucket
+                jobs.last_end = now()
+                jobs.finished += 1
+                if jobs.finished == jobs.submitted:  # else the waiting thread would wake only to wait on
+                    idle.set()
+
+        return self._world.spawn(loop, self._name)
 
     def wait(self) -> list[Job]:
         """Wait until all jobs submitted since the last call have finished; return them.
