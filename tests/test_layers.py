@@ -52,7 +52,6 @@ HOUSE = (
             "communicators.failures", "communicators.job_store", "communicators.processes", "communicators.failures",
             "communicators.waiting", "communicators.pipelining", "communicators.int_sockets", "communicators.mesh",
             "communicators.shared_memory", "communicators.gloo_sockets", "communicators.processes",
-            "communicators.torch_transport",
             "communicators.simulated", "communicators.scheduler",
         ),
         layers(range(3)),

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from bagua_ref.base import runtime
 from bagua_ref.base.runtime import Identity, RealWorld, World, current_world
 from bagua_ref.communicators.base import Communicator, NonMember
-from bagua_ref.communicators.job_store import job_store
+from bagua_ref.communicators.job_store import TorchDistributedTransport, job_store
 from bagua_ref.communicators.processes import refuse_in_child
 from bagua_ref.communicators.rendezvous import StoreLostError, check_others, connecting, interruptible
-from bagua_ref.communicators.torch_transport import TorchDistributedTransport
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.env import checked_timeout, get_default_timeout
 from bagua_ref.errors import NotInitializedError
