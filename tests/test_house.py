@@ -25,7 +25,7 @@ LINES: dict[str, int] = {
     "checkpoint": 1185,
     "cli": 2197,
     "comm_ops": 1138,
-    "communicators": 4334,
+    "communicators": 4321,
     "conformance": 96,
     "conformance/expected": 1896,
     "conformance/formats": 103,
@@ -43,14 +43,14 @@ LINES: dict[str, int] = {
     "data_parallel": 2861,
     "distributed": 153,
     "formulas": 489,
-    "groups": 751,
+    "groups": 750,
     "integrations": 932,
     "observe": 238,
     "package": 439,
     "property_tests": 2861,
-    "scheduling": 632,
+    "scheduling": 639,
     "simulation": 452,
-    "tests": 35640,
+    "tests": 35639,
     "tests/cuda_emulation": 487,
     "tests/integrations": 899,
     "tests/meta": 1156,
@@ -59,7 +59,7 @@ LINES: dict[str, int] = {
 }
 """The most lines of each room of src, and of the folders of tests."""
 
-FILES = 247  # caches that fail, fields of payloads, scripts of reports
+FILES = 246  # caches that fail, fields of payloads, scripts of reports
 """The most files of src; public names of modules that have moved into a room do not count."""
 
 OTHER_IMPLEMENTER = {
