@@ -50,7 +50,7 @@ LINES: dict[str, int] = {
     "property_tests": 2861,
     "scheduling": 639,
     "simulation": 452,
-    "tests": 35639,
+    "tests": 35646,
     "tests/cuda_emulation": 487,
     "tests/integrations": 899,
     "tests/meta": 1156,
