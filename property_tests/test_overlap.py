@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from property_tests.strategies import COMPRESSIBLE, inputs
 
 from bagua_ref.backends import get_backend, get_codec, list_codecs
-from bagua_ref.backends.reference.blocks import BLOCK
+from bagua_ref.backends.reference.backend import BLOCK
 from bagua_ref.comm_ops import CentralizedErrorFeedback, CentralizedLowPrecision, ErrorMemory
 from bagua_ref.communicators.pipelining import Overlap
 from bagua_ref.communicators.simulated import SimulatedCommunicator

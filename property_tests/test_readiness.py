@@ -32,8 +32,6 @@ class ReadinessMachine(RuleBasedStateMachine):
     def mark(self, data: st.DataObject) -> None:
         place = data.draw(st.integers(0, len(self.buckets) - 1))
         item = data.draw(st.sampled_from(self.buckets[place]))
-        if self.complete() and not self.readiness.hold:
-            self.new_round()
         if place in self.scheduled:
             with pytest.raises(ValueError, match=r"marked again .* already been scheduled"):
                 self.readiness.mark(item)
@@ -45,10 +43,18 @@ class ReadinessMachine(RuleBasedStateMachine):
             self.scheduled.append(len(self.scheduled))
         assert self.readiness.mark(item) == expected
         self.issued += expected
+        if self.complete() and not self.readiness.hold:
+            self.new_round()
 
-    @rule(hold=st.booleans())
-    def hold(self, hold: bool) -> None:
-        self.readiness.hold = hold
+    @rule()
+    def hold(self) -> None:
+        self.readiness.hold = True
+
+    @rule()
+    def release(self) -> None:
+        self.readiness.release()
+        if self.complete():
+            self.new_round()
 
     @precondition(lambda self: self.marked)
     @rule()
@@ -71,7 +77,8 @@ class ReadinessMachine(RuleBasedStateMachine):
                 if place not in self.scheduled
             }
             assert self.readiness.unmarked() == expected
-            assert self.readiness.started == bool(self.marked and expected)
+            assert self.readiness.idle == (not self.marked)
+            assert self.readiness.complete == (not expected)
 
 
 TestReadiness = ReadinessMachine.TestCase

@@ -13,8 +13,8 @@ from tests.threads import assert_right_on_threads
 
 import bagua_ref.backends as registry
 from bagua_ref.backends import KernelBackend, available_backends, get_backend, get_codec, register_backend, use_backend
-from bagua_ref.backends.reference import ReferenceBackend, blocks
-from bagua_ref.backends.reference.blocks import BLOCK
+from bagua_ref.backends.reference import ReferenceBackend, backend
+from bagua_ref.backends.reference.backend import BLOCK
 from bagua_ref.conformance import EXACT, SUM, ULP, assert_equal
 from bagua_ref.errors import BackendUnavailableError
 
@@ -331,7 +331,7 @@ def run_every_kernel(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_tensors_that_cannot_be_used_in_place_are_copied_in_and_out(dtype, monkeypatch):
     expected = run_every_kernel("cpu", dtype)
-    monkeypatch.setattr(blocks, "_usable", lambda x: False)
+    monkeypatch.setattr(backend, "_usable", lambda x: False)
     for actual, wanted in zip(run_every_kernel("cpu", dtype), expected, strict=True):
         assert_equal(actual, wanted, EXACT)
 

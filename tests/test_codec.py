@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bagua_ref.backends import get_codec
-from bagua_ref.backends.reference.blocks import BLOCK
+from bagua_ref.backends.reference.backend import BLOCK
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.conformance.expected import codecs_scalar
 from bagua_ref.conformance.expected.kernels_scalar import float32_of_bits

@@ -17,7 +17,7 @@ import bagua_ref
 import bagua_ref.backends as registry
 from bagua_ref.backends import Codec, get_backend, get_codec, list_codecs, register_codec
 from bagua_ref.backends.reference import ReferenceBackend
-from bagua_ref.backends.reference.blocks import BLOCK
+from bagua_ref.backends.reference.backend import BLOCK
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.comm_ops import CentralizedLowPrecision
 from bagua_ref.conformance import EXACT, assert_equal

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.trainings import simulate
 
 import bagua_ref
-from bagua_ref.base import streams
+from bagua_ref.base import runtime
 from bagua_ref.base.runtime import RealWorld, current_world
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.comm_ops.asynchronous import WeightLock
@@ -37,7 +37,7 @@ class Stream:
 
 
 class Streams:
-    """In place of `bagua_ref.base.streams`: every thread begins on the default stream, an event is what was queued before it."""
+    """In place of the streams of `runtime`: threads begin on the default stream, an event is what was queued before it."""
 
     def __init__(self) -> None:
         self.default = Stream("default")
@@ -55,7 +55,7 @@ class Streams:
     def side_stream(self, device: torch.device) -> Stream:
         return Stream("side")
 
-    def record(self, stream: Stream) -> frozenset[str]:
+    def record_event(self, stream: Stream) -> frozenset[str]:
         return stream.before
 
     def order_after(self, events: Any, device: torch.device) -> None:
@@ -78,8 +78,8 @@ class Streams:
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Streams:
     fakes = Streams()
-    for name in streams.__all__:
-        monkeypatch.setattr(streams, name, getattr(fakes, name))
+    for name in ("current_stream", "side_stream", "record_event", "order_after", "hold", "use_stream"):
+        monkeypatch.setattr(runtime, name, getattr(fakes, name))
     return fakes
 
 
@@ -177,25 +177,25 @@ def test_a_group_has_one_stream_for_a_device_unless_it_was_given_one_and_simulat
 
 
 def test_on_a_cpu_there_is_nothing_to_order():
-    assert streams.current_stream(CPU) is streams.side_stream(CPU) is streams.record(None) is None
-    with streams.use_stream(None, CPU):
-        streams.order_after([None], CPU)
+    assert runtime.current_stream(CPU) is runtime.side_stream(CPU) is runtime.record_event(None) is None
+    with runtime.use_stream(None, CPU):
+        runtime.order_after([None], CPU)
 
 
 @pytest.mark.gpu
 def test_a_side_stream_waits_for_an_event_and_is_waited_for():
     device = torch.device("cuda", torch.cuda.current_device())
-    side = streams.side_stream(device)
+    side = runtime.side_stream(device)
     x = torch.zeros(2**24, device=device)
     for _ in range(100):
         x += 1
-    ready = streams.record(streams.current_stream(device))
-    with streams.use_stream(side, device):
-        assert streams.current_stream(device) == side
-        streams.order_after([ready], device)
+    ready = runtime.record_event(runtime.current_stream(device))
+    with runtime.use_stream(side, device):
+        assert runtime.current_stream(device) == side
+        runtime.order_after([ready], device)
         y = x * 2
-        done = streams.record(streams.current_stream(device))
-    streams.order_after([done], device)
+        done = runtime.record_event(runtime.current_stream(device))
+    runtime.order_after([done], device)
     assert bool((y == 200).all())
 
 

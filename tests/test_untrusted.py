@@ -33,8 +33,8 @@ from bagua_ref.base.untrusted import (
     read_file,
 )
 from bagua_ref.cli import main
+from bagua_ref.communicators.job_store import TorchDistributedTransport
 from bagua_ref.communicators.rendezvous import rendezvous
-from bagua_ref.communicators.torch_transport import TorchDistributedTransport
 from bagua_ref.conformance.formats.safetensors_file import write_safetensors
 from bagua_ref.conformance.run.runner import read_xfails
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace

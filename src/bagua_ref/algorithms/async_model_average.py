@@ -18,7 +18,7 @@ from bagua_ref.base.memory import by_dtype_and_device
 from bagua_ref.base.untrusted import check_form
 from bagua_ref.base.utils import uncompiled
 from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.tensor import BaguaTensor
+from bagua_ref.buckets.storage import register
 from bagua_ref.types import Group
 
 __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl", "State"]
@@ -79,7 +79,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return self.context.bagua_train_step_counter - 1
 
     @property
-    def ranks_in_step(self) -> bool:
+    def ranks_in_step(self) -> bool:  # type: ignore[override]
         """Whether this is still the warm-up."""
         return self._warming_up
 
@@ -91,7 +91,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return self.context.bagua_train_step_counter < self.options.warmup_steps
 
     @property
-    def begins_in_forward(self) -> bool:
+    def begins_in_forward(self) -> bool:  # type: ignore[override]
         """Whether the warm-up is over: from then on the forward-pre hook starts rounds and holds the weights (S5.6)."""
         return not self._warming_up
 
@@ -115,12 +115,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             return super().init_tensors(bagua_ddp)
         # Proxies of the parameters, which may be registered for their gradients at the same time.
         return [
-            BaguaTensor.to_bagua_tensor(
-                parameter,  # type: ignore[arg-type]
-                name,
-                bagua_ddp.bagua_module_name,
-                getter_closure=lambda _, parameter=parameter: parameter,  # type: ignore[misc]
-            )
+            register(parameter.detach(), name, bagua_ddp.bagua_module_name, lambda _, parameter=parameter: parameter)  # type: ignore[misc]
             for name, parameter in reversed(bagua_ddp.bagua_build_params())
         ]
 

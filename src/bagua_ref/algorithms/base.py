@@ -18,9 +18,10 @@ from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import World
 from bagua_ref.base.utils import NotCopied
 from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.tensor import BaguaTensor, with_aligned_grad
-from bagua_ref.rounds import AgreedRounds, Fact
+from bagua_ref.buckets.optimizer_state import with_aligned_grad
+from bagua_ref.buckets.storage import register
 from bagua_ref.scheduling.engine import Engine
+from bagua_ref.scheduling.rounds import Fact
 from bagua_ref.types import Group
 
 __all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "TrainingContext"]
@@ -41,6 +42,7 @@ class TrainingContext(NotCopied):
         world: this rank's; starts threads.
         kernel_backend: the ``backend`` argument of wrapping.
         shards: this rank's shards of parameters that fully_shard (FSDP2) has sharded, by name.
+        rounds: the rounds of communication.
         engine: ``mark_ready(tensor)`` and ``gradient_ready(name, parameter)`` schedule, ``wait_pending_comm_ops()`` waits.
     """
 
@@ -56,7 +58,7 @@ class TrainingContext(NotCopied):
     kernel_backend: str | KernelBackend | None
     shards: dict[str, Any]
     engine: Engine
-    rounds: AgreedRounds
+    rounds: Any
     _module: weakref.ref[torch.nn.Module]
     _called: weakref.ref[torch.nn.Module]
     _named: list[tuple[str, torch.nn.Parameter]]
@@ -143,23 +145,17 @@ class AlgorithmImpl(NotCopied):
     rank_state: frozenset[str] = frozenset()
     """Entries of `state_dict` that only the same rank of as many ranks can load; `load_state_dict` takes states without them."""
 
-    @property
-    def ranks_in_step(self) -> bool:
-        """Whether all ranks run the same training forward passes; if not, buffers are not broadcast before them."""
-        return True
+    ranks_in_step: bool = True
+    """Whether all ranks run the same training forward passes; if not, buffers are not broadcast before them."""
 
-    @property
-    def steps_together(self) -> bool:
-        """Whether all ranks take the same optimizer steps."""
-        return True
+    steps_together: bool = True
+    """Whether all ranks take the same optimizer steps."""
 
     steps_follow_backward = False
     """Whether an optimizer step that no backward pass of the module preceded counts as none of the training's."""
 
-    @property
-    def replicas_are_equal(self) -> bool:
-        """Whether weights and optimizer state are equal on all ranks; if so, they are compared after a state was loaded."""
-        return False
+    replicas_are_equal: bool = False
+    """Whether weights and optimizer state are equal on all ranks; if so, they are compared after a state was loaded."""
 
     rounds_are_alike = False
     """Whether every round sends the same messages and changes nothing but gradients.
@@ -174,17 +170,15 @@ class AlgorithmImpl(NotCopied):
     agrees_in_nodes = False
     """Whether ranks compare what they are about to do inside their node first, as some rounds stay there."""
 
-    @property
-    def round_stays_in_node(self) -> bool:
-        """Whether the round that begins communicates inside nodes only, so that nodes need not compare."""
-        return False
+    round_stays_in_node: bool = False
+    """Whether the round that begins communicates inside nodes only, so that nodes need not compare."""
 
     delivers_error_memory = False
     """Whether a round also makes gradients of what ranks have left out in earlier ones, be it for a parameter that no rank uses."""
 
     def leave_alone(self, parameters: Sequence[torch.nn.Parameter]) -> Callable[[], None]:
         """Return a function that undoes what the next round does to ``parameters``, which no rank uses, but gradients (S2.5)."""
-        return lambda: None
+        return _nothing
 
     def replicas(self) -> list[tuple[Tensor, list[torch.optim.Optimizer]]]:
         """Return the tensors that are equal on all ranks and compared after a state was loaded, each with its optimizers."""
@@ -195,10 +189,8 @@ class AlgorithmImpl(NotCopied):
         """Return further facts that must be equal on all ranks when a round of communication begins; always as many."""
         return []
 
-    @property
-    def begins_in_forward(self) -> bool:
-        """Whether the algorithm needs the module's training forward pass in each step; if not, a backward pass alone suffices."""
-        return False
+    begins_in_forward: bool = False
+    """Whether the algorithm needs the module's training forward pass in each step; if not, a backward pass alone suffices."""
 
     why_one_backward = ""
     """Why graphs cannot be used again after a backward pass, and what to do instead; "" if they can."""
@@ -233,7 +225,7 @@ class AlgorithmImpl(NotCopied):
 
     def suspend(self) -> Callable[[], None]:
         """Stop background communication, collectively, because the module is wrapped again; return a function that resumes it."""
-        return lambda: None
+        return _nothing
 
     def close(self) -> None:
         """Release everything outside the buckets; the module now has another algorithm."""
@@ -323,13 +315,7 @@ class AlgorithmImpl(NotCopied):
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
         """Return the tensors to communicate in the order in which they become ready: gradients, last layer first (S2.1)."""
         return [
-            BaguaTensor.ensure_bagua_tensor(
-                with_aligned_grad(parameter),  # type: ignore[arg-type]
-                name,
-                bagua_ddp.bagua_module_name,
-                getter_closure=attrgetter("grad"),
-                setter_closure=_set_grad,
-            )
+            register(with_aligned_grad(parameter), name, bagua_ddp.bagua_module_name, attrgetter("grad"), _set_grad)
             for name, parameter in reversed(bagua_ddp.bagua_build_params())
         ]
 
@@ -342,7 +328,7 @@ class AlgorithmImpl(NotCopied):
 
     def init_forward_pre_hook(self, bagua_ddp: TrainingContext) -> Callable[[Any], object]:
         """Return ``hook(input)``, called before each training forward."""
-        return lambda input: None
+        return _nothing
 
     def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
         """Return ``hook(name, parameter)``, called when a parameter's gradient is accumulated; this one marks it ready."""
@@ -354,7 +340,7 @@ class AlgorithmImpl(NotCopied):
 
     def init_post_optimizer_step_hook(self, bagua_ddp: TrainingContext) -> Callable[[torch.optim.Optimizer], object]:
         """Return ``hook(optimizer)``, called after each optimizer's step."""
-        return lambda optimizer: None
+        return _nothing
 
 
 class Algorithm:
@@ -401,6 +387,10 @@ class Algorithm:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing."""
 
 
 def _set_grad(parameter: Tensor, grad: Tensor) -> None:

@@ -17,7 +17,6 @@ from bagua_ref.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
     WeightAveragingImpl,
-    bagua_tensor,
     check_count,
     register_weights,
 )
@@ -25,8 +24,9 @@ from bagua_ref.algorithms.registry import check_whole, implements
 from bagua_ref.base.memory import by_dtype_and_device
 from bagua_ref.base.utils import OwnHook, inside_backward, tensors_with_graph
 from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.storage import register
 from bagua_ref.formulas.graphs import PeerSelection, check_mode
-from bagua_ref.rounds import Fact
+from bagua_ref.scheduling.rounds import Fact
 from bagua_ref.types import Group
 
 __all__ = [
@@ -136,7 +136,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.4; the operation is ``bucket._decentralized_op``, its result ``bucket._peer_weight``."""
         op = bucket.append_decentralized_synchronous_op(
-            bagua_tensor(bucket.flattened_tensor()), self.options.hierarchical, self.options.peer_selection_mode, self.process_group
+            register(bucket.flattened_tensor()), self.options.hierarchical, self.options.peer_selection_mode, self.process_group
         )
         op.step = self._rounds  # more than 0 where a failed attempt to wrap again repeats this during training
 

@@ -19,11 +19,11 @@ from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_wh
 from bagua_ref.algorithms.state import ErrorMemories, check_tensors
 from bagua_ref.base.memory import Layout
 from bagua_ref.buckets.bucket import check_compression
-from bagua_ref.buckets.tensor import BaguaTensor
+from bagua_ref.buckets.storage import register
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.observe.meter import profiled
-from bagua_ref.rounds import Fact
+from bagua_ref.scheduling.rounds import Fact
 from bagua_ref.types import Group
 
 __all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl"]
@@ -212,7 +212,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         about |= {"fragments": self.schedule.count, "t": self.step, "fragment": place}
         buckets = []
         for name, flat, memory in zip_longest(names, flats, memories):
-            tensor = BaguaTensor.ensure_bagua_tensor(flat, name, context.bagua_module_name)  # type: ignore[arg-type]
+            tensor = register(flat, name, context.bagua_module_name)
             bucket = self.new_bucket([tensor], name, flatten=True, **about)
             bucket.append_centralized_synchronous_op(
                 scattergather=True, compression=self.options.compression, group=self.process_group, error_memory=memory

@@ -15,9 +15,9 @@ from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.base.memory import Layout
 from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.tensor import BaguaTensor, registration
+from bagua_ref.buckets.storage import register, registration
 from bagua_ref.comm_ops import CentralizedFullPrecision
-from bagua_ref.rounds import Fact
+from bagua_ref.scheduling.rounds import Fact
 from bagua_ref.types import Group
 
 __all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl", "LocalUpdatesImpl", "norms_of"]
@@ -99,7 +99,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
         return self.context.steps_of_optimizers[-1]
 
     @property
-    def ranks_in_step(self) -> bool:
+    def ranks_in_step(self) -> bool:  # type: ignore[override]
         """Whether this is still the warm-up; buffers, weights and optimizers stay local after it."""
         return not self._past_warmup
 
@@ -226,7 +226,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
         return self.options.hierarchical and bool(self._past_warmup)
 
     @property
-    def round_stays_in_node(self) -> bool:
+    def round_stays_in_node(self) -> bool:  # type: ignore[override]
         """Whether the round is one of gradients inside nodes."""
         return self._averages_in_nodes and not self._averaging_weights
 
@@ -275,10 +275,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
         """Average a copy of a part of the weights at a time: they stay where they are, and scratch is a bucket's size."""
         engine = self.context.engine
         for place, part in enumerate(self._parts):
-            weights = [
-                BaguaTensor.to_bagua_tensor(p, registration(p).name, registration(p).module_name)  # type: ignore[arg-type]
-                for p in part
-            ]
+            weights = [register(p.detach(), registration(p).name, registration(p).module_name) for p in part]
             options = {name: getattr(self.options, name) for name in ("period", "offset", "hierarchical")}
             bucket = self.new_bucket(weights, f"weights{place}", flatten=False, averages="weights", t=self.step, **options)
             bucket.append_centralized_synchronous_op(group=self.process_group)

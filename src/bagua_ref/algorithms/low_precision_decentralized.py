@@ -13,9 +13,9 @@ from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import check_whole, implements
 from bagua_ref.algorithms.state import check_names, check_tensors
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
-from bagua_ref.buckets.tensor import BaguaTensor, registration
+from bagua_ref.buckets.storage import register, registration
 from bagua_ref.comm_ops.decentralized import trade_with_neighbours
-from bagua_ref.rounds import Fact
+from bagua_ref.scheduling.rounds import Fact
 from bagua_ref.types import Group
 
 __all__ = ["LowPrecisionDecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithmImpl"]
@@ -48,14 +48,9 @@ class WeightAveragingImpl(AlgorithmImpl):
         return lambda name, parameter: None
 
 
-def bagua_tensor(tensor: Tensor, name: str | None = None, module_name: str | None = None) -> Tensor:
-    """Return ``tensor`` as a bagua tensor."""
-    return BaguaTensor.ensure_bagua_tensor(tensor, name, module_name)  # type: ignore[arg-type]
-
-
 def register_weights(context: TrainingContext) -> list[Tensor]:
     """Return the weights as bagua tensors, last layer first."""
-    return [bagua_tensor(p, name, context.bagua_module_name) for name, p in reversed(context.bagua_build_params())]
+    return [register(p, name, context.bagua_module_name) for name, p in reversed(context.bagua_build_params())]
 
 
 def check_count(what: str, entries: Sequence[Any], buckets: Sequence[BaguaBucket]) -> None:
@@ -140,9 +135,9 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         ring = self._ring()
         left, right = (weight.clone(), weight.clone()) if ring.rank() < 0 else trade_with_neighbours(weight, ring)
         bucket.append_low_precision_decentralized_synchronous_op(
-            bagua_tensor(weight),
-            bagua_tensor(left),
-            bagua_tensor(right),
+            register(weight),
+            register(left),
+            register(right),
             self.options.hierarchical,
             self.options.compression,
             group=self.process_group,

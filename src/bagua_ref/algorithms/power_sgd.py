@@ -14,7 +14,7 @@ from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
 from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.tensor import registration
+from bagua_ref.buckets.storage import registration
 from bagua_ref.comm_ops import LowRank
 from bagua_ref.comm_ops.low_rank import Matrix
 from bagua_ref.formulas.low_rank import matrix_shape

@@ -16,8 +16,8 @@ from bagua_ref.algorithms.q_adam_optimizer import MomentumBucket, QAdamOptimizer
 from bagua_ref.algorithms.registry import check_bool, implements
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.buckets.optimizer_state import align_state
-from bagua_ref.buckets.tensor import BaguaTensor
-from bagua_ref.rounds import Fact
+from bagua_ref.buckets.storage import register
+from bagua_ref.scheduling.rounds import Fact
 from bagua_ref.types import Group, ReduceOp
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
@@ -202,13 +202,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         if freezes and not self._shadows and self.process_group.get_global_communicator().rank() == 0:
             self._warn_of_zeros(parameters)
         return [
-            BaguaTensor.ensure_bagua_tensor(
-                parameter,  # type: ignore[arg-type]
-                name,
-                bagua_ddp.bagua_module_name,
-                getter_closure=self._get_momentum,
-                setter_closure=self._set_momentum,
-            )
+            register(parameter, name, bagua_ddp.bagua_module_name, self._get_momentum, self._set_momentum)
             for name, parameter in reversed(parameters)
         ]
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.tensor import BaguaTensor, Registration
+from bagua_ref.buckets.optimizer_state import ensure_grad
+from bagua_ref.buckets.storage import Registration
 
 __all__ = ["BLOCK", "MomentumBucket", "QAdamOptimizer"]
 
@@ -308,4 +309,4 @@ def _runs(parameters: Sequence[Tensor], beta1: Mapping[Tensor, float]) -> Iterat
 
 def _gradient(parameter: Tensor) -> Tensor:
     """Return the gradient, a new zero one if there is none: this rank did not use the parameter, but it steps as the others."""
-    return cast("Tensor", BaguaTensor.bagua_ensure_grad(parameter).grad).detach()  # type: ignore[arg-type]
+    return ensure_grad(parameter).detach()

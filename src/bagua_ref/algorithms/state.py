@@ -13,7 +13,7 @@ from bagua_ref.base.memory import Layout
 from bagua_ref.base.runtime import current_world
 from bagua_ref.base.untrusted import NATURAL, check_form
 from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.tensor import registration
+from bagua_ref.buckets.storage import registration
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.types import Group
 

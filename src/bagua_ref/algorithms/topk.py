@@ -11,7 +11,7 @@ from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
 from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.tensor import registration
+from bagua_ref.buckets.storage import registration
 from bagua_ref.comm_ops import TopK
 from bagua_ref.types import Group
 

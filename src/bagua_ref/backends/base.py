@@ -20,7 +20,6 @@ from bagua_ref.base.memory import (
     check_beside,
     check_flat,
     check_parts,
-    check_target_chunk,
     chunk_size_of,
     rounded,
 )
@@ -195,8 +194,7 @@ class KernelBackend(ABC):
         tensor([1., 2., 4., 6.])
         """
         check_flat("x", x, FLOATS, self)
-        chunk_size_of(x.numel(), num_chunks)
-        check_target_chunk(target_chunk, num_chunks)
+        chunk_size_of(x.numel(), num_chunks, target_chunk)
         self._reduce_chunks_(x, num_chunks, target_chunk, average)
 
     # Movement and order.

@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from bagua_ref.base.memory import check_beside, check_flat, check_target_chunk, chunk_size_of
+from bagua_ref.base.memory import check_beside, check_flat, chunk_size_of
 from bagua_ref.observe.meter import codec_phase, steps_in
 
 __all__ = [
@@ -183,18 +183,16 @@ class Codec(ABC):
 
     def _payload_for(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor | None) -> Tensor:
         """Check the arguments of `compress`; return its result, not yet written."""
-        size = self._payload_size("x", x, num_chunks)
-        if target_chunk is not None:
-            check_target_chunk(target_chunk, num_chunks)
+        size = self._payload_size("x", x, num_chunks, target_chunk)
         if out is None:
             return (torch.empty if target_chunk is None else torch.zeros)(size, dtype=torch.uint8, device=x.device)
         check_beside("x", x, "out", out, torch.uint8, size)
         return out
 
-    def _payload_size(self, name: str, x: Tensor, num_chunks: int) -> int:
+    def _payload_size(self, name: str, x: Tensor, num_chunks: int, target_chunk: int | None = None) -> int:
         """Check elements and their chunks; return the bytes of their payload."""
         check_flat(name, x, COMPRESSIBLE, self.kernels)
-        return num_chunks * self.payload_bytes(chunk_size_of(x.numel(), num_chunks), x.dtype)
+        return num_chunks * self.payload_bytes(chunk_size_of(x.numel(), num_chunks, target_chunk), x.dtype)
 
 
 class MinMaxUInt8(Codec):

@@ -21,7 +21,6 @@ __all__ = [
     "check_beside",
     "check_flat",
     "check_parts",
-    "check_target_chunk",
     "chunk_size_of",
     "effective_strides",
     "is_dense",
@@ -232,16 +231,13 @@ def at_least_one(name: str, value: int) -> int:
     return _integer(name, value, range(1, sys.maxsize), "at least 1")
 
 
-def chunk_size_of(num_elements: int, num_chunks: int) -> int:
-    """Return the number of elements of a chunk; raise if num_chunks does not divide num_elements."""
+def chunk_size_of(num_elements: int, num_chunks: int, target_chunk: int | None = None) -> int:
+    """Return the number of elements of a chunk; raise unless they are equal, and target_chunk is the index of one, or None."""
     if num_elements % at_least_one("num_chunks", num_chunks):
         raise ValueError(f"num_chunks={num_chunks} must divide the number of elements, which is {num_elements}")
+    if target_chunk is not None:
+        _integer("target_chunk", target_chunk, range(num_chunks), f"from 0 to num_chunks - 1 = {num_chunks - 1}")
     return num_elements // num_chunks
-
-
-def check_target_chunk(target_chunk: int, num_chunks: int) -> None:
-    """Raise unless target_chunk is the index of a chunk."""
-    _integer("target_chunk", target_chunk, range(num_chunks), f"from 0 to num_chunks - 1 = {num_chunks - 1}")
 
 
 def _integer(name: str, value: int, allowed: range, described: str) -> int:

@@ -1,7 +1,11 @@
-"""The world of one rank: its identity, threads, locks and clock.
+"""The world of one rank: its identity, threads, locks and clock; and streams, which order its threads' operations on a device.
 
 All blocking calls go through the current `World`, so that a simulation can schedule them. The current world is a ContextVar.
 A thread started by `World.spawn` inherits it; other threads see the process's real world.
+
+On a CUDA device, operations are queued on the calling thread's current stream, and streams run concurrently. An event marks a
+point in a stream, for which another stream can wait without the host (S2.4, S2.5). On a CPU, operations are synchronous: streams
+and events are None.
 """
 
 from __future__ import annotations
@@ -13,10 +17,13 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Protocol
+
+import torch
 
 from bagua_ref.base.launch_environment import Identity
 from bagua_ref.types import BucketObserver, Group, Transport
@@ -29,10 +36,20 @@ __all__ = [
     "RealWorld",
     "Thread",
     "World",
+    "current_stream",
     "current_world",
+    "hold",
     "is_background_thread",
+    "order_after",
+    "record_event",
+    "side_stream",
+    "use_stream",
     "use_world",
 ]
+
+
+_REMEMBERED = 256
+"""Number of last operations kept for each rank."""
 
 
 class Event(Protocol):
@@ -57,7 +74,7 @@ class Queue(Protocol):
     """As `queue.SimpleQueue`; ``get`` raises `queue.Empty` after ``timeout`` seconds."""
 
     def put(self, item: Any) -> None: ...  # noqa: D102
-    def get(self, timeout: float | None = None) -> Any: ...  # noqa: D102
+    def get(self, *, timeout: float | None = None) -> Any: ...  # noqa: D102
 
 
 class Thread(Protocol):
@@ -79,8 +96,10 @@ class World(ABC):
     observers: tuple[BucketObserver, ...] = ()
     """Observers of the inputs and results of this rank's bucket operations."""
 
-    operations: Any = None
-    """The last operations of this rank, as `bagua_ref.observe.meter` records them."""
+    @cached_property
+    def operations(self) -> deque[Any]:
+        """The last operations of this rank, oldest first, as `bagua_ref.observe.meter` records them."""
+        return deque(maxlen=_REMEMBERED)
 
     @cached_property
     def engines(self) -> weakref.WeakValueDictionary[str, Any]:
@@ -172,11 +191,6 @@ class FairLock:
         self.release()
 
 
-class _RealQueue(queue.SimpleQueue):  # type: ignore[type-arg]
-    def get(self, timeout: float | None = None) -> Any:  # type: ignore[override]
-        return super().get(timeout=timeout)
-
-
 class RealWorld(World):
     """This process: one rank, real threads, the monotonic clock."""
 
@@ -209,7 +223,7 @@ class RealWorld(World):
 
     def queue(self) -> Queue:
         """Return a `queue.SimpleQueue`."""
-        return _RealQueue()
+        return queue.SimpleQueue[Any]()
 
     def waiting_for_own_thread(self, interrupt: Callable[[str], None]) -> AbstractContextManager[None]:
         """Register the wait among those for other ranks, if this process has joined a job."""
@@ -228,9 +242,7 @@ class RealWorld(World):
         """Wait for ``seconds``."""
         time.sleep(seconds)
 
-    def now(self) -> float:
-        """Return `time.monotonic`."""
-        return time.monotonic()
+    now = clock = staticmethod(time.monotonic)
 
 
 _real_world = RealWorld()
@@ -256,6 +268,45 @@ def use_world(world: World) -> Iterator[World]:
         yield world
     finally:
         _current.reset(token)
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the calling thread's stream on ``device``."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def side_stream(device: torch.device) -> Any:
+    """Return a new high-priority stream."""
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+
+def record_event(stream: Any) -> Any:
+    """Return an event that marks the end of everything queued on ``stream`` so far."""
+    return None if stream is None else stream.record_event()
+
+
+def order_after(events: Iterable[Any], device: torch.device) -> None:
+    """Make later operations on the calling thread's stream wait for ``events``; the host does not wait."""
+    for event in events:
+        if event is not None:
+            torch.cuda.current_stream(device).wait_event(event)
+
+
+def hold(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Keep the memory of ``tensors`` from being reused before the work queued on the calling thread's stream is done."""
+    if device.type == "cuda":
+        for tensor in tensors:
+            tensor.record_stream(torch.cuda.current_stream(device))
+
+
+@contextmanager
+def use_stream(stream: Any, device: torch.device) -> Iterator[None]:
+    """Make ``device`` current and ``stream`` its current stream, for the calling thread; None: keep the stream."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
 
 
 def find_free_port() -> int:

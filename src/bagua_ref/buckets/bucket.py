@@ -12,11 +12,9 @@ from torch import Tensor
 from bagua_ref.backends import get_backend, get_codec, is_codec, list_codecs
 from bagua_ref.backends.base import FLOATS, KernelBackend
 from bagua_ref.backends.codec import COMPRESSIBLE, Codec
-from bagua_ref.base import streams
-from bagua_ref.base.memory import Layout
+from bagua_ref.base import runtime
 from bagua_ref.base.runtime import current_world
-from bagua_ref.buckets.flat_storage import FlatStorage
-from bagua_ref.buckets.tensor import check_apart, check_shared, effective_tensor, effective_tensors
+from bagua_ref.buckets.storage import FlatStorage, check_apart, effective_tensor
 from bagua_ref.comm_ops import (
     AsynchronousModelAverage,
     CentralizedErrorFeedback,
@@ -39,7 +37,7 @@ from bagua_ref.types import Group
 __all__ = ["BaguaBucket", "check_compression"]
 
 
-class BaguaBucket:
+class BaguaBucket(FlatStorage):
     """Tensors that are communicated as one, and the operations that run when all of them are ready.
 
     Args:
@@ -78,14 +76,12 @@ class BaguaBucket:
     ) -> None:
         if not isinstance(name, str):
             raise TypeError(f"name={name!r} of a bucket must be a string")
-        tensors = list(tensors)
-        effective = check_shared(tensors, name)
         if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1:
             raise ValueError(f"alignment={alignment!r} of bucket {name!r} must be an int, 1 or more")
         if backend is not None:
             get_backend(backend)  # raises now, not at the first operation, if it cannot run
-        self.tensors, self.name, self.flatten, self.backend = tensors, name, flatten, backend
-        self.dtype, self.device = effective[0].dtype, effective[0].device
+        super().__init__(tensors, name, flatten, alignment)
+        self.backend = backend
         self.running: object = None
         """The current or last operation."""
         self.stream: Any = None
@@ -94,36 +90,21 @@ class BaguaBucket:
         """Description of its rounds for observers: JSON values by name."""
         self._ops: list[Callable[[Tensor], Any]] = []
         self._background_groups: dict[Group, Group] = {}
-        self._storage = FlatStorage(name, tensors, effective, flatten, alignment)
-        self._numel, self.padding_tensor = self._storage.numel, self._storage.padding_tensor
 
     def __repr__(self) -> str:
         return (
-            f"BaguaBucket({self.name!r}, {len(self.tensors)} tensors, {self._numel} x {self.dtype} on {self.device}, "
+            f"BaguaBucket({self.name!r}, {len(self.tensors)} tensors, {self.numel} x {self.dtype} on {self.device}, "
             f"{'flat' if self.flatten else 'not flat'}, operations {self._ops})"
         )
 
     @property
-    def layouts(self) -> list[Layout]:
-        """The strides of each effective tensor in the flat tensor, which give the order of its elements there (S2.3)."""
-        return self._storage.layouts
-
-    @property
-    def kernels(self) -> KernelBackend:
+    def kernels(self) -> KernelBackend:  # type: ignore[override]
         """The kernel backend that this bucket uses now; see ``backend``."""
         return get_backend(self.backend, self.device)
 
-    def effective_tensors(self) -> list[Tensor]:
-        """Return the effective tensors, without padding.
-
-        Raises:
-            ValueError: one is missing.
-        """
-        return effective_tensors(self.tensors, self.name)
-
     def bytes(self) -> int:
         """Return the size of the effective tensors in bytes, without padding (S2.2)."""
-        return self._storage.filled * self.dtype.itemsize
+        return self.filled * self.dtype.itemsize
 
     def flattened_tensor(self) -> Tensor:
         """Return a new flat tensor of all effective tensors and the padding, in order; missing gradients count as zeros."""
@@ -132,34 +113,6 @@ class BaguaBucket:
             for layout, proxy, tensor in zip(self.layouts, self.tensors, map(effective_tensor, self.tensors), strict=True)
         ]
         return torch.cat(parts + ([self.padding_tensor] if self.padding_tensor is not None else []))
-
-    def views_of(self, flat: Tensor) -> list[Tensor]:
-        """Return views of ``flat``, which has the bucket's size: each effective tensor's part, in its shape and strides."""
-        return self._storage.views_of(flat)
-
-    def check_flatten(self) -> bool:
-        """Return whether the effective tensors and the padding are contiguous in memory (S2.3).
-
-        A missing gradient, as before the first backward pass or after ``zero_grad()``, counts as being in its place.
-        """
-        return self._storage.is_contiguous([effective_tensor(proxy) for proxy in self.tensors])
-
-    def load(self) -> Tensor:
-        """Return the flat tensor with the values that the effective tensors have now, ready for the first operation.
-
-        Raises:
-            ValueError: a tensor has another shape or dtype than when the bucket was made.
-            NotImplementedError: a tensor is sparse.
-        """
-        return self._storage.load(None if self.flatten else self.kernels)
-
-    def copy_from_flat(self, flat: Tensor) -> None:
-        """Copy ``flat``, which has the bucket's size, into the effective tensors, wherever they are; padding is not copied."""
-        if flat.numel() != self._numel:
-            raise ValueError(f"flat has {flat.numel()} elements; bucket {self.name!r} has {self._numel}, including padding")
-        self._storage.store(flat, self.effective_tensors(), self.kernels)
-        for observer in current_world().observers:
-            observer.after_copy(self, flat)
 
     def execute(self, flat: Tensor | None = None, after: Any = None, label: str | None = None) -> Any:
         """Run the operations in order; the background worker calls this when all tensors are ready (S2.4).
@@ -172,10 +125,10 @@ class BaguaBucket:
         Returns:
             A CUDA event that marks the end of the operations; None on a CPU, where they have ended.
         """
-        with streams.use_stream(self.stream, self.device):
-            streams.order_after([after], self.device)
+        with runtime.use_stream(self.stream, self.device):
+            runtime.order_after([after], self.device)
             flat = self.load() if flat is None else flat
-            streams.hold([flat], self.device)
+            runtime.hold([flat], self.device)
             for place, op in enumerate(self._ops):
                 flat = self.load() if place else flat
                 self._run(op, flat, label or f"bagua_ref::bucket{self.name}")
@@ -185,7 +138,7 @@ class BaguaBucket:
                     self.copy_from_flat(flat)
             if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
                 self.load()  # a Python function may have replaced tensors
-            return streams.record(streams.current_stream(self.device))
+            return runtime.record_event(runtime.current_stream(self.device))
 
     def _run(self, op: Callable[[Tensor], Any], flat: Tensor, label: str) -> None:
         self.running, observers = op, current_world().observers
@@ -199,8 +152,8 @@ class BaguaBucket:
 
     def shadow(self) -> None:
         """Run the operations on zeros instead of the tensors, which stay as they are; Python functions do not run."""
-        with streams.use_stream(self.stream, self.device):
-            flat = torch.zeros(self._numel, dtype=self.dtype, device=self.device)
+        with runtime.use_stream(self.stream, self.device):
+            flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
             for op in [op for op in self._ops if not isinstance(op, PythonOp)]:
                 self._run(op, flat, f"bagua_ref::bucket{self.name}")
 
@@ -267,15 +220,15 @@ class BaguaBucket:
             self._check_float()
         num_ranks, comm, intra = self._connect(group, hierarchical)
         leaders = comm.nranks()
-        if scattergather and self._numel % leaders:
+        if scattergather and self.numel % leaders:
             raise ValueError(
-                f"bucket {self.name!r} has {self._numel} elements, which cannot be split into the {leaders} equal chunks "
+                f"bucket {self.name!r} has {self.numel} elements, which cannot be split into the {leaders} equal chunks "
                 f"that scattergather=True needs; create the bucket with alignment={leaders}"
             )
-        if error_memory is not None and (error_memory.numel, error_memory.chunks) != (self._numel, leaders):
+        if error_memory is not None and (error_memory.numel, error_memory.chunks) != (self.numel, leaders):
             raise ValueError(
                 f"error_memory is for {error_memory.numel} elements in {error_memory.chunks} chunks; bucket {self.name!r} has "
-                f"{self._numel} in {leaders}"
+                f"{self.numel} in {leaders}"
             )
         op: CommOp
         if codec is not None and error_memory is not None:

@@ -1,4 +1,4 @@
-"""Checks of optimizer state, its strides, and loading without changing dtypes or replacing tensors that a user may hold."""
+"""Gradients' strides, and optimizer state: its strides, checks, and loading that changes no dtype and replaces no user's tensor."""
 
 from __future__ import annotations
 
@@ -6,15 +6,43 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from bagua_ref.buckets.tensor import align
+from bagua_ref.base.memory import Layout
 
-__all__ = ["align_state", "check_optimizer_state", "take_over"]
+__all__ = ["align", "align_state", "check_optimizer_state", "ensure_grad", "take_over", "with_aligned_grad"]
 
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}
 _STATE = {"Adam": _ADAM, "AdamW": _ADAM, "QAdamOptimizer": _ADAM, "Adagrad": {"step", "sum"}, "SGD": set[str]()}
 """State that optimizers keep for each parameter that has been stepped; their kernels read as many elements as it has."""
 _LIKE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
+
+
+def ensure_grad(tensor: Tensor) -> Tensor:
+    """Set the gradient of ``tensor`` to zeros, in its strides if it is dense, unless it has one; return the gradient."""
+    if tensor.grad is None:
+        tensor.grad = Layout.of(tensor).zeros(tensor.dtype, tensor.device)
+    return tensor.grad
+
+
+def align(tensor: Tensor, parameter: Tensor) -> None:
+    """Give ``tensor`` the strides that ``parameter``, of the same shape, has in flat storage (S2.3); values and identity stay.
+
+    Gradients and optimizer state need them: torch's fused optimizers go through all of them in the order of memory.
+    """
+    if parameter.is_contiguous() and tensor.is_contiguous():
+        return  # most are
+    layout = Layout.of(parameter)
+    if not layout.describes(tensor):
+        tensor.data = layout.copy_of(tensor)
+
+
+def with_aligned_grad(parameter: Tensor) -> Tensor:
+    """Return ``parameter`` with a gradient, of zeros if it had none, in the strides that `align` gives."""
+    gradient = ensure_grad(parameter)
+    if gradient.layout is torch.strided:
+        align(gradient, parameter)
+    return parameter
 
 
 def align_state(optimizer: torch.optim.Optimizer) -> None:

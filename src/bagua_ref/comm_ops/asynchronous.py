@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends.base import KernelBackend
-from bagua_ref.base import streams
+from bagua_ref.base import runtime
 from bagua_ref.base.runtime import World
 from bagua_ref.comm_ops.base import CommOp
 from bagua_ref.communicators.base import Communicator
@@ -35,9 +35,9 @@ class WeightLock:
     def __init__(self, world: World, device: torch.device) -> None:
         self._lock = world.lock()
         self._device = device
-        self._training: Any = streams.current_stream(device)
+        self._training: Any = runtime.current_stream(device)
         """The stream of the training thread that holds the lock or held it last."""
-        self._used: Any = streams.record(self._training)
+        self._used: Any = runtime.record_event(self._training)
         """The end of training's last use of the weights."""
         self._changed: Any = None
         """The end of the last round's use of them."""
@@ -53,8 +53,8 @@ class WeightLock:
                 self._holds += 1
                 return
         self._lock.acquire()
-        self._training = streams.current_stream(self._device)
-        streams.order_after([self._changed], self._device)
+        self._training = runtime.current_stream(self._device)
+        runtime.order_after([self._changed], self._device)
         with self._counting:
             self._holds = 1
 
@@ -66,7 +66,7 @@ class WeightLock:
             self._holds -= 1
             last = self._holds == 0
         if last:
-            self._used = streams.record(self._training)
+            self._used = runtime.record_event(self._training)
             self._lock.release()
 
     def take_for_round(self) -> None:
@@ -78,12 +78,12 @@ class WeightLock:
 
     def release_from_round(self) -> None:
         """Give them back."""
-        self._changed = streams.record(streams.current_stream(self._device))
+        self._changed = runtime.record_event(runtime.current_stream(self._device))
         self._lock.release()
 
     def wait_for_training(self) -> None:
         """On CUDA, make the current stream wait for what training queued before it last released the weights."""
-        streams.order_after([self._used], self._device)
+        runtime.order_after([self._used], self._device)
 
 
 class AsynchronousModelAverage(CommOp):

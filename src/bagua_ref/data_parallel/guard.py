@@ -1,25 +1,32 @@
-"""Guards of a training: against a second reduction by torch, and optimizer steps on gradients that bypassed communication."""
+"""Guards of a training: against a second reduction, new parameters, and optimizer steps on gradients that were not communicated."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Collection
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from bagua_ref.algorithms.base import TrainingContext
+from bagua_ref.algorithms.base import AlgorithmImpl, TrainingContext
 from bagua_ref.base.runtime import current_world
 from bagua_ref.base.utils import inside_backward
-from bagua_ref.data_parallel.sharding import whole
+from bagua_ref.buckets.optimizer_state import align
+from bagua_ref.data_parallel.hooks import are_for_a_call
+from bagua_ref.data_parallel.sharding import LocalShard, reshard, stand_in, whole
 from bagua_ref.types import Group
 
-__all__ = ["StepGuard", "refuse_both", "refuse_inside"]
+__all__ = ["StepGuard", "TrainedParameters", "refuse_both", "refuse_inside"]
+
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 class StepGuard:
@@ -142,6 +149,116 @@ class StepGuard:
         return any(not self._parameters.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
 
 
+class TrainedParameters:
+    """The parameters that a module had when it was wrapped, by name; `check` detects later ones.
+
+    Args:
+        module: whose parameters they are; held weakly.
+        ignored: names of parameters that do not take part.
+
+    Raises:
+        NotImplementedError: a parameter gets sparse gradients.
+        TypeError: a parameter is complex.
+    """
+
+    def __init__(self, module: torch.nn.Module, ignored: Collection[str]) -> None:
+        self._module, self._ignored = weakref.ref(module), ignored
+        reshard(module)
+        self._take_stock(module)
+        self.named = self._find(module)
+        """Those that need a gradient and are not ignored, by names as in ``named_parameters()``; `LocalShard` of sharded ones."""
+        self.shards = {name: shard for name, shard in self.named if isinstance(shard, LocalShard)}
+        self._with_strides = [parameter for _, parameter in self.named if parameter.dim() > 1]
+        self.note_strides()
+
+    def check(self) -> bool:
+        """Return whether the module has its trained parameters now.
+
+        It has not in a forward pass with other tensors in their place, as `torch.func.functional_call` runs it.
+
+        Raises:
+            RuntimeError: parameters were added, replaced or unfrozen for good; the message names them.
+        """
+        if self.shards:  # FSDP2 itself replaces parameters, and refuses later ones
+            return True
+        same = list(map(id, chain.from_iterable(self._members))) == self._ids
+        return (same and not any(p.requires_grad for p in self._frozen)) or self._check_changes()
+
+    def _check_changes(self) -> bool:
+        module = self._module()
+        assert module is not None, "its forward is under way"
+        known = dict(self.named)
+        held = [tensor for inside in module.modules() for tensor in inside._parameters.values() if tensor is not None]
+        if are_for_a_call(held):
+            return {*map(id, held)}.issuperset(map(id, known.values()))
+        new = [name for name, parameter in self._find(module) if known.get(name) is not parameter]
+        if new:
+            raise RuntimeError(
+                f"{type(module).__name__} was wrapped before {'parameters' if len(new) > 1 else 'parameter'} "
+                f"{', '.join(map(repr, new))} could be trained (added, replaced or unfrozen since), so they would not be "
+                "synchronized. Call with_bagua() again on every rank, or list the names in "
+                "module._bagua_params_and_buffers_to_ignore before wrapping"
+            )
+        self._take_stock(module)  # what changed is ignored, or frozen
+        return True
+
+    def note_strides(self) -> None:
+        """Note the strides that the parameters have now: those of the buckets made last."""
+        self._strides = list(map(torch.Tensor.stride, self._with_strides))
+
+    def align_gradients(self) -> None:
+        """Give gradients the strides of their parameters, if those have changed between a forward pass and its backward pass."""
+        if list(map(torch.Tensor.stride, self._with_strides)) != self._strides:
+            for parameter in self._with_strides:
+                if parameter.grad is not None:
+                    align(parameter.grad, parameter)
+
+    def have_new_strides(self, algorithm: AlgorithmImpl) -> bool:
+        """Return whether strides have changed since `note_strides`, as by ``model.to(memory_format=...)``: then buckets must, too.
+
+        Raises:
+            RuntimeError: they have, and ``algorithm`` cannot make new buckets; the message names a parameter and its strides.
+        """
+        if list(map(torch.Tensor.stride, self._with_strides)) == self._strides:
+            return False
+        if not algorithm.takes_new_strides:
+            self._refuse_new_strides(algorithm)
+        return True
+
+    def _refuse_new_strides(self, algorithm: AlgorithmImpl) -> None:
+        before = dict(zip(self._with_strides, self._strides, strict=True))
+        name, parameter = next((n, p) for n, p in self.named if p in before and p.stride() != before[p])
+        raise RuntimeError(
+            f"parameter {name!r} had strides {before[parameter]} when the module was wrapped and has {parameter.stride()} now, "
+            f"and {type(algorithm).__name__} cannot make new buckets during training. Call with_bagua() again on every rank"
+        )
+
+    def _find(self, module: torch.nn.Module) -> list[tuple[str, Parameter]]:
+        sparse = {id(m._parameters.get("weight")): m for m in module.modules() if isinstance(m, _EMBEDDINGS) and m.sparse}
+        found = [(name, stand_in(p)) for name, p in module.named_parameters() if p.requires_grad and name not in self._ignored]
+        for name, parameter in found:
+            if id(parameter) in sparse:
+                raise NotImplementedError(
+                    f"parameter {name!r} of {sparse[id(parameter)]!r} gets sparse gradients, which cannot be communicated; use "
+                    f"sparse=False or list it in module._bagua_params_and_buffers_to_ignore"
+                )
+            if parameter.dtype.is_complex:
+                raise TypeError(
+                    f"parameter {name!r} is {parameter.dtype}, which cannot be trained; make its real view the parameter, "
+                    "nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex(parameter) in forward()"
+                )
+        return found
+
+    def _take_stock(self, module: torch.nn.Module) -> None:
+        """Remember all parameters and submodules by identity: comparing that takes microseconds, naming them does not."""
+        self._members: list[Collection[Any]] = [
+            members.values() for inside in module.modules() for members in (inside._parameters, inside._modules)
+        ]
+        self._kept = list(chain.from_iterable(self._members))  # an id is only another object's once this one is gone
+        self._ids = list(map(id, self._kept))
+        self._frozen = [p for name, p in module.named_parameters() if not p.requires_grad and name not in self._ignored]
+
+
 def refuse_both(group: Group) -> None:
     """Refuse a torch DistributedDataParallel whose forward pass is under way if its group shares ranks with ``group``.
 
@@ -169,9 +286,12 @@ class _Since:
 
     def check(self, optimizer: torch.optim.Optimizer, module_name: str) -> None:
         """Raise if there are gradients, and all of them bypassed communication."""
-        if self.bypassed is None or self.synchronized:
-            return
-        reason, parameter, gradient = self.bypassed
+        if self.bypassed is not None and not self.synchronized:
+            self._refuse(optimizer, module_name, *self.bypassed)
+
+    def _refuse(
+        self, optimizer: torch.optim.Optimizer, module_name: str, reason: str, parameter: torch.Tensor, gradient: Any
+    ) -> None:
         if parameter.grad is gradient:  # else zero_grad() has dropped it
             raise RuntimeError(
                 f"{type(optimizer).__name__} was about to step module {module_name!r} with gradients of this rank alone: {reason}. "

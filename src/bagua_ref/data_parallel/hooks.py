@@ -6,14 +6,12 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.utils.stateless import _functional_call
@@ -24,9 +22,10 @@ from bagua_ref.base.utils import NotCopied, OwnHook, inside_backward, untraced
 __all__ = [
     "ForwardPasses",
     "GradientHook",
+    "Reached",
     "are_for_a_call",
     "call_after_backward",
-    "outside_transforms",
+    "inside_transform",
     "trainings_of",
     "trains",
 ]
@@ -112,9 +111,10 @@ class ForwardPasses:
 
     def __init__(self, synchronize: Callable[[list[tuple[str, Any]]], object], synchronizing: bool) -> None:
         self._synchronize = weakref.WeakMethod(synchronize)
+        self._reach = OwnHook(self.reach)
         self.synchronizing = synchronizing
         """Whether a backward pass that comes to no known node is synchronized."""
-        self._awaited = False
+        self.awaited = False
         """Whether no backward pass has been synchronized since the last forward pass outside `no_sync`."""
         self._expected = False
         """Whether no gradient has arrived since the last forward pass."""
@@ -137,10 +137,10 @@ class ForwardPasses:
 
     def begin(self, synchronized: bool, in_backward: bool) -> None:
         """Note the beginning of a forward pass, outside `no_sync` or not, or of a backward pass that stands in for one."""
-        self._expected, self._first_run = not in_backward, None
+        self._expected, self._first_run, self._functional = not in_backward, None, None
         if synchronized:
-            self.synchronizing = self._awaited = True
-        elif not self._awaited:
+            self.synchronizing = self.awaited = True
+        elif not self.awaited:
             self.synchronizing = False
 
     def begin_without_gradients(self, synchronized: bool) -> None:
@@ -171,14 +171,10 @@ class ForwardPasses:
         """Mark the graph behind the ``output`` of a forward pass, unless it is functional or in a transform."""
         if self.is_functional or inside_transform():
             return
-        mark = partial(OwnHook(self.reach), synchronized)
+        mark = partial(self._reach, synchronized)
         for tensor in _find_tensors(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(mark)
-
-    def backward_synchronized(self) -> None:
-        """Note the end of a synchronized backward pass."""
-        self._awaited = False
 
     def reach(self, synchronized: bool, gradients: Any) -> None:
         """Note that the backward pass under way has come to the output of a forward pass: a hook of the nodes behind it."""
@@ -217,11 +213,6 @@ def are_for_a_call(tensors: Sequence[torch.Tensor]) -> bool:
     while frame is not None and frame.f_code is not _functional_call.__code__:
         frame = frame.f_back
     return frame is not None
-
-
-def outside_transforms() -> AbstractContextManager[Any]:
-    """Return a context outside of the transforms that the caller is in: tensors made in a transform end with it."""
-    return temporarily_clear_interpreter_stack() if inside_transform() else nullcontext()
 
 
 def inside_transform() -> bool:

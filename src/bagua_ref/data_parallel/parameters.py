@@ -1,140 +1,28 @@
-"""Parameters and buffers of a module in training, and their assignment to buckets (S2.1)."""
+"""Assignment of parameters to buckets, broadcast of buffers, and parameters that no rank's backward pass reaches (S2.1, S2.5)."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
-from itertools import chain
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.nn import Parameter
 
-from bagua_ref.algorithms.base import AlgorithmImpl
-from bagua_ref.buckets.tensor import align
-from bagua_ref.data_parallel.hooks import are_for_a_call
-from bagua_ref.data_parallel.sharding import LocalShard, reshard, stand_in
+from bagua_ref.algorithms.base import TrainingContext
+from bagua_ref.communicators.base import Communicator
+from bagua_ref.errors import CommunicationError
 from bagua_ref.groups.communication import broadcast_coalesced
 from bagua_ref.observe.meter import Meter
 from bagua_ref.types import Group
 
-__all__ = ["Buffers", "TrainedParameters", "refuse_what_cannot_be_flat", "split_into_buckets"]
+__all__ = ["Buffers", "UnusedParameters", "refuse_what_cannot_be_flat", "split_into_buckets"]
 
-_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_BITS = 63
+"""Of each number of a note about unused parameters."""
 _ORDER = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """The dtypes of buckets, in this order."""
-
-
-class TrainedParameters:
-    """The parameters that a module had when it was wrapped, by name; `check` detects later ones.
-
-    Args:
-        module: whose parameters they are; held weakly.
-        ignored: names of parameters that do not take part.
-
-    Raises:
-        NotImplementedError: a parameter gets sparse gradients.
-        TypeError: a parameter is complex.
-    """
-
-    def __init__(self, module: torch.nn.Module, ignored: Collection[str]) -> None:
-        self._module, self._ignored = weakref.ref(module), ignored
-        reshard(module)
-        self._take_stock(module)
-        self.named = self._find(module)
-        """Those that need a gradient and are not ignored, by names as in ``named_parameters()``; `LocalShard` of sharded ones."""
-        self.shards = {name: shard for name, shard in self.named if isinstance(shard, LocalShard)}
-        self._with_strides = [parameter for _, parameter in self.named if parameter.dim() > 1]
-        self.note_strides()
-
-    def check(self) -> bool:
-        """Return whether the module has its trained parameters now.
-
-        It has not in a forward pass with other tensors in their place, as `torch.func.functional_call` runs it.
-
-        Raises:
-            RuntimeError: parameters were added, replaced or unfrozen for good; the message names them.
-        """
-        if self.shards:  # FSDP2 itself replaces parameters, and refuses later ones
-            return True
-        same = list(map(id, chain.from_iterable(self._members))) == self._ids
-        return (same and not any(p.requires_grad for p in self._frozen)) or self._check_changes()
-
-    def _check_changes(self) -> bool:
-        module = self._module()
-        assert module is not None, "its forward is under way"
-        known = dict(self.named)
-        held = [tensor for inside in module.modules() for tensor in inside._parameters.values() if tensor is not None]
-        if are_for_a_call(held):
-            return {*map(id, held)}.issuperset(map(id, known.values()))
-        new = [name for name, parameter in self._find(module) if known.get(name) is not parameter]
-        if new:
-            raise RuntimeError(
-                f"{type(module).__name__} was wrapped before {'parameters' if len(new) > 1 else 'parameter'} "
-                f"{', '.join(map(repr, new))} could be trained (added, replaced or unfrozen since), so they would not be "
-                "synchronized. Call with_bagua() again on every rank, or list the names in "
-                "module._bagua_params_and_buffers_to_ignore before wrapping"
-            )
-        self._take_stock(module)  # what changed is ignored, or frozen
-        return True
-
-    def note_strides(self) -> None:
-        """Note the strides that the parameters have now: those of the buckets made last."""
-        self._strides = list(map(torch.Tensor.stride, self._with_strides))
-
-    def align_gradients(self) -> None:
-        """Give gradients the strides of their parameters, if those have changed between a forward pass and its backward pass."""
-        if list(map(torch.Tensor.stride, self._with_strides)) != self._strides:
-            for parameter in self._with_strides:
-                if parameter.grad is not None:
-                    align(parameter.grad, parameter)
-
-    def have_new_strides(self, algorithm: AlgorithmImpl) -> bool:
-        """Return whether strides have changed since `note_strides`, as by ``model.to(memory_format=...)``: then buckets must, too.
-
-        Raises:
-            RuntimeError: they have, and ``algorithm`` cannot make new buckets; the message names a parameter and its strides.
-        """
-        if list(map(torch.Tensor.stride, self._with_strides)) == self._strides:
-            return False
-        if not algorithm.takes_new_strides:
-            self._refuse_new_strides(algorithm)
-        return True
-
-    def _refuse_new_strides(self, algorithm: AlgorithmImpl) -> None:
-        before = dict(zip(self._with_strides, self._strides, strict=True))
-        name, parameter = next((n, p) for n, p in self.named if p in before and p.stride() != before[p])
-        raise RuntimeError(
-            f"parameter {name!r} had strides {before[parameter]} when the module was wrapped and has {parameter.stride()} now, "
-            f"and {type(algorithm).__name__} cannot make new buckets during training. Call with_bagua() again on every rank"
-        )
-
-    def _find(self, module: torch.nn.Module) -> list[tuple[str, Parameter]]:
-        sparse = {id(m._parameters.get("weight")): m for m in module.modules() if isinstance(m, _EMBEDDINGS) and m.sparse}
-        found = [(name, stand_in(p)) for name, p in module.named_parameters() if p.requires_grad and name not in self._ignored]
-        for name, parameter in found:
-            if id(parameter) in sparse:
-                raise NotImplementedError(
-                    f"parameter {name!r} of {sparse[id(parameter)]!r} gets sparse gradients, which cannot be communicated; use "
-                    f"sparse=False or list it in module._bagua_params_and_buffers_to_ignore"
-                )
-            if parameter.dtype.is_complex:
-                raise TypeError(
-                    f"parameter {name!r} is {parameter.dtype}, which cannot be trained; make its real view the parameter, "
-                    "nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex(parameter) in forward()"
-                )
-        return found
-
-    def _take_stock(self, module: torch.nn.Module) -> None:
-        """Remember all parameters and submodules by identity: comparing that takes microseconds, naming them does not."""
-        self._members: list[Collection[Any]] = [
-            members.values() for inside in module.modules() for members in (inside._parameters, inside._modules)
-        ]
-        self._kept = list(chain.from_iterable(self._members))  # an id is only another object's once this one is gone
-        self._ids = list(map(id, self._kept))
-        self._frozen = [p for name, p in module.named_parameters() if not p.requires_grad and name not in self._ignored]
 
 
 class Buffers:
@@ -177,6 +65,92 @@ class Buffers:
         module = self._module()
         assert module is not None, "it is being trained"
         return [buffer for name, buffer in module.named_buffers() if name not in self._ignored]
+
+
+class UnusedParameters:
+    """The parameters that backward passes have reached since the last synchronized round, and what others had for a gradient.
+
+    Args:
+        training: the training; held weakly.
+        group: its ranks, for these messages alone: when a rank's backward pass has ended, the worker's connections are busy with
+            buckets, with other ones on each rank.
+
+    Attributes:
+        reached: the names of parameters that a backward pass of this rank has reached since the last synchronized round.
+        group: as given.
+    """
+
+    def __init__(self, training: TrainingContext, group: Group) -> None:
+        self._training: TrainingContext = weakref.proxy(training)
+        self.group = group
+        self.reached: set[str] = set()
+        self._set_aside: list[tuple[Any, tuple[torch.Tensor, torch.Tensor] | None]] = []
+        """Parameters that no rank reached, with the gradient of each and a copy of it; None where there is no gradient."""
+        self._leave_alone: Callable[[], None] = _nothing
+        group.get_global_communicator()  # all ranks connect now, in the same order
+        if training.bagua_algorithm.agrees_in_nodes:
+            group.get_intra_node_communicator()
+
+    def noting(self, hook: Callable[[str, torch.nn.Parameter], object]) -> Callable[[str, torch.nn.Parameter], object]:
+        """Return a backward hook that notes the parameter and calls ``hook``."""
+        reached = self.reached
+
+        def noted(name: str, parameter: torch.nn.Parameter) -> None:
+            reached.add(name)
+            hook(name, parameter)
+
+        return noted
+
+    def agree(self) -> None:
+        """Set the gradients of parameters aside that no rank has reached, so that they count as zero in the round. Collective."""
+        training = self._training
+        parameters = training.bagua_build_params()
+        reached = self._on_any_rank([name in self.reached for name, _ in parameters])
+        self.reached.clear()
+        unused = [parameter for (_, parameter), is_reached in zip(parameters, reached, strict=True) if not is_reached]
+        self._set_aside = [(p, None if p.grad is None else (p.grad, p.grad.detach().clone())) for p in unused]
+        for parameter in unused:
+            parameter.grad = None
+        self._leave_alone = training.bagua_algorithm.leave_alone(unused) if unused else _nothing
+
+    def agree_without_batch(self) -> None:
+        """Tell the other ranks that this one has reached nothing. Collective."""
+        self._on_any_rank([False] * len(self._training.bagua_build_params()))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """After the round, put back what was set aside, except where an error memory has delivered something."""
+        delivers = self._training.bagua_algorithm.delivers_error_memory
+        for parameter, before in self._set_aside:
+            if delivers and parameter.grad.any():
+                if before is not None:
+                    parameter.grad.detach().add_(before[1])
+            elif before is None:
+                parameter.grad = None
+            else:
+                parameter.grad = before[0]
+                before[0].detach().copy_(before[1])  # it may lie in the bucket, which the round has written to
+        self._leave_alone()
+        self._set_aside, self._leave_alone = [], _nothing
+
+    def _on_any_rank(self, bits: Sequence[bool]) -> list[bool]:
+        """Return for each place whether the bit is set on any rank."""
+        algorithm = self._training.bagua_algorithm
+        group = self.group
+        comm: Communicator = (
+            group.get_intra_node_communicator() if algorithm.round_stays_in_node else group.get_global_communicator()
+        )
+        if comm.nranks() == 1:
+            return list(bits)
+        note = [sum(bit << place for place, bit in enumerate(bits[start : start + _BITS])) for start in range(0, len(bits), _BITS)]
+        engine = self._training.engine
+        try:
+            with engine.meter.waiting():
+                notes = comm.exchange_ints(note)()
+        except CommunicationError:
+            engine.wait_pending_comm_ops()  # if the worker has failed, too, its error says more
+            raise
+        return [any(words[place // _BITS] >> place % _BITS & 1 for words in notes) for place in range(len(bits))]
 
 
 def split_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
@@ -228,3 +202,7 @@ def refuse_what_cannot_be_flat(module: torch.nn.Module) -> None:
                 f"{'module.' + name if name else 'module'} is a FullyShardedDataParallel, which communicates by itself; wrap the "
                 "module without it"
             )
+
+
+def _nothing() -> None:
+    """Do nothing."""

@@ -1,10 +1,15 @@
-"""Rounds of a wrapped module: comparison before each, the part of ranks without batches, and parameters that no rank reaches."""
+"""Rounds of communication that begin only if all ranks agree: the only place that compares ranks during training.
+
+Each rank sends each other one small message about what it is about to do. Once a round has failed, none begins any more.
+"""
 
 from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,16 +17,15 @@ import torch
 from bagua_ref.algorithms.base import TrainingContext
 from bagua_ref.base.memory import Layout, bytes_of
 from bagua_ref.communicators.base import Communicator
+from bagua_ref.data_parallel.parameters import UnusedParameters
 from bagua_ref.data_parallel.sharding import local, whole
 from bagua_ref.errors import CommunicationError
-from bagua_ref.rounds import UNSAID, AgreedRound, AgreedRounds, Comparison, Fact
-from bagua_ref.scheduling.engine import Round
+from bagua_ref.observe.flight_recorder import explain
+from bagua_ref.observe.meter import Meter, Operation
+from bagua_ref.scheduling.rounds import UNSAID, Fact, Round, describe_differences
 from bagua_ref.types import Group
 
-__all__ = ["BUFFERS", "JOINED", "PLAN", "ROUND", "STEP", "Announced", "ModuleRounds", "UnusedParameters"]
-
-_BITS = 63
-"""Of each number of a note about unused parameters."""
+__all__ = ["BUFFERS", "JOINED", "PLAN", "ROUND", "STEP", "AgreedRound", "AgreedRounds", "Announced", "Comparison", "ModuleRounds"]
 
 JOINED, ROUND, BUFFERS, STEP, PLAN = UNSAID, 0, 1, 2, 3
 _ACTS = ("exchange buckets", "broadcast buffers", "decide whether to skip an optimizer step", "make new buckets")
@@ -55,111 +59,179 @@ class Announced(NamedTuple):
     @classmethod
     def of(cls, comparison: Comparison) -> Announced:
         """Wait for the announcements of all ranks."""
-        received = comparison.check_facts()
+        received = comparison.check()
         active = [rank for rank, theirs in enumerate(received) if theirs[1] != JOINED]
         joined = [rank for rank, theirs in enumerate(received) if theirs[1] == JOINED]
         _, act, _, _, *rest = received[active[0] if active else 0]
         return cls(act, active, joined, any(flag for flag, *_ in received), rest)
 
 
-class _OfTraining:
-    """A part of a training, which it holds weakly."""
+class Comparison:
+    """A comparison of facts between ranks, under way, so that no round is ever mixed with another.
 
-    _training: weakref.ref[TrainingContext]
-
-    @property
-    def _trained(self) -> TrainingContext:
-        training = self._training()
-        assert training is not None, "it is under way"
-        return training
-
-
-class UnusedParameters(_OfTraining):
-    """The parameters that backward passes have reached since the last synchronized round, and what others had for a gradient.
+    Collective: every rank brings as many facts, in the same order; making one sends them.
 
     Args:
-        training: the training; held weakly.
-        group: its ranks, for these messages alone: when a rank's backward pass has ended, the worker's connections are busy with
-            buckets, with other ones on each rank.
-
-    Attributes:
-        reached: the names of parameters that a backward pass of this rank has reached since the last synchronized round.
-        group: as given.
+        comm: the communicator of the ranks, which the caller's thread alone uses.
+        ranks: their global ranks, for messages.
+        module_name: the module that they train, for messages.
+        facts: this rank's, which must be equal on all ranks.
+        flag: of a round, whether this rank has loaded a state since the last one.
     """
 
-    def __init__(self, training: TrainingContext, group: Group) -> None:
-        self._training, self.group = weakref.ref(training), group
-        self.reached: set[str] = set()
-        self._set_aside: list[tuple[Any, tuple[torch.Tensor, torch.Tensor] | None]] = []
-        """Parameters that no rank reached, with the gradient of each and a copy of it; None where there is no gradient."""
-        self._leave_alone: Callable[[], None] = _nothing
-        group.get_global_communicator()  # all ranks connect now, in the same order
-        if training.bagua_algorithm.agrees_in_nodes:
-            group.get_intra_node_communicator()
+    def __init__(
+        self, comm: Communicator, ranks: Sequence[int], module_name: str, facts: Sequence[Fact], flag: bool = False
+    ) -> None:
+        self._comm, self._ranks, self._module_name, self._facts = comm, ranks, module_name, facts
+        self._receive = comm.exchange_ints([int(flag), *(fact.value for fact in facts)])
+        self._received: list[list[int]] | None = None
 
-    def noting(self, hook: Callable[[str, torch.nn.Parameter], object]) -> Callable[[str, torch.nn.Parameter], object]:
-        """Return a backward hook that notes the parameter and calls ``hook``."""
-        reached = self.reached
+    def check(self, digest: Callable[[], Fact | None] | None = None) -> list[list[int]]:
+        """Wait for the facts of all ranks and compare them, once; return each rank's flag and values.
 
-        def noted(name: str, parameter: torch.nn.Parameter) -> None:
-            reached.add(name)
-            hook(name, parameter)
+        Args:
+            digest: returns a fact about all weights, None if they may differ; called, and compared, if some rank has loaded a
+                state. All ranks do so at the same place. None: weights are not compared now.
 
-        return noted
+        Raises:
+            CommunicationError: ranks differ; the message, equal on all of them, says which ranks in what.
+        """
+        if self._received is None:
+            received = self._receive()
+            self._compare(self._facts, [values for _, *values in received])
+            self._received = received
+        loaded = digest is not None and any(flag for flag, *_ in self._received)
+        if loaded and (weights := digest()) is not None:  # type: ignore[misc]
+            self._compare([weights], self._comm.exchange_ints([weights.value])())
+        return self._received
 
-    def agree(self) -> None:
-        """Set the gradients of parameters aside that no rank has reached, so that they count as zero in the round. Collective."""
-        training = self._trained
-        parameters = training.bagua_build_params()
-        reached = self._on_any_rank([name in self.reached for name, _ in parameters])
-        self.reached.clear()
-        unused = [parameter for (_, parameter), is_reached in zip(parameters, reached, strict=True) if not is_reached]
-        self._set_aside = [(p, None if p.grad is None else (p.grad, p.grad.detach().clone())) for p in unused]
-        for parameter in unused:
-            parameter.grad = None
-        self._leave_alone = training.bagua_algorithm.leave_alone(unused) if unused else _nothing
+    def _compare(self, facts: Sequence[Fact], values: Sequence[Sequence[int]]) -> None:
+        if any(theirs != values[0] for theirs in values) and (differences := describe_differences(facts, values, self._ranks)):
+            raise CommunicationError(f"the ranks that train module {self._module_name!r} disagree: {differences}")
 
-    def agree_without_batch(self) -> None:
-        """Tell the other ranks that this one has reached nothing. Collective."""
-        self._on_any_rank([False] * len(self._trained.bagua_build_params()))
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        """After the round, put back what was set aside, except where an error memory has delivered something."""
-        delivers = self._trained.bagua_algorithm.delivers_error_memory
-        for parameter, before in self._set_aside:
-            if delivers and parameter.grad.any():
-                if before is not None:
-                    parameter.grad.detach().add_(before[1])
-            elif before is None:
-                parameter.grad = None
-            else:
-                parameter.grad = before[0]
-                before[0].detach().copy_(before[1])  # it may lie in the bucket, which the round has written to
-        self._leave_alone()
-        self._set_aside, self._leave_alone = [], _nothing
+class AgreedRounds:
+    """The rounds of one training: their comparison, and the failure after which none begins any more.
 
-    def _on_any_rank(self, bits: Sequence[bool]) -> list[bool]:
-        """Return for each place whether the bit is set on any rank."""
-        algorithm = self._trained.bagua_algorithm
-        group = self.group
-        comm: Communicator = (
-            group.get_intra_node_communicator() if algorithm.round_stays_in_node else group.get_global_communicator()
-        )
-        if comm.nranks() == 1:
-            return list(bits)
-        note = [sum(bit << place for place, bit in enumerate(bits[start : start + _BITS])) for start in range(0, len(bits), _BITS)]
-        engine = self._trained.engine
+    Args:
+        group: the ranks of the training.
+        name: the training's name, for messages.
+        meter: of the training.
+        in_nodes: whether ranks compare inside their node first.
+        remedy: the way out after a failure, for messages.
+
+    Attributes:
+        alone: whether there is one rank only, so that nothing is compared.
+        compare: begins a `Comparison` of all ranks, from facts and a flag.
+        compare_in_node: begins one of the ranks of this node; None if they do not compare first.
+        broken: why no round can begin; "" while all is well.
+        loaded: whether a state was loaded since the last round.
+        compared: the last round's comparison, when all ranks have agreed.
+        joining: the `bagua_ref.data_parallel.joining.Joining` that the module is in; None outside of `bagua_ref.join`.
+    """
+
+    joining: Any = None
+
+    def __init__(self, group: Group, name: str, meter: Meter, *, in_nodes: bool = False, remedy: str = "") -> None:
+        self.group, self.name, self.meter, self._remedy = group, name, meter, remedy
+        comm = group.get_global_communicator()
+        self.alone = comm.nranks() == 1
+        self.compare = partial(Comparison, comm, group.ranks, name)
+        self.compare_in_node: Callable[..., Comparison] | None = None
+        if in_nodes and not self.alone:
+            node = group.get_intra_node_communicator()
+            ranks = [rank for (rank,) in node.exchange_ints([group.ranks[comm.rank()]])()]
+            self.compare_in_node = partial(Comparison, node, ranks, name)
+        self.broken, self.loaded = "", False
+        self.compared: Comparison | None = None
+
+    def digest(self) -> Fact | None:
+        """Return a checksum of what is equal on all ranks after a state was loaded; None: nothing has to be."""
+        return None
+
+    def note_load(self, *_: object) -> None:
+        """Note that a state was loaded: a hook of the module and its optimizers."""
+        self.loaded = True
+
+    def abort(self, why: str) -> None:
+        """Let no round begin any more, here and on the other ranks; a training alone can go on."""
+        if not self.broken and not self.alone:
+            self.broken = why
+            self.group.abort(why)
+
+    def fail(self, error: BaseException) -> None:
+        """Abort because of ``error``, and let the flight recorder write why."""
+        if not self.broken:
+            why = str(error)
+            explain(error)  # while what this rank waits for is known
+            self.abort(why)
+
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Abort if communication fails in this context."""
         try:
-            with engine.meter.waiting():
-                notes = comm.exchange_ints(note)()
-        except CommunicationError:
-            engine.wait_pending_comm_ops()  # if the worker has failed, too, its error says more
+            yield
+        except CommunicationError as error:
+            self.fail(error)
             raise
-        return [any(words[place // _BITS] >> place % _BITS & 1 for words in notes) for place in range(len(bits))]
+
+    def check_usable(self) -> None:
+        """Raise if a round has failed.
+
+        Raises:
+            CommunicationError: one has; says why, and how to go on.
+        """
+        if self.broken:
+            raise CommunicationError(f"module {self.name!r} cannot train on: {self.broken}. {self._remedy}")
 
 
-class ModuleRounds(_OfTraining, AgreedRounds):
+class AgreedRound(Round):
+    """A round in which all ranks compare what they are about to do: before its first bucket, or while its buckets run.
+
+    Args:
+        rounds: of the training.
+        facts: what must be equal on all ranks.
+        alike: whether buckets may run during the comparison, as wrong rounds change nothing that counts.
+        same_plan: whether buckets are those of the last round; if not, the facts are compared before they run: messages of
+            another size than the receiver's would end its process inside gloo.
+        stays_in_node: whether only the ranks of this node take part.
+    """
+
+    def __init__(
+        self, rounds: AgreedRounds, facts: list[Fact], *, alike: bool = False, same_plan: bool = True, stays_in_node: bool = False
+    ) -> None:
+        self._rounds, self._facts, self._steps = rounds, facts, rounds.meter.steps
+        self._loaded, rounds.loaded = rounds.loaded, False
+        self._alike, self._same_plan, self._stays_in_node = alike, same_plan, stays_in_node
+        self.waits = rounds.compare_in_node is not None or not alike or not same_plan
+        self._comparison: Comparison | None = None
+
+    def begin(self) -> None:
+        """Begin the comparison, and end it unless buckets may run during it."""
+        rounds = self._rounds
+        with Operation("agreement"):
+            if rounds.compare_in_node is not None:
+                rounds.compare_in_node(self._facts, self._loaded).check(rounds.digest)
+                if self._stays_in_node:
+                    return
+            self._comparison = rounds.compare(self._facts, self._loaded)
+            if not self._alike:
+                self._check(self._comparison)
+            elif not self._same_plan:
+                self._comparison.check()
+
+    def end(self) -> None:
+        """End the comparison, if `begin` has not."""
+        if self._comparison is not None and self._alike:
+            with Operation("end of round"):
+                self._check(self._comparison)
+
+    def _check(self, comparison: Comparison) -> None:
+        comparison.check(self._rounds.digest)
+        self._rounds.compared, self._rounds.meter.steps_in_agreement = comparison, self._steps
+
+
+class ModuleRounds(AgreedRounds):
     """The rounds of a wrapped module.
 
     Args:
@@ -173,7 +245,7 @@ class ModuleRounds(_OfTraining, AgreedRounds):
     def __init__(self, training: TrainingContext, unused_group: Group | None) -> None:
         nodes, meter = training.bagua_algorithm.agrees_in_nodes, training.engine.meter
         super().__init__(training.process_group, training.bagua_module_name, meter, in_nodes=nodes, remedy=_REMEDY)
-        self._training = weakref.ref(training)
+        self._training: TrainingContext = weakref.proxy(training)
         self._plan = 0
         self._plan_of_last_round: int | None = None
         self.unused = None if unused_group is None else UnusedParameters(training, unused_group)
@@ -182,8 +254,8 @@ class ModuleRounds(_OfTraining, AgreedRounds):
 
     def plan(self) -> None:
         """Note the buckets, and the order of elements in them and in those to come, which must be equal on all ranks."""
-        described = [(b.name, str(b.dtype), [list(t.shape) for t in b.tensors]) for b in self._trained.bagua_buckets]
-        named = self._trained.bagua_build_params()
+        described = [(b.name, str(b.dtype), [list(t.shape) for t in b.tensors]) for b in self._training.bagua_buckets]
+        named = self._training.bagua_build_params()
         layouts = {name: str(Layout.of(parameter)) for name, parameter in named if not parameter.is_contiguous()}
         self._plan = zlib.crc32(repr((described, layouts)).encode())
         if self._plan_of_last_round is None:  # what the first one depends on was compared when wrapping
@@ -191,7 +263,7 @@ class ModuleRounds(_OfTraining, AgreedRounds):
 
     def new_round(self) -> Round:
         """Return the round that begins now."""
-        algorithm = self._trained.bagua_algorithm
+        algorithm = self._training.bagua_algorithm
         same_plan, self._plan_of_last_round = self._plan == self._plan_of_last_round, self._plan
         alike, in_node = algorithm.rounds_are_alike, algorithm.round_stays_in_node
         return AgreedRound(self, self._facts(ROUND), alike=alike, same_plan=same_plan, stays_in_node=in_node)
@@ -207,15 +279,15 @@ class ModuleRounds(_OfTraining, AgreedRounds):
 
         def compare() -> Announced:
             if self.compare_in_node is not None:
-                self.compare_in_node(facts, flag).check_facts()
+                self.compare_in_node(facts, flag).check()
             return Announced.of(self.compare(facts, flag))
 
         with self.aborting():
-            return self._trained.engine.run(compare)
+            return self._training.engine.run(compare)
 
     def shadow(self) -> Announced:
         """Announce to the other ranks that this one has no more batches, and take part in the round that they begin, if they do."""
-        training = self._trained
+        training = self._training
         algorithm, facts = training.bagua_algorithm, self._facts(JOINED)
         alike = algorithm.rounds_are_alike
 
@@ -257,7 +329,7 @@ class ModuleRounds(_OfTraining, AgreedRounds):
 
     def _facts(self, act: int) -> list[Fact]:
         """Return this rank's facts before ``act``: all if it begins a round, else as many, of which only the first have a value."""
-        training = self._trained
+        training = self._training
         algorithm, optimizers = training.bagua_algorithm, training.bagua_optimizers
         facts = [
             Fact("{is} about to {value}", act, _ACTS),
@@ -277,7 +349,7 @@ class ModuleRounds(_OfTraining, AgreedRounds):
 
     def digest(self) -> Fact | None:
         """Return a checksum of weights and optimizer state, if they are equal on all ranks."""
-        replicas = self._trained.bagua_algorithm.replicas()
+        replicas = self._training.bagua_algorithm.replicas()
         if not replicas:
             return None
         checksum = 0
@@ -294,8 +366,4 @@ class ModuleRounds(_OfTraining, AgreedRounds):
 
     def _no_digest(self) -> Fact | None:
         """As `digest`, but say nothing."""
-        return Fact(_DIGEST, UNSAID) if self._trained.bagua_algorithm.replicas_are_equal else None
-
-
-def _nothing() -> None:
-    """Do nothing."""
+        return Fact(_DIGEST, UNSAID) if self._training.bagua_algorithm.replicas_are_equal else None

@@ -6,11 +6,12 @@ import itertools
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry, TrainingContext
 from bagua_ref.backends.base import KernelBackend
@@ -18,9 +19,9 @@ from bagua_ref.base.runtime import World, use_world
 from bagua_ref.base.utils import OwnHook, OwnList, OwnName, inside_backward, uncompiled
 from bagua_ref.buckets.optimizer_state import align_state
 from bagua_ref.communicators.processes import refuse_in_child
-from bagua_ref.data_parallel.guard import StepGuard, refuse_both, refuse_inside
-from bagua_ref.data_parallel.hooks import ForwardPasses, GradientHook, call_after_backward, outside_transforms, trains
-from bagua_ref.data_parallel.parameters import Buffers, TrainedParameters, split_into_buckets
+from bagua_ref.data_parallel.guard import StepGuard, TrainedParameters, refuse_both, refuse_inside
+from bagua_ref.data_parallel.hooks import ForwardPasses, GradientHook, Reached, call_after_backward, inside_transform, trains
+from bagua_ref.data_parallel.parameters import Buffers, split_into_buckets
 from bagua_ref.data_parallel.rounds import BUFFERS, PLAN, ModuleRounds
 from bagua_ref.data_parallel.sharding import reshard, whole
 from bagua_ref.data_parallel.state_broadcast import broadcast_state, warn_of_drift
@@ -28,10 +29,7 @@ from bagua_ref.env import get_default_bucket_size
 from bagua_ref.scheduling.engine import Engine
 from bagua_ref.types import Group
 
-__all__ = ["PER_STEP", "ModuleTraining", "Options"]
-
-PER_STEP = ("bytes_sent", "exposed_wait_seconds", "codec_seconds")
-"""The totals of which there is a mean over steps, too, with ``_per_step`` after the name."""
+__all__ = ["ModuleTraining", "Options"]
 
 _PUBLISHED = ("bagua_algorithm", "bagua_optimizers", "bagua_buckets", "bagua_train_step_counter")
 """Attributes of a wrapped module, beside its name."""
@@ -216,11 +214,13 @@ class ModuleTraining(TrainingContext):
         refuse_both(self.given_group)
         if self.options.without_forward:
             return
-        with outside_transforms():
+        # Tensors made in a transform end with it.
+        with temporarily_clear_interpreter_stack() if inside_transform() else nullcontext():
             if torch.is_grad_enabled():
                 self._begin_forward(input, not self.skipping)
             else:
-                self._abandon_failed_backward()
+                if self._in_backward:
+                    self._abandon_failed_backward()
                 self._passes.begin_without_gradients(not self.skipping)
 
     def _forward_returned(self, module: torch.nn.Module, input: Any, output: Any) -> None:
@@ -228,11 +228,10 @@ class ModuleTraining(TrainingContext):
             self._passes.end(output, not self.skipping)
 
     def _abandon_failed_backward(self) -> None:
-        if self._in_backward:
-            self._in_backward = False
-            self.engine.abandon_round()
-            if self.engine.half_done:
-                self.rounds.abort("one of its backward passes failed after communication had begun")
+        self._in_backward = False
+        self.engine.abandon_round()
+        if self.engine.half_done:
+            self.rounds.abort("one of its backward passes failed after communication had begun")
 
     def _begin_forward(self, input: Any, synchronized: bool, in_backward: bool = False) -> None:
         refuse_in_child(self._pid)
@@ -241,8 +240,8 @@ class ModuleTraining(TrainingContext):
             if not self._guard.expects_backward:
                 self._passes.begin_functional(synchronized)
             return
-        self._passes.forget_functional()
-        self._abandon_failed_backward()
+        if self._in_backward:
+            self._abandon_failed_backward()
         self.rounds.check_usable()
         self._passes.begin(synchronized, in_backward)
         self.bagua_train_step_counter += 1
@@ -254,10 +253,14 @@ class ModuleTraining(TrainingContext):
             self.reset()
         self._guard.forward_begins()
         if synchronized:
-            if self.buffers.group is not None and self.bagua_algorithm.ranks_in_step and not in_backward:
-                source = 0 if self.rounds.joining is None else self.rounds.announce(BUFFERS).active[0]
-                self.buffers.broadcast(source, self.engine.meter)
+            if self.buffers.group is not None and not in_backward:
+                self._broadcast_buffers()
             self._forward_pre_hook(input)
+
+    def _broadcast_buffers(self) -> None:
+        if self.bagua_algorithm.ranks_in_step:
+            source = 0 if self.rounds.joining is None else self.rounds.announce(BUFFERS).active[0]
+            self.buffers.broadcast(source, self.engine.meter)
 
     def will_broadcast_buffers(self) -> bool:
         """Return whether training forward passes outside `no_sync` begin with a broadcast of buffers."""
@@ -292,6 +295,31 @@ class ModuleTraining(TrainingContext):
         if self.rounds.unused is not None:
             self.rounds.unused.reached.add(name)
         reached, first_run = self._passes.reached, self._passes.gradient_arrives()
+        if first_run is not None or self.options.without_forward or not self._guard.expects_backward:
+            self._stand_in_for_forward(first_run)
+        if self._synchronizes_any_other() if reached is None else reached.synchronized:
+            self._begin_round()
+            return True
+        self._keep_local(name, parameter, reached)
+        return False
+
+    def _keep_local(self, name: str, parameter: Any, reached: Reached | None) -> None:
+        """Note a gradient that is not synchronized, or not yet."""
+        bypassed = self._why_bypassed() if reached is None else None
+        if reached is not None:
+            reached.waiting.append((name, parameter))
+        if bypassed is None or self.skipping:
+            self._guard.gradient_arrives()
+        else:
+            self._guard.bypassed(f"the backward that reached parameter {name!r} {bypassed}", parameter)
+
+    def _synchronizes_any_other(self) -> bool:
+        """Return whether a backward pass that has come to no output of a forward pass is synchronized."""
+        # Whether it runs under no_sync counts only if there was no forward pass.
+        return self._why_bypassed() is None and self._passes.synchronizing and (self._guard.expects_backward or not self.skipping)
+
+    def _stand_in_for_forward(self, first_run: bool | None) -> None:
+        """Begin a training forward pass that only a backward pass shows; ``first_run`` as from `ForwardPasses.gradient_arrives`."""
         if first_run is not None:
             self._begin_forward((), first_run, in_backward=True)
         elif self.options.without_forward and self.module.training:
@@ -302,23 +330,6 @@ class ModuleTraining(TrainingContext):
         expects = self._guard.expects_backward
         if self.module.training and not expects and (synchronized := self._passes.forget_functional()) is not None:
             self._begin_forward((), synchronized, in_backward=True)
-        if reached is None:
-            bypassed = self._why_bypassed()
-            synchronized = bypassed is None and self._passes.synchronizing
-            # Whether the backward pass runs under no_sync counts only if there was no forward pass.
-            synchronized = synchronized and (self._guard.expects_backward or not self.skipping)
-        else:
-            bypassed, synchronized = None, reached.synchronized
-        if synchronized:
-            self._begin_round()
-            return True
-        if reached is not None:
-            reached.waiting.append((name, parameter))
-        if bypassed is None or self.skipping:
-            self._guard.gradient_arrives()
-        else:
-            self._guard.bypassed(f"the backward that reached parameter {name!r} {bypassed}", parameter)
-        return False
 
     def _begin_round(self) -> None:
         self._in_backward = True
@@ -350,7 +361,7 @@ class ModuleTraining(TrainingContext):
             self._post_backward_hook()
         self._parameters.align_gradients()
         self._guard.synchronized()
-        self._passes.backward_synchronized()
+        self._passes.awaited = False
         self.rounds.end_round()
 
     def reshard(self) -> None:
@@ -369,18 +380,8 @@ class ModuleTraining(TrainingContext):
 
     def metrics(self) -> dict[str, float | int]:
         """Return the metrics of `bagua_ref.distributed.BaguaModule.bagua_metrics`."""
-        meter = self.engine.meter
-        found: dict[str, float | int] = {"steps": meter.steps, "rounds": meter.rounds}
-        found["steps_in_agreement"] = meter.steps if self.rounds.alone else meter.steps_in_agreement
-        found["bytes_sent"] = self._bytes_sent() - meter.bytes_before
-        if all(parameter.device.type == "cpu" for _, parameter in self._named):
-            found["exposed_wait_seconds"], found["codec_seconds"] = meter.wait_seconds, meter.codec_seconds
-        for name in PER_STEP:
-            if name in found:
-                found[f"{name}_per_step"] = found[name] / max(meter.steps, 1)
-        if meter.last_exchange is not None:
-            found["seconds_since_last_exchange"] = meter.world.clock() - meter.last_exchange
-        return found | self.bagua_algorithm.metrics()
+        on_cpu = all(parameter.device.type == "cpu" for _, parameter in self._named)
+        return self.engine.meter.metrics(self._bytes_sent(), self.rounds.alone, on_cpu) | self.bagua_algorithm.metrics()
 
     def _bytes_sent(self) -> int:
         return self.process_group.bytes_sent + (0 if self.buffers.group is None else self.buffers.group.bytes_sent)

@@ -16,14 +16,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from bagua_ref.base import streams
+from bagua_ref.base import runtime
 from bagua_ref.base.runtime import Identity, RealWorld, World, current_world
 from bagua_ref.communicators.base import Communicator, NonMember
-from bagua_ref.communicators.job_store import job_store
+from bagua_ref.communicators.job_store import TorchDistributedTransport, job_store
 from bagua_ref.communicators.processes import refuse_in_child
 from bagua_ref.communicators.rendezvous import StoreLostError, check_others, connecting, interruptible
-from bagua_ref.communicators.topology import Topology
-from bagua_ref.communicators.torch_transport import TorchDistributedTransport
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.env import checked_timeout, get_default_timeout
 from bagua_ref.errors import NotInitializedError
@@ -114,16 +112,15 @@ class BaguaProcessGroup:
 
     def get_global_communicator(self) -> Any:
         """Return the communicator of all ranks of the group (S1), or a `NonMember` on any other rank."""
-        return self._communicators.get("global") or self._connect("global", "global", self.ranks)
+        return self._communicators.get("global") or self._connect("global")
 
     def get_inter_node_communicator(self) -> Any:
         """Return the communicator of the leaders, one per node (S1), or a `NonMember` on any other rank."""
-        return self._communicators.get("inter") or self._connect("inter", "inter", self._topology.leaders)
+        return self._communicators.get("inter") or self._connect("inter")
 
     def get_intra_node_communicator(self) -> Any:
         """Return the communicator of the group's ranks on this node (S1), or a `NonMember` on a rank outside the group."""
-        node = self._job.transport.node_of[self._rank]
-        return self._communicators.get("intra") or self._connect("intra", f"intra{node}", self._topology.node(self._rank))
+        return self._communicators.get("intra") or self._connect("intra")
 
     def for_background(self) -> BaguaProcessGroup:
         """Return a new group of the same ranks for background threads; all ranks call this in the same order."""
@@ -144,7 +141,7 @@ class BaguaProcessGroup:
         if self.stream is not None or not self._job.transport.has_streams:
             return self.stream
         if device not in self._side_streams:
-            self._side_streams[device] = streams.side_stream(device)
+            self._side_streams[device] = runtime.side_stream(device)
         return self._side_streams[device]
 
     @property
@@ -171,15 +168,17 @@ class BaguaProcessGroup:
             if (communicator := self._communicators.pop(kind, None)) is not None:
                 communicator.close()
 
-    @property
-    def _topology(self) -> Topology:
-        return Topology(self.ranks, self._job.transport.node_of)
-
-    def _connect(self, kind: str, name: str, ranks: tuple[int, ...]) -> MaybeCommunicator:
+    def _connect(self, kind: str) -> MaybeCommunicator:
         self.refuse_in_child()
         if self._closed:
             raise NotInitializedError(f"{self!r} was closed; call init_process_group() and make a new group")
-        name = f"{self.group_name}/{name}"
+        node_of, leaders = self._job.transport.node_of, dict[int, int]()
+        for rank in self.ranks:
+            leaders.setdefault(node_of[rank], rank)
+        here = node_of[self._rank]
+        on_this_node = tuple(rank for rank in self.ranks if node_of[rank] == here)
+        ranks = {"global": self.ranks, "inter": tuple(leaders.values()), "intra": on_this_node}[kind]
+        name = f"{self.group_name}/{kind}{here if kind == 'intra' else ''}"
         if self._rank in ranks and self._rank in self.ranks:
             communicator = self._communicators[kind] = self._job.transport.connect(name, ranks, self._job.timeout)
             communicator.compares_calls = not self.is_background  # rounds are compared as a whole

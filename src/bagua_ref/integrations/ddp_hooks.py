@@ -16,14 +16,15 @@ from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry, Traini
 from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
 from bagua_ref.algorithms.power_sgd import PowerSGDAlgorithmImpl
 from bagua_ref.backends.base import KernelBackend
-from bagua_ref.base import streams
+from bagua_ref.base import runtime
 from bagua_ref.base.memory import Layout, bytes_of
 from bagua_ref.base.runtime import current_world, use_world
-from bagua_ref.buckets.tensor import BaguaTensor
+from bagua_ref.buckets.storage import register
+from bagua_ref.data_parallel.rounds import AgreedRound, AgreedRounds
 from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.groups.communication import from_torch_group, init_process_group, is_initialized
-from bagua_ref.rounds import AgreedRound, AgreedRounds, Fact
 from bagua_ref.scheduling.engine import Engine
+from bagua_ref.scheduling.rounds import Fact
 from bagua_ref.scheduling.worker import BucketRun
 from bagua_ref.types import Group
 
@@ -110,7 +111,7 @@ class DDPHookState(TrainingContext):
         self.rounds = _HookRounds(self, self._engine)
         options = Fact("{has} options of checksum {value}", zlib.crc32(repr(algorithm).encode()))
         if not self.rounds.alone:
-            self.rounds.compare([options]).check_facts()
+            self.rounds.compare([options]).check()
 
     def __repr__(self) -> str:
         return f"DDPHookState({self.algorithm!r}, {self.reductions} reductions)"
@@ -191,20 +192,18 @@ class _HookRounds(AgreedRounds):
 
     def __init__(self, state: DDPHookState, engine: Engine) -> None:
         super().__init__(state.process_group, state.bagua_module_name, engine.meter, remedy="Start again from a checkpoint")
-        self._state = weakref.ref(state)
+        self._state: DDPHookState = weakref.proxy(state)
         if not self.alone:
             engine.new_round = self.new_round
 
     def new_round(self) -> AgreedRound:
         """Return the round that begins now."""
-        state = self._state()
-        assert state is not None, "DDP has it"
-        facts = [Fact("{has} finished {value} reductions", state.reductions), *state.bagua_algorithm.facts()]
+        facts = [Fact("{has} finished {value} reductions", self._state.reductions), *self._state.bagua_algorithm.facts()]
         return AgreedRound(self, facts)
 
     def digest(self) -> Fact | None:
         """Return a checksum of what is equal on all ranks; weights are DDP's business."""
-        algorithm, checksum = cast("DDPHookState", self._state()).bagua_algorithm, 0
+        algorithm, checksum = self._state.bagua_algorithm, 0
         if not isinstance(algorithm, CompressedGradientsImpl):
             return None
         for factor in algorithm.factors.written():
@@ -236,8 +235,7 @@ class _DDPBucket:
         def replace(proxy: Tensor, gradient: Tensor) -> None:
             self._gradients[name] = gradient
 
-        proxy = cast("BaguaTensor", self._gradients[name].detach())
-        return BaguaTensor.ensure_bagua_tensor(proxy, name, module_name, lambda proxy: self._gradients[name], replace)
+        return register(self._gradients[name].detach(), name, module_name, lambda proxy: self._gradients[name], replace)
 
     def receive(self, bucket: Any) -> None:
         """Let the gradients be those of DDP's ``bucket``."""
@@ -281,15 +279,15 @@ class _Reduction(BucketRun):
         super().__call__()
         if (error := self.error or self.errors.fatal) is not None:
             self._state.rounds.fail(error)
-        with streams.use_stream(self.bucket.stream, self._buffer.device):
+        with runtime.use_stream(self.bucket.stream, self._buffer.device):
             self._result.set_result(self._buffer)
 
     def run(self) -> None:
         """Run the operations, and put their result into DDP's bucket."""
         super().run()
         assert self.flat is not None, "DDP has waited for the last round, so the bucket was free to be loaded"
-        with streams.use_stream(self.bucket.stream, self._buffer.device):
-            streams.hold([self._buffer], self._buffer.device)
+        with runtime.use_stream(self.bucket.stream, self._buffer.device):
+            runtime.hold([self._buffer], self._buffer.device)
             self._ours.store(self.flat, self._gradients)
         if self._is_last:
             self._state.end_round()

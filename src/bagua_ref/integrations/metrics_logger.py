@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bagua_ref.data_parallel.training import PER_STEP
+from bagua_ref.observe.meter import PER_STEP
 
 __all__ = ["MetricsLogger"]
 

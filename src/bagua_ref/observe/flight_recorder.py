@@ -10,7 +10,6 @@ from typing import Any
 
 from bagua_ref.base.runtime import current_world
 from bagua_ref.errors import CommunicationError
-from bagua_ref.observe.meter import operations
 
 __all__ = ["FOLDER", "dump", "explain", "record"]
 
@@ -36,7 +35,7 @@ def record(error: BaseException | None = None) -> dict[str, Any]:
     world = current_world()
     now = time.time()
     offset = now - world.clock()
-    found = [{name: getattr(operation, name) for name in _RECORDED} for operation in operations(world)]
+    found = [{name: getattr(operation, name) for name in _RECORDED} for operation in world.operations]
     for entry in found:
         entry["started"] += offset
         entry["ended"] = None if entry["ended"] is None else entry["ended"] + offset

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -13,10 +12,10 @@ from torch.profiler import record_function
 
 from bagua_ref.base.runtime import World, current_world
 
-__all__ = ["Meter", "Operation", "codec_phase", "operations", "profiled", "steps_in", "use_meter"]
+__all__ = ["PER_STEP", "Meter", "Operation", "codec_phase", "profiled", "steps_in", "use_meter"]
 
-_REMEMBERED = 256
-"""Number of last operations kept for each rank."""
+PER_STEP = ("bytes_sent", "exposed_wait_seconds", "codec_seconds")
+"""The totals of which there is a mean over steps, too, with ``_per_step`` after the name."""
 
 
 class Operation:
@@ -42,7 +41,7 @@ class Operation:
         self.ended: float | None = None
 
     def __enter__(self) -> None:
-        operations(self._world).append(self)
+        self._world.operations.append(self)
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
@@ -84,6 +83,26 @@ class Meter:
         finally:
             self.wait_seconds += self.world.clock() - begin
 
+    def metrics(self, bytes_sent: int, alone: bool, on_cpu: bool) -> dict[str, float | int]:
+        """Return what is counted for every algorithm.
+
+        Args:
+            bytes_sent: bytes that the groups have sent by now.
+            alone: whether there is one rank only, which agrees with itself.
+            on_cpu: whether all parameters are on the CPU; otherwise the host's times say little.
+        """
+        found: dict[str, float | int] = {"steps": self.steps, "rounds": self.rounds}
+        found["steps_in_agreement"] = self.steps if alone else self.steps_in_agreement
+        found["bytes_sent"] = bytes_sent - self.bytes_before
+        if on_cpu:
+            found["exposed_wait_seconds"], found["codec_seconds"] = self.wait_seconds, self.codec_seconds
+        for name in PER_STEP:
+            if name in found:
+                found[f"{name}_per_step"] = found[name] / max(self.steps, 1)
+        if self.last_exchange is not None:
+            found["seconds_since_last_exchange"] = self.world.clock() - self.last_exchange
+        return found
+
 
 _meter: ContextVar[Meter | None] = ContextVar("bagua_ref_meter", default=None)
 
@@ -124,11 +143,3 @@ def steps_in(context: Callable[[], AbstractContextManager[object]], steps: Itera
         if step is None:
             return
         yield step
-
-
-def operations(world: World) -> deque[Operation]:
-    """Return the last operations of this rank, oldest first."""
-    if world.operations is None:
-        world.operations = deque(maxlen=_REMEMBERED)
-    found: deque[Operation] = world.operations
-    return found

@@ -9,42 +9,27 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from bagua_ref.base import streams
+from bagua_ref.base import runtime
 from bagua_ref.base.runtime import World
 from bagua_ref.base.utils import overlapping
 from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.tensor import Registration, registration
+from bagua_ref.buckets.storage import Registration, registration
 from bagua_ref.errors import CommunicationError
 from bagua_ref.observe.meter import Meter, profiled, use_meter
+from bagua_ref.scheduling.rounds import Round
 from bagua_ref.scheduling.worker import BucketRun, Errors, Job, RoundCall, Worker
 
-__all__ = ["Engine", "Readiness", "Round"]
+__all__ = ["Engine", "Readiness"]
 
 Item = TypeVar("Item", bound="Hashable")
 T = TypeVar("T")
 
 
-class Round:
-    """A round of communication: the part before its first bucket and after its last one, of which this one has neither.
-
-    Attributes:
-        waits: whether `begin` waits for other ranks. If not, the marking thread calls it, unless the worker is busy.
-    """
-
-    waits = False
-
-    def begin(self) -> None:
-        """Begin the round, before its first bucket. If this raises an error, no bucket runs any more, and waiting raises it."""
-
-    def end(self) -> None:
-        """End the round, after its last bucket and unless one has failed; errors are those of `begin`."""
-
-
 class Readiness(Generic[Item]):
     """Marks items and determines which buckets to schedule, always in the order in which they were registered (S2.4).
 
-    A round begins with the first mark and is complete when every bucket has been scheduled; the next mark begins another round.
-    While ``hold`` is True a complete round does not end: any mark is then an error, as the item's bucket has already run.
+    A round begins with the first mark and ends when every bucket has been scheduled. While ``hold`` is True a complete round does
+    not end: any mark is then an error, as the item's bucket has already run.
 
     Args:
         buckets: the items of each bucket, no item twice.
@@ -70,6 +55,12 @@ class Readiness(Generic[Item]):
         self._next = 0
         """Buckets before this one have been scheduled in this round."""
 
+    def release(self) -> None:
+        """Hold no more: a complete round ends."""
+        self.hold = False
+        if self.complete:
+            self.reset()
+
     @property
     def complete(self) -> bool:
         """Whether every bucket was scheduled in this round."""
@@ -77,13 +68,8 @@ class Readiness(Generic[Item]):
 
     @property
     def idle(self) -> bool:
-        """Whether the next mark, if it is allowed, begins a round."""
-        return len(self._unmarked) == len(self._bucket_of) or (self.complete and not self.hold)
-
-    @property
-    def started(self) -> bool:
-        """Whether anything was marked in this round, and not every bucket scheduled."""
-        return len(self._unmarked) < len(self._bucket_of) and not self.complete
+        """Whether nothing was marked in this round."""
+        return len(self._unmarked) == len(self._bucket_of)
 
     def tick(self, item: Item) -> bool:
         """Return True and `mark` ``item`` if that neither begins a round nor completes a bucket, as for most items."""
@@ -105,9 +91,7 @@ class Readiness(Generic[Item]):
         """
         place = self._bucket_of[item]
         if place < self._next:
-            if self.hold or not self.complete:
-                raise ValueError(f"{item} was marked again in a round in which its bucket had already been scheduled")
-            self.reset()
+            raise ValueError(f"{item} was marked again in a round in which its bucket had already been scheduled")
         if self._unmarked.pop(item, None) is None:
             return []
         self._missing[place] -= 1
@@ -115,7 +99,10 @@ class Readiness(Generic[Item]):
             return []
         while self._next < len(self._items) and self._missing[self._next] == 0:
             self._next += 1
-        return list(range(place, self._next))
+        scheduled = list(range(place, self._next))
+        if not self.hold and self.complete:
+            self.reset()
+        return scheduled
 
     def unmarked(self) -> dict[int, list[Item]]:
         """Return the unmarked items of each bucket that has not been scheduled in this round."""
@@ -184,7 +171,7 @@ class Engine:
         self._bucket_of = {known: bucket for bucket, registered in zip(buckets, members, strict=True) for known in registered}
         for known in self._bucket_of:
             known.sink = weakref.ref(self)
-        self._marked_on = {bucket: set() for bucket in buckets if streams.current_stream(bucket.device) is not None}
+        self._marked_on = {bucket: set() for bucket in buckets if runtime.current_stream(bucket.device) is not None}
 
     def mark_ready(self, tensor: Tensor) -> None:
         """Mark ``tensor`` ready; its bucket runs when it is complete and all earlier ones are scheduled (S2.4).
@@ -193,13 +180,15 @@ class Engine:
             ValueError: its bucket has already been scheduled in this round, or a tensor has another shape or dtype than before.
             NotImplementedError: a tensor of the bucket is sparse.
         """
-        known, begins = registration(tensor), self._readiness.idle
+        self._mark(registration(tensor))
+
+    def _mark(self, known: Registration) -> None:
+        begins = self._readiness.idle
         complete = self._readiness.mark(known)
         if begins:
-            self._end_round()
             self.begin_round()
         if self._marked_on and (bucket := self._bucket_of[known]) in self._marked_on:
-            self._marked_on[bucket].add(streams.current_stream(bucket.device))
+            self._marked_on[bucket].add(runtime.current_stream(bucket.device))
         for place in complete:
             self.schedule(self._buckets[place])
 
@@ -207,27 +196,23 @@ class Engine:
         """Mark ``parameter`` ready as `mark_ready` does, with fewer calls for most parameters: an algorithm's backward hook."""
         known: Any = getattr(parameter, "_bagua_registration", None)
         if not self._readiness.tick(known) or self._marked_on:
-            self.mark_ready(parameter)
+            self._mark(known or registration(parameter))
 
     def begin_round(self) -> None:
         """Begin a round now, as the first `mark_ready` of a round does, for buckets that are not registered."""
+        self._end_round()
         self.meter.rounds += 1
         self._round = self.new_round()
-        begin = RoundCall(self._round.begin, self._errors)
-        if self._round.waits or not self._worker.idle:
-            self._submit(begin)
-        else:  # waking the worker, which takes Python's lock during backward, would take longer
-            with use_meter(self.meter):
-                begin()
+        self._submit(RoundCall(self._round.begin, self._errors), may_run_here=not self._round.waits)
 
     def _end_round(self) -> None:
         if self._round is not None:
             self._submit(RoundCall(self._round.end, self._errors, ends=True))
             self._round = None
 
-    def _submit(self, job: Job) -> None:
+    def _submit(self, job: Job, may_run_here: bool = False) -> None:
         with use_meter(self.meter):  # the worker's thread, which the first job starts, keeps it
-            self._worker.submit(job)
+            self._worker.submit(job, may_run_here)
 
     def run_round(self, buckets: Sequence[BaguaBucket], is_open: bool = False) -> None:
         """Run ``buckets``, registered or not, now and in a round of their own; `wait_pending_comm_ops` waits for them, too.
@@ -238,8 +223,7 @@ class Engine:
             buckets: in the order in which all ranks run them.
             is_open: whether the round has begun, by other means.
         """
-        assert not self._readiness.started
-        self._end_round()
+        assert self._readiness.idle
         if not is_open:
             self.begin_round()
         for bucket in buckets:
@@ -255,11 +239,9 @@ class Engine:
             bucket: in the order in which all ranks run them.
             kind: makes the job, from the arguments of `BucketRun`.
         """
-        here = streams.current_stream(bucket.device)
+        here = runtime.current_stream(bucket.device)
         if bucket in self._marked_on:
-            elsewhere = self._marked_on[bucket] - {here}
-            streams.order_after([streams.record(stream) for stream in elsewhere], bucket.device)
-            self._marked_on[bucket].clear()
+            self._order_after_marks(bucket, here)
         try:
             flat = None if bucket in self._under_way else bucket.load()
         except Exception:
@@ -268,9 +250,14 @@ class Engine:
             raise
         self._under_way.add(bucket)
         label = f"bagua_ref::{self._algorithm}/bucket{bucket.name}"
-        run = kind(bucket, flat, streams.record(here), label, self._errors)
+        run = kind(bucket, flat, runtime.record_event(here), label, self._errors)
         self._submit(run)
         return run
+
+    def _order_after_marks(self, bucket: BaguaBucket, here: Any) -> None:
+        """Let stream ``here`` wait for the other streams on which tensors of ``bucket`` were marked."""
+        runtime.order_after([runtime.record_event(stream) for stream in self._marked_on[bucket] - {here}], bucket.device)
+        self._marked_on[bucket].clear()
 
     def wait_pending_comm_ops(self) -> None:
         """Wait until everything scheduled has finished (S2.5); on CUDA the current stream waits, not the host.
@@ -293,7 +280,7 @@ class Engine:
             if isinstance(run, BucketRun):
                 if run.error is not None:
                     raise run.error
-                streams.order_after([run.done], run.bucket.device)
+                runtime.order_after([run.done], run.bucket.device)
 
     def run(self, function: Callable[[], T]) -> T:
         """Return the result of ``function()``, called on the worker after everything scheduled; this waits for it.
@@ -318,13 +305,11 @@ class Engine:
 
     def begin_backward(self) -> None:
         """Begin a round that lasts until `end_backward`; marking a tensor again after its bucket was scheduled is an error."""
-        if self._readiness.complete:
-            self._readiness.reset()
         self._readiness.hold = True
 
     def abandon_round(self) -> None:
         """Clear the marks of a backward pass that failed."""
-        self.half_done = self.half_done or self._readiness.started
+        self.half_done = self.half_done or not (self._readiness.idle or self._readiness.complete)
         self._readiness.hold = False
         self._readiness.reset()
         for marked_on in self._marked_on.values():
@@ -339,9 +324,11 @@ class Engine:
         Raises:
             CommunicationError: buckets are incomplete; names the unmarked tensors.
         """
-        self._readiness.hold = False
-        if not self._readiness.started:
-            return
+        self._readiness.release()
+        if not self._readiness.idle:
+            self._end_incomplete(mark_unused)
+
+    def _end_incomplete(self, mark_unused: bool) -> None:
         missing = [(self._buckets[place], unmarked) for place, unmarked in self._readiness.unmarked().items()]
         if mark_unused:
             for bucket, unmarked in missing:
@@ -351,13 +338,10 @@ class Engine:
                         self.mark_ready(tensor)
             return
         self._readiness.reset()
-        raise self._incomplete(missing)
-
-    def _incomplete(self, missing: list[tuple[BaguaBucket, list[Registration]]]) -> CommunicationError:
         listed = "; ".join(
             f"bucket {bucket.name!r}: {', '.join(repr(known.name) for known in unmarked) or 'none'}" for bucket, unmarked in missing
         )
-        return CommunicationError(
+        raise CommunicationError(
             f"backward ended while some tensors of module {self.name!r} had not been marked ready ({listed}). If parameters may go "
             "unused in a step, pass find_unused_parameters=True, or freeze them before wrapping."
         )

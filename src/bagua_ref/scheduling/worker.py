@@ -54,12 +54,7 @@ class BucketRun:
 
     def __init__(self, bucket: BaguaBucket, flat: Tensor | None, ready: Any, label: str, errors: Errors) -> None:
         self.bucket, self.flat, self._ready, self._label, self.errors = bucket, flat, ready, label, errors
-        self._ended: torch.futures.Future[None] | None = None
-        if torch.autograd.profiler._is_profiler_enabled:
-            self._ended = torch.futures.Future()
-            profiled = record_function(label)
-            profiled.__enter__()
-            profiled._call_end_callbacks_on_future(self._ended)
+        self._ended = _profiled_until(label) if torch.autograd.profiler._is_profiler_enabled else None
         self.done: Any = None
         self.error: BaseException | None = None
 
@@ -82,6 +77,15 @@ class BucketRun:
     def describe(self) -> str:
         """Return the bucket and the operation under way."""
         return f"bucket {self.bucket.name!r}, operation {self.bucket.running!r}"
+
+
+def _profiled_until(label: str) -> torch.futures.Future[None]:
+    """Return a future; a profile shows ``label`` from now until it has a result."""
+    ended: torch.futures.Future[None] = torch.futures.Future()
+    profiled = record_function(label)
+    profiled.__enter__()
+    profiled._call_end_callbacks_on_future(ended)
+    return ended
 
 
 class RoundCall:
@@ -135,29 +139,30 @@ class Worker:
         """End the thread when all submitted jobs have finished; also called when the worker is garbage-collected."""
         self.close.atexit = False
 
-    @property
-    def idle(self) -> bool:
-        """Whether all submitted jobs have finished."""
-        return self._jobs_so_far.finished == self._jobs_so_far.submitted
-
-    def submit(self, job: Job) -> None:
-        """Run ``job()`` after all earlier jobs."""
+    def submit(self, job: Job, may_run_here: bool = False) -> None:
+        """Run ``job()`` after all earlier jobs; now and on this thread if all have finished and it ``may_run_here``."""
+        if may_run_here and self._jobs_so_far.finished == self._jobs_so_far.submitted:
+            job()  # waking the worker, which takes Python's lock during backward, would take longer
+            return
         if self._thread is None:
-            queue, idle, jobs, now = self._queue, self._idle, self._jobs_so_far, self._world.now
-
-            def loop() -> None:  # must not refer to the worker, or it would never be collected
-                while (run := queue.get()) is not None:
-                    run()
-                    del run  # a job holds its bucket
-                    jobs.last_end = now()
-                    jobs.finished += 1
-                    if jobs.finished == jobs.submitted:  # else the waiting thread would wake only to wait on
-                        idle.set()
-
-            self._thread = self._world.spawn(loop, self._name)
+            self._thread = self._start()
         self._jobs_so_far.submitted += 1
         self._jobs.append(job)
         self._queue.put(job)
+
+    def _start(self) -> Thread:
+        queue, idle, jobs, now = self._queue, self._idle, self._jobs_so_far, self._world.now
+
+        def loop() -> None:  # must not refer to the worker, or it would never be collected
+            while (run := queue.get()) is not None:
+                run()
+                del run  # a job holds its bucket
+                jobs.last_end = now()
+                jobs.finished += 1
+                if jobs.finished == jobs.submitted:  # else the waiting thread would wake only to wait on
+                    idle.set()
+
+        return self._world.spawn(loop, self._name)
 
     def wait(self) -> list[Job]:
         """Wait until all jobs submitted since the last call have finished; return them.
@@ -166,26 +171,23 @@ class Worker:
             CommunicationTimeoutError: none finished within the timeout; names the running job.
             CommunicationError: the ranks wait for each other and none can go on.
         """
+        count, now = self._jobs_so_far, self._world.now
+        begin = now()
         with self._world.waiting_for_own_thread(self._interrupt):
-            self._wait()
+            while (before := count.finished) < count.submitted:
+                self._idle.clear()
+                if self._interrupted:
+                    raise CommunicationError(self._interrupted)
+                left = max(0.0, max(begin, count.last_end) + self.timeout - now())
+                if count.finished == before and not self._idle.wait(left) and count.finished == before:
+                    running = self._jobs[before - count.submitted]
+                    raise CommunicationTimeoutError(f"no progress for {self.timeout:g} s: {running.describe()}")
         jobs, self._jobs = self._jobs, []
         return jobs
 
     def _interrupt(self, reason: str) -> None:
         self._interrupted = reason
         self._idle.set()
-
-    def _wait(self) -> None:
-        jobs, now = self._jobs_so_far, self._world.now
-        begin = now()
-        while (before := jobs.finished) < jobs.submitted:
-            self._idle.clear()
-            if self._interrupted:
-                raise CommunicationError(self._interrupted)
-            left = max(0.0, max(begin, jobs.last_end) + self.timeout - now())
-            if jobs.finished == before and not self._idle.wait(left) and jobs.finished == before:
-                running = self._jobs[before - jobs.submitted]
-                raise CommunicationTimeoutError(f"no progress for {self.timeout:g} s: {running.describe()}")
 
     def join(self) -> None:
         """Wait for the thread to end after `close`, at most the timeout."""

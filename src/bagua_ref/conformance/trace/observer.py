@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.tensor import registration
+from bagua_ref.buckets.storage import registration
 from bagua_ref.comm_ops import (
     AsynchronousModelAverage,
     CentralizedErrorFeedback,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bagua_ref.backends import codec
 from bagua_ref.backends.codec import BLOCK_SIZE, Microscaling
-from bagua_ref.backends.reference.blocks import Array, RowCodec, Scratch, reader, tiles, writer
+from bagua_ref.backends.reference.backend import Array, RowCodec, Scratch, reader, tiles, writer
 
 __all__ = ["MXFP4", "MXFP8", "MXINT8", "BlockCodec", "FloatCodec", "scaled"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bagua_ref.backends import codec
 from bagua_ref.backends.codec import HEADER_BYTES
-from bagua_ref.backends.reference.blocks import Array, RowCodec, Scratch, reader, tiles, writer
+from bagua_ref.backends.reference.backend import Array, RowCodec, Scratch, reader, tiles, writer
 
 __all__ = ["MinMaxUInt8"]
 
