@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bagua_ref.base.memory import overlapping
 from bagua_ref.base.utils import flatten, unflatten
-from bagua_ref.buckets.tensor import Registration
+from bagua_ref.buckets.storage import Registration
 
 __all__ = ["NUMBERS", "FusionPlan", "attributes", "has_overlap", "held_by_bucket", "kind_of", "neighbours", "options"]
 
