@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -48,11 +49,11 @@ def same(a: Any, b: Any) -> bool:
 
 
 def element_bytes(tensor: torch.Tensor) -> list[bytes]:
-    """Return each element's bytes, read one by one from untyped storage without the package's code."""
+    """Return each element's bytes, read one by one from memory without the package's code."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    width, memory = plain.element_size(), bytes(plain.untyped_storage().tolist())
-    found = []
-    for index in np.ndindex(*plain.shape):
-        start = (plain.storage_offset() + sum(i * s for i, s in zip(index, plain.stride(), strict=True))) * width
-        found.append(memory[start : start + width])
-    return found
+    width, start = plain.element_size(), plain.data_ptr()
+    steps = [step * width for step in plain.stride()]
+    return [
+        ctypes.string_at(start + sum(i * step for i, step in zip(index, steps, strict=True)), width)
+        for index in np.ndindex(*plain.shape)
+    ]
