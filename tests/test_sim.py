@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -286,7 +287,8 @@ def test_stopping_the_command_ends_its_workers(number: signal.Signals, tmp_path:
     script = tmp_path / "script.py"
     script.write_text(ENDS_IN_ONE_SCHEDULE.replace("os._exit(3)", "pass"))
     words = [sys.executable, "-m", "bagua_ref.cli", "sim", str(script), "--ranks", "3", "--seeds", "100000"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}  # a killed command leaves its folder
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == "[rank 0] begun\n"
