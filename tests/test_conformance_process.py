@@ -321,7 +321,7 @@ def alive(pid: int) -> bool:
 
 def test_the_page_describes_every_request() -> None:
     folder = ROOT / "src/bagua_ref/conformance/targets"
-    sources = "".join((folder / name).read_text() for name in ("process.py", "process_samplers.py"))
+    sources = (folder / "process.py").read_text()
     calls = set(re.findall(r'(?:\.ask|\.ask_for|_in_place|_request)\(\s*"(\w+)"', sources)) | {"hello"}
     assert len(calls) > 25
     for call in calls:
