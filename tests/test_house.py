@@ -32,7 +32,7 @@ LINES: dict[str, int] = {
     "conformance/inputs": 1300,
     "conformance/lab": 2071,
     "conformance/run": 1273,
-    "conformance/suites": 4462,
+    "conformance/suites": 4437,
     "conformance/targets": 1566,
     "conformance/trace": 2256,
     "conformance/vectors": 2058,

@@ -27,7 +27,7 @@ from bagua_ref.conformance.inputs.training_cases import (
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import ANYTHING, TrainedAlgorithm, TrainingPlay, of_kinds
 from bagua_ref.conformance.suites.algorithms import QADAM, follow_qadam
-from bagua_ref.conformance.suites.checks import check
+from bagua_ref.conformance.suites.checks import check, check_trainings, nothing
 
 __all__ = ["TOPK"]
 
@@ -84,19 +84,6 @@ _BYTEGRAD_WITH_MEMORY = TrainedAlgorithm(
 )
 
 
-@check("algorithms", "S11.1", "rounds", dtypes=COMPRESSIBLE, needs=_MEMORY, effort=0.3)
-def rounds(lab: Lab, draw: Draw) -> None:
-    """What compression has left out of a rank's gradients, and out of its chunk of the result, is added in the next round."""
-    _BYTEGRAD_WITH_MEMORY.train(lab, draw, compression=_codec(lab, draw))
-
-
-@check("algorithms", "S11.1", "leaders", needs=_MEMORY, effort=0.3)
-def leaders(lab: Lab, draw: Draw) -> None:
-    """Hierarchical, memories are those of node leaders, of the node's sum divided by n/L, also on uneven nodes and on one."""
-    nodes = draw(st.sampled_from([(2, 1), (1, 3), (2, 2), (3,), (2, 1, 2)]))
-    _BYTEGRAD_WITH_MEMORY.train(lab, draw, nodes=nodes, hierarchical=True)
-
-
 @check("algorithms", "S11.1", "padding", needs=_MEMORY, effort=0.4)
 def padding(lab: Lab, draw: Draw) -> None:
     """Padding is data to the codec, but nothing is remembered of it: neither what a rank sends nor of the result."""
@@ -118,12 +105,6 @@ def not_finite(lab: Lab, draw: Draw) -> None:
     )  # fmt: skip
 
 
-@check("algorithms", "S11.1", "new_buckets", needs=_MEMORY, effort=0.1)
-def new_buckets(lab: Lab, draw: Draw) -> None:
-    """Buckets of the same tensors find their memories again."""
-    _BYTEGRAD_WITH_MEMORY.train(lab, draw, steps=4, before=lambda steps: {2: draw(st.sampled_from(["new buckets", "restart"]))})
-
-
 def _exchange(memory: ErrorFeedback) -> Exchange:
     def run(ranks: Parameters, dtype: str) -> Parameters:
         result = memory.round([np.array(x, np.float32) for x in ranks]).tolist()
@@ -139,12 +120,6 @@ def _follow_momenta(training: TrainingPlay) -> None:
 _QADAM_WITH_MEMORY = TrainedAlgorithm(
     "qadam_with_memory", QADAM.options, _follow_momenta, gradients=QADAM.gradients, steps=lambda draw, options: 6
 )
-
-
-@check("algorithms", "S11.1", "momenta", needs=("qadam_with_memory",), effort=0.2)
-def momenta(lab: Lab, draw: Draw) -> None:
-    """After qadam's warm-up, what compression has left out of momenta is added to the next ones."""
-    _QADAM_WITH_MEMORY.train(lab, draw, nodes=draw(worlds(4)), compression=_codec(lab, draw), warmup_steps=2)
 
 
 # Top-k.
@@ -190,12 +165,6 @@ TOPK = TrainedAlgorithm(
 )
 
 
-@check("algorithms", "S11.2", "rounds", dtypes=COMPRESSIBLE, needs=_TOPK, effort=0.5)
-def rounds_of_topk(lab: Lab, draw: Draw) -> None:
-    """Each round applies the sum of what was sent in rank order, divided by n; what was not sent is added next."""
-    TOPK.train(lab, draw)
-
-
 @check("algorithms", "S11.2", "count", needs=_TOPK, effort=0.7)
 def count(lab: Lab, draw: Draw) -> None:
     """Of each bucket of m elements max(1, ceil(ratio * m)) are sent, the product in float64; padding does not count."""
@@ -233,12 +202,6 @@ def nans(lab: Lab, draw: Draw) -> None:
     )  # fmt: skip
 
 
-@check("algorithms", "S11.2", "huge", dtypes=COMPRESSIBLE, needs=_TOPK, effort=0.3)
-def huge(lab: Lab, draw: Draw) -> None:
-    """Memories are float32 whatever the gradients are, sums overflow in rank order only, and results are rounded once."""
-    TOPK.train(lab, draw, gradients=of_kinds(st.sampled_from(["huge", "edges", "tiny", "halfway", "bits"])))
-
-
 @check("algorithms", "S11.2", "many", needs=_TOPK, effort=0.15)
 def many(lab: Lab, draw: Draw) -> None:
     """Of many elements, too, exactly the largest are sent, however they are spread, and of equal ones those of lower index."""
@@ -273,3 +236,26 @@ def messages(lab: Lab, draw: Draw) -> None:
     for (number, all_ranks), rank in itertools.product(enumerate(wanted), range(training.n)):
         what = f"rank {rank}, {('indices', 'values')[number % 2]} in all-gather {number}"
         training.expect(f"gathered[{number}][{rank}]", all_ranks[rank], what)
+
+
+# Trainings without a function of their own.
+
+check_trainings(
+    (TrainedAlgorithm.train, _BYTEGRAD_WITH_MEMORY, 0.3, "S11.1.rounds", COMPRESSIBLE,
+     lambda lab, draw: {"compression": _codec(lab, draw)},
+     "What compression has left out of a rank's gradients, and out of its chunk of the result, is added in the next round."),
+    (TrainedAlgorithm.train, _BYTEGRAD_WITH_MEMORY, 0.3, "S11.1.leaders", (),
+     lambda lab, draw: {"nodes": draw(st.sampled_from([(2, 1), (1, 3), (2, 2), (3,), (2, 1, 2)])), "hierarchical": True},
+     "Hierarchical, memories are those of node leaders, of the node's sum divided by n/L, also on uneven nodes and on one."),
+    (TrainedAlgorithm.train, _BYTEGRAD_WITH_MEMORY, 0.1, "S11.1.new_buckets", (),
+     lambda lab, draw: {"steps": 4, "before": lambda steps: {2: draw(st.sampled_from(["new buckets", "restart"]))}},
+     "Buckets of the same tensors find their memories again."),
+    (TrainedAlgorithm.train, _QADAM_WITH_MEMORY, 0.2, "S11.1.momenta", (),
+     lambda lab, draw: {"nodes": draw(worlds(4)), "compression": _codec(lab, draw), "warmup_steps": 2},
+     "After qadam's warm-up, what compression has left out of momenta is added to the next ones."),
+    (TrainedAlgorithm.train, TOPK, 0.5, "S11.2.rounds", COMPRESSIBLE, nothing,
+     "Each round applies the sum of what was sent in rank order, divided by n; what was not sent is added next."),
+    (TrainedAlgorithm.train, TOPK, 0.3, "S11.2.huge", COMPRESSIBLE,
+     lambda *_: {"gradients": of_kinds(st.sampled_from(["huge", "edges", "tiny", "halfway", "bits"]))},
+     "Memories are float32 whatever the gradients are, sums overflow in rank order only, and results are rounded once."),
+)  # fmt: skip
