@@ -27,10 +27,10 @@ LINES: dict[str, int] = {
     "comm_ops": 1138,
     "communicators": 4370,
     "conformance": 96,
-    "conformance/expected": 1915,
-    "conformance/formats": 115,
-    "conformance/inputs": 1300,
-    "conformance/lab": 2071,
+    "conformance/expected": 1915,  # what suites and traces said twice of PowerSGD's rounds
+    "conformance/formats": 115,  # one way to read tensors or say why not
+    "conformance/inputs": 1300,  # changes of gradients that suites wrote several times
+    "conformance/lab": 2071,  # refusals and parts of a bucket, which suites wrote several times
     "conformance/run": 1273,
     "conformance/suites": 4437,
     "conformance/targets": 1566,
