@@ -194,7 +194,7 @@ def test_operations_of_the_package_need_every_kernel() -> None:
 )
 def test_what_breaks_the_protocol_is_said(fault: str, said: str) -> None:
     target = ProcessTarget(faulty(fault))
-    link = target.live().single(target).links[0]
+    link = target.live().single().links[0]
     link.ask("hello")  # it has started
     link.limit(3.0)
     with pytest.raises(ProgramError, match=said):
