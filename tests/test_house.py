@@ -27,15 +27,15 @@ LINES: dict[str, int] = {
     "comm_ops": 1138,
     "communicators": 4692,
     "conformance": 97,
-    "conformance/expected": 1896,
-    "conformance/formats": 103,
-    "conformance/inputs": 1282,
-    "conformance/lab": 2061,
+    "conformance/expected": 1915,  # what suites and traces said twice of PowerSGD's rounds
+    "conformance/formats": 115,  # one way to read tensors or say why not
+    "conformance/inputs": 1300,  # changes of gradients that suites wrote several times
+    "conformance/lab": 2071,  # refusals and parts of a bucket, which suites wrote several times
     "conformance/run": 1299,
-    "conformance/suites": 4578,
-    "conformance/targets": 1600,
-    "conformance/trace": 2270,
-    "conformance/vectors": 2069,
+    "conformance/suites": 4437,
+    "conformance/targets": 1566,
+    "conformance/trace": 2256,
+    "conformance/vectors": 2058,
     "contrib": 1584,
     "contrib/cache": 1587,
     "contrib/fuse": 884,
@@ -59,7 +59,7 @@ LINES: dict[str, int] = {
 }
 """The most lines of each room of src, and of the folders of tests."""
 
-FILES = 267  # caches that fail, fields of payloads, scripts of reports
+FILES = 263  # caches that fail, fields of payloads, scripts of reports
 """The most files of src; public names of modules that have moved into a room do not count."""
 
 OTHER_IMPLEMENTER = {

@@ -144,7 +144,7 @@ def test_no_nan_has_bits_of_its_own(tensors: Any) -> None:
 
 def test_numbers_are_those_of_version_1() -> None:
     numbers = Numbers(7)
-    drawn = [numbers.uniform(2, torch.float32), numbers.wide(2, torch.float32), numbers.halves(2, torch.float32)]
+    drawn = [numbers.of(kind, 2, torch.float32) for kind in ("plain", "wide", "halves")]
     pinned = [[-1078696657, -1070414874], [840601233, 974321922], [-1014710272, 1083179008]]
     assert [x.view(torch.int32).tolist() for x in drawn] == pinned
 

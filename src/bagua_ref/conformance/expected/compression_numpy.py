@@ -17,8 +17,8 @@ from bagua_ref.conformance.expected.algorithms_plain import node_sum
 from bagua_ref.conformance.expected.decentralized_numpy import Array, added, restored, split, stored
 
 __all__ = [
-    "ErrorFeedback", "LowRankRound", "added", "compressed_rank", "error_feedback_round", "is_tame", "kept", "norm", "orthonormal",
-    "power_sgd_round", "sent_count", "start", "topk_round",
+    "ErrorFeedback", "LowRankRound", "added", "compressed_rank", "error_feedback_round", "gram", "is_tame", "kept", "norm",
+    "orthonormal", "power_sgd_round", "reach", "sent_count", "start", "topk_round",
 ]  # fmt: skip
 
 
@@ -152,6 +152,25 @@ def is_tame(columns: Array, size: float | None = None) -> bool:
     columns = columns[:, sizes > 0] / (sizes[sizes > 0] if size is None else size)
     values = np.linalg.svd(columns, compute_uv=False)
     return columns.shape[1] <= columns.shape[0] and (not values.size or bool(values[-1] > 1e-2))
+
+
+def reach(
+    gradients: list[Array], errors: list[Array] | None, q: Array | None, rank: int, *, warm_start: bool, seed: int, k: int, i: int
+) -> float:
+    """Return a bound of what a round gathers in one element; inf where rounding decides what its columns span.
+
+    The arguments are those of `power_sgd_round`.
+    """
+    every, known = [*gradients, *(errors or [])], q if warm_start else None
+    columns, size = start(known, (every[0].shape[1], rank), every[0].dtype.type, seed, k, i), norm(every)
+    return size if is_tame(added(every) @ columns, size) and (known is None or is_tame(known)) else math.inf
+
+
+def gram(q: Array) -> Array:
+    """Return Q Q^T in float64, which does not depend on the basis."""
+    wide = q.astype(np.float64)
+    product: Array = wide @ wide.T
+    return product
 
 
 def error_feedback_round(

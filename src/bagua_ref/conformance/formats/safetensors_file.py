@@ -15,7 +15,9 @@ from torch import Tensor
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.base.untrusted import one_line, read_file
 
-__all__ = ["CODES", "DamagedFileError", "bytes_of", "dtype_named", "name_of", "read_safetensors", "write_safetensors"]
+__all__ = [
+    "CODES", "DamagedFileError", "bytes_of", "dtype_named", "name_of", "read_safetensors", "read_tensors", "write_safetensors",
+]  # fmt: skip
 
 CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -100,3 +102,13 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         if x.dtype not in CODES:
             raise DamagedFileError(f"tensor {name!r} is of {x.dtype}; known are {', '.join(CODES.values())}")
     return dict(tensors)
+
+
+def read_tensors(path: Path, error: type[Exception]) -> dict[str, Tensor]:
+    """Return a file's tensors by name; raise ``error`` with the path and the reason if that fails."""
+    try:
+        return read_safetensors(path)
+    except OSError as reason:
+        raise error(f"{str(path)!r} cannot be read: {reason.strerror}") from None
+    except (DamagedFileError, ModuleNotFoundError) as reason:
+        raise error(f"{str(path)!r}: {reason}") from None

@@ -23,6 +23,7 @@ __all__ = [
     "any_gradients",
     "any_weights",
     "array",
+    "each_gradient",
     "exact_gradients",
     "given_fragments",
     "grid_weights",
@@ -34,6 +35,7 @@ __all__ = [
     "on_a_grid",
     "outer_optimizer",
     "outer_optimizers",
+    "poisoned_at",
     "schedules",
     "sized_worlds",
     "tame",
@@ -135,6 +137,22 @@ def exact_gradients(draw: Draw, like: list[Tensor], ranks: int, steps: int) -> B
 def _by_rank(like: list[Tensor], ranks: int, steps: int, gradient: Callable[[int, int, Tensor], Tensor]) -> ByRank:
     places = [*enumerate(like)][::-1]
     return [[{p: gradient(rank * steps + step, p, w) for p, w in places} for step in range(steps)] for rank in range(ranks)]
+
+
+def each_gradient(change: Callable[[Tensor], Tensor]) -> Callable[[ByRank], ByRank]:
+    """Return what changes every gradient by itself."""
+    return lambda gradients: [[{place: change(g) for place, g in given.items()} for given in rank] for rank in gradients]
+
+
+def poisoned_at(draw: Draw, step: int) -> Callable[[ByRank], ByRank]:
+    """Return what makes one number of one rank's first gradient at a step NaN or infinite."""
+
+    def poisoned(gradients: ByRank) -> ByRank:
+        x = gradients[draw(st.integers(0, len(gradients) - 1))][step][0].view(-1)
+        x[draw(st.integers(0, x.numel() - 1))] = draw(st.sampled_from([float("nan"), float("inf"), -float("inf")]))
+        return gradients
+
+    return poisoned
 
 
 def used_parts(draw: Draw, gradients: ByRank) -> ByRank:

@@ -78,6 +78,11 @@ class Play:
             message = str(error) if says_itself else f"{shown} raised {said}"
             raise Violation(message[:1000], str(self.script)) from error
 
+    def refuses(self, call: str, error: str = "ValueError", said: str = "") -> None:
+        """Require an error of a class of a call, or fail with a message, which is source of a string."""
+        said = said or repr(f"{call} must raise a {error}")
+        self.do(f"try:\n    {call}\nexcept {error}:\n    pass\nelse:\n    raise AssertionError({said})")
+
     def _run(self, source: str | ast.Module) -> None:
         code = _compiled(source, "exec") if isinstance(source, str) else compile(source, "<counterexample>", "exec")
         exec(code, self.names)  # noqa: S102  # nosec B102 # written by the check, line by line

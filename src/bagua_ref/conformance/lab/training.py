@@ -99,6 +99,11 @@ class TrainingPlay(Play):
         parts = zip(*(self.tensors(step, place) for place in bucket), strict=True)
         return [np.concatenate([array(x) for x in of_rank]) for of_rank in parts]
 
+    def by_place(self, flat: Any, bucket: list[int]) -> dict[int, Any]:
+        """Return each parameter's part of a bucket's numbers."""
+        ends = np.cumsum([self.weights[place].numel() for place in bucket])[:-1]
+        return dict(zip(bucket, np.split(flat, ends), strict=True))
+
     def gradients(self, step: int) -> list[list[Any]]:
         """Return a step's gradients as arrays by rank and parameter, None for those that are not used."""
         return [[array(rank[step][p]) if p in rank[step] else None for p in range(len(self.weights))] for rank in self.given]

@@ -1,12 +1,13 @@
 """Whole trainings compared with plain loops over all ranks (S2, S5.1 to S5.5, S13).
 
-`algorithms_async` has S5.6, `algorithms_local` S9, `algorithms_powersgd` S10, `algorithms_topk` S11.2, and
+`algorithms_async` has S5.6, `algorithms_local` S9, `algorithms_powersgd` S10, `algorithms_compressed` S11, and
 `algorithms_properties` what all algorithms have in common.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,14 @@ from bagua_ref.conformance.inputs.training_cases import (
     ByRank,
     any_gradients,
     any_kind,
+    each_gradient,
     exact_gradients,
     grid_weights,
 )
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import RankScript
 from bagua_ref.conformance.lab.training import TrainedAlgorithm, TrainingPlay, of_kinds
-from bagua_ref.conformance.suites.checks import check
+from bagua_ref.conformance.suites.checks import check, check_trainings, nothing
 
 __all__ = ["BYTEGRAD", "DECENTRALIZED", "GRADIENT_ALLREDUCE", "ON_GRAPH", "QADAM", "RING", "follow_qadam"]
 
@@ -117,23 +119,8 @@ def padding(lab: Lab, draw: Draw) -> None:
     nodes = draw(worlds(5).filter(lambda nodes: sum(nodes) > 1))
     size = draw(st.integers(1, 30).filter(lambda size: size % sum(nodes) != 0))
     weights = grid_weights(draw, [lab.dtype] * 2, [(size - size // 2,), (size // 2,)])
-
-    def far_from_zero(gradients: ByRank) -> ByRank:  # so that zeros beside them matter
-        return [[{place: g.abs() / 8 + 1 for place, g in given.items()} for given in rank] for rank in gradients]
-
+    far_from_zero = each_gradient(lambda g: g.abs() / 8 + 1)  # so that zeros beside them matter
     BYTEGRAD.train(lab, draw, nodes=nodes, weights=weights, change=far_from_zero, steps=2, bucket_bytes=ONE_BUCKET)
-
-
-@check("algorithms", "S5.1", "gradients", dtypes=FLOATS, needs=("gradient_allreduce",), effort=0.2)
-def gradient_allreduce(lab: Lab, draw: Draw) -> None:
-    """Every rank updates its weights with the sum or mean of all ranks' gradients."""
-    GRADIENT_ALLREDUCE.train(lab, draw)
-
-
-@check("algorithms", "S5.2", "gradients", dtypes=COMPRESSIBLE, needs=("bytegrad",), effort=0.3)
-def bytegrad(lab: Lab, draw: Draw) -> None:
-    """Every rank updates its weights with gradients sent as one byte per element, bit for bit."""
-    BYTEGRAD.train(lab, draw, hierarchical=draw(st.sampled_from([True, True, False])))
 
 
 # Weights.
@@ -154,7 +141,7 @@ def _weights_after_steps(training: TrainingPlay) -> Iterator[tuple[list[list[Any
     expected: list[list[list[Any]]] = [[[...] * len(training.weights) for _ in range(training.n)] for _ in range(training.steps)]
     mass: list[Any] = [None] * len(training.weights)
     for places in layout:
-        dtype, ends = training.dtypes[places[0]], np.cumsum([training.weights[place].numel() for place in places])[:-1]
+        dtype = training.dtypes[places[0]]
         start = np.concatenate([training.start[place] for place in places])
         given = [training.flat(step, places) for step in range(training.steps)]
         if mode is None:
@@ -163,7 +150,7 @@ def _weights_after_steps(training: TrainingPlay) -> Iterator[tuple[list[list[Any
             history = decentralized_numpy.train_decentralized(start, given, 1.0, dtype, nodes, mode, between, interval)
         for step, ranks in enumerate(history):
             for rank, flat in enumerate(ranks):
-                for place, numbers in zip(places, np.split(flat, ends), strict=True):
+                for place, numbers in training.by_place(flat, places).items():
                     expected[step][rank][place] = numbers
         if mode == "all":
             size = np.abs(start) + np.abs(np.asarray(given)).max(1).sum(0)
@@ -222,22 +209,6 @@ def _two_pairs(between: bool) -> st.SearchStrategy[tuple[int, ...]]:
     return st.sampled_from([(1, 1, 1, 1), (2, 1, 1, 1)] if between else [(4,), (3, 1)])
 
 
-@check("algorithms", "S5.3", "shift_one", dtypes=FLOATS, needs=("decentralized",), effort=0.2)
-def shift_one(lab: Lab, draw: Draw) -> None:
-    """At steps divisible by the interval, weights are averaged with the next peer; then each rank applies its own gradient."""
-    between = draw(st.booleans())
-    nodes = draw(_two_pairs(between) | paired_worlds(between, 6))
-    DECENTRALIZED.train(lab, draw, nodes=nodes, hierarchical=between, peer_selection_mode="shift_one")
-
-
-@check("algorithms", "S5.3", "in_forward", dtypes=FLOATS, needs=("decentralized_in_forward",), effort=0.1)
-def in_forward(lab: Lab, draw: Draw) -> None:
-    """While weights are averaged in the background, forward and backward use the old ones: they are replaced after the backward."""
-    between = draw(st.booleans())
-    nodes = draw(_two_pairs(between) | paired_worlds(between, 4))
-    _FORWARDS.train(lab, draw, nodes=nodes, hierarchical=between, peer_selection_mode="shift_one")
-
-
 @check("algorithms", "S5.3", "several_dtypes", needs=("decentralized",), effort=0.3)
 def several_dtypes(lab: Lab, draw: Draw) -> None:
     """Weights of each dtype are averaged in every round, all with the same peer."""
@@ -245,25 +216,6 @@ def several_dtypes(lab: Lab, draw: Draw) -> None:
     weights = grid_weights(draw, [dtype_named(name) for name in [*used, *draw(st.lists(st.sampled_from(used), max_size=2))]])
     nodes = draw(_two_pairs(False))
     DECENTRALIZED.train(lab, draw, nodes=nodes, weights=weights, hierarchical=False, peer_selection_mode="shift_one")
-
-
-@check("algorithms", "S5.3", "all", dtypes=FLOATS, needs=("decentralized",), effort=0.2)
-def all_ranks(lab: Lab, draw: Draw) -> None:
-    """At steps divisible by the interval, weights are averaged over all ranks; then each rank applies its own gradient."""
-    DECENTRALIZED.train(lab, draw)
-
-
-@check("algorithms", "S13.5", "interval", dtypes=FLOATS, needs=("decentralized_on_graph",), effort=0.2)
-def along_graphs(lab: Lab, draw: Draw) -> None:
-    """At steps divisible by the interval, weights are averaged along the next graph; then each rank applies its own gradient."""
-    graph, nodes, between = draw(graph_cases(6, changing=draw(st.booleans())))
-    ON_GRAPH.train(lab, draw, nodes=nodes, graph=graph, hierarchical=between)
-
-
-@check("algorithms", "S5.4", "ring", dtypes=COMPRESSIBLE, needs=("low_precision_decentralized",), effort=0.3)
-def ring(lab: Lab, draw: Draw) -> None:
-    """After optimizer steps divisible by the interval, weights are averaged on the ring, bucket by bucket, bit for bit."""
-    RING.train(lab, draw, steps=draw(st.integers(1, 5)))
 
 
 # QAdam.
@@ -317,7 +269,36 @@ def follow_qadam(training: TrainingPlay, exchanges: list[plain.Exchange] | None 
 QADAM = TrainedAlgorithm("qadam", _options_of_qadam, follow_qadam, gradients=_gradients_of_qadam, steps=lambda draw, options: 6)
 
 
-@check("algorithms", "S5.5", "steps", dtypes=COMPRESSIBLE, needs=("qadam",), effort=0.25)
-def qadam(lab: Lab, draw: Draw) -> None:
-    """Steps are Adam's up to warmup_steps; later ones use momenta in bytes, bit for bit, and move nothing whose frozen v is 0."""
-    QADAM.train(lab, draw)
+# Trainings that need no function of their own.
+
+
+def _in_pairs(lab: Lab, draw: Draw, most: int = 6) -> dict[str, Any]:
+    between = draw(st.booleans())
+    nodes = draw(_two_pairs(between) | paired_worlds(between, most))
+    return {"nodes": nodes, "hierarchical": between, "peer_selection_mode": "shift_one"}
+
+
+def _on_a_graph(lab: Lab, draw: Draw) -> dict[str, Any]:
+    graph, nodes, between = draw(graph_cases(6, changing=draw(st.booleans())))
+    return {"nodes": nodes, "graph": graph, "hierarchical": between}
+
+
+check_trainings(
+    (TrainedAlgorithm.train, GRADIENT_ALLREDUCE, 0.2, "S5.1.gradients", FLOATS, nothing,
+     "Every rank updates its weights with the sum or mean of all ranks' gradients."),
+    (TrainedAlgorithm.train, BYTEGRAD, 0.3, "S5.2.gradients", COMPRESSIBLE,
+     lambda lab, draw: {"hierarchical": draw(st.sampled_from([True, True, False]))},
+     "Every rank updates its weights with gradients sent as one byte per element, bit for bit."),
+    (TrainedAlgorithm.train, DECENTRALIZED, 0.2, "S5.3.shift_one", FLOATS, _in_pairs,
+     "At steps divisible by the interval, weights are averaged with the next peer; then each rank applies its own gradient."),
+    (TrainedAlgorithm.train, _FORWARDS, 0.1, "S5.3.in_forward", FLOATS, partial(_in_pairs, most=4),
+     "While weights are averaged in the background, forward and backward use the old ones: they are replaced after the backward."),
+    (TrainedAlgorithm.train, DECENTRALIZED, 0.2, "S5.3.all", FLOATS, nothing,
+     "At steps divisible by the interval, weights are averaged over all ranks; then each rank applies its own gradient."),
+    (TrainedAlgorithm.train, ON_GRAPH, 0.2, "S13.5.interval", FLOATS, _on_a_graph,
+     "At steps divisible by the interval, weights are averaged along the next graph; then each rank applies its own gradient."),
+    (TrainedAlgorithm.train, RING, 0.3, "S5.4.ring", COMPRESSIBLE, lambda lab, draw: {"steps": draw(st.integers(1, 5))},
+     "After optimizer steps divisible by the interval, weights are averaged on the ring, bucket by bucket, bit for bit."),
+    (TrainedAlgorithm.train, QADAM, 0.25, "S5.5.steps", COMPRESSIBLE, nothing,
+     "Steps are Adam's up to warmup_steps; later ones use momenta in bytes, bit for bit, and move nothing whose frozen v is 0."),
+)  # fmt: skip

@@ -30,7 +30,7 @@ from bagua_ref.conformance.inputs.training_cases import (
 )
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import TrainedAlgorithm, TrainingPlay, exactly, of_kinds
-from bagua_ref.conformance.suites.checks import check
+from bagua_ref.conformance.suites.checks import check, check_trainings
 
 __all__ = ["DILOCO", "LOCAL_SGD", "fragments_of", "tame_after_warm_up"]
 
@@ -65,12 +65,6 @@ LOCAL_SGD = TrainedAlgorithm(
     worlds=lambda dtype: multi_rank_worlds,
     steps=lambda draw, options: options["warmup_steps"] + draw(st.integers(2, 7)),
 )
-
-
-@check("algorithms", "S9.1", "period", dtypes=FLOATS, needs=_LOCAL_SGD, effort=0.2)
-def period(lab: Lab, draw: Draw) -> None:
-    """After steps divisible by the period, all weights become their mean over ranks; other steps and optimizers stay local."""
-    LOCAL_SGD.train(lab, draw, nodes=draw(sized_worlds(lab.dtype)), gradients=of_kinds(tame))
 
 
 @check("algorithms", "S9.1", "offset", needs=_LOCAL_SGD, effort=0.3)
@@ -133,15 +127,6 @@ DILOCO = TrainedAlgorithm(
     weights=lambda draw, dtype: any_weights(draw, dtype, 3),
     steps=lambda draw, options: options["warmup_steps"] + options["period"] + draw(st.integers(1, 4)),
 )
-
-
-# diloco: what is kept.
-
-
-@check("algorithms", "S9.2", "inner_optimizer", needs=_DILOCO, effort=0.3)
-def inner_optimizer(lab: Lab, draw: Draw) -> None:
-    """Applying a fragment touches neither the state of the inner optimizer nor the gradients."""
-    DILOCO.train(lab, draw, gradients=of_kinds(tame), looks=("gradients",), momentum=0.5)
 
 
 @check("algorithms", "S9.2", "outer_optimizer", dtypes=("float32", "float64"), needs=_DILOCO, effort=0.2)
@@ -237,7 +222,7 @@ def one_byte(lab: Lab, draw: Draw) -> None:
     )  # fmt: skip
 
 
-def _refuse(lab: Lab, draw: Draw, compression: str | None) -> None:
+def _refuse(algorithm: TrainedAlgorithm, lab: Lab, draw: Draw, compression: str | None) -> None:
     """Let differences of one rank overflow, and then come back."""
     nodes = draw(st.sampled_from([(1,), (1,), (2,), (1, 1), (3,)]))
     n, count = sum(nodes), draw(st.integers(1, 2))
@@ -259,24 +244,12 @@ def _refuse(lab: Lab, draw: Draw, compression: str | None) -> None:
                 gradients[culprit][failing + step][victim][1] = -huge
         return gradients
 
-    training = DILOCO.train(
+    training = algorithm.train(
         lab, draw, nodes=nodes, weights=weights, change=overflow, steps=steps, looks=("global weights",), exact=True,
         period=gap * count, fragments=[[place] for place in range(count)], delay=delay, compression=compression,
         outer_optimizer={"class": "SGD", "lr": 0.5, "momentum": 0.5},
     )  # fmt: skip
     assert ("failing step", failing - 1) in training.index, "the differences are finite"
-
-
-@check("algorithms", "S9.5", "not_finite", needs=_DILOCO, effort=0.4)
-def not_finite(lab: Lab, draw: Draw) -> None:
-    """Where differences of one rank overflow, the step raises an error on every rank, and the fragment stays as it was."""
-    _refuse(lab, draw, None)
-
-
-@check("algorithms", "S9.5", "not_finite_bytes", needs=_DILOCO, effort=0.2)
-def not_finite_bytes(lab: Lab, draw: Draw) -> None:
-    """So it is where differences are compressed."""
-    _refuse(lab, draw, "MinMaxUInt8")
 
 
 # Identities.
@@ -334,3 +307,19 @@ def global_weights(lab: Lab, draw: Draw) -> None:
         lab, draw, weights=weights, looks=("global weights",), **drawn, warmup_steps=draw(st.integers(0, 2)),
         mix=draw(st.sampled_from([0.0, 0.5])),
     )  # fmt: skip
+
+
+# Trainings without a function of their own.
+
+check_trainings(
+    (TrainedAlgorithm.train, LOCAL_SGD, 0.2, "S9.1.period", FLOATS,
+     lambda lab, draw: {"nodes": draw(sized_worlds(lab.dtype)), "gradients": of_kinds(tame)},
+     "After steps divisible by the period, all weights become their mean over ranks; other steps and optimizers stay local."),
+    (TrainedAlgorithm.train, DILOCO, 0.3, "S9.2.inner_optimizer", (),
+     lambda *_: {"gradients": of_kinds(tame), "looks": ("gradients",), "momentum": 0.5},
+     "Applying a fragment touches neither the state of the inner optimizer nor the gradients."),
+    (_refuse, DILOCO, 0.4, "S9.5.not_finite", (), lambda *_: {"compression": None},
+     "Where differences of one rank overflow, the step raises an error on every rank, and the fragment stays as it was."),
+    (_refuse, DILOCO, 0.2, "S9.5.not_finite_bytes", (), lambda *_: {"compression": "MinMaxUInt8"},
+     "So it is where differences are compressed."),
+)  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +20,13 @@ from bagua_ref.conformance.inputs.training_cases import (
     EVERY_MATRIX,
     ONE_BUCKET,
     ByRank,
+    each_gradient,
     grid_weights,
     matrices,
     matrix_weights,
     multi_rank_worlds,
     of_rank,
+    poisoned_at,
     usual,
     wide,
 )
@@ -112,37 +115,32 @@ def judge_round(training: TrainingPlay, step: int, place: int, exact: bool = Fal
         return
     same_on_all_ranks(training, "step", step, place)
     same_on_all_ranks(training, "factors", step, place)
-    sent, errors, (q, drawn, columns) = (
-        _matrices(training, step, place), _errors(training, step, place), _start(training, step, place)
-    )  # fmt: skip
-    every = [*sent, *(errors or [])]
-    size, options = plain.norm(every), {name: training.options[name] for name in ("memory", "warm_start")}
-    is_known = plain.is_tame(plain.added(every) @ columns, size)
-    if not is_known or (q is not None and options["warm_start"] and not plain.is_tame(q)):
-        _judge_conservation(training, step, place, every, size)
+    sent, errors, (q, drawn, _) = _matrices(training, step, place), _errors(training, step, place), _start(training, step, place)
+    drawn["warm_start"] = training.options["warm_start"]
+    size = plain.reach(sent, errors, q, r, **drawn)
+    if size == math.inf:
+        _judge_conservation(training, step, place, [*sent, *(errors or [])])
         return
-    wanted = plain.power_sgd_round(sent, errors, q, r, **options, **drawn)
+    wanted = plain.power_sgd_round(sent, errors, q, r, memory=training.options["memory"], **drawn)
     result, kind = torch.from_numpy(wanted.result).to(w.dtype).view(w.shape), wide(w.dtype)
     for rank in everywhere:
         training.expect_seen("step", rank, step, place, result, SUM(4) if w.dtype.itemsize == 2 else ROUNDED, size)
         left = None if wanted.errors is None else torch.from_numpy(wanted.errors[rank]).view(w.shape)
         training.expect_seen("memories", rank, step, place, left, ROUNDED, size, "though memory=None" * (left is None))
-        if wanted.q is not None:  # Q Q^T does not depend on the basis
-            gram, source = torch.from_numpy(wanted.q).double(), f"{training.source('factors', rank, step, place)}.double()"
+        if wanted.q is not None:
+            gram, source = torch.from_numpy(plain.gram(wanted.q)), f"{training.source('factors', rank, step, place)}.double()"
             mass = size * size * sent[0].shape[0] * torch.finfo(kind).eps / torch.finfo(torch.float64).eps
-            training.expect(
-                f"{source} @ {source}.T", gram @ gram.T, f"Q Q^T: rank {rank}, step {step}, place {place}", ROUNDED, mass
-            )
+            training.expect(f"{source} @ {source}.T", gram, f"Q Q^T: rank {rank}, step {step}, place {place}", ROUNDED, mass)
 
 
-def _judge_conservation(training: TrainingPlay, step: int, place: int, every: list[Any], size: float) -> None:
+def _judge_conservation(training: TrainingPlay, step: int, place: int, every: list[Any]) -> None:
     """Expect that what is applied and the mean of the new memories is the mean of the gradients and the old ones."""
     w = training.weights[place]
     if training.options["memory"] is not None and w.dtype.itemsize > 2:
         want = torch.from_numpy(plain.added(every).astype(np.float64) / training.n).view(w.shape).to(w.dtype)
         memories = " + ".join(f"{training.source('memories', rank, step, place)}.double()" for rank in range(training.n))
         source = f"({training.source('step', 0, step, place)}.double() + ({memories}) / {training.n}).to({w.dtype})"
-        training.expect(source, want, f"conservation: step {step}, parameter {place}", SUM(60 * training.n), size)
+        training.expect(source, want, f"conservation: step {step}, parameter {place}", SUM(60 * training.n), plain.norm(every))
 
 
 def _follow(training: TrainingPlay) -> None:
@@ -259,9 +257,7 @@ def zero_gradients(lab: Lab, draw: Draw) -> None:
                 where = f"rank {rank}, step {step}, {action} of parameter {place}"
                 training.expect(f"{training.source(action, rank, step, place)}.abs()", zero, where)
 
-    def zeros(gradients: ByRank) -> ByRank:
-        return [[{place: torch.zeros_like(g) for place, g in given.items()} for given in rank] for rank in gradients]
-
+    zeros = each_gradient(torch.zeros_like)
     POWERSGD.train(lab, draw, change=zeros, judge=judge_zero, memory=draw(st.sampled_from(["local", "averaged"])))
 
 
@@ -272,13 +268,10 @@ def zero_gradients(lab: Lab, draw: Draw) -> None:
 def dependent_columns(lab: Lab, draw: Draw) -> None:
     """What rounding leaves of a dependent column is no direction: gradients of a lower rank than r are averaged exactly."""
     shape, rank, seed = draw(st.sampled_from([(24, 16), (12, 9), (9, 30)])), draw(st.integers(1, 2)), draw(seeds)
-
-    def repeated(gradients: ByRank) -> ByRank:
-        return [mine * 3 for mine in gradients]
-
     POWERSGD.train(
         lab, draw, weights=grid_weights(draw, [torch.float32], [shape]), gradients=_products([rank], seed, (1, 2, 4, 8)),
-        change=repeated, judge=lambda training: _judge_as_mean(training, [rank] * 3), memory=None,
+        change=lambda gradients: [mine * 3 for mine in gradients],
+        judge=lambda training: _judge_as_mean(training, [rank] * 3), memory=None,
         matrix_approximation_rank=draw(st.integers(rank + 1, 6)),
     )  # fmt: skip
 
@@ -303,11 +296,7 @@ def small_columns(lab: Lab, draw: Draw) -> None:
 def scales(lab: Lab, draw: Draw) -> None:
     """Columns are compared with their own size: gradients of any magnitude are compressed alike."""
     factor = 2.0 ** draw(st.sampled_from([-45, -30, 40, 50] if lab.dtype is torch.float32 else [-300, -60, 60, 300]))
-
-    def scaled(gradients: ByRank) -> ByRank:
-        return [[{place: g * factor for place, g in given.items()} for given in rank] for rank in gradients]
-
-    POWERSGD.train(lab, draw, gradients=of_kinds(st.just("tame")), change=scaled)
+    POWERSGD.train(lab, draw, gradients=of_kinds(st.just("tame")), change=each_gradient(lambda g: g * factor))
 
 
 # S10.4
@@ -332,16 +321,11 @@ def not_finite(lab: Lab, draw: Draw) -> None:
     weights = [*grid_weights(draw, [torch.float32], [draw(matrices)]), *matrix_weights(draw, torch.float32)]
     bad_step = draw(st.integers(0, 2))
 
-    def poisoned(gradients: ByRank) -> ByRank:
-        culprit = gradients[draw(st.integers(0, len(gradients) - 1))][bad_step][0].view(-1)
-        culprit[draw(st.integers(0, culprit.numel() - 1))] = draw(st.sampled_from([float("nan"), float("inf"), float("-inf")]))
-        return gradients
-
     def judge_all(training: TrainingPlay) -> None:
         for step, place in itertools.product(range(4), range(len(weights))):
             (expect_refused if (step, place) == (bad_step, 0) else judge_round)(training, step, place)
 
-    POWERSGD.train(lab, draw, weights=weights, change=poisoned, steps=4, judge=judge_all)
+    POWERSGD.train(lab, draw, weights=weights, change=poisoned_at(draw, bad_step), steps=4, judge=judge_all)
 
 
 @check("algorithms", "S10.4", "overflow", needs=_NEEDS, effort=0.2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -29,10 +29,10 @@ from bagua_ref.conformance.inputs.training_cases import (
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import TrainedAlgorithm, TrainingPlay, exactly, of_kinds
 from bagua_ref.conformance.suites.algorithms import BYTEGRAD, DECENTRALIZED, GRADIENT_ALLREDUCE, ON_GRAPH, QADAM, RING
+from bagua_ref.conformance.suites.algorithms_compressed import TOPK
 from bagua_ref.conformance.suites.algorithms_local import DILOCO, LOCAL_SGD, fragments_of, tame_after_warm_up
 from bagua_ref.conformance.suites.algorithms_powersgd import POWERSGD, judge_exactly, rank_of, same_on_all_ranks
-from bagua_ref.conformance.suites.algorithms_topk import TOPK
-from bagua_ref.conformance.suites.checks import check
+from bagua_ref.conformance.suites.checks import check, check_trainings, nothing
 
 _ON_WEIGHTS = (GRADIENT_ALLREDUCE, BYTEGRAD, DECENTRALIZED, RING, QADAM, LOCAL_SGD, DILOCO)
 """Algorithms of which weights are returned."""
@@ -165,115 +165,86 @@ def _global_and_applied(training: TrainingPlay) -> Iterator[tuple[str, int, int]
 # The table.
 
 
-def _nothing(draw: Draw) -> dict[str, Any]:
-    return {}
-
-
-def _some_warm_up(draw: Draw) -> dict[str, Any]:
+def _some_warm_up(lab: Lab, draw: Draw) -> dict[str, Any]:
     return {"warmup_steps": draw(st.integers(0, 2))}
 
 
-def _with_memory(draw: Draw) -> dict[str, Any]:
-    return {"memory": draw(st.sampled_from(["local", "averaged"])), **_some_warm_up(draw)}
+def _with_memory(lab: Lab, draw: Draw) -> dict[str, Any]:
+    return {"memory": draw(st.sampled_from(["local", "averaged"])), **_some_warm_up(lab, draw)}
 
 
-def _in_flight(draw: Draw) -> dict[str, Any]:
+def _in_flight(lab: Lab, draw: Draw) -> dict[str, Any]:
     """Draw a training with diloco that may have sent a fragment when it is saved."""
     weights, mix = any_weights(draw, torch.float32, 3), draw(st.sampled_from([0.0, 0.25, 0.5]))
-    drawn = schedules(draw, len(weights), smallest_gap=2) | _some_warm_up(draw)
+    drawn = schedules(draw, len(weights), smallest_gap=2) | _some_warm_up(lab, draw)
     drawn["steps"] = drawn["warmup_steps"] + drawn["period"] + draw(st.integers(2, 5))  # so fragments are applied twice
     drawn["outer_optimizer"] = draw(outer_optimizers.filter(lambda outer: outer is not PLAIN))
     return {"weights": weights, "mix": mix, "momentum": draw(momenta), "gradients": tame_after_warm_up, **drawn}
 
 
-def _on_graphs(draw: Draw) -> dict[str, Any]:
+def _on_graphs(lab: Lab, draw: Draw) -> dict[str, Any]:
     return dict(zip(("graph", "nodes", "hierarchical"), draw(graph_cases(6, changing=True)), strict=True))
 
 
-def _one_period(draw: Draw) -> dict[str, Any]:
+def _one_period(lab: Lab, draw: Draw) -> dict[str, Any]:
     """Draw a training with diloco that shows bits of which none depends on a tolerance."""
     kinds = of_kinds(st.sampled_from(["tame", "near"]))
     return {"looks": ("global weights",), "exact": False, "gradients": kinds, "outer_optimizer": draw(outer_optimizers | st.none())}
 
-
-Given = Callable[[Draw], dict[str, Any]]
-"""Draws more arguments of `TrainedAlgorithm.train`."""
 
 _AS_IF = "Training that continues from saved weights and states goes on as if it had never stopped"
 _UNUSED = "Parameters that a rank has not used, or never uses, are averaged all the same."
 _ZERO = "A rank that does not use a parameter contributes a gradient of zero"
 _SUM = "What was applied in all rounds, and the mean of the memories, is the sum of the mean gradients."
 
-_TABLE: list[tuple[Callable[..., None], TrainedAlgorithm, float, str, tuple[str, ...], Given, str]] = [
-    (warm_up, LOCAL_SGD, 0.3, "S9.1.warmup", (), _nothing,
+check_trainings(
+    (warm_up, LOCAL_SGD, 0.3, "S9.1.warmup", (), nothing,
      "Up to warmup_steps, every step applies the mean gradient; steps of periods are counted from there."),
-    (warm_up, DILOCO, 0.3, "S9.warmup", (), lambda draw: {"nodes": draw(multi_rank_worlds)},
+    (warm_up, DILOCO, 0.3, "S9.warmup", (), lambda lab, draw: {"nodes": draw(multi_rank_worlds)},
      "Up to warmup_steps, every step applies the mean gradient; then the global weights are taken, and windows begin."),
-    (warm_up, POWERSGD, 0.3, "S10.1.warmup", (), lambda draw: {"judge": judge_exactly},
+    (warm_up, POWERSGD, 0.3, "S10.1.warmup", (), lambda lab, draw: {"judge": judge_exactly},
      "Up to warmup_steps, gradients are averaged; then rounds are counted from 0, and nothing was remembered."),
-    (warm_up, TOPK, 0.3, "S11.2.warmup", (), _nothing,
+    (warm_up, TOPK, 0.3, "S11.2.warmup", (), nothing,
      "Up to warmup_steps, gradients are averaged, and nothing is remembered."),
 
     (restart, ON_GRAPH, 0.5, "S13.restart", (), _on_graphs,
      "Training that continues from a saved state goes on with the next graph, as if it had never stopped."),
-    (restart, RING, 0.15, "S5.4.restart", (), _nothing, f"{_AS_IF}, with the same replicas."),
-    (restart, QADAM, 0.15, "S5.5.restart", (), _nothing, f"{_AS_IF}, in the warm-up and after it."),
+    (restart, RING, 0.15, "S5.4.restart", (), nothing, f"{_AS_IF}, with the same replicas."),
+    (restart, QADAM, 0.15, "S5.5.restart", (), nothing, f"{_AS_IF}, in the warm-up and after it."),
     (restart, LOCAL_SGD, 0.3, "S9.restart_of_local_sgd", (), _some_warm_up,
      "Training that continues from saved weights and states averages at the steps at which it would have."),
     (restart, DILOCO, 0.5, "S9.restart", (), _in_flight, f"{_AS_IF}, whatever was in flight."),
     (restart, POWERSGD, 0.3, "S10.1.restart", (), _some_warm_up, f"{_AS_IF}."),
-    (restart, TOPK, 0.2, "S11.2.restart", (), lambda draw: {"gradients": exactly, **_some_warm_up(draw)}, f"{_AS_IF}."),
+    (restart, TOPK, 0.2, "S11.2.restart", (), lambda lab, draw: {"gradients": exactly, **_some_warm_up(lab, draw)}, f"{_AS_IF}."),
 
-    (new_buckets, POWERSGD, 0.3, "S10.1.new_buckets", (), _nothing,
+    (new_buckets, POWERSGD, 0.3, "S10.1.new_buckets", (), nothing,
      "Memories and factors belong to parameters, and outlive new buckets."),
-    (new_buckets, TOPK, 0.2, "S11.2.new_buckets", (), lambda draw: {"error_feedback": True}, "Memories outlive new buckets."),
+    (new_buckets, TOPK, 0.2, "S11.2.new_buckets", (), lambda lab, draw: {"error_feedback": True}, "Memories outlive new buckets."),
 
-    (unused_parameters, GRADIENT_ALLREDUCE, 0.5, "S2.5.unused_parameters", (), lambda draw: {"hierarchical": False}, f"{_ZERO}."),
-    (unused_parameters, BYTEGRAD, 0.1, "S5.2.unused_parameters", (), _nothing, f"{_ZERO}, which shares chunks with others."),
-    (unused_parameters, DECENTRALIZED, 0.1, "S5.3.unused_parameters", (), _nothing, _UNUSED),
-    (unused_parameters, RING, 0.1, "S5.4.unused_parameters", (), _nothing, _UNUSED),
-    (unused_parameters, LOCAL_SGD, 0.3, "S9.1.unused_parameters", (), _nothing, _UNUSED),
-    (unused_parameters, DILOCO, 0.3, "S9.4.unused_parameters", (), lambda draw: {"nodes": draw(st.sampled_from([(2,), (1, 1)]))},
+    (unused_parameters, GRADIENT_ALLREDUCE, 0.5, "S2.5.unused_parameters", (), lambda *_: {"hierarchical": False}, f"{_ZERO}."),
+    (unused_parameters, BYTEGRAD, 0.1, "S5.2.unused_parameters", (), nothing, f"{_ZERO}, which shares chunks with others."),
+    (unused_parameters, DECENTRALIZED, 0.1, "S5.3.unused_parameters", (), nothing, _UNUSED),
+    (unused_parameters, RING, 0.1, "S5.4.unused_parameters", (), nothing, _UNUSED),
+    (unused_parameters, LOCAL_SGD, 0.3, "S9.1.unused_parameters", (), nothing, _UNUSED),
+    (unused_parameters, DILOCO, 0.3, "S9.4.unused_parameters", (),
+     lambda lab, draw: {"nodes": draw(st.sampled_from([(2,), (1, 1)]))},
      "Parameters that a rank has not used, or never uses, are sent and applied all the same."),
-    (unused_parameters, POWERSGD, 0.3, "S10.2.unused_parameters", (), _nothing, f"{_ZERO}, and its memory."),
-    (unused_parameters, TOPK, 0.3, "S11.2.unused_parameters", (), _nothing, f"{_ZERO}, and its memory."),
+    (unused_parameters, POWERSGD, 0.3, "S10.2.unused_parameters", (), nothing, f"{_ZERO}, and its memory."),
+    (unused_parameters, TOPK, 0.3, "S11.2.unused_parameters", (), nothing, f"{_ZERO}, and its memory."),
 
-    (not_finite, BYTEGRAD, 0.1, "S5.2.not_finite", COMPRESSIBLE, _nothing,
+    (not_finite, BYTEGRAD, 0.1, "S5.2.not_finite", COMPRESSIBLE, nothing,
      "A chunk in which a value of any rank is not finite becomes NaN on every rank, and no other does."),
-    (not_finite, TOPK, 0.4, "S11.2.not_finite", COMPRESSIBLE, lambda draw: {"ratio": draw(st.sampled_from([0.01, 0.05, 0.1, 0.3]))},
+    (not_finite, TOPK, 0.4, "S11.2.not_finite", COMPRESSIBLE,
+     lambda lab, draw: {"ratio": draw(st.sampled_from([0.01, 0.05, 0.1, 0.3]))},
      "NaN counts as larger than infinity, and that as larger than numbers; a round with one of them leaves every rank's memory."),
 
     (conservation, POWERSGD, 0.3, "S10.5.conservation", ("float32", "float64"), _with_memory, _SUM),
     (conservation, TOPK, 0.2, "S11.2.conservation", (),
-     lambda draw: {"gradients": of_kinds(st.sampled_from(["tame", "ties", "near"])), "error_feedback": True}, _SUM),
+     lambda lab, draw: {"gradients": of_kinds(st.sampled_from(["tame", "ties", "near"])), "error_feedback": True}, _SUM),
 
     (same_bits, DILOCO, 0.3, "S9.5.same_bits", (), _one_period,
      "After every apply, all ranks have the same global weights, bit for bit, and with mix 0 the same weights of the fragment."),
     (same_bits, POWERSGD, 0.2, "S10.5.same_bits", FLOATS,
-     lambda draw: {"gradients": of_kinds(st.sampled_from(["tame", "near", "ties", "constant", "tiny"]))},
+     lambda lab, draw: {"gradients": of_kinds(st.sampled_from(["tame", "near", "ties", "constant", "tiny"]))},
      "All ranks have the same averaged gradients and factors, bit for bit, whatever the gradients are."),
-]  # fmt: skip
-"""A property, an algorithm that has it, the effort, clause and name of the check, its dtypes, more arguments, and its sentence."""
-
-
-def _enter(
-    has: Callable[..., None],
-    algorithm: TrainedAlgorithm,
-    effort: float,
-    name: str,
-    dtypes: tuple[str, ...],
-    given: Given,
-    sentence: str,
-) -> None:
-    """Enter the check of a row of the table."""
-
-    def function(lab: Lab, draw: Draw) -> None:
-        has(algorithm, lab, draw, **given(draw))
-
-    function.__doc__ = sentence
-    clause, _, last = name.rpartition(".")
-    check("algorithms", clause, last, dtypes=dtypes, needs=(algorithm.method,), effort=effort)(function)
-
-
-for row in _TABLE:
-    _enter(*row)
+)  # fmt: skip

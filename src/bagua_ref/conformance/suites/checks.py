@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.conformance.clauses import CLAUSES, SUITES
@@ -14,22 +14,18 @@ from bagua_ref.conformance.lab.lab import Lab
 
 if TYPE_CHECKING:  # hypothesis is not needed to list checks
     from bagua_ref.conformance.inputs.strategies import Draw
+    from bagua_ref.conformance.lab.training import TrainedAlgorithm
 
-__all__ = ["Check", "all_checks", "check", "checks_of", "prepare", "reason_to_skip_suite", "require_hypothesis", "variants"]
+__all__ = [
+    "Check", "all_checks", "check", "check_trainings", "checks_of", "nothing", "prepare", "reason_to_skip_suite",
+    "require_hypothesis", "variants",
+]  # fmt: skip
 
+_ALGORITHMS = ("_async", "_local", "_powersgd", "", "_compressed", "_properties")
 _MODULES = {suite: (suite,) for suite in SUITES} | {
-    "algorithms": (
-        "algorithms_async",
-        "algorithms_local",
-        "algorithms_powersgd",
-        "algorithms_topk",
-        "algorithms",
-        "algorithms_memory",
-        "algorithms_properties",
-    ),
-    "cache": ("cache_values", "cache", "cache_failures"),
+    "algorithms": tuple(f"algorithms{part}" for part in _ALGORITHMS),
+    "cache": ("cache", "cache_values"),
     "fused_optimizer": ("fused_optimizer", "fused_optimizer_memory"),
-    "samplers": ("samplers", "samplers_stretches"),
 }
 """The modules of each suite, in the order in which their checks are listed."""
 
@@ -86,6 +82,28 @@ def check(
         return function
 
     return enter
+
+
+def check_trainings(
+    *rows: tuple[Callable[..., object], TrainedAlgorithm, float, str, tuple[str, ...], Callable[[Lab, Draw], dict[str, Any]], str],
+) -> None:
+    """Enter checks that train one algorithm each into the table.
+
+    A row has a function of the algorithm, the lab and ``draw`` (`TrainedAlgorithm.train` or a property); the algorithm; effort,
+    clause and name, and dtypes of the check; what draws the function's other arguments; and the sentence.
+    """
+    for has, algorithm, effort, name, dtypes, given, sentence in rows:
+
+        def function(lab: Lab, draw: Draw, has: Any = has, algorithm: Any = algorithm, given: Any = given) -> None:
+            has(algorithm, lab, draw, **given(lab, draw))
+
+        clause, _, last = name.rpartition(".")
+        check("algorithms", clause, last, dtypes=dtypes, needs=(algorithm.method,), effort=effort, sentence=sentence)(function)
+
+
+def nothing(lab: Lab, draw: Draw) -> dict[str, Any]:
+    """Draw no arguments."""
+    return {}
 
 
 def require_hypothesis() -> None:

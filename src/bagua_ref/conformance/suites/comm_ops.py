@@ -108,14 +108,18 @@ def full_precision(lab: Lab, draw: Draw) -> None:
     inputs = [x / 64 for x in _inputs(lab, draw, n, multiple, finite=True)]  # room for the sum
     options = {"average": mean, "scattergather": scattergather, "compression": None, "hierarchical": between}
     script = _run(lab, draw, nodes, "centralized", inputs, **options)
-    divisor = n if mean else 1
-    exact = torch.stack([x.double() for x in inputs])
-    wanted, magnitude = (exact.sum(0) / divisor).to(lab.dtype), exact.abs().sum(0) / divisor
-    for rank in range(n):
-        what = f"centralized({options}) on nodes {nodes}, rank {rank}"
-        script.expect(f"results[{rank}]", wanted, what, SUM(n + 1), magnitude)
+    _in_any_order(lab, script, "results[{}]", inputs, n if mean else 1, f"centralized({options})")
     script.what = f"centralized({options}) on nodes {nodes}"
     script.do("for result in results:\n    assert_equal(result, results[0], EXACT)  # on all ranks")
+
+
+def _in_any_order(lab: Lab, script: RankScript, source: str, inputs: list[Tensor], divisor: int, what: str) -> None:
+    """Compare each rank's result with the sum of all inputs, divided, that may be added in any order."""
+    exact = torch.stack([x.double() for x in inputs])
+    wanted, magnitude = (exact.sum(0) / divisor).to(lab.dtype), exact.abs().sum(0) / divisor
+    for rank in range(len(inputs)):
+        said = f"{what} on nodes {script.nodes}, rank {rank}"
+        script.expect(source.format(rank), wanted, said, SUM(len(inputs) + 1), magnitude)
 
 
 def _arrays(ranks: list[Tensor]) -> list[decentralized_numpy.Array]:
@@ -177,14 +181,10 @@ def all_ranks(lab: Lab, draw: Draw) -> None:
     n = sum(nodes)
     inputs = [x / 64 for x in _inputs(lab, draw, n, 1, finite=True)]
     script = _run(lab, draw, nodes, "decentralized", [[x] for x in inputs], mode="all", hierarchical=between)
-    exact = torch.stack([x.double() for x in inputs])
-    for rank in range(n):
-        what = f"decentralized(all, hierarchical={between}) on nodes {nodes}, rank {rank}"
-        script.expect(f"results[{rank}][0]", exact.mean(0).to(lab.dtype), what, SUM(n + 1), exact.abs().mean(0))
+    _in_any_order(lab, script, "results[{}][0]", inputs, n, f"decentralized(all, hierarchical={between})")
 
 
 _GRAPHS = ("decentralized_on_graph",)
-
 
 _NAMED_GRAPHS = {
     "one_peer_exponential": ("S13.1", "one_peer_exponential", "Each rank is averaged with the rank 2^(t mod K) before it."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from bagua_ref.conformance.expected import kernels_scalar
 from bagua_ref.conformance.inputs.strategies import FLOATS, Draw, bulk, chunked, dtype_named, numbers, operands, seeds, tensors
-from bagua_ref.conformance.lab.lab import Lab
+from bagua_ref.conformance.inputs.training_cases import wide
+from bagua_ref.conformance.lab.lab import KernelCall, Lab
 from bagua_ref.conformance.lab.violation import Violation
 from bagua_ref.conformance.suites.checks import check
 
@@ -28,73 +30,69 @@ _divisors = st.one_of(
 )
 
 
-_BINARY = {
-    "add": ("S1", "x + y is rounded once."),
-    "subtract": ("S1", "x - y is rounded once."),
-    "average": ("S3.4", "The sum is rounded, then halved, even where it overflows."),
-}
-"""Kernels of two tensors: clause and sentence of their checks."""
+def _two(lab: Lab, draw: Draw) -> dict[str, Any]:
+    return dict(zip("xy", draw(operands(lab.dtype, 2)), strict=True))
 
 
-def _binary(lab: Lab, draw: Draw, name: str) -> None:
-    x, y = draw(operands(lab.dtype, 2))
-    lab.elementwise(f"{name}_", {"x": x, "y": y}, getattr(kernels_scalar, name))
-
-
-for _name, (_clause, _sentence) in _BINARY.items():
-    check("kernels", _clause, _name, dtypes=FLOATS, needs=(f"{_name}_",), sentence=_sentence)(partial(_binary, name=_name))
-
-
-@check("kernels", "S1", "add_scaled", dtypes=FLOATS, needs=("add_scaled_",))
-def add_scaled(lab: Lab, draw: Draw) -> None:
-    """The product is rounded, then the sum; there is no fused multiply-add."""
+def _add_scaled(lab: Lab, draw: Draw) -> dict[str, Any]:
     factor = draw(_factors)
-    x, y = draw(operands(lab.dtype, 2))
+    given = _two(lab, draw)
     if draw(st.booleans()):
-        x = _nearly(-factor * y.double(), lab.dtype)  # what is left shows whether the product was rounded
-    lab.elementwise("add_scaled_", {"x": x, "y": y, "factor": factor}, kernels_scalar.add_scaled)
+        given["x"] = _nearly(-factor * given["y"].double(), lab.dtype)  # what is left shows whether the product was rounded
+    return {**given, "factor": factor}
 
 
-@check("kernels", "S3.3", "divide", dtypes=FLOATS, needs=("divide_",))
-def divide(lab: Lab, draw: Draw) -> None:
-    """x is divided, not multiplied by a reciprocal."""
+def _divide(lab: Lab, draw: Draw) -> dict[str, Any]:
     divisor = draw(_divisors)
-    (x,) = draw(operands(lab.dtype, 1))
-    lab.elementwise("divide_", {"x": x, "divisor": divisor}, kernels_scalar.quotient)
+    return {"x": draw(operands(lab.dtype, 1))[0], "divisor": divisor}
 
 
-@check("kernels", "S3.5", "combine_ring", dtypes=FLOATS, needs=("combine_ring_",))
-def combine_ring(lab: Lab, draw: Draw) -> None:
-    """x is rounded to its dtype after each of the three steps."""
-    x, left, right, weight = draw(operands(lab.dtype, 4))
+def _combine_ring(lab: Lab, draw: Draw) -> dict[str, Any]:
+    x, *others = draw(operands(lab.dtype, 4))
     if draw(st.booleans()):
-        left, right, weight = (_nearly(tensor.double(), lab.dtype) for tensor in (x, x, x))
-    arguments = {"x": x, "left": left, "right": right, "weight": weight}
-    lab.elementwise("combine_ring_", arguments, kernels_scalar.combine_ring)
+        others = [_nearly(x.double(), lab.dtype) for _ in others]
+    return {"x": x, **dict(zip(("left", "right", "weight"), others, strict=True))}
 
 
-@check("kernels", "S3.6", "async_average", dtypes=FLOATS, needs=("async_average_",))
-def async_average(lab: Lab, draw: Draw) -> None:
-    """The change reduced / n - snapshot is computed in float32."""
+def _async_average(lab: Lab, draw: Draw) -> dict[str, Any]:
     nranks = draw(st.integers(1, 1025))
     x, snapshot = draw(operands(lab.dtype, 2))
-    wide = torch.float64 if lab.dtype is torch.float64 else torch.float32
-    reduced = draw(tensors(wide, x.numel()))
+    reduced = draw(tensors(wide(lab.dtype), x.numel()))
     if draw(st.booleans()):
         snapshot = _nearly(reduced.double() / nranks, lab.dtype)
         x = _nearly(snapshot.double() * draw(st.sampled_from([0.0, 1e-3, 1.0])), lab.dtype)
-    arguments = {"x": x, "reduced": reduced, "snapshot": snapshot, "nranks": nranks}
-    lab.elementwise("async_average_", arguments, kernels_scalar.async_average)
+    return {"x": x, "reduced": reduced, "snapshot": snapshot, "nranks": nranks}
 
 
-@check("kernels", "S5.5", "update_momentum", dtypes=FLOATS, needs=("update_momentum_",))
-def update_momentum(lab: Lab, draw: Draw) -> None:
-    """Both products are rounded, then their sum."""
+def _update_momentum(lab: Lab, draw: Draw) -> dict[str, Any]:
     beta1 = draw(st.one_of(st.sampled_from([0.0, 0.9, 0.99, 0.1, 1.0]), st.floats(0, 1)))
     m, grad = draw(operands(lab.dtype, 2))
     if beta1 < 1 and draw(st.booleans()):
         grad = _nearly(-beta1 / (1 - beta1) * m.double(), lab.dtype)
-    lab.elementwise("update_momentum_", {"m": m, "grad": grad, "beta1": beta1}, kernels_scalar.update_momentum)
+    return {"m": m, "grad": grad, "beta1": beta1}
+
+
+_ELEMENTWISE: dict[str, tuple[str, Callable[[Lab, Draw], dict[str, Any]], str]] = {
+    "add": ("S1", _two, "x + y is rounded once."),
+    "subtract": ("S1", _two, "x - y is rounded once."),
+    "average": ("S3.4", _two, "The sum is rounded, then halved, even where it overflows."),
+    "add_scaled": ("S1", _add_scaled, "The product is rounded, then the sum; there is no fused multiply-add."),
+    "divide": ("S3.3", _divide, "x is divided, not multiplied by a reciprocal."),
+    "combine_ring": ("S3.5", _combine_ring, "x is rounded to its dtype after each of the three steps."),
+    "async_average": ("S3.6", _async_average, "The change reduced / n - snapshot is computed in float32."),
+    "update_momentum": ("S5.5", _update_momentum, "Both products are rounded, then their sum."),
+}
+"""Kernels of which each element depends on its own place alone: clause, arguments and sentence of their checks."""
+
+
+def _elementwise(lab: Lab, draw: Draw, name: str) -> None:
+    scalar = getattr(kernels_scalar, "quotient" if name == "divide" else name)
+    lab.elementwise(f"{name}_", _ELEMENTWISE[name][1](lab, draw), scalar)
+
+
+for _name, (_clause, _, _sentence) in _ELEMENTWISE.items():
+    run = partial(_elementwise, name=_name)
+    check("kernels", _clause, _name, dtypes=FLOATS, needs=(f"{_name}_",), sentence=_sentence)(run)
 
 
 @check("kernels", "S3.7", "reduce_chunks", dtypes=FLOATS, needs=("reduce_chunks_",), effort=1.5)
@@ -184,13 +182,22 @@ def _pieces(lab: Lab, draw: Draw) -> tuple[list[Tensor], torch.dtype]:
     return found, dtype if found else torch.float32
 
 
+def _gather(lab: Lab, pieces: list[Tensor], wanted: Tensor) -> None:
+    lab.compare(lab.call("gather_flat", {"tensors": pieces, "flat": torch.full_like(wanted, 3)}, ("flat",)), "flat", wanted)
+
+
+def _scatter(lab: Lab, flat: Tensor, pieces: list[Tensor]) -> None:
+    call = lab.call("scatter_flat", {"flat": flat, "tensors": pieces}, ("tensors",))
+    for number, (piece, part) in enumerate(zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True)):
+        call.results[f"tensors[{number}]"] = call.results["tensors"][number].contiguous()
+        lab.compare(call, f"tensors[{number}]", part.view(piece.shape))
+
+
 @check("kernels", "S2.3", "gather_flat", needs=("gather_flat",), effort=3)
 def gather_flat(lab: Lab, draw: Draw) -> None:
     """Tensors of any strides are copied one after another in row-major order."""
     pieces, dtype = _pieces(lab, draw)
-    values = [value for piece in pieces for value in piece.reshape(-1).tolist()]
-    arguments = {"tensors": pieces, "flat": torch.full((len(values),), 3, dtype=dtype)}
-    lab.compare(lab.call("gather_flat", arguments, ("flat",)), "flat", torch.tensor(values, dtype=dtype))
+    _gather(lab, pieces, torch.tensor([value for piece in pieces for value in piece.reshape(-1).tolist()], dtype=dtype))
 
 
 @check("kernels", "S2.3", "scatter_flat", needs=("scatter_flat",), effort=3)
@@ -198,11 +205,7 @@ def scatter_flat(lab: Lab, draw: Draw) -> None:
     """Flat elements are copied into tensors of any strides in row-major order."""
     pieces, dtype = _pieces(lab, draw)
     flat = torch.arange(sum(piece.numel() for piece in pieces), dtype=torch.float64).remainder(200).to(dtype)
-    call = lab.call("scatter_flat", {"flat": flat, "tensors": pieces}, ("tensors",))
-    parts = flat.split([piece.numel() for piece in pieces])
-    for number, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
-        call.results[f"tensors[{number}]"] = call.results["tensors"][number].contiguous()
-        lab.compare(call, f"tensors[{number}]", part.view(piece.shape))
+    _scatter(lab, flat, pieces)
 
 
 @check("kernels", "S2.3", "long", needs=("gather_flat", "scatter_flat"), effort=0.1)
@@ -212,21 +215,14 @@ def long_flat(lab: Lab, draw: Draw) -> None:
     sizes = draw(st.permutations([*lab.long_sizes, 9_973, 3]))
     flat = torch.arange(sum(sizes)).remainder(251).to(dtype)
     pieces = [torch.stack([part, part + 1], dim=1)[:, 0] if draw(st.booleans()) else part for part in flat.split(sizes)]
-    lab.compare(lab.call("gather_flat", {"tensors": pieces, "flat": torch.full_like(flat, 3)}, ("flat",)), "flat", flat)
-    moved = flat + 1
-    call = lab.call("scatter_flat", {"flat": moved, "tensors": pieces}, ("tensors",))
-    for number, part in enumerate(moved.split(sizes)):
-        call.results[f"tensors[{number}]"] = call.results["tensors"][number].contiguous()
-        lab.compare(call, f"tensors[{number}]", part)
+    _gather(lab, pieces, flat)
+    _scatter(lab, flat + 1, pieces)
 
 
-@check(
-    "kernels",
-    "S7.2",
-    "order_by_complexity",
-    dtypes=(*FLOATS, "int64", "uint8", "int8", "int16", "int32"),
-    needs=("order_by_complexity",),
-)
+_KEYS = (*FLOATS, "int64", "uint8", "int8", "int16", "int32")
+
+
+@check("kernels", "S7.2", "order_by_complexity", dtypes=_KEYS, needs=("order_by_complexity",))
 def order_by_complexity(lab: Lab, draw: Draw) -> None:
     """The order is ascending and stable, -0 equals 0, NaN comes last."""
     if lab.dtype.is_floating_point:
@@ -282,41 +278,33 @@ def long(lab: Lab, draw: Draw) -> None:
     """
     given = [draw(seeds) for _ in range(4)]
     for size in lab.long_sizes:
-        _compare_with_pieces(lab, given, size)
+        x, y, z, other = (bulk(lab.dtype, "tame", seed, size) for seed in given)
+        cases: dict[str, dict[str, Any]] = {
+            **{f"{name}_": {"x": x, "y": y} for name in ("add", "subtract", "average")},
+            "add_scaled_": {"x": x, "y": y, "factor": 0.3},
+            "divide_": {"x": x, "divisor": 3.0},
+            "combine_ring_": {"x": x, "left": y, "right": z, "weight": other},
+            "async_average_": {"x": x, "reduced": other.to(wide(lab.dtype)), "snapshot": y, "nranks": 3},
+            "update_momentum_": {"m": x, "grad": y, "beta1": 0.9},
+            "reduce_chunks_": {"x": torch.stack([x, y, z]), "num_chunks": 3, "target_chunk": 1, "average": True},
+        }
+        for method, arguments in cases.items():
+            if hasattr(lab.target.kernels, method):
+                _compare_with_pieces(lab, method, arguments)
 
 
-def _compare_with_pieces(lab: Lab, given: list[int], size: int, piece: int = 9_973) -> None:
-    make = [bulk(lab.dtype, "tame", seed, size) for seed in given]
-    wide = make[3].double() if lab.dtype is torch.float64 else make[3].float()
-    cases: list[tuple[str, dict[str, Any]]] = [
-        *((f"{name}_", {"x": make[0], "y": make[1]}) for name in _BINARY),
-        ("add_scaled_", {"x": make[0], "y": make[1], "factor": 0.3}),
-        ("divide_", {"x": make[0], "divisor": 3.0}),
-        ("combine_ring_", {"x": make[0], "left": make[1], "right": make[2], "weight": make[3]}),
-        ("async_average_", {"x": make[0], "reduced": wide, "snapshot": make[1], "nranks": 3}),
-        ("update_momentum_", {"m": make[0], "grad": make[1], "beta1": 0.9}),
-    ]
-    has = partial(hasattr, lab.target.kernels)
-    for method, arguments in [case for case in cases if has(case[0])]:
-        first = next(iter(arguments))
-        whole = lab.call(method, arguments, (first,))
-        parts = []
-        for start in range(0, size, piece):
-            part = {name: value[start : start + piece] if isinstance(value, Tensor) else value for name, value in arguments.items()}
-            parts.append(lab.call(method, part, (first,)).results[first])
-        lab.compare(whole, first, torch.cat(parts))
-    for chunks in [torch.stack(make[:3])] if has("reduce_chunks_") else []:
-        _check_long_reduction(lab, chunks, piece)
+def _compare_with_pieces(lab: Lab, method: str, arguments: dict[str, Any], piece: int = 9_973) -> None:
+    """Compare a long result with those of pieces of each tensor's last dimension, which are put together."""
+    first, written = next(iter(arguments.items()))
 
+    def call(start: int, end: int) -> KernelCall:
+        part = {name: x[..., start:end].reshape(-1) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        return lab.call(method, part, (first,))
 
-def _check_long_reduction(lab: Lab, chunks: Tensor, piece: int) -> None:
-    whole = lab.call("reduce_chunks_", {"x": chunks.view(-1), "num_chunks": 3, "target_chunk": 1, "average": True}, ("x",))
-    wanted, size = chunks.clone(), chunks.shape[1]
-    for start in range(0, size, piece):
-        part_of = chunks[:, start : start + piece]
-        arguments = {"x": part_of.reshape(-1), "num_chunks": 3, "target_chunk": 1, "average": True}
-        wanted[1, start : start + piece] = lab.call("reduce_chunks_", arguments, ("x",)).results["x"].view(3, -1)[1]
-    lab.compare(whole, "x", wanted.view(-1))
+    size = written.shape[-1]
+    whole = call(0, size)
+    parts = [call(start, start + piece).results[first].view(*written.shape[:-1], -1) for start in range(0, size, piece)]
+    lab.compare(whole, first, torch.cat(parts, dim=-1).view(-1))
 
 
 def _nearly(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Balanced samplers compared with plain Python (S7): a target's ``samplers`` has both classes by their names."""
+"""Balanced samplers compared with plain Python (S7): a target's ``samplers`` has the classes by their names."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.conformance.inputs.sampler_cases import (
     about_an_edge,
+    budgets,
     cases,
     complexities,
     cut,
@@ -29,6 +30,7 @@ from bagua_ref.conformance.suites.checks import check
 
 _SAMPLER = ("LoadBalancingDistributedSampler",)
 _BATCHES = (*_SAMPLER, "LoadBalancingDistributedBatchSampler")
+_CONTINUED = ("LoadBalancingDistributedSampler", "BudgetBatchSampler")  # which came with S7.6; programs are not asked for either
 _POSITION = ("LoadBalancingDistributedSampler.load_state_dict",)
 
 
@@ -46,7 +48,7 @@ class SamplerScript(Play):
 
     def sampler(self, values: object, replicas: int, rank: int, options: dict[str, Any]) -> None:
         """Make a sampler of samples that are their own complexities, at its epoch, if ``options`` have one."""
-        given = "".join(f", {name}={value!r}" for name, value in options.items() if name != "epoch")
+        given = _without_epoch(options)
         then = f"\nsampler.set_epoch({options['epoch']})" if "epoch" in options else ""
         self.do(f"sampler = samplers.LoadBalancingDistributedSampler({values}, identity, {replicas}, {rank}{given}){then}")
 
@@ -57,10 +59,10 @@ class SamplerScript(Play):
         if self.names["found"] != wanted:
             self.do(f"assert found == {wanted!r}, f'{expression} is {{found!r}} instead of ' {str(wanted)!r}")
 
-    def refuses(self, call: str) -> None:
-        """Require a ValueError of a call."""
-        complaint = f"{call} must raise a ValueError"
-        self.do(f"try:\n    {call}\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError({complaint!r})")
+
+def _without_epoch(options: dict[str, Any]) -> str:
+    """Return the source of further arguments of a sampler, whose epoch is set afterwards."""
+    return "".join(f", {name}={value!r}" for name, value in options.items() if name != "epoch")
 
 
 @check("samplers", "S7.1", "lengths", needs=_SAMPLER, effort=3)
@@ -168,12 +170,8 @@ def _stop_and_go_on(script: SamplerScript, draw: Draw, name: str, epoch: int, wa
 def other_settings(lab: Lab, draw: Draw) -> None:
     """A position that was saved with other samples, costs, seed, shuffle, drop_last or random_level raises a ValueError."""
     values, script = draw(st.lists(st.integers(0, 20), min_size=3, max_size=9, unique=True)), SamplerScript(lab)
-    options = {
-        "shuffle": True,
-        "seed": draw(st.integers(0, 5)),
-        "drop_last": False,
-        "random_level": draw(st.sampled_from([0.25, 1])),
-    }
+    options = {"shuffle": True, "seed": draw(st.integers(0, 5)), "drop_last": False}
+    options["random_level"] = draw(st.sampled_from([0.25, 1]))
     change = draw(st.sampled_from([*options, "samples", "costs"]))
     other, others = dict(options), list(values)
     if change == "samples":
@@ -185,8 +183,7 @@ def other_settings(lab: Lab, draw: Draw) -> None:
     script.sampler(values, 2, 0, options)
     script.do("saved = sampler.state_dict()")
     script.sampler(others, 2, 0, other)
-    said = f"a position with other {change} must raise a ValueError"
-    script.do(f"try:\n    sampler.load_state_dict(saved)\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError({said!r})")
+    script.refuses("sampler.load_state_dict(saved)", said=repr(f"a position with other {change} must raise a ValueError"))
     script.same("list(sampler)", samplers_plain.indices(others, 2, 0, epoch=0, **other))
 
 
@@ -228,3 +225,81 @@ def refuses(lab: Lab, draw: Draw) -> None:
         if options is not None:
             script.sampler([1, 2], 1, 0, options)
         script.refuses(call)
+
+
+# Epochs that continue with another number of replicas (S7.6), and batches under a budget (S7.7).
+
+
+def _continued(script: SamplerScript, draw: Draw, name: str, unit: str, make: Any, plan: Any) -> None:
+    """Run an epoch whose number of replicas changes twice: each stretch draws what the earlier ones have left."""
+    history: list[tuple[int, int]] = []
+    for replicas in draw(st.permutations(range(1, 6)))[: draw(st.integers(2, 3))]:
+        rank = draw(st.integers(0, replicas - 1))
+        make(replicas, rank)
+        if history:
+            script.do(f"{name}.load_state_dict(state)")
+        wanted = plan(history, replicas)[-1][rank]
+        script.same(f"len({name})", len(wanted))
+        script.same(f"list({name})", wanted)
+        if wanted:
+            history.append((replicas, draw(st.integers(1, len(wanted)))))
+            script.do(f"state = {name}.state_dict({unit}={history[-1][1]})")
+
+
+@check("samplers", "S7.6", "stretches", needs=_CONTINUED, effort=4)
+def stretches(lab: Lab, draw: Draw) -> None:
+    """With another number of replicas, an epoch continues with the samples that no chunk has drawn, in the epoch's order."""
+    (values, _, options), script = draw(cases()), SamplerScript(lab)
+    if draw(st.booleans()):  # the chunk that is filled up with the first samples is often drawn before them
+        values = list(range(draw(st.sampled_from([3, 5, 7, 11]))))
+        options = {"shuffle": True, "seed": draw(st.integers(0, 99)), "epoch": 0, "drop_last": False, "random_level": 0}
+    _continued(
+        script, draw, "sampler", "samples",
+        lambda replicas, rank: script.sampler(values, replicas, rank, options),
+        lambda history, replicas: samplers_plain.stretches_of(values, history, replicas, **options),
+    )  # fmt: skip
+
+
+@check("samplers", "S7.6", "batches", needs=(*_CONTINUED, *_BATCHES[1:]), effort=3)
+def continued_batches(lab: Lab, draw: Draw) -> None:
+    """A stretch of batches has drawn the samples in the first batches of all its replicas; the rest is cut anew."""
+    (values, _, options), script = draw(cases()), SamplerScript(lab)
+    options, limit, drop_last = {**options, "drop_last": False}, draw(st.integers(1, 3)), draw(st.booleans())
+
+    def make(replicas: int, rank: int) -> None:
+        script.sampler(values, replicas, rank, options)
+        script.do(f"batches = samplers.LoadBalancingDistributedBatchSampler(sampler, cut({limit}), {drop_last})")
+
+    _continued(
+        script, draw, "batches", "batches", make,
+        lambda history, replicas: samplers_plain.stretches_of(values, history, replicas, cut(limit), drop_last, **options),
+    )  # fmt: skip
+
+
+@check("samplers", "S7.7", "budget", needs=("BudgetBatchSampler",), effort=6)
+def budget(lab: Lab, draw: Draw) -> None:
+    """Batches are cut from samples in order of cost, mixed, made as many for each replica, and continued with other replicas."""
+    (costs, most, options), script = draw(budgets()), SamplerScript(lab)
+    options["drop_last"] = False
+
+    def make(replicas: int, rank: int) -> None:
+        arguments = f"{costs}, {most}, num_replicas={replicas}, rank={rank}{_without_epoch(options)}"
+        script.do(f"batches = samplers.BudgetBatchSampler({arguments})\nbatches.set_epoch({options['epoch']})")
+
+    _continued(
+        script, draw, "batches", "batches", make,
+        lambda history, replicas: samplers_plain.budget_stretches(costs, most, history, replicas, **options),
+    )  # fmt: skip
+
+
+@check("samplers", "S7.7", "dropped", needs=("BudgetBatchSampler",), effort=3)
+def dropped(lab: Lab, draw: Draw) -> None:
+    """With drop_last, the cheapest batches are dropped; if none is left, that is a ValueError."""
+    (costs, most, options), script = draw(budgets()), SamplerScript(lab)
+    options["drop_last"], replicas = True, draw(st.integers(1, 4))
+    wanted = samplers_plain.budget_stretches(costs, most, [], replicas, **{**options, "epoch": 0})[0]
+    made = f"samplers.BudgetBatchSampler({costs}, {most}, num_replicas={replicas}, rank=0{_without_epoch(options)})"
+    if wanted[0]:
+        script.same(f"list({made})", wanted[0])
+    else:
+        script.refuses(made)

@@ -6,20 +6,21 @@ import os
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bagua_ref import contrib
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.codec import Codec
 from bagua_ref.base.untrusted import check_form
 from bagua_ref.communicators.base import Communicator
+from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.conformance.formats.safetensors_file import name_of
 from bagua_ref.conformance.targets.process_link import DTYPES, Link, ProgramError, Programs
-from bagua_ref.conformance.targets.process_samplers import ProcessSamplers
 from bagua_ref.conformance.targets.world import RankWorld
 from bagua_ref.types import ReduceOp
 
@@ -70,14 +71,14 @@ class ProcessTarget:
         if self.launch is not None:
             self.capabilities["max_ranks"] = min(self.ranks, said.get("max_ranks", self.ranks))
         self.kernels = _kernels(self._link, said["kernels"], said["codecs"])
-        self.samplers = ProcessSamplers(self._link) if said.get("samplers") is True else None
+        self.samplers = _Samplers(self._link) if said.get("samplers") is True else None
         self.communicator = self._join if said.get("collectives") is True else None
 
     def _link(self) -> Link:
-        return self.live().single(self).links[0]
+        return self.live().single().links[0]
 
     def _join(self, world: RankWorld) -> Communicator:
-        return self.live().join(self, world)
+        return self.live().join(world)
 
     _join.real_threads = True  # type: ignore[attr-defined] # each with a process of its own
 
@@ -87,7 +88,7 @@ class ProcessTarget:
 
     def end(self) -> None:
         """End the programs that belong to this process."""
-        self._live.pop(os.getpid(), _Live()).end()
+        self._live.pop(os.getpid(), _Live(self)).end()
 
     def requests(self) -> int:
         """Return how many requests this process has sent to programs."""
@@ -95,34 +96,27 @@ class ProcessTarget:
 
     def live(self) -> _Live:
         """Return the processes that belong to this process; one that was forked starts its own."""
-        return self._live.setdefault(os.getpid(), _Live())
+        return self._live.setdefault(os.getpid(), _Live(self))
 
 
-_HELLO = {
-    "dtypes?": [str],
-    "external?": bool,
-    "max_ranks?": range(1, 2**31),
-    "kernels?": [str],
-    "codecs?": [str],
-}  # fmt: skip
+_HELLO = {"dtypes?": [str], "external?": bool, "max_ranks?": range(1, 2**31), "kernels?": [str], "codecs?": [str]}
 """The form of an answer to hello."""
 
 
 class _Live:
     """Processes of the program: one for what needs no other ranks, and sets of ranks, each for one world at a time."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, target: ProcessTarget) -> None:
+        self._target, self._lock, self._sets = target, threading.Lock(), list[_Set]()
         self._single: Programs | None = None
-        self._sets: list[_Set] = []
 
-    def single(self, target: ProcessTarget) -> Programs:
+    def single(self) -> Programs:
         """Return the process for calls without other ranks."""
         with self._lock:
-            if self._single is None or self._single.broken:
-                if self._single is not None:
-                    self._single.end()
-                self._single = target.start(1)
+            if self._single is not None and self._single.broken:
+                self._single.end()
+                self._single = None
+            self._single = self._single or self._target.start(1)
             return self._single
 
     def end(self) -> None:
@@ -130,19 +124,20 @@ class _Live:
         for programs in [*([] if self._single is None else [self._single]), *(group.programs for group in self._sets)]:
             programs.end()
 
-    def join(self, target: ProcessTarget, world: RankWorld) -> Communicator:
+    def join(self, world: RankWorld) -> Communicator:
         """Return a rank's communicator in the set of processes for its world."""
+        target = self._target
         if target.launch is not None and world.world_size > target.ranks:
             raise ProgramError(f"a world of {world.world_size} ranks is needed, and {target.ranks} were launched (--ranks)")
         with self._lock:
             mine = next((group for group in self._sets if group.store is world.store), None)
             if mine is None:
-                mine = next((group for group in self._sets if group.is_free()), None)
-                if mine is None:
-                    mine = _Set(target.start(world.world_size))
-                    self._sets.append(mine)
+                mine = next((group for group in self._sets if group.is_free()), None) or _Set(target.start(world.world_size))
                 mine.begin(world)
-            self._sets = [group for group in self._sets if group is mine or not group.drop_if_broken()]
+            for group in self._sets:
+                if group is not mine and group.programs.broken:
+                    group.programs.end()
+            self._sets = [mine, *(group for group in self._sets if group is not mine and not group.programs.broken)]
             communicator = _ProcessCommunicator(mine, world)
             mine.members.append(weakref.ref(communicator))
         communicator.enter()
@@ -168,12 +163,6 @@ class _Set:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder = self.programs.folder / str(self.number)
         self.folder.mkdir()
-
-    def drop_if_broken(self) -> bool:
-        """End the processes if one has failed; return whether it has."""
-        if self.programs.broken:
-            self.programs.end()
-        return self.programs.broken
 
 
 class _ProcessCommunicator(Communicator):
@@ -343,3 +332,62 @@ class _ProcessCodec(Codec):
 
     def _decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
         self.link().ask_for("decompress", {"x": out}, {"payload": payload}, codec=self.name, num_chunks=num_chunks, **_size(out))
+
+
+class _Samplers:
+    """Both classes of S7: their indices and batches come from the program, all else is checked and drawn here."""
+
+    def __init__(self, link: Callable[[], Link]) -> None:
+        self.LoadBalancingDistributedSampler = type("Sampler", (_Sampler,), {"link": staticmethod(link)})
+        self.LoadBalancingDistributedBatchSampler = type("BatchSampler", (_BatchSampler,), {"link": staticmethod(link)})
+
+
+class _Sampler(contrib.LoadBalancingDistributedSampler):
+    link: Any
+
+    def __init__(self, dataset: Any, complexity_fn: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(dataset, complexity_fn, *arguments, **options)
+        values = [complexity_fn(dataset[place]) for place in range(len(dataset))]
+        self._complexities = [value.item() if isinstance(value, Tensor) else value for value in values]
+
+    def indices(self, rank: int) -> list[int]:
+        """Return what the program says that a rank draws."""
+        options = {name: getattr(self, name) for name in ("shuffle", "drop_last", "random_level", "seed", "epoch")}
+        drawn = samplers_plain.noise_and_chunks(self._complexities, self.num_replicas, **options)
+        noise, order = (torch.tensor(values, dtype=torch.int64) for values in drawn)
+        values = {"complexities": self._complexities, "num_replicas": self.num_replicas, "rank": rank, **options}
+        _, found = self.link().ask("sampler_indices", {"noise": noise, "chunk_order": order}, **values)
+        indices: list[int] = found["indices"].tolist()
+        return indices
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices(self.rank))
+
+    def __len__(self) -> int:
+        return len(self.indices(self.rank))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise NotImplementedError."""
+        raise NotImplementedError("programs are not asked for what is left of an epoch (S7.6)")
+
+
+class _BatchSampler(contrib.LoadBalancingDistributedBatchSampler):
+    link: Any
+    sampler: _Sampler
+
+    def batches(self) -> list[list[int]]:
+        """Return the own batches that the program chooses, given how many each rank has."""
+        of_ranks = [self.batch_fn(self.sampler.indices(rank)) for rank in range(self.num_replicas)]
+        counts = torch.tensor([len(batches) for batches in of_ranks])
+        _, found = self.link().ask("equal_batches", {"counts": counts}, rank=self.rank, drop_last=self.drop_last)
+        return [of_ranks[self.rank][place] for place in found["batches"].tolist()]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches())
+
+    def __len__(self) -> int:
+        return len(self.batches())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise NotImplementedError."""
+        self.sampler.load_state_dict(state_dict)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bagua_ref.base.memory import bytes_of
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.conformance.targets.world import RankWorld
 from bagua_ref.types import ReduceOp
@@ -46,37 +46,37 @@ class TorchGroup(Communicator):
         self._group.barrier().wait()
 
     def _send(self, tensor: Tensor, dst: int) -> None:
-        self._group.send([_bytes(tensor)], dst, 0).wait()
+        self._group.send([bytes_of(tensor)], dst, 0).wait()
 
     def _recv(self, tensor: Tensor, src: int) -> None:
-        self._group.recv([_bytes(tensor)], src, 0).wait()
+        self._group.recv([bytes_of(tensor)], src, 0).wait()
 
     def _exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> None:
-        works = [self._group.recv([_bytes(tensor)], peer, 0) for tensor, peer in recvs]
-        works += [self._group.send([_bytes(tensor)], peer, 0) for tensor, peer in sends]
+        works = [self._group.recv([bytes_of(tensor)], peer, 0) for tensor, peer in recvs]
+        works += [self._group.send([bytes_of(tensor)], peer, 0) for tensor, peer in sends]
         for work in works:
             work.wait()
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
-        self._group.broadcast(_bytes(tensor), src).wait()
+        self._group.broadcast(bytes_of(tensor), src).wait()
 
     def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
         options = dist.GatherOptions()
         options.rootRank = dst
-        outputs = [self._chunks(_bytes(recv_tensor))] if self._rank == dst else []
-        self._group.gather(outputs, [_bytes(send_tensor)], options).wait()
+        outputs = [self._chunks(bytes_of(recv_tensor))] if self._rank == dst else []
+        self._group.gather(outputs, [bytes_of(send_tensor)], options).wait()
 
     def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
         options = dist.ScatterOptions()
         options.rootRank = src
-        inputs = [self._chunks(_bytes(send_tensor))] if self._rank == src else []
-        self._group.scatter([_bytes(recv_tensor)], inputs, options).wait()
+        inputs = [self._chunks(bytes_of(send_tensor))] if self._rank == src else []
+        self._group.scatter([bytes_of(recv_tensor)], inputs, options).wait()
 
     def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-        self._group.allgather([self._chunks(_bytes(recv_tensor))], [_bytes(send_tensor)]).wait()
+        self._group.allgather([self._chunks(bytes_of(recv_tensor))], [bytes_of(send_tensor)]).wait()
 
     def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-        self._group.alltoall_base(_bytes(recv_tensor), _bytes(send_tensor), [], []).wait()
+        self._group.alltoall_base(bytes_of(recv_tensor), bytes_of(send_tensor), [], []).wait()
 
     def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None:
         options = dist.AllreduceOptions()
@@ -116,7 +116,3 @@ gloo.real_threads = True  # type: ignore[attr-defined]
 
 def _native(op: ReduceOp) -> Any:
     return dist.ReduceOp.SUM if op is ReduceOp.AVG else getattr(dist.ReduceOp, op.name)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)

@@ -245,7 +245,11 @@ def powersgd_round(records: Sequence[Record], options: Mapping[str, Any]) -> lis
         gradients = [x[a.start : a.end].reshape(a.n, a.m) for x in arrays]
         errors = [e[place] for e in es] if remembers else None
         done = compression_numpy.power_sgd_round(gradients, errors, q, a.r, k=k, i=a.place, **options)
-        mean[a.start : a.end], bound = done.result.ravel(), _bound(gradients, errors, q, k, a, options)
+        rule = {name: options[name] for name in ("warm_start", "seed")}
+        mean[a.start : a.end], bound = (
+            done.result.ravel(),
+            compression_numpy.reach(gradients, errors, q, a.r, k=k, i=a.place, **rule),
+        )
         mass[a.start : a.end] = bound * (part if dtype.itemsize == 2 else 1)
         for e, of_rank in zip(done.errors or [], left, strict=remembers):
             of_rank.append(e)
@@ -258,8 +262,9 @@ def powersgd_round(records: Sequence[Record], options: Mapping[str, Any]) -> lis
     if matrices and all("q" in record.outputs for record in records):
         for rank, record in enumerate(records):
             parts = _split(record.outputs["q"], [(a.m, a.r) for a in matrices], "output q", rank)
-            record.outputs["factor"] = _products(parts)
-        found.append(Expected("factor", [_products(factors)] * n, SUM(_SPAN), _joined(of_factors)))
+            record.outputs["factor"] = _joined([compression_numpy.gram(q).astype(q.dtype) for q in parts])
+        factor = _joined([compression_numpy.gram(q).astype(q.dtype) for q in factors])
+        found.append(Expected("factor", [factor] * n, SUM(_SPAN), _joined(of_factors)))
     return found
 
 
@@ -295,20 +300,6 @@ def _on_ranks(nodes: Sequence[int], program: Callable[[Any], Tensor]) -> list[Te
 
 def _magnitude(xs: Sequence[Tensor], divisor: int) -> Tensor:
     return torch.stack(list(xs)).double().abs().sum(0) / divisor
-
-
-def _bound(gradients: list[Any], errors: list[Any] | None, q: Any, k: int, a: Matrix, options: Mapping[str, Any]) -> float:
-    """Return what a projection can gather in one element; inf if rounding decides on what it projects."""
-    given = gradients + (errors or [])
-    size = compression_numpy.norm(given)
-    start = compression_numpy.start(q if options["warm_start"] else None, (a.m, a.r), q.dtype.type, options["seed"], k, a.place)
-    summed = compression_numpy.added(given) @ start
-    return size if compression_numpy.is_tame(q) and compression_numpy.is_tame(summed, size) else math.inf
-
-
-def _products(factors: Sequence[Any]) -> Tensor:
-    """Return every Q Q^T, one after the other."""
-    return _joined([(wide @ wide.T).astype(q.dtype) for q in factors for wide in [q.astype(np.float64)]])
 
 
 def _joined(arrays: Sequence[Any]) -> Tensor:

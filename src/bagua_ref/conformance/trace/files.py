@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.base.untrusted import NATURAL, SCALAR, check_form, load_json, read_file
-from bagua_ref.conformance.formats.safetensors_file import CODES, DamagedFileError, read_safetensors, write_safetensors
+from bagua_ref.conformance.formats.safetensors_file import CODES, read_tensors, write_safetensors
 
 __all__ = [
     "FORMAT", "INDEX", "MANIFEST", "TRACE_VERSION",
@@ -233,12 +233,7 @@ class RankTrace:
         """
         entry = self.steps[step]
         path = self.folder / entry["file"]
-        try:
-            tensors = read_safetensors(path)
-        except OSError as error:
-            raise TraceError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-        except (DamagedFileError, ModuleNotFoundError) as error:
-            raise TraceError(f"{str(path)!r}: {error}") from None
+        tensors = read_tensors(path, TraceError)
 
         def flat(bucket: str, kind: str, roles: list[str]) -> dict[str, Tensor]:
             try:

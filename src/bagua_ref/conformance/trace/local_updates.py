@@ -55,9 +55,9 @@ def averages_due(records: Sequence[Record], options: Mapping[str, Any]) -> list[
     period, warmup = options["period"], options["warmup_steps"] or 0
     if period is None or not all("t" in record.info and record.info.get("averages") == "weights" for record in records):
         return []
-    steps = [record.info["t"] - warmup for record in records]
-    due = [int(t > 0 and (t - options["offset"]) % period == 0) for t in steps]
-    return [_numbers(records, "averages", [1] * len(steps), due, _OTHER_STEP)]
+    rule = {"period": period, "offset": options["offset"], "warmup_steps": warmup}
+    due = [int(local_updates_numpy.is_averaged(record.info["t"], **rule)) for record in records]
+    return [_numbers(records, "averages", [1] * len(due), due, _OTHER_STEP)]
 
 
 def diloco_round(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from bagua_ref.conformance.formats.safetensors_file import name_of
 from bagua_ref.conformance.vectors.answers import answer
 
 __all__ = ["KINDS", "Case", "Numbers", "canonical", "numbers_of", "tensor_of"]
+
+
+Shape: TypeAlias = "int | tuple[int, ...]"
 
 
 @dataclass(frozen=True)
@@ -124,51 +128,46 @@ class Numbers:
         """Return a number from low to high."""
         return low + (high - low) * self.unit()
 
-    def uniform(self, size: int, dtype: torch.dtype, low: float = -4, high: float = 4) -> Tensor:
-        """Return ``size`` numbers from low to high."""
-        return tensor_of([self.between(low, high) for _ in range(size)], dtype)
+    def each(self, shape: Shape, dtype: torch.dtype, number: Callable[[], float]) -> Tensor:
+        """Return what ``number`` returns, called for one element after another."""
+        shape = (shape,) if isinstance(shape, int) else shape
+        return tensor_of([number() for _ in range(math.prod(shape))], dtype).view(shape)
 
-    def halves(self, size: int, dtype: torch.dtype, limit: int = 600) -> Tensor:
-        """Return halves of integers up to ``limit``: sums of a few are exact in any order in float32."""
-        return tensor_of([(self.below(2 * limit + 1) - limit) / 2 for _ in range(size)], dtype)
+    def uniform(self, shape: Shape, dtype: torch.dtype, low: float = -4, high: float = 4) -> Tensor:
+        """Return numbers from low to high."""
+        return self.each(shape, dtype, lambda: self.between(low, high))
 
-    def eighths(self, size: int, dtype: torch.dtype, limit: int = 15) -> Tensor:
-        """Return multiples of 1/8 below 2: sums of a few are exact in any order in every dtype."""
-        return tensor_of([(self.below(2 * limit + 1) - limit) / 8 for _ in range(size)], dtype)
-
-    def wide(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Return numbers of many magnitudes."""
-        span = {torch.float16: 10, torch.bfloat16: 30, torch.float32: 30, torch.float64: 100}[dtype]
-        return tensor_of([self.between(-2, 2) * 2.0 ** (self.below(2 * span + 1) - span) for _ in range(size)], dtype)
-
-    def denormal(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Return multiples of 1/16 of the smallest normal number: half of them are denormal."""
-        tiny = torch.finfo(dtype).tiny
-        return tensor_of([(self.below(65) - 32) * tiny / 16 for _ in range(size)], dtype)
-
-    def huge(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Return multiples of 1/8 of the largest number, which sums soon exceed."""
-        return tensor_of([(self.below(17) - 8) / 8 * torch.finfo(dtype).max for _ in range(size)], dtype)
-
-    def special(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Return infinities, NaN, zeros of both signs, and the ends of the range among ordinary numbers."""
-        info = torch.finfo(dtype)
-        edges = [0.0, -0.0, 1.0, -1.0, info.max, -info.max, info.tiny, -info.tiny, info.tiny / 4, 1 + info.eps]
-        edges += [float("inf"), float("-inf"), float("nan")]
-        return tensor_of([edges[self.below(len(edges))] for _ in range(size)], dtype)
-
-    def zeros(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros of both signs."""
-        return tensor_of([(0.0, -0.0)[self.below(2)] for _ in range(size)], dtype)
+    def of(self, kind: str, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """Return numbers of a kind: of `KINDS`, or ``"eighths"``; sums of a few of these are exact in any order in every dtype."""
+        return self.each(shape, dtype, lambda: _FORMULAS[kind](self, dtype))
 
 
-KINDS: dict[str, tuple[str, Callable[[Numbers, int, torch.dtype], Tensor]]] = {
-    "plain": ("valid", Numbers.uniform),
-    "halves": ("valid", Numbers.halves),
-    "wide": ("valid", Numbers.wide),
-    "denormal": ("edge", Numbers.denormal),
-    "huge": ("edge", Numbers.huge),
-    "special": ("edge", Numbers.special),
-    "zeros": ("edge", Numbers.zeros),
+def _special(numbers: Numbers, dtype: torch.dtype) -> float:
+    info = torch.finfo(dtype)
+    edges = [0.0, -0.0, 1.0, -1.0, info.max, -info.max, info.tiny, -info.tiny, info.tiny / 4, 1 + info.eps]
+    edges += [float("inf"), float("-inf"), float("nan")]
+    return edges[numbers.below(len(edges))]
+
+
+_SPAN = {torch.float16: 10, torch.bfloat16: 30, torch.float32: 30, torch.float64: 100}
+
+_FORMULAS: dict[str, Callable[[Numbers, torch.dtype], float]] = {
+    "plain": lambda x, dtype: x.between(-4, 4),
+    "halves": lambda x, dtype: (x.below(1201) - 600) / 2,
+    "wide": lambda x, dtype: x.between(-2, 2) * 2.0 ** (x.below(2 * _SPAN[dtype] + 1) - _SPAN[dtype]),
+    "denormal": lambda x, dtype: (x.below(65) - 32) * torch.finfo(dtype).tiny / 16,
+    "huge": lambda x, dtype: (x.below(17) - 8) / 8 * torch.finfo(dtype).max,
+    "special": _special,
+    "zeros": lambda x, dtype: (0.0, -0.0)[x.below(2)],
+    "eighths": lambda x, dtype: (x.below(31) - 15) / 8,
 }
-"""Kinds of numbers: the flag that a case of them gets, and how they are drawn."""
+KINDS = {
+    "plain": "valid",
+    "halves": "valid",  # sums of a few are exact in any order in float32
+    "wide": "valid",  # of many magnitudes
+    "denormal": "edge",  # half of them
+    "huge": "edge",  # sums soon exceed the largest number
+    "special": "edge",  # infinities, NaN, zeros of both signs and the ends of the range, among ordinary numbers
+    "zeros": "edge",  # of both signs
+}
+"""Kinds of numbers, and the flag that a case of them gets."""

@@ -64,8 +64,8 @@ def minmax_cases() -> Iterator[Case]:
 def _minmax_inputs(dtype: torch.dtype) -> _Inputs:
     for size in (1, 2, 31, 32, 33, 63, 64, 65, 100, 4097):  # they fill a payload's rows of 32 bytes, or do not
         yield f"size-{size}", "valid", numbers_of("codec", dtype, f"size-{size}").uniform(size, dtype), 1
-    for kind, (flag, draw) in KINDS.items():
-        yield f"chunks-{kind}", flag, draw(numbers_of("codec", dtype, f"chunks-{kind}"), 5 * 37, dtype), 5
+    for kind, flag in KINDS.items():
+        yield f"chunks-{kind}", flag, numbers_of("codec", dtype, f"chunks-{kind}").of(kind, 5 * 37, dtype), 5
     for place, (middle, width) in enumerate(_RANGES):
         low, high = middle - width / 2, middle + width / 2
         if max(abs(low), abs(high)) < torch.finfo(dtype).max:
@@ -75,7 +75,7 @@ def _minmax_inputs(dtype: torch.dtype) -> _Inputs:
         name = f"half-a-level-{place}"
         yield name, "edge", _ends_near_half_a_level(numbers_of("codec", dtype, name), dtype), 1
     mixed = numbers_of("codec", dtype, "mixed")
-    parts = [mixed.uniform(21, dtype), tensor_of([_NAN] * 21, dtype), mixed.denormal(21, dtype), mixed.zeros(21, dtype)]
+    parts = [mixed.uniform(21, dtype), tensor_of([_NAN] * 21, dtype), mixed.of("denormal", 21, dtype), mixed.of("zeros", 21, dtype)]
     yield "chunks-one-poisoned", "poison", torch.cat(parts), 4
     yield "empty", "edge", torch.empty(0, dtype=dtype), 1
     yield "empty-chunks", "edge", torch.empty(0, dtype=dtype), 3
@@ -190,8 +190,8 @@ def _microscaling(codec: str, dtype: torch.dtype) -> _Inputs:
     for size in _SIZES:
         x = numbers_of("codecs", codec, dtype, f"size-{size}").uniform(2 * size, dtype)
         yield f"size-{size}", "valid" if size else "edge", x, 2
-    for kind, (flag, draw) in KINDS.items():
-        x = draw(numbers_of("codecs", codec, dtype, kind), 3 * 70, dtype)
+    for kind, flag in KINDS.items():
+        x = numbers_of("codecs", codec, dtype, kind).of(kind, 3 * 70, dtype)
         yield f"chunks-{kind}", "poison" if not x.isfinite().all() else flag, x, 3
     form = FORMATS[codec]
     for power in (-20, -14, -3, 0, 3, 8, 15):

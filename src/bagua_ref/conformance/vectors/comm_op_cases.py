@@ -46,11 +46,6 @@ def comm_op_cases() -> Iterator[Case]:
         yield from _async(dtype)
 
 
-def _drawn(numbers: Numbers, kind: str, ranks: int, size: int, dtype: torch.dtype) -> Tensor:
-    draw = KINDS[kind][1] if kind in KINDS else Numbers.eighths
-    return draw(numbers, ranks * size, dtype).view(ranks, size)
-
-
 def _world(nodes: _Nodes, hierarchical: bool, **more: Any) -> dict[str, Any]:
     return {"nodes": list(nodes), "hierarchical": hierarchical, **more}
 
@@ -67,11 +62,11 @@ def _case(
     if "average" in parameters:
         name += "-mean" if parameters["average"] else "-sum"
     n, numbers = sum(nodes), numbers_of(suite, operation, dtype, name)
-    inputs = {"x": _drawn(numbers, kind, 1, size, dtype).repeat(n, 1) if equal else _drawn(numbers, kind, n, size, dtype)}
+    inputs = {"x": numbers.of(kind, (1, size), dtype).repeat(n, 1) if equal else numbers.of(kind, (n, size), dtype)}
     if steps:
-        inputs["updates"] = numbers.uniform(steps * n * size, dtype, -0.25, 0.25).view(steps, n, size)
-    flag = KINDS[kind][0] if kind in KINDS else "valid"
-    return Case(suite, operation, clause, dtype, name, inputs, _world(nodes, hierarchical, **parameters), (flag,))
+        inputs["updates"] = numbers.uniform((steps, n, size), dtype, -0.25, 0.25)
+    flags = (KINDS.get(kind, "valid"),)
+    return Case(suite, operation, clause, dtype, name, inputs, _world(nodes, hierarchical, **parameters), flags)
 
 
 def _poisoned(case: Case) -> Case:
@@ -147,7 +142,7 @@ def _async(dtype: torch.dtype) -> Iterator[Case]:
     """Yield S3.6 on numbers whose sum every order gives alike."""
     for n in (1, 2, 3, 5, 8):
         numbers = numbers_of("comm_ops", "async_average", dtype, str(n))
-        x, updates = numbers.eighths(n * 9, dtype).view(n, 9), numbers.uniform(n * 9, dtype, -0.1, 0.1).view(n, 9)
+        x, updates = numbers.of("eighths", (n, 9), dtype), numbers.uniform((n, 9), dtype, -0.1, 0.1)
         yield Case("comm_ops", "async_average", "S3.6", dtype, str(n), {"x": x, "updates": updates}, _world((n,), False))
 
 
@@ -157,7 +152,7 @@ def _momenta(dtype: torch.dtype) -> Iterator[Case]:
         for beta1 in (0.9, 0.5):
             name, n = _name(nodes, hierarchical, str(beta1)), sum(nodes)
             numbers, size = numbers_of("comm_ops", "qadam_momentum", dtype, name), 3 * math.lcm(n, len(nodes))
-            inputs = {"m": numbers.uniform(size, dtype), "grad": _drawn(numbers, "plain", n, size, dtype)}
+            inputs = {"m": numbers.uniform(size, dtype), "grad": numbers.uniform((n, size), dtype)}
             yield Case("comm_ops", "qadam_momentum", "S5.5", dtype, name, inputs, _world(nodes, hierarchical, beta1=beta1))
 
 
@@ -299,7 +294,7 @@ def _reductions(n: int, dtype: torch.dtype, op: str) -> Iterator[Case]:
 def _values(numbers: Numbers, size: int, dtype: torch.dtype) -> Tensor:
     """Return numbers that use all bits of the dtype."""
     if dtype.is_floating_point:
-        return torch.where(torch.arange(size) % 4 == 0, numbers.special(size, dtype), numbers.wide(size, dtype))
+        return torch.where(torch.arange(size) % 4 == 0, numbers.of("special", size, dtype), numbers.of("wide", size, dtype))
     bits = 8 * dtype.itemsize
     return torch.tensor([numbers.below(256) - (0 if bits == 8 else 128) for _ in range(size)]).mul(1 << (bits - 8)).to(dtype)
 
@@ -309,8 +304,8 @@ def _terms(numbers: Numbers, op: str, size: int, dtype: torch.dtype) -> Tensor:
     if not dtype.is_floating_point:
         return _values(numbers, size, dtype) + torch.tensor([numbers.below(8) for _ in range(size)]).to(dtype)
     if op == "PRODUCT":
-        return tensor_of([(1.0, -1.0, 2.0, -0.5, 3.0)[numbers.below(5)] for _ in range(size)], dtype)
+        return numbers.each(size, dtype, lambda: (1.0, -1.0, 2.0, -0.5, 3.0)[numbers.below(5)])
     if op in ("MIN", "MAX"):
-        infinite = tensor_of([(1.0, float("inf"), float("-inf"), float("nan"))[numbers.below(4)] for _ in range(size)], dtype)
-        return torch.where(torch.arange(size) % 5 == 0, infinite, numbers.wide(size, dtype))
-    return numbers.eighths(size, dtype)
+        infinite = numbers.each(size, dtype, lambda: (1.0, math.inf, -math.inf, math.nan)[numbers.below(4)])
+        return torch.where(torch.arange(size) % 5 == 0, infinite, numbers.of("wide", size, dtype))
+    return numbers.of("eighths", size, dtype)

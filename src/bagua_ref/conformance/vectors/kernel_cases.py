@@ -54,12 +54,11 @@ def _elementwise(
     operation: str, clause: str, others: tuple[str, ...], dtype: torch.dtype, kind: str, place: int, of: int, parameters: Any
 ) -> Case:
     name = f"{kind}-{place}" if of > 1 and kind != "empty" else kind
-    flag, draw = KINDS.get(kind, ("edge", KINDS["plain"][1]))
-    numbers = numbers_of("kernels", operation, dtype, name)
-    inputs = {key: draw(numbers, 0 if kind == "empty" else _SIZE, dtype) for key in ("x", *others)}
+    numbers, empty = numbers_of("kernels", operation, dtype, name), kind == "empty"
+    inputs = {key: numbers.of("plain" if empty else kind, 0 if empty else _SIZE, dtype) for key in ("x", *others)}
     if operation == "async_average" and dtype is not torch.float64:
         inputs["reduced"] = inputs["reduced"].float()
-    return Case("kernels", operation, clause, dtype, name, inputs, parameters, (flag,))
+    return Case("kernels", operation, clause, dtype, name, inputs, parameters, (KINDS.get(kind, "edge"),))
 
 
 def _reductions(dtype: torch.dtype) -> Iterator[Case]:
@@ -70,10 +69,9 @@ def _reductions(dtype: torch.dtype) -> Iterator[Case]:
         for average in (False, True):
             name = f"{kind}-{num_chunks}x{size}-{'mean' if average else 'sum'}"
             numbers = numbers_of("kernels", "reduce_chunks", dtype, name)
-            flag, draw = KINDS[kind]
-            x = draw(numbers, num_chunks * size, dtype)
+            x, flags = numbers.of(kind, num_chunks * size, dtype), (KINDS[kind] if size else "edge",)
             parameters = {"num_chunks": num_chunks, "target_chunk": numbers.below(num_chunks), "average": average}
-            yield Case("kernels", "reduce_chunks", "S3.7", dtype, name, {"x": x}, parameters, (flag if size else "edge",))
+            yield Case("kernels", "reduce_chunks", "S3.7", dtype, name, {"x": x}, parameters, flags)
 
 
 def _movements(dtype: torch.dtype) -> Iterator[Case]:
@@ -94,7 +92,7 @@ def _orders(dtype: torch.dtype) -> Iterator[Case]:
     for kind in ("plain", "ties", "special", "empty") if dtype.is_floating_point else ("ties", "empty"):
         numbers = numbers_of("kernels", "order_by_complexity", dtype, kind)
         if kind in ("plain", "special"):
-            keys: Tensor = KINDS[kind][1](numbers, 40, dtype)
+            keys = numbers.of(kind, 40, dtype)
         else:
             keys = torch.tensor([numbers.below(7) for _ in range(40 if kind == "ties" else 0)]).to(dtype)
         flags = ("edge",) if kind in ("special", "empty") else ("valid",)

@@ -28,9 +28,9 @@ def _training(
     """Return a training; if ``exact``, sums over ranks are the same in any order."""
     n, name = sum(nodes), f"{place:02}-{'+'.join(map(str, nodes))}"
     numbers, size = numbers_of(suite, operation, dtype, name), sum(_SIZES)
-    x = numbers.eighths(size, dtype)
-    gradients = numbers.eighths(steps * n * size, dtype, 7) if exact else numbers.uniform(steps * n * size, dtype, -1, 1)
-    inputs = {"x": x, "gradients": gradients.view(steps, n, size)}
+    x, shape = numbers.of("eighths", size, dtype), (steps, n, size)
+    gradients = numbers.each(shape, dtype, lambda: (numbers.below(15) - 7) / 8) if exact else numbers.uniform(shape, dtype, -1, 1)
+    inputs = {"x": x, "gradients": gradients}
     parameters = {"nodes": list(nodes), "sizes": list(_SIZES), "lr": 0.5, **options}
     return Case(suite, operation, clause, dtype, name, inputs, parameters)
 
@@ -193,12 +193,11 @@ def _mixes(dtype: torch.dtype) -> Iterator[Case]:
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     for kind in ("plain", "wide", "denormal", "huge", "special", "zeros"):
         for mix in (0.0, 0.3, 0.5, 0.9, 1.0):
-            flag, draw = KINDS[kind]
             numbers = numbers_of("local_updates", "mix", dtype, f"{kind}-{mix:g}")
-            x, g = draw(numbers, 33, dtype), draw(numbers, 33, dtype).to(wide)
+            x, g = numbers.of(kind, 33, dtype), numbers.of(kind, 33, dtype).to(wide)
             if kind in ("plain", "wide"):  # bits that x has no room for
-                g = g + g * tensor_of([numbers.between(-1e-3, 1e-3) for _ in range(33)], wide)
-            yield Case("local_updates", "mix", "S9.4", dtype, f"{kind}-{mix:g}", {"x": x, "g": g}, {"mix": mix}, (flag,))
+                g = g + g * numbers.uniform(33, wide, -1e-3, 1e-3)
+            yield Case("local_updates", "mix", "S9.4", dtype, f"{kind}-{mix:g}", {"x": x, "g": g}, {"mix": mix}, (KINDS[kind],))
 
 
 # Compressed gradients
@@ -258,24 +257,25 @@ def compressed_cases() -> Iterator[Case]:
     for kind in ("plain", "special", "ties"):
         numbers = numbers_of("compressed_gradients", "topk_indices", torch.float32, kind)
         p = tensor_of([numbers.below(5) - 2.0 for _ in range(40)], torch.float32)
-        p = p if kind == "ties" else KINDS[kind][1](numbers, 40, torch.float32)
+        p = p if kind == "ties" else numbers.of(kind, 40, torch.float32)
         for k in (1, 9):
             flags = ("valid" if kind == "plain" else "edge",)
             yield Case("compressed_gradients", "topk_indices", "S11.2", torch.float32, f"{kind}-{k}", {"p": p}, {"k": k}, flags)
     for dtype in COMPRESSIBLE:
         for place, (ranks, size, ratio, feedback, kind) in enumerate(_TOPK):
-            name, (flag, draw) = f"{place:02}-{kind}-{ranks}", KINDS[kind]
-            numbers = numbers_of("compressed_gradients", "topk", dtype, name)
-            gradients = {"gradients": draw(numbers, 3 * ranks * size, dtype).view(3, ranks, size)}
             parameters = {"ratio": ratio, "error_feedback": feedback}
-            yield Case("compressed_gradients", "topk", "S11.2", dtype, name, gradients, parameters, (flag,))
+            yield _three_rounds("topk", "S11.2", dtype, place, kind, ranks, size, parameters)
         for place, (nodes, between, average, codec, size, kind) in enumerate(_MEMORIES):
-            name, (flag, draw) = f"{place:02}-{kind}-{sum(nodes)}", KINDS[kind]
-            numbers = numbers_of("compressed_gradients", "error_feedback", dtype, name)
-            drawn = draw(numbers, 3 * sum(nodes) * size, dtype).view(3, sum(nodes), size)
-            settings: dict[str, Any] = {"nodes": list(nodes), "hierarchical": between, "average": average, "codec": codec}
-            inputs = {"gradients": drawn}
-            yield Case("compressed_gradients", "error_feedback", "S11.1", dtype, name, inputs, settings, (flag,))
+            settings = {"nodes": list(nodes), "hierarchical": between, "average": average, "codec": codec}
+            yield _three_rounds("error_feedback", "S11.1", dtype, place, kind, sum(nodes), size, settings)
+
+
+def _three_rounds(
+    operation: str, clause: str, dtype: torch.dtype, place: int, kind: str, ranks: int, size: int, parameters: dict[str, Any]
+) -> Case:
+    name = f"{place:02}-{kind}-{ranks}"
+    inputs = {"gradients": numbers_of("compressed_gradients", operation, dtype, name).of(kind, (3, ranks, size), dtype)}
+    return Case("compressed_gradients", operation, clause, dtype, name, inputs, parameters, (KINDS[kind],))
 
 
 def _columns(dtype: torch.dtype) -> Iterator[Case]:
@@ -286,7 +286,7 @@ def _columns(dtype: torch.dtype) -> Iterator[Case]:
         ("short", 4, 2, 1.0),
     ):  # fmt: skip
         numbers = numbers_of("compressed_gradients", "orthonormalize", dtype, name)
-        x = numbers.uniform(rows * count, dtype).view(rows, count) * factor
+        x = numbers.uniform((rows, count), dtype) * factor
         if name == "dependent":
             x[:, 1], x[:, 3] = -2 * x[:, 0], x[:, 0] + x[:, 2]
         if name == "zero":
@@ -304,9 +304,9 @@ def _round(dtype: torch.dtype, name: str, ranks: int, shape: tuple[int, int, int
     """Return a round of one gradient on all ranks, with the tolerance of spans of columns from a matrix of moderate condition."""
     (n, m, r), place, seed = shape, 2, 11
     numbers = numbers_of("compressed_gradients", "powersgd_round", dtype, name)
-    gradients = numbers.uniform(ranks * n * m, dtype).view(ranks, n, m)
+    gradients = numbers.uniform((ranks, n, m), dtype)
     if kind == "low rank":
-        left, right = numbers.uniform(n * r, dtype).view(n, r), numbers.uniform(r * m, dtype).view(r, m)
+        left, right = numbers.uniform((n, r), dtype), numbers.uniform((r, m), dtype)
         gradients[:] = torch.from_numpy(product(left.numpy(), right.numpy()))
     if kind == "gradients zero":
         gradients.zero_()
@@ -314,12 +314,11 @@ def _round(dtype: torch.dtype, name: str, ranks: int, shape: tuple[int, int, int
         gradients[1, 2, 3] = torch.nan if kind == "NaN" else torch.inf
     inputs: dict[str, Tensor] = {"gradients": gradients, "columns": torch.from_numpy(fresh(m, r, seed, options["k"], place))}
     if kind not in ("first", "low rank"):
-        inputs["q"] = numbers.uniform(m * r, dtype).view(m, r)
+        inputs["q"] = numbers.uniform((m, r), dtype)
         if kind in ("all columns zero", "one column zero"):
             inputs["q"][:, 0 if kind == "all columns zero" else -1 :] = 0
         if options["memory"] is not None:
-            errors = numbers.uniform(ranks * n * m, dtype, -1, 1).view(ranks, n, m)
-            inputs["errors"] = errors * (kind != "gradients zero")
+            inputs["errors"] = numbers.uniform((ranks, n, m), dtype, -1, 1) * (kind != "gradients zero")
     size = 5 * (n + m) ** 0.5
     magnitudes = {"x": size, "qq": size * size * n, "errors": size}
     return Case(

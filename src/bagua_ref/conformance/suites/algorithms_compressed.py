@@ -1,0 +1,261 @@
+"""Error memory of bytegrad and qadam, round by round (S11.1), and top-k, bit for bit (S11.2)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bagua_ref.conformance.expected.algorithms_plain import Exchange, Parameters
+from bagua_ref.conformance.expected.compression_numpy import ErrorFeedback, kept, sent_count, topk_round
+from bagua_ref.conformance.expected.tolerances import EXACT, SUM
+from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, Draw, seeds, worlds
+from bagua_ref.conformance.inputs.training_cases import (
+    ONE_BUCKET,
+    ByRank,
+    any_kind,
+    array,
+    each_gradient,
+    grid_weights,
+    multi_rank_worlds,
+    poisoned_at,
+)
+from bagua_ref.conformance.lab.lab import Lab
+from bagua_ref.conformance.lab.training import ANYTHING, TrainedAlgorithm, TrainingPlay, of_kinds
+from bagua_ref.conformance.suites.algorithms import QADAM, follow_qadam
+from bagua_ref.conformance.suites.checks import check, check_trainings, nothing
+
+__all__ = ["TOPK"]
+
+# Error memory.
+
+_MEMORY = ("bytegrad_with_memory",)
+_EXACT = ("MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8")
+"""Codecs whose payloads are known to the bit; OneBit's scale may differ by an ulp."""
+_nodes = st.sampled_from([(2,), (3,), (2, 1), (1, 3), (2, 2), (1,), (2, 1, 2), (1, 1)])
+
+
+def _known(lab: Lab) -> Any:
+    """Return the codecs of the kernels, or those that the target's own algorithms say that they have in ``codecs``."""
+    own = lab.target.parts.get("algorithms")
+    return lab.target.kernels.codecs if own is None else getattr(own, "codecs", ("MinMaxUInt8",))
+
+
+def _codec(lab: Lab, draw: Draw, *preferred: str) -> str:
+    """Draw one of the preferred codecs that the target has, else of all whose payloads are known to the bit."""
+    known = _known(lab)
+    found: str = draw(st.sampled_from([c for c in preferred if c in known] or [c for c in _EXACT if c in known]))
+    return found
+
+
+def _options(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
+    flags = {name: draw(st.booleans()) for name in ("hierarchical", "average")}
+    return {"lr": 0.5, **flags, "compression": "MinMaxUInt8"}
+
+
+def _rounds_of(training: TrainingPlay, bucket: list[int]) -> ErrorFeedback:
+    options, dtype = training.options, training.dtypes[bucket[0]]
+    flags = options["hierarchical"], options["compression"], dtype, options.get("average", True)
+    return ErrorFeedback(list(training.nodes), *flags)
+
+
+def _follow(training: TrainingPlay) -> None:
+    memories = [(bucket, _rounds_of(training, bucket)) for bucket in training.layout()]
+    tolerance = SUM(16) if training.options["compression"] == "OneBit" else EXACT
+    for step in range(training.steps):
+        results: list[Any] = [ANYTHING] * len(training.weights)
+        for bucket, memory in memories:
+            for place, mine in training.by_place(memory.round(training.flat(step, bucket)), bucket).items():
+                results[place] = mine
+        training.step([results] * training.n, tolerance)
+
+
+_BYTEGRAD_WITH_MEMORY = TrainedAlgorithm(
+    "bytegrad_with_memory",
+    _options,
+    _follow,
+    worlds=lambda dtype: _nodes,
+    gradients=of_kinds(any_kind),
+    steps=lambda draw, options: 3,
+)
+
+
+@check("algorithms", "S11.1", "padding", needs=_MEMORY, effort=0.4)
+def padding(lab: Lab, draw: Draw) -> None:
+    """Padding is data to the codec, but nothing is remembered of it: neither what a rank sends nor of the result."""
+    nodes = draw(st.sampled_from([(2,), (3,), (5,), (2, 1)]))
+    size = draw(st.integers(1, 12).filter(lambda size: size % sum(nodes) != 0))
+    _BYTEGRAD_WITH_MEMORY.train(
+        lab, draw, nodes=nodes, weights=grid_weights(draw, [torch.float32], [(size,)]), gradients=of_kinds(st.just("tame")),
+        compression=_codec(lab, draw, "OneBit"), bucket_bytes=ONE_BUCKET,
+    )  # fmt: skip
+
+
+@check("algorithms", "S11.1", "not_finite", dtypes=COMPRESSIBLE, needs=_MEMORY, effort=0.2)
+def not_finite(lab: Lab, draw: Draw) -> None:
+    """Where a result is NaN, memories of every rank stay as they were before the round; elsewhere they are replaced."""
+    weights, poisoned = grid_weights(draw, [lab.dtype], [(13,)]), poisoned_at(draw, draw(st.integers(0, 1)))
+    _BYTEGRAD_WITH_MEMORY.train(
+        lab, draw, weights=weights, change=poisoned, gradients=of_kinds(st.just("tame")), steps=4,
+        compression=_codec(lab, draw, "MinMaxUInt8"), bucket_bytes=ONE_BUCKET,
+    )  # fmt: skip
+
+
+def _exchange(memory: ErrorFeedback) -> Exchange:
+    def run(ranks: Parameters, dtype: str) -> Parameters:
+        result = memory.round([np.array(x, np.float32) for x in ranks]).tolist()
+        return [list(result) for _ in ranks]
+
+    return run
+
+
+def _follow_momenta(training: TrainingPlay) -> None:
+    follow_qadam(training, [_exchange(_rounds_of(training, bucket)) for bucket in training.layout()])
+
+
+_QADAM_WITH_MEMORY = TrainedAlgorithm(
+    "qadam_with_memory", QADAM.options, _follow_momenta, gradients=QADAM.gradients, steps=lambda draw, options: 6
+)
+
+
+# Top-k.
+
+_TOPK = ("topk",)
+
+
+def _options_of_topk(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
+    feedback = draw(st.sampled_from([True, True, False]))
+    return {"lr": 0.5, "ratio": draw(st.sampled_from([0.01, 0.1, 0.3, 0.5, 1.0])), "error_feedback": feedback, "warmup_steps": 0}
+
+
+def _layout(training: TrainingPlay) -> list[list[int]]:
+    """Return the places of the parameters in each bucket that has elements."""
+    return [bucket for bucket in training.layout() if sum(training.weights[place].numel() for place in bucket)]
+
+
+def _follow_topk(training: TrainingPlay) -> None:
+    layout, options = _layout(training), training.options
+    errors: list[list[Any] | None] = [None] * len(layout)
+    for step in range(training.steps):
+        results: list[list[Any]] = [[ANYTHING] * len(training.weights) for _ in range(training.n)]
+        memories: list[list[Any]] = [[ANYTHING] * len(training.weights) for _ in range(training.n)]
+        if step < options["warmup_steps"]:
+            mean = [torch.stack(training.tensors(step, p)).double().mean(0).to(w.dtype) for p, w in enumerate(training.weights)]
+            results = [mean] * training.n
+        for number, bucket in enumerate(layout if step >= options["warmup_steps"] else []):
+            given = training.flat(step, bucket)
+            if options["error_feedback"] and errors[number] is None:
+                errors[number] = [np.zeros_like(x) for x in given]
+            result, left = topk_round(given, errors[number], options["ratio"], training.dtypes[bucket[0]])
+            errors[number] = left
+            for rank in range(training.n):
+                kept_here = dict.fromkeys(bucket) if left is None else training.by_place(left[rank], bucket)
+                for place, mine in training.by_place(result, bucket).items():
+                    results[rank][place], memories[rank][place] = mine, kept_here[place]
+        training.step(results)
+        training.look("memories", memories)
+
+
+TOPK = TrainedAlgorithm(
+    "topk", _options_of_topk, _follow_topk, gradients=of_kinds(any_kind), steps=lambda draw, options: options["warmup_steps"] + 3
+)
+
+
+@check("algorithms", "S11.2", "count", needs=_TOPK, effort=0.7)
+def count(lab: Lab, draw: Draw) -> None:
+    """Of each bucket of m elements max(1, ceil(ratio * m)) are sent, the product in float64; padding does not count."""
+    m = draw(st.sampled_from([100, 100, 100, 7, 1, 30, 33]))
+    ratio = draw(st.sampled_from([0.07, 0.14, 0.28, 0.29, 0.55, 0.57, 0.01, 1e-9, 1.0]) | st.floats(0.01, 1))
+    weights, nodes = grid_weights(draw, [torch.float32] * 2, [(m,), (3,)]), draw(st.sampled_from([(1,), (2,), (3,)]))
+    TOPK.train(lab, draw, nodes=nodes, weights=weights, gradients=of_kinds(st.just("tame")), steps=2, ratio=ratio)
+
+
+@check("algorithms", "S11.2", "ties", needs=_TOPK, effort=0.4)
+def ties(lab: Lab, draw: Draw) -> None:
+    """Of equal absolute values, those of lower index in the bucket are sent."""
+    generator = np.random.default_rng(draw(seeds))
+
+    def signs(g: Tensor) -> Tensor:
+        return torch.from_numpy(generator.choice([-2.0, -1, 1, 2], tuple(g.shape))).float()
+
+    TOPK.train(lab, draw, nodes=draw(worlds(3)), change=each_gradient(signs), steps=2, ratio=draw(st.floats(0.1, 0.9)))
+
+
+@check("algorithms", "S11.2", "nans", needs=_TOPK, effort=0.3)
+def nans(lab: Lab, draw: Draw) -> None:
+    """NaNs are equal whatever their other bits: of several, the one of lowest index is sent."""
+    bits = st.sampled_from([0x7FC00000, 0x7FC00001, 0x7FFFFFFF, -0x400000, -0x3FFFFF, -1])
+
+    def poisoned(gradients: ByRank) -> ByRank:
+        for rank in gradients:
+            for place in sorted(draw(st.sets(st.integers(0, 6), min_size=2, max_size=4))):
+                rank[0][0].view(torch.int32)[place] = draw(bits)
+        return gradients
+
+    TOPK.train(
+        lab, draw, nodes=draw(st.sampled_from([(1,), (2,)])), weights=[torch.zeros(7)], change=poisoned, ratio=0.1,
+        gradients=of_kinds(st.just("tame")), steps=1,
+    )  # fmt: skip
+
+
+@check("algorithms", "S11.2", "many", needs=_TOPK, effort=0.15)
+def many(lab: Lab, draw: Draw) -> None:
+    """Of many elements, too, exactly the largest are sent, however they are spread, and of equal ones those of lower index."""
+    m, seed, levels = draw(st.sampled_from([5000, 20_000])), draw(seeds), draw(st.sampled_from([3, 1000, 2**20]))
+
+    def gradient(rank: int) -> Tensor:
+        x = torch.from_numpy(np.random.default_rng([seed, rank]).integers(-levels, levels, m)).float()
+        x[:: 1 + seed % 64] *= 3  # larger where one in so many is looked at
+        return x
+
+    TOPK.train(
+        lab, draw, nodes=draw(st.sampled_from([(1,), (2,)])), weights=[torch.zeros(m)],
+        gradients=lambda draw, weights, ranks, steps, options: [[{0: gradient(rank)}] for rank in range(ranks)],
+        ratio=draw(st.sampled_from([0.001, 0.01, 0.05])), bucket_bytes=ONE_BUCKET,
+    )  # fmt: skip
+
+
+@check("algorithms", "S11.2", "messages", needs=_TOPK, effort=0.4)
+def messages(lab: Lab, draw: Draw) -> None:
+    """Each rank all-gathers its k int32 indices, ascending, and then their k float32 values."""
+    training = TOPK.train(lab, draw, nodes=draw(multi_rank_worlds), steps=2, record=True)
+    wanted: list[list[Tensor]] = []
+    for step, bucket in itertools.product(range(2), _layout(training)):
+        sent = training.flat(step, bucket)
+        if training.options["error_feedback"]:
+            known = [[training.seen("memories", rank, 0, p) for p in bucket] if step else [] for rank in range(training.n)]
+            sent = [p + (np.concatenate([*map(array, e)]) if step else np.float32(0)) for p, e in zip(sent, known, strict=True)]
+        places = [torch.tensor(kept(p, sent_count(p.size, training.options["ratio"])), dtype=torch.int32) for p in sent]
+        wanted += [places, [torch.from_numpy(p)[place.long()] for p, place in zip(sent, places, strict=True)]]
+    training.do("gathered = [sends for what, sends in messages if what == 'allgather()' and sends[0].numel()]")
+    training.expect_true(f"len(gathered) == {len(wanted)}", f"not {len(wanted)} all-gathers")
+    for (number, all_ranks), rank in itertools.product(enumerate(wanted), range(training.n)):
+        what = f"rank {rank}, {('indices', 'values')[number % 2]} in all-gather {number}"
+        training.expect(f"gathered[{number}][{rank}]", all_ranks[rank], what)
+
+
+# Trainings without a function of their own.
+
+check_trainings(
+    (TrainedAlgorithm.train, _BYTEGRAD_WITH_MEMORY, 0.3, "S11.1.rounds", COMPRESSIBLE,
+     lambda lab, draw: {"compression": _codec(lab, draw)},
+     "What compression has left out of a rank's gradients, and out of its chunk of the result, is added in the next round."),
+    (TrainedAlgorithm.train, _BYTEGRAD_WITH_MEMORY, 0.3, "S11.1.leaders", (),
+     lambda lab, draw: {"nodes": draw(st.sampled_from([(2, 1), (1, 3), (2, 2), (3,), (2, 1, 2)])), "hierarchical": True},
+     "Hierarchical, memories are those of node leaders, of the node's sum divided by n/L, also on uneven nodes and on one."),
+    (TrainedAlgorithm.train, _BYTEGRAD_WITH_MEMORY, 0.1, "S11.1.new_buckets", (),
+     lambda lab, draw: {"steps": 4, "before": lambda steps: {2: draw(st.sampled_from(["new buckets", "restart"]))}},
+     "Buckets of the same tensors find their memories again."),
+    (TrainedAlgorithm.train, _QADAM_WITH_MEMORY, 0.2, "S11.1.momenta", (),
+     lambda lab, draw: {"nodes": draw(worlds(4)), "compression": _codec(lab, draw), "warmup_steps": 2},
+     "After qadam's warm-up, what compression has left out of momenta is added to the next ones."),
+    (TrainedAlgorithm.train, TOPK, 0.5, "S11.2.rounds", COMPRESSIBLE, nothing,
+     "Each round applies the sum of what was sent in rank order, divided by n; what was not sent is added next."),
+    (TrainedAlgorithm.train, TOPK, 0.3, "S11.2.huge", COMPRESSIBLE,
+     lambda *_: {"gradients": of_kinds(st.sampled_from(["huge", "edges", "tiny", "halfway", "bits"]))},
+     "Memories are float32 whatever the gradients are, sums overflow in rank order only, and results are rounded once."),
+)  # fmt: skip
