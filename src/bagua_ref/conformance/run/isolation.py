@@ -11,7 +11,7 @@ import contextlib
 import faulthandler
 import functools
 import gc
-import multiprocessing
+import multiprocessing.connection
 import queue
 import signal
 import threading
@@ -31,13 +31,22 @@ from bagua_ref.conformance.suites.checks import Check, prepare
 from bagua_ref.conformance.targets.process_link import exit_text
 from bagua_ref.conformance.targets.target import Target
 
-__all__ = ["CheckTask", "Isolation", "can_fork"]
+__all__ = ["CheckTask", "Isolation", "can_fork", "wait_for"]
 
 
 def can_fork(target: Target) -> bool:
     """Return whether checks of the target may run in forked processes."""
     uses_cuda = target.device.type == "cuda" or torch.cuda.is_initialized()
     return "fork" in multiprocessing.get_all_start_methods() and not uses_cuda
+
+
+def wait_for(tasks: Collection[CheckTask]) -> None:
+    """Wait until the process of a task has sent an outcome or died, briefly, as time limits end and threads send nothing."""
+    pipes = [task.place.pipe for task in tasks if isinstance(task.place, _CheckProcess)]
+    if len(pipes) == len(tasks):  # also without tasks
+        multiprocessing.connection.wait(pipes, 0.05 if pipes else 0)
+    else:
+        time.sleep(0.005)
 
 
 class CheckTask:
@@ -155,7 +164,7 @@ class _CheckProcess:
             prepare(suite)
         self.journal = Journal()
         context = multiprocessing.get_context("fork")
-        self._pipe, other_end = context.Pipe()
+        self.pipe, other_end = context.Pipe()
         work = (other_end, {check.id: check for check in checks}, target, how)
         self._process = context.Process(target=self._work, args=work, daemon=True)
         with warnings.catch_warnings():
@@ -164,7 +173,7 @@ class _CheckProcess:
         other_end.close()
 
     def _work(self, pipe: Any, checks: dict[str, Check], target: Target, how: Search) -> None:
-        self._pipe.close()  # so that the parent's end is the last one, and its death ends this process
+        self.pipe.close()  # so that the parent's end is the last one, and its death ends this process
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
         gc.freeze()  # collecting what the parent left would copy all of its memory, again and again
         faulthandler.disable()  # the verdict reports how the process died
@@ -180,14 +189,14 @@ class _CheckProcess:
         """Let the process run a check for some dtypes, if asked for with each input in a process of its own first."""
         self.journal.clear()
         with contextlib.suppress(OSError):  # the process is gone, and `death` says how
-            self._pipe.send((check.id, dtypes, rehearse))
+            self.pipe.send((check.id, dtypes, rehearse))
 
     def receive(self) -> list[tuple[str | None, Outcome]]:
         """Return the outcomes since the last call, by dtype."""
         found = []
         with contextlib.suppress(EOFError, OSError):  # the process has ended, and `death` says how
-            while self._pipe.poll():
-                found.append(self._pipe.recv())
+            while self.pipe.poll():
+                found.append(self.pipe.recv())
         return found
 
     def death(self) -> str | None:
@@ -200,7 +209,7 @@ class _CheckProcess:
         """Kill the process."""
         self._process.kill()
         self._process.join()
-        self._pipe.close()
+        self.pipe.close()
 
 
 class _CheckThread:

@@ -17,7 +17,7 @@ from bagua_ref import __version__
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.conformance.clauses import CLAUSES, NOT_COVERED, SPEC_VERSION, SUITES, VECTORS_VERSION
 from bagua_ref.conformance.lab.lab import KERNELS
-from bagua_ref.conformance.run.isolation import CheckTask, Isolation, can_fork
+from bagua_ref.conformance.run.isolation import CheckTask, Isolation, can_fork, wait_for
 from bagua_ref.conformance.run.report import Report, Result
 from bagua_ref.conformance.run.search import PROFILES, Outcome, Search
 from bagua_ref.conformance.suites.checks import Check, all_checks, checks_of, reason_to_skip_suite, variants
@@ -28,7 +28,6 @@ __all__ = ["MOST_JOBS", "OneByOne", "check_ids", "read_xfails", "reason_to_skip"
 MOST_JOBS = 4
 """The most processes that run without being asked for."""
 
-_POLL_SECONDS = 0.005
 _NEEDS = {"kernels": "kernels", "codec": "kernels", "collectives": "communicator", "fused_optimizer": "fuse_optimizer"}
 """Suite -> the part of a target that it checks; other suites have the name of their part."""
 
@@ -129,7 +128,7 @@ class OneByOne:
         task = isolation.start(check, [dtype])
         try:
             while not (found := task.poll()):
-                time.sleep(_POLL_SECONDS)
+                wait_for([task])
             return found[0][1]
         finally:
             isolation.end(task, keep=not target.external)
@@ -253,7 +252,7 @@ class _Session:
                         isolation.end(task)
                 if self.fail_fast and any(result.status in ("failed", "xpassed") for result in self.results.values()):
                     break
-                time.sleep(_POLL_SECONDS)
+                wait_for(running)
         finally:
             for task in running:
                 isolation.end(task)
