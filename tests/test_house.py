@@ -31,7 +31,7 @@ LINES: dict[str, int] = {
     "conformance/formats": 115,  # one way to read tensors or say why not
     "conformance/inputs": 1300,  # changes of gradients that suites wrote several times
     "conformance/lab": 2071,  # refusals and parts of a bucket, which suites wrote several times
-    "conformance/run": 1299,
+    "conformance/run": 1307,
     "conformance/suites": 4437,
     "conformance/targets": 1566,
     "conformance/trace": 2256,
