@@ -233,6 +233,14 @@ SCRIPTS = [
         model.weight.data.copy_(x)  # MENDED
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     """),
+    Script("sent_on_before_wait", ("early_use",), """
+        x = torch.full((2,), float(rank))
+        work = dist.all_reduce(x, async_op=True)  # HERE
+        y = x * 2  # BUG
+        work.wait()
+        y = x * 2  # MENDED
+        dist.all_reduce(y)
+    """),
     Script("changed_before_wait", ("early_use", "schedule"), """
         x, y = torch.full((2,), float(rank)), torch.zeros(2)
         works = [dist.isend(x, 1 - rank), dist.irecv(y, 1 - rank)]  # HERE

@@ -159,6 +159,12 @@ def used_early(first: Observation, line: tuple[str, int] | None) -> Finding:
     return Finding("early_use", text, call.rank, call.file, call.line, schedule=first.schedule)
 
 
+def sends_otherwise(first: Observation, seen: Observation) -> bool:
+    """Return whether the second run communicates at the same places as the first, but sends something else."""
+    places = ([[(call.operation, call.file, call.line) for call in calls] for calls in one.log] for one in (first, seen))
+    return next(places) == next(places) and first.sent != seen.sent
+
+
 def depends_on_hash_seed(first: Observation, seen: Observation) -> Finding | None:
     """Return the first communication that differs in an interpreter with another PYTHONHASHSEED."""
     if seen.kind:

@@ -9,7 +9,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from bagua_ref.simulation.faults import Fault
-from bagua_ref.simulation.findings import Finding, after_fault, depends_on_hash_seed, first_difference, own_error, used_early
+from bagua_ref.simulation.findings import (
+    Finding,
+    after_fault,
+    depends_on_hash_seed,
+    first_difference,
+    own_error,
+    sends_otherwise,
+    used_early,
+)
 from bagua_ref.simulation.observation import Observation, Order
 from bagua_ref.simulation.programs import Program
 from bagua_ref.simulation.schedules import Schedule, Schedules, SeededSchedule
@@ -128,7 +136,8 @@ class _Judge:
 
     def _early_use(self) -> Finding | None:
         def differs(lines: set[tuple[str, int]]) -> bool:
-            return self._differs(self._one(Order(self._first.schedule, prompt=lines))) is not None
+            seen = self._one(Order(self._first.schedule, prompt=lines))
+            return self._differs(seen) is not None or sends_otherwise(self._first, seen)
 
         lines = {(call.file, call.line) for calls in self._first.log for call in calls}
         return used_early(self._first, next((line for line in sorted(lines) if differs({line})), None)) if differs(lines) else None

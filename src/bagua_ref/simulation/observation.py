@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -144,6 +147,19 @@ def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation
     return seen
 
 
+_OBJECT_COLLECTIVES = {
+    inspect.unwrap(value).__code__ for name, value in vars(dist).items() if "object" in name and inspect.isfunction(value)
+}
+
+
+def _sends_objects() -> bool:
+    """Return whether a collective of objects is calling: two pickles of one object may differ, as those of sets do."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _OBJECT_COLLECTIVES:
+        frame = frame.f_back
+    return frame is not None
+
+
 class _RunWatch:
     """The hooks of one run, which fill in what is seen."""
 
@@ -183,7 +199,7 @@ class _RunWatch:
         sends = [send for send in (call.send if isinstance(call.send, list) else [call.send]) if isinstance(send, Tensor)]
         self._calls.append(call)
         self._seen.log[rank].append(call.facts())
-        self._seen.sent[rank].append(_digest((call.operation, call.file, call.line, sends)))
+        self._seen.sent[rank].append(_digest((call.operation, call.file, call.line, [] if _sends_objects() else sends)))
         if call.operation.startswith("all_reduce("):
             self._ranks[rank].reductions.append((sum(send.numel() for send in sends), tuple(call.group.ranks)))
         backward = current_backward()
