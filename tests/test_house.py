@@ -32,7 +32,7 @@ LINES: dict[str, int] = {
     "conformance/inputs": 1300,  # changes of gradients that suites wrote several times
     "conformance/lab": 2071,  # refusals and parts of a bucket, which suites wrote several times
     "conformance/run": 1307,
-    "conformance/suites": 4437,
+    "conformance/suites": 4441,
     "conformance/targets": 1566,
     "conformance/trace": 2256,
     "conformance/vectors": 2058,
