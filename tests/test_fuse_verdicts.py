@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,9 +241,11 @@ def test_a_trial_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 class SlowInside(Plain):
     """Takes many operations."""
 
+    seconds = 0.0
+
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
         for _ in range(50):
-            time.sleep(0.001)
+            SlowInside.seconds += 0.001
             p.sub_(grad, alpha=group["lr"] / 50)
 
 
@@ -259,6 +262,8 @@ class Stubborn(SlowInside):
 @pytest.mark.parametrize("cls", [SlowInside, Stubborn])
 def test_a_trial_ends_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, cls: Any) -> None:
     steps: list[int] = []
+    monkeypatch.setattr(SlowInside, "seconds", 0.0)
+    monkeypatch.setattr("bagua_ref.contrib.fuse.verify.time", SimpleNamespace(monotonic=lambda: SlowInside.seconds))
     monkeypatch.setattr("bagua_ref.contrib.fuse.verify.MOST_SECONDS", 0.03)
     monkeypatch.setattr(cls, "step", lambda self, step=Plain.step: (step(self), steps.append(1)))
     with pytest.raises(ValueError, match=rf"{cls.__name__} cannot be fused: .* more than 0.03 s\. .* pass verify=False"):
