@@ -368,7 +368,7 @@ class Scheduler:
         self._advance(min(ticket.deadline for ticket in timed))
 
     def _fires(self, deadlines: Sequence[float]) -> bool:
-        """Advance the clock to the timer and do what it is for, if that comes before all deadlines; return whether it did."""
+        """Advance the clock to the timer and call its function, unless a deadline comes first; return whether it was called."""
         moment, happen = self.timer
         if moment == math.inf or moment > min(deadlines, default=math.inf):
             return False

@@ -42,6 +42,8 @@ class Call:
         """The rank of the group from which a message is received; None for any."""
         self.partners: Sequence[int] = ()
         """The ranks of the group of which one must take the message, or send it."""
+        self.concerned: tuple[RankCall, ...] = ()
+        """If the arguments do not fit together, the calls of all ranks concerned."""
         self._waiting: list[Ticket] = []
 
     def __str__(self) -> str:
@@ -52,7 +54,7 @@ class Call:
         self.file, self.line = call_site(sys._getframe(1))
 
     def finish(self, error: Exception | None = None) -> None:
-        """Let those who wait for this call go on, as its result is there or ``error`` occurred."""
+        """Wake the threads that wait for this call: its result is there, or ``error`` occurred."""
         self.done, self.error = True, error
         self.send = self.recv = self.alike = None  # may be large, and who keeps the call needs them no more
         while self._waiting:  # emptied: a ticket refers to its call, and a cycle would live until the next garbage collection
@@ -208,6 +210,11 @@ class SimulatedGroup:
             except (RuntimeError, ValueError, TypeError) as raised:
                 error = raised
 
+        if error is not None:
+            concerned = tuple(call.facts() for call in calls)
+            for call in calls:
+                call.concerned = concerned
+
         def finish() -> None:
             for call in calls:
                 call.finish(copy.copy(error))
@@ -252,6 +259,7 @@ class SimulatedGroup:
             error = ValueError(f"{sentence}; the numbers of elements must be equal")
         else:
             tensor.data.copy_(message.reshape(tensor.shape))
+        receiver.concerned = (sender.facts(), receiver.facts())
 
         def finish() -> None:
             sender.finish()

@@ -107,7 +107,7 @@ def blocked(task: Task) -> RankCall:
 
 
 def who_waits(tasks: Iterable[Task], returned: Sequence[int]) -> str:
-    """Return who waits for what as text, and which ranks have ``returned``."""
+    """Describe each waiting rank with its call, and the ranks that have ``returned``."""
     waits: dict[str, list[int]] = {}
     for task in sorted(tasks, key=lambda task: task.rank):
         if task.ticket is not None:

@@ -68,7 +68,7 @@ class Buffers:
 
 
 class UnusedParameters:
-    """The parameters that backward passes have reached since the last synchronized round, and what others had for a gradient.
+    """The parameters that backward passes have reached since the last synchronized round, and the others' gradients before it.
 
     Args:
         training: the training; held weakly.
@@ -119,7 +119,7 @@ class UnusedParameters:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """After the round, put back what was set aside, except where an error memory has delivered something."""
+        """Put the gradients back that were set aside, after the round, except where an error memory has delivered something."""
         delivers = self._training.bagua_algorithm.delivers_error_memory
         for parameter, before in self._set_aside:
             if delivers and parameter.grad.any():

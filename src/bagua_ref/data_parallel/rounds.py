@@ -146,7 +146,7 @@ class AgreedRounds:
         self.compared: Comparison | None = None
 
     def digest(self) -> Fact | None:
-        """Return a checksum of what is equal on all ranks after a state was loaded; None: nothing has to be."""
+        """Return a checksum of the values that must be equal on all ranks after a state was loaded; None: there are none."""
         return None
 
     def note_load(self, *_: object) -> None:
@@ -186,7 +186,7 @@ class AgreedRounds:
 
 
 class AgreedRound(Round):
-    """A round in which all ranks compare what they are about to do: before its first bucket, or while its buckets run.
+    """A round in which all ranks compare their next steps: before its first bucket, or while its buckets run.
 
     Args:
         rounds: of the training.

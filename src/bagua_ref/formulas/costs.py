@@ -117,7 +117,7 @@ def _ring(chunks: Sequence[int], first: int) -> Operation:
 
 
 class Traffic(NamedTuple):
-    """What one rank sends and receives over links of one kind."""
+    """Counts of one rank's messages and bytes over links of one kind."""
 
     bytes_sent: int = 0
     messages_sent: int = 0
@@ -126,7 +126,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(operation: Operation, node_of: Sequence[int]) -> list[dict[str, Traffic]]:
-    """Return what each rank sends and receives, "inside" its node and "between" nodes: exact integers (S14.1).
+    """Count each rank's messages and bytes, "inside" its node and "between" nodes: exact integers (S14.1).
 
     Args:
         operation: of ranks 0 to n-1.

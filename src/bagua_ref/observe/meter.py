@@ -84,7 +84,7 @@ class Meter:
             self.wait_seconds += self.world.clock() - begin
 
     def metrics(self, bytes_sent: int, alone: bool, on_cpu: bool) -> dict[str, float | int]:
-        """Return what is counted for every algorithm.
+        """Return the counts that every algorithm has.
 
         Args:
             bytes_sent: bytes that the groups have sent by now.

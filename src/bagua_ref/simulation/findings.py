@@ -67,7 +67,10 @@ def own_error(seen: Observation) -> Finding | None:
             text = f"exception on rank {call.rank} at {place(call.file, call.line)}: {seen.message}"
         elif seen.kind == "mismatch" and len(calls) > 1:
             each = [f"rank {call.rank} calls {call.operation} at {place(call.file, call.line)}" for call in calls]
-            text = f"calls do not match: {', but '.join(each)} in group {calls[0].group!r}"
+            if len({call.operation for call in calls}) > 1:
+                text = f"calls do not match: {', but '.join(each)} in group {calls[0].group!r}"
+            else:
+                text += f"; {'; '.join(each)}"
         finding = Finding(seen.kind, text, call.rank, call.file, call.line)
     if finding is not None:
         finding.schedule = seen.schedule
@@ -124,7 +127,7 @@ def _different_counts(steps: Sequence[Sequence[Step]]) -> Finding | None:
 
 
 def first_difference(first: Observation, seen: Observation, compares_stdout: bool) -> Finding | None:
-    """Return what the second run computed differently from the first, as far as both are without an error."""
+    """Return the first difference of the second run's results from the first's, up to an error of either."""
     if first.kind:
         return None
     found = list(filter(None, map(_different_step, range(len(seen.steps)), first.steps, seen.steps)))

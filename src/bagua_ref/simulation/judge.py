@@ -35,7 +35,7 @@ _EXTRA = 5.0
 
 @dataclass(frozen=True)
 class Exploration:
-    """What to run.
+    """The runs to make.
 
     Attributes:
         nodes: the number of ranks on each node.

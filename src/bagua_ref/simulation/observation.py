@@ -85,7 +85,7 @@ class Step:
 
 @dataclass
 class Observation:
-    """What was seen of a run.
+    """The record of a run.
 
     Attributes:
         schedule: the run's, with its choices.
@@ -117,7 +117,7 @@ class Observation:
 
 
 def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation:
-    """Run a program once on simulated ranks, and return what was seen; show the output if the order says so."""
+    """Run a program once on simulated ranks, and return the record; show the output if the order says so."""
     n, schedule = sum(nodes), order.schedule
     output, errors = (RankOutput(stream if order.shows else None, n) for stream in (sys.stdout, sys.stderr))
     seen = Observation(
@@ -161,7 +161,7 @@ def _sends_objects() -> bool:
 
 
 class _RunWatch:
-    """The hooks of one run, which fill in what is seen."""
+    """The hooks of one run, which fill in its record."""
 
     def __init__(self, seen: Observation, n: int, fault: Fault | None, loads_in_process: bool) -> None:
         self._seen, self._fault, self._loads_in_process = seen, fault, loads_in_process
@@ -210,7 +210,7 @@ class _RunWatch:
             self._fault.strike(call, rank, len(self._seen.log[rank]) - 1, {call.group for call in self._calls})
 
     def hints(self) -> list[str]:
-        """Return what is odd about the run, but no error."""
+        """Return the oddities of the run that are no errors."""
         found = dict(self._hints)
         for group in {call.group: None for call in self._calls}:
             found |= {f"nothing received {_place(call)}": None for calls in group.sends.values() for call in calls}
@@ -240,7 +240,7 @@ class _RunWatch:
 
 
 class _RankWatch:
-    """What is known about one rank's modules and optimizers."""
+    """The modules and optimizers that one rank has used."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -263,7 +263,7 @@ class _RankWatch:
             self._modules.update({id(inner): inner for inner in module.modules()})
 
     def after_step(self, optimizer: Any) -> Step:
-        """Return what an optimizer step computed."""
+        """Return the result of an optimizer step."""
         owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         named = {self._names.get(id(p), (f"parameter {i}", None))[0]: p for i, p in enumerate(owned)}
         replicas, reduced, joined = self._replicas()
@@ -337,7 +337,7 @@ def _holders(parameter: DTensor) -> tuple[int, ...]:
 
 
 def _digest(value: Any) -> str:
-    """Return a digest of what a rank computed; objects of unknown types count by their type."""
+    """Return a digest of a rank's values; objects of unknown types count by their type."""
     digest = hashlib.blake2b(digest_size=12)
     _add(digest.update, value)
     return digest.hexdigest()

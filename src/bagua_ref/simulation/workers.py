@@ -48,7 +48,7 @@ class Workers:
         self._folder.cleanup()
 
     def carry_out(self, orders: Iterator[Order | None]) -> Generator[tuple[Order, Observation]]:
-        """Carry out orders, several at a time; yield what was seen, in the order of ending.
+        """Carry out orders, several at a time; yield their records, in the order of ending.
 
         Args:
             orders: gives None if the next order depends on those under way.

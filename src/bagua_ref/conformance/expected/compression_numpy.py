@@ -157,7 +157,7 @@ def is_tame(columns: Array, size: float | None = None) -> bool:
 def reach(
     gradients: list[Array], errors: list[Array] | None, q: Array | None, rank: int, *, warm_start: bool, seed: int, k: int, i: int
 ) -> float:
-    """Return a bound of what a round gathers in one element; inf where rounding decides what its columns span.
+    """Return a bound of the sum in one element of a round; inf where rounding decides the span of its columns.
 
     The arguments are those of `power_sgd_round`.
     """

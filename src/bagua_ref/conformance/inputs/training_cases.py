@@ -140,12 +140,12 @@ def _by_rank(like: list[Tensor], ranks: int, steps: int, gradient: Callable[[int
 
 
 def each_gradient(change: Callable[[Tensor], Tensor]) -> Callable[[ByRank], ByRank]:
-    """Return what changes every gradient by itself."""
+    """Return a function that changes every gradient by itself."""
     return lambda gradients: [[{place: change(g) for place, g in given.items()} for given in rank] for rank in gradients]
 
 
 def poisoned_at(draw: Draw, step: int) -> Callable[[ByRank], ByRank]:
-    """Return what makes one number of one rank's first gradient at a step NaN or infinite."""
+    """Return a function that makes one number of one rank's first gradient at a step NaN or infinite."""
 
     def poisoned(gradients: ByRank) -> ByRank:
         x = gradients[draw(st.integers(0, len(gradients) - 1))][step][0].view(-1)

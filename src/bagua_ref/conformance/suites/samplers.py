@@ -231,7 +231,7 @@ def refuses(lab: Lab, draw: Draw) -> None:
 
 
 def _continued(script: SamplerScript, draw: Draw, name: str, unit: str, make: Any, plan: Any) -> None:
-    """Run an epoch whose number of replicas changes twice: each stretch draws what the earlier ones have left."""
+    """Run an epoch whose number of replicas changes twice: each stretch draws the samples that the earlier ones have left."""
     history: list[tuple[int, int]] = []
     for replicas in draw(st.permutations(range(1, 6)))[: draw(st.integers(2, 3))]:
         rank = draw(st.integers(0, replicas - 1))

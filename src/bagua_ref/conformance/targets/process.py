@@ -351,7 +351,7 @@ class _Sampler(contrib.LoadBalancingDistributedSampler):
         self._complexities = [value.item() if isinstance(value, Tensor) else value for value in values]
 
     def indices(self, rank: int) -> list[int]:
-        """Return what the program says that a rank draws."""
+        """Return the indices that a rank draws, as the program gives them."""
         options = {name: getattr(self, name) for name in ("shuffle", "drop_last", "random_level", "seed", "epoch")}
         drawn = samplers_plain.noise_and_chunks(self._complexities, self.num_replicas, **options)
         noise, order = (torch.tensor(values, dtype=torch.int64) for values in drawn)

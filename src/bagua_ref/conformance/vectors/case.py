@@ -129,7 +129,7 @@ class Numbers:
         return low + (high - low) * self.unit()
 
     def each(self, shape: Shape, dtype: torch.dtype, number: Callable[[], float]) -> Tensor:
-        """Return what ``number`` returns, called for one element after another."""
+        """Call ``number`` for one element after another; return the results."""
         shape = (shape,) if isinstance(shape, int) else shape
         return tensor_of([number() for _ in range(math.prod(shape))], dtype).view(shape)
 

@@ -14,7 +14,6 @@ from torch._C._distributed_c10d import Store
 
 from bagua_ref.communicators import collectives
 from bagua_ref.communicators.simulated_group import Call, SimulatedGroup
-from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.torch_distributed.work import SimulatedWork, is_prompt, seconds_of
 from bagua_ref.types import ReduceOp
 
@@ -271,10 +270,9 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 for source, (tensor, value) in enumerate(zip(recv, values, strict=False)):
                     if value.numel() != tensor.numel():  # possible only if each rank sends to each
                         who, whom = self.group.ranks[source], self.group.ranks[rank]
-                        raise SimulationError(
+                        raise ValueError(
                             f"in {text} of group {self.group.name!r} rank {who} sends {value.numel()} elements to rank {whom}, "
-                            f"which receives {tensor.numel()}",
-                            kind="mismatch",
+                            f"which receives {tensor.numel()}"
                         )
                     tensor.copy_(value.reshape(tensor.shape))
 

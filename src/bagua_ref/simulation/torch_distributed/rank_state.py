@@ -91,7 +91,7 @@ class ProcessState(RankState):
 
 
 def restore_environment(states: Sequence[ProcessState]) -> None:
-    """Undo in the process's own environment, which C code reads, what the ranks have set in theirs."""
+    """Undo the ranks' changes in the process's own environment, which C code reads."""
     for name in {name for state in states for name in state.values["environment"]} | set(_environ._data):
         value = _environ._data.get(name)
         if value is None:

@@ -160,7 +160,7 @@ class SimulatedStore(Store):
                 raise dist.DistStoreError(f"wait timeout after {timeout.total_seconds():g} s, waiting {what}")
 
     def _pass_on(self, name: str, *args: Any, **options: Any) -> Any:
-        """Call a method that never waits, and let those go on that may have waited for what it wrote."""
+        """Call a method that never waits, and wake the threads that may have waited for the keys that it wrote."""
         self._scheduler.poll() if name == "check" else self._scheduler.yield_()
         result = getattr(self._store, name)(*args, **options)
         while name not in _READS and self._waiting:

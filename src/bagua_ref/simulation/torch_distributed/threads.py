@@ -7,6 +7,7 @@ and locks of libraries stay as they are: a data loader's threads talk to real pr
 from __future__ import annotations
 
 import concurrent.futures.thread
+import contextlib
 import queue
 import selectors
 import sys
@@ -109,9 +110,8 @@ def _start(scheduler: Scheduler, thread: threading.Thread) -> None:
     def run() -> None:
         with as_current_thread(thread):
             try:
-                thread.run()
-            except SystemExit:
-                pass
+                with contextlib.suppress(SystemExit):  # as Python's threads do
+                    thread.run()
             except Exception as error:
                 threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
 

@@ -98,7 +98,7 @@ class SimulatedWork(dist.Work):
                 self.call.wait(limit)
             except (SimulationError, TypeError, ValueError) as error:
                 if not isinstance(error, SimulationError):
-                    error = SimulationError(str(error), "mismatch", (self.call.facts(),))
+                    error = SimulationError(str(error), "mismatch", self.call.concerned)
                 self.call.group.scheduler.end(error)
             self._deliver()
         return True
