@@ -260,6 +260,8 @@ def come_and_go_on_one_port(times: int) -> list[int]:
     for _ in range(times):
         bagua_ref.init_process_group(timeout=30)
         bagua_ref.allreduce_inplace(torch.ones(3))
+        if bagua_ref.get_rank() == 0 and len(counts) % 10 == 5:
+            time.sleep(0.3)  # rank 1 begins its next job meanwhile, and meets this one's store, which is about to end
         bagua_ref.destroy_process_group()
         while len(counts) > 1 and open_descriptors() > counts[1] and time.monotonic() < deadline:
             time.sleep(0.01)  # torch's threads, which are late on a busy machine, close what ranks have left
@@ -269,7 +271,7 @@ def come_and_go_on_one_port(times: int) -> list[int]:
 
 
 def test_S1_jobs_may_follow_each_other_on_one_port_and_leave_no_descriptors() -> None:
-    """A rank that is faster than rank 0 meets the store of the last job, sooner or later: alone, torch loses it within 21 jobs."""
+    """A rank that is faster than rank 0 meets the store of the last job."""
     for counts in launch(come_and_go_on_one_port, 2, 30, init=False):
         assert max(counts[2:]) <= counts[1]
 
