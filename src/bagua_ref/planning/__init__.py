@@ -1,10 +1,11 @@
 """Plans of trainings: what every algorithm sends in each step, and how long steps take, from formulas alone (S14)."""
 
+from bagua_ref.planning.measured import Estimate, Fit, MeasuredMachine, fit_link, mean_of
 from bagua_ref.planning.plans import Exchange, StepPlan, plan_of
 from bagua_ref.planning.shapes import BucketShape, Cluster, Parameters, module_of
 from bagua_ref.planning.timeline import Machine, Prediction, exchange_seconds, predict, step_seconds
 
 __all__ = [
-    "BucketShape", "Cluster", "Exchange", "Machine", "Parameters", "Prediction", "StepPlan",
-    "exchange_seconds", "module_of", "plan_of", "predict", "step_seconds",
+    "BucketShape", "Cluster", "Estimate", "Exchange", "Fit", "Machine", "MeasuredMachine", "Parameters", "Prediction", "StepPlan",
+    "exchange_seconds", "fit_link", "mean_of", "module_of", "plan_of", "predict", "step_seconds",
 ]  # fmt: skip

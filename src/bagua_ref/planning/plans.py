@@ -91,10 +91,12 @@ class StepPlan:
     Attributes:
         warmup: the steps after which the operations repeat.
         cycle: after how many steps they do.
+        interval: seconds from the end of a round in the background to the next; None: rounds belong to steps.
     """
 
     warmup = 0
     cycle = 1
+    interval: float | None = None
 
     def __init__(self, algorithm: Any, parameters: Parameters, cluster: Cluster) -> None:
         self.algorithm, self.parameters, self.cluster = algorithm, parameters, cluster
@@ -116,6 +118,30 @@ class StepPlan:
         """
         rounds = chain.from_iterable(exchange.operation for exchange in self.exchanges(step))
         return costs.traffic(list(rounds), self.cluster.node_of)
+
+    @cached_property
+    def repeated(self) -> Counter[tuple[Exchange, ...]]:
+        """The steps of a cycle after the warm-up, counted by their operations."""
+        first = self.warmup + 1
+        return Counter(tuple(self.exchanges(step)) for step in range(first, first + self.cycle))
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether training ever waits for other ranks after the warm-up."""
+        return any(exchange.when != "background" for exchanges in self.repeated for exchange in exchanges)
+
+    @cached_property
+    def sent(self) -> tuple[float, float]:
+        """Bytes and messages that the busiest rank sends in a step after the warm-up, on average; between nodes if there are any."""
+        kind = "between" if len(self.cluster.nodes) > 1 else "inside"
+        totals = [[0, 0] for _ in self.cluster.node_of]
+        for exchanges, count in self.repeated.items():
+            counts = costs.traffic([turn for exchange in exchanges for turn in exchange.operation], self.cluster.node_of)
+            for total, own in zip(totals, counts, strict=True):
+                total[0] += count * own[kind].bytes_sent
+                total[1] += count * own[kind].messages_sent
+        nbytes, messages = max(totals)
+        return nbytes / self.cycle, messages / self.cycle
 
     def exchange(self, key: Hashable, bucket: BucketShape, make: Callable[[], Operation], *more: Any) -> Exchange:
         """Return an exchange, made once for each key and shape of bucket, as the formulas of large worlds take time."""
@@ -310,7 +336,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Async(_WarmedUp):
-    """Of a round of S3.6, as if every step had one: the interval is a time, and ranks may take any number of steps in it."""
+    """A round of S3.6 in every step: the interval is a time, and ranks may take any number of steps in it."""
+
+    def __init__(self, algorithm: Any, parameters: Parameters, cluster: Cluster) -> None:
+        super().__init__(algorithm, parameters, cluster)
+        self.interval = algorithm.sync_interval_ms / 1000
 
     def after_warmup(self, step: int) -> list[Exchange]:
         n = self.cluster.n

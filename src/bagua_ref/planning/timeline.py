@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from bagua_ref.base.untrusted import check_form
-from bagua_ref.formulas.costs import FORWARD, LinkCost, LinkCosts, overlap, round_seconds
+from bagua_ref.formulas.costs import FORWARD, LinkCosts, overlap, round_seconds
 from bagua_ref.planning.plans import Exchange, StepPlan
 
 __all__ = ["Machine", "Prediction", "exchange_seconds", "predict", "step_seconds"]
@@ -40,15 +39,11 @@ class Prediction(NamedTuple):
         seconds: of a step.
         exposed: those in which training waits for communication or for slower ranks.
         communication: seconds in which the links or codecs work, hidden or not.
-        nbytes: sent by the rank that sends most between nodes, or inside if there is one node.
-        messages: likewise.
     """
 
     seconds: float
     exposed: float
     communication: float
-    nbytes: float
-    messages: float
 
 
 def exchange_seconds(exchange: Exchange, machine: Machine) -> float:
@@ -58,26 +53,25 @@ def exchange_seconds(exchange: Exchange, machine: Machine) -> float:
     return wires + rate * exchange.elements
 
 
-def step_seconds(plan: StepPlan, step: int, machine: Machine) -> tuple[float, float]:
+def step_seconds(exchanges: Iterable[Exchange], machine: Machine) -> tuple[float, float]:
     """Return the seconds of a step, and how many of them are exposed communication (S14.4).
 
     What begins in backward overlaps with it bucket by bucket; what begins with the forward pass overlaps with all of it; what
     follows the optimizer step is exposed, except for the time of the steps by which it may be delayed.
 
     Args:
-        plan: the operations.
-        step: counted from 1.
+        exchanges: of the step.
         machine: the costs; stragglers are left out.
 
     >>> from bagua_ref.planning import plan_of
     >>> from bagua_ref.algorithms import Algorithm
     >>> plan = plan_of(Algorithm.init("gradient_allreduce"), torch.nn.Linear(999, 1000, device="meta"), nodes=(1, 1))
-    >>> seconds, exposed = step_seconds(plan, 1, Machine(LinkCosts.parse("1Gbit,20ms"), compute=0.1))
+    >>> seconds, exposed = step_seconds(plan.exchanges(1), Machine(LinkCosts.parse("1Gbit,20ms"), compute=0.1))
     >>> round(seconds, 9), round(exposed, 9)
     (0.172, 0.072)
     """
     forward, backward = machine.compute * FORWARD, machine.compute * (1 - FORWARD)
-    timed = [(exchange, exchange_seconds(exchange, machine)) for exchange in plan.exchanges(step)]
+    timed = [(exchange, exchange_seconds(exchange, machine)) for exchange in exchanges]
     seconds, after = machine.compute, machine.after
     hidden = [(exchange.nbytes, taken) for exchange, taken in timed if exchange.when == "backward"]
     if hidden:
@@ -99,19 +93,14 @@ def predict(plan: StepPlan, machine: Machine) -> Prediction:
 
     Source: costs and overlap: S14; the bound: Boucheron, Lugosi and Massart, "Concentration Inequalities", 2013, section 2.5.
     """
-    steps = range(plan.warmup + 1, plan.warmup + plan.cycle + 1)
-    all_steps = [plan.exchanges(step) for step in steps]
-    meetings = sum(any(exchange.when != "background" for exchange in found) for found in all_steps)
-    slowed = machine._replace(compute=machine.compute * (machine.slowest if meetings else 1.0))
-    times = [step_seconds(plan, step, slowed) for step in steps]
-    seconds, exposed = (sum(column) / plan.cycle for column in zip(*times, strict=True))
-    waits = slowed.compute - machine.compute
-    if meetings:
-        waits += machine.jitter * machine.compute * math.sqrt(2 * math.log(plan.cluster.n) * meetings / plan.cycle)
-    working = sum(exchange_seconds(exchange, machine) for found in all_steps for exchange in found)
-    kind = "between" if len(plan.cluster.nodes) > 1 else "inside"
-    sent = [[counts[kind] for counts in plan.traffic(step)] for step in steps]
-    per_rank = [(sum(c.bytes_sent for c in rank), sum(c.messages_sent for c in rank)) for rank in zip(*sent, strict=True)]
-    nbytes, messages = max(per_rank)
-    seconds += waits - (slowed.compute - machine.compute)
-    return Prediction(seconds, exposed + waits, working / plan.cycle, nbytes / plan.cycle, messages / plan.cycle)
+    seconds = exposed = communication = 0.0
+    meetings = 0
+    slowed = machine._replace(compute=machine.compute * machine.slowest)
+    for exchanges, count in plan.repeated.items():
+        own = step_seconds(exchanges, slowed if plan.waits_for_others else machine)
+        seconds, exposed = seconds + own[0] * count, exposed + own[1] * count
+        communication += count * sum(exchange_seconds(exchange, machine) for exchange in exchanges)
+        meetings += count * any(exchange.when != "background" for exchange in exchanges)
+    late = machine.jitter * machine.compute * math.sqrt(2 * math.log(plan.cluster.n) * meetings / plan.cycle)
+    waits = late + (slowed.compute - machine.compute) * plan.waits_for_others
+    return Prediction(seconds / plan.cycle + late, exposed / plan.cycle + waits, communication / plan.cycle)
