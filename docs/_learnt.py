@@ -23,7 +23,10 @@ COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
         for codec in ("MXFP8", "MXINT8", "MXFP4", "OneBit")
     },
     **{f"powersgd, rank {rank}": ("PowerSGDAlgorithm", {"matrix_approximation_rank": rank, "memory": "local"}) for rank in (1, 4)},
-    **{f"topk, {ratio:.0%}".replace("%", " %"): ("TopKAlgorithm", {"ratio": ratio, "error_feedback": True}) for ratio in (0.01, 0.05)},
+    **{
+        f"topk, {ratio:.0%}".replace("%", " %"): ("TopKAlgorithm", {"ratio": ratio, "error_feedback": True})
+        for ratio in (0.01, 0.05)
+    },
 }
 LEARNING: dict[str, tuple[str, dict[str, Any]]] = {
     "decentralized": ("DecentralizedAlgorithm", {"peer_selection_mode": "all", "communication_interval": 1}),

@@ -47,6 +47,7 @@ LINES: dict[str, int] = {
     "integrations": 932,
     "observe": 238,
     "package": 474,  # RankCall, what errors of simulated ranks tell
+    "planning": 1100,  # the room: what algorithms send, and how long their steps take
     "property_tests": 3031,
     "scheduling": 639,
     "simulation": 3642,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim

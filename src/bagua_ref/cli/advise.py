@@ -20,7 +20,7 @@ from bagua_ref.cli.command import (
     Commands,
     add_command,
     add_json_options,
-    load_object,
+    call_object,
     print_rows,
     write_json,
     write_picture,
@@ -39,8 +39,6 @@ CANDIDATES = (
 """The algorithms that are compared unless the user names others."""
 
 _MEASURED_MOST = 2**20
-_CODEC = 1e-9
-"""Seconds per element on one core of a server; see benchmarks/results/codec.json."""
 _WORKERS = 64
 """The most workers of the picture: rings of more take long to add up."""
 _COLORS = ("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
@@ -59,19 +57,34 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         epilog="Exit status is 0 on success and 2 on errors. Formulas: bagua_ref.planning, clause S14.",
     )
     model = advise.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", metavar="PKG.MOD:FACTORY", help="a function that returns the module, which is called without memory")
-    model.add_argument("--params", type=_count, metavar="N", help="the number of parameters, such as 340e6, in matrices of 1024 x 1024")
-    advise.add_argument("--workers", type=_count, required=True, metavar="N", help="the number of ranks")
-    advise.add_argument("--nodes", type=_count, metavar="N", help="the number of nodes (default: one for each rank)")
-    advise.add_argument("--measured", type=Path, metavar="FILE", help="costs that bagua-ref measure wrote, in place of the next five")
+    model.add_argument(
+        "--model", metavar="PKG.MOD:FACTORY", help="a function that returns the module, which is called without memory"
+    )
+    model.add_argument(
+        "--params",
+        type=_number(1, 1e13, whole=True),
+        metavar="N",
+        help="the number of parameters, such as 340e6, in matrices of 1024 x 1024",
+    )
+    advise.add_argument("--workers", type=_number(1, 1e13, whole=True), required=True, metavar="N", help="the number of ranks")
+    advise.add_argument(
+        "--nodes", type=_number(1, 1e13, whole=True), metavar="N", help="the number of nodes (default: one for each rank)"
+    )
+    advise.add_argument("--measured", type=Path, metavar="FILE", help="costs that bagua-ref measure wrote")
     advise.add_argument("--bandwidth", metavar="RATE", help="of each node, such as 1Gbit or 100MB a second")
     advise.add_argument("--latency", default="50us", metavar="TIME", help="of a message between nodes (default: %(default)s)")
     advise.add_argument("--inside", default="100Gbit,5us", metavar="RATE,TIME", help="inside a node (default: %(default)s)")
-    advise.add_argument("--codec", type=_codec, metavar="TIME", help="to compress or decompress a million elements (default: 1ms)")
-    advise.add_argument("--error", type=_part, default=0.1, metavar="X", help="how far off these may be (default: %(default)s)")
+    advise.add_argument(
+        "--codec", default="1ms", metavar="TIME", help="to compress or decompress a million elements (default: %(default)s)"
+    )
+    advise.add_argument(
+        "--error", type=_number(0, 0.99), default=0.1, metavar="X", help="how far off these may be (default: %(default)s)"
+    )
     advise.add_argument("--compute", metavar="TIME", help="of a forward and backward pass, such as 120ms")
-    advise.add_argument("--slowest", type=_from(1.0), default=1.0, metavar="X", help="compute of the slowest rank / mean (default: 1)")
-    advise.add_argument("--jitter", type=_from(0.0), default=0.0, metavar="X", help="deviation of compute / mean (default: 0)")
+    advise.add_argument(
+        "--slowest", type=_number(1, 1e6), default=1.0, metavar="X", help="compute of the slowest rank / mean (default: 1)"
+    )
+    advise.add_argument("--jitter", type=_number(0, 1e6), default=0.0, metavar="X", help="deviation of compute / mean (default: 0)")
     advise.add_argument(
         "--algorithm", action="append", metavar="NAME[:OPTION=VALUE,...]", help="compare only these, each in an option of its own"
     )
@@ -83,7 +96,7 @@ def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     try:
         nodes = arguments.workers if arguments.nodes is None else arguments.nodes
         cluster = Cluster.even(arguments.workers, nodes)
-        costs = _costs(arguments)
+        costs = _costs(arguments, cluster)
         module = module_of(arguments.params) if arguments.params else _model(arguments.model)
         parameters = Parameters(module)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -113,33 +126,36 @@ def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     return 0
 
 
-def _costs(arguments: argparse.Namespace) -> MeasuredMachine:
-    compute = None if arguments.compute is None else Estimate.within(parse_seconds(arguments.compute), arguments.error)
+def _costs(arguments: argparse.Namespace, cluster: Cluster) -> MeasuredMachine:
+    def given(number: float) -> Estimate:
+        return Estimate.within(number, arguments.error)
+
+    found = MeasuredMachine(None, None)
     if arguments.measured is not None:
         try:
             found = MeasuredMachine.from_json(load_json(read_file(arguments.measured, _MEASURED_MOST)))
         except OSError as error:
             raise CommandError(f"cannot read {str(arguments.measured)!r}: {error.strerror}") from None
-        found.compute = compute or found.compute
-    elif arguments.bandwidth is None:
-        raise ValueError("argument --bandwidth or --measured is needed")
-    else:
-        links = LinkCosts.parse(f"{arguments.bandwidth},{arguments.latency},{arguments.inside}")
-        between, inside = ((Estimate.within(a, arguments.error), Estimate.within(b, arguments.error)) for a, b in links)
-        codec = {"": Estimate.within(_CODEC if arguments.codec is None else arguments.codec, arguments.error)}
-        found = MeasuredMachine(between, inside, compute, codec, f"given, each taken to be off by up to {arguments.error:.0%}")
+    if arguments.compute is not None:
+        found.compute = given(parse_seconds(arguments.compute))
     if found.compute is None:
-        raise ValueError("argument --compute is needed, the time of a forward and backward pass")
+        raise ValueError("argument --compute is needed: the time of a forward and backward pass")
+    if arguments.bandwidth is not None:
+        found.between = tuple(map(given, LinkCosts.parse(f"{arguments.bandwidth},{arguments.latency}").between))  # type: ignore[assignment]
+    if found.between is None and len(cluster.nodes) > 1:
+        raise ValueError("argument --bandwidth is needed, as links between nodes were not measured")
+    if found.inside is None:
+        found.inside = tuple(map(given, LinkCosts.parse(arguments.inside).inside))  # type: ignore[assignment]
+    found.between = found.between or found.inside  # of one node, there are none
+    found.codec = found.codec or {"": given(parse_seconds(arguments.codec, 0.0) / 1e6)}
+    rest = f"what is given or assumed may be off by {arguments.error:.0%}"
+    found.about = f"{found.about}; {rest}" if found.about else rest
     return found
 
 
 def _model(path: str) -> torch.nn.Module:
-    factory = load_object(path)
-    try:
-        with torch.device("meta"):
-            module = factory()
-    except Exception as error:  # foreign code may raise anything
-        raise CommandError(f"{path}() cannot make a model on the device 'meta': {type(error).__name__}: {error}") from None
+    with torch.device("meta"):
+        module = call_object(path)
     if not isinstance(module, torch.nn.Module):
         raise CommandError(f"{path}() returned a {type(module).__name__}; it must return a torch.nn.Module")
     return module
@@ -174,8 +190,11 @@ def _verdict(ranked: Sequence[Candidate], likely: Any) -> dict[str, Any]:
     return {"winner": found and found.name, "flip": turn, "text": text}
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds:,.3g} s"
+def _time(seconds: float, *more: float) -> str:
+    """Return one time, or the first and last of several, in words."""
+    ends = (seconds, *more[-1:])
+    factor, unit = (1e3, "ms") if ends[-1] < 1 else (1.0, "s")
+    return f"{' - '.join(f'{end * factor:,.3g}' for end in ends)} {unit}"
 
 
 def _print(
@@ -185,7 +204,7 @@ def _print(
         (
             candidate.name.replace(":", "\n  ").replace(",", "\n  "),
             _time(candidate.seconds.value),
-            f"{_time(candidate.seconds.low)} to\n{_time(candidate.seconds.high)}",
+            _time(*candidate.seconds),
             _time(candidate.prediction.exposed),
             readable_bytes(candidate.sent[0]),
             readable_bytes(candidate.plan.memory()),
@@ -239,6 +258,7 @@ def _as_json(
 def draw(ranked: Sequence[Candidate], costs: MeasuredMachine, **stragglers: float) -> Any:
     """Return a matplotlib Figure of step times over bandwidth between nodes, and over the number of workers."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
 
     machine = costs.machine(attrgetter("value"), **stragglers)
     rate = 8 / machine.links.between.beta if machine.links.between.beta else math.inf
@@ -268,42 +288,22 @@ def draw(ranked: Sequence[Candidate], costs: MeasuredMachine, **stragglers: floa
         axes.set_yscale("log")
         axes.grid(color="#d5d8dd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
+    right.set_xticks(workers, [str(n) for n in workers])
+    right.xaxis.set_minor_locator(NullLocator())
     figure.legend(*left.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize="small")
     return figure
 
 
-def _count(text: str) -> int:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (1 <= number < 1e15 and number == int(number)):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 on, such as 16 or 340e6")
-    return int(number)
+def _number(least: float, most: float, whole: bool = False) -> Any:
+    """Return a type of arguments: a number from ``least`` to ``most``."""
 
-
-def _from(least: float) -> Any:
-    def number(text: str) -> float:
+    def parse(text: str) -> float:
         try:
             found = float(text)
         except ValueError:
             found = math.nan
-        if not least <= found < 1e6:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a number from {least:g} on")
-        return found
+        if not least <= found <= most or (whole and found != int(found)):
+            raise argparse.ArgumentTypeError(f"{text!r} must be a {'whole ' * whole}number from {least:g} to {most:g}")
+        return int(found) if whole else found
 
-    return number
-
-
-def _part(text: str) -> float:
-    found: float = _from(0.0)(text)
-    if found >= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a part from 0 to below 1, such as 0.1")
-    return found
-
-
-def _codec(text: str) -> float:
-    try:
-        return parse_seconds(text, 0.0) / 1e6
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    return parse

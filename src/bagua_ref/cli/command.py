@@ -14,7 +14,7 @@ from typing import Any
 from bagua_ref.base.not_provided import install_command
 
 __all__ = [
-    "CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "end_progress", "is_installed",
+    "CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "call_object", "end_progress", "is_installed",
     "load_object", "print_rows", "show_progress", "write_file", "write_json", "write_picture",
 ]  # fmt: skip
 
@@ -103,6 +103,19 @@ def load_object(path: str) -> Any:
         return load(path)
     except Exception as error:  # importing foreign code may raise anything
         raise CommandError(f"cannot load {path}: {type(error).__name__}: {error}") from None
+
+
+def call_object(path: str) -> Any:
+    """Return what the function returns that a user names as ``pkg.mod:name``.
+
+    Raises:
+        CommandError: it cannot be imported, or raises.
+    """
+    function = load_object(path)
+    try:
+        return function()
+    except Exception as error:  # foreign code may raise anything
+        raise CommandError(f"{path}() failed: {type(error).__name__}: {error}") from None
 
 
 def is_installed(module: str) -> bool:

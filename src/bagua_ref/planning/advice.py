@@ -12,7 +12,7 @@ from typing import Any
 from bagua_ref.base.utils import readable_bytes
 from bagua_ref.formulas.costs import LinkCost
 from bagua_ref.planning.measured import Estimate, MeasuredMachine
-from bagua_ref.planning.plans import StepPlan
+from bagua_ref.planning.steps import StepPlan
 from bagua_ref.planning.timeline import Machine, Prediction, predict
 
 __all__ = ["Candidate", "changed", "compare", "first_of", "learnt", "turning_point", "warnings_of"]

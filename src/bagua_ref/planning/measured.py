@@ -94,15 +94,15 @@ class MeasuredMachine:
     """Costs with their intervals.
 
     Attributes:
-        between: alpha and beta between nodes.
-        inside: those inside a node.
+        between: alpha and beta between nodes; None: not measured.
+        inside: those inside a node; None: not measured.
         compute: seconds of a forward and backward pass; None: not measured.
         codec: seconds per element, by codec.
         about: where the numbers come from.
     """
 
-    between: tuple[Estimate, Estimate]
-    inside: tuple[Estimate, Estimate]
+    between: tuple[Estimate, Estimate] | None
+    inside: tuple[Estimate, Estimate] | None
     compute: Estimate | None = None
     codec: Mapping[str, Estimate] = field(default_factory=dict)
     about: str = ""
@@ -111,21 +111,20 @@ class MeasuredMachine:
         """Return the costs at the same end of all intervals, such as ``lambda estimate: estimate.low``.
 
         Raises:
-            ValueError: the compute was not measured.
+            ValueError: some were not measured.
         """
-        if self.compute is None:
-            raise ValueError("compute was not measured; give its time")
+        if self.compute is None or self.between is None or self.inside is None:
+            lacking = [name for name in ("between", "inside", "compute") if getattr(self, name) is None]
+            raise ValueError(f"costs were not measured: {', '.join(lacking)}")
         links = LinkCosts(*(LinkCost(*map(end, link)) for link in (self.between, self.inside)))
         return Machine(links, end(self.compute), 0.0, {name: end(rate) for name, rate in self.codec.items()}, slowest, jitter)
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `from_json` reads."""
-        links = {name: dict(zip(("alpha", "beta"), map(list, link), strict=True)) for name, link in self._links().items()}
+        measured = {"between": self.between, "inside": self.inside}
+        links = {kind: link and {"alpha": list(link[0]), "beta": list(link[1])} for kind, link in measured.items()}
         codec = {name: list(rate) for name, rate in self.codec.items()}
-        return {"links": links, "compute": None if self.compute is None else list(self.compute), "codec": codec, "about": self.about}
-
-    def _links(self) -> dict[str, tuple[Estimate, Estimate]]:
-        return {"between": self.between, "inside": self.inside}
+        return {"links": links, "compute": self.compute and list(self.compute), "codec": codec, "about": self.about}
 
     @classmethod
     def from_json(cls, value: Any) -> MeasuredMachine:
@@ -137,11 +136,11 @@ class MeasuredMachine:
         >>> MeasuredMachine.from_json({"links": {}})
         Traceback (most recent call last):
         ...
-        ValueError: the measured costs['links'] must have the key 'between'
+        ValueError: the measured costs must have the key 'codec'
         """
         what, numbers = "the measured costs", [(int, float)] * 3
         link = {"alpha": numbers, "beta": numbers}
-        form = {"links": {"between": link, "inside": link}, "compute?": numbers, "codec": {str: numbers}, "about?": str}
+        form = {"links": {"between?": link, "inside?": link}, "compute?": numbers, "codec": {str: numbers}, "about?": str}
         check_form(value, form, what)
 
         def estimate(found: Sequence[float], name: str) -> Estimate:
@@ -149,14 +148,15 @@ class MeasuredMachine:
                 raise ValueError(f"{what}: {name}={found} must be three numbers from 0 on that do not fall: low, value, high")
             return Estimate(*map(float, found))
 
-        links = [
-            tuple(estimate(value["links"][kind][name], f"{name} {kind}") for name in ("alpha", "beta"))
-            for kind in ("between", "inside")
-        ]
+        def link_of(kind: str) -> tuple[Estimate, Estimate] | None:
+            found = value["links"].get(kind)
+            return found and (estimate(found["alpha"], f"alpha {kind}"), estimate(found["beta"], f"beta {kind}"))
+
         compute = value.get("compute")
         return cls(
-            *links,  # type: ignore[arg-type]
-            compute=None if compute is None else estimate(compute, "compute"),
-            codec={name: estimate(rate, f"codec {name!r}") for name, rate in value["codec"].items()},
-            about=value.get("about") or "",
+            link_of("between"),
+            link_of("inside"),
+            compute and estimate(compute, "compute"),
+            {name: estimate(rate, f"codec {name!r}") for name, rate in value["codec"].items()},
+            value.get("about") or "",
         )

@@ -131,7 +131,9 @@ class Parameters:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        ignored = [getattr(module, name, ()) for name in ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")]
+        ignored = [
+            getattr(module, name, ()) for name in ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
+        ]
         self.named = TrainedParameters(module, {name for names in ignored for name in names}).named
         self._in_order = [parameter for _, parameter in reversed(self.named)]
         self._bucket_bytes = get_default_bucket_size()

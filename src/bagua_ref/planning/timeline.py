@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from bagua_ref.formulas.costs import FORWARD, LinkCosts, overlap, round_seconds
-from bagua_ref.planning.plans import Exchange, StepPlan
+from bagua_ref.planning.steps import Exchange, StepPlan
 
 __all__ = ["Machine", "Prediction", "exchange_seconds", "predict", "step_seconds"]
 
@@ -75,8 +75,7 @@ def step_seconds(exchanges: Iterable[Exchange], machine: Machine) -> tuple[float
     seconds, after = machine.compute, machine.after
     hidden = [(exchange.nbytes, taken) for exchange, taken in timed if exchange.when == "backward"]
     if hidden:
-        nbytes, taken = zip(*hidden, strict=True)
-        seconds, _ = overlap(forward, backward, nbytes, taken)
+        seconds, _ = overlap(forward, backward, [nbytes for nbytes, _ in hidden], [taken for _, taken in hidden])
     seconds = max(seconds, sum(taken for exchange, taken in timed if exchange.when == "pass"))
     for exchange, taken in timed:
         if exchange.when == "step":
