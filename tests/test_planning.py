@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import launch
+from tests.test_memory import FOR_GOOD
 
 from bagua_ref.algorithms import (
     Algorithm,
@@ -79,8 +80,7 @@ def test_S14_4_steps_of_two_ranks_are_those_worked_out_by_hand() -> None:
     # An all-reduce is 2 rounds of 512 bytes: 2 * (0.5 + 0.5) s. There is one bucket, ready at the end of backward.
     assert predict(plan_of(GradientAllReduceAlgorithm(), linear(), (1, 1)), MACHINE)[:2] == (5.0, 2.0)
     # Weights are on their way from the start of the forward pass, which hides them.
-    flat = {"hierarchical": False, "peer_selection_mode": "all"}
-    assert predict(plan_of(DecentralizedAlgorithm(**flat), linear(), (1, 1)), MACHINE)[:2] == (3.0, 0.0)
+    assert predict(plan_of(DecentralizedAlgorithm(hierarchical=False), linear(), (1, 1)), MACHINE)[:2] == (3.0, 0.0)
     # Every 4th step waits for the weights.
     assert predict(plan_of(LocalSGDAlgorithm(4, warmup_steps=9), linear(), (1, 1)), MACHINE)[:2] == (3.5, 0.5)
     # Nothing waits, and a round also takes 2 messages of 4 bytes to agree.
@@ -141,6 +141,15 @@ def test_a_winner_needs_an_interval_apart_and_has_an_assumption_that_would_flip_
         predict(pair[name], changed(MACHINE, what, factor)).seconds
         < predict(ranked[0].plan, changed(MACHINE, what, factor)).seconds
     )
+
+
+@pytest.mark.parametrize(("name", "options", "expected"), FOR_GOOD)
+def test_what_is_kept_is_what_was_measured_in_copies_of_the_weights(name: str, options: dict[str, Any], expected: float) -> None:
+    module = torch.nn.Linear(100, 100, device="meta")
+    given = {**options, "q_adam_optimizer": QAdamOptimizer(module.parameters())} if name == "qadam" else options
+    kept, scratch = plan_of(Algorithm.init(name, **given), module, (2,)).memory()
+    assert kept / (4 * 101 * 100) == pytest.approx(expected, abs=0.0101)
+    assert scratch >= 0
 
 
 # Fits

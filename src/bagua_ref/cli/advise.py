@@ -207,7 +207,7 @@ def _print(
             _time(*candidate.seconds),
             _time(candidate.prediction.exposed),
             readable_bytes(candidate.sent[0]),
-            readable_bytes(candidate.plan.memory()),
+            readable_bytes(sum(candidate.plan.memory())),
         )
         for candidate in ranked
     ]
@@ -237,7 +237,7 @@ def _as_json(
             "communication_seconds": candidate.prediction.communication,
             "bytes_per_step": candidate.sent[0],
             "messages_per_step": candidate.sent[1],
-            "extra_memory_bytes": candidate.plan.memory(),
+            "extra_memory_bytes": sum(candidate.plan.memory()),
             "equal_ranks": candidate.equal_ranks,
             "reason": candidate.reason,
             "learnt": learnt(candidate.plan.algorithm),

@@ -144,7 +144,7 @@ def learnt(algorithm: Any) -> list[str]:
 def warnings_of(candidates: Sequence[Candidate]) -> list[str]:
     """Return what a user must know of the candidates before choosing one."""
     differ = [candidate.name for candidate in candidates if not candidate.equal_ranks]
-    parts = {candidate.name: candidate.plan.memory() / candidate.plan.parameters.nbytes for candidate in candidates}
+    parts = {candidate.name: sum(candidate.plan.memory()) / candidate.plan.parameters.nbytes for candidate in candidates}
     large = [f"{name} ({part:.2g} x)" for name, part in parts.items() if part > 1]
     warm = [f"{candidate.name} ({candidate.plan.warmup})" for candidate in candidates if candidate.plan.warmup]
     named = {

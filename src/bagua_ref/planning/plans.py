@@ -62,7 +62,7 @@ def _error_memory(buckets: list[BucketShape], n: int, options: Any) -> int:
     return _WORD * sum(bucket.numel + bucket.numel // n for bucket in buckets) if options.error_feedback else 0
 
 
-class _AllReduce(StepPlan):
+class _GradientAllReduce(StepPlan):
     def after_warmup(self, step: int) -> list[Exchange]:
         return self.all_reduced(hierarchical=self.hierarchical)
 
@@ -81,16 +81,21 @@ class _ByteGrad(StepPlan):
             elements=lambda bucket: _passes(bucket, self._chunks),
         )
 
-    def memory(self) -> int:
+    def memory(self) -> tuple[int, int]:
         chunks, codec = self._chunks, self.algorithm.compression
-        payload = max(chunks * _payload(codec, bucket.numel // chunks, bucket.dtype) for bucket in self.buckets)
-        return 2 * payload + self.gathered() + _error_memory(self.buckets, chunks, self.algorithm)
+        scratch = 2 * max(chunks * _payload(codec, bucket.numel // chunks, bucket.dtype) for bucket in self.buckets)
+        own = max(_error_memory([bucket], chunks, self.algorithm) for bucket in self.buckets)  # those of a round, until it ends
+        return _error_memory(self.buckets, chunks, self.algorithm), scratch + own + self.gathered()
 
 
 class _QAdam(_ByteGrad):
     @property
     def warmup(self) -> int:
         return int(self.algorithm.q_adam_optimizer.warmup_steps)
+
+    def memory(self) -> tuple[int, int]:
+        kept, scratch = super().memory()
+        return kept, scratch + max(bucket.nbytes for bucket in self.buckets)  # the momentum
 
 
 class _Decentralized(StepPlan):
@@ -127,11 +132,11 @@ class _Decentralized(StepPlan):
 
         return self.each(averaged, self.buckets, when="pass") + self.each(self.from_leaders, self.buckets, when="step")
 
-    def memory(self) -> int:
-        largest = max(bucket.nbytes for bucket in self.buckets)
+    def memory(self) -> tuple[int, int]:
         received = 1 if self._mode == "all" else max(len(row) - 1 for row in self._graph(0, self._n))
-        scratch = (received if received > 1 else 0) + int(self.hierarchical)  # a pair's result needs none, a node's mean does
-        return self.parameters.nbytes + scratch * largest + (self.gathered() if self._mode != "all" else 0)
+        copies = (received if received > 1 else 0) + int(self.hierarchical)  # a pair's result needs none, a node's mean does
+        gathered = self.gathered() if self._mode != "all" else 0
+        return self.parameters.nbytes, copies * max(bucket.nbytes for bucket in self.buckets) + gathered
 
 
 class _Ring(StepPlan):
@@ -151,9 +156,9 @@ class _Ring(StepPlan):
 
         return self.each(traded, self.buckets, when="step", codec=codec, elements=lambda bucket: 4 * bucket.numel)
 
-    def memory(self) -> int:
+    def memory(self) -> tuple[int, int]:
         payload = max(_payload(self.algorithm.compression, bucket.numel, bucket.dtype) for bucket in self.buckets)
-        return 3 * self.parameters.nbytes + 3 * payload + self.gathered()
+        return 3 * self.parameters.nbytes, 3 * payload + self.gathered()
 
 
 class _Async(StepPlan):
@@ -170,8 +175,8 @@ class _Async(StepPlan):
 
         return self.each(averaged, self._whole if self.interval else [], when="background")
 
-    def memory(self) -> int:
-        return sum(bucket.nbytes + bucket.numel * _wide(bucket.dtype).itemsize for bucket in self._whole)
+    def memory(self) -> tuple[int, int]:
+        return sum(bucket.nbytes + bucket.numel * _wide(bucket.dtype).itemsize for bucket in self._whole), 0
 
 
 class _LocalSGD(StepPlan):
@@ -182,8 +187,8 @@ class _LocalSGD(StepPlan):
         found = self.each(in_nodes, self.buckets) if self.hierarchical else []
         return found + (self.all_reduced("step") if (step - self.algorithm.offset) % self.cycle == 0 else [])
 
-    def memory(self) -> int:
-        return max(bucket.nbytes for bucket in self.buckets)
+    def memory(self) -> tuple[int, int]:
+        return 0, max(bucket.nbytes for bucket in self.buckets)
 
 
 class _DiLoCo(StepPlan):
@@ -205,11 +210,12 @@ class _DiLoCo(StepPlan):
             delay=self._schedule.delay,
         )
 
-    def memory(self) -> int:
+    def memory(self) -> tuple[int, int]:
         parts = [part for fragment in self._fragments for part in fragment]
-        in_flight = max(sum(part.nbytes for part in fragment) for fragment in self._fragments)
+        sent = max(sum(part.nbytes for part in fragment) for fragment in self._fragments)
         kept = 2 * sum(part.nbytes for part in parts)  # g, and the momentum of the default outer optimizer
-        return kept + in_flight + _error_memory(parts, self.cluster.n, self.algorithm)
+        kept += _error_memory(parts, self.cluster.n, self.algorithm)
+        return (kept + sent, sent) if self._schedule.delay else (kept, 2 * sent)  # the differences, and what arrives
 
 
 class _PowerSGD(StepPlan):
@@ -229,7 +235,7 @@ class _PowerSGD(StepPlan):
         products = lambda bucket: 3 * sum(n * m * r for n, m, r in self._matrices(bucket))  # noqa: E731
         return self.each(approximated, self.buckets, codec="powersgd", elements=products)
 
-    def memory(self) -> int:
+    def memory(self) -> tuple[int, int]:
         kept, scratch = 0, [0]
         for bucket in self.buckets:
             itemsize, matrices = _wide(bucket.dtype).itemsize, self._matrices(bucket)
@@ -238,7 +244,7 @@ class _PowerSGD(StepPlan):
             copies = bucket.filled if itemsize != bucket.dtype.itemsize else 0
             left = sum(n * r for n, _, r in matrices) + bucket.filled - compressed
             scratch.append(itemsize * (left + right + copies) if matrices else 0)
-        return kept + max(scratch)
+        return kept, max(scratch)
 
 
 class _TopK(StepPlan):
@@ -255,14 +261,14 @@ class _TopK(StepPlan):
             elements=lambda bucket: bucket.filled + n * count(bucket),
         )
 
-    def memory(self) -> int:
+    def memory(self) -> tuple[int, int]:
         kept = sum(bucket.filled for bucket in self.buckets) if self.algorithm.error_feedback else 0
         largest = max(bucket.filled for bucket in self.buckets)
-        return _WORD * (kept + largest + 2 * self.cluster.n * count_of(largest, self.algorithm.ratio))
+        return _WORD * kept, _WORD * (largest + 2 * self.cluster.n * count_of(largest, self.algorithm.ratio))
 
 
 _PLANS: dict[type, type[StepPlan]] = {
-    GradientAllReduceAlgorithm: _AllReduce,
+    GradientAllReduceAlgorithm: _GradientAllReduce,
     ByteGradAlgorithm: _ByteGrad,
     QAdamAlgorithm: _QAdam,
     DecentralizedAlgorithm: _Decentralized,

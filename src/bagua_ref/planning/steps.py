@@ -91,9 +91,9 @@ class StepPlan:
         """Return the operations of a step after the warm-up, counted from 1."""
         raise NotImplementedError
 
-    def memory(self) -> int:
+    def memory(self) -> tuple[int, int]:
         """Return the bytes on the busiest rank beyond weights, gradients and optimizer state: kept, and the most scratch."""
-        return 0
+        return 0, 0
 
     def traffic(self, step: int) -> list[dict[str, Traffic]]:
         """Return what each rank sends and receives in a step by kind of link, as communicators count it (S14.1).

@@ -29,6 +29,7 @@ from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward
 
 __all__ = ["Span", "Timeline", "Timing", "after_steps", "messages_of"]
 
+
 class Span(NamedTuple):
     """What a rank's thread, its main thread if that is empty, does from ``began`` to ``ended``, in virtual seconds.
 
