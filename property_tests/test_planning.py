@@ -64,7 +64,7 @@ def trainings(draw, name):
     dtypes = DTYPES[: -1 if name.startswith(WITHOUT_FLOAT64) else None]
     shape = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
     shapes = draw(st.lists(st.tuples(shape, st.sampled_from(dtypes)), min_size=2, max_size=6))
-    hierarchical, nodes = draw(st.booleans()), draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    hierarchical, nodes = draw(st.booleans()), draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     if name in PAIRS:
         nodes = draw(st.lists(st.integers(1, 3), min_size=4, max_size=4)) if hierarchical else draw(st.permutations([1, 3]))
     return shapes, tuple(nodes), hierarchical, draw(st.integers(1, 7))

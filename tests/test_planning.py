@@ -27,7 +27,18 @@ from bagua_ref.algorithms import (
 from bagua_ref.cli import main
 from bagua_ref.cli.advise import CANDIDATES
 from bagua_ref.formulas.costs import LinkCost, LinkCosts
-from bagua_ref.planning import Cluster, Estimate, Machine, MeasuredMachine, Parameters, fit_link, module_of, plan_of, predict
+from bagua_ref.planning import (
+    Cluster,
+    Estimate,
+    Exchange,
+    Machine,
+    MeasuredMachine,
+    Parameters,
+    fit_link,
+    module_of,
+    plan_of,
+    predict,
+)
 from bagua_ref.planning.advice import changed, compare, first_of, turning_point
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +82,28 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return code, captured.out, captured.err
 
     return command
+
+
+# Messages
+
+
+def test_S3_3_sums_of_16_bits_or_in_order_are_gathered_and_others_reduced() -> None:
+    def first_round(name: str, dtype: torch.dtype) -> list[tuple[int, int, int]]:
+        plan = plan_of(Algorithm.init(name, hierarchical=True), linear().to(dtype), (4, 1))
+        return plan.exchanges(1)[0].operation[0]
+
+    for name, dtype in (("gradient_allreduce", torch.bfloat16), ("bytegrad", torch.float16), ("bytegrad", torch.float32)):
+        nbytes = (260 if name == "bytegrad" else 256) * dtype.itemsize  # bytegrad's are padded to a multiple of 5 ranks
+        assert first_round(name, dtype) == [(rank, 0, nbytes) for rank in (1, 2, 3)], name
+    assert first_round("gradient_allreduce", torch.float32) == [(2, 0, 1024), (3, 1, 1024)]
+
+
+def test_S14_2_a_round_counts_its_heaviest_link_of_each_kind() -> None:
+    found = Exchange([[(0, 1, 4), (2, 3, 8), (1, 2, 5), (3, 4, 6)], [(0, 1, 9)]], Cluster((2, 2, 1)), 8).rounds
+    assert [sorted((wire[0] == "inside", nbytes) for wire, nbytes in loads) for loads in found] == [
+        [(False, 6), (True, 8)],
+        [(True, 9)],
+    ]
 
 
 # Times
@@ -173,6 +206,9 @@ def test_measured_costs_come_back_from_their_json() -> None:
     one = Estimate(1.0, 2.0, 3.0)
     costs = MeasuredMachine((one, one), None, None, {"": one}, "here")
     assert MeasuredMachine.from_json(json.loads(json.dumps(costs.as_json()))) == costs
+    for wrong in ([2.0, 1.0, 3.0], [-1.0, 0.0, 1.0], [0.0, 1.0, float("inf")]):
+        with pytest.raises(ValueError, match=r"codec 'x'=.* must be three numbers from 0 on that do not fall"):
+            MeasuredMachine.from_json(costs.as_json() | {"codec": {"x": wrong}})
     with pytest.raises(ValueError, match="not measured: inside, compute"):
         costs.machine(lambda estimate: estimate.low)
 
