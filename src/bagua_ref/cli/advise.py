@@ -101,7 +101,9 @@ def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
         parameters = Parameters(module)
     except (ValueError, TypeError, NotImplementedError) as error:
         parser.error(str(error))
-    algorithms = {text: _algorithm(parser, text, parameters) for text in arguments.algorithm or CANDIDATES}
+    # On nodes of one rank, hierarchical communication is the same as the other.
+    default = [text for text in CANDIDATES if max(cluster.nodes) > 1 or "hierarchical" not in text]
+    algorithms = {text: _algorithm(parser, text, parameters) for text in arguments.algorithm or default}
     plans, warnings = dict[str, StepPlan](), list[str]()
     for text, algorithm in algorithms.items():
         try:
