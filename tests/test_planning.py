@@ -223,7 +223,12 @@ def test_every_registered_algorithm_has_a_plan_and_is_among_the_candidates() -> 
         options: dict[str, Any] = {"local_sgd": {"period": 2}}.get(name, {})
         if name == "qadam":
             options = {"q_adam_optimizer": QAdamOptimizer(linear().parameters())}
-        assert plan_of(Algorithm.init(name, **options), linear(), (2, 2)).repeated
+        plan = plan_of(Algorithm.init(name, **options), module_of(7 * 2**20), (2, 2))  # of three equal buckets, and a smaller one
+        steps = range(plan.warmup + 1, plan.warmup + plan.cycle + 1)
+        counts = [[rank["between"][:2] for rank in plan.traffic(step)] for step in steps]
+        per_rank = [tuple(map(sum, zip(*rank, strict=True))) for rank in zip(*counts, strict=True)]
+        assert plan.sent == tuple(number / plan.cycle for number in max(per_rank)), name
+        assert plan.sent[0] > 0
 
 
 def test_the_table_is_ranked_and_says_why_what_is_learnt_and_what_to_know(run: Any, tmp_path: Path) -> None:

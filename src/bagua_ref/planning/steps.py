@@ -118,9 +118,12 @@ class StepPlan:
         """Bytes and messages that the busiest rank sends in a step after the warm-up, on average; between nodes if it can."""
         kind = "between" if len(self.cluster.nodes) > 1 else "inside"
         totals = [[0, 0] for _ in self.cluster.node_of]
+        times: Counter[Exchange] = Counter()
         for exchanges, count in self.repeated.items():
-            counts = costs.traffic([turn for exchange in exchanges for turn in exchange.operation], self.cluster.node_of)
-            for total, own in zip(totals, counts, strict=True):
+            for exchange in exchanges:
+                times[exchange] += count
+        for exchange, count in times.items():
+            for total, own in zip(totals, costs.traffic(exchange.operation, self.cluster.node_of), strict=True):
                 total[0] += count * own[kind].bytes_sent
                 total[1] += count * own[kind].messages_sent
         nbytes, messages = max(totals)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from bagua_ref.formulas.costs import FORWARD, LinkCosts, overlap, round_seconds
@@ -53,7 +54,7 @@ def exchange_seconds(exchange: Exchange, machine: Machine) -> float:
     return wires + rate * exchange.elements
 
 
-def step_seconds(exchanges: Iterable[Exchange], machine: Machine) -> tuple[float, float]:
+def step_seconds(exchanges: Sequence[Exchange], machine: Machine) -> tuple[float, float]:
     """Return the seconds of a step, and how many of them are exposed communication (S14.4).
 
     What begins in backward overlaps with it bucket by bucket; what begins with the forward pass overlaps with all of it; what
@@ -71,7 +72,8 @@ def step_seconds(exchanges: Iterable[Exchange], machine: Machine) -> tuple[float
     (0.172, 0.072)
     """
     forward, backward = machine.compute * FORWARD, machine.compute * (1 - FORWARD)
-    timed = [(exchange, exchange_seconds(exchange, machine)) for exchange in exchanges]
+    seconds_of = {exchange: exchange_seconds(exchange, machine) for exchange in dict.fromkeys(exchanges)}
+    timed = [(exchange, seconds_of[exchange]) for exchange in exchanges]
     seconds, after = machine.compute, machine.after
     hidden = [(exchange.nbytes, taken) for exchange, taken in timed if exchange.when == "backward"]
     if hidden:
@@ -98,7 +100,8 @@ def predict(plan: StepPlan, machine: Machine) -> Prediction:
     for exchanges, count in plan.repeated.items():
         own = step_seconds(exchanges, slowed if plan.waits_for_others else machine)
         seconds, exposed = seconds + own[0] * count, exposed + own[1] * count
-        communication += count * sum(exchange_seconds(exchange, machine) for exchange in exchanges)
+        distinct = Counter(exchanges)
+        communication += count * sum(times * exchange_seconds(exchange, machine) for exchange, times in distinct.items())
         meetings += count * any(exchange.when != "background" for exchange in exchanges)
     late = machine.jitter * machine.compute * math.sqrt(2 * math.log(plan.cluster.n) * meetings / plan.cycle)
     waits = late + (slowed.compute - machine.compute) * plan.waits_for_others
