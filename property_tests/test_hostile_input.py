@@ -7,6 +7,8 @@ import functools
 import hashlib
 import io
 import json
+import math
+import operator
 import shutil
 import tempfile
 import tracemalloc
@@ -25,6 +27,7 @@ from property_tests.strategies import COMPRESSIBLE, every_backend, inputs
 
 from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.base.launch_environment import read_launch
+from bagua_ref.base.untrusted import load_json
 from bagua_ref.cli import main
 from bagua_ref.cli.balance import read_lengths
 from bagua_ref.comm_ops import CentralizedLowPrecision, LowPrecisionDecentralized
@@ -34,6 +37,7 @@ from bagua_ref.conformance.run.runner import read_xfails
 from bagua_ref.conformance.trace import Recorder
 from bagua_ref.contrib.cache import fake_server, job_servers
 from bagua_ref.errors import CommunicationError
+from bagua_ref.planning import Estimate, MeasuredMachine
 from bagua_ref.simulation import SimulatedWorld
 
 TIMES, AND = 100, 2**20
@@ -275,6 +279,19 @@ def test_a_hostile_trace_is_checked_or_refused_by_name(data):
 
 
 # Other files of the command line
+
+
+@given(data=st.data())
+def test_hostile_costs_are_read_or_refused_by_name(data):
+    one = Estimate(1e-9, 2e-9, 3e-9)
+    costs = MeasuredMachine((one, one), (one, one), one, {"": one, "OneBit": one}, "x")
+    content = data.draw(changed_json(costs.as_json()))
+    with bounded_memory(len(content)), may_refuse(ValueError, ""):
+        found = MeasuredMachine.from_json(load_json(content))
+        for end in (0, 1, 2):
+            with may_refuse(ValueError, "not measured"):
+                machine = found.machine(operator.itemgetter(end))
+                assert all(0 <= number < math.inf for number in (*machine.links.between, machine.compute, *machine.codec.values()))
 
 
 @given(data=st.data())

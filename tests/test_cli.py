@@ -45,7 +45,19 @@ def digits() -> Digits:
 # The command line
 
 
-COMMANDS = ["demo", "doctor", "balance", "graph", "verify", "vectors export", "vectors check", "trace check", "trace show"]
+COMMANDS = [
+    "demo",
+    "doctor",
+    "advise",
+    "measure",
+    "balance",
+    "graph",
+    "verify",
+    "vectors export",
+    "vectors check",
+    "trace check",
+    "trace show",
+]
 
 
 @pytest.mark.parametrize("command", ["", "vectors", "trace", *COMMANDS])
@@ -65,6 +77,8 @@ def test_help_fits_80_columns(command: str, capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_error_prints_the_usage_of_its_subcommand(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     required = {
+        "advise": ["--params", "1e6", "--workers", "2"],
+        "measure": ["--output", "x"],
         "balance": ["--lengths", "x", "--replicas", "2"],
         "graph": ["ring", "--ranks", "4"],
         "vectors export": ["x"],

@@ -67,6 +67,7 @@ HOUSE = (
     Floor(9, ("integrations", "integrations.*"), layers(range(10))),
     Floor(9, ("checkpoint", "checkpoint.*"), layers(range(10))),
     Floor(9, ("simulation", "simulation.*"), layers(range(3), 9)),
+    Floor(9, ("planning", "planning.*"), layers(range(10))),
     Floor(10, ("", *MOVED), layers(range(11))),  # the public names
     Floor(11, ("conformance.clauses", "conformance.expected", "conformance.expected.*", "conformance.vectors.answers"), layers(11)),
     Floor(11, ("conformance.formats", "conformance.formats.*"), layers(0, 11)),

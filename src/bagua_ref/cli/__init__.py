@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 
 import bagua_ref
-from bagua_ref.cli import balance, demo, doctor, graph, sim, trace, vectors, verify
+from bagua_ref.cli import advise, balance, demo, doctor, graph, measure, sim, trace, vectors, verify
 from bagua_ref.cli.command import CommandError, PrintCompletion
 
 __all__ = ["main"]
@@ -51,6 +51,6 @@ def _parser() -> argparse.ArgumentParser:
         help="print a completion script for this shell and exit; needs shtab",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (demo, doctor, sim, balance, graph, vectors, trace, verify):
+    for command in (demo, doctor, measure, advise, sim, balance, graph, vectors, trace, verify):
         command.add_parser(commands)
     return parser

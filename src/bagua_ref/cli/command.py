@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
@@ -13,8 +14,8 @@ from typing import Any
 from bagua_ref.base.not_provided import install_command
 
 __all__ = [
-    "CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "end_progress", "is_installed",
-    "print_rows", "show_progress", "write_file", "write_json", "write_picture",
+    "CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "call_object", "end_progress", "is_installed",
+    "load_object", "print_rows", "show_progress", "write_file", "write_json", "write_picture",
 ]  # fmt: skip
 
 Commands = argparse._SubParsersAction  # argparse has no public name for the result of add_subparsers
@@ -87,6 +88,34 @@ def write_picture(draw: Callable[[], Any], path: Path, extra: str) -> None:
     except (OSError, ValueError) as error:  # no such folder or format
         raise CommandError(f"cannot write {str(path)!r}: {error}") from None
     print(f"Picture: {path}")
+
+
+def load_object(path: str) -> Any:
+    """Return the object that a user names as ``pkg.mod:name``.
+
+    Raises:
+        CommandError: it cannot be imported.
+    """
+    from bagua_ref.conformance.targets.target import load
+
+    sys.path.insert(0, os.getcwd())  # it is usually in the current folder
+    try:
+        return load(path)
+    except Exception as error:  # importing foreign code may raise anything
+        raise CommandError(f"cannot load {path}: {type(error).__name__}: {error}") from None
+
+
+def call_object(path: str) -> Any:
+    """Return what the function returns that a user names as ``pkg.mod:name``.
+
+    Raises:
+        CommandError: it cannot be imported, or raises.
+    """
+    function = load_object(path)
+    try:
+        return function()
+    except Exception as error:  # foreign code may raise anything
+        raise CommandError(f"{path}() failed: {type(error).__name__}: {error}") from None
 
 
 def is_installed(module: str) -> bool:

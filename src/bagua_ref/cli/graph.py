@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, write_json, write_picture
+from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, load_object, write_json, write_picture
 from bagua_ref.formulas.graphs import MODES, Graph, checked_graph
 from bagua_ref.formulas.mixing import Mixing, mixing
 
@@ -98,13 +96,7 @@ def verdict(found: Mixing, tolerance: float) -> str:
 
 
 def _of_function(path: str, n: int, period: int) -> list[Graph]:
-    from bagua_ref.conformance.targets.target import load
-
-    sys.path.insert(0, os.getcwd())  # pkg.mod:function is usually in the current folder
-    try:
-        function = load(path)
-    except Exception as error:  # importing foreign code may raise anything
-        raise CommandError(f"cannot load {path}: {type(error).__name__}: {error}") from None
+    function = load_object(path)
     graphs = []
     for t in range(period):
         try:

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 __all__ = [
-    "LinkCost", "LinkCosts", "Message", "Operation", "Round", "Traffic", "Wire",
+    "FORWARD", "LinkCost", "LinkCosts", "Message", "Operation", "Round", "Traffic", "Wire",
     "all_gather", "all_reduce", "all_to_all", "broadcast", "chunk_bytes", "gather", "loads_of", "one_round", "operation_seconds",
     "overlap", "parse_seconds", "reduce", "reduce_scatter", "round_seconds", "scatter", "traffic",
 ]  # fmt: skip
@@ -25,6 +25,9 @@ Operation: TypeAlias = "list[Round]"
 
 Wire: TypeAlias = "tuple[str, int, int]"
 """What messages share: ("inside", source, destination), ("out", node, -1) or ("in", node, -1) (S14.5)."""
+
+FORWARD = 1 / 3
+"""Forward's part of a pass [defined]: backward computes two gradients for each product of forward."""
 
 _BITS = {"bit": 1, "B": 8}
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,13 +24,10 @@ from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.communicators.tasks import Ticket
 from bagua_ref.formulas import costs
-from bagua_ref.formulas.costs import LinkCosts, Operation, Wire, loads_of, round_seconds
+from bagua_ref.formulas.costs import FORWARD, LinkCosts, Message, Operation, Wire, loads_of, round_seconds
 from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward
 
 __all__ = ["Span", "Timeline", "Timing", "after_steps", "messages_of"]
-
-_FORWARD = 1 / 3
-"""Forward's part of a pass [defined]: backward computes two gradients for each product of forward."""
 
 
 class Span(NamedTuple):
@@ -55,11 +52,13 @@ class Timeline:
         spans: of all ranks.
         steps: of each rank, when each of its optimizer steps ended.
         seconds: virtual seconds from start to end.
+        messages: all that were sent, counted (S14.1).
     """
 
     spans: list[Span] = field(default_factory=list)
     steps: list[list[float]] = field(default_factory=list)
     seconds: float = 0.0
+    messages: Counter[Message] = field(default_factory=Counter)
 
     def exposed_seconds(self, rank: int, began: float = 0.0, ended: float = math.inf) -> float:
         """Return how long a rank's main thread only waits, between two times."""
@@ -246,6 +245,7 @@ class Timing:
         group, text, places = calls[0].group, str(calls[0]), [call.rank for call in calls]
         ranks = group.ranks
         operation = [[(ranks[src], ranks[dst], nbytes) for src, dst, nbytes in messages] for messages in messages_of(calls)]
+        self.timeline.messages.update(message for messages in operation for message in messages)
 
         def end(began: float, ended: float) -> None:
             if ended > began:
@@ -294,10 +294,10 @@ class Timing:
         if self._depth[rank] > 1 or not torch.is_grad_enabled() or current_backward() is not None:
             return
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        backward = self._compute * (1 - _FORWARD)
+        backward = self._compute * (1 - FORWARD)
         elements = sum(parameter.numel() for parameter in trained)
         if trained:
-            self._spend(self._compute * _FORWARD)
+            self._spend(self._compute * FORWARD)
             self._owed[rank] += backward
         for parameter in trained:
             if id(parameter) not in self._hooked:

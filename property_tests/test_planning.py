@@ -1,0 +1,167 @@
+"""Properties of plans: what they say is sent is what communicators of simulated ranks send (S14)."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bagua_ref
+from bagua_ref import algorithms as of
+from bagua_ref.formulas import costs
+from bagua_ref.formulas.graphs import hypercube, in_turn
+from bagua_ref.planning import Cluster, Machine, Parameters, plan_of, step_seconds
+from bagua_ref.simulation import SimulatedWorld
+
+DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+ALGORITHMS = {
+    # By name: of an optimizer, and how many ranks it takes (hierarchical: nodes).
+    "gradient_allreduce": lambda o, h: of.GradientAllReduceAlgorithm(h),
+    "bytegrad": lambda o, h: of.ByteGradAlgorithm(h, compression="MXFP8"),
+    "bytegrad with memory": lambda o, h: of.ByteGradAlgorithm(h, compression="OneBit", error_feedback=True),
+    "qadam": lambda o, h: of.QAdamAlgorithm(o, h),
+    **{
+        f"decentralized, {mode}": lambda o, h, mode=mode: of.DecentralizedAlgorithm(h, mode, 2)
+        for mode in ("all", "shift_one", "one_peer_exponential", "hypercube", "ring", "exponential")
+    },
+    "decentralized, function": lambda o, h: of.DecentralizedAlgorithm(h, in_turn([hypercube(t, 4) for t in range(2)])),
+    "low_precision_decentralized": lambda o, h: of.LowPrecisionDecentralizedAlgorithm(h, 2),
+    "local_sgd": lambda o, h: of.LocalSGDAlgorithm(3, warmup_steps=2, offset=1, hierarchical=h),
+    "diloco": lambda o, h: of.DiLoCoAlgorithm(2, warmup_steps=1),
+    "diloco, streaming": lambda o, h: of.DiLoCoAlgorithm(4, fragments=2, delay=1, compression="MinMaxUInt8"),
+    "powersgd": lambda o, h: of.PowerSGDAlgorithm(2, warmup_steps=2, min_compression_rate=0.5),
+    "topk": lambda o, h: of.TopKAlgorithm(0.1, warmup_steps=1),
+}
+WITHOUT_FLOAT64 = ("bytegrad", "qadam", "low", "diloco, streaming", "topk")
+PAIRS = ("decentralized, shift_one", "decentralized, hypercube", "decentralized, function")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_buckets():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "256")
+        yield
+
+
+class Given(torch.nn.Module):
+    """A module whose parameters all get gradients, with weights of zero."""
+
+    def __init__(self, shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape, dtype in shapes)
+
+    def forward(self) -> torch.Tensor:
+        return sum(weight.sum().double() for weight in self.weights)  # type: ignore[return-value]
+
+
+@st.composite
+def trainings(draw, name):
+    dtypes = DTYPES[: -1 if name.startswith(WITHOUT_FLOAT64) else None]
+    shape = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
+    shapes = draw(st.lists(st.tuples(shape, st.sampled_from(dtypes)), min_size=2, max_size=6))
+    hierarchical, nodes = draw(st.booleans()), draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    if name in PAIRS:
+        nodes = draw(st.lists(st.integers(1, 3), min_size=4, max_size=4)) if hierarchical else draw(st.permutations([1, 3]))
+    return shapes, tuple(nodes), hierarchical, draw(st.integers(1, 7))
+
+
+def optimizer_of(name, module):
+    if name == "qadam":
+        return of.QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2)
+    return torch.optim.SGD(module.parameters(), lr=0.0)
+
+
+def trained(name, shapes, nodes, hierarchical, steps, compute=None):
+    """Return the world in which ranks have taken steps, and the bytes that they have sent, by their communicators."""
+
+    def rank(comm):
+        bagua_ref.init_process_group()
+        module = Given(shapes)
+        optimizer = optimizer_of(name, module)
+        module.with_bagua([optimizer], ALGORITHMS[name](optimizer, hierarchical))
+        for _ in range(steps):
+            optimizer.zero_grad()
+            module().backward()
+            optimizer.step()
+        module.bagua_algorithm.state_dict()  # waits for what is in flight
+        return module.bagua_metrics()["bytes_sent"]
+
+    world = SimulatedWorld(sum(nodes), nodes, link="1Gbit,1ms,10GB,10us", compute=compute)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return world, sum(world.run(rank))
+
+
+def planned(name, shapes, nodes, hierarchical):
+    with torch.device("meta"):
+        module = Given(shapes)
+        algorithm = ALGORITHMS[name](optimizer_of(name, module), hierarchical)
+        return plan_of(algorithm, Parameters(module), nodes)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@given(data=st.data())
+def test_S14_1_a_plan_has_the_messages_that_communicators_send(name, data):
+    shapes, nodes, hierarchical, steps = data.draw(trainings(name))
+    plan = planned(name, shapes, nodes, hierarchical)
+    wrapped, _ = trained(name, shapes, nodes, hierarchical, 0)
+    world, nbytes = trained(name, shapes, nodes, hierarchical, steps)
+    sent = world.timeline.messages - wrapped.timeline.messages
+    wanted = Counter(
+        message
+        for step in range(1, steps + 1)
+        for exchange in plan.exchanges(step)
+        for messages in exchange.operation
+        for message in messages
+    )
+    assert sent == wanted
+    counts = [plan.traffic(step) for step in range(1, steps + 1)]
+    summed = costs.traffic([list(sent.elements())], Cluster(nodes).node_of)
+    for rank, kinds in enumerate(summed):
+        for kind, count in kinds.items():
+            assert count == tuple(map(sum, zip(*[per_step[rank][kind] for per_step in counts], strict=True)))
+    total = sum(count[rank][kind].bytes_sent for count in counts for rank in range(sum(nodes)) for kind in count[rank])
+    assert abs(nbytes - total) <= sum(nodes)  # each rank's mean over ranks is rounded
+
+
+@given(shapes=st.lists(st.integers(1, 40), min_size=1, max_size=6), nodes=st.lists(st.integers(1, 3), min_size=2, max_size=3))
+def test_S14_1_a_round_of_async_has_the_messages_of_the_plan(shapes, nodes):
+    def rank(comm):
+        bagua_ref.init_process_group()
+        module = Given([((size,), torch.float32) for size in shapes])
+        optimizer = optimizer_of("async", module)
+        module.with_bagua([optimizer], of.AsyncModelAverageAlgorithm(sync_interval_ms=1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            module().backward()
+            optimizer.step()
+            bagua_ref.runtime.current_world().sleep(0.05)
+        module.bagua_algorithm.abort(module)
+        return module.bagua_metrics()["async_rounds"], module.bagua_metrics()["bytes_sent"]
+
+    (rounds, _), *_ = found = SimulatedWorld(sum(nodes), nodes, link="1Gbit,1ms").run(rank)
+    plan = plan_of(of.AsyncModelAverageAlgorithm(), Given([((size,), torch.float32) for size in shapes]), tuple(nodes))
+    sent = sum(count.bytes_sent for own in plan.traffic(1) for count in own.values())
+    stop = 2 * 4 * (sum(nodes) - 1)  # the agreement to stop has no average
+    assert rounds > 0
+    assert abs(sum(nbytes for _, nbytes in found) - rounds * sent - stop) <= sum(nodes)
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "diloco, streaming"])
+@given(data=st.data(), compute=st.floats(0.0, 0.5))
+def test_S14_4_a_planned_step_takes_the_time_of_the_simulated_clock(name, data, compute):
+    shapes, nodes, hierarchical, steps = data.draw(trainings(name))
+    shapes = [(shape, torch.float32) for shape, _ in shapes]
+    plan = planned(name, shapes, nodes, hierarchical)
+    machine = Machine(costs.LinkCosts.parse("1Gbit,1ms,10GB,10us"), compute)
+    wanted = sum(step_seconds(plan.exchanges(step), machine)[0] for step in range(1, steps + 1))
+    # Simulated ranks mark weights ready after the time of forward has passed, not before it.
+    late = steps * compute / 3 if name.startswith("decentralized") else 0.0
+    before, _ = trained(name, shapes, nodes, hierarchical, 0, compute)
+    after, _ = trained(name, shapes, nodes, hierarchical, steps, compute)
+    assert wanted * (1 - 1e-6) - 1e-9 <= after.virtual_time - before.virtual_time <= wanted * (1 + 1e-6) + 1e-9 + late

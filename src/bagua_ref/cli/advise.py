@@ -1,0 +1,311 @@
+"""``bagua-ref advise``: a prediction, before any training, of the time of a step with each algorithm on a given network."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import math
+from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagua_ref.algorithms import Algorithm, QAdamOptimizer
+from bagua_ref.base.untrusted import load_json, read_file
+from bagua_ref.base.utils import readable_bytes
+from bagua_ref.cli.command import (
+    CommandError,
+    Commands,
+    add_command,
+    add_json_options,
+    call_object,
+    print_rows,
+    write_json,
+    write_picture,
+)
+from bagua_ref.formulas.costs import LinkCosts, parse_seconds
+from bagua_ref.planning import Cluster, Estimate, MeasuredMachine, Parameters, StepPlan, module_of, plan_of, predict
+from bagua_ref.planning.advice import Candidate, changed, compare, first_of, learnt, turning_point, warnings_of
+
+__all__ = ["CANDIDATES", "add_parser", "draw"]
+
+CANDIDATES = (
+    "gradient_allreduce", "gradient_allreduce:hierarchical=True", "bytegrad", "qadam", "powersgd:matrix_approximation_rank=4",
+    "topk:ratio=0.01", "decentralized", "decentralized:peer_selection_mode='shift_one'", "low_precision_decentralized",
+    "local_sgd:period=32", "diloco:period=32", "diloco:period=32,fragments=4,delay=7,mix=0.5", "async",
+)  # fmt: skip
+"""The algorithms that are compared unless the user names others."""
+
+_MEASURED_MOST = 2**20
+_WORKERS = 64
+"""The most workers of the picture: rings of more take long to add up."""
+_COLORS = ("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
+_DASHES = ("-", "--")
+
+
+def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add ``advise`` to the commands of ``bagua-ref``."""
+    advise = add_command(
+        commands,
+        "advise",
+        _advise,
+        help="predict which algorithm trains fastest on a given network",
+        description="Predict the time of a training step with each algorithm: what it sends, from the buckets that wrapping would "
+        "make, and how long that takes and how much of it compute hides, from the costs of links and codecs. Nothing is sent.",
+        epilog="Exit status is 0 on success and 2 on errors. Formulas: bagua_ref.planning, clause S14.",
+    )
+    model = advise.add_mutually_exclusive_group(required=True)
+    model.add_argument(
+        "--model", metavar="PKG.MOD:FACTORY", help="a function that returns the module, which is called without memory"
+    )
+    model.add_argument(
+        "--params",
+        type=_number(1, 1e13, whole=True),
+        metavar="N",
+        help="the number of parameters, such as 340e6, in matrices of 1024 x 1024",
+    )
+    advise.add_argument("--workers", type=_number(1, 1e13, whole=True), required=True, metavar="N", help="the number of ranks")
+    advise.add_argument(
+        "--nodes", type=_number(1, 1e13, whole=True), metavar="N", help="the number of nodes (default: one for each rank)"
+    )
+    advise.add_argument("--measured", type=Path, metavar="FILE", help="costs that bagua-ref measure wrote")
+    advise.add_argument("--bandwidth", metavar="RATE", help="of each node, such as 1Gbit or 100MB a second")
+    advise.add_argument("--latency", default="50us", metavar="TIME", help="of a message between nodes (default: %(default)s)")
+    advise.add_argument("--inside", default="100Gbit,5us", metavar="RATE,TIME", help="inside a node (default: %(default)s)")
+    advise.add_argument(
+        "--codec", default="1ms", metavar="TIME", help="to compress or decompress a million elements (default: %(default)s)"
+    )
+    advise.add_argument(
+        "--error", type=_number(0, 0.99), default=0.1, metavar="X", help="how far off these may be (default: %(default)s)"
+    )
+    advise.add_argument("--compute", metavar="TIME", help="of a forward and backward pass, such as 120ms")
+    advise.add_argument(
+        "--slowest", type=_number(1, 1e6), default=1.0, metavar="X", help="compute of the slowest rank / mean (default: 1)"
+    )
+    advise.add_argument("--jitter", type=_number(0, 1e6), default=0.0, metavar="X", help="deviation of compute / mean (default: 0)")
+    advise.add_argument(
+        "--algorithm", action="append", metavar="NAME[:OPTION=VALUE,...]", help="compare only these, each in an option of its own"
+    )
+    advise.add_argument("--png", type=Path, metavar="FILE", help="draw step times over bandwidth and workers; needs matplotlib")
+    add_json_options(advise)
+
+
+def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    try:
+        nodes = arguments.workers if arguments.nodes is None else arguments.nodes
+        cluster = Cluster.even(arguments.workers, nodes)
+        costs = _costs(arguments, cluster)
+        module = module_of(arguments.params) if arguments.params else _model(arguments.model)
+        parameters = Parameters(module)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        parser.error(str(error))
+    # On nodes of one rank, hierarchical communication is the same as the other.
+    default = [text for text in CANDIDATES if max(cluster.nodes) > 1 or "hierarchical" not in text]
+    algorithms = {text: _algorithm(parser, text, parameters) for text in arguments.algorithm or default}
+    plans, warnings = dict[str, StepPlan](), list[str]()
+    for text, algorithm in algorithms.items():
+        try:
+            plans[text] = plan_of(algorithm, parameters, cluster)
+        except (ValueError, TypeError) as error:
+            warnings.append(f"{text} is left out: {error}")
+    if not plans:
+        raise CommandError("; ".join(warnings))
+    stragglers = {"slowest": arguments.slowest, "jitter": arguments.jitter}
+    ranked = compare(plans, costs, **stragglers)
+    likely = costs.machine(attrgetter("value"), **stragglers)
+    verdicts = {}
+    for who, among in (("of all", ranked), ("of those with equal weights on all ranks", [c for c in ranked if c.equal_ranks])):
+        if len(among) > 1:
+            verdicts[who] = _verdict(among, likely)
+    warnings += warnings_of(ranked)
+    if not arguments.json:
+        _print(arguments, ranked, costs, verdicts, warnings)
+    if arguments.png is not None:
+        write_picture(lambda: draw(ranked, costs, **stragglers), arguments.png, "demo")
+    write_json(arguments, _as_json(arguments, parameters, cluster, costs, ranked, verdicts, warnings))
+    return 0
+
+
+def _costs(arguments: argparse.Namespace, cluster: Cluster) -> MeasuredMachine:
+    def given(number: float) -> Estimate:
+        return Estimate.within(number, arguments.error)
+
+    found = MeasuredMachine(None, None)
+    if arguments.measured is not None:
+        try:
+            found = MeasuredMachine.from_json(load_json(read_file(arguments.measured, _MEASURED_MOST)))
+        except OSError as error:
+            raise CommandError(f"cannot read {str(arguments.measured)!r}: {error.strerror}") from None
+    if arguments.compute is not None:
+        found.compute = given(parse_seconds(arguments.compute))
+    if found.compute is None:
+        raise ValueError("argument --compute is needed: the time of a forward and backward pass")
+    if arguments.bandwidth is not None:
+        found.between = tuple(map(given, LinkCosts.parse(f"{arguments.bandwidth},{arguments.latency}").between))  # type: ignore[assignment]
+    if found.between is None and len(cluster.nodes) > 1:
+        raise ValueError("argument --bandwidth is needed, as links between nodes were not measured")
+    if found.inside is None:
+        found.inside = tuple(map(given, LinkCosts.parse(arguments.inside).inside))  # type: ignore[assignment]
+    found.between = found.between or found.inside  # of one node, there are none
+    found.codec = found.codec or {"": given(parse_seconds(arguments.codec, 0.0) / 1e6)}
+    rest = f"what is given or assumed may be off by {arguments.error:.0%}"
+    found.about = f"{found.about}; {rest}" if found.about else rest
+    return found
+
+
+def _model(path: str) -> torch.nn.Module:
+    with torch.device("meta"):
+        module = call_object(path)
+    if not isinstance(module, torch.nn.Module):
+        raise CommandError(f"{path}() returned a {type(module).__name__}; it must return a torch.nn.Module")
+    return module
+
+
+def _algorithm(parser: argparse.ArgumentParser, text: str, parameters: Parameters) -> Algorithm:
+    name, _, options = text.partition(":")
+    try:
+        call = ast.parse(f"f({options})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if name == "qadam":
+            given["q_adam_optimizer"] = QAdamOptimizer([parameter for _, parameter in parameters.named])
+        if call.args:
+            raise ValueError("options must be of the form OPTION=VALUE")
+        return Algorithm.init(name, **given)
+    except (SyntaxError, ValueError, TypeError) as error:
+        parser.error(f"argument --algorithm: {text!r}: {error}")
+
+
+def _verdict(ranked: Sequence[Candidate], likely: Any) -> dict[str, Any]:
+    found, turn = first_of(ranked), turning_point(ranked, likely)
+    best = ranked[0]
+    if found is None:
+        near = [other.name for other in ranked[1:] if other.seconds.low <= best.seconds.high]
+        text = f"no winner: the intervals of {best.name} and {', '.join(near)} overlap"
+    else:
+        text = f"{best.name}: its interval ends before all others begin"
+    if turn is not None:
+        what, factor, other = turn
+        text += f". {other} would come first if {what} were {factor:.3g} times as large"
+    return {"winner": found and found.name, "flip": turn, "text": text}
+
+
+def _time(seconds: float, *more: float) -> str:
+    """Return one time, or the first and last of several, in words."""
+    ends = (seconds, *more[-1:])
+    factor, unit = (1e3, "ms") if ends[-1] < 1 else (1.0, "s")
+    return f"{' - '.join(f'{end * factor:,.3g}' for end in ends)} {unit}"
+
+
+def _print(
+    arguments: argparse.Namespace, ranked: Sequence[Candidate], costs: MeasuredMachine, verdicts: Any, warnings: Sequence[str]
+) -> None:
+    rows = [
+        (
+            candidate.name.replace(":", "\n  ").replace(",", "\n  "),
+            _time(candidate.seconds.value),
+            _time(*candidate.seconds),
+            _time(candidate.prediction.exposed),
+            readable_bytes(candidate.sent[0]),
+            readable_bytes(sum(candidate.plan.memory())),
+        )
+        for candidate in ranked
+    ]
+    on = f"{arguments.workers} ranks on {arguments.nodes or arguments.workers} nodes"
+    print_rows(f"A training step of {on}", ["algorithm", "step", "interval", "exposed", "sent per\nstep", "extra\nmemory"], rows)
+    print(f"Costs: {costs.about or 'measured'}.\n")
+    for candidate in ranked:
+        print(f"{candidate.name}: {candidate.reason}")
+        for text in learnt(candidate.plan.algorithm):
+            print(f"  learnt: {text}")
+    print()
+    for who, verdict in verdicts.items():
+        print(f"Fastest {who}: {verdict['text']}.")
+    for text in warnings:
+        print(f"warning: {text}")
+
+
+def _as_json(
+    arguments: argparse.Namespace, parameters: Parameters, cluster: Cluster, costs: MeasuredMachine,
+    ranked: Sequence[Candidate], verdicts: Any, warnings: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
+    rows = [
+        {
+            "algorithm": candidate.name,
+            "seconds": list(candidate.seconds),
+            "exposed_seconds": candidate.prediction.exposed,
+            "communication_seconds": candidate.prediction.communication,
+            "bytes_per_step": candidate.sent[0],
+            "messages_per_step": candidate.sent[1],
+            "extra_memory_bytes": sum(candidate.plan.memory()),
+            "equal_ranks": candidate.equal_ranks,
+            "reason": candidate.reason,
+            "learnt": learnt(candidate.plan.algorithm),
+        }
+        for candidate in ranked
+    ]
+    return {
+        "nodes": list(cluster.nodes),
+        "parameter_bytes": parameters.nbytes,
+        "costs": costs.as_json(),
+        "rows": rows,
+        "fastest": verdicts,
+        "warnings": list(warnings),
+        "picture": None if arguments.png is None else str(arguments.png),
+    }
+
+
+def draw(ranked: Sequence[Candidate], costs: MeasuredMachine, **stragglers: float) -> Any:
+    """Return a matplotlib Figure of step times over bandwidth between nodes, and over the number of workers."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    machine = costs.machine(attrgetter("value"), **stragglers)
+    rate = 8 / machine.links.between.beta if machine.links.between.beta else math.inf
+    figure = Figure(figsize=(12.0, 5.0), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    cluster = ranked[0].plan.cluster
+    per_node = max(cluster.nodes)
+    workers = [per_node * 2**k for k in range(12) if per_node * 2**k <= max(_WORKERS, per_node)]
+    for place, candidate in enumerate(ranked):
+        style = {"color": _COLORS[place % len(_COLORS)], "linestyle": _DASHES[place // len(_COLORS) % 2], "linewidth": 1.6}
+        factors = [2 ** (k / 2) for k in range(-14, 15)]
+        times = [predict(candidate.plan, changed(machine, "bandwidth", factor)).seconds for factor in factors]
+        left.plot([rate * factor / 1e9 for factor in factors], times, label=candidate.name, **style)
+        points = []
+        for n in workers:
+            try:
+                plan = plan_of(candidate.plan.algorithm, candidate.plan.parameters, Cluster.even(n, n // per_node))
+            except ValueError:  # a graph that does not take so many ranks
+                continue
+            points.append((n, predict(plan, machine).seconds))
+        right.plot(*zip(*points, strict=True), **style) if points else None
+    left.set_xlabel("bandwidth between nodes, Gbit/s")
+    left.set_ylabel("seconds per step")
+    right.set_xlabel(f"ranks, {per_node} on each node")
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.grid(color="#d5d8dd", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    right.set_xticks(workers, [str(n) for n in workers])
+    right.xaxis.set_minor_locator(NullLocator())
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize="small")
+    return figure
+
+
+def _number(least: float, most: float, whole: bool = False) -> Any:
+    """Return a type of arguments: a number from ``least`` to ``most``."""
+
+    def parse(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not least <= found <= most or (whole and found != int(found)):
+            raise argparse.ArgumentTypeError(f"{text!r} must be a {'whole ' * whole}number from {least:g} to {most:g}")
+        return int(found) if whole else found
+
+    return parse

@@ -1,0 +1,162 @@
+"""Costs with their uncertainty: fits of measured times, and the JSON that ``bagua-ref measure`` writes (S14.2, S14.3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bagua_ref.base.untrusted import check_form
+from bagua_ref.formulas.costs import LinkCost, LinkCosts
+from bagua_ref.planning.timeline import Machine
+
+__all__ = ["Estimate", "Fit", "MeasuredMachine", "fit_link", "mean_of"]
+
+_ERRORS = 2
+"""Standard errors from an estimate to either end of its interval: 95 % of normal ones are nearer."""
+
+
+class Estimate(NamedTuple):
+    """A number and its interval.
+
+    >>> Estimate.within(2.0, 0.5)
+    Estimate(low=1.0, value=2.0, high=3.0)
+    """
+
+    low: float
+    value: float
+    high: float
+
+    @classmethod
+    def within(cls, value: float, part: float) -> Estimate:
+        """Return an estimate that is off by up to ``part`` of the value, and never below 0."""
+        return cls(max(0.0, value * (1 - part)), value, value * (1 + part))
+
+    @classmethod
+    def with_error(cls, value: float, standard_error: float) -> Estimate:
+        """Return an estimate with the interval of two standard errors, and never below 0."""
+        return cls(max(0.0, value - _ERRORS * standard_error), value, value + _ERRORS * standard_error)
+
+
+def mean_of(times: Sequence[float]) -> Estimate:
+    """Return the mean of two or more times, with its standard error."""
+    return Estimate.with_error(fmean(times), stdev(times) / math.sqrt(len(times)))
+
+
+class Fit(NamedTuple):
+    """Alpha and beta of one kind of link, and for each time the part by which the fitted one differs from it."""
+
+    alpha: Estimate
+    beta: Estimate
+    residuals: list[float]
+
+
+def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence[float]) -> Fit:
+    """Return the alpha and beta with which ``rounds * alpha + nbytes * beta`` is nearest to ``seconds`` (S14.2).
+
+    Least squares of the relative errors, so that short times count as much as long ones. Neither is below 0.
+
+    Args:
+        rounds: of each operation.
+        nbytes: of each operation, the sum over its rounds of the most bytes on a link.
+        seconds: which they took; at least three, above 0.
+
+    Raises:
+        ValueError: the operations do not tell alpha from beta.
+
+    >>> fit = fit_link([2, 2, 2], [0, 1000, 4000], [0.2, 0.3, 0.6])
+    >>> round(fit.alpha.value, 9), round(fit.beta.value, 9)
+    (0.1, 0.0001)
+
+    Source: Hockney, "The communication challenge for MPP", Parallel Computing 1994, for alpha and beta.
+    """
+    times = np.asarray(seconds, dtype=np.float64)
+    features = np.stack([np.asarray(rounds, dtype=np.float64), np.asarray(nbytes, dtype=np.float64)], axis=1) / times[:, None]
+    if len(times) < 3 or np.linalg.matrix_rank(features) < 2:
+        raise ValueError(f"{len(times)} operations do not tell alpha from beta; use three or more, of different sizes")
+    found = np.linalg.lstsq(features, np.ones_like(times), rcond=None)[0]
+    for place in np.flatnonzero(found < 0):  # the other one alone is then the nearest
+        other = 1 - place
+        found[place], found[other] = 0.0, features[:, other].sum() / (features[:, other] ** 2).sum()
+    residuals = features @ found - 1
+    variance = (residuals**2).sum() / (len(times) - 2)
+    errors = np.sqrt(np.diag(np.linalg.inv(features.T @ features)) * variance)
+    alpha, beta = (Estimate.with_error(float(value), float(error)) for value, error in zip(found, errors, strict=True))
+    return Fit(alpha, beta, residuals.tolist())
+
+
+@dataclass
+class MeasuredMachine:
+    """Costs with their intervals.
+
+    Attributes:
+        between: alpha and beta between nodes; None: not measured.
+        inside: those inside a node; None: not measured.
+        compute: seconds of a forward and backward pass; None: not measured.
+        codec: seconds per element, by codec.
+        about: where the numbers come from.
+    """
+
+    between: tuple[Estimate, Estimate] | None
+    inside: tuple[Estimate, Estimate] | None
+    compute: Estimate | None = None
+    codec: Mapping[str, Estimate] = field(default_factory=dict)
+    about: str = ""
+
+    def machine(self, end: Callable[[Estimate], float], slowest: float = 1.0, jitter: float = 0.0) -> Machine:
+        """Return the costs at the same end of all intervals, such as ``lambda estimate: estimate.low``.
+
+        Raises:
+            ValueError: some were not measured.
+        """
+        if self.compute is None or self.between is None or self.inside is None:
+            lacking = [name for name in ("between", "inside", "compute") if getattr(self, name) is None]
+            raise ValueError(f"costs were not measured: {', '.join(lacking)}")
+        links = LinkCosts(*(LinkCost(*map(end, link)) for link in (self.between, self.inside)))
+        return Machine(links, end(self.compute), 0.0, {name: end(rate) for name, rate in self.codec.items()}, slowest, jitter)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `from_json` reads."""
+        measured = {"between": self.between, "inside": self.inside}
+        links = {kind: link and {"alpha": list(link[0]), "beta": list(link[1])} for kind, link in measured.items()}
+        codec = {name: list(rate) for name, rate in self.codec.items()}
+        return {"links": links, "compute": self.compute and list(self.compute), "codec": codec, "about": self.about}
+
+    @classmethod
+    def from_json(cls, value: Any) -> MeasuredMachine:
+        """Return the costs that `as_json` wrote.
+
+        Raises:
+            ValueError: the object has another form, or a number is negative, not finite or outside its interval.
+
+        >>> MeasuredMachine.from_json({"links": {}})
+        Traceback (most recent call last):
+        ...
+        ValueError: the measured costs must have the key 'codec'
+        """
+        what, numbers = "the measured costs", [(int, float)] * 3
+        link = {"alpha": numbers, "beta": numbers}
+        form = {"links": {"between?": link, "inside?": link}, "compute?": numbers, "codec": {str: numbers}, "about?": str}
+        check_form(value, form, what)
+
+        def estimate(found: Sequence[float], name: str) -> Estimate:
+            if not 0 <= found[0] <= found[1] <= found[2] < math.inf:
+                raise ValueError(f"{what}: {name}={found} must be three numbers from 0 on that do not fall: low, value, high")
+            return Estimate(*map(float, found))
+
+        def link_of(kind: str) -> tuple[Estimate, Estimate] | None:
+            found = value["links"].get(kind)
+            return found and (estimate(found["alpha"], f"alpha {kind}"), estimate(found["beta"], f"beta {kind}"))
+
+        compute = value.get("compute")
+        return cls(
+            link_of("between"),
+            link_of("inside"),
+            compute and estimate(compute, "compute"),
+            {name: estimate(rate, f"codec {name!r}") for name, rate in value["codec"].items()},
+            value.get("about") or "",
+        )
