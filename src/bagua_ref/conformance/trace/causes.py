@@ -101,7 +101,10 @@ def _missing(pair: Pair, step: int, kind: str, first: Mismatch) -> tuple[str, st
         return "restored state" if kind_of(first.name) == "state" else "model", f"only {more} has {first.name}"
     if kind in ("local", "grad"):
         return "missing gradient", f"only {more} has {first.name}"
-    if kind in ("batch", "input", "output"):
+    if kind in ("batch", "input", "module", "output"):
+        fewer = "B" if more == "A" else "A"
+        if not _data(pair, "AB".index(fewer), first.rank, step):
+            return "repeated step", f"the optimizer of {fewer} has stepped again without another batch"
         return "other data" if kind != "output" else "forward", f"only {more} has {first.name}"
     return ("option" if kind in ("state", "option") else "model"), f"only {more} has {first.name}"
 
@@ -163,11 +166,13 @@ def _order_of_data(pair: Pair, step: int, first: Mismatch) -> tuple[str, str] | 
         known = s + 1 in of_run and t + 1 in of_other
         return t in of_other and of_run[s] == of_other[t] and (not known or of_run[s + 1] == of_other[t + 1])
 
-    for name, one, other in (("B", b, a), ("A", a, b)):
-        if follows(one, step, other, step + 1):
-            return "skipped step", f"{name} has left out the batch of step {step}"
+    both = (("B", b, a), ("A", a, b))
+    for name, one, other in both:
         if step - 1 in one and one[step] == one[step - 1] and one.get(step + 1, other[step]) == other[step]:
             return "repeated step", f"{name} has the batch of step {step - 1} again"
+    for name, one, other in both:
+        if follows(one, step, other, step + 1):
+            return "skipped step", f"{name} has left out the batch of step {step}"
     elsewhere = [s for s, batch in a.items() if batch == b[step]]
     if elsewhere:
         return "other order of data", f"A has the batch of B in step {elsewhere[0]}"
@@ -242,7 +247,7 @@ def _factor(both: Sequence[tuple[Digested, Digested]]) -> float | None:
 
 def _computed(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tuple[str, str]:
     """Explain values that were computed in another way."""
-    if kind == "output":
+    if kind in ("module", "output"):
         return "forward", ""
     if kind == "loss":
         return "loss", ""

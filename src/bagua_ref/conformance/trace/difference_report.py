@@ -18,9 +18,9 @@ _ROWS = 12
 
 _WORDS = {
     "rng": "random state", "mode": "mode", "buffer": "buffer before the step", "batch": "batch", "input": "input of the model",
-    "output": "output", "loss": "loss", "local": "gradient before communication", "grad": "gradient after communication",
-    "option": "options of the optimizer for", "state": "optimizer state", "weight": "weight",
-    "buffer_after": "buffer after the step", "start": "state before the step:",
+    "module": "output of module", "output": "output", "loss": "loss", "local": "gradient before communication",
+    "grad": "gradient after communication", "option": "options of the optimizer for", "state": "optimizer state",
+    "weight": "weight", "buffer_after": "buffer after the step", "start": "state before the step:",
 }  # fmt: skip
 _COLORS = {"loss": "#b4451f", "grad": "#2f6f9f", "weight": "#3c7a4e"}
 

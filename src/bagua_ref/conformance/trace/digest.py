@@ -21,9 +21,9 @@ def digest(x: Tensor) -> int:
     """Return 64 bits of a tensor's elements in order, its dtype and its shape; equal on every little-endian machine and device.
 
     The bytes are words of 8 bytes in 16 rows of lanes (up to 4,096 words: one row). In each lane, a <- fold(a xor word) * odd for
-    each row, where fold(a) = a xor (a >> 32); every step is one to one, so a change of one word always shows. The lanes are then mixed
-    with their numbers and added modulo 2^64. BLAKE2b of dtype, shape and the bytes after the last word is added by xor, and is all
-    of it up to 64 bytes. It is no cryptographic hash: it finds accidents, not forgeries.
+    each row, where fold(a) = a xor (a >> 32); every step is one to one, so a change of one word always shows. The lanes are then
+    mixed with their numbers and added modulo 2^64. BLAKE2b of dtype, shape and the bytes after the last word is added by xor, and
+    is all of it up to 64 bytes. It is no cryptographic hash: it finds accidents, not forgeries.
 
     Args:
         x: dense, of any strides, dtype and device; unchanged. Strides do not count.

@@ -16,7 +16,8 @@ from bagua_ref.conformance.trace.files import RankTrace, TraceError, read_lines,
 __all__ = ["KINDS", "Digested", "Mismatch", "Pair", "StepDigests", "kind_of"]
 
 KINDS = (
-    "rng", "mode", "buffer", "batch", "input", "output", "loss", "local", "grad", "option", "state", "weight", "buffer_after",
+    "rng", "mode", "buffer", "batch", "input", "module", "output", "loss",
+    "local", "grad", "option", "state", "weight", "buffer_after",
 )  # fmt: skip
 """The kinds of records, each of which depends on those before it in its step."""
 
@@ -109,6 +110,7 @@ class Pair:
             for mismatch in _unequal(rank, *(line.entries for line in lines)):
                 kind = kind_of(mismatch.name)
                 cut_off = (mismatch.a is None and partial[0]) or (mismatch.b is None and partial[1])
+                cut_off |= kind == "module" and any(line.file is None for line in lines)  # recorded with values only
                 if kind in found and not cut_off and not (len(self.runs[0]) != len(self.runs[1]) and _sharded(mismatch)):
                     found[kind].append(mismatch)
         for kind, listed in found.items():
@@ -119,7 +121,7 @@ class Pair:
         """Return weights and state as the step began: recorded then, or at the end of the step before."""
         line = self.runs[run][rank].steps[step]
         if line.start:
-            return line.start
+            return dict(line.start)
         return {name: entry for name, entry in self.at(run, rank, step - 1).items() if kind_of(name) in ("state", "weight")}
 
     def values(self, step: int, mismatch: Mismatch) -> tuple[Tensor, Tensor] | None:

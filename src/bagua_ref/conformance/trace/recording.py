@@ -33,7 +33,7 @@ WINDOW = "BAGUA_REF_RECORD"
 """The environment variable that lets a training record values: "12:14" of steps 12 and 13, into the folder with "-12-14" added."""
 
 _SAMPLE = 1024  # elements that tell whether values have been rounded to 16 bits
-_NORMS = ("input", "output", "loss", "local", "grad", "weight")
+_NORMS = ("input", "module", "output", "loss", "local", "grad", "weight")
 """Kinds of which the norm is kept, which shows distances and NaNs."""
 
 
@@ -183,7 +183,6 @@ class Recording:
 
     def batch(self, batch: Any) -> Any:
         """Record a batch, of tensors in lists, tuples and mappings, and return it."""
-        self._begin()
         self._add_tree("batch", batch)
         return batch
 
@@ -231,7 +230,7 @@ class Recording:
     def _after_forward(self, name: str, output: Any) -> None:
         if torch.is_grad_enabled():
             self._begin()
-            self._add_tree("output", output, name)
+            self._add_tree("module" if name else "output", output, name)
             loss = output.get("loss") if isinstance(output, Mapping) and not name else None
             if isinstance(loss, Tensor):
                 self._add("loss:", loss)
@@ -254,9 +253,10 @@ class Recording:
         self.step += 1
 
     def _begin(self) -> None:
-        """Record the inputs of a step, unless it has begun."""
-        if self._counts:
+        """Record what the first forward of a step depends on, beside batch and weights."""
+        if self._begun:
             return
+        self._begun = True
         for name, state in random_states().items():
             parts = state if isinstance(state, Sequence) else [state]
             text = b" ".join(f"{digest(x):x}".encode() if isinstance(x, Tensor) else repr(x).encode() for x in parts)
@@ -343,6 +343,7 @@ class Recording:
         self._start, self._entries = [], []
         self._about: dict[str, str] = {}
         self._kept: dict[str, Tensor] = {}
+        self._begun = False
         self._counts: Counter[str] = Counter()
 
     def _stop(self, reason: str) -> None:
