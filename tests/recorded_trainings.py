@@ -64,7 +64,11 @@ class Training:
         """Train; None: without recording."""
         batches = self.batches[self.first : stop]
         options = {"first_step": self.first or None, **options}
-        with bagua_ref.record(self.model, self.optimizer, folder, batches, **options) if folder else contextlib.nullcontext() as recording:
+        with (
+            bagua_ref.record(self.model, self.optimizer, folder, batches, **options)
+            if folder
+            else contextlib.nullcontext() as recording
+        ):
             k = self.first
             for x in recording or batches:
                 self.before(k)
@@ -240,7 +244,6 @@ FAULTS = [
     Fault("another seed", other_seed, 0, "weight:0.weight", "random state"),
     Fault("other initial weights", other_weights, 0, "weight:4.weight", "initial weights"),
     Fault("a random number more", at("before", lambda t, _: torch.rand(1)), AT, "rng:torch", "random state"),
-    Fault("a draw of Python's generator", at("before", lambda t, _: random.random()), AT, "rng:python", "random state"),
     Fault("shuffled batches", batches(lambda b: [*b[:AT], b[5], b[6], b[3], b[4]]), AT, "batch:", "other order of data"),
     Fault("a sample of another data set", batches(lambda b: [*b[:AT], b[AT] + 1, *b[AT + 1 :]]), AT, "batch:", "other data"),
     Fault("a smaller batch", batches(lambda b: [*b[:AT], b[AT][:5], *b[AT + 1 :]]), AT, "batch:", "other data"),

@@ -160,6 +160,18 @@ def test_equal_runs_do_not_differ_also_restarted(right: Path, tmp_path: Path) ->
     assert report.steps == list(range(STEPS))
 
 
+def test_a_generator_that_nothing_uses_is_noted_only(right: Path, tmp_path: Path) -> None:
+    for name, plant in (("equal", None), ("lr", next(fault for fault in FAULTS if fault.cause == "learning rate").plant)):
+        training = Training()
+        random.seed(1)
+        if plant is not None:
+            plant(training)
+        training.run(tmp_path / name)
+        report = diff_records(right, tmp_path / name)
+        assert "python from step 0 on" in report.notes[-1]
+        assert report.first is None if plant is None else report.first is not None and report.first.cause == "learning rate"
+
+
 def test_a_restart_without_momentum_is_found(right: Path, tmp_path: Path) -> None:
     Training().run(tmp_path, stop=AT)
     second, saved = Training(), Training()

@@ -113,8 +113,8 @@ def _start(pair: Pair, step: int) -> tuple[str, str]:
     if step != min(pair.steps) or any(step - 1 in run[0].steps for run in pair.runs):
         return "restored state", f"at the start of step {step}"
     a, b = (pair.at(run, pair.ranks[0], step) for run in range(2))
-    if other := [name for name in a if kind_of(name) == "rng" and name in b and a[name].digest != b[name].digest]:
-        return "random state", f"weights differ before the first step, and so do {', '.join(other)}"
+    if "rng:torch" in a and a["rng:torch"].digest != getattr(b.get("rng:torch"), "digest", None):
+        return "random state", "weights differ before the first step, and so does the state of torch's generator"
     return "initial weights", ""
 
 
@@ -126,7 +126,7 @@ def _options(a: str, b: str) -> tuple[str, str]:
         of_runs.append({"optimizer": name, **dict(zip(rest[::2], rest[1::2], strict=True))})
     other = [name for name in {**of_runs[0], **of_runs[1]} if of_runs[0].get(name) != of_runs[1].get(name)]
     text = ", ".join(f"{name}: {of_runs[0].get(name)} in A, {of_runs[1].get(name)} in B" for name in other)
-    return ("learning rate" if other == ["lr"] else "option"), text
+    return ("learning rate" if {*other} <= {"lr", "initial_lr"} else "option"), text
 
 
 def _swapped(pair: Pair, step: int, found: Sequence[Mismatch]) -> str | None:

@@ -80,7 +80,6 @@ class DifferenceReport:
         differing: by step, the kinds of which records differ.
         distances: by step and kind, the largest relative difference of norms.
         first: the first difference, or None.
-        beyond_random: the first one that is not a random state.
         not_finite: by run, its first value that is not finite.
     """
 
@@ -94,14 +93,13 @@ class DifferenceReport:
     differing: dict[int, list[str]] = field(default_factory=dict)
     distances: dict[int, dict[str, float]] = field(default_factory=dict)
     first: Difference | None = None
-    beyond_random: Difference | None = None
     not_finite: dict[str, str] = field(default_factory=dict)
 
     def window(self) -> list[str]:
         """Return the commands that record the first step that differs with its values, and compare them; none if all is equal."""
         if self.first is None:
             return []
-        step = (self.beyond_random or self.first).step
+        step = self.first.step
         asked = f"{step}:{step + 1}"
         runs = [shlex.join(["env", f"{WINDOW}={asked}", *(command or ["<command>"])]) for command in self.commands]
         folders = [f"{folder.rstrip('/')}-{step}-{step + 1}" for folder in (self.a, self.b)]
@@ -109,15 +107,15 @@ class DifferenceReport:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as JSON values, with infinities and NaN as text."""
+        first = self.first
         return {
-            "equal": self.first is None,
+            "equal": first is None,
             "a": self.a,
             "b": self.b,
             "steps": self.steps,
             "ranks": self.ranks,
             "records": self.records,
-            "first": _as_json(self.first),
-            "beyond_random": _as_json(self.beyond_random),
+            "first": None if first is None else {**vars(first), "values": first.values and [*map(_finite, first.values)]},
             "not_finite": self.not_finite,
             "notes": self.notes,
             "window": self.window(),
@@ -138,10 +136,9 @@ class DifferenceReport:
         lines += [f"Note: {note}" for note in self.notes]
         if self.first is None:
             return "\n".join([*map(one_line, lines), "EQUAL"])
-        for title, found in (("First difference", self.first), ("First beyond random states", self.beyond_random)):
-            if found is not None and (title == "First difference" or found is not self.first):
-                lines.append(f"{title}: {found}" + (f" ({found.records} records differ like this)" if found.records > 1 else ""))
-                lines.append(f"Looks like: {found.cause} ({found.details or CAUSES[found.cause]})")
+        more = f" ({self.first.records} records of this kind differ)" if self.first.records > 1 else ""
+        lines.append(f"First difference: {self.first}{more}")
+        lines.append(f"Looks like: {self.first.cause} ({self.first.details or CAUSES[self.first.cause]})")
         lines += [f"Not finite in {run}: {where}" for run, where in self.not_finite.items()]
         lines += ["Timeline, with the largest relative differences of norms:", *self._timeline()]
         return "\n".join([*map(one_line, lines), "DIFFERENT (--window prints the commands that record this step with values)"])
@@ -161,12 +158,6 @@ class DifferenceReport:
             name = f"{group[0]}" if len(group) == 1 else f"{group[0]} to {group[-1]}"
             lines.append(f"  {name:>12}  {' '.join(kinds) or 'equal'}{f'  ({shown})' if shown else ''}")
         return lines + ([f"  ... and {len(groups) - _ROWS} more changes"] if len(groups) > _ROWS else [])
-
-
-def _as_json(found: Difference | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    return {**vars(found), "values": None if found.values is None else [_finite(value) for value in found.values]}
 
 
 def _finite(value: Any) -> Any:

@@ -12,12 +12,15 @@ from bagua_ref.conformance.trace.pair import Mismatch, Pair, kind_of
 
 __all__ = ["diff_records"]
 
+_DRAWN = ("batch", "input", "buffer", "module", "output", "loss")
+"""What may depend on random numbers of its step; that of generators that nothing uses tells nothing."""
+
 
 def diff_records(a: str | Path, b: str | Path) -> DifferenceReport:
     """Compare two records of `bagua_ref.record`.
 
-    Records with other numbers of ranks are compared in what must be equal on all: rank 0's gradients after communication, options,
-    state and weights.
+    Random states alone are no difference: many trainings leave a generator unseeded that they do not use. Records with other
+    numbers of ranks are compared in what must be equal on all: rank 0's gradients after communication, options, state and weights.
 
     Args:
         a: folder with the folders of all ranks of one training.
@@ -28,16 +31,24 @@ def diff_records(a: str | Path, b: str | Path) -> DifferenceReport:
     """
     pair = Pair(Path(a), Path(b))
     report = DifferenceReport(str(a), str(b), pair.steps, pair.ranks, _notes(pair), _command(pair))
+    other_random: dict[tuple[int, str], int] = {}  # since which step
     for step in pair.steps:
         kinds = dict(pair.mismatches(step))
         report.records += sum(kind_of(name) in pair.kinds for rank in pair.ranks for name in pair.at(0, rank, step))
         report.differing[step] = list(kinds)
         report.distances[step] = {kind: _distance(kinds.get(kind, [])) for kind in ("loss", "grad", "weight")}
-        for place, (kind, found) in enumerate(kinds.items()):
-            if report.first is None:
-                report.first = _describe(pair, step, kind, found)
-            if report.beyond_random is None and kind != "rng":
-                report.beyond_random = _describe(pair, step, kind, found) if place or report.first.step != step else report.first
+        random = kinds.pop("rng", [])
+        for mismatch in random:
+            other_random.setdefault((mismatch.rank, mismatch.name), step)
+        if kinds and report.first is None:
+            kind, found = next(iter(kinds.items()))
+            drawn = [m for m in random if other_random[m.rank, m.name] == step] if kind in _DRAWN else []
+            report.first = _describe(pair, step, "rng" if drawn else kind, drawn or found)
+            if drawn:
+                report.first.details += f"; its first effect is {found[0].name}"
+    if other_random and (report.first is None or report.first.kind != "rng"):
+        listed = ", ".join(dict.fromkeys(f"{name[4:]} from step {since} on" for (_, name), since in other_random.items()))
+        report.notes.append(f"random states differ ({listed}); this is not where the runs part")
     report.not_finite = {name: where for run, name in enumerate("AB") if (where := _not_finite(pair, run))}
     return report
 
