@@ -1,7 +1,7 @@
 """The cost of digests: against a copy of memory, and their share of a training step on the shapes of ResNet-50 and GPT-2.
 
-A step is a real one, on one process, with batches that people use: 32 images, and 8 x 512 tokens. The models are those of torchvision and
-transformers; one whose library is missing is left out. Memory is the growth of the process's peak.
+A step is a real one, on one process, with batches that people use: 32 images, and 8 x 512 tokens. GPT-2 is that of transformers,
+and left out without it. Memory is the growth of the process's peak.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import common
+import shapes
 import torch
 
 import bagua_ref
@@ -36,11 +37,41 @@ def speed(quick: bool) -> list[common.Row]:
     return rows
 
 
-def resnet50(quick: bool) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor], str]:
-    from torchvision.models import resnet50
+class Bottleneck(torch.nn.Module):
+    """A block of ResNet-50, with the shapes that the paper gives (He et al., arXiv:1512.03385, table 1)."""
 
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        layers: list[torch.nn.Module] = []
+        for before, after, size, step in ((inside, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1)):
+            layers += [
+                torch.nn.Conv2d(before, after, size, step, size // 2, bias=False),
+                torch.nn.BatchNorm2d(after),
+                torch.nn.ReLU(),
+            ]
+        self.layers = torch.nn.Sequential(*layers[:-1])
+        self.shortcut = torch.nn.Sequential()
+        if stride > 1 or inside != 4 * width:
+            convolution = torch.nn.Conv2d(inside, 4 * width, 1, stride, bias=False)
+            self.shortcut = torch.nn.Sequential(convolution, torch.nn.BatchNorm2d(4 * width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layers(x) + self.shortcut(x)).relu()
+
+
+def resnet50(quick: bool) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor], str]:
+    layers: list[torch.nn.Module] = [torch.nn.Conv2d(3, 64, 7, 2, 3, bias=False), torch.nn.BatchNorm2d(64), torch.nn.ReLU()]
+    layers.append(torch.nn.MaxPool2d(3, 2, 1))
+    inside = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            layers.append(Bottleneck(inside, width, 2 if block == 0 and width > 64 else 1))
+            inside = 4 * width
+    layers += [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(2048, 1000)]
+    model = torch.nn.Sequential(*layers)
+    assert sorted(tuple(p.shape) for p in model.parameters()) == sorted(map(tuple, shapes.resnet50()))
     x = torch.randn(2 if quick else 32, 3, 224, 224)
-    return resnet50(), lambda model: model(x).square().mean(), f"batch of {len(x)} images"
+    return model, lambda model: model(x).square().mean(), f"batch of {len(x)} images"
 
 
 def gpt2(quick: bool) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor], str]:
@@ -77,7 +108,7 @@ def step_times(make: Callable[..., tuple], quick: bool, folder: Path) -> tuple[d
 def main() -> int:
     args = common.arguments(__doc__)
     rows = speed(args.quick)
-    for name, package, make in (("ResNet-50", "torchvision", resnet50), ("GPT-2", "transformers", gpt2)):
+    for name, package, make in (("ResNet-50", "torch", resnet50), ("GPT-2", "transformers", gpt2)):
         if find_spec(package) is None:
             print(f"{name} needs {package}: left out")
             continue

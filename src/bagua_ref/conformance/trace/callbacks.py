@@ -29,7 +29,15 @@ def lightning_callback(folder: str | Path, **options: Any) -> Any:
     if package is None:
         raise ModuleNotFoundError(f"lightning_callback() needs Lightning; install it with: {install_command('lightning')}")
     base = import_module("lightning.pytorch" if package == "lightning" else package).Callback
-    return type("LightningRecorder", (_OfLightning, base), {})(folder, options)
+    session = _Session(folder, options)
+    methods = {
+        "on_train_start": lambda self, trainer, module: session.enter(module, trainer.optimizers, trainer.global_step),
+        "on_train_batch_start": lambda self, trainer, module, batch, index: session.tell("batch", batch),
+        "on_before_backward": lambda self, trainer, module, loss: session.tell("loss", loss),
+        "on_train_end": lambda self, trainer, module: session.exit(),
+        "on_exception": lambda self, trainer, module, error: session.exit(error),
+    }
+    return type("LightningRecorder", (base,), methods)()
 
 
 def transformers_callback(folder: str | Path, **options: Any) -> Any:
@@ -46,60 +54,33 @@ def transformers_callback(folder: str | Path, **options: Any) -> Any:
     """
     if find_spec("transformers") is None:
         raise ModuleNotFoundError(f"transformers_callback() needs transformers; install it with: {install_command('transformers')}")
-    return type("TransformersRecorder", (_OfTransformers, import_module("transformers").TrainerCallback), {})(folder, options)
+    session = _Session(folder, options)
+    methods = {
+        "on_train_begin": lambda self, args, state, control, **of: session.enter(of["model"], [of["optimizer"]], state.global_step),
+        "on_train_end": lambda self, args, state, control, **of: session.exit(),
+    }
+    return type("TransformersRecorder", (import_module("transformers").TrainerCallback,), methods)()
 
 
-class _Recorder:
-    """A recording that begins and ends with a trainer's."""
+class _Session:
+    """A recording that begins and ends with a trainer's loop."""
 
     def __init__(self, folder: str | Path, options: dict[str, Any]) -> None:
         self._folder, self._options = folder, options
         self._recording: Recording | None = None
 
-    def _enter(self, model: Any, optimizers: list[Any], step: int) -> None:
+    def enter(self, model: Any, optimizers: list[Any], step: int) -> None:
+        """Begin to record at a step; of optimizers of accelerate and Lightning, those inside."""
         inside = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
-        self._recording = record(model, inside, self._folder, first_step=step or None, **self._options)
-        self._recording.__enter__()
+        self._recording = record(model, inside, self._folder, first_step=step or None, **self._options).__enter__()
 
-    def _exit(self, error: BaseException | None = None) -> None:
+    def tell(self, what: str, value: Any) -> None:
+        """Record a batch or a loss."""
+        if self._recording is not None:
+            getattr(self._recording, what)(value)
+
+    def exit(self, error: BaseException | None = None) -> None:
+        """End, after an error with the step that failed."""
         if self._recording is not None:
             self._recording.__exit__(None if error is None else type(error), error, None)
             self._recording = None
-
-
-class _OfLightning(_Recorder):
-    """The methods that Lightning's Trainer calls."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to record."""
-        self._enter(pl_module, trainer.optimizers, trainer.global_step)
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Record the batch."""
-        if self._recording is not None:
-            self._recording.batch(batch)
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """Record the loss."""
-        if self._recording is not None:
-            self._recording.loss(loss)
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """End."""
-        self._exit()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End with the step that failed."""
-        self._exit(exception)
-
-
-class _OfTransformers(_Recorder):
-    """The methods that Hugging Face's Trainer calls."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to record."""
-        self._enter(kwargs["model"], [kwargs["optimizer"]], state.global_step)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End."""
-        self._exit()

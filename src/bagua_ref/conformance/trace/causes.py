@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bagua_ref.conformance.trace.pair import Digested, Mismatch, Pair, kind_of
+from bagua_ref.conformance.trace.pair import Digested, Mismatch, Pair, digest_of, kind_of
 
 __all__ = ["CAUSES", "explain"]
 
@@ -138,17 +138,8 @@ def _swapped(pair: Pair, step: int, found: Sequence[Mismatch]) -> str | None:
         if sorted(of_runs[0]) != sorted(of_runs[1]):
             return None
     name = found[0].name
-    there = next(rank for rank in pair.ranks if _digest_of(pair, 0, rank, step, name) == of_first(found[0].b))
+    there = next(rank for rank in pair.ranks if pair.digest(0, rank, step, name) == digest_of(found[0].b))
     return f"rank {found[0].rank} of B has what rank {there} of A has"
-
-
-def of_first(side: Digested | None) -> str | None:
-    """Return the digest, if there is one."""
-    return None if side is None else side.digest
-
-
-def _digest_of(pair: Pair, run: int, rank: int, step: int, name: str) -> str | None:
-    return of_first(pair.at(run, rank, step).get(name))
 
 
 def _data(pair: Pair, run: int, rank: int, step: int) -> tuple[str, ...]:
@@ -186,7 +177,7 @@ def _buffers(pair: Pair, step: int, first: Mismatch) -> tuple[str, str]:
                 name = f"{kind}:{first.name.partition(':')[2]}"
                 known = kind == "buffer" or earlier < step
                 known = known and ((earlier, kind) != (step, "buffer") or first.name.startswith("buffer_after"))
-                if known and of_first(side) in [_digest_of(pair, r, first.rank, earlier, name) for r in range(2)]:
+                if known and digest_of(side) in [pair.digest(r, first.rank, earlier, name) for r in range(2)]:
                     when = "before" if kind == "buffer" else "after"
                     return "stale buffer", f"{'AB'[run]} has the value from {when} step {earlier}"
     return "buffer", ""
@@ -196,13 +187,13 @@ def _not_updated(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) ->
     """Explain values that are those of a neighbouring step."""
     for run in (1, 0):
         sides = [(m, m.b if run else m.a) for m in found]
-        before = all(of_first(side) == _digest_of(pair, run, m.rank, step - 1, m.name) for m, side in sides)
-        other_before = all(of_first(m.a if run else m.b) == _digest_of(pair, 1 - run, m.rank, step - 1, m.name) for m, _ in sides)
+        before = all(digest_of(side) == pair.digest(run, m.rank, step - 1, m.name) for m, side in sides)
+        other_before = all(digest_of(m.a if run else m.b) == pair.digest(1 - run, m.rank, step - 1, m.name) for m, _ in sides)
         if before and not other_before and kind in ("state", "weight"):
             return "skipped step", f"{'AB'[run]} has changed nothing in step {step}"
         if before and not other_before and kind == "grad":
             return "stale gradient", f"{'AB'[run]} has the gradients of step {step - 1}"
-        after = all(of_first(side) == _digest_of(pair, 1 - run, m.rank, step + 1, m.name) for m, side in sides)
+        after = all(digest_of(side) == pair.digest(1 - run, m.rank, step + 1, m.name) for m, side in sides)
         if after and kind in ("state", "weight"):
             return "repeated step", f"{'AB'[run]} is already where the other run is after step {step + 1}"
     return None
@@ -257,10 +248,10 @@ def _computed(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tu
     parameter = m.name.partition(":")[2]
     if kind == "grad":
         for run, side in ((1, m.b), (0, m.a)):
-            if len(pair.ranks) > 1 and of_first(side) == _digest_of(pair, run, m.rank, step, f"local:{parameter}"):
+            if len(pair.ranks) > 1 and digest_of(side) == pair.digest(run, m.rank, step, f"local:{parameter}"):
                 return "communication", f"{'AB'[run]} has communicated nothing: its gradients are those before"
         return ("communication" if len(pair.runs[0]) > 1 else "gradient changed"), ""
-    of_ranks = {_digest_of(pair, run, rank, step, m.name) for run in range(2) for rank in pair.ranks}
+    of_ranks = {pair.digest(run, rank, step, m.name) for run in range(2) for rank in pair.ranks}
     if kind == "weight" and len(of_ranks) > 2:  # ranks have their own, so that the weights are exchanged
         return "communication", "weights, or the update before"
     return "update", ""

@@ -8,9 +8,11 @@ import math
 import torch
 from torch import Tensor
 
+from bagua_ref.conformance.formats.safetensors_file import bytes_of
+
 __all__ = ["digest", "digest_of_text"]
 
-_TINY = 64  # bytes; up to here, Python is faster
+_TINY = 2**13  # bytes; up to here, BLAKE2b is faster
 _ROWS = 16
 _SMALL = 2**12  # words; below it, one row costs less than sixteen
 _LANES = 2**15  # at a time, so that they stay in the cache; the result does not depend on it
@@ -23,7 +25,7 @@ def digest(x: Tensor) -> int:
     The bytes are words of 8 bytes in 16 rows of lanes (up to 4,096 words: one row). In each lane, a <- fold(a xor word) * odd for
     each row, where fold(a) = a xor (a >> 32); every step is one to one, so a change of one word always shows. The lanes are then
     mixed with their numbers and added modulo 2^64. BLAKE2b of dtype, shape and the bytes after the last word is added by xor, and
-    is all of it up to 64 bytes. It is no cryptographic hash: it finds accidents, not forgeries.
+    is all of it up to 8,192 bytes. It is no cryptographic hash: it finds accidents, not forgeries.
 
     Args:
         x: dense, of any strides, dtype and device; unchanged. Strides do not count.
@@ -35,12 +37,13 @@ def digest(x: Tensor) -> int:
     >>> digest(a) == digest(torch.arange(12.0)[::2] / 2), digest(a) == digest(a.flip(0)), digest(a) == digest(a.reshape(2, 3))
     (True, False, False)
     """
-    flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).as_strided((x.numel(),), (1,))
-    data = flat.view(torch.uint8) if x.numel() else torch.empty(0, dtype=torch.uint8)
-    whole = data.numel() // 8 * 8 if data.numel() > _TINY else 0
-    header = f"{x.dtype} {list(x.shape)} ".encode() + bytes(data[whole:].tolist())
-    if whole == 0:
-        return digest_of_text(header)
+    x = x.detach().resolve_conj().resolve_neg()
+    header = f"{x.dtype} {list(x.shape)} ".encode()
+    if x.numel() * x.element_size() <= _TINY:
+        return digest_of_text(header + bytes_of(x))
+    data = x.contiguous().reshape(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    header += bytes(data[whole:].tolist())
     if data.storage_offset() % 8 or data.data_ptr() % 8:
         data = data.clone()  # a view of words needs it
     return (_mixed_words(data[:whole].view(torch.int64)) ^ digest_of_text(header)) & (2**64 - 1)

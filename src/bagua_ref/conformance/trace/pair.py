@@ -13,7 +13,7 @@ from bagua_ref.base.untrusted import NATURAL
 from bagua_ref.conformance.formats.safetensors_file import read_tensors
 from bagua_ref.conformance.trace.files import RankTrace, TraceError, read_lines, read_trace
 
-__all__ = ["KINDS", "Digested", "Mismatch", "Pair", "StepDigests", "kind_of"]
+__all__ = ["KINDS", "Digested", "Mismatch", "Pair", "StepDigests", "digest_of", "kind_of"]
 
 KINDS = (
     "rng", "mode", "buffer", "batch", "input", "module", "output", "loss",
@@ -98,6 +98,10 @@ class Pair:
         """Return a run's digests of a step, of which there may be none."""
         return self.runs[run][rank].steps[step].entries if step in self.runs[run][rank].steps else {}
 
+    def digest(self, run: int, rank: int, step: int, name: str) -> str | None:
+        """Return a run's digest, if it is recorded."""
+        return digest_of(self.at(run, rank, step).get(name))
+
     def mismatches(self, step: int) -> Iterator[tuple[str, list[Mismatch]]]:
         """Yield the kinds of which records differ in a step, in the order of their dependence, with those records."""
         found: dict[str, list[Mismatch]] = {kind: [] for kind in ("start", *self.kinds)}
@@ -136,6 +140,11 @@ class Pair:
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
             return None
         return a.reshape(-1), b.reshape(-1)
+
+
+def digest_of(entry: Digested | None) -> str | None:
+    """Return the digest of what is recorded, or None."""
+    return None if entry is None else entry.digest
 
 
 def kind_of(name: str) -> str:

@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -82,62 +82,68 @@ def record(
     ...     recording.step
     4
     """
-    return Recording(model, optimizers, folder, loader, what, window, first_step, (rank, world_size, None))
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model={model!r} must be a torch.nn.Module")
+    listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    if not listed or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in listed):
+        raise TypeError(f"optimizers={optimizers!r} must be a torch.optim.Optimizer or a list of at least one")
+    if what not in ("digests", "values"):
+        raise ValueError(f"what={what!r} must be 'digests' or 'values'")
+    if window is not None and what != "values":
+        raise ValueError(f"window={window!r} must be None with what='digests', which keeps no values")
+    if window is not None and (len(window) != 2 or not 0 <= window[0] < window[1]):
+        raise ValueError(f"window={window!r} must be the first step with values and the first one after")
+    if first_step is not None:
+        check_int("first_step", first_step, 0, " or None")
+    folder = Path(folder)
+    if asked := os.environ.get(WINDOW):
+        found = re.fullmatch(r"(\d+):(\d+)", asked)
+        if found is None or int(found[1]) >= int(found[2]):
+            raise ValueError(
+                f"environment variable {WINDOW}={asked!r} must be two steps such as '12:14', the first below the second"
+            )
+        what, window = "values", (int(found[1]), int(found[2]))
+        folder = folder.with_name(f"{folder.name}-{found[1]}-{found[2]}")
+    values = range(0) if what == "digests" else range(*window) if window else range(2**63)
+    return Recording(model, listed, folder, loader, values, first_step, rank, world_size)
 
 
 class Recording:
-    """The context that `record` returns; its arguments are those, with rank, number of ranks and nodes as one.
+    """The context that `record` returns, which has the arguments' descriptions; values are kept of the steps in ``values``.
 
     Attributes:
         step: number of the step that is under way.
         stopped: why recording stopped early, or None.
     """
 
+    _start: list[list[Any]]
+    _entries: list[list[Any]]
+    _about: dict[str, str]
+    _kept: dict[str, Tensor]
+    _counts: Counter[str]
+    _begun: bool
+    """Whether random states, mode and buffers of the step are recorded."""
+
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        folder: str | Path,
+        optimizers: list[torch.optim.Optimizer],
+        folder: Path,
         loader: Any,
-        what: str,
-        window: tuple[int, int] | None,
+        values: range,
         first_step: int | None,
-        identity: tuple[int | None, int | None, None],
+        rank: int | None,
+        world_size: int | None,
     ) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"model={model!r} must be a torch.nn.Module")
-        listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-        if not listed or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in listed):
-            raise TypeError(f"optimizers={optimizers!r} must be a torch.optim.Optimizer or a list of at least one")
-        if what not in ("digests", "values"):
-            raise ValueError(f"what={what!r} must be 'digests' or 'values'")
-        if window is not None:
-            if what != "values":
-                raise ValueError(f"window={window!r} must be None with what='digests', which keeps no values")
-            if len(window) != 2 or not 0 <= window[0] < window[1]:
-                raise ValueError(f"window={window!r} must be the first step with values and the first one after")
-        if first_step is not None:
-            check_int("first_step", first_step, 0, " or None")
-        self._folder = Path(folder)
-        if asked := os.environ.get(WINDOW):
-            found = re.fullmatch(r"(\d+):(\d+)", asked)
-            if found is None or int(found[1]) >= int(found[2]):
-                raise ValueError(
-                    f"environment variable {WINDOW}={asked!r} must be two steps such as '12:14', the first below the second"
-                )
-            what, window = "values", (int(found[1]), int(found[2]))
-            self._folder = self._folder.with_name(f"{self._folder.name}-{found[1]}-{found[2]}")
         self.step = first_step or 0
         self.stopped: str | None = None
-        self._resume, self._loader, self._identity, self._optimizers = first_step is not None, loader, identity, listed
-        self._values = range(0) if what == "digests" else range(*window) if window else range(2**63)
+        self._folder, self._loader, self._values, self._resume = folder, loader, values, first_step is not None
+        self._identity, self._optimizers = (rank, world_size, None), optimizers
         self._model, self._inner = model, _unwrapped(model)
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in self._inner.named_parameters()}
         self._writer: Writer | None = None
         self._hooks = contextlib.ExitStack()
         self._told: dict[str, str] = {}
-        self._start: list[list[Any]] = []
-        self._entries: list[list[Any]] = []
         self._clear()
 
     def __enter__(self) -> Recording:
@@ -157,9 +163,11 @@ class Recording:
         }
         self._writer = Writer(self._folder / f"rank{self._manifest['rank']}", self._manifest, self._resume)
         self._add_hooks()
+        self._begun = True
         self._add_weights()
-        self._start, self._entries = self._entries, []
-        self._counts.clear()
+        start, about = self._entries, self._about
+        self._clear()
+        self._start, self._about = start, about
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -170,7 +178,8 @@ class Recording:
         if kind is not None and self._entries:
             self._write(partial=True)
         self._manifest["complete"] = kind is None and self.stopped is None
-        self._save()
+        with contextlib.suppress(OSError):  # a full disk; what has been written is there
+            self._writer.write_manifest(self._manifest)
         self._writer.close()
         self._writer = None
 
@@ -188,7 +197,6 @@ class Recording:
 
     def loss(self, loss: Tensor) -> Tensor:
         """Record the loss before its backward pass, and return it."""
-        self._begin()
         self._add("loss:", loss)
         return loss
 
@@ -198,45 +206,31 @@ class Recording:
             self._model.register_forward_hook(lambda module, args, output: self._after_forward("", output)),
             self._optimizers[-1].register_step_post_hook(lambda *_: self._end_step()),
         ]
-        hooks += [
-            parameter.register_hook(self._on_gradient(f"local:{name}"))
-            for parameter, name in self._names.items()
-            if parameter.requires_grad
-        ]
-        hooks += [
-            optimizer.register_step_pre_hook(lambda chosen, *_: self._before_optimizer(chosen)) for optimizer in self._optimizers
-        ]
-        if self._values:
-            leaves = {name: module for name, module in self._inner.named_modules() if name and not [*module.children()]}
-            hooks += [module.register_forward_hook(self._on_module(name)) for name, module in leaves.items()]
+        hooks += [optimizer.register_step_pre_hook(lambda o, *_: self._before_optimizer(o)) for optimizer in self._optimizers]
+        for parameter, name in self._names.items():
+            if parameter.requires_grad:
+                hooks.append(parameter.register_hook(lambda gradient, name=f"local:{name}": self._add(name, gradient)))
+        for name, module in self._inner.named_modules() if self._values else ():
+            if name and not [*module.children()]:
+                hooks.append(
+                    module.register_forward_hook(lambda module, args, output, name=name: self._after_forward(name, output))
+                )
         for hook in hooks:
             self._hooks.callback(hook.remove)
 
-    def _on_gradient(self, name: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            self._begin()
-            self._add(name, gradient)
-
-        return hook
-
-    def _on_module(self, name: str) -> Callable[..., None]:
-        return lambda module, args, output: self._after_forward(name, output) if self.step in self._values else None
-
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
-            self._begin()
             self._add_tree("input", [*args, kwargs] if kwargs else args)
 
     def _after_forward(self, name: str, output: Any) -> None:
-        if torch.is_grad_enabled():
-            self._begin()
+        """Record the output of the model, or of an inner module in a step whose values are kept."""
+        if torch.is_grad_enabled() and (not name or self.step in self._values):
             self._add_tree("module" if name else "output", output, name)
             loss = output.get("loss") if isinstance(output, Mapping) and not name else None
             if isinstance(loss, Tensor):
-                self._add("loss:", loss)
+                self.loss(loss)
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        self._begin()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -254,8 +248,6 @@ class Recording:
 
     def _begin(self) -> None:
         """Record what the first forward of a step depends on, beside batch and weights."""
-        if self._begun:
-            return
         self._begun = True
         for name, state in random_states().items():
             parts = state if isinstance(state, Sequence) else [state]
@@ -315,6 +307,8 @@ class Recording:
         self._note(name, digest_of_text(text.encode()), None, text)
 
     def _note(self, name: str, number: int, norm: float | None = None, about: str = "") -> str:
+        if not self._begun and not name.startswith("batch:"):
+            self._begin()
         self._counts[name] += 1
         if (count := self._counts[name]) > 1:
             name = f"{name}#{count}"
@@ -336,27 +330,16 @@ class Recording:
             try:
                 self._writer.write_line(line, self._kept or None)
             except OSError as error:
-                self._stop(f"step {self.step} cannot be written: {error}")
+                self.stopped = f"step {self.step} cannot be written: {error}"
+                self._manifest["stopped"] = {"step": self.step, "reason": self.stopped}
+                warnings.warn(f"recording has stopped: {self.stopped}. Training continues", RuntimeWarning, stacklevel=2)
         self._clear()
 
     def _clear(self) -> None:
-        self._start, self._entries = [], []
-        self._about: dict[str, str] = {}
-        self._kept: dict[str, Tensor] = {}
+        """Forget what has been written."""
+        self._start, self._entries, self._about, self._kept = [], [], {}, {}
+        self._counts = Counter()
         self._begun = False
-        self._counts: Counter[str] = Counter()
-
-    def _stop(self, reason: str) -> None:
-        self.stopped = reason
-        self._manifest["stopped"] = {"step": self.step, "reason": reason}
-        warnings.warn(
-            f"recording into {str(self._folder)!r} has stopped: {reason}. Training continues", RuntimeWarning, stacklevel=2
-        )
-
-    def _save(self) -> None:
-        assert self._writer is not None
-        with contextlib.suppress(OSError):  # a full disk; what has been written is there
-            self._writer.write_manifest(self._manifest)
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
