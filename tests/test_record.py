@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.launch import run_script
 from tests.recorded_trainings import AT, FAULTS, STEPS, Fault, Training, hidden_update, plain_sgd
+from torch import nn
 
+import bagua_ref
 from bagua_ref.cli import main
 from bagua_ref.conformance.trace import TraceError, diff_records, digest
 from bagua_ref.conformance.trace.causes import CAUSES
@@ -301,6 +305,35 @@ def test_wrong_arguments(options: dict[str, object], message: str, tmp_path: Pat
     with pytest.raises(ValueError, match=message):
         Training().run(tmp_path, **options)
     assert not [*tmp_path.iterdir()]
+
+
+def test_other_kinds_of_tensors_and_modules(tmp_path: Path) -> None:
+    def run(folder: Path, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.LazyLinear(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r"'2.weight' is not initialized"):
+            bagua_ref.record(model, optimizer, folder)
+        model(torch.tensor([[1, 2], [3, 1]]))
+        called = wrap(model)
+        with bagua_ref.record(called, optimizer, folder, [{"x": torch.tensor([[1, 2], [3, 1]]), "note": "text"}] * 3) as recording:
+            for batch in recording:
+                recording.loss(called(batch["x"]).square().mean()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    run(tmp_path / "a", lambda model: model)
+    run(tmp_path / "b", lambda model: torch.compile(model, backend="eager"))  # type: ignore[arg-type, return-value]
+    report = diff_records(tmp_path / "a", tmp_path / "b")
+    assert report.first is None, str(report)
+    assert report.records == 3 * 21
+
+
+def test_a_setting_of_precision_of_newer_versions_is_no_error(tmp_path: Path) -> None:
+    code = "import torch, bagua_ref\nif hasattr(torch.backends, 'fp32_precision'): torch.backends.fp32_precision = 'tf32'\n"
+    code += f"m = torch.nn.Linear(1, 1)\nwith bagua_ref.record(m, torch.optim.SGD(m.parameters()), {str(tmp_path)!r}): pass"
+    ended = run_script(code)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_folder_with_a_record_is_not_overwritten(right: Path) -> None:

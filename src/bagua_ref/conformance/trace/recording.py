@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from bagua_ref.base.runtime import current_world
 from bagua_ref.base.utils import uncompiled
@@ -84,6 +85,8 @@ def record(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model={model!r} must be a torch.nn.Module")
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise ValueError(f"model: its parameter {lazy[0]!r} is not initialized yet; call the model once before")
     listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     if not listed or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in listed):
         raise TypeError(f"optimizers={optimizers!r} must be a torch.optim.Optimizer or a list of at least one")
@@ -352,11 +355,15 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 def _settings() -> dict[str, Any]:
     """Return settings of this process that change the order of adding or the precision."""
+    try:
+        matmul = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set by torch.backends.fp32_precision, which newer versions have
+        matmul = str(getattr(torch.backends, "fp32_precision", None))
     return {
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "matmul": matmul,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 
