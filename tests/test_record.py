@@ -118,6 +118,13 @@ def test_a_fault_is_located_and_named(fault: Fault, right: Path, tmp_path: Path)
         assert (first.step, first.rank, first.record, first.cause) == (fault.step, 0, fault.record, fault.cause), str(first)
 
 
+def test_where_values_begin_to_be_infinite_is_said(right: Path, tmp_path: Path) -> None:
+    training = Training()
+    next(fault for fault in FAULTS if fault.name == "a division by zero").plant(training)
+    training.run(tmp_path)
+    assert diff_records(right, tmp_path).not_finite == {"B": f"step {AT}, rank 0, output:"}
+
+
 def test_every_cause_has_a_meaning_and_faults_are_many() -> None:
     assert len(FAULTS) >= 30
     assert {fault.cause for fault in FAULTS} <= set(CAUSES)
@@ -223,9 +230,13 @@ def test_a_record_that_was_cut_off_is_readable_up_to_its_end(right: Path, tmp_pa
     index.write_bytes(b"")
     with pytest.raises(TraceError, match="no step in common"):
         diff_records(right, tmp_path)
-    index.write_bytes(whole.replace(b'"step": 2', b'"step": "2"'))
-    with pytest.raises(TraceError, match="line 3"):
-        diff_records(right, tmp_path)
+    for wrong, message in (
+        (b'"step": "2"', "line 3"),
+        (b'"start": [["weight:x", "no digest", null]], "step": 2', "not a name, a digest"),
+    ):
+        index.write_bytes(whole.replace(b'"step": 2', wrong))
+        with pytest.raises(TraceError, match=message):
+            diff_records(right, tmp_path)
 
 
 def test_a_step_that_failed_is_written_as_far_as_it_went(right: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def lightning_callback(folder: str | Path, **options: Any) -> Any:
     if package is None:
         raise ModuleNotFoundError(f"lightning_callback() needs Lightning; install it with: {install_command('lightning')}")
     base = import_module("lightning.pytorch" if package == "lightning" else package).Callback
-    session = _Session(folder, options)
+    session = _TrainerRecording(folder, options)
     methods = {
         "on_train_start": lambda self, trainer, module: session.enter(module, trainer.optimizers, trainer.global_step),
         "on_train_batch_start": lambda self, trainer, module, batch, index: session.tell("batch", batch),
@@ -54,7 +54,7 @@ def transformers_callback(folder: str | Path, **options: Any) -> Any:
     """
     if find_spec("transformers") is None:
         raise ModuleNotFoundError(f"transformers_callback() needs transformers; install it with: {install_command('transformers')}")
-    session = _Session(folder, options)
+    session = _TrainerRecording(folder, options)
     methods = {
         "on_train_begin": lambda self, args, state, control, **of: session.enter(of["model"], [of["optimizer"]], state.global_step),
         "on_train_end": lambda self, args, state, control, **of: session.exit(),
@@ -62,7 +62,7 @@ def transformers_callback(folder: str | Path, **options: Any) -> Any:
     return type("TransformersRecorder", (import_module("transformers").TrainerCallback,), methods)()
 
 
-class _Session:
+class _TrainerRecording:
     """A recording that begins and ends with a trainer's loop."""
 
     def __init__(self, folder: str | Path, options: dict[str, Any]) -> None:

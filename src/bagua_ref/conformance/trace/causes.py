@@ -142,7 +142,7 @@ def _swapped(pair: Pair, step: int, found: Sequence[Mismatch]) -> str | None:
     return f"rank {found[0].rank} of B has what rank {there} of A has"
 
 
-def _data(pair: Pair, run: int, rank: int, step: int) -> tuple[str, ...]:
+def _data(pair: Pair, run: int, rank: int, step: int) -> tuple[int, ...]:
     entries = pair.at(run, rank, step)
     kind = "batch" if any(kind_of(name) == "batch" for name in entries) else "input"
     return tuple(entry.digest for name, entry in entries.items() if kind_of(name) == kind)
@@ -152,7 +152,7 @@ def _order_of_data(pair: Pair, step: int, first: Mismatch) -> tuple[str, str] | 
     """Explain a batch that the other record has elsewhere."""
     a, b = ({s: _data(pair, run, first.rank, s) for s in pair.steps} for run in range(2))
 
-    def follows(of_run: dict[int, tuple[str, ...]], s: int, of_other: dict[int, tuple[str, ...]], t: int) -> bool:
+    def follows(of_run: dict[int, tuple[int, ...]], s: int, of_other: dict[int, tuple[int, ...]], t: int) -> bool:
         """Return whether a run goes on from step s as the other one does from step t."""
         known = s + 1 in of_run and t + 1 in of_other
         return t in of_other and of_run[s] == of_other[t] and (not known or of_run[s + 1] == of_other[t + 1])

@@ -124,9 +124,13 @@ def _index(place: int, about: str) -> list[int]:
 def _not_finite(pair: Pair, run: int) -> str:
     """Return where a run has its first value that is not finite, or ""."""
     for step in pair.steps:
-        for kind in pair.kinds:
-            for rank in pair.ranks:
-                for name, entry in pair.at(run, rank, step).items():
-                    if kind_of(name) == kind and entry.norm is not None and not math.isfinite(entry.norm):
-                        return f"step {step}, rank {rank}, {name}"
+        bad = [
+            (pair.kinds.index(kind_of(name)), rank, place, name)
+            for rank in pair.ranks
+            for place, (name, entry) in enumerate(pair.at(run, rank, step).items())
+            if entry.norm is not None and not math.isfinite(entry.norm) and kind_of(name) in pair.kinds
+        ]
+        if bad:
+            _, rank, _, name = min(bad)
+            return f"step {step}, rank {rank}, {name}"
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,9 @@ KINDS = (
 
 _LINE = {
     "step": NATURAL,
-    "entries": [[str, str, object]],
+    "entries": list,
     "about": {str: str},
-    "start?": [[str, str, object]],
+    "start?": list,
     "partial?": bool,
     "file?": str,
 }
@@ -36,7 +37,7 @@ _OF_ALL_RANKS = ("grad", "option", "state", "weight")
 class Digested(NamedTuple):
     """What is recorded of one value: digest, norm (None: not recorded), and its dtype, shape and device, or its text."""
 
-    digest: str
+    digest: int
     norm: float | None
     about: str
 
@@ -90,6 +91,7 @@ class Pair:
         self.kinds = KINDS if same else _OF_ALL_RANKS
         of_runs = [set.intersection(*(set(run[rank].steps) for rank in self.ranks)) for run in self.runs]
         self.steps = sorted(set.intersection(*of_runs))
+        self._kept: dict[Path, dict[str, Tensor]] = {}
         if not self.steps:
             ranges = [f"{min(steps)} to {max(steps)}" if steps else "none" for steps in of_runs]
             raise TraceError(f"{str(a)!r} and {str(b)!r} have no step in common: {ranges[0]} and {ranges[1]}")
@@ -98,7 +100,7 @@ class Pair:
         """Return a run's digests of a step, of which there may be none."""
         return self.runs[run][rank].steps[step].entries if step in self.runs[run][rank].steps else {}
 
-    def digest(self, run: int, rank: int, step: int, name: str) -> str | None:
+    def digest(self, run: int, rank: int, step: int, name: str) -> int | None:
         """Return a run's digest, if it is recorded."""
         return digest_of(self.at(run, rank, step).get(name))
 
@@ -135,14 +137,19 @@ class Pair:
             file = run[mismatch.rank].steps[step].file
             if file is None:
                 return None
-            found.append(read_tensors(run[mismatch.rank].folder / file, TraceError).get(mismatch.name))
+            path = run[mismatch.rank].folder / file
+            if path not in self._kept:
+                if len(self._kept) > 1:  # of another rank or step; files are large
+                    self._kept.clear()
+                self._kept[path] = read_tensors(path, TraceError)
+            found.append(self._kept[path].get(mismatch.name))
         a, b = found
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
             return None
         return a.reshape(-1), b.reshape(-1)
 
 
-def digest_of(entry: Digested | None) -> str | None:
+def digest_of(entry: Digested | None) -> int | None:
     """Return the digest of what is recorded, or None."""
     return None if entry is None else entry.digest
 
@@ -156,12 +163,13 @@ def _read_digests(path: Path) -> dict[int, Any]:
     steps: dict[int, Any] = {}
     told: dict[str, str] = {}
 
-    def digested(entries: list[list[Any]]) -> dict[str, Digested]:
+    def digested(entries: list[Any]) -> dict[str, Digested]:
         found = {}
-        for name, number, norm in entries:
-            if norm is not None and not isinstance(norm, int | float) and norm not in ("nan", "inf"):
-                raise TraceError(f"{str(path)!r}: the norm of {name!r} in step {line['step']} is no number")
-            found[name] = Digested(number, None if norm is None else float(norm), told.get(name, ""))
+        try:  # checked here, as there are many
+            for name, number, norm in entries:
+                found[sys.intern(name)] = Digested(int(number, 16), None if norm is None else float(norm), told.get(name, ""))
+        except (TypeError, ValueError):
+            raise TraceError(f"{str(path)!r}: an entry of step {line['step']} is not a name, a digest and a norm") from None
         return found
 
     for line in read_lines(path, _LINE):
