@@ -34,7 +34,7 @@ LINES: dict[str, int] = {
     "conformance/run": 1307,
     "conformance/suites": 4437,
     "conformance/targets": 1566,
-    "conformance/trace": 3626,  # records of whole trainings, and their comparison
+    "conformance/trace": 3627,  # records of whole trainings, and their comparison
     "conformance/vectors": 2058,
     "contrib": 1584,
     "contrib/cache": 1587,

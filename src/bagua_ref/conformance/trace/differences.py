@@ -46,9 +46,10 @@ def diff_records(a: str | Path, b: str | Path) -> DifferenceReport:
             report.first = _describe(pair, step, "rng" if drawn else kind, drawn or found)
             if drawn:
                 report.first.details += f"; its first effect is {found[0].name}"
-    if other_random and (report.first is None or report.first.kind != "rng"):
-        listed = ", ".join(dict.fromkeys(f"{name[4:]} from step {since} on" for (_, name), since in other_random.items()))
-        report.notes.append(f"random states differ ({listed}); this is not where the runs part")
+    last = pair.steps[-1] if report.first is None else report.first.step
+    listed = dict.fromkeys(f"{name[4:]} from step {since} on" for (_, name), since in other_random.items() if since <= last)
+    if listed and (report.first is None or report.first.kind != "rng"):
+        report.notes.append(f"random states differ ({', '.join(listed)}); this is not where the runs part")
     report.not_finite = {name: where for run, name in enumerate("AB") if (where := _not_finite(pair, run))}
     return report
 
