@@ -240,6 +240,21 @@ def in_bfloat16(t: Training, x: Tensor) -> Tensor:
     return y
 
 
+def wrong_backward(t: Training, x: Tensor) -> Tensor:
+    def with_hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        output.register_hook(lambda grad: grad.sign())
+        return output
+
+    hook = t.part("2").register_forward_hook(with_hook)
+    y: Tensor = t.model(x)
+    hook.remove()
+    return y
+
+
+def larger_model(t: Training) -> None:
+    t.model.append(nn.Linear(3, 3))  # type: ignore[operator]
+
+
 FAULTS = [
     Fault("another seed", other_seed, 0, "weight:0.weight", "random state"),
     Fault("other initial weights", other_weights, 0, "weight:4.weight", "initial weights"),
@@ -270,6 +285,8 @@ FAULTS = [
     Fault("a loss that is NaN", at("backward", lambda t, loss: (loss * float("nan")).backward()), AT, "local:4.bias", "not finite"),
     Fault("a summed loss", at("loss", lambda t, y: y.square().sum()), AT, "loss:", "loss"),
     Fault("a scaled loss", at("backward", lambda t, loss: (loss * 128).backward()), AT, "local:4.bias", "scaled gradient"),
+    Fault("a wrong backward", at("forward", wrong_backward), AT, "local:1.weight", "backward"),
+    Fault("a layer more", larger_model, 0, "weight:5.weight", "model"),
     Fault("clipped norms", with_grads(lambda g: g * 0.25), AT, "grad:0.weight", "scaled gradient"),
     Fault("clipped values", with_grads(lambda g: g.clamp(-0.01, 0.01)), AT, "grad:0.weight", "gradient changed"),
     Fault("gradients that are not reset", without_zero_grad, AT, "grad:0.weight", "gradient changed"),
