@@ -175,7 +175,7 @@ def completion(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("ver", ["verify"]),
         ("demo --al", ["--algorithms"]),
         ("demo --algorithms byte", ["bytegrad"]),
-        ("trace ", ["check", "show"]),
+        ("trace ", ["check", "diff", "show"]),
         ("verify --json-", ["--json-file"]),
         ("vectors check fo", ["folder"]),
         ("balance --lengths f", ["file", "folder"]),

@@ -94,6 +94,7 @@ __all__ = [
     "join",
     "list_codecs",
     "new_group",
+    "record",
     "recv",
     "reduce",
     "reduce_inplace",
@@ -114,6 +115,10 @@ __version__ = "0.1.0"
 if not _TYPE_CHECKING:  # so that type checkers still find misspelt names
 
     def __getattr__(name: str) -> object:
+        if name == "record":
+            from importlib import import_module
+
+            return import_module("bagua_ref.conformance.trace").record
         if name in ("contrib", "flight_recorder", "graphs", "low_rank", "mixing"):  # not everybody's: imported when asked for
             from importlib import import_module
 

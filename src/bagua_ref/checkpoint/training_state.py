@@ -21,7 +21,7 @@ from bagua_ref.checkpoint.plain import plain
 from bagua_ref.data_parallel.training import ModuleTraining
 from bagua_ref.data_parallel.wrapping import context_of
 
-__all__ = ["RestoreError", "State", "TrainingState", "listed"]
+__all__ = ["RestoreError", "State", "TrainingState", "listed", "random_states"]
 
 State = dict[str, dict[str, Any]]
 """Plain trees by component, such as "model", and entry, such as the name of a weight."""
@@ -93,7 +93,7 @@ class TrainingState:
             "versions": {"modules": dict(getattr(model, "_metadata", {}))},
             "optimizers": {str(place): optimizer.state_dict() for place, optimizer in enumerate(self.optimizers)},
             "algorithm": algorithm,
-            "rng": _random_states(),
+            "rng": random_states(),
         }
         if self.sampler is not None:
             state["sampler"] = dict(self.sampler if isinstance(self.sampler, Mapping) else self.sampler.state_dict())
@@ -130,7 +130,7 @@ class TrainingState:
             self.algorithm.check_idle()
         for component, check in self._checks(state):
             _name_failures(component, check)
-        undo: list[Callable[[], object]] = [partial(_restore_random_states, _random_states())]
+        undo: list[Callable[[], object]] = [partial(_restore_random_states, random_states())]
         try:
             for component, before, load in self._loads(state):
                 undo.append(_name_failures(component, before))
@@ -212,7 +212,8 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
             raise ValueError(f"group {place} of the {type(optimizer).__name__} lacks the options {', '.join(missing)}")
 
 
-def _random_states() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
+    """Return the states of the generators of Python, torch, NumPy and the current CUDA device."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     name, *numpy = np.random.get_state(legacy=True)  # noqa: NPY002  (a bit generator other than the default has no such tuple)
     if name == "MT19937":

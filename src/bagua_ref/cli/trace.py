@@ -1,4 +1,4 @@
-"""``bagua-ref trace``: check a recorded training run against its algorithm, or summarize the recording."""
+"""``bagua-ref trace``: check a recorded training against its algorithm, compare it with another one, or summarize the recording."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["add_parser"]
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add ``trace check`` and ``trace show`` to the commands of ``bagua-ref``."""
+    """Add ``trace check``, ``diff`` and ``show`` to the commands of ``bagua-ref``."""
     trace = commands.add_parser(
         "trace",
-        help="check a recorded training run against what its algorithm must compute",
-        description="A trace is what bagua_ref.conformance.trace.Recorder wrote during a training run: the inputs and outputs of "
-        "every bucket's operation, on every rank.",
+        help="check a recorded training run against what its algorithm must compute, or compare it with another run",
+        description="A trace is what bagua_ref.record wrote during a training run: digests of all that each step computes; or what "
+        "bagua_ref.conformance.trace.Recorder wrote: the inputs and outputs of every bucket's operation, on every rank.",
     )
     verbs = trace.add_subparsers(title="commands", required=True, metavar="COMMAND")
     check = add_command(
@@ -55,6 +55,20 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     add_json_options(check)
     check.add_argument("--png", type=Path, metavar="PATH", help="plot the errors by step and rank; needs matplotlib")
+
+    diff = add_command(
+        verbs,
+        "diff",
+        _diff,
+        help="find where two recorded trainings part",
+        description="Compare two records of bagua_ref.record: find the first one that differs though its inputs are equal.",
+        epilog="Exit status is 0 if the records are equal, 1 if they differ, and 2 if they cannot be compared.",
+    )
+    for name in "ab":
+        diff.add_argument(name, type=Path, metavar="DIR", help="folder that contains rank0, rank1, ... of one training")
+    add_json_options(diff)
+    diff.add_argument("--window", action="store_true", help="print only the commands that record the step with its values")
+    diff.add_argument("--png", type=Path, metavar="PATH", help="plot the distance by step; needs matplotlib")
 
     show = add_command(
         verbs,
@@ -88,6 +102,22 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     if arguments.png is not None:
         write_picture(lambda: draw_errors(report), arguments.png, "conformance")
     return 0 if report.passed else 1
+
+
+def _diff(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from bagua_ref.conformance.trace import TraceError, diff_records
+    from bagua_ref.conformance.trace.difference_report import draw_distances
+
+    try:
+        report = diff_records(arguments.a, arguments.b)
+    except (TraceError, OSError) as error:
+        raise CommandError(error) from None
+    if not arguments.json:
+        print("\n".join(report.window()) if arguments.window else report)
+    write_json(arguments, report.as_json())
+    if arguments.png is not None:
+        write_picture(lambda: draw_distances(report), arguments.png, "conformance")
+    return 0 if report.first is None else 1
 
 
 def _progress(done: int, total: int) -> None:

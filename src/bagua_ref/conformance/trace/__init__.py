@@ -1,19 +1,29 @@
-"""Traces of whole trainings: inputs and outputs of every bucket operation, recorded, then replayed for all ranks."""
+"""Traces of whole trainings: digests of all that a step computes; inputs and outputs of every bucket operation, replayed."""
 
 from bagua_ref.conformance.trace.check import check_trace
+from bagua_ref.conformance.trace.difference_report import Difference, DifferenceReport
+from bagua_ref.conformance.trace.differences import diff_records
+from bagua_ref.conformance.trace.digest import digest
 from bagua_ref.conformance.trace.files import TRACE_VERSION, RankTrace, Record, TraceError, read_trace
 from bagua_ref.conformance.trace.recorder import Recorder
+from bagua_ref.conformance.trace.recording import Recording, record
 from bagua_ref.conformance.trace.report import Divergence, Execution, TraceReport
 
 __all__ = [
     "TRACE_VERSION",
+    "Difference",
+    "DifferenceReport",
     "Divergence",
     "Execution",
     "RankTrace",
     "Record",
     "Recorder",
+    "Recording",
     "TraceError",
     "TraceReport",
     "check_trace",
+    "diff_records",
+    "digest",
     "read_trace",
+    "record",
 ]

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from bagua_ref.conformance.formats.safetensors_file import CODES, read_tensors, 
 
 __all__ = [
     "FORMAT", "INDEX", "MANIFEST", "TRACE_VERSION",
-    "RankTrace", "Record", "Sampling", "TraceError", "Writer", "check_int", "json_values", "named_tensors", "read_trace",
+    "RankTrace", "Record", "Sampling", "TraceError", "Writer",
+    "check_int", "json_values", "named_tensors", "read_lines", "read_trace",
 ]  # fmt: skip
 
 FORMAT = "bagua_ref trace"
@@ -153,20 +154,24 @@ class Writer:
     Args:
         folder: created if it does not exist; must not hold a trace yet.
         manifest: the first manifest.
+        resume: append to the trace that the folder may hold.
 
     Raises:
         ValueError: the folder already holds a trace.
         OSError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
-        if (folder / MANIFEST).exists():
+    def __init__(self, folder: Path, manifest: dict[str, Any], resume: bool = False) -> None:
+        if (folder / MANIFEST).exists() and not resume:
             raise ValueError(
                 f"directory={str(folder.parent)!r} already holds a trace of this rank; choose another directory or empty it"
             )
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self.write_manifest(manifest)
+        if (folder / INDEX).exists():
+            lines = (folder / INDEX).read_bytes()
+            os.truncate(folder / INDEX, lines.rfind(b"\n") + 1)  # a line that a crash has cut off
         self._index = (folder / INDEX).open("a", encoding="utf-8")
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
@@ -195,10 +200,16 @@ class Writer:
                     "info": record.info,
                 }
             )
-        partial = self._folder / f"{name}.partial"
-        size = len(write_safetensors(partial, tensors))
-        os.replace(partial, self._folder / name)
-        self._index.write(json.dumps({"step": step, "file": name, "records": entries}) + "\n")
+        return self.write_line({"step": step, "file": name, "records": entries}, tensors)
+
+    def write_line(self, line: dict[str, Any], tensors: dict[str, Tensor] | None) -> int:
+        """Append a step's line to the index, after writing its ``file`` if there are tensors; return the file's size."""
+        size = 0
+        if tensors is not None:
+            partial = self._folder / f"{line['file']}.partial"
+            size = len(write_safetensors(partial, tensors))
+            os.replace(partial, self._folder / line["file"])
+        self._index.write(json.dumps(line) + "\n")
         self._index.flush()
         return size
 
@@ -219,7 +230,7 @@ class RankTrace:
 
     folder: Path
     manifest: dict[str, Any]
-    steps: dict[int, dict[str, Any]]
+    steps: dict[int, Any]
 
     def bytes(self) -> int:
         """Return the size of all steps' files."""
@@ -249,8 +260,12 @@ class RankTrace:
         return found
 
 
-def read_trace(directory: Path) -> list[RankTrace]:
+def read_trace(directory: Path, read_index: Callable[[Path], dict[int, Any]] | None = None) -> list[RankTrace]:
     """Return all ranks' traces in ``directory``, by rank.
+
+    Args:
+        directory: holds the ranks' folders.
+        read_index: returns the steps that an index lists, by number; None: those of a `Recorder`.
 
     Raises:
         TraceError: there is none, a rank is missing, a manifest or an index is damaged, or the ranks' worlds differ.
@@ -260,7 +275,8 @@ def read_trace(directory: Path) -> list[RankTrace]:
     present = sorted(path.name for path in directory.iterdir() if (path / MANIFEST).exists())
     if not present:
         raise TraceError(f"{str(directory)!r} holds no trace: no rank0/{MANIFEST} in it")
-    first = _read_rank(directory / present[0])
+    read_index = read_index or _read_index
+    first = _read_rank(directory / present[0], read_index)
     world_size = first.manifest["world_size"]
     ranks = []
     for rank in range(world_size):
@@ -270,7 +286,7 @@ def read_trace(directory: Path) -> list[RankTrace]:
                 f"{str(folder / MANIFEST)!r} is missing; a trace of {world_size} ranks needs rank0 to rank{world_size - 1} in one "
                 f"folder, and {', '.join(present)} {'are' if len(present) > 1 else 'is'} there"
             )
-        trace = _read_rank(folder)
+        trace = _read_rank(folder, read_index)
         for key, expected in (("rank", rank), ("world_size", world_size), ("nodes", first.manifest["nodes"])):
             if trace.manifest[key] != expected:
                 raise TraceError(f"{str(folder / MANIFEST)!r} says {key}={trace.manifest[key]!r}, where {expected!r} was expected")
@@ -301,7 +317,7 @@ _STEP = {
 _MOST_DIMENSIONS = 64  # of a tensor of torch
 
 
-def _read_rank(folder: Path) -> RankTrace:
+def _read_rank(folder: Path, read_index: Callable[[Path], dict[int, Any]]) -> RankTrace:
     path = folder / MANIFEST
     try:
         manifest = load_json(read_file(path))
@@ -319,7 +335,7 @@ def _read_rank(folder: Path) -> RankTrace:
             raise TraceError(
                 f"{str(path)!r} has nodes={manifest['nodes']}, which do not sum to world_size={manifest['world_size']}"
             )
-        return RankTrace(folder, manifest, _read_index(folder / INDEX))
+        return RankTrace(folder, manifest, read_index(folder / INDEX))
     except OSError as error:
         raise TraceError(f"{error.filename!r} cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -328,6 +344,19 @@ def _read_rank(folder: Path) -> RankTrace:
 
 def _read_index(path: Path) -> dict[int, dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = {}
+    for entry in read_lines(path, _STEP):
+        for record in entry["records"]:
+            record["info"] = record.get("info") or {}
+        steps[entry["step"]] = entry
+    return steps
+
+
+def read_lines(path: Path, form: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of an index, which have a ``form`` with ``step`` and ``file``.
+
+    Raises:
+        TraceError: a line has not.
+    """
     named: dict[str, int] = {}
     lines = read_file(path).split(b"\n")
     for number, line in enumerate(lines, start=1):
@@ -335,14 +364,12 @@ def _read_index(path: Path) -> dict[int, dict[str, Any]]:
             continue
         try:
             entry = load_json(line)
-            check_form(entry, _STEP, "it")
-            if not entry["file"].isprintable() or entry["file"] != os.path.basename(entry["file"]):
-                raise ValueError(f"file={entry['file']!r} must be a name in this folder")
-            if named.setdefault(entry["file"], entry["step"]) != entry["step"]:
-                raise ValueError(f"file={entry['file']!r} is already that of step {named[entry['file']]}")
+            check_form(entry, form, "it")
+            if (file := entry.get("file")) is not None:
+                if not file.isprintable() or file != os.path.basename(file):
+                    raise ValueError(f"file={file!r} must be a name in this folder")
+                if named.setdefault(file, entry["step"]) != entry["step"]:
+                    raise ValueError(f"file={file!r} is already that of step {named[file]}")
         except ValueError as error:
             raise TraceError(f"{str(path)!r} line {number} is not a valid entry of a step: {error}") from None
-        for record in entry["records"]:
-            record["info"] = record.get("info") or {}
-        steps[entry["step"]] = entry
-    return steps
+        yield entry

@@ -33,7 +33,7 @@ from bagua_ref.conformance.trace.files import (
 )  # fmt: skip
 from bagua_ref.conformance.trace.observer import TraceObserver
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "identity_of", "versions"]
 
 
 class Recorder:
@@ -134,8 +134,8 @@ class Recorder:
             "format": FORMAT,
             "trace_version": TRACE_VERSION,
             "spec_version": SPEC_VERSION,
-            "versions": {"bagua_ref": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            **_identity(self._world, *self._identity),
+            "versions": versions(),
+            **identity_of(self._world, *self._identity),
             "algorithm": self._algorithm,
             "options": self._options,
             "sampling": self._sampling.as_json(),
@@ -338,7 +338,12 @@ class Recorder:
         self._save_manifest()
 
 
-def _identity(world: World, rank: int | None, world_size: int | None, nodes: Sequence[int] | None) -> dict[str, Any]:
+def versions() -> dict[str, str]:
+    """Return the versions of bagua_ref, torch and Python, for the manifest."""
+    return {"bagua_ref": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def identity_of(world: World, rank: int | None, world_size: int | None, nodes: Sequence[int] | None) -> dict[str, Any]:
     """Return rank, world_size and nodes for the manifest: as given, or as bagua_ref, torch or the environment says."""
     torchs = world.transport is None and dist.is_available() and dist.is_initialized()
     if rank is None:

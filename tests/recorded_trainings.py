@@ -1,0 +1,295 @@
+"""Trainings that `bagua_ref.record` records, each with a fault that makes it part from the right one at a known record."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import bagua_ref
+
+STEPS, AT = 7, 3
+"""Steps of a training, and the one at which most faults begin."""
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+class Training:
+    """A training whose methods faults replace."""
+
+    def __init__(self) -> None:
+        self.seed, self.first, self.rank = 0, 0, 0
+        torch.manual_seed(0)
+        self.batches = [torch.randn(8, 6, generator=torch.Generator().manual_seed(k)) for k in range(STEPS)]
+        self.build()
+
+    def build(self) -> None:
+        torch.manual_seed(self.seed)
+        random.seed(self.seed)
+        self.model: nn.Module = network()
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+
+    def part(self, name: str) -> Any:
+        return self.model.get_submodule(name)
+
+    def before(self, k: int) -> None:
+        """Run before step k."""
+
+    def forward(self, k: int, x: Tensor) -> Tensor:
+        y: Tensor = self.model(x)
+        return y
+
+    def loss(self, k: int, y: Tensor) -> Tensor:
+        return y.square().mean()
+
+    def backward(self, k: int, loss: Tensor) -> None:
+        loss.backward()
+
+    def after_backward(self, k: int) -> None:
+        """Run before the optimizer's step k."""
+
+    def step(self, k: int) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run(self, folder: Path | None, stop: int = STEPS, **options: Any) -> None:
+        """Train; None: without recording."""
+        batches = self.batches[self.first : stop]
+        options = {"first_step": self.first or None, **options}
+        with (
+            bagua_ref.record(self.model, self.optimizer, folder, batches, **options)
+            if folder
+            else contextlib.nullcontext() as recording
+        ):
+            k = self.first
+            for x in recording or batches:
+                self.before(k)
+                loss = self.loss(k, self.forward(k, x))
+                self.backward(k, recording.loss(loss) if recording else loss)
+                self.after_backward(k)
+                self.step(k)
+                k += 1
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault: its name, what it does to a `Training`, and where and how the records must part."""
+
+    name: str
+    plant: Callable[[Training], None]
+    step: int
+    record: str
+    cause: str
+
+
+def at(place: str, action: Callable[[Training, Any], Any], once: bool = True) -> Callable[[Training], None]:
+    """Return a fault that replaces a method from step `AT` on, or in it alone; the action gets the training and the argument."""
+
+    def plant(t: Training) -> None:
+        right = getattr(t, place)
+
+        def faulty(k: int, *args: Any) -> Any:
+            if k == AT or (k > AT and not once):
+                return action(t, args[0] if args else None)
+            return right(k, *args)
+
+        setattr(t, place, faulty)
+
+    return plant
+
+
+def batches(change: Callable[[list[Tensor]], list[Tensor]]) -> Callable[[Training], None]:
+    def plant(t: Training) -> None:
+        t.batches = change(t.batches)
+
+    return plant
+
+
+def other_seed(t: Training) -> None:
+    t.seed = 1
+    t.build()
+
+
+def other_weights(t: Training) -> None:
+    t.part("4").weight.data *= 1.5
+
+
+def without_decay(t: Training) -> None:
+    biases = [p for name, p in t.model.named_parameters() if name.endswith("bias")]
+    rest = [p for name, p in t.model.named_parameters() if not name.endswith("bias")]
+    t.optimizer = torch.optim.SGD([{"params": rest}, {"params": biases, "weight_decay": 0.1}], lr=0.1, momentum=0.9)
+
+
+def option(name: str, value: float) -> Callable[[Training], None]:
+    def change(t: Training, _: Any) -> None:
+        t.optimizer.param_groups[0][name] = value
+
+    return at("before", change, once=False)
+
+
+def adam(t: Training) -> None:
+    t.optimizer = torch.optim.Adam(t.model.parameters(), lr=0.1)
+
+
+def frozen(t: Training) -> None:
+    t.part("0").weight.requires_grad_(False)
+
+
+def with_grads(change: Callable[[Tensor], Tensor]) -> Callable[[Training], None]:
+    def apply(t: Training, _: Any) -> None:
+        for p in t.model.parameters():
+            assert p.grad is not None
+            p.grad = change(p.grad)
+
+    return at("after_backward", apply)
+
+
+def stale(t: Training) -> None:
+    old = t.part("1").running_mean.clone()
+    at("before", lambda t, _: t.part("1").running_mean.copy_(old))(t)
+
+
+def without_zero_grad(t: Training) -> None:
+    right = t.step
+
+    def step(k: int) -> None:
+        if k == AT - 1:
+            t.optimizer.step()
+        else:
+            right(k)
+
+    t.step = step  # type: ignore[method-assign]
+
+
+def accumulate(t: Training) -> None:
+    t.step = lambda k: Training.step(t, k) if k % 2 else None  # type: ignore[method-assign, return-value]
+
+
+def twice(t: Training, _: Any) -> None:
+    t.optimizer.step()
+    t.optimizer.step()
+    t.optimizer.zero_grad()
+
+
+def hidden_update(t: Training) -> None:
+    class Other(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        p.sub_(p.grad.sign(), alpha=0.1)
+
+    Other.__name__ = "SGD"
+    t.optimizer = Other(t.model.parameters(), lr=0.1)
+
+
+def plain_sgd(t: Training) -> None:
+    t.optimizer = torch.optim.SGD(t.model.parameters(), lr=0.1)
+
+
+def stale_grads(t: Training) -> None:
+    kept: list[Tensor] = []
+
+    def keep(k: int) -> None:
+        grads = [p.grad for p in t.model.parameters()]
+        for place, grad in enumerate(grads):
+            assert grad is not None
+            if k == AT:
+                grad.copy_(kept[place])
+        kept[:] = [grad.clone() for grad in grads if grad is not None]
+
+    t.after_backward = keep  # type: ignore[method-assign]
+
+
+def other_order(t: Training, x: Tensor) -> Tensor:
+    """Return the network's output, its first layer with the products added from the last to the first."""
+    layer = t.part("0")
+
+    def added(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        total = layer.bias.clone().expand_as(output)
+        for column in reversed(range(x.shape[1])):
+            total = total + x[:, column : column + 1] * layer.weight[:, column]
+        return total
+
+    with_hook = layer.register_forward_hook(added, prepend=True)
+    try:
+        y: Tensor = t.model(x)
+        return y
+    finally:
+        with_hook.remove()
+
+
+def infinite(t: Training, x: Tensor) -> Tensor:
+    hook = t.part("2").register_forward_hook(lambda module, args, output: output / 0, prepend=True)
+    y: Tensor = t.model(x)
+    hook.remove()
+    return y
+
+
+def in_bfloat16(t: Training, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y: Tensor = t.model(x)
+    return y
+
+
+def wrong_backward(t: Training, x: Tensor) -> Tensor:
+    def with_hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        output.register_hook(lambda grad: grad.sign())
+        return output
+
+    hook = t.part("2").register_forward_hook(with_hook)
+    y: Tensor = t.model(x)
+    hook.remove()
+    return y
+
+
+def larger_model(t: Training) -> None:
+    t.model.append(nn.Linear(3, 3))  # type: ignore[operator]
+
+
+FAULTS = [
+    Fault("another seed", other_seed, 0, "weight:0.weight", "random state"),
+    Fault("other initial weights", other_weights, 0, "weight:4.weight", "initial weights"),
+    Fault("a random number more", at("before", lambda t, _: torch.rand(1)), AT, "rng:torch", "random state"),
+    Fault("shuffled batches", batches(lambda b: [*b[:AT], b[5], b[6], b[3], b[4]]), AT, "batch:", "other order of data"),
+    Fault("a sample of another data set", batches(lambda b: [*b[:AT], b[AT] + 1, *b[AT + 1 :]]), AT, "batch:", "other data"),
+    Fault("a smaller batch", batches(lambda b: [*b[:AT], b[AT][:5], *b[AT + 1 :]]), AT, "batch:", "other data"),
+    Fault("a batch left out", batches(lambda b: [*b[:AT], *b[AT + 1 :]]), AT, "batch:", "skipped step"),
+    Fault("a batch twice", batches(lambda b: [*b[:AT], *b[AT - 1 :]]), AT, "batch:", "repeated step"),
+    Fault("another dropout", at("before", lambda t, _: setattr(t.part("3"), "p", 0.5)), AT, "module:3", "forward"),
+    Fault("weights changed between steps", at("before", lambda t, _: t.part("0").weight.data.mul_(2)), AT, "module:0", "forward"),
+    Fault("eval mode", at("before", lambda t, _: t.model.eval()), AT, "mode:", "train or eval mode"),
+    Fault("a stale buffer", stale, AT, "buffer:1.running_mean", "stale buffer"),
+    Fault("another momentum of statistics", at("before", lambda t, _: setattr(t.part("1"), "momentum", 0.5)), AT,
+          "buffer_after:1.running_mean", "buffer"),
+    Fault("a skipped step", at("step", lambda t, _: t.optimizer.zero_grad()), AT, "batch:#2", "skipped step"),
+    Fault("accumulated gradients", accumulate, 0, "batch:#2", "gradient accumulation"),
+    Fault("two steps of the optimizer", at("step", twice), AT + 1, "batch:", "repeated step"),
+    Fault("another learning rate", option("lr", 0.05), AT, "option:0.weight", "learning rate"),
+    Fault("weight decay on biases", without_decay, 0, "option:0.bias", "option"),
+    Fault("another momentum", option("momentum", 0.8), AT, "option:0.weight", "option"),
+    Fault("another optimizer", adam, 0, "option:0.weight", "option"),
+    Fault("gradients rounded to float16", with_grads(lambda g: g.half().float()), AT, "grad:0.weight", "dtype or device"),
+    Fault("bfloat16 by autocast", at("forward", in_bfloat16), AT, "module:0", "dtype or device"),
+    Fault("products added in another order", at("forward", other_order), AT, "module:0", "reduction order"),
+    Fault("gradients divided in another order", with_grads(lambda g: g * 3 / 3), AT, "grad:0.weight", "reduction order"),
+    Fault("a division by zero", at("forward", infinite), AT, "module:2", "not finite"),
+    Fault("a loss that is NaN", at("backward", lambda t, loss: (loss * float("nan")).backward()), AT, "local:4.bias", "not finite"),
+    Fault("a summed loss", at("loss", lambda t, y: y.square().sum()), AT, "loss:", "loss"),
+    Fault("a scaled loss", at("backward", lambda t, loss: (loss * 128).backward()), AT, "local:4.bias", "scaled gradient"),
+    Fault("a wrong backward", at("forward", wrong_backward), AT, "local:1.weight", "backward"),
+    Fault("a layer more", larger_model, 0, "weight:5.weight", "model"),
+    Fault("clipped norms", with_grads(lambda g: g * 0.25), AT, "grad:0.weight", "scaled gradient"),
+    Fault("clipped values", with_grads(lambda g: g.clamp(-0.01, 0.01)), AT, "grad:0.weight", "gradient changed"),
+    Fault("gradients that are not reset", without_zero_grad, AT, "grad:0.weight", "gradient changed"),
+    Fault("gradients of the step before", stale_grads, AT, "grad:0.weight", "stale gradient"),
+    Fault("a frozen weight", frozen, 0, "local:0.weight", "missing gradient"),
+]  # fmt: skip

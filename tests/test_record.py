@@ -1,0 +1,352 @@
+"""Tests of recorded trainings: digests, records that survive crashes, and planted faults that are located and named."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.launch import run_script
+from tests.recorded_trainings import AT, FAULTS, STEPS, Fault, Training, hidden_update, plain_sgd
+from torch import nn
+
+import bagua_ref
+from bagua_ref.cli import main
+from bagua_ref.conformance.trace import TraceError, diff_records, digest
+from bagua_ref.conformance.trace.causes import CAUSES
+
+GOLDEN = ["a55d4fcade95df72", "7279cafc342fb416", "e493ebaba5cf19c6", "e28098a8970f303b", "95e9b0b6d8effc17", "de6e9503c9fe3481"]
+"""Digests that must never change: records from other machines and versions have them."""
+
+SIZES = [1, 2, 17, 100, 2048, 2049, 2051, 8191, 8192, 8193, 8195, 70_001, 2**20 + 3]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_digest_tells_any_single_bit(size: int) -> None:
+    x = torch.randn(size)
+    right, bits = digest(x), x.view(torch.int32)
+    places = {0, size - 1, size // 2, *(random.Random(size).randrange(size) for _ in range(6))}
+    for place in sorted(places):
+        for bit in (0, 1, 22, 23, 30, 31):
+            bits[place] ^= 1 << bit if bit < 31 else -(2**31)
+            assert digest(x) != right, (place, bit)
+            bits[place] ^= 1 << bit if bit < 31 else -(2**31)
+    assert digest(x) == right
+
+
+def test_near_values_do_not_collide() -> None:
+    x = torch.linspace(-1, 1, 9000)
+    seen = {digest(x)}
+    changed = 0
+    for distance in range(1, 60):  # pairs of values that change together, near or in the same lane of another row
+        for flip in (1, -(2**31), 2**22):
+            y = x.clone()
+            bits = y.view(torch.int32)
+            bits[100] ^= flip
+            bits[100 + distance * 2 if distance < 30 else 100 + (distance - 29) * 282] ^= flip
+            seen.add(digest(y))
+            changed += 1
+    for shift in range(1, 200):
+        seen.add(digest(x.roll(shift)))
+        seen.add(digest(x + shift * 2**-20))
+        changed += 2
+    assert len(seen) == changed + 1
+
+
+def test_a_digest_tells_order_dtype_and_shape_but_not_strides() -> None:
+    for size in (6, 60, 12_000, 60_000):
+        x = torch.arange(size, dtype=torch.float32)
+        others = [x.flip(0), x.view(torch.int32), x.reshape(2, -1), x.reshape(-1, 2), x[:-1], x[:0], torch.cat([x[1:], x[:1]])]
+        swapped = x.clone()
+        swapped[[0, 1]] = x[[1, 0]]
+        assert len({digest(y) for y in (x, swapped, *others)}) == len(others) + 2
+        square = x.reshape(2, -1)
+        assert digest(square.t().contiguous().t()) == digest(square)
+        assert digest(torch.stack([x, -x], 1)[:, 0]) == digest(x)
+        assert digest(torch.cat([x[:1], x])[1:]) == digest(x)  # words at odd places
+    zeros = [torch.zeros(n) for n in (0, 1, 2, 3, 20_000, 20_001, 20_002)]
+    assert len({digest(x) for x in zeros}) == len(zeros)
+    assert digest(torch.zeros(2)) != digest(-torch.zeros(2))
+
+
+def test_digests_are_those_of_any_machine() -> None:
+    found = [digest(torch.arange(size, dtype=torch.float32)) for size in (4, 2051, 20_003)]
+    halves = [digest(torch.arange(size).to(torch.bfloat16)) for size in (4, 4099, 40_003)]
+    assert [f"{number:016x}" for number in (*found, *halves)] == GOLDEN
+
+
+def test_S_a_digest_follows_its_definition() -> None:
+    x = torch.randn(20_001, generator=torch.Generator().manual_seed(1)).double()
+    words = [int(word) for word in x.numpy().view(np.uint64)]
+    odd, most = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB), 2**64 - 1
+    lanes = -(-len(words) // 16)
+    total = 0
+    for lane in range(lanes):
+        state = 0
+        for row in range(16):
+            word = words[row * lanes + lane] if row * lanes + lane < len(words) else 0
+            state ^= word
+            state = (state ^ state >> 32) * odd[0] & most
+        state = state + (lane + 1) * odd[1] & most
+        for factor in odd[1:]:
+            state = (state ^ state >> 32) * factor & most
+        total += state ^ state >> 32
+    from bagua_ref.conformance.trace.digest import digest_of_text
+
+    assert digest(x) == (total & most) ^ digest_of_text(f"{x.dtype} {list(x.shape)} ".encode())
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("right")
+    Training().run(folder, what="values")
+    return folder
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
+def test_a_fault_is_located_and_named(fault: Fault, right: Path, tmp_path: Path) -> None:
+    training = Training()
+    fault.plant(training)
+    training.run(tmp_path, what="values")
+    for pair in ((right, tmp_path), (tmp_path, right)):
+        first = diff_records(*pair).first
+        assert first is not None
+        assert (first.step, first.rank, first.record, first.cause) == (fault.step, 0, fault.record, fault.cause), str(first)
+
+
+def test_where_values_begin_to_be_infinite_is_said(right: Path, tmp_path: Path) -> None:
+    training = Training()
+    next(fault for fault in FAULTS if fault.name == "a division by zero").plant(training)
+    training.run(tmp_path)
+    assert diff_records(right, tmp_path).not_finite == {"B": f"step {AT}, rank 0, output:"}
+
+
+def test_every_cause_has_a_meaning_and_faults_are_many() -> None:
+    assert len(FAULTS) >= 30
+    assert {fault.cause for fault in FAULTS} <= set(CAUSES)
+
+
+def test_a_hidden_update_is_found(tmp_path: Path) -> None:
+    for name, plant in (("a", plain_sgd), ("b", hidden_update)):
+        training = Training()
+        plant(training)
+        training.run(tmp_path / name)
+    first = diff_records(tmp_path / "a", tmp_path / "b").first
+    assert first is not None
+    assert (first.step, first.record, first.cause) == (0, "weight:0.weight", "update")
+
+
+def test_a_recorded_training_computes_the_same_bits(tmp_path: Path) -> None:
+    weights = []
+    for folder in (None, tmp_path):
+        training, seen = Training(), []
+        training.part("0").weight.register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
+        training.optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append(torch.ones(1)))
+        training.run(folder, **({"what": "values"} if folder else {}))
+        weights.append([*training.model.state_dict().values(), *seen, torch.get_rng_state(), torch.rand(3)])
+        assert not training.model._forward_hooks
+        assert not training.model._forward_pre_hooks
+    assert len(weights[0]) == len(weights[1]) > 2 * STEPS
+    assert all(torch.equal(x, y) for x, y in zip(*weights, strict=True))
+
+
+def test_equal_runs_do_not_differ_also_restarted(right: Path, tmp_path: Path) -> None:
+    first = Training()
+    first.run(tmp_path)
+    index = tmp_path / "rank0" / "steps.jsonl"
+    index.write_bytes(index.read_bytes()[:-20])  # killed while it wrote the last line
+    second = Training()
+    saved = Training()
+    saved.run(None, stop=4)  # a checkpoint after four steps; the fifth is lost
+    state = torch.get_rng_state()
+    second.model.load_state_dict(saved.model.state_dict())
+    second.optimizer.load_state_dict(saved.optimizer.state_dict())
+    second.first = 4
+    torch.set_rng_state(state)
+    second.run(tmp_path, stop=5)
+    assert diff_records(right, tmp_path).steps == [0, 1, 2, 3, 4]  # not the step that was lost
+    second.first = 5
+    second.run(tmp_path)
+    report = diff_records(right, tmp_path)
+    assert report.first is None, str(report)
+    assert report.steps == list(range(STEPS))
+
+
+def test_a_pass_without_gradients_is_not_recorded(right: Path, tmp_path: Path) -> None:
+    training = Training()
+
+    def validate(k: int) -> None:
+        training.model.eval()
+        with torch.no_grad():
+            training.model(torch.ones(2, 6))
+        training.model.train()
+
+    training.before = validate  # type: ignore[method-assign]
+    training.run(tmp_path)
+    assert diff_records(right, tmp_path).first is None
+
+
+def test_a_generator_that_nothing_uses_is_noted_only(right: Path, tmp_path: Path) -> None:
+    for name, plant in (("equal", None), ("lr", next(fault for fault in FAULTS if fault.cause == "learning rate").plant)):
+        training = Training()
+        random.seed(1)
+        if plant is not None:
+            plant(training)
+        training.run(tmp_path / name)
+        report = diff_records(right, tmp_path / name)
+        assert "python from step 0 on" in report.notes[-1]
+        assert report.first is None if plant is None else report.first is not None and report.first.cause == "learning rate"
+
+
+def test_a_restart_without_momentum_is_found(right: Path, tmp_path: Path) -> None:
+    Training().run(tmp_path, stop=AT)
+    second, saved = Training(), Training()
+    saved.run(None, stop=AT)
+    state = torch.get_rng_state()
+    second.model.load_state_dict(saved.model.state_dict())
+    second.first = AT
+    torch.set_rng_state(state)
+    second.run(tmp_path)
+    first = diff_records(right, tmp_path).first
+    assert first is not None
+    assert (first.step, first.kind, first.cause) == (AT, "start", "restored state")
+    assert first.record.startswith("state:0.weight")
+
+
+def test_a_record_that_was_cut_off_is_readable_up_to_its_end(right: Path, tmp_path: Path) -> None:
+    Training().run(tmp_path)
+    index = tmp_path / "rank0" / "steps.jsonl"
+    whole = index.read_bytes()
+    ends = [place for place, byte in enumerate(whole) if byte == ord("\n")]
+    for steps, size in ((1, ends[0] + 1), (3, ends[2] + 1), (3, ends[2] + 50), (6, ends[6])):
+        index.write_bytes(whole[:size])
+        report = diff_records(right, tmp_path)
+        assert report.first is None
+        assert len(report.steps) == steps
+    index.write_bytes(b"")
+    with pytest.raises(TraceError, match="no step in common"):
+        diff_records(right, tmp_path)
+    for wrong, message in (
+        (b'"step": "2"', "line 3"),
+        (b'"start": [["weight:x", "no digest", null]], "step": 2', "not a name, a digest"),
+    ):
+        index.write_bytes(whole.replace(b'"step": 2', wrong))
+        with pytest.raises(TraceError, match=message):
+            diff_records(right, tmp_path)
+
+
+def test_a_step_that_failed_is_written_as_far_as_it_went(right: Path, tmp_path: Path) -> None:
+    training = Training()
+
+    def fail(k: int) -> None:
+        if k == AT:
+            raise ArithmeticError
+
+    training.after_backward = fail  # type: ignore[method-assign]
+    with pytest.raises(ArithmeticError):
+        training.run(tmp_path)
+    report = diff_records(right, tmp_path)
+    assert report.first is None
+    assert report.steps == [0, 1, 2, AT]
+    training = Training()
+    training.forward = lambda k, x: training.model(x) * (2 if k == AT else 1)  # type: ignore[method-assign]
+    training.after_backward = fail  # type: ignore[method-assign]
+    with pytest.raises(ArithmeticError):
+        training.run(tmp_path / "other")
+    first = diff_records(right, tmp_path / "other").first
+    assert first is not None
+    assert (first.step, first.record, first.cause) == (AT, "loss:", "loss")
+
+
+def test_values_of_a_window_and_the_command_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault = next(fault for fault in FAULTS if fault.cause == "scaled gradient")
+    for name in ("a", "b"):
+        training = Training()
+        if name == "b":
+            fault.plant(training)
+        training.run(tmp_path / name)
+    assert main(["trace", "diff", str(tmp_path / "a"), str(tmp_path / "b"), "--window"]) == 1
+    *_, command = capsys.readouterr().out.splitlines()
+    monkeypatch.setenv("BAGUA_REF_RECORD", f"{AT}:{AT + 1}")
+    for name in ("a", "b"):
+        training = Training()
+        if name == "b":
+            fault.plant(training)
+        training.run(tmp_path / name)
+        kept = tmp_path / f"{name}-{AT}-{AT + 1}" / "rank0"
+        assert [path.name for path in kept.glob("*.safetensors")] == [f"{AT:08d}.safetensors"]
+    assert main([*command.split()[1:], "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["first"]
+    assert (found["step"], found["record"]) == (fault.step, fault.record)
+    assert found["index"] == [0]
+    assert found["values"][1] == pytest.approx(128 * found["values"][0])
+
+
+def test_the_command_line(right: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training()
+    training.seed = 1
+    training.build()
+    training.run(tmp_path / "b")
+    assert main(["trace", "diff", str(right), str(right)]) == 0
+    assert capsys.readouterr().out.endswith("EQUAL\n")
+    assert main(["trace", "diff", str(right), str(tmp_path / "b"), "--png", str(tmp_path / "x.png")]) == 1
+    text = capsys.readouterr().out
+    assert "random state" in text
+    assert "DIFFERENT" in text
+    assert (tmp_path / "x.png").stat().st_size > 1000
+    assert main(["trace", "diff", str(right), str(tmp_path / "nothing")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"what": "everything"}, "'digests' or 'values'"),
+        ({"window": (0, 1)}, "must be None with what='digests'"),
+        ({"what": "values", "window": (2, 2)}, "first step with values"),
+        ({"first_step": -1}, "must be 0 or more"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        Training().run(tmp_path, **options)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_other_kinds_of_tensors_and_modules(tmp_path: Path) -> None:
+    def run(folder: Path, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.LazyLinear(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r"'2.weight' is not initialized"):
+            bagua_ref.record(model, optimizer, folder)
+        model(torch.tensor([[1, 2], [3, 1]]))
+        called = wrap(model)
+        with bagua_ref.record(called, optimizer, folder, [{"x": torch.tensor([[1, 2], [3, 1]]), "note": "text"}] * 3) as recording:
+            for batch in recording:
+                recording.loss(called(batch["x"]).square().mean()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    run(tmp_path / "a", lambda model: model)
+    run(tmp_path / "b", lambda model: torch.compile(model, backend="eager"))  # type: ignore[arg-type, return-value]
+    report = diff_records(tmp_path / "a", tmp_path / "b")
+    assert report.first is None, str(report)
+    assert report.records == 3 * 21
+
+
+def test_a_setting_of_precision_of_newer_versions_is_no_error(tmp_path: Path) -> None:
+    code = "import torch, bagua_ref\nif hasattr(torch.backends, 'fp32_precision'): torch.backends.fp32_precision = 'tf32'\n"
+    code += f"m = torch.nn.Linear(1, 1)\nwith bagua_ref.record(m, torch.optim.SGD(m.parameters()), {str(tmp_path)!r}): pass"
+    ended = run_script(code)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_folder_with_a_record_is_not_overwritten(right: Path) -> None:
+    with pytest.raises(ValueError, match="already holds a trace"):
+        Training().run(right)
