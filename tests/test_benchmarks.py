@@ -53,12 +53,12 @@ def test_rows_that_are_measured_again_replace_earlier_ones_and_say_when(tmp_path
         "many_tensors",
         "published_order",
         "published_times",
+        "record",
         "shared_memory",
         "sim_torch_distributed",
         "slow_link",
         "straggler",
     ],
-    ["fuse_step", "many_tensors", "published_order", "record", "shared_memory", "sim_torch_distributed", "slow_link", "straggler"],
 )
 def test_a_smoke_run_of_a_benchmark_of_training_gives_rows(script: str, tmp_path: Path) -> None:
     ended = run(f"{script}.py", tmp_path / "result.json")
