@@ -12,20 +12,19 @@ from bagua_ref.conformance.formats.safetensors_file import bytes_of
 
 __all__ = ["digest", "digest_of_text"]
 
-_TINY = 2**13  # bytes; up to here, BLAKE2b is faster
+_SMALL = 2**16  # bytes; up to here, BLAKE2b is faster
 _ROWS = 16
-_SMALL = 2**12  # words; below it, one row costs less than sixteen
-_LANES = 2**15  # at a time, so that they stay in the cache; the result does not depend on it
+_LANES = 2**15  # of each thread at a time, so that they stay in the cache; the result does not depend on it
 _ODD = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # fixed, odd, without a pattern
 
 
 def digest(x: Tensor) -> int:
     """Return 64 bits of a tensor's elements in order, its dtype and its shape; equal on every little-endian machine and device.
 
-    The bytes are words of 8 bytes in 16 rows of lanes (up to 4,096 words: one row). In each lane, a <- fold(a xor word) * odd for
-    each row, where fold(a) = a xor (a >> 32); every step is one to one, so a change of one word always shows. The lanes are then
-    mixed with their numbers and added modulo 2^64. BLAKE2b of dtype, shape and the bytes after the last word is added by xor, and
-    is all of it up to 8,192 bytes. It is no cryptographic hash: it finds accidents, not forgeries.
+    Up to 65,536 bytes, it is BLAKE2b of dtype, shape and bytes. Of more, the bytes are words of 8 bytes in 16 rows of lanes. In
+    each lane, a <- fold(a xor word) * odd for each row, where fold(a) = a xor (a >> 32); every step is one to one, so a change of
+    one word always shows. The lanes are then mixed with their numbers and added modulo 2^64. BLAKE2b of dtype, shape and the bytes
+    after the last word is added by xor. It is no cryptographic hash: it finds accidents, not forgeries.
 
     Args:
         x: dense, of any strides, dtype and device; unchanged. Strides do not count.
@@ -39,7 +38,7 @@ def digest(x: Tensor) -> int:
     """
     x = x.detach().resolve_conj().resolve_neg()
     header = f"{x.dtype} {list(x.shape)} ".encode()
-    if x.numel() * x.element_size() <= _TINY:
+    if x.numel() * x.element_size() <= _SMALL:
         return digest_of_text(header + bytes_of(x))
     data = x.contiguous().reshape(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
@@ -55,19 +54,18 @@ def digest_of_text(text: bytes) -> int:
 
 
 def _mixed_words(words: Tensor) -> int:
-    rows = _ROWS if words.numel() > _SMALL else 1
-    lanes = math.ceil(words.numel() / rows)
-    block = lanes if words.is_cuda else _LANES
+    lanes = math.ceil(words.numel() / _ROWS)
+    block = lanes if words.is_cuda else _LANES * torch.get_num_threads()
     total = 0
     for start in range(0, lanes, block):
         stop = min(start + block, lanes)
         state = words[start:stop].clone()
         halves = state.view(torch.int32).view(-1, 2)
         low, high = halves[:, 0], halves[:, 1]
-        for row in range(1, rows + 1):
+        for row in range(1, _ROWS + 1):
             low.bitwise_xor_(high)
             state.mul_(_ODD[0])
-            if row < rows:
+            if row < _ROWS:
                 more = words[row * lanes + start : min(row * lanes + stop, words.numel())]
                 state[: more.numel()].bitwise_xor_(more)
         state.add_(torch.arange(start + 1, stop + 1, device=words.device).mul_(_ODD[1]))
