@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import nn
 
 import bagua_ref
 from bagua_ref.cli import main
-from bagua_ref.conformance.trace import TraceError, diff_records, digest
+from bagua_ref.conformance.trace import Recorder, TraceError, diff_records, digest
 from bagua_ref.conformance.trace.causes import CAUSES
 
 GOLDEN = ["a55d4fcade95df72", "6c90618770688562", "e493ebaba5cf19c6", "e28098a8970f303b", "f899c4f982ef1367", "de6e9503c9fe3481"]
@@ -347,6 +348,41 @@ def test_a_setting_of_precision_of_newer_versions_is_no_error(tmp_path: Path) ->
     assert ended.returncode == 0, ended.stderr
 
 
-def test_a_folder_with_a_record_is_not_overwritten(right: Path) -> None:
+def test_a_folder_with_a_record_is_not_overwritten(right: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="already holds a trace"):
         Training().run(right)
+    with Recorder(tmp_path, rank=0, world_size=1):
+        pass
+    with pytest.raises(ValueError, match="of another kind"):
+        Training().run(tmp_path, first_step=0)
+
+
+def test_a_folder_of_another_kind_is_named(right: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    operations, mixed, newer, begun, empty = (tmp_path / name for name in ("operations", "mixed", "newer", "begun", "empty"))
+    for folder in (operations, mixed):
+        with Recorder(folder, rank=0, world_size=2 if folder is mixed else 1) as recorder:
+            recorder.before_op("all", torch.ones(3))
+            recorder.after_op("all", torch.ones(3))
+    Training().run(mixed, rank=1, world_size=2)
+    shutil.copytree(right, newer)
+    manifest = newer / "rank0" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"trace_version": "1"', '"trace_version": "2"'))
+    recording = bagua_ref.record(nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1), begun)
+    empty.mkdir()
+    command = "for `bagua-ref trace {}`; here".format
+    with recording:  # under way
+        for arguments, message in (
+            (["show", right], command("diff")),
+            (["check", right], command("diff")),
+            (["diff", operations, right], command("check")),
+            (["diff", right, mixed], "rank0' holds inputs and outputs"),
+            (["check", mixed], "rank1' holds digests"),
+            (["diff", right, empty], "holds no trace"),
+            (["diff", right / "rank0", right], "of one rank: pass"),
+            (["diff", right, newer], "this bagua_ref reads '1'"),
+            (["diff", right, begun], "no step in common: 0 to 6 and none"),
+        ):
+            assert main(["trace", *map(str, arguments)]) == 2
+            said = capsys.readouterr().err
+            assert message in said, said
+            assert said.count("\n") == 1

@@ -21,7 +21,7 @@ from bagua_ref.conformance.formats.safetensors_file import CODES, read_tensors, 
 __all__ = [
     "FORMAT", "INDEX", "MANIFEST", "TRACE_VERSION",
     "RankTrace", "Record", "Sampling", "TraceError", "Writer",
-    "check_int", "json_values", "named_tensors", "read_lines", "read_trace",
+    "check_int", "json_values", "line_of", "named_tensors", "read_lines", "read_trace",
 ]  # fmt: skip
 
 FORMAT = "bagua_ref trace"
@@ -148,24 +148,50 @@ def _as_tensor(argument: str, value: Any) -> Tensor:
     return value
 
 
+def line_of(step: int, records: list[Record]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the index's line and the tensors of a step's records, in the order in which their operations ended.
+
+    A step may be written again with more records; the index's last line for a step counts.
+    """
+    tensors: dict[str, Tensor] = {}
+    entries = []
+    for record in records:
+        for kind, values in (("in", record.inputs), ("out", record.outputs)):
+            tensors.update({f"{record.bucket}:{kind}:{role}": tensor for role, tensor in values.items()})
+        entries.append(
+            {
+                "bucket": record.bucket,
+                "execution": record.execution,
+                "inputs": list(record.inputs),
+                "outputs": list(record.outputs),
+                "info": record.info,
+            }
+        )
+    return {"step": step, "file": f"{step:08d}.safetensors", "records": entries}, tensors
+
+
 class Writer:
     """Writes one rank's folder. A step's file is complete before the index lists it, so that a crash leaves all earlier steps.
 
     Args:
         folder: created if it does not exist; must not hold a trace yet.
         manifest: the first manifest.
-        resume: append to the trace that the folder may hold.
+        resume: append to the trace that the folder may hold, of the same kind and number of ranks.
 
     Raises:
-        ValueError: the folder already holds a trace.
+        ValueError: the folder already holds a trace, to which nothing can be appended.
         OSError: the folder cannot be written.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], resume: bool = False) -> None:
-        if (folder / MANIFEST).exists() and not resume:
-            raise ValueError(
-                f"directory={str(folder.parent)!r} already holds a trace of this rank; choose another directory or empty it"
-            )
+        if (folder / MANIFEST).exists():
+            there = load_json(read_file(folder / MANIFEST))
+            same = [isinstance(there, dict) and there.get(key) == manifest.get(key) for key in ("format", "what", "world_size")]
+            if not resume or not all(same):
+                raise ValueError(
+                    f"directory={str(folder.parent)!r} already holds a trace of this rank"
+                    f"{' of another kind or number of ranks' if resume else ''}; choose another directory or empty it"
+                )
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self.write_manifest(manifest)
@@ -179,28 +205,6 @@ class Writer:
         partial = self._folder / f"{MANIFEST}.partial"
         partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         os.replace(partial, self._folder / MANIFEST)
-
-    def write_step(self, step: int, records: list[Record]) -> int:
-        """Write the records of a step, in the order in which their operations ended; return the size of its file.
-
-        A step may be written again with more records; the index's last line for a step counts.
-        """
-        name = f"{step:08d}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        entries = []
-        for record in records:
-            for kind, values in (("in", record.inputs), ("out", record.outputs)):
-                tensors.update({f"{record.bucket}:{kind}:{role}": tensor for role, tensor in values.items()})
-            entries.append(
-                {
-                    "bucket": record.bucket,
-                    "execution": record.execution,
-                    "inputs": list(record.inputs),
-                    "outputs": list(record.outputs),
-                    "info": record.info,
-                }
-            )
-        return self.write_line({"step": step, "file": name, "records": entries}, tensors)
 
     def write_line(self, line: dict[str, Any], tensors: dict[str, Tensor] | None) -> int:
         """Append a step's line to the index, after writing its ``file`` if there are tensors; return the file's size."""
@@ -265,17 +269,17 @@ def read_trace(directory: Path, read_index: Callable[[Path], dict[int, Any]] | N
 
     Args:
         directory: holds the ranks' folders.
-        read_index: returns the steps that an index lists, by number; None: those of a `Recorder`.
+        read_index: returns the steps that an index of digests lists, by number; None: the trace is a `Recorder`'s.
 
     Raises:
-        TraceError: there is none, a rank is missing, a manifest or an index is damaged, or the ranks' worlds differ.
+        TraceError: there is none of this kind, a rank is missing, a manifest or an index is damaged, or the ranks' worlds differ.
     """
     if not directory.is_dir():
         raise TraceError(f"{str(directory)!r} is not a folder")
     present = sorted(path.name for path in directory.iterdir() if (path / MANIFEST).exists())
     if not present:
-        raise TraceError(f"{str(directory)!r} holds no trace: no rank0/{MANIFEST} in it")
-    read_index = read_index or _read_index
+        hint = f"; it is the folder of one rank: pass {str(directory.parent)!r}" if (directory / MANIFEST).exists() else ""
+        raise TraceError(f"{str(directory)!r} holds no trace: no rank0/{MANIFEST} in it{hint}")
     first = _read_rank(directory / present[0], read_index)
     world_size = first.manifest["world_size"]
     ranks = []
@@ -294,6 +298,12 @@ def read_trace(directory: Path, read_index: Callable[[Path], dict[int, Any]] | N
     return ranks
 
 
+_KINDS = {
+    None: "inputs and outputs of operations, for `bagua-ref trace check`",
+    "digests": "digests of a training by bagua_ref.record, for `bagua-ref trace diff`",
+}
+"""What a trace holds, by ``what`` of its manifest, and the command that reads it."""
+
 _MANIFEST = {
     "rank": NATURAL,
     "world_size": NATURAL,
@@ -302,6 +312,7 @@ _MANIFEST = {
     "buckets": {str: {"dtype": str, "elements": NATURAL, "tensors": [{"name": str, "shape": [NATURAL]}]}},
     "algorithm?": str,
     "stopped?": {"reason": str},
+    "what?": str,
 }
 
 _INFO = {str: SCALAR, "execution?": NATURAL, "ranks?": NATURAL, "divided_by?": (int, float), "beta1?": (int, float), "graph?": str}
@@ -317,7 +328,7 @@ _STEP = {
 _MOST_DIMENSIONS = 64  # of a tensor of torch
 
 
-def _read_rank(folder: Path, read_index: Callable[[Path], dict[int, Any]]) -> RankTrace:
+def _read_rank(folder: Path, read_index: Callable[[Path], dict[int, Any]] | None) -> RankTrace:
     path = folder / MANIFEST
     try:
         manifest = load_json(read_file(path))
@@ -329,13 +340,16 @@ def _read_rank(folder: Path, read_index: Callable[[Path], dict[int, Any]]) -> Ra
             )
         manifest = {"nodes": [manifest.get("world_size")], "options": {}, "buckets": {}, **manifest}
         check_form(manifest, _MANIFEST, "it")
+        wanted = None if read_index is None else "digests"
+        if (what := manifest.get("what")) != wanted:
+            raise TraceError(f"{str(folder)!r} holds {_KINDS.get(what, repr(what))}; here, {_KINDS[wanted]}, are needed")
         if any(len(tensor["shape"]) > _MOST_DIMENSIONS for bucket in manifest["buckets"].values() for tensor in bucket["tensors"]):
             raise TraceError(f"{str(path)!r} has a tensor of more than {_MOST_DIMENSIONS} dimensions")
         if 0 in manifest["nodes"] or sum(manifest["nodes"]) != manifest["world_size"]:
             raise TraceError(
                 f"{str(path)!r} has nodes={manifest['nodes']}, which do not sum to world_size={manifest['world_size']}"
             )
-        return RankTrace(folder, manifest, read_index(folder / INDEX))
+        return RankTrace(folder, manifest, (read_index or _read_index)(folder / INDEX))
     except OSError as error:
         raise TraceError(f"{error.filename!r} cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import platform
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -14,29 +10,18 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from bagua_ref import __version__
 from bagua_ref.base.runtime import World, current_world
-from bagua_ref.conformance.clauses import SPEC_VERSION
 from bagua_ref.conformance.formats.safetensors_file import name_of
-from bagua_ref.conformance.trace.files import (
-    FORMAT,
-    TRACE_VERSION,
-    Record,
-    Sampling,
-    Writer,
-    check_int,
-    json_values,
-    named_tensors,
-)  # fmt: skip
+from bagua_ref.conformance.trace.files import Record, Sampling, check_int, json_values, line_of, named_tensors
 from bagua_ref.conformance.trace.observer import TraceObserver
+from bagua_ref.conformance.trace.rank_recorder import RankRecorder
 
-__all__ = ["Recorder", "identity_of", "versions"]
+__all__ = ["Recorder"]
 
 
-class Recorder:
+class Recorder(RankRecorder):
     """Records the inputs and outputs of every bucket operation on this rank, step by step, into files.
 
     Modules wrapped by ``with_bagua`` or `bagua_ref.data_parallel.DistributedDataParallel` are recorded automatically, whether they
@@ -79,6 +64,8 @@ class Recorder:
     1
     """
 
+    _advice = ". Use every=, buckets= or max_bytes= to change how much is recorded"
+
     def __init__(
         self,
         directory: str | Path,
@@ -101,13 +88,10 @@ class Recorder:
             raise TypeError(f"algorithm={algorithm!r} must be a name or None")
         self.directory = Path(directory)
         self.steps_written = self.bytes_written = 0
-        self.stopped: str | None = None
         self._sampling, self._max_bytes = Sampling(every, buckets, seed), max_bytes
         self._algorithm, self._options = algorithm, json_values("options", {} if options is None else options)
         self._identity = (rank, world_size, nodes)
         self._lock = threading.RLock()  # buckets run on workers' threads
-        self._writer: Writer | None = None
-        self._manifest: dict[str, Any] = {}
         self._step = 0
         self._executions: Counter[str] = Counter()
         self._seen: set[str] = set()
@@ -127,24 +111,15 @@ class Recorder:
         return self._writer is not None and self.stopped is None
 
     def __enter__(self) -> Recorder:
-        if self._writer is not None:
-            raise RuntimeError("this Recorder is already in use; create another one")
         self._world: World = current_world()
-        self._manifest = {
-            "format": FORMAT,
-            "trace_version": TRACE_VERSION,
-            "spec_version": SPEC_VERSION,
-            "versions": versions(),
-            **identity_of(self._world, *self._identity),
+        about = {
             "algorithm": self._algorithm,
             "options": self._options,
             "sampling": self._sampling.as_json(),
             "max_bytes": self._max_bytes,
             "buckets": {},
-            "complete": False,
-            "stopped": None,
         }
-        self._writer = Writer(self.directory / f"rank{self._manifest['rank']}", self._manifest)
+        self._open_folder(self.directory, self._identity, about)
         self._observer = TraceObserver(self)
         self._world.observers = (*self._world.observers, self._observer)
         return self
@@ -157,10 +132,7 @@ class Recorder:
                 return
             if self.stopped is None and (kind is None or self._is_complete()):
                 self._advance()
-            self._manifest["complete"] = kind is None and self.stopped is None
-            self._save_manifest()
-            self._writer.close()
-            self._writer = None
+            self._close_folder(kind is None)
 
     def before_op(self, bucket: str | int, tensors: Any, **info: Any) -> None:
         """Record the input of a bucket's operation, before it runs.
@@ -306,72 +278,18 @@ class Recorder:
             return
         size = sum(t.numel() * t.element_size() for r in records for t in (*r.inputs.values(), *r.outputs.values()))
         if self._max_bytes is not None and self.bytes_written + size > self._max_bytes:
-            self._stop(f"step {self._step} would exceed max_bytes={self._max_bytes}")
+            self._stop(self._step, f"step {self._step} would exceed max_bytes={self._max_bytes}")
             return
-        try:
-            self.bytes_written += self._writer.write_step(self._step, records)
-        except OSError as error:
-            self._stop(f"step {self._step} cannot be written: {error}")
-            return
-        self.steps_written += not self._flushed
-        self._flushed = len(records)
+        written = self._append(self._step, *line_of(self._step, records))
+        if written is not None:
+            self.bytes_written += written
+            self.steps_written += not self._flushed
+            self._flushed = len(records)
 
-    def _save_manifest(self) -> None:
-        assert self._writer is not None
-        try:
-            self._writer.write_manifest(self._manifest)
-        except OSError as error:
-            if self.stopped is None:
-                self._stop(f"the manifest cannot be written: {error}")
-
-    def _stop(self, reason: str) -> None:
-        self.stopped = reason
+    def _stop(self, step: int | None, reason: str) -> None:
         self._open.clear()
         self._ended.clear()
-        self._manifest["stopped"] = {"step": self._step, "reason": reason}
-        warnings.warn(
-            f"recording into {str(self.directory)!r} has stopped: {reason}. Training continues. Use every=, buckets= or "
-            "max_bytes= to change how much is recorded",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        self._save_manifest()
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of bagua_ref, torch and Python, for the manifest."""
-    return {"bagua_ref": __version__, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def identity_of(world: World, rank: int | None, world_size: int | None, nodes: Sequence[int] | None) -> dict[str, Any]:
-    """Return rank, world_size and nodes for the manifest: as given, or as bagua_ref, torch or the environment says."""
-    torchs = world.transport is None and dist.is_available() and dist.is_initialized()
-    if rank is None:
-        rank = dist.get_rank() if torchs else world.identity.rank
-    if world_size is None:
-        world_size = dist.get_world_size() if torchs else world.identity.world_size
-    check_int("rank", rank)
-    check_int("world_size", world_size, 1)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} must be from 0 to world_size - 1 = {world_size - 1}")
-    sizes = list(nodes) if nodes is not None else _known_nodes(world, world_size)
-    if any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes) or sum(sizes) != world_size:
-        raise ValueError(f"nodes={sizes} must be numbers of ranks, each at least 1, that sum to world_size={world_size}")
-    return {"rank": rank, "world_size": world_size, "nodes": sizes}
-
-
-def _known_nodes(world: World, world_size: int) -> list[int]:
-    if world.transport is not None and len(world.transport.node_of) == world_size:
-        runs = [(node, len(list(ranks))) for node, ranks in itertools.groupby(world.transport.node_of)]
-        if len(runs) > len(set(world.transport.node_of)):
-            raise ValueError(
-                f"nodes: ranks are on nodes {list(world.transport.node_of)}; a replay needs consecutive ranks on each node"
-            )
-        return [size for _, size in runs]
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if local.isdigit() and int(local) and world_size % int(local) == 0:
-        return [int(local)] * (world_size // int(local))
-    return [world_size]
+        super()._stop(step, reason)
 
 
 def _description(parts: Mapping[str, Tensor]) -> dict[str, Any]:

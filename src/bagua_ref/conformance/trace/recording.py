@@ -7,7 +7,6 @@ import math
 import os
 import re
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,14 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from bagua_ref.base.runtime import current_world
 from bagua_ref.base.utils import uncompiled
 from bagua_ref.checkpoint.training_state import random_states
-from bagua_ref.conformance.clauses import SPEC_VERSION
 from bagua_ref.conformance.formats.safetensors_file import CODES, name_of
 from bagua_ref.conformance.trace.digest import digest, digest_of_text
-from bagua_ref.conformance.trace.files import FORMAT, TRACE_VERSION, Writer, check_int
-from bagua_ref.conformance.trace.recorder import identity_of, versions
+from bagua_ref.conformance.trace.files import check_int
+from bagua_ref.conformance.trace.rank_recorder import RankRecorder
 
 __all__ = ["WINDOW", "Recording", "record"]
 
@@ -111,7 +108,7 @@ def record(
     return Recording(model, listed, folder, loader, values, first_step, rank, world_size)
 
 
-class Recording:
+class Recording(RankRecorder):
     """The context that `record` returns, which has the arguments' descriptions; values are kept of the steps in ``values``.
 
     Attributes:
@@ -139,32 +136,17 @@ class Recording:
         world_size: int | None,
     ) -> None:
         self.step = first_step or 0
-        self.stopped: str | None = None
         self._folder, self._loader, self._values, self._resume = folder, loader, values, first_step is not None
         self._identity, self._optimizers = (rank, world_size, None), optimizers
         self._model, self._inner = model, _unwrapped(model)
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in self._inner.named_parameters()}
-        self._writer: Writer | None = None
         self._hooks = contextlib.ExitStack()
         self._told: dict[str, str] = {}
         self._clear()
 
     def __enter__(self) -> Recording:
-        if self._writer is not None:
-            raise RuntimeError("this recording is already in use; call record() again")
-        self._manifest = {
-            "format": FORMAT,
-            "trace_version": TRACE_VERSION,
-            "spec_version": SPEC_VERSION,
-            "versions": versions(),
-            **identity_of(current_world(), *self._identity),
-            "what": "digests",
-            "command": sys.orig_argv,
-            "settings": _settings(),
-            "complete": False,
-            "stopped": None,
-        }
-        self._writer = Writer(self._folder / f"rank{self._manifest['rank']}", self._manifest, self._resume)
+        described = {"what": "digests", "command": sys.orig_argv, "settings": _settings()}
+        self._open_folder(self._folder, self._identity, described, self._resume)
         self._add_hooks()
         self._begun = True
         self._add_weights()
@@ -180,11 +162,7 @@ class Recording:
             return
         if kind is not None and self._entries:
             self._write(partial=True)
-        self._manifest["complete"] = kind is None and self.stopped is None
-        with contextlib.suppress(OSError):  # a full disk; what has been written is there
-            self._writer.write_manifest(self._manifest)
-        self._writer.close()
-        self._writer = None
+        self._close_folder(kind is None)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the loader's batches, and record them."""
@@ -329,13 +307,7 @@ class Recording:
             line["partial"] = True
         if self._kept:
             line["file"] = f"{self.step:08d}.safetensors"
-        if self.stopped is None and self._writer is not None:
-            try:
-                self._writer.write_line(line, self._kept or None)
-            except OSError as error:
-                self.stopped = f"step {self.step} cannot be written: {error}"
-                self._manifest["stopped"] = {"step": self.step, "reason": self.stopped}
-                warnings.warn(f"recording has stopped: {self.stopped}. Training continues", RuntimeWarning, stacklevel=2)
+        self._append(self.step, line, self._kept or None)
         self._clear()
 
     def _clear(self) -> None:
