@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.launch import run_script
 from tests.recorded_trainings import AT, FAULTS, STEPS, Fault, Training, hidden_update, plain_sgd
-from torch import nn
+from torch import Tensor, nn
 
 import bagua_ref
 from bagua_ref.cli import main
@@ -175,6 +175,24 @@ def test_equal_runs_do_not_differ_also_restarted(right: Path, tmp_path: Path) ->
     report = diff_records(right, tmp_path)
     assert report.first is None, str(report)
     assert report.steps == list(range(STEPS))
+
+
+def test_a_closure_is_recorded_when_it_has_run(right: Path, tmp_path: Path) -> None:
+    training = Training()
+    optimizer = training.optimizer
+    computed: list[Tensor] = []
+    training.backward = lambda k, loss: computed.append(loss)  # type: ignore[method-assign]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        computed[-1].backward()
+        return computed[-1]
+
+    training.step = lambda k: optimizer.step(closure)  # type: ignore[arg-type, method-assign]
+    training.run(tmp_path)
+    report = diff_records(right, tmp_path)
+    assert report.first is None, str(report)
+    assert report.records == diff_records(right, right).records
 
 
 def test_a_pass_without_gradients_is_not_recorded(right: Path, tmp_path: Path) -> None:

@@ -31,25 +31,28 @@ class Network(nn.Module):
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
+    """Return those of an epoch, after which checkpoints are written: Lightning does not go on inside one."""
     generator = torch.Generator().manual_seed(0)
-    return [{"x": torch.randn(6, generator=generator), "labels": torch.randn((), generator=generator)} for _ in range(4 * STEPS)]
+    return [{"x": torch.randn(6, generator=generator), "labels": torch.randn((), generator=generator)} for _ in range(4 * AT)]
 
 
-def by_transformers(folder: Path | None, lr: float = 0.1) -> Any:
+def by_transformers(folder: Path | None, lr: float = 0.1, steps: int = STEPS, resume: bool = False) -> Any:
     from transformers import Trainer, TrainingArguments
 
     model = Network()
     arguments = TrainingArguments(
-        output_dir="unused", max_steps=STEPS, per_device_train_batch_size=4, learning_rate=lr, report_to=[], use_cpu=True,
-        save_strategy="no", disable_tqdm=True, logging_strategy="no", seed=1,
+        output_dir="saved", max_steps=steps, per_device_train_batch_size=4, learning_rate=lr, report_to=[], use_cpu=True,
+        save_strategy="steps", save_steps=AT, lr_scheduler_type="constant", disable_tqdm=True, logging_strategy="no", seed=1,
     )  # fmt: skip
     callbacks = [transformers_callback(folder)] if folder else []
-    Trainer(model, arguments, train_dataset=samples(), callbacks=callbacks).train()
+    trainer = Trainer(model, arguments, train_dataset=samples(), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=f"saved/checkpoint-{AT}" if resume else None)
     return model
 
 
-def by_lightning(folder: Path | None, lr: float = 0.1) -> Any:
+def by_lightning(folder: Path | None, lr: float = 0.1, steps: int = STEPS, resume: bool = False) -> Any:
     import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -61,7 +64,7 @@ def by_lightning(folder: Path | None, lr: float = 0.1) -> Any:
             return loss
 
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
             late = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr / 0.1 if step >= AT else 1.0)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": late, "interval": "step"}}
 
@@ -71,16 +74,20 @@ def by_lightning(folder: Path | None, lr: float = 0.1) -> Any:
     warnings.simplefilter("ignore")
     module = Module()
     trainer = pl.Trainer(
-        max_steps=STEPS, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, callbacks=[lightning_callback(folder)] if folder else [],
+        max_steps=steps, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[ModelCheckpoint("saved", "{step}", every_n_train_steps=AT, save_top_k=-1, enable_version_counter=False)]
+        + ([lightning_callback(folder)] if folder else []),
     )  # fmt: skip
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=f"saved/step={AT}.ckpt" if resume else None)
     return module
 
 
-@pytest.mark.parametrize(
+each_trainer = pytest.mark.parametrize(
     ("train", "package", "step"), [(by_lightning, "lightning", AT), (by_transformers, "transformers", 0)], ids=["lightning", "hf"]
 )
+
+
+@each_trainer
 def test_a_trainer_is_recorded(train: Any, package: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
@@ -95,3 +102,28 @@ def test_a_trainer_is_recorded(train: Any, package: str, step: int, tmp_path: Pa
     first = diff_records(tmp_path / "a", tmp_path / "c").first
     assert first is not None
     assert (first.step, first.kind, first.cause) == (step, "option", "learning rate"), str(first)
+
+
+@each_trainer
+def test_a_trainer_that_goes_on_from_a_checkpoint_adds_to_its_record(
+    train: Any, package: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    monkeypatch.chdir(tmp_path)
+    train(tmp_path / "a")
+    train(tmp_path / "b", steps=AT + 1)  # its last step is lost
+    train(tmp_path / "b", resume=True)
+    report = diff_records(tmp_path / "a", tmp_path / "b")
+    assert report.first is None, str(report)
+    assert report.steps == list(range(STEPS))
+    if package == "transformers":
+        Path(f"saved/checkpoint-{AT}/optimizer.pt").unlink()
+    else:
+        saved = torch.load(f"saved/step={AT}.ckpt", weights_only=False)
+        saved["optimizer_states"][0]["state"] = {}
+        torch.save(saved, f"saved/step={AT}.ckpt")
+    train(tmp_path / "b", resume=True)
+    first = diff_records(tmp_path / "a", tmp_path / "b").first
+    assert first is not None
+    assert (first.step, first.kind, first.cause) == (AT, "start", "restored state"), str(first)

@@ -187,7 +187,7 @@ class Recording(RankRecorder):
             self._model.register_forward_hook(lambda module, args, output: self._after_forward("", output)),
             self._optimizers[-1].register_step_post_hook(lambda *_: self._end_step()),
         ]
-        hooks += [optimizer.register_step_pre_hook(lambda o, *_: self._before_optimizer(o)) for optimizer in self._optimizers]
+        hooks += [optimizer.register_step_pre_hook(self._before_optimizer) for optimizer in self._optimizers]
         for parameter, name in self._names.items():
             if parameter.requires_grad:
                 hooks.append(parameter.register_hook(lambda gradient, name=f"local:{name}": self._add(name, gradient)))
@@ -211,14 +211,24 @@ class Recording(RankRecorder):
             if isinstance(loss, Tensor):
                 self.loss(loss)
 
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._add(f"grad:{self._name(parameter)}", parameter.grad)
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return self._add_gradients(optimizer)
+
+        def recorded() -> Any:  # gradients are there only when it has run
+            loss = closure()
+            self._add_gradients(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": recorded}
+
+    def _add_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             options = " ".join(f"{name}={_plain(value)}" for name, value in sorted(group.items()) if name != "params")
             for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._add(f"grad:{self._name(parameter)}", parameter.grad)
                 self._say(f"option:{self._name(parameter)}", f"{type(optimizer).__name__} {options}")
 
     def _end_step(self) -> None:
