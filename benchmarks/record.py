@@ -6,8 +6,8 @@ and left out without it. Memory is the growth of the process's peak.
 
 from __future__ import annotations
 
-import contextlib
 import resource
+import statistics
 import sys
 import tempfile
 import time
@@ -20,7 +20,7 @@ import shapes
 import torch
 
 import bagua_ref
-from bagua_ref.conformance.trace import digest
+from bagua_ref.conformance.trace import Recording, digest
 
 SIZES = {"4 KB": 2**10, "1 MB": 2**18, "64 MB": 2**24}
 SHARE = common.at_most(1.03)
@@ -31,7 +31,9 @@ def speed(quick: bool) -> list[common.Row]:
     rows = []
     for name, size in SIZES.items():
         x = torch.randn(size)
-        medians = common.alternate({"digest": lambda x=x: digest(x), "copy": lambda x=x: x.clone()}, 3 if quick else 30)
+        there = torch.empty_like(x)  # new memory costs more than the copy
+        functions = {"digest": lambda x=x: digest(x), "copy": lambda x=x, there=there: there.copy_(x)}
+        medians = common.alternate(functions, 3 if quick else 30)
         rate = {kind: 4 * size / seconds / 1e9 for kind, seconds in medians.items()}
         rows.append(common.Row(f"digest of {name}", "GB/s", rate["digest"], {"copy": rate["copy"]}, "copy"))
     return rows
@@ -82,27 +84,65 @@ def gpt2(quick: bool) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torc
     return model, lambda model: model(tokens, labels=tokens).loss, f"batch of {tokens.shape[0]} x {tokens.shape[1]} tokens"
 
 
-def step_times(make: Callable[..., tuple], quick: bool, folder: Path) -> tuple[dict[str, float], float, str]:
-    """Return the median seconds of a step with and without recording, the peak memory that recording adds in MiB, and the work."""
+class Timed(Recording):
+    """A recording that counts the seconds inside its hooks; hooks within hooks count once."""
+
+    seconds = 0.0
+    depth = 0
+
+
+def _count(name: str) -> None:
+    right = getattr(Recording, name)
+
+    def counted(self: Timed, *args: object) -> object:
+        self.depth += 1
+        start = time.perf_counter()
+        try:
+            return right(self, *args)
+        finally:
+            self.depth -= 1
+            self.seconds += 0.0 if self.depth else time.perf_counter() - start
+
+    setattr(Timed, name, counted)
+
+
+for hook in ("_before_forward", "_after_forward", "_add", "_before_optimizer", "_end_step"):
+    _count(hook)
+
+
+def step_times(make: Callable[..., tuple], quick: bool, folder: Path) -> tuple[dict[str, float], float, float, str]:
+    """Return seconds of a step with and without recording, the ratio, the peak memory that recording adds in MiB, and the work.
+
+    The ratio is that of a recorded step to what is left of it without its hooks: steps take seconds, and two of them differ by
+    more than what is measured.
+    """
     model, loss_of, work = make(quick)
     optimizer = (torch.optim.AdamW if make is gpt2 else torch.optim.SGD)(model.parameters(), lr=1e-3)
     if make is resnet50:
         optimizer.param_groups[0]["momentum"] = 0.9
-    times: dict[str, list[float]] = {"without": [], "recorded": []}
-    peak = {}
-    for turn in range(2 if quick else 4):
-        for kind, found in times.items():
-            context = bagua_ref.record(model, optimizer, folder / str(turn)) if kind == "recorded" else contextlib.nullcontext()
-            with context:
-                for step in range(2 if quick else 4):
-                    start = time.perf_counter()
-                    optimizer.zero_grad()
-                    loss_of(model).backward()
-                    optimizer.step()
-                    if step:  # the first one records the weights before it
-                        found.append(time.perf_counter() - start)
-            peak.setdefault(kind, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-    return {kind: sorted(found)[len(found) // 2] for kind, found in times.items()}, peak["recorded"] - peak["without"], work
+
+    def step() -> float:
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+        return time.perf_counter() - start
+
+    def peak() -> float:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+    step()  # fills caches and makes the optimizer's state
+    times = {"without": step()}
+    before, ratios = peak(), []
+    recording = bagua_ref.record(model, optimizer, folder)
+    recording.__class__ = Timed
+    assert isinstance(recording, Timed)
+    with recording:
+        for _ in range(2):
+            recording.seconds = 0.0
+            times["recorded"] = step()
+            ratios.append(times["recorded"] / (times["recorded"] - recording.seconds))
+    return times, statistics.median(ratios), peak() - before, work
 
 
 def main() -> int:
@@ -113,10 +153,11 @@ def main() -> int:
             print(f"{name} needs {package}: left out")
             continue
         with tempfile.TemporaryDirectory() as folder:
-            medians, memory, work = step_times(make, args.quick, Path(folder))
+            times, ratio, memory, work = step_times(make, args.quick, Path(folder))
         extra = {"MiB of memory that recording adds to the peak": memory}
-        peers = {"without": 1e3 * medians["without"]}
-        rows.append(common.Row(f"{name}, {work}", "ms a step", 1e3 * medians["recorded"], peers, "without", SHARE, extra))
+        print(f"{name}: recording takes {ratio - 1:.2%} of a step, and {memory:.0f} MiB")
+        peers = {"without": 1e3 * times["without"]}
+        rows.append(common.Row(f"{name}, {work}", "ms a step", 1e3 * times["recorded"], peers, "without", SHARE, extra, ratio))
     return common.report("record", rows, args)
 
 

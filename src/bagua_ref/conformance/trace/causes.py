@@ -18,7 +18,7 @@ CAUSES = {
     "restored state": "the training did not continue from what the step before had left",
     "model": "a parameter or buffer is in one model only",
     "train or eval mode": "modules are in train mode in one run and in eval mode in the other",
-    "other data": "the batch is nowhere in the other record",
+    "other data": "the batch is nowhere in the other record: other samples, or shuffled in another way",
     "other order of data": "the other record has the batch in another step",
     "skipped step": "a run has left out a step",
     "repeated step": "a run has done a step again",
@@ -84,7 +84,7 @@ def explain(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tupl
     if [_device(a) for a, _ in both] != [_device(b) for _, b in both]:
         return "dtype or device", f"{first.a.about} in A, {first.b.about} in B"
     if kind in ("local", "grad") and (factor := _factor(both)):
-        return "scaled gradient", f"those of B are {factor:.6g} times those of A"
+        return "scaled gradient", f"those of B are {factor:.6g} times those of A, as by clipping, a scaled loss, a sum for a mean"
     return _computed(pair, step, kind, found)
 
 
@@ -124,6 +124,8 @@ def _options(a: str, b: str) -> tuple[str, str]:
     for text in (a, b):
         name, *rest = re.split(r" ?(\w+)=", text)
         of_runs.append({"optimizer": name, **dict(zip(rest[::2], rest[1::2], strict=True))})
+    if of_runs[0]["optimizer"] != of_runs[1]["optimizer"]:
+        return "option", f"optimizer: {of_runs[0]['optimizer']} in A, {of_runs[1]['optimizer']} in B"
     other = [name for name in {**of_runs[0], **of_runs[1]} if of_runs[0].get(name) != of_runs[1].get(name)]
     text = ", ".join(f"{name}: {of_runs[0].get(name)} in A, {of_runs[1].get(name)} in B" for name in other)
     return ("learning rate" if {*other} <= {"lr", "initial_lr"} else "option"), text

@@ -9,6 +9,7 @@ from typing import Any
 
 from bagua_ref.base.untrusted import one_line
 from bagua_ref.conformance.trace.causes import CAUSES
+from bagua_ref.conformance.trace.pair import kind_of
 from bagua_ref.conformance.trace.recording import WINDOW
 
 __all__ = ["Difference", "DifferenceReport", "draw_distances"]
@@ -17,10 +18,11 @@ _ROWS = 12
 """The most lines of the text's timeline."""
 
 _WORDS = {
-    "rng": "random state", "mode": "mode", "buffer": "buffer before the step", "batch": "batch", "input": "input of the model",
-    "module": "output of module", "output": "output", "loss": "loss", "local": "gradient before communication",
-    "grad": "gradient after communication", "option": "options of the optimizer for", "state": "optimizer state",
-    "weight": "weight", "buffer_after": "buffer after the step", "start": "state before the step:",
+    "rng": "random state", "mode": "train or eval mode", "buffer": "buffer before the step", "batch": "batch",
+    "input": "input of the model",
+    "module": "output of module", "output": "output", "loss": "loss", "local": "gradient of the backward pass",
+    "grad": "gradient for the optimizer", "option": "options of the optimizer for", "state": "optimizer state",
+    "weight": "weight", "buffer_after": "buffer after the step", "start": "weights or state before the step",
 }  # fmt: skip
 _COLORS = {"loss": "#b4451f", "grad": "#2f6f9f", "weight": "#3c7a4e"}
 
@@ -40,7 +42,7 @@ class Difference:
         cause: the name of the likely cause, from `CAUSES`.
         details: about the cause.
         index: of the first element that differs, if values are kept.
-        values: that of A and that of B: the element, if values are kept; the norm of a loss; the text of options and modes.
+        values: that of A and that of B: the element, if values are kept; of a loss the loss.
         ulps: distance of the elements in units in the last place.
     """
 
@@ -61,7 +63,7 @@ class Difference:
         name = self.record.partition(":")[2]
         values = "" if self.values is None else f": {self.values[0]} in A, {self.values[1]} in B"
         ulps = "" if self.ulps is None else f", {self.ulps:,} ulps away"
-        what = f"{_WORDS[self.kind]} {name!r}" if name else _WORDS[self.kind]
+        what = _WORDS[kind_of(self.record)] + (" before the step" if self.kind == "start" else "") + (f" {name!r}" if name else "")
         return f"step {self.step}, rank {self.rank}, {what}{self.index if self.index is not None else ''}{values}{ulps}"
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+
+import numpy as np
 
 from bagua_ref.conformance.expected.tolerances import EXACT, places, where_equal
 from bagua_ref.conformance.trace.causes import explain
@@ -48,7 +51,7 @@ def diff_records(a: str | Path, b: str | Path) -> DifferenceReport:
                 report.first.details += f"; its first effect is {found[0].name}"
     last = pair.steps[-1] if report.first is None else report.first.step
     listed = dict.fromkeys(f"{name[4:]} from step {since} on" for (_, name), since in other_random.items() if since <= last)
-    if listed and (report.first is None or report.first.kind != "rng"):
+    if listed and (report.first is None or report.first.cause != "random state"):
         report.notes.append(f"random states differ ({', '.join(listed)}); this is not where the runs part")
     report.not_finite = {name: where for run, name in enumerate("AB") if (where := _not_finite(pair, run))}
     return report
@@ -97,29 +100,22 @@ def _describe(pair: Pair, step: int, kind: str, found: list[Mismatch]) -> Differ
     module, _, parameter = first.name.partition(":")[2].rpartition(".")
     difference = Difference(step, first.rank, kind, first.name, module, parameter, len(found), cause, text)
     values = pair.values(step, first) if kind != "start" else None
-    if values is not None:
+    if values is not None and first.a is not None:
         x, y = values
-        place = int((~where_equal(x, y, EXACT)).nonzero().flatten()[0]) if not where_equal(x, y, EXACT).all() else 0
-        difference.index = _index(place, first.a.about if first.a is not None else "")
+        place = int(where_equal(x, y, EXACT).int().argmin())
+        difference.index = _index(place, first.a.about)
         difference.values = x[place].item(), y[place].item()
         if x.is_floating_point() and not (x[place].isnan() or y[place].isnan()):
             difference.ulps = abs(int(places(x[place : place + 1]) - places(y[place : place + 1])))
-    elif first.a is not None and first.b is not None and kind in ("mode", "option"):
-        difference.values = first.a.about, first.b.about
     elif kind == "loss" and first.a is not None and first.b is not None:
         difference.values = first.a.norm, first.b.norm
     return difference
 
 
 def _index(place: int, about: str) -> list[int]:
-    text = about.partition("[")[2].partition("]")[0]
-    if " shard [" in about:
-        text = about.partition(" shard [")[2].partition("]")[0]
-    found: list[int] = []
-    for length in reversed([int(part) for part in text.split(",") if part.strip().isdigit()]):
-        place, at = divmod(place, length)
-        found.insert(0, at)
-    return found
+    """Return the indices of an element of the tensor, or shard, that is described."""
+    shape = json.loads(about[about.rindex("[") : about.rindex("]") + 1])
+    return [int(at) for at in np.unravel_index(place, shape)]
 
 
 def _not_finite(pair: Pair, run: int) -> str:

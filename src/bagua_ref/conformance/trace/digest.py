@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ __all__ = ["digest", "digest_of_text"]
 
 _SMALL = 2**16  # bytes; up to here, BLAKE2b is faster
 _ROWS = 16
-_LANES = 2**15  # of each thread at a time, so that they stay in the cache; the result does not depend on it
+_LANES = 2**15  # at a time, so that they stay in the cache; the result does not depend on it
 _ODD = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # fixed, odd, without a pattern
 
 
@@ -54,24 +55,28 @@ def digest_of_text(text: bytes) -> int:
 
 
 def _mixed_words(words: Tensor) -> int:
+    """Return the sum of all lanes, of which threads take blocks; kernels with threads of their own would wait for each other."""
     lanes = math.ceil(words.numel() / _ROWS)
-    block = lanes if words.is_cuda else _LANES * torch.get_num_threads()
-    total = 0
-    for start in range(0, lanes, block):
-        stop = min(start + block, lanes)
-        state = words[start:stop].clone()
-        halves = state.view(torch.int32).view(-1, 2)
-        low, high = halves[:, 0], halves[:, 1]
-        for row in range(1, _ROWS + 1):
-            low.bitwise_xor_(high)
-            state.mul_(_ODD[0])
-            if row < _ROWS:
-                more = words[row * lanes + start : min(row * lanes + stop, words.numel())]
-                state[: more.numel()].bitwise_xor_(more)
-        state.add_(torch.arange(start + 1, stop + 1, device=words.device).mul_(_ODD[1]))
-        for odd in _ODD[1:]:
-            low.bitwise_xor_(high)
-            state.mul_(odd)
+    starts = range(0, lanes, lanes if words.is_cuda else _LANES)
+    if len(starts) == 1:
+        return _mixed_lanes(words, lanes, 0, lanes)
+    with ThreadPoolExecutor(min(len(starts), torch.get_num_threads())) as pool:
+        return sum(pool.map(lambda start: _mixed_lanes(words, lanes, start, min(start + _LANES, lanes)), starts))
+
+
+def _mixed_lanes(words: Tensor, lanes: int, start: int, stop: int) -> int:
+    state = words[start:stop].clone()
+    halves = state.view(torch.int32).view(-1, 2)
+    low, high = halves[:, 0], halves[:, 1]
+    for row in range(1, _ROWS + 1):
         low.bitwise_xor_(high)
-        total += int(state.sum())
-    return total
+        state.mul_(_ODD[0])
+        if row < _ROWS:
+            more = words[row * lanes + start : min(row * lanes + stop, words.numel())]
+            state[: more.numel()].bitwise_xor_(more)
+    state.add_(torch.arange(start + 1, stop + 1, device=words.device).mul_(_ODD[1]))
+    for odd in _ODD[1:]:
+        low.bitwise_xor_(high)
+        state.mul_(odd)
+    low.bitwise_xor_(high)
+    return int(state.sum())
