@@ -31,9 +31,13 @@ def lightning_callback(folder: str | Path, **options: Any) -> Any:
     base = import_module("lightning.pytorch" if package == "lightning" else package).Callback
     session = _TrainerRecording(folder, options)
     methods = {
-        "on_train_start": lambda self, trainer, module: session.enter(module, trainer.optimizers, trainer.global_step),
-        "on_train_batch_start": lambda self, trainer, module, batch, index: session.tell("batch", batch),
-        "on_before_backward": lambda self, trainer, module, loss: session.tell("loss", loss),
+        "on_train_start": lambda self, trainer, module: session.enter(
+            module,
+            trainer.optimizers,
+            trainer.global_step // max(1, len(trainer.optimizers)),  # which counts those of each
+        ),
+        "on_train_batch_start": lambda self, trainer, module, batch, index: session.recording and session.recording.batch(batch),
+        "on_before_backward": lambda self, trainer, module, loss: session.recording and session.recording.loss(loss),
         "on_train_end": lambda self, trainer, module: session.exit(),
         "on_exception": lambda self, trainer, module, error: session.exit(error),
     }
@@ -67,20 +71,15 @@ class _TrainerRecording:
 
     def __init__(self, folder: str | Path, options: dict[str, Any]) -> None:
         self._folder, self._options = folder, options
-        self._recording: Recording | None = None
+        self.recording: Recording | None = None
 
     def enter(self, model: Any, optimizers: list[Any], step: int) -> None:
         """Begin to record at a step; of optimizers of accelerate and Lightning, those inside."""
         inside = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
-        self._recording = record(model, inside, self._folder, first_step=step or None, **self._options).__enter__()
-
-    def tell(self, what: str, value: Any) -> None:
-        """Record a batch or a loss."""
-        if self._recording is not None:
-            getattr(self._recording, what)(value)
+        self.recording = record(model, inside, self._folder, first_step=step or None, **self._options).__enter__()
 
     def exit(self, error: BaseException | None = None) -> None:
         """End, after an error with the step that failed."""
-        if self._recording is not None:
-            self._recording.__exit__(None if error is None else type(error), error, None)
-            self._recording = None
+        if self.recording is not None:
+            self.recording.__exit__(None if error is None else type(error), error, None)
+            self.recording = None

@@ -35,19 +35,8 @@ _NORMS = ("input", "module", "output", "loss", "local", "grad", "weight")
 """Kinds of which the norm is kept, which shows distances and NaNs."""
 
 
-def record(
-    model: torch.nn.Module,
-    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    folder: str | Path,
-    loader: Any = None,
-    what: str = "digests",
-    *,
-    window: tuple[int, int] | None = None,
-    first_step: int | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-) -> Recording:
-    """Return a context in which a training is recorded, for ``bagua-ref trace diff`` to compare it with another.
+class Recording(RankRecorder):
+    """A context in which a training is recorded, for ``bagua-ref trace diff`` to compare it with another.
 
     A step ends when the last of the optimizers has stepped. Its digests are those of random states, batch, the model's inputs and
     outputs, loss, gradients before and after communication, options and state of the optimizers, weights, and buffers before and
@@ -65,6 +54,10 @@ def record(
         rank: this rank; None: taken from bagua_ref, torch.distributed or the environment.
         world_size: number of ranks; None: likewise.
 
+    Attributes:
+        step: number of the step that is under way.
+        stopped: why recording stopped early, or None.
+
     Raises:
         ValueError: an argument is out of range; on entering: the folder holds a record of this rank.
         TypeError: an argument has the wrong type.
@@ -80,41 +73,6 @@ def record(
     ...     recording.step
     4
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model={model!r} must be a torch.nn.Module")
-    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
-        raise ValueError(f"model: its parameter {lazy[0]!r} is not initialized yet; call the model once before")
-    listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    if not listed or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in listed):
-        raise TypeError(f"optimizers={optimizers!r} must be a torch.optim.Optimizer or a list of at least one")
-    if what not in ("digests", "values"):
-        raise ValueError(f"what={what!r} must be 'digests' or 'values'")
-    if window is not None and what != "values":
-        raise ValueError(f"window={window!r} must be None with what='digests', which keeps no values")
-    if window is not None and (len(window) != 2 or not 0 <= window[0] < window[1]):
-        raise ValueError(f"window={window!r} must be the first step with values and the first one after")
-    if first_step is not None:
-        check_int("first_step", first_step, 0, " or None")
-    folder = Path(folder)
-    if asked := os.environ.get(WINDOW):
-        found = re.fullmatch(r"(\d+):(\d+)", asked)
-        if found is None or int(found[1]) >= int(found[2]):
-            raise ValueError(
-                f"environment variable {WINDOW}={asked!r} must be two steps such as '12:14', the first below the second"
-            )
-        what, window = "values", (int(found[1]), int(found[2]))
-        folder = folder.with_name(f"{folder.name}-{found[1]}-{found[2]}")
-    values = range(0) if what == "digests" else range(*window) if window else range(2**63)
-    return Recording(model, listed, folder, loader, values, first_step, rank, world_size)
-
-
-class Recording(RankRecorder):
-    """The context that `record` returns, which has the arguments' descriptions; values are kept of the steps in ``values``.
-
-    Attributes:
-        step: number of the step that is under way.
-        stopped: why recording stopped early, or None.
-    """
 
     _start: list[list[Any]]
     _entries: list[list[Any]]
@@ -127,17 +85,44 @@ class Recording(RankRecorder):
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        folder: Path,
-        loader: Any,
-        values: range,
-        first_step: int | None,
-        rank: int | None,
-        world_size: int | None,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        folder: str | Path,
+        loader: Any = None,
+        what: str = "digests",
+        *,
+        window: tuple[int, int] | None = None,
+        first_step: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model={model!r} must be a torch.nn.Module")
+        if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+            raise ValueError(f"model: its parameter {lazy[0]!r} is not initialized yet; call the model once before")
+        listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        if not listed or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in listed):
+            raise TypeError(f"optimizers={optimizers!r} must be a torch.optim.Optimizer or a list of at least one")
+        if what not in ("digests", "values"):
+            raise ValueError(f"what={what!r} must be 'digests' or 'values'")
+        if window is not None and what != "values":
+            raise ValueError(f"window={window!r} must be None with what='digests', which keeps no values")
+        if window is not None and (len(window) != 2 or not 0 <= window[0] < window[1]):
+            raise ValueError(f"window={window!r} must be the first step with values and the first one after")
+        if first_step is not None:
+            check_int("first_step", first_step, 0, " or None")
+        folder = Path(folder)
+        if asked := os.environ.get(WINDOW):
+            found = re.fullmatch(r"(\d+):(\d+)", asked)
+            if found is None or int(found[1]) >= int(found[2]):
+                raise ValueError(
+                    f"environment variable {WINDOW}={asked!r} must be two steps such as '12:14', the first below the second"
+                )
+            what, window = "values", (int(found[1]), int(found[2]))
+            folder = folder.with_name(f"{folder.name}-{found[1]}-{found[2]}")
         self.step = first_step or 0
-        self._folder, self._loader, self._values, self._resume = folder, loader, values, first_step is not None
-        self._identity, self._optimizers = (rank, world_size, None), optimizers
+        self._folder, self._loader, self._resume = folder, loader, first_step is not None
+        self._values = range(0) if what == "digests" else range(*window) if window else range(2**63)
+        self._identity, self._optimizers = (rank, world_size, None), listed
         self._model, self._inner = model, _unwrapped(model)
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in self._inner.named_parameters()}
         self._hooks = contextlib.ExitStack()
@@ -325,6 +310,10 @@ class Recording(RankRecorder):
         self._start, self._entries, self._about, self._kept = [], [], {}, {}
         self._counts = Counter()
         self._begun = False
+
+
+record = Recording
+"""The name by which trainings are recorded: ``with bagua_ref.record(model, optimizer, folder):``."""
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
