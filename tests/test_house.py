@@ -34,7 +34,7 @@ LINES: dict[str, int] = {
     "conformance/run": 1307,
     "conformance/suites": 4441,
     "conformance/targets": 1566,
-    "conformance/trace": 3627,  # records of whole trainings, and their comparison
+    "conformance/trace": 3655,  # records of whole trainings, and their comparison
     "conformance/vectors": 2058,
     "contrib": 1584,
     "contrib/cache": 1587,
@@ -51,16 +51,16 @@ LINES: dict[str, int] = {
     "property_tests": 3215,
     "scheduling": 639,
     "simulation": 3674,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
-    "tests": 39044,
+    "tests": 39098,
     "tests/cuda_emulation": 487,
-    "tests/integrations": 1020,
+    "tests/integrations": 1052,
     "tests/meta": 1156,
     "tests/outside": 246,
     "tests/proof": 676,
 }
 """The most lines of each room of src, and of the folders of tests."""
 
-FILES = 279  # caches that fail, fields of payloads, scripts of reports, records of trainings
+FILES = 280  # caches that fail, fields of payloads, scripts of reports, records of trainings
 """The most files of src; public names of modules that have moved into a room do not count."""
 
 OTHER_IMPLEMENTER = {

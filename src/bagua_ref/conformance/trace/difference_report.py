@@ -184,7 +184,7 @@ def draw_distances(report: DifferenceReport) -> Any:
     axes.set_ylabel("relative difference of norms\n(bottom: none)")
     title = "equal"
     if report.first is not None:
-        title = f"first difference: {report.first.cause}, at step {report.first.step}, {_WORDS[report.first.kind]}"
+        title = f"first difference: {report.first.cause}, at step {report.first.step}, {report.first.record.rstrip(':')}"
         axes.axvline(report.first.step, color="#1c1e21", linewidth=0.8, linestyle="dashed")
     axes.set_title(title, loc="left", fontsize=10)
     axes.legend(frameon=False)
