@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bagua_ref.algorithms.registry import GlobalAlgorithmRegistry, _AlgorithmRegistry, close_to  # noqa: F401 - a name of the original's
+from bagua_ref.algorithms.registry import GlobalAlgorithmRegistry, _AlgorithmRegistry, check_options  # noqa: F401 - a name of the original's
 from bagua_ref.algorithms.state import ErrorMemories, TensorStore, check_entries, saved_by
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import World
@@ -384,11 +384,7 @@ class Algorithm:
             TypeError: it has no such option; the message lists its options.
         """
         make = GlobalAlgorithmRegistry.get(name)
-        options = inspect.signature(make).parameters
-        if not any(option.kind is option.VAR_KEYWORD for option in options.values()):
-            for given in kwargs:
-                if given not in options:
-                    raise TypeError(f"{given}={kwargs[given]!r} is no option of {name}{close_to(given, options)}")
+        check_options(name, make, kwargs)
         algorithm: Algorithm = make(**kwargs)
         return algorithm
 
