@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bagua_ref.algorithms.registry import GlobalAlgorithmRegistry, _AlgorithmRegistry, check_options  # noqa: F401 - a name of the original's
+from bagua_ref.algorithms.registry import GlobalAlgorithmRegistry, _AlgorithmRegistry, check_options  # noqa: F401 - the original's
 from bagua_ref.algorithms.state import ErrorMemories, TensorStore, check_entries, saved_by
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import World
