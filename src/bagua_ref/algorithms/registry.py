@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 
 __all__ = [
-    "GlobalAlgorithmRegistry", "check_bool", "check_join_with_memory", "check_optimizers", "check_options", "check_whole", "implements",
+    "GlobalAlgorithmRegistry", "check_bool", "check_join_with_memory", "check_optimizers", "check_options", "check_whole",
+    "implements",
 ]  # fmt: skip
 
 AnyImpl = TypeVar("AnyImpl")
