@@ -454,9 +454,10 @@ class Whole(torch.optim.SGD):
         return self.__dict__
 
 
+@pytest.mark.parametrize("replace_step", [False, True])
 @pytest.mark.parametrize("make", [sgd, adam, lambda params: Whole(params, lr=0.1, momentum=0.9)], ids=["SGD", "Adam", "Whole"])
-def test_a_deep_copy_and_a_pickle_are_ordinary_and_leave_the_original_alone(make: Any) -> None:
-    ps, fused, qs, plain = twins(make)
+def test_a_deep_copy_and_a_pickle_are_ordinary_and_leave_the_original_alone(make: Any, replace_step: bool) -> None:
+    ps, fused, qs, plain = twins(make, replace_step=replace_step)
     for step in range(3):
         give(step, ps, qs)
         fused.fuse_step()
@@ -471,6 +472,10 @@ def test_a_deep_copy_and_a_pickle_are_ordinary_and_leave_the_original_alone(make
         assert not is_fused_optimizer(copied)
         assert_alike(copied, plain)
     copied = copied_ones[0]
+    give(3, [p for group in copied.param_groups for p in group["params"]], qs)
+    copied.step()
+    plain.step()
+    assert_alike(copied, plain)
     copied.add_param_group({"params": parameters((3,))})
     plain.add_param_group({"params": parameters((3,))})
     fuse_optimizer(copied)

@@ -169,32 +169,20 @@ def test_S6_torch_ddp_trains_as_with_the_unfused_optimizer() -> None:
             assert all(map(torch.equal, ours, theirs))
 
 
-def twins(make: Callable[[Any], Optimizer]) -> tuple[nn.Module, Any, nn.Module, Any]:
+def twins(make: Callable[[Any], Optimizer], replace_step: bool = False) -> tuple[nn.Module, Any, nn.Module, Any]:
     ours, theirs = network(), network()
-    return ours, fuse_optimizer(make(ours.parameters())), theirs, make(theirs.parameters())
+    return ours, fuse_optimizer(make(ours.parameters()), replace_step=replace_step), theirs, make(theirs.parameters())
 
 
 def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
     assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
 
 
-class FusedSteps:
-    """The object that a GradScaler steps, as in docs/fuse.md."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer, self.step = optimizer, optimizer.fuse_step
-
-    @property
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-
-@pytest.mark.parametrize("wrap", [True, False])
-def test_S6_a_grad_scaler_unscales_and_skips_overflows(wrap: bool) -> None:
-    ours, fused, theirs, plain = twins(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+@pytest.mark.parametrize("replace", [True, False])
+def test_S6_a_grad_scaler_unscales_and_skips_overflows(replace: bool) -> None:
+    ours, fused, theirs, plain = twins(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), replace)
     for module, optimizer in ((ours, fused), (theirs, plain)):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        stepped = FusedSteps(fused) if optimizer is fused and wrap else optimizer
         for step in range(8):
             optimizer.zero_grad()
             inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
@@ -202,16 +190,16 @@ def test_S6_a_grad_scaler_unscales_and_skips_overflows(wrap: bool) -> None:
                 inputs[0, 0] = torch.inf
             scaler.scale(module(inputs).square().mean()).backward()
             if step % 2:
-                scaler.unscale_(stepped)
+                scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1, error_if_nonfinite=False)
-            scaler.step(stepped)
+            scaler.step(optimizer)
             scaler.update()
-            if optimizer is fused and not wrap and step == 5:
+            if optimizer is fused and not replace and step == 5:
                 fused.fuse_step()
-            if optimizer is plain and not wrap and step == 5:
+            if optimizer is plain and not replace and step == 5:
                 plain.step()
     assert_equal(ours, theirs)
-    assert fused._bagua_fused_count == (6 if wrap else 1)
+    assert fused._bagua_fused_count == (6 if replace else 1)
 
 
 @pytest.mark.parametrize(
@@ -237,3 +225,41 @@ def test_S6_learning_rate_schedulers_made_before_fusing_see_fuse_step_as_a_step(
             assert fused.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
             assert_equal(ours, theirs)
     assert fused._bagua_fused_count == 10
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_S6_a_replaced_step_is_fused_whoever_calls_it(before: bool) -> None:
+    """A scheduler wraps the method, whether made before or after it is replaced, and hooks run once."""
+    ours, theirs, calls = network(), network(), list[str]()
+    fused: Any = torch.optim.Adam(ours.parameters())
+    plain = torch.optim.Adam(theirs.parameters())
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)]
+    if not before:
+        fuse_optimizer(fused, replace_step=True)
+    schedulers.append(torch.optim.lr_scheduler.ExponentialLR(fused, 0.5))
+    if before:
+        fuse_optimizer(fused, replace_step=True)
+    fused.register_step_pre_hook(lambda *_: calls.append("before"))
+    fused.register_step_post_hook(lambda *_: calls.append("after"))
+    with no_warning():
+        for step in range(6):
+            for module, optimizer in ((ours, fused), (theirs, plain)):
+                inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+
+                def loss(module: nn.Module = module, optimizer: Any = optimizer, inputs: torch.Tensor = inputs) -> torch.Tensor:
+                    optimizer.zero_grad()
+                    found = module(inputs).square().mean()
+                    found.backward()
+                    return found
+
+                steps = fused.fuse_step if optimizer is fused and step % 2 else optimizer.step
+                expected = loss().detach()
+                if step < 3:
+                    assert steps(loss) == expected
+                else:
+                    assert steps() is None
+            for scheduler in schedulers:
+                scheduler.step()
+            assert_equal(ours, theirs)
+    assert fused._bagua_fused_count == 6
+    assert calls == ["before", "after"] * 6

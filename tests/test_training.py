@@ -11,7 +11,14 @@ from tests.trainings import batch, network, on_every_rank, sgd, simulate, train,
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bagua_ref.algorithms import Algorithm, AlgorithmImpl, ByteGradAlgorithm, GlobalAlgorithmRegistry, GradientAllReduceAlgorithm
+from bagua_ref.algorithms import (
+    Algorithm,
+    AlgorithmImpl,
+    ByteGradAlgorithm,
+    GlobalAlgorithmRegistry,
+    GradientAllReduceAlgorithm,
+    QAdamOptimizer,
+)
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError
 
@@ -382,7 +389,8 @@ def test_training_goes_on_after_an_exception_in_backward_alone_or_resynchronized
 
 
 BAD_ARGUMENTS: list[Any] = [
-    ({"algorithm": "bytegrad"}, TypeError, "algorithm='bytegrad'"),
+    ({"algorithm": torch.optim.SGD}, TypeError, "algorithm=.*SGD.* must be an Algorithm or a registered name"),
+    ({"algorithm": "bytegrd"}, ValueError, "did you mean .bytegrad."),
     ({"optimizers": None}, TypeError, "optimizers=None"),
     ({"optimizers": ["SGD"]}, TypeError, r"optimizers=\['SGD'\]"),
     ({"process_group": 3}, TypeError, "process_group=3"),
@@ -504,6 +512,56 @@ def test_unknown_algorithm_lists_what_there_is() -> None:
         ValueError, match=r"'telepathy' is not a registered algorithm; there are .*'bytegrad'.*'gradient_allreduce'"
     ):
         Algorithm.init("telepathy")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        (
+            "bytegrd",
+            {},
+            ValueError,
+            r"name='bytegrd' is not a registered algorithm \(did you mean 'bytegrad'\?\); there are 'async'",
+        ),
+        (
+            "bytegrad",
+            {"hierarchial": True},
+            TypeError,
+            r"hierarchial=True is no option of bytegrad \(did you mean 'hierarchical'\?\)",
+        ),
+        ("topk", {"zzz": 1}, TypeError, r"zzz=1 is no option of topk; there are 'ratio'"),
+        ("gradient_allreduce", {"averages": 1}, TypeError, "there are 'hierarchical', 'average'$"),
+    ],
+)
+def test_a_misspelt_name_or_option_suggests_the_right_one(name: str, options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        Algorithm.init(name, **options)
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "diloco", "qadam"])
+@on_every_rank(2)
+def test_an_algorithm_is_given_by_its_name_and_one_optimizer_by_itself(r: int, name: str) -> None:
+    modules = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    make = QAdamOptimizer if name == "qadam" else torch.optim.SGD
+    optimizers = [make(module.parameters(), lr=0.1) for module in modules]
+    options = {"q_adam_optimizer": optimizers[1]} if name == "qadam" else {}
+    modules[0].with_bagua(optimizers[0], name)
+    modules[1].with_bagua([optimizers[1]], Algorithm.init(name, **options))
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        module(torch.arange(3.0) + r).sum().backward()
+        optimizer.step()
+    assert (
+        repr(modules[0]._bagua.algorithm).partition("optimizer")[0] == repr(modules[1]._bagua.algorithm).partition("optimizer")[0]
+    )
+    assert torch.equal(modules[0].weight, modules[1].weight)
+
+
+@on_every_rank(1)
+def test_qadam_by_its_name_needs_its_own_optimizer(r: int) -> None:
+    module = torch.nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="algorithm='qadam' needs exactly one optimizer, a QAdamOptimizer; there are: SGD"):
+        module.with_bagua(torch.optim.SGD(module.parameters()), "qadam")
 
 
 def test_what_cannot_be_an_algorithm_is_not_registered() -> None:

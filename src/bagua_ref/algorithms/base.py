@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bagua_ref.algorithms.registry import GlobalAlgorithmRegistry, _AlgorithmRegistry  # noqa: F401 - a name of the original's
+from bagua_ref.algorithms.registry import GlobalAlgorithmRegistry, _AlgorithmRegistry, check_options  # noqa: F401 - the original's
 from bagua_ref.algorithms.state import ErrorMemories, TensorStore, check_entries, saved_by
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import World
@@ -381,8 +381,11 @@ class Algorithm:
 
         Raises:
             ValueError: no algorithm has this name; the message lists the registered ones.
+            TypeError: it has no such option; the message lists its options.
         """
-        algorithm: Algorithm = GlobalAlgorithmRegistry.get(name)(**kwargs)
+        make = GlobalAlgorithmRegistry.get(name)
+        check_options(name, make, kwargs)
+        algorithm: Algorithm = make(**kwargs)
         return algorithm
 
     def __repr__(self) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["GlobalAlgorithmRegistry", "check_bool", "check_join_with_memory", "check_optimizers", "check_whole", "implements"]
+__all__ = [
+    "GlobalAlgorithmRegistry", "check_bool", "check_join_with_memory", "check_optimizers", "check_options", "check_whole",
+    "implements",
+]  # fmt: skip
 
 AnyImpl = TypeVar("AnyImpl")
 
@@ -39,7 +43,7 @@ class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
             ValueError: there is none.
         """
         if name not in self:
-            raise ValueError(f"name={name!r} is not a registered algorithm; there are {', '.join(map(repr, sorted(self)))}")
+            raise ValueError(f"name={name!r} is not a registered algorithm{_close_to(name, sorted(self))}")
         found: Callable[..., Any] = self[name][0]
         return found
 
@@ -56,6 +60,23 @@ class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
 
 
 GlobalAlgorithmRegistry = _AlgorithmRegistry()
+
+
+def check_options(name: str, make: Callable[..., Any], given: Mapping[str, object]) -> None:
+    """Raise TypeError unless ``make``, which makes the algorithm ``name``, takes all options that are given."""
+    options = inspect.signature(make).parameters
+    if any(option.kind is option.VAR_KEYWORD for option in options.values()):
+        return
+    for option, value in given.items():
+        if option not in options:
+            raise TypeError(f"{option}={value!r} is no option of {name}{_close_to(option, options)}")
+
+
+def _close_to(given: str, allowed: Iterable[str]) -> str:
+    """Return the end of a message on ``given``, which is none of the names ``allowed``: those that it may stand for, and all."""
+    names = list(allowed)
+    meant = " or ".join(map(repr, difflib.get_close_matches(given, names)))
+    return f"{f' (did you mean {meant}?)' if meant else ''}; there are {', '.join(map(repr, names)) or 'none'}"
 
 
 def implements(algorithm: type[Any]) -> Callable[[type[AnyImpl]], type[AnyImpl]]:

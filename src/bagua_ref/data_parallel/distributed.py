@@ -86,8 +86,8 @@ class DistributedDataParallel(torch.nn.Module):
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
-        optimizers: Sequence[torch.optim.Optimizer] | None = None,
-        algorithm: Algorithm | None = None,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        algorithm: Algorithm | str | None = None,
         *,
         backend: str | KernelBackend | None = None,
         timeout: float | None = None,
@@ -120,8 +120,8 @@ class DistributedDataParallel(torch.nn.Module):
 
     def with_bagua(
         self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        algorithm: Algorithm,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm | str,
         process_group: Any = None,
         do_flatten: bool = True,
         *,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from bagua_ref.algorithms import AsyncModelAverageAlgorithm
+from bagua_ref.algorithms import AsyncModelAverageAlgorithm, GlobalAlgorithmRegistry, QAdamAlgorithm, QAdamOptimizer
 from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.backends import get_backend
 from bagua_ref.backends.base import KernelBackend
@@ -23,13 +23,13 @@ from bagua_ref.env import checked_timeout
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.types import Group
 
-__all__ = ["context_of", "resynchronize", "train", "wrap"]
+__all__ = ["context_of", "named", "resynchronize", "train", "wrap"]
 
 
 def wrap(
     module: torch.nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    algorithm: Algorithm,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm | str,
     process_group: Group | DeviceMesh | None,
     options: Options,
     caller: str = "with_bagua",
@@ -39,7 +39,8 @@ def wrap(
     Arguments and errors as `bagua_ref.distributed.BaguaModule.with_bagua`; ``caller`` is what the user called, for messages.
     """
     called, module = module, uncompiled(module)
-    optimizers = _check(module, optimizers, algorithm, options.timeout)
+    optimizers, algorithm = _resolved(optimizers, algorithm)
+    _check(module, optimizers, algorithm, options.timeout)
     if options.backend is not None:
         get_backend(options.backend)  # raises, before anything is sent, if it cannot run
     world = current_world()
@@ -79,8 +80,8 @@ def wrap(
 @contextmanager
 def train(
     model: torch.nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    algorithm: Algorithm,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm | str,
     process_group: Group | DeviceMesh | None = None,
     do_flatten: bool = True,
     *,
@@ -95,7 +96,7 @@ def train(
     Args:
         model: the module; afterwards it has no hooks of the training any more.
         optimizers: at least one, those of its parameters.
-        algorithm: any but asynchronous averaging, which would change weights during a forward pass that it does not see.
+        algorithm: or its name; any but asynchronous averaging, which would change weights in a forward pass that it does not see.
         process_group: as `bagua_ref.distributed.BaguaModule.with_bagua`, and so are all that follow.
         do_flatten: keep the tensors of each bucket in one storage.
         backend: the kernels.
@@ -119,6 +120,7 @@ def train(
     ...     optimizer.step()
     >>> bagua_ref.destroy_process_group()
     """
+    optimizers, algorithm = _resolved(optimizers, algorithm)
     if isinstance(algorithm, AsyncModelAverageAlgorithm):
         raise NotImplementedError(
             "algorithm=AsyncModelAverageAlgorithm changes weights at any time but during forward and backward passes, and train() "
@@ -173,17 +175,41 @@ def context_of(module: torch.nn.Module) -> ModuleTraining | None:
     return cast("ModuleTraining | None", uncompiled(module).__dict__.get("_bagua"))
 
 
+def named(name: str, optimizers: Sequence[torch.optim.Optimizer], **options: Any) -> Algorithm:
+    """Return the algorithm that is registered as ``name``; "qadam" takes the one optimizer.
+
+    Raises:
+        ValueError: there is none, or "qadam" has another optimizer than one QAdamOptimizer.
+        TypeError: it has no such option.
+    """
+    if GlobalAlgorithmRegistry.get(name) is QAdamAlgorithm and "q_adam_optimizer" not in options:
+        if len(optimizers) != 1 or not isinstance(optimizers[0], QAdamOptimizer):
+            kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+            raise ValueError(f"algorithm={name!r} needs exactly one optimizer, a QAdamOptimizer; there are: {kinds}")
+        options["q_adam_optimizer"] = optimizers[0]
+    return Algorithm.init(name, **options)
+
+
+def _resolved(
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], algorithm: Algorithm | str
+) -> tuple[list[torch.optim.Optimizer], Algorithm]:
+    found = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    if not isinstance(found, (list, tuple)) or not all(isinstance(o, torch.optim.Optimizer) for o in found):
+        raise TypeError(f"optimizers={optimizers!r} must be a torch.optim.Optimizer, or a list of them")
+    if isinstance(algorithm, str):
+        return list(found), named(algorithm, found)
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(f"algorithm={algorithm!r} must be an Algorithm or a registered name, such as 'gradient_allreduce'")
+    return list(found), algorithm
+
+
 def _check(
     module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], algorithm: Algorithm, timeout: float | None
-) -> list[torch.optim.Optimizer]:
+) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise NotImplementedError(
             f"{type(module).__name__} takes no hooks; wrap the module that torch.jit.script was given instead"
         )
-    if not isinstance(algorithm, Algorithm):
-        raise TypeError(f"algorithm={algorithm!r} must be an Algorithm, e.g. Algorithm.init('gradient_allreduce')")
-    if not isinstance(optimizers, (list, tuple)) or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
-        raise TypeError(f"optimizers={optimizers!r} must be a list of torch.optim.Optimizer")
     if timeout is not None:
         checked_timeout(timeout)
     if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -199,4 +225,3 @@ def _check(
                     f"parameter {name!r} takes part in the training of {type(other.module).__name__} "
                     f"({other.bagua_module_name!r}) already; wrap the whole module once, or only its parts"
                 )
-    return list(optimizers)

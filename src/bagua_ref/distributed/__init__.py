@@ -43,8 +43,8 @@ class BaguaModule:
 
     def with_bagua(
         self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        algorithm: Algorithm,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm | str,
         process_group: Group | DeviceMesh | None = None,
         do_flatten: bool = True,
         *,
@@ -58,8 +58,8 @@ class BaguaModule:
         broadcast. From then on every training step runs the algorithm. Wrapping again replaces the algorithm.
 
         Args:
-            optimizers: the optimizers of this module's parameters.
-            algorithm: e.g. ``GradientAllReduceAlgorithm()``.
+            optimizers: the optimizers of this module's parameters, or the only one.
+            algorithm: e.g. ``GradientAllReduceAlgorithm()``, or a registered name, such as "bytegrad", with its defaults.
             process_group: the ranks that train together; None is the default group. For a model sharded by ``fully_shard``, the
                 dimension of the DeviceMesh along which ranks hold the same shards: ``mesh["replicate"]``.
             do_flatten: keep the tensors of each bucket in one storage.
@@ -79,7 +79,7 @@ class BaguaModule:
         >>> init_process_group()  # doctest: +SKIP
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model = model.with_bagua([optimizer], GradientAllReduceAlgorithm())  # doctest: +SKIP
+        >>> model = model.with_bagua(optimizer, "gradient_allreduce")  # doctest: +SKIP
         """
         options = Options(do_flatten, backend, find_unused_parameters, timeout)
         wrap(_module(self), optimizers, algorithm, process_group, options)

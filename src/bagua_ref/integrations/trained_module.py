@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from bagua_ref.algorithms import QAdamOptimizer
 from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry
 from bagua_ref.data_parallel.training import Options
-from bagua_ref.data_parallel.wrapping import context_of, wrap
+from bagua_ref.data_parallel.wrapping import context_of, named, wrap
 
 __all__ = ["Recipe", "call_if_there"]
 
@@ -44,13 +43,7 @@ class Recipe:
         Raises:
             ValueError: "qadam" has another optimizer than one QAdamOptimizer.
         """
-        options = dict(self.options)
-        if self.algorithm == "qadam" and "q_adam_optimizer" not in options:
-            if len(optimizers) != 1 or not isinstance(optimizers[0], QAdamOptimizer):
-                kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
-                raise ValueError(f"algorithm='qadam' needs exactly one optimizer, a QAdamOptimizer; there are: {kinds}")
-            options["q_adam_optimizer"] = optimizers[0]
-        algorithm = Algorithm.init(self.algorithm, **options)
+        algorithm = named(self.algorithm, optimizers, **self.options)
         of_training = Options(self.do_flatten, find_unused_parameters=self.find_unused_parameters)
         wrap(module, list(optimizers), algorithm, None, of_training, self._caller)
 

@@ -36,6 +36,9 @@ class Fuser(NotCopied):
         allow_inexact: also fuse parameters whose last bits may then differ.
         check: raises if fusing would change an optimizer's steps; called first, and again when groups or options have changed.
         small: fuse parameters of up to so many elements; None: as many as pays on their device.
+
+    Attributes:
+        replaced: the optimizer's own ``step``, if it now calls `step` instead.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Fuser(NotCopied):
     ) -> None:
         self._do_flatten, self._check_flatten, self._allow_inexact = do_flatten, check_flatten, allow_inexact
         self._check, self._small = check, small
+        self.replaced: Callable[..., Any] | None = None
         self._checked: list[tuple[Any, ...]] | None = None  # the options of all groups at the last check
         self._plan: FusionPlan | None = None
         self._exchanged: list[list[Tensor]] | None = None  # while they are exchanged: the parameters of each group
@@ -79,7 +83,8 @@ class Fuser(NotCopied):
         after[_HOOK] = self._finish
         after.move_to_end(_HOOK, last=False)
         try:
-            result = optimizer.step() if closure is None else optimizer.step(closure)
+            step = self.replaced or optimizer.step
+            result = step() if closure is None else step(closure)
             return result if self._loss is None else self._loss
         finally:
             del before[_HOOK], after[_HOOK]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +26,11 @@ def fuse_optimizer(
     *,
     verify: bool = True,
     allow_inexact: bool = False,
+    replace_step: bool = False,
 ) -> torch.optim.Optimizer:
     """Add a method ``fuse_step`` to ``optimizer``, which updates small adjacent parameters as one (S6); return it.
 
-    ``optimizer.step()`` is unchanged, and the two may be mixed: results are equal bit for bit. Learning rate schedulers, hooks,
+    ``optimizer.step()`` is unchanged by default, and the two may be mixed: results are equal bit for bit. Schedulers, hooks,
     ``state_dict`` and ``load_state_dict`` work as before; a deep copy or pickle is an ordinary optimizer. Fuse after moving the
     model to its device: ``.to()`` moves parameters apart. Small weights move here and in ``add_param_group``, never in a step.
 
@@ -43,6 +44,7 @@ def fuse_optimizer(
             options have changed.
         allow_inexact: also fuse 16-bit parameters on a CPU and groups with ``fused=True``, for which the last bit of an element
             depends on its place in memory. Otherwise they are stepped one by one.
+        replace_step: let ``optimizer.step()`` do the same as ``fuse_step``, for trainers and `torch.amp.GradScaler`, which call it.
 
     Raises:
         TypeError: optimizer is not a torch optimizer.
@@ -72,6 +74,11 @@ def fuse_optimizer(
     optimizer._bagua_fused_count = 0  # type: ignore[attr-defined]
     optimizer.fuse_step = MethodType(fuse_step, optimizer)  # type: ignore[attr-defined]
     optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
+    if hasattr(optimizer.step, "takes_fused_steps"):  # a copy's
+        del optimizer.step
+    if replace_step:
+        fuser.replaced = optimizer.step  # that of its class, or a scheduler's around it
+        optimizer.step = MethodType(_fused(fuser.replaced), optimizer)  # type: ignore[method-assign]
     return optimizer
 
 
@@ -89,7 +96,20 @@ def fuse_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | Non
         raise ValueError(f"optimizer={type(optimizer).__name__} is not fused; call fuse_optimizer(optimizer) first")
     if closure is not None and not callable(closure):
         raise TypeError(f"closure={closure!r} must be callable, or None")
-    return fuser.step(optimizer, closure)
+    # A scheduler may have wrapped the step that replaced the optimizer's own.
+    return fuser.step(optimizer, closure) if fuser.replaced is None else optimizer.step(closure)
+
+
+def _fused(replaced: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that takes fused steps and has the attributes of the one that it replaces, which schedulers look for."""
+
+    @wraps(replaced)
+    def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        fuser = getattr(optimizer, "_bagua_fused_optimizer", None)  # a copy has none
+        return type(optimizer).step(optimizer, closure) if fuser is None else fuser.step(optimizer, closure)
+
+    step.takes_fused_steps = True  # type: ignore[attr-defined]
+    return step
 
 
 def is_fused_optimizer(optimizer: torch.optim.Optimizer) -> bool:
