@@ -61,6 +61,18 @@ def model() -> torch.nn.Module:
     return torch.nn.Linear(2000, 1000)
 
 
+def lazy_model() -> torch.nn.Module:
+    return torch.nn.LazyLinear(4)
+
+
+def model_of_values() -> torch.nn.Module:
+    return torch.nn.Linear(int(torch.ones(3).sum().item()), 3)
+
+
+def model_that_exits() -> torch.nn.Module:
+    sys.exit(3)
+
+
 def no_model() -> int:
     return 3
 
@@ -287,6 +299,10 @@ def test_a_model_is_made_without_memory_and_planned_by_its_own_shapes(run: Any) 
         (["--algorithm", "local_sgd:period=0"], "period=0 must be 1 or more"),
         (["--algorithm", "local_sgd:period"], "must be of the form OPTION=VALUE"),
         (["--algorithm", "local_sgd:period=)"], "'local_sgd:period=)'"),
+        (["--algorithm", "local_sgd:period=f()"], "must be of the form OPTION=VALUE"),
+        (["--algorithm", "local_sgd:**{}"], "must be of the form OPTION=VALUE"),
+        (["--algorithm", "bytegrad:compression=None1"], "compression='None1' is not a known codec"),
+        (["--workers", "1025"], "argument --workers: '1025' must be a whole number from 1 to 1024"),
         (["--measured", "/nowhere"], "cannot read '/nowhere': No such file"),
     ],
 )
@@ -302,6 +318,9 @@ def test_bad_input_is_named(run: Any, arguments: list[str], says: str) -> None:
         ("no_model", "returned a int; it must return a torch.nn.Module"),
         ("broken_model", "tests.test_planning:broken_model() failed: RuntimeError: no weights"),
         ("nothing", "cannot load tests.test_planning:nothing: AttributeError"),
+        ("lazy_model", "parameter 'weight' has no shape yet; call the module once, or use one that is not lazy"),
+        ("model_of_values", "(it is called on torch's device 'meta', where tensors have no values)"),
+        ("model_that_exits", "tests.test_planning:model_that_exits() failed: SystemExit: 3"),
     ],
 )
 def test_a_model_that_cannot_be_made_is_named(run: Any, path: str, says: str) -> None:
@@ -393,6 +412,12 @@ def test_a_file_that_is_no_measurement_is_named(run: Any, tmp_path: Path, given:
     code, _, error = run(*JOB, "--measured", str(path), "--algorithm", "gradient_allreduce")
     assert code == 2
     assert says in error
+
+
+def test_async_without_rounds_sends_nothing(run: Any) -> None:
+    code, printed, _ = run(*BASE, "--algorithm", "async:sync_interval_ms=0")
+    assert code == 0
+    assert "Sends nothing between nodes." in printed
 
 
 def test_graphs_say_in_how_many_rounds_and_seconds_distances_halve(run: Any) -> None:

@@ -51,8 +51,11 @@ CANDIDATES = (
 """The algorithms that are compared unless the user names others."""
 
 _MEASURED_MOST = 2**20
+_MOST_WORKERS = 1024
+"""An all-to-all of so many has a million messages."""
 _WORKERS = 64
 """The most workers of the picture: rings of more take long to add up."""
+_VALUES = (ast.Constant, ast.Name, ast.UnaryOp)
 _COLORS = ("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
 _DASHES = ("-", "--")
 
@@ -74,13 +77,15 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     model.add_argument(
         "--params",
-        type=number(1, 1e13, whole=True),
+        type=number(1, 1e12, whole=True),
         metavar="N",
         help="the number of parameters, such as 340e6, in matrices of 1024 x 1024",
     )
-    advise.add_argument("--workers", type=number(1, 1e13, whole=True), required=True, metavar="N", help="the number of ranks")
     advise.add_argument(
-        "--nodes", type=number(1, 1e13, whole=True), metavar="N", help="the number of nodes (default: one for each rank)"
+        "--workers", type=number(1, _MOST_WORKERS, whole=True), required=True, metavar="N", help="the number of ranks"
+    )
+    advise.add_argument(
+        "--nodes", type=number(1, _MOST_WORKERS, whole=True), metavar="N", help="the number of nodes (default: one for each rank)"
     )
     advise.add_argument(
         "--measured",
@@ -199,11 +204,18 @@ def _measured(path: Path) -> Any:
 
 
 def _model(path: str) -> torch.nn.Module:
-    with torch.device("meta"):
-        module = call_object(path)
+    try:
+        with torch.device("meta"):
+            module = call_object(path)
+    except CommandError as error:
+        raise CommandError(f"{error} (it is called on torch's device 'meta', where tensors have no values)") from None
     if not isinstance(module, torch.nn.Module):
         raise CommandError(f"{path}() returned a {type(module).__name__}; it must return a torch.nn.Module")
     return module
+
+
+def _value(node: ast.expr) -> Any:
+    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
 
 
 def _algorithm(parser: argparse.ArgumentParser, text: str, parameters: Parameters) -> Algorithm:
@@ -211,11 +223,11 @@ def _algorithm(parser: argparse.ArgumentParser, text: str, parameters: Parameter
     try:
         call = ast.parse(f"f({options})", mode="eval").body
         assert isinstance(call, ast.Call)
-        given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if call.args or not all(keyword.arg and isinstance(keyword.value, _VALUES) for keyword in call.keywords):
+            raise ValueError("options must be of the form OPTION=VALUE, where a value is a number, a word, True, False or None")
+        given = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
         if name == "qadam":
             given["q_adam_optimizer"] = QAdamOptimizer([parameter for _, parameter in parameters.named])
-        if call.args:
-            raise ValueError("options must be of the form OPTION=VALUE")
         return Algorithm.init(name, **given)
     except (SyntaxError, ValueError, TypeError) as error:
         parser.error(f"argument --algorithm: {text!r}: {error}")
@@ -235,35 +247,34 @@ def _verdict(ranked: Sequence[Candidate], likely: Any) -> dict[str, Any]:
     return {"winner": found and found.name, "flip": turn, "text": text}
 
 
-def _time(seconds: float, *more: float) -> str:
-    """Return one time, or the first and last of several, in words."""
-    ends = (seconds, *more[-1:])
-    factor, unit = (1e3, "ms") if ends[-1] < 1 else (1.0, "s")
-    return f"{'-'.join(f'{end * factor:,.3g}' for end in ends)} {unit}"
-
-
 def _print(
     arguments: argparse.Namespace, ranked: Sequence[Candidate], costs: MeasuredMachine, verdicts: Any, warnings: Sequence[str]
 ) -> None:
+    factor, unit = (1e3, "ms") if max(candidate.seconds.high for candidate in ranked) < 1 else (1.0, "s")
+
+    def time(*seconds: float) -> str:
+        return "-".join(f"{number * factor:,.3g}" for number in seconds)
+
     rows = [
         (
             candidate.name.replace(":", "\n  ").replace(",", "\n  "),
-            _time(candidate.seconds.value),
-            _time(*candidate.seconds),
-            _time(candidate.prediction.exposed),
+            time(candidate.seconds.value),
+            time(candidate.seconds.low, candidate.seconds.high),
+            time(candidate.prediction.exposed),
             readable_bytes(candidate.sent[0]),
             readable_bytes(sum(candidate.plan.memory())),
         )
         for candidate in ranked
     ]
     on = f"{arguments.workers} ranks on {arguments.nodes or arguments.workers} nodes"
-    print_rows(f"A training step of {on}", ["algorithm", "step", "interval", "exposed", "sent per\nstep", "extra\nmemory"], rows)
+    headers = ["algorithm", f"step\n({unit})", f"interval\n({unit})", f"exposed\n({unit})", "sent per\nstep", "extra\nmemory"]
+    print_rows(f"A training step of {on}", headers, rows)
     print(f"Costs: {costs.about or 'measured'}.\n")
     for candidate in ranked:
         print(f"{candidate.name}: {candidate.reason}")
         if candidate.halving is not None:
             rounds, seconds = candidate.halving
-            print(f"  mixing: ranks' distances from their mean halve within {rounds} round{'s' * (rounds != 1)}, {_time(seconds)}")
+            print(f"  mixing: ranks' distances from their mean halve within {rounds} round{'s' * (rounds != 1)}, {seconds:,.3g} s")
         for text in learnt(candidate.plan.algorithm):
             print(f"  learnt: {text}")
     print()

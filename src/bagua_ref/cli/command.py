@@ -102,7 +102,7 @@ def load_object(path: str) -> Any:
     sys.path.insert(0, os.getcwd())  # it is usually in the current folder
     try:
         return load(path)
-    except Exception as error:  # importing foreign code may raise anything
+    except (Exception, SystemExit) as error:  # importing foreign code may raise anything
         raise CommandError(f"cannot load {path}: {type(error).__name__}: {error}") from None
 
 
@@ -115,7 +115,7 @@ def call_object(path: str) -> Any:
     function = load_object(path)
     try:
         return function()
-    except Exception as error:  # foreign code may raise anything
+    except (Exception, SystemExit) as error:  # foreign code may raise anything
         raise CommandError(f"{path}() failed: {type(error).__name__}: {error}") from None
 
 

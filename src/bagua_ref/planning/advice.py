@@ -46,7 +46,7 @@ class Candidate:
     def sent(self) -> tuple[float, float]:
         """Bytes and messages of the busiest rank per step; of async, whose rounds go on beside the steps, at their rate."""
         interval = self.plan.interval
-        rounds = 1.0 if interval is None else self.prediction.seconds / (interval + self.prediction.communication)
+        rounds = 1.0 if not interval else self.prediction.seconds / (interval + self.prediction.communication)
         return self.plan.sent[0] * rounds, self.plan.sent[1] * rounds
 
     @cached_property
