@@ -23,7 +23,7 @@ LINES: dict[str, int] = {
     "base": 1329,
     "buckets": 1151,
     "checkpoint": 1186,
-    "cli": 2961,  # the command sim, with links; trace diff
+    "cli": 2948,  # the command sim, with links; trace diff
     "comm_ops": 1138,
     "communicators": 4700,
     "conformance": 97,

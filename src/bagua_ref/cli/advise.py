@@ -154,29 +154,29 @@ def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
 
 def _costs(arguments: argparse.Namespace, job: StepPlan) -> MeasuredMachine:
     """Return the costs that are measured or given; if they are a job's metrics, ``job`` is the plan of its algorithm."""
-    inside, latency = (LinkCosts.parse(text) for text in (arguments.inside, f"1Gbit,{arguments.latency}"))
-    codec = parse_seconds(arguments.codec, 0.0) / 1e6
 
     def given(cost: float) -> Estimate:
         return Estimate.within(cost, arguments.error)
 
-    several = len(job.cluster.nodes) > 1
-    links = (given(inside.between.alpha), given(inside.between.beta))
-    found = MeasuredMachine(None if several else links, links, codec={"": given(codec)})
+    def link(rate_and_latency: str) -> tuple[Estimate, Estimate]:
+        alpha, beta = LinkCosts.parse(rate_and_latency).between
+        return given(alpha), given(beta)
+
+    several, inside = len(job.cluster.nodes) > 1, link(arguments.inside)
+    between = link(f"{'1Gbit' if arguments.bandwidth is None else arguments.bandwidth},{arguments.latency}")
+    found = MeasuredMachine(None, inside, codec={"": given(parse_seconds(arguments.codec, 0.0) / 1e6)})
     if arguments.measured is not None:
         measured = _measured(arguments.measured)
         if isinstance(measured, MeasuredMachine):
-            found = replace(measured, inside=measured.inside or links, codec=measured.codec or found.codec)
+            found = replace(measured, inside=measured.inside or inside, codec=measured.codec or found.codec)
         else:
-            alpha = given(latency.between.alpha) if several else links[0]
-            found = costs_of_job(measured, job, alpha, found, arguments.error)
+            found = costs_of_job(measured, job, (between if several else inside)[0], found, arguments.error)
     if arguments.compute is not None:
         found.compute = given(parse_seconds(arguments.compute))
     if found.compute is None:
         raise ValueError("argument --compute is needed: the time of a forward and backward pass")
     if arguments.bandwidth is not None:
-        link = LinkCosts.parse(f"{arguments.bandwidth},{arguments.latency}").between
-        found.between = (given(link.alpha), given(link.beta))
+        found.between = between
     if found.between is None and several:
         raise ValueError("argument --bandwidth is needed, as links between nodes were not measured")
     found.between = found.between or found.inside  # of one node, there are none
