@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -412,6 +413,15 @@ def test_a_file_that_is_no_measurement_is_named(run: Any, tmp_path: Path, given:
     code, _, error = run(*JOB, "--measured", str(path), "--algorithm", "gradient_allreduce")
     assert code == 2
     assert says in error
+
+
+@pytest.mark.parametrize("command", [["advise", *BASE], ["graph", "ring", "--ranks", "4"]], ids=["advise", "graph"])
+def test_a_reader_that_closes_the_output_gets_no_traceback(command: list[str]) -> None:
+    words = [sys.executable, "-m", "bagua_ref.cli", *command]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()  # type: ignore[union-attr]
+        complaints = process.stderr.read()  # type: ignore[union-attr]
+    assert (process.returncode, complaints) == (1, "")
 
 
 def test_async_without_rounds_sends_nothing(run: Any) -> None:

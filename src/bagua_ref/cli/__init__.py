@@ -18,8 +18,8 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``bagua-ref`` with ``argv`` (None: the process's arguments); return the exit code.
 
-    0: success. 1: a run or a check failed. 2: bad input (raised as SystemExit by argparse), a missing package, or a file that
-    cannot be read or written. 130: interrupted. 141: nobody reads the output any more.
+    0: success. 1: a run or a check failed, or nobody reads the output. 2: bad input (raised as SystemExit by argparse), a missing
+    package, or a file that cannot be read or written. 130: interrupted.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     end = words.index("--") if words[:1] == ["sim"] and "--" in words else len(words)
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else flushing at exit fails again
-        return 141
+        return 1  # as rich's tables do
     return exit_code
 
 
