@@ -120,6 +120,7 @@ def test_the_exposed_wait_is_the_time_that_another_rank_is_late() -> None:
     first, second = simulate(2, rank)
     assert (first["exposed_wait_seconds"], second["exposed_wait_seconds"]) == (1.5, 0)
     assert first["exposed_wait_seconds_per_step"] == 0.375
+    assert (first["seconds"], first["seconds_per_step"]) == (1.5, 0.5)
     assert first["seconds_since_last_exchange"] == second["seconds_since_last_exchange"] == 2
 
 

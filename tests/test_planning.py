@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from tests.launch import launch
 from tests.test_memory import FOR_GOOD
 
+import bagua_ref
 from bagua_ref.algorithms import (
     Algorithm,
     AsyncModelAverageAlgorithm,
@@ -27,6 +29,8 @@ from bagua_ref.algorithms import (
 from bagua_ref.cli import main
 from bagua_ref.cli.advise import CANDIDATES
 from bagua_ref.formulas.costs import LinkCost, LinkCosts
+from bagua_ref.formulas.graphs import MODES
+from bagua_ref.formulas.mixing import mixing
 from bagua_ref.planning import (
     Cluster,
     Estimate,
@@ -40,9 +44,12 @@ from bagua_ref.planning import (
     predict,
 )
 from bagua_ref.planning.advice import changed, compare, first_of, turning_point
+from bagua_ref.runtime import current_world
+from bagua_ref.simulation import SimulatedWorld
 
 ROOT = Path(__file__).parents[1]
 MACHINE = Machine(LinkCosts(LinkCost(0.5, 2**-10), LinkCost(0.125, 2**-12)), compute=3.0)  # sums of such numbers are exact
+TIMES = ("seconds_per_step", "exposed_wait_seconds_per_step", "codec_seconds_per_step")
 BASE = ["--params", "4e6", "--workers", "4", "--bandwidth", "1Gbit", "--compute", "10ms"]
 
 
@@ -53,6 +60,18 @@ def linear(inputs: int = 15, outputs: int = 16) -> torch.nn.Module:
 
 def model() -> torch.nn.Module:
     return torch.nn.Linear(2000, 1000)
+
+
+def lazy_model() -> torch.nn.Module:
+    return torch.nn.LazyLinear(4)
+
+
+def model_of_values() -> torch.nn.Module:
+    return torch.nn.Linear(int(torch.ones(3).sum().item()), 3)
+
+
+def model_that_exits() -> torch.nn.Module:
+    sys.exit(3)
 
 
 def no_model() -> int:
@@ -281,6 +300,10 @@ def test_a_model_is_made_without_memory_and_planned_by_its_own_shapes(run: Any) 
         (["--algorithm", "local_sgd:period=0"], "period=0 must be 1 or more"),
         (["--algorithm", "local_sgd:period"], "must be of the form OPTION=VALUE"),
         (["--algorithm", "local_sgd:period=)"], "'local_sgd:period=)'"),
+        (["--algorithm", "local_sgd:period=f()"], "must be of the form OPTION=VALUE"),
+        (["--algorithm", "local_sgd:**{}"], "must be of the form OPTION=VALUE"),
+        (["--algorithm", "bytegrad:compression=None1"], "compression='None1' is not a known codec"),
+        (["--workers", "1025"], "argument --workers: '1025' must be a whole number from 1 to 1024"),
         (["--measured", "/nowhere"], "cannot read '/nowhere': No such file"),
     ],
 )
@@ -296,6 +319,9 @@ def test_bad_input_is_named(run: Any, arguments: list[str], says: str) -> None:
         ("no_model", "returned a int; it must return a torch.nn.Module"),
         ("broken_model", "tests.test_planning:broken_model() failed: RuntimeError: no weights"),
         ("nothing", "cannot load tests.test_planning:nothing: AttributeError"),
+        ("lazy_model", "parameter 'weight' has no shape yet; call the module once, or use one that is not lazy"),
+        ("model_of_values", "(it is called on torch's device 'meta', where tensors have no values)"),
+        ("model_that_exits", "tests.test_planning:model_that_exits() failed: SystemExit: 3"),
     ],
 )
 def test_a_model_that_cannot_be_made_is_named(run: Any, path: str, says: str) -> None:
@@ -314,6 +340,109 @@ def test_links_that_were_not_measured_are_asked_for(run: Any, tmp_path: Path) ->
     assert "argument --bandwidth is needed, as links between nodes were not measured" in error
     result = json.loads(run(*given, "--nodes", "1")[1])
     assert result["rows"][0]["seconds"][1] == pytest.approx(0.01 + 6 * (1e-5 + 1e4 * 1e-10))
+
+
+def metrics_of_a_job(make: Callable[[], Algorithm], late: float = 0.0) -> list[dict[str, float]]:
+    """Return the metrics of four simulated ranks on two nodes, of which the last one is ``late`` in each step."""
+
+    def train(comm: Any) -> dict[str, float]:
+        bagua_ref.init_process_group()
+        module = torch.nn.Linear(499, 1000)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        wrapped: Any = module.with_bagua([optimizer], make())  # type: ignore[attr-defined]
+        for _ in range(16):
+            module(torch.ones(2, 499)).sum().backward()
+            current_world().sleep(late * (comm.rank() == 3))
+            optimizer.step()
+        return wrapped.bagua_metrics()
+
+    return SimulatedWorld(4, (2, 2), link=LinkCosts.parse("1Gbit,1ms,100Gbit,5us"), compute=0.03).run(train)
+
+
+JOB = ["--params", "500000", "--workers", "4", "--nodes", "2", "--latency", "1ms", "--json"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "late", "said"),
+    [
+        (lambda: GradientAllReduceAlgorithm(hierarchical=False), 0.0, "gradient_allreduce:hierarchical=False"),
+        (lambda: GradientAllReduceAlgorithm(hierarchical=False), 0.01, "gradient_allreduce:hierarchical=False"),
+        (lambda: LocalSGDAlgorithm(2), 0.0, "local_sgd:period=2"),
+    ],
+    ids=["gradient_allreduce", "with a late rank", "local_sgd"],
+)
+def test_the_metrics_of_a_job_tell_compute_and_the_rate_of_its_links(
+    run: Any, tmp_path: Path, algorithm: Callable[[], Algorithm], late: float, said: str
+) -> None:
+    path, metrics = tmp_path / "metrics.json", metrics_of_a_job(algorithm, late)
+    path.write_text(json.dumps(metrics))
+    result = json.loads(run(*JOB, "--measured", str(path), "--algorithm", said)[1])
+    assert result["costs"]["compute"][1] == pytest.approx(0.03 + late, rel=0.04)  # 15 steps have 7 exchanges of 8
+    low, beta, high = result["costs"]["links"]["between"]["beta"]
+    assert beta == pytest.approx(8e-9, rel=0.1)
+    assert (low, high) == pytest.approx((0.9 * beta, 1.1 * beta))
+    assert result["rows"][0]["seconds"][1] == pytest.approx(metrics[3]["seconds_per_step"], rel=0.02)
+    path.write_text(json.dumps(metrics[3]))
+    alone = json.loads(run(*JOB, "--measured", str(path), "--algorithm", said)[1])
+    assert alone["costs"]["links"]["between"]["beta"] == [0.0, beta, high]
+    assert alone["costs"]["about"].startswith("from the metrics of 1 of 4 ranks")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"steps": 3}, "neither the costs that bagua-ref measure writes, nor what model.bagua_metrics() returns"),
+        (
+            [],
+            "codec_seconds_per_step, which are counted on the CPU from the second step on",
+        ),
+        ({"bytes_sent": 8, "bytes_sent_per_step": 4}, "the metrics need seconds_per_step"),
+        ({"bytes_sent": 8}, "the metrics[0] must have the key 'bytes_sent_per_step'"),
+        ({"bytes_sent": 8, "bytes_sent_per_step": "4"}, "the metrics[0]['bytes_sent_per_step'] must be"),
+        ({"bytes_sent": 8, "bytes_sent_per_step": 4} | dict.fromkeys(TIMES, 0.1), "the metrics are not those of GradientAllReduce"),
+        ({"bytes_sent": 3e6, "bytes_sent_per_step": 3e6} | dict.fromkeys(TIMES, -0.1), "the metrics need seconds_per_step"),
+        ({"bytes_sent": 3e6, "bytes_sent_per_step": 3e6} | dict.fromkeys(TIMES, 0.0), "argument --bandwidth is needed"),
+        ({"links": {}}, "the measured costs must have the key 'codec'"),
+        (float("nan"), "it is not valid JSON"),
+    ],
+    ids=str,
+)
+def test_a_file_that_is_no_measurement_is_named(run: Any, tmp_path: Path, given: Any, says: str) -> None:
+    path = tmp_path / "given.json"
+    path.write_text(json.dumps(given))
+    code, _, error = run(*JOB, "--measured", str(path), "--algorithm", "gradient_allreduce")
+    assert code == 2
+    assert says in error
+
+
+@pytest.mark.parametrize("command", [["advise", *BASE], ["graph", "ring", "--ranks", "4"]], ids=["advise", "graph"])
+def test_a_reader_that_closes_the_output_gets_no_traceback(command: list[str]) -> None:
+    words = [sys.executable, "-m", "bagua_ref.cli", *command]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()  # type: ignore[union-attr]
+        complaints = process.stderr.read()  # type: ignore[union-attr]
+    assert (process.returncode, complaints) == (1, "")
+
+
+def test_async_without_rounds_sends_nothing(run: Any) -> None:
+    code, printed, _ = run(*BASE, "--algorithm", "async:sync_interval_ms=0")
+    assert code == 0
+    assert "Sends nothing between nodes." in printed
+
+
+def test_graphs_say_in_how_many_rounds_and_seconds_distances_halve(run: Any) -> None:
+    modes = {"peer_selection_mode='ring',communication_interval=3": 3, "peer_selection_mode='one_peer_exponential'": 1}
+    named = [word for options in modes for word in ("--algorithm", f"decentralized:hierarchical=False,{options}")]
+    result = json.loads(run("--params", "1e4", "--workers", "8", *BASE[4:], *named, "--algorithm", "bytegrad", "--json")[1])
+    rows = {row["algorithm"].partition(",")[2]: row for row in result["rows"]}
+    for options, interval in modes.items():
+        mode = MODES[re.search("mode='(.*?)'", options)[1]]  # type: ignore[index]
+        rounds = mixing([mode.graph(t, 8) for t in range(mode.period(8))], 0.5).rounds
+        assert rows[options]["halving"] == {
+            "rounds": rounds,
+            "seconds": pytest.approx(rounds * interval * rows[options]["seconds"][1]),
+        }
+    assert rows[""]["halving"] is None
 
 
 def measured(path: str) -> int:

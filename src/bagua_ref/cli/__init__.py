@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
@@ -17,8 +18,8 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``bagua-ref`` with ``argv`` (None: the process's arguments); return the exit code.
 
-    0: success. 1: a run or a check failed. 2: bad input (raised as SystemExit by argparse), a missing package, or a file that
-    cannot be read or written. 130: interrupted.
+    0: success. 1: a run or a check failed, or nobody reads the output. 2: bad input (raised as SystemExit by argparse), a missing
+    package, or a file that cannot be read or written. 130: interrupted.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     end = words.index("--") if words[:1] == ["sim"] and "--" in words else len(words)
@@ -32,12 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Other output, such as that of a tested implementation, must not get between the lines of JSON.
         with redirect_stdout(sys.stderr) if arguments.json else nullcontext():
             exit_code: int = arguments.command(parser, arguments)
+        sys.stdout.flush()
     except CommandError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader, such as head, has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else flushing at exit fails again
+        return 1  # as rich's tables do
     return exit_code
 
 

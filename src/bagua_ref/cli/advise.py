@@ -6,6 +6,7 @@ import argparse
 import ast
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,23 @@ from bagua_ref.cli.command import (
     add_command,
     add_json_options,
     call_object,
+    number,
     print_rows,
     write_json,
     write_picture,
 )
 from bagua_ref.formulas.costs import LinkCosts, parse_seconds
-from bagua_ref.planning import Cluster, Estimate, MeasuredMachine, Parameters, StepPlan, module_of, plan_of, predict
+from bagua_ref.planning import (
+    Cluster,
+    Estimate,
+    MeasuredMachine,
+    Parameters,
+    StepPlan,
+    costs_of_job,
+    module_of,
+    plan_of,
+    predict,
+)
 from bagua_ref.planning.advice import Candidate, changed, compare, first_of, learnt, turning_point, warnings_of
 
 __all__ = ["CANDIDATES", "add_parser", "draw"]
@@ -39,8 +51,11 @@ CANDIDATES = (
 """The algorithms that are compared unless the user names others."""
 
 _MEASURED_MOST = 2**20
+_MOST_WORKERS = 1024
+"""An all-to-all of so many has a million messages."""
 _WORKERS = 64
 """The most workers of the picture: rings of more take long to add up."""
+_VALUES = (ast.Constant, ast.Name, ast.UnaryOp)
 _COLORS = ("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
 _DASHES = ("-", "--")
 
@@ -62,15 +77,23 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     model.add_argument(
         "--params",
-        type=_number(1, 1e13, whole=True),
+        type=number(1, 1e12, whole=True),
         metavar="N",
         help="the number of parameters, such as 340e6, in matrices of 1024 x 1024",
     )
-    advise.add_argument("--workers", type=_number(1, 1e13, whole=True), required=True, metavar="N", help="the number of ranks")
     advise.add_argument(
-        "--nodes", type=_number(1, 1e13, whole=True), metavar="N", help="the number of nodes (default: one for each rank)"
+        "--workers", type=number(1, _MOST_WORKERS, whole=True), required=True, metavar="N", help="the number of ranks"
     )
-    advise.add_argument("--measured", type=Path, metavar="FILE", help="costs that bagua-ref measure wrote")
+    advise.add_argument(
+        "--nodes", type=number(1, _MOST_WORKERS, whole=True), metavar="N", help="the number of nodes (default: one for each rank)"
+    )
+    advise.add_argument(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="costs that bagua-ref measure wrote; or model.bagua_metrics() of a job, of one rank or a list of all ranks: it trains "
+        "with the first --algorithm",
+    )
     advise.add_argument("--bandwidth", metavar="RATE", help="of each node, such as 1Gbit or 100MB a second")
     advise.add_argument("--latency", default="50us", metavar="TIME", help="of a message between nodes (default: %(default)s)")
     advise.add_argument("--inside", default="100Gbit,5us", metavar="RATE,TIME", help="inside a node (default: %(default)s)")
@@ -78,13 +101,13 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "--codec", default="1ms", metavar="TIME", help="to compress or decompress a million elements (default: %(default)s)"
     )
     advise.add_argument(
-        "--error", type=_number(0, 0.99), default=0.1, metavar="X", help="how far off these may be (default: %(default)s)"
+        "--error", type=number(0, 0.99), default=0.1, metavar="X", help="how far off these may be (default: %(default)s)"
     )
     advise.add_argument("--compute", metavar="TIME", help="of a forward and backward pass, such as 120ms")
     advise.add_argument(
-        "--slowest", type=_number(1, 1e6), default=1.0, metavar="X", help="compute of the slowest rank / mean (default: 1)"
+        "--slowest", type=number(1, 1e6), default=1.0, metavar="X", help="compute of the slowest rank / mean (default: 1)"
     )
-    advise.add_argument("--jitter", type=_number(0, 1e6), default=0.0, metavar="X", help="deviation of compute / mean (default: 0)")
+    advise.add_argument("--jitter", type=number(0, 1e6), default=0.0, metavar="X", help="deviation of compute / mean (default: 0)")
     advise.add_argument(
         "--algorithm", action="append", metavar="NAME[:OPTION=VALUE,...]", help="compare only these, each in an option of its own"
     )
@@ -94,11 +117,8 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     try:
-        nodes = arguments.workers if arguments.nodes is None else arguments.nodes
-        cluster = Cluster.even(arguments.workers, nodes)
-        costs = _costs(arguments, cluster)
-        module = module_of(arguments.params) if arguments.params else _model(arguments.model)
-        parameters = Parameters(module)
+        cluster = Cluster.even(arguments.workers, arguments.nodes or arguments.workers)
+        parameters = Parameters(module_of(arguments.params) if arguments.params else _model(arguments.model))
     except (ValueError, TypeError, NotImplementedError) as error:
         parser.error(str(error))
     # On nodes of one rank, hierarchical communication is the same as the other.
@@ -112,6 +132,10 @@ def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
             warnings.append(f"{text} is left out: {error}")
     if not plans:
         raise CommandError("; ".join(warnings))
+    try:
+        costs = _costs(arguments, next(iter(plans.values())))
+    except ValueError as error:
+        parser.error(str(error))
     stragglers = {"slowest": arguments.slowest, "jitter": arguments.jitter}
     ranked = compare(plans, costs, **stragglers)
     likely = costs.machine(attrgetter("value"), **stragglers)
@@ -128,39 +152,70 @@ def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     return 0
 
 
-def _costs(arguments: argparse.Namespace, cluster: Cluster) -> MeasuredMachine:
-    def given(number: float) -> Estimate:
-        return Estimate.within(number, arguments.error)
+def _costs(arguments: argparse.Namespace, job: StepPlan) -> MeasuredMachine:
+    """Return the costs that are measured or given; if they are a job's metrics, ``job`` is the plan of its algorithm."""
 
-    found = MeasuredMachine(None, None)
+    def given(cost: float) -> Estimate:
+        return Estimate.within(cost, arguments.error)
+
+    def link(rate_and_latency: str) -> tuple[Estimate, Estimate]:
+        alpha, beta = LinkCosts.parse(rate_and_latency).between
+        return given(alpha), given(beta)
+
+    several, inside = len(job.cluster.nodes) > 1, link(arguments.inside)
+    between = link(f"{'1Gbit' if arguments.bandwidth is None else arguments.bandwidth},{arguments.latency}")
+    found = MeasuredMachine(None, inside, codec={"": given(parse_seconds(arguments.codec, 0.0) / 1e6)})
     if arguments.measured is not None:
-        try:
-            found = MeasuredMachine.from_json(load_json(read_file(arguments.measured, _MEASURED_MOST)))
-        except OSError as error:
-            raise CommandError(f"cannot read {str(arguments.measured)!r}: {error.strerror}") from None
+        measured = _measured(arguments.measured)
+        if isinstance(measured, MeasuredMachine):
+            found = replace(measured, inside=measured.inside or inside, codec=measured.codec or found.codec)
+        else:
+            found = costs_of_job(measured, job, (between if several else inside)[0], found, arguments.error)
     if arguments.compute is not None:
         found.compute = given(parse_seconds(arguments.compute))
     if found.compute is None:
         raise ValueError("argument --compute is needed: the time of a forward and backward pass")
     if arguments.bandwidth is not None:
-        found.between = tuple(map(given, LinkCosts.parse(f"{arguments.bandwidth},{arguments.latency}").between))  # type: ignore[assignment]
-    if found.between is None and len(cluster.nodes) > 1:
+        found.between = between
+    if found.between is None and several:
         raise ValueError("argument --bandwidth is needed, as links between nodes were not measured")
-    if found.inside is None:
-        found.inside = tuple(map(given, LinkCosts.parse(arguments.inside).inside))  # type: ignore[assignment]
     found.between = found.between or found.inside  # of one node, there are none
-    found.codec = found.codec or {"": given(parse_seconds(arguments.codec, 0.0) / 1e6)}
     rest = f"what is given or assumed may be off by {arguments.error:.0%}"
     found.about = f"{found.about}; {rest}" if found.about else rest
     return found
 
 
+def _measured(path: Path) -> Any:
+    """Return what a file has: measured costs, or the JSON of one rank's metrics or of a list of several ranks'."""
+    try:
+        value = load_json(read_file(path, _MEASURED_MOST))
+        if isinstance(value, dict) and "links" in value:
+            return MeasuredMachine.from_json(value)
+    except OSError as error:
+        raise CommandError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    except ValueError as error:
+        raise CommandError(f"{str(path)!r}: {error}") from None
+    if not all(isinstance(rank, dict) and "bytes_sent" in rank for rank in (value if isinstance(value, list) else [value])):
+        raise CommandError(
+            f"{str(path)!r} has neither the costs that bagua-ref measure writes, nor what model.bagua_metrics() returns, of one "
+            "rank or of a list of ranks"
+        )
+    return value
+
+
 def _model(path: str) -> torch.nn.Module:
-    with torch.device("meta"):
-        module = call_object(path)
+    try:
+        with torch.device("meta"):
+            module = call_object(path)
+    except CommandError as error:
+        raise CommandError(f"{error} (it is called on torch's device 'meta', where tensors have no values)") from None
     if not isinstance(module, torch.nn.Module):
         raise CommandError(f"{path}() returned a {type(module).__name__}; it must return a torch.nn.Module")
     return module
+
+
+def _value(node: ast.expr) -> Any:
+    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
 
 
 def _algorithm(parser: argparse.ArgumentParser, text: str, parameters: Parameters) -> Algorithm:
@@ -168,11 +223,11 @@ def _algorithm(parser: argparse.ArgumentParser, text: str, parameters: Parameter
     try:
         call = ast.parse(f"f({options})", mode="eval").body
         assert isinstance(call, ast.Call)
-        given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if call.args or not all(keyword.arg and isinstance(keyword.value, _VALUES) for keyword in call.keywords):
+            raise ValueError("options must be of the form OPTION=VALUE, where a value is a number, a word, True, False or None")
+        given = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
         if name == "qadam":
             given["q_adam_optimizer"] = QAdamOptimizer([parameter for _, parameter in parameters.named])
-        if call.args:
-            raise ValueError("options must be of the form OPTION=VALUE")
         return Algorithm.init(name, **given)
     except (SyntaxError, ValueError, TypeError) as error:
         parser.error(f"argument --algorithm: {text!r}: {error}")
@@ -183,7 +238,7 @@ def _verdict(ranked: Sequence[Candidate], likely: Any) -> dict[str, Any]:
     best = ranked[0]
     if found is None:
         near = [other.name for other in ranked[1:] if other.seconds.low <= best.seconds.high]
-        text = f"no winner: the intervals of {best.name} and {', '.join(near)} overlap"
+        text = f"none can be named, as the intervals of {best.name} and {', '.join(near)} overlap"
     else:
         text = f"{best.name}: its interval ends before all others begin"
     if turn is not None:
@@ -192,32 +247,34 @@ def _verdict(ranked: Sequence[Candidate], likely: Any) -> dict[str, Any]:
     return {"winner": found and found.name, "flip": turn, "text": text}
 
 
-def _time(seconds: float, *more: float) -> str:
-    """Return one time, or the first and last of several, in words."""
-    ends = (seconds, *more[-1:])
-    factor, unit = (1e3, "ms") if ends[-1] < 1 else (1.0, "s")
-    return f"{' - '.join(f'{end * factor:,.3g}' for end in ends)} {unit}"
-
-
 def _print(
     arguments: argparse.Namespace, ranked: Sequence[Candidate], costs: MeasuredMachine, verdicts: Any, warnings: Sequence[str]
 ) -> None:
+    factor, unit = (1e3, "ms") if max(candidate.seconds.high for candidate in ranked) < 1 else (1.0, "s")
+
+    def time(*seconds: float) -> str:
+        return "-".join(f"{number * factor:,.3g}" for number in seconds)
+
     rows = [
         (
             candidate.name.replace(":", "\n  ").replace(",", "\n  "),
-            _time(candidate.seconds.value),
-            _time(*candidate.seconds),
-            _time(candidate.prediction.exposed),
+            time(candidate.seconds.value),
+            time(candidate.seconds.low, candidate.seconds.high),
+            time(candidate.prediction.exposed),
             readable_bytes(candidate.sent[0]),
             readable_bytes(sum(candidate.plan.memory())),
         )
         for candidate in ranked
     ]
     on = f"{arguments.workers} ranks on {arguments.nodes or arguments.workers} nodes"
-    print_rows(f"A training step of {on}", ["algorithm", "step", "interval", "exposed", "sent per\nstep", "extra\nmemory"], rows)
+    headers = ["algorithm", f"step\n({unit})", f"interval\n({unit})", f"exposed\n({unit})", "sent per\nstep", "extra\nmemory"]
+    print_rows(f"A training step of {on}", headers, rows)
     print(f"Costs: {costs.about or 'measured'}.\n")
     for candidate in ranked:
         print(f"{candidate.name}: {candidate.reason}")
+        if candidate.halving is not None:
+            rounds, seconds = candidate.halving
+            print(f"  mixing: ranks' distances from their mean halve within {rounds} round{'s' * (rounds != 1)}, {seconds:,.3g} s")
         for text in learnt(candidate.plan.algorithm):
             print(f"  learnt: {text}")
     print()
@@ -241,6 +298,7 @@ def _as_json(
             "messages_per_step": candidate.sent[1],
             "extra_memory_bytes": sum(candidate.plan.memory()),
             "equal_ranks": candidate.equal_ranks,
+            "halving": candidate.halving and dict(zip(("rounds", "seconds"), candidate.halving, strict=True)),
             "reason": candidate.reason,
             "learnt": learnt(candidate.plan.algorithm),
         }
@@ -294,18 +352,3 @@ def draw(ranked: Sequence[Candidate], costs: MeasuredMachine, **stragglers: floa
     right.xaxis.set_minor_locator(NullLocator())
     figure.legend(*left.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize="small")
     return figure
-
-
-def _number(least: float, most: float, whole: bool = False) -> Any:
-    """Return a type of arguments: a number from ``least`` to ``most``."""
-
-    def parse(text: str) -> float:
-        try:
-            found = float(text)
-        except ValueError:
-            found = math.nan
-        if not least <= found <= most or (whole and found != int(found)):
-            raise argparse.ArgumentTypeError(f"{text!r} must be a {'whole ' * whole}number from {least:g} to {most:g}")
-        return int(found) if whole else found
-
-    return parse

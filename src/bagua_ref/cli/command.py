@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +16,7 @@ from bagua_ref.base.not_provided import install_command
 
 __all__ = [
     "CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "call_object", "end_progress", "is_installed",
-    "load_object", "print_rows", "show_progress", "write_file", "write_json", "write_picture",
+    "load_object", "number", "print_rows", "show_progress", "write_file", "write_json", "write_picture",
 ]  # fmt: skip
 
 Commands = argparse._SubParsersAction  # argparse has no public name for the result of add_subparsers
@@ -101,7 +102,7 @@ def load_object(path: str) -> Any:
     sys.path.insert(0, os.getcwd())  # it is usually in the current folder
     try:
         return load(path)
-    except Exception as error:  # importing foreign code may raise anything
+    except (Exception, SystemExit) as error:  # importing foreign code may raise anything
         raise CommandError(f"cannot load {path}: {type(error).__name__}: {error}") from None
 
 
@@ -114,8 +115,23 @@ def call_object(path: str) -> Any:
     function = load_object(path)
     try:
         return function()
-    except Exception as error:  # foreign code may raise anything
+    except (Exception, SystemExit) as error:  # foreign code may raise anything
         raise CommandError(f"{path}() failed: {type(error).__name__}: {error}") from None
+
+
+def number(least: float, most: float, whole: bool = False) -> Callable[[str], Any]:
+    """Return a type of arguments: a number from ``least`` to ``most``, such as 25 or 340e6."""
+
+    def parse(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not least <= found <= most or (whole and found != int(found)):
+            raise argparse.ArgumentTypeError(f"{text!r} must be a {'whole ' * whole}number from {least:g} to {most:g}")
+        return int(found) if whole else found
+
+    return parse
 
 
 def is_installed(module: str) -> bool:

@@ -21,6 +21,7 @@ from bagua_ref.cli.command import (
     add_command,
     add_json_options,
     call_object,
+    number,
     print_rows,
     write_file,
     write_json,
@@ -53,13 +54,13 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     measure.add_argument(
         "--step", metavar="PKG.MOD:FACTORY", help="a function that returns a function, which runs one forward and backward pass"
     )
-    measure.add_argument("--repeat", type=int, default=10, metavar="N", help="times that each is run (default: %(default)s)")
+    measure.add_argument(
+        "--repeat", type=number(2, 1e6, whole=True), default=10, metavar="N", help="times that each is run (default: %(default)s)"
+    )
     add_json_options(measure)
 
 
 def _measure(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    if arguments.repeat < 2:
-        parser.error(f"argument --repeat: {arguments.repeat} must be 2 or more")
     step = None if arguments.step is None else call_object(arguments.step)
     if step is not None and not callable(step):
         raise CommandError(f"{arguments.step}() returned a {type(step).__name__}; it must return a function")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bagua_ref.cli.command import Commands, add_command, add_json_options, end_progress, show_progress, write_json
+from bagua_ref.cli.command import Commands, add_command, add_json_options, end_progress, number, show_progress, write_json
 from bagua_ref.formulas.costs import LinkCosts, parse_seconds
 
 __all__ = ["JSON_VERSION", "add_parser"]
@@ -18,6 +18,7 @@ __all__ = ["JSON_VERSION", "add_parser"]
 JSON_VERSION = 1
 """Of the result that ``--json`` prints."""
 
+_POSITIVE = number(1, 1e9, whole=True)
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -35,10 +36,10 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "program uses something that is not simulated, or the time limit came first), and 130 after Ctrl-C.",
     )
     sim.add_argument("program", metavar="PROGRAM", help="script.py or package.module:function; its arguments come last, after --")
-    sim.add_argument("--ranks", type=_positive, metavar="N", help="the number of ranks (default: 2, or the sum of --nodes)")
+    sim.add_argument("--ranks", type=_POSITIVE, metavar="N", help="the number of ranks (default: 2, or the sum of --nodes)")
     sim.add_argument("--nodes", type=_numbers, metavar="N,N,...", help="the number of ranks on each node (default: one node)")
     how = sim.add_mutually_exclusive_group()
-    how.add_argument("--seeds", type=_positive, default=100, metavar="N", help="try N random schedules (default: %(default)s)")
+    how.add_argument("--seeds", type=_POSITIVE, default=100, metavar="N", help="try N random schedules (default: %(default)s)")
     how.add_argument("--deviations", type=int, metavar="N", help="try all schedules with up to N deviations from the default")
     how.add_argument("--schedule", metavar="PLACE:CHOICE,...", help="run only this schedule, as a report names it")
     sim.add_argument(
@@ -154,14 +155,8 @@ def _command(arguments: argparse.Namespace, nodes: tuple[int, ...], found: Any) 
     return shlex.join(["bagua-ref", "sim", arguments.program, *words, *(["--", *arguments.after] if arguments.after else [])])
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a positive integer")
-    return int(text)
-
-
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(_positive, text.split(",")))
+    return tuple(map(_POSITIVE, text.split(",")))
 
 
 def _seconds(text: str) -> float:

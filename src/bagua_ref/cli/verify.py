@@ -14,6 +14,7 @@ from bagua_ref.cli.command import (
     add_command,
     add_json_options,
     end_progress,
+    number,
     show_progress,
     write_file,
     write_json,
@@ -93,7 +94,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     verify.add_argument(
         "--time-limit",
-        type=_seconds,
+        type=number(1e-3, 1e9),
         metavar="S",
         help="seconds after which a single call counts as hanging (default: 10, and 60 with --command, whose ranks must start)",
     )
@@ -118,16 +119,6 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a non-negative integer")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return seconds
 
 
 def _verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:

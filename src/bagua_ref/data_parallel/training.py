@@ -280,7 +280,7 @@ class ModuleTraining(TrainingContext):
         if not (before.gradients if self.bagua_algorithm.steps_follow_backward else counts):
             return
         self.steps_of_optimizers[self.bagua_optimizers.index(optimizer)] += 1
-        self.engine.meter.steps += optimizer is self.bagua_optimizers[-1]
+        self.engine.meter.count_step(optimizer is self.bagua_optimizers[-1])
         synchronizing = before.synchronized
         if not before.gradients:  # as where they did not come through backward()
             synchronizing = self.module.training and self._passes.synchronizing
@@ -334,7 +334,7 @@ class ModuleTraining(TrainingContext):
     def _begin_round(self) -> None:
         self._in_backward = True
         self.backward_passes += 1
-        self.engine.meter.steps += not self.bagua_optimizers
+        self.engine.meter.count_step(not self.bagua_optimizers)
         self.engine.begin_backward()
         call_after_backward(self._post_backward)
 

@@ -98,6 +98,8 @@ class BaguaModule:
         - ``steps_in_agreement``: ``steps`` when all ranks last compared what they were about to do, and agreed.
         - ``bytes_sent``: bytes that this rank has sent, exactly as the specification counts them; a few bytes by which ranks
           agree are left out. ``bytes_sent_per_step``: divided by ``steps``.
+        - ``seconds``: from the end of the first step to the end of the last, whatever training does in between; missing before the
+          second. ``seconds_per_step``: divided by the steps in between.
         - ``exposed_wait_seconds``: time that the training thread has waited for communication, and for the weights with
           asynchronous averaging. ``exposed_wait_seconds_per_step``: divided by ``steps``. On the CPU only.
         - ``codec_seconds``: time that codecs, powersgd and topk have compressed and decompressed, on any thread.

@@ -62,8 +62,8 @@ class MetricsLogger:
         now = self._model.bagua_metrics()
         steps = max(now["steps"] - self._last.get("steps", 0), 1)
         for name in PER_STEP:
-            if name in now:
-                now[f"{name}_per_step"] = (now[name] - self._last.get(name, 0)) / steps
+            if name in now and name in self._last:
+                now[f"{name}_per_step"] = (now[name] - self._last[name]) / steps
         self._last = now
         named = {f"bagua/{name}": value for name, value in now.items()}
         step = self._calls if step is None else step

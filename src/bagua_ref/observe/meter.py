@@ -14,7 +14,7 @@ from bagua_ref.base.runtime import World, current_world
 
 __all__ = ["PER_STEP", "Meter", "Operation", "codec_phase", "profiled", "steps_in", "use_meter"]
 
-PER_STEP = ("bytes_sent", "exposed_wait_seconds", "codec_seconds")
+PER_STEP = ("bytes_sent", "exposed_wait_seconds", "codec_seconds", "seconds")
 """The totals of which there is a mean over steps, too, with ``_per_step`` after the name."""
 
 
@@ -59,6 +59,7 @@ class Meter:
 
     Attributes:
         steps: optimizer steps (the last optimizer's, if several; without any, synchronized backward passes).
+        seconds: the time from the end of the first step to the end of the last.
         steps_in_agreement: ``steps`` at the last successful agreement of all ranks.
         rounds: rounds of communication that have begun.
         wait_seconds: the time that the training thread has waited for communication.
@@ -68,11 +69,18 @@ class Meter:
     """
 
     steps = steps_in_agreement = rounds = bytes_before = 0
-    wait_seconds = codec_seconds = 0.0
+    wait_seconds = codec_seconds = seconds = _first_step = 0.0
     last_exchange: float | None = None
 
     def __init__(self, world: World, module: str) -> None:
         self.world, self.module = world, module
+
+    def count_step(self, counted: bool) -> None:
+        """Count a step that has ended, if it is one of those that count."""
+        if counted:
+            now = self.world.clock()
+            self._first_step = self._first_step if self.steps else now
+            self.steps, self.seconds = self.steps + 1, now - self._first_step
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -94,11 +102,13 @@ class Meter:
         found: dict[str, float | int] = {"steps": self.steps, "rounds": self.rounds}
         found["steps_in_agreement"] = self.steps if alone else self.steps_in_agreement
         found["bytes_sent"] = bytes_sent - self.bytes_before
+        if self.steps > 1:
+            found["seconds"] = self.seconds
         if on_cpu:
             found["exposed_wait_seconds"], found["codec_seconds"] = self.wait_seconds, self.codec_seconds
         for name in PER_STEP:
             if name in found:
-                found[f"{name}_per_step"] = found[name] / max(self.steps, 1)
+                found[f"{name}_per_step"] = found[name] / max(self.steps - (name == "seconds"), 1)
         if self.last_exchange is not None:
             found["seconds_since_last_exchange"] = self.world.clock() - self.last_exchange
         return found

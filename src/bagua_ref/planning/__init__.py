@@ -2,11 +2,12 @@
 
 from bagua_ref.planning.measured import Estimate, Fit, MeasuredMachine, fit_link, mean_of
 from bagua_ref.planning.plans import plan_of
+from bagua_ref.planning.running import costs_of_job
 from bagua_ref.planning.shapes import BucketShape, Cluster, Parameters, module_of
 from bagua_ref.planning.steps import Exchange, StepPlan
 from bagua_ref.planning.timeline import Machine, Prediction, exchange_seconds, predict, step_seconds
 
 __all__ = [
     "BucketShape", "Cluster", "Estimate", "Exchange", "Fit", "Machine", "MeasuredMachine", "Parameters", "Prediction", "StepPlan",
-    "exchange_seconds", "fit_link", "mean_of", "module_of", "plan_of", "predict", "step_seconds",
+    "costs_of_job", "exchange_seconds", "fit_link", "mean_of", "module_of", "plan_of", "predict", "step_seconds",
 ]  # fmt: skip

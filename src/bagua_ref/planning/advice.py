@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 from operator import attrgetter
 from typing import Any
 
 from bagua_ref.base.utils import readable_bytes
 from bagua_ref.formulas.costs import LinkCost
+from bagua_ref.formulas.mixing import mixing
 from bagua_ref.planning.measured import Estimate, MeasuredMachine
 from bagua_ref.planning.steps import StepPlan
 from bagua_ref.planning.timeline import Machine, Prediction, predict
@@ -19,6 +21,7 @@ __all__ = ["Candidate", "changed", "compare", "first_of", "learnt", "turning_poi
 
 _FACTORS = [2 ** (power / 4) for power in range(1, 41)]
 """Factors, up to 1024, by which an assumption is changed."""
+_MATRIX = 256
 
 
 @dataclass
@@ -43,8 +46,19 @@ class Candidate:
     def sent(self) -> tuple[float, float]:
         """Bytes and messages of the busiest rank per step; of async, whose rounds go on beside the steps, at their rate."""
         interval = self.plan.interval
-        rounds = 1.0 if interval is None else self.prediction.seconds / (interval + self.prediction.communication)
+        rounds = 1.0 if not interval else self.prediction.seconds / (interval + self.prediction.communication)
         return self.plan.sent[0] * rounds, self.plan.sent[1] * rounds
+
+    @cached_property
+    def halving(self) -> tuple[int, float] | None:
+        """Rounds and seconds in which averaging along graphs at least halves ranks' distances from their mean (S13).
+
+        The rounding of what is sent is left out. None: there are no graphs, or of more than 256 ranks, whose matrices take long to
+        multiply; or distances never halve.
+        """
+        graphs = self.plan.graphs
+        rounds = mixing(graphs, 0.5).rounds if graphs and len(graphs[0]) <= _MATRIX else None
+        return None if rounds is None else (rounds, rounds * self.plan.cycle / len(graphs) * self.prediction.seconds)
 
     @property
     def equal_ranks(self) -> bool:

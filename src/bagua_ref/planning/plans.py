@@ -26,7 +26,7 @@ from bagua_ref.base.memory import by_dtype_and_device
 from bagua_ref.comm_ops.top_k import count_of
 from bagua_ref.formulas import costs
 from bagua_ref.formulas.costs import Operation, chunk_bytes, one_round
-from bagua_ref.formulas.graphs import MODES
+from bagua_ref.formulas.graphs import MODES, Graph, ring
 from bagua_ref.formulas.low_rank import matrix_shape
 from bagua_ref.planning.shapes import BucketShape, Cluster, Parameters
 from bagua_ref.planning.steps import Exchange, StepPlan
@@ -106,12 +106,14 @@ class _Decentralized(StepPlan):
         named = MODES.get(self._mode) if isinstance(self._mode, str) else None
         if named is not None and not named.takes(self._n):
             raise ValueError(f"peer_selection_mode={self._mode!r} needs {named.sizes} of ranks, not {self._n}")
-        self._graph = self._mode if named is None else named.graph
-        self._period = 1 if named is None else named.period(self._n)
+        self.graphs = [] if named is None else [named.graph(t, self._n) for t in range(named.period(self._n))]
 
     @property
     def cycle(self) -> int:
-        return int(self.algorithm.communication_interval * self._period)
+        return int(self.algorithm.communication_interval * max(len(self.graphs), 1))
+
+    def _graph(self, number: int) -> Graph:
+        return self.graphs[number % len(self.graphs)] if self.graphs else self._mode(number, self._n)
 
     def after_warmup(self, step: int) -> list[Exchange]:
         number, rest = divmod(step - 1, self.algorithm.communication_interval)
@@ -121,8 +123,7 @@ class _Decentralized(StepPlan):
         def between(bucket: BucketShape) -> Operation:
             if self._mode == "all":
                 return costs.all_reduce(chunk_bytes(bucket.numel, bucket.dtype.itemsize, self._n))
-            graph = self._graph(number, self._n)
-            return one_round([(source, rank, bucket.nbytes) for rank, row in enumerate(graph) for source, _ in row])
+            return one_round([(source, rank, bucket.nbytes) for rank, row in enumerate(self._graph(number)) for source, _ in row])
 
         if not self.hierarchical:
             return self.each(between, self.buckets, when="pass")
@@ -133,13 +134,17 @@ class _Decentralized(StepPlan):
         return self.each(averaged, self.buckets, when="pass") + self.each(self.from_leaders, self.buckets, when="step")
 
     def memory(self) -> tuple[int, int]:
-        received = 1 if self._mode == "all" else max(len(row) - 1 for row in self._graph(0, self._n))
+        received = 1 if self._mode == "all" else max(len(row) - 1 for row in self._graph(0))
         copies = (received if received > 1 else 0) + int(self.hierarchical)  # a pair's result needs none, a node's mean does
         gathered = self.gathered() if self._mode != "all" else 0
         return self.parameters.nbytes, copies * max(bucket.nbytes for bucket in self.buckets) + gathered
 
 
 class _Ring(StepPlan):
+    def __init__(self, algorithm: Any, parameters: Parameters, cluster: Cluster) -> None:
+        super().__init__(algorithm, parameters, cluster)
+        self.graphs = [ring(0, len(cluster.nodes) if self.hierarchical else cluster.n)]
+
     @property
     def cycle(self) -> int:
         return int(self.algorithm.communication_interval)
@@ -151,8 +156,8 @@ class _Ring(StepPlan):
 
         def traded(bucket: BucketShape) -> Operation:
             payload = _payload(codec, bucket.numel, bucket.dtype)
-            ring = lambda n: one_round([(r, peer % n, payload) for r in range(n) for peer in (r - 1, r + 1)])  # noqa: E731
-            return self.among(ring, bucket, self.hierarchical, True)
+            trade = lambda n: one_round([(r, peer % n, payload) for r in range(n) for peer in (r - 1, r + 1)])  # noqa: E731
+            return self.among(trade, bucket, self.hierarchical, True)
 
         return self.each(traded, self.buckets, when="step", codec=codec, elements=lambda bucket: 4 * bucket.numel)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from bagua_ref.base.memory import by_dtype_and_device
 from bagua_ref.data_parallel.guard import TrainedParameters
@@ -134,6 +135,8 @@ class Parameters:
         ignored = [
             getattr(module, name, ()) for name in ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
         ]
+        if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
+            raise ValueError(f"parameter {lazy[0]!r} has no shape yet; call the module once, or use one that is not lazy")
         self.named = TrainedParameters(module, {name for names in ignored for name in names}).named
         self._in_order = [parameter for _, parameter in reversed(self.named)]
         self._bucket_bytes = get_default_bucket_size()

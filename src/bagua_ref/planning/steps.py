@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from bagua_ref.formulas import costs
 from bagua_ref.formulas.costs import Operation, Traffic, Wire, chunk_bytes, loads_of
+from bagua_ref.formulas.graphs import Graph
 from bagua_ref.planning.shapes import BucketShape, Cluster, Parameters
 
 __all__ = ["Exchange", "StepPlan"]
@@ -64,9 +65,11 @@ class StepPlan:
     Attributes:
         buckets: in the order in which they become ready.
         interval: seconds from the end of a round in the background to the next; None: rounds belong to steps.
+        graphs: a period of those along which ranks average with some others (S13); empty: they do not, or by a user's function.
     """
 
     interval: float | None = None
+    graphs: Sequence[Graph] = ()
 
     def __init__(self, algorithm: Any, parameters: Parameters, cluster: Cluster) -> None:
         self.algorithm, self.parameters, self.cluster = algorithm, parameters, cluster
