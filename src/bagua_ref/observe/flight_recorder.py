@@ -29,7 +29,7 @@ def record(error: BaseException | None = None) -> dict[str, Any]:
     Args:
         error: the reason for the record, if there is one.
 
-    >>> sorted(record())
+    >>> sorted(bagua_ref.observe.flight_recorder.record())
     ['error', 'operations', 'rank', 'time', 'waits', 'world_size']
     """
     world = current_world()
