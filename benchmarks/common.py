@@ -154,6 +154,11 @@ def path_of(name: str) -> Path:
     return Path(__file__).parent / "results" / f"{name}.json"
 
 
+def load(name: str) -> Any:
+    """Return what the last full run of the benchmark ``name`` has written."""
+    return json.loads(path_of(name).read_text(encoding="utf-8"))
+
+
 def show(rows: Sequence[Row]) -> None:
     """Print the table."""
     peers = list(dict.fromkeys(peer for row in rows for peer in row.peers))
