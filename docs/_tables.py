@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,15 +10,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from common import load, path_of
+from common import load, measured, number, path_of
 from links import RATES
 from slow_link import AT_INTERVALS, EVERY_STEP, FASTER, LINKS
 from time_to_quality import CONTENDERS, PEERS, TASKS, judged, target
 
 PER_TABLE = 6
 """Algorithms in a table of faults."""
-PACKAGES = {"torchft-nightly": "torchft", "decent-dp": "Decent-DP"}
-"""What has to be installed for a contender."""
 LEARNT = {  # what slow_link.py calls it -> what learning_compressed.py calls it
     "bytegrad": "bytegrad",
     **{f"bytegrad, {codec}": f"bytegrad, {codec}, error memory" for codec in ("MXFP8", "MXFP4", "OneBit")},
@@ -28,33 +25,10 @@ LEARNT = {  # what slow_link.py calls it -> what learning_compressed.py calls it
 }
 
 
-def number(value: float | None) -> str:
-    """Return three significant digits, whole from 100 on."""
-    return "–" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def grid(*rows: list[str]) -> str:
     """Return a table whose first row is its head."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
-
-
-def measured(result: dict[str, Any]) -> str:
-    """Return when, where and with which versions; of several runs, with how many rows each."""
-    if "runs" not in result:
-        return f"Measured: {_run(result, set())}."
-    contenders = " ".join({row.get("contender", "") for row in result["rows"]})
-    peers = {package for package, peer in PACKAGES.items() if peer in contenders}
-    runs = Counter(_run(result["runs"][row["run"]], peers) for row in result["rows"])
-    shares = [f"{count} of {len(result['rows'])} rows " * (len(runs) > 1) + run for run, count in runs.items()]
-    return f"Measured: {'; '.join(shares)}."
-
-
-def _run(run: dict[str, Any], peers: set[str]) -> str:
-    machine = run["machine"]
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
-    packages = [f"{name} {run['versions'][name]}" for name in ("torch", *sorted(peers)) if name in run["versions"]]
-    return f"{run['date'][:10]}, {where}, {', '.join(packages)}"
 
 
 def comparison(name: str) -> str:
@@ -161,7 +135,8 @@ def slow_link_targets() -> str:
             times, peer = f"{FASTER[row['link']][row['contender']][0]:g}", row["against"]
             rows.append([
                 row["contender"], row["link"], f"{row['ours']:,.0f}", f"{row['limit_ms']:,.0f}",
-                f"{peer}, {row['peers'][peer]:,.0f} ms", f"{1 / row['ratio']:.2f}", times if row["kept"] else f"{times}, **missed**",
+                f"{peer}, {row['peers'][peer]:,.0f} ms", f"{1 / row['ratio']:.2f}",
+                times if row["kept"] else f"{times}, **missed**",
             ])  # fmt: skip
     rows.sort(key=lambda row: list(LINKS).index(row[1]))
     return grid(["algorithm", "link", "ms per step", "bytes alone", "peer", "speed-up", "target"], *rows)
