@@ -15,6 +15,7 @@ import os
 import platform
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -39,6 +40,8 @@ PACKAGES = (
     "lhotse",
     "trl",
 )
+PEERS = {"torchft-nightly": "torchft", "decent-dp": "Decent-DP"}
+"""Packages that only contenders of these names need."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +152,36 @@ def circumstances() -> dict[str, object]:
     return {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "machine": machine(), "versions": versions()}
 
 
+def number(value: float) -> str:
+    """Return three significant digits, whole from 100 on."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def measured(result: dict[str, Any]) -> str:
+    """Return when, where and with which versions a result was measured; of several runs, with how many rows each."""
+    contenders = " ".join({row.get("contender", "") for row in result["rows"]})
+    packages = ["torch", *(package for package, peer in PEERS.items() if peer in contenders)]
+
+    def run(about: dict[str, Any]) -> str:
+        machine, found = about["machine"], about["versions"]
+        where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+        return ", ".join([about["date"][:10], where, *(f"{name} {found[name]}" for name in packages if name in found)])
+
+    if "runs" not in result:
+        return f"Measured: {run(result)}."
+    counts = Counter(run(result["runs"][row["run"]]) for row in result["rows"])
+    shares = [f"{count} of {len(result['rows'])} rows " * (len(counts) > 1) + text for text, count in counts.items()]
+    return f"Measured: {'; '.join(shares)}."
+
+
 def path_of(name: str) -> Path:
     """Return where full runs of the benchmark ``name`` write their JSON."""
     return Path(__file__).parent / "results" / f"{name}.json"
+
+
+def load(name: str) -> Any:
+    """Return what the last full run of the benchmark ``name`` has written."""
+    return json.loads(path_of(name).read_text(encoding="utf-8"))
 
 
 def show(rows: Sequence[Row]) -> None:

@@ -7,13 +7,12 @@ The training is that of `learning.py`. The bar: the mean over seeds is at most 0
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
 
 import common
-import learning
 import workers
 from learning import EPOCHS, PROCESSES, accuracies
 
@@ -80,7 +79,7 @@ def draw(measured: list[dict[str, Any]]) -> None:
             axes.plot(range(1, len(row["curve"]) + 1), row["curve"], label=row["work"], linewidth=1.6)
     axes.grid(color="#d5d8dd", linewidth=0.6)
     axes.legend(frameon=False, fontsize="small")
-    figure.savefig(learning.PAGE.parent / "images" / "learning-compressed.png")
+    figure.savefig(Path(__file__).parents[1] / "docs" / "images" / "learning-compressed.png")
 
 
 def main() -> int:
@@ -90,8 +89,7 @@ def main() -> int:
     assert all(rank == ranks[0] for rank in ranks), "ranks ended with different weights"
     missed = common.report("learning_compressed", rows(ranks[0]), args)
     if not args.quick and args.json is None:
-        draw(json.loads(common.path_of("learning_compressed").read_text("utf-8"))["rows"])
-        learning.write_page()
+        draw(common.load("learning_compressed")["rows"])
     return missed
 
 

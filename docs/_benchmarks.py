@@ -1,67 +1,59 @@
-"""Tables of docs/benchmarks.md and docs/reference/cuda.md from benchmarks/results: ``python docs/_benchmarks.py``.
+"""Figures of README.md and the docs, from benchmarks/results: ``python docs/_benchmarks.py`` fills them in, and a test compares.
 
-A test fails if they are out of date.
+A table stands between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``, the name of a benchmark or of a table of `_tables.py`.
+A number in a sentence is followed by where it is from, and is written with as many decimals as it has there:
+
+    takes 351<!-- = allreduce_step: memory, perceptron, 25e6 elements in 8: ours --> MiB
+
+names a file, a row and an entry of it, or one of its peers. ``-difference`` changes the sign, ``ours / 1e3`` divides.
 """
 
 from __future__ import annotations
 
-import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
-PAGES = [Path(__file__).parent / f"{name}.md" for name in ("benchmarks", "reference/cuda")]
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-BLOCK = re.compile(r"<!-- (\w+): begin -->\n.*?<!-- \1: end -->\n", re.DOTALL)
+sys.path.insert(0, str(Path(__file__).parent))
+
+from _tables import load, table
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"<!-- ([\w, ]+): begin -->\n.*?<!-- \1: end -->\n", re.DOTALL)
+FIGURE = re.compile(r"([-+]?\d[\d,]*(?:\.(\d+))?)<!-- = (\w+): ([^>]+): (-?)([^>:/]+?)(?: / (\S+))? -->")
 
 
-def number(value: float | None) -> str:
-    """Return three significant digits, whole from 100 on."""
-    return "–" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def table(name: str) -> str:
-    """Return a benchmark's results, with the machine and the date below."""
-    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    rows = result["rows"]
-    lines = ["| work | ours | peers | ratio | target |", "|---|---|---|---|---|"]
-    for row in rows:
-        peers = ", ".join(f"{peer} {number(value)}" for peer, value in row["peers"].items())
-        ratio = f"{row['ratio']:.2f} to {row['against']}{'' if row['kept'] else ' **missed**'}"
-        lines.append(
-            f"| {row['work']} | {number(row['ours'])} {row['unit']} | {peers} | {ratio} | {row['limit'].replace('-', '–')} |"
+def figure(found: re.Match[str]) -> str:
+    """Return a number in a sentence as it is now, with the comment that says where it is from."""
+    text, decimals, name, work, minus, entry, divisor = found.groups()
+    rows: list[dict[str, Any]] = [row for row in load(name)["rows"] if name_of(row) == work]
+    values = {{**row, **row.get("peers", {})}[entry] for row in rows}
+    if len(values) != 1:
+        raise ValueError(
+            f"{name}.json has {len(rows)} rows of {work!r}, whose {entry} is {sorted(values)}; a figure needs one value"
         )
-    return "\n".join([*lines, "", _measured(result)])
+    value = float(values.pop()) / float(divisor or 1) * (-1 if minus else 1)
+    sign = "+" if text.startswith("+") else ""
+    return f"{value:{sign},.{len(decimals or '')}f}{found[0][len(text) :]}"
 
 
-def shares(name: str) -> str:
-    """Return the share of copy bandwidth that each kernel of a GPU reaches, by dtype and size."""
-    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    rows = [(*row["work"].rsplit(" ", 2), row["ratio"]) for row in result["rows"] if row["against"] == "copy"]
-    columns = list(dict.fromkeys((dtype, size) for _, dtype, size, _ in rows if len(size) > len("262,144")))
-    found = {(kernel, dtype, size): ratio for kernel, dtype, size, ratio in rows}
-    lines = ["| kernel | " + " | ".join(f"{dtype}, {size}" for dtype, size in columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for kernel in dict.fromkeys(kernel for kernel, *_ in rows):
-        lines.append(f"| {kernel} | " + " | ".join(f"{found[(kernel, *column)]:.2f}" for column in columns) + " |")
-    return "\n".join([*lines, "", _measured(result)])
+def name_of(row: dict[str, Any]) -> str:
+    """Return what a row is about, without figures that change from run to run."""
+    return f"{row['contender']}, {row['link']}" if "contender" in row else str(row["work"])
 
 
-def _measured(result: dict[str, Any]) -> str:
-    machine, versions = result["machine"], result["versions"]
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
-    return f"Measured: {result['date'][:10]}, {where}, torch {versions['torch']}."
-
-
-def filled(page: Path) -> str:
-    """Return the text of a page with its tables as the results are now."""
+def filled(text: str) -> str:
+    """Return a page's text with the tables and figures as the results are now."""
 
     def block(found: re.Match[str]) -> str:
-        made = shares(found[1]) if found[1] == "gpu_kernels" else table(found[1])
-        return f"<!-- {found[1]}: begin -->\n\n{made}\n\n<!-- {found[1]}: end -->\n"
+        name, made = found[1], table(found[1])
+        return found[0] if made is None else f"<!-- {name}: begin -->\n\n{made}\n\n<!-- {name}: end -->\n"
 
-    return BLOCK.sub(block, page.read_text())
+    return FIGURE.sub(figure, BLOCK.sub(block, text))
 
 
 if __name__ == "__main__":
     for page in PAGES:
-        page.write_text(filled(page))
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")

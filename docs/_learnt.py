@@ -11,6 +11,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from common import load  # noqa: E402
 from time_to_quality import judged  # noqa: E402
 
 DATA = ROOT / "src" / "bagua_ref" / "planning" / "learnt.json"
@@ -44,22 +45,18 @@ PERIODIC: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _load(name: str) -> dict[str, Any]:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
-
-
 def rows() -> list[dict[str, Any]]:
     """Return the sentences, with the algorithm's class and the options for which they hold."""
     found = []
-    for row in _load("learning_compressed")["rows"]:
+    for row in load("learning_compressed")["rows"]:
         if row["work"] in COMPRESSED:
             text = f"{row['difference']:+.2f} ± {row['standard_error']:.2f} points of accuracy on digits against gradient_allreduce"
             found.append((COMPRESSED[row["work"]], f"{text} ({len(row['seeds'])} seeds, learning_compressed.json)"))
-    learning = {row["work"]: row for row in _load("learning")["rows"]}
+    learning = {row["work"]: row for row in load("learning")["rows"]}
     for name, about in LEARNING.items():
         own, base = (statistics.mean(learning[work]["seeds"]) for work in (name, "gradient_allreduce"))
         found.append((about, f"{own:.2f} % accuracy on digits, gradient_allreduce {base:.2f} % (5 seeds, learning.json)"))
-    quality = [row for row in judged(_load("time_to_quality")) if row.extra.get("task") == "language model"]
+    quality = [row for row in judged(load("time_to_quality")) if row.extra.get("task") == "language model"]
     times = {(row.extra["contender"], row.extra["link"]): row for row in quality}
     for name, about in PERIODIC.items():
         steps = {who: times[who, "10 Mbit/s"].extra["steps"] for who in (name, "gradient_allreduce")}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 from tests.cache_servers import need
-from tests.scripts import load_script, run_python
+from tests.scripts import ROOT, load_script, run_python
 
 
 def run(script: str, table: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -86,3 +88,28 @@ def test_only_whole_runs_replace_committed_results(arguments: list[str], tmp_pat
     row = common.Row("work", "s", 1.0, {"peer": 1.0}, "peer")
     assert common.report("example", [row], common.arguments("An example.", only={"default": ""})) == 0
     assert path.exists() == (not arguments)
+
+
+def test_the_report_draws_every_row_of_every_committed_result() -> None:
+    load_script("docs/_benchmarks.py")  # finds benchmarks/, as its own call does
+    page = load_script("benchmarks/report.py").page()
+    sections = dict(re.findall(r'<section id="(\w+)">(.*?)</section>', page, re.DOTALL))
+    results = {path.stem: json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob("*.json")}
+    assert sections.keys() == results.keys()
+    for name, result in results.items():
+        rows = result if isinstance(result, list) else result["rows"]
+        for row in rows:
+            shown = row.get("work") or row.get("fault") or row["contender"]
+            assert html.escape(shown) in sections[name], (name, shown)
+        if name != "time_to_quality":  # its rows are curves
+            assert sections[name].count("<circle") == sum(1 + len(row.get("peers", ())) for row in rows)
+            assert sections[name].count("<b>missed</b>") == sum(not row.get("kept", True) for row in rows)
+        assert (
+            "curve" not in rows[-1]
+            or "ours" in rows[-1]
+            or sections[name].count("<polyline") == sum("curve" in row for row in rows)
+        )
+    places = [float(x) for x in re.findall(r'(?:cx|x1|x2)="([^"%]*)%?"', page)]
+    places += [float(x) for points in re.findall(r'points="([^"]*)"', page) for x in re.split("[ ,]", points)]
+    assert all(0 <= place <= 100 for place in places)
+    assert not re.search(r" (nan|inf)</span>", page)

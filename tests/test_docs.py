@@ -44,7 +44,9 @@ def test_a_page_of_the_guide_has_python() -> None:
 
 
 REFERENCE = ("spec.md", "findings.md", "porting.md", "reference/")
-LEFT_OUT = re.compile(r"^```.*?^```|!\[[^\]]*\]\([^)]*\)|<!-- .*?begin -->.*?<!-- .*?end -->", re.MULTILINE | re.DOTALL)
+LEFT_OUT = re.compile(
+    r"^```.*?^```|!\[[^\]]*\]\([^)]*\)|<!-- [^>]*begin -->.*?<!-- [^>]*end -->|<!-- =.*?-->", re.MULTILINE | re.DOTALL
+)
 
 
 def test_the_guide_to_the_code_names_what_is_in_the_files() -> None:
@@ -61,12 +63,6 @@ def test_a_page_of_the_guide_is_short(page: Path) -> None:
     """Details are in pages of reference; code, descriptions of images and generated tables do not count."""
     words = len(LEFT_OUT.sub("", page.read_text()).split())
     assert words <= 1200 or str(page.relative_to(ROOT / "docs")).startswith(REFERENCE)
-
-
-def test_the_tables_of_benchmarks_are_current() -> None:
-    page = load_script("docs/_benchmarks.py")
-    for path in page.PAGES:
-        assert path.read_text() == page.filled(path), "run: python docs/_benchmarks.py"
 
 
 def test_the_tables_of_checks_are_current() -> None:
@@ -120,15 +116,22 @@ def test_a_page_says_how_much_is_sent(name: str, options: dict[str, Any]) -> Non
     assert any(f"| {megabytes}" in row for row in rows)
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/algorithms").glob("*.md")), ids=lambda page: page.stem)
+def test_every_size_on_a_page_of_algorithms_is_computed(page: Path) -> None:
+    patterns = load_script("docs/_patterns.py")
+    sizes = {patterns.bytes_per_step(name, patterns.RESNET50, patterns.RANKS, **options) for name, options in TRAFFIC}
+    known = {f"{size / period / 1e6:.1f}" for size in sizes for period in (1, 8, 500)}
+    assert set(re.findall(r"([\d.,]+) MB\b", page.read_text())) <= known
+
+
 def test_the_pictures_of_messages_are_current() -> None:
     for path, svg in load_script("docs/_patterns.py").pictures().items():
         assert path.read_text() == svg, "run: python docs/_patterns.py"
 
 
-@pytest.mark.parametrize("name", ["choosing", "faults", "mixing", "time_to_quality"])
-def test_a_page_that_a_script_makes_is_current(name: str) -> None:
-    script = load_script(f"docs/_{name}.py")
-    assert script.PAGE.read_text() == script.page(), f"run: python docs/_{name}.py"
+def test_the_table_of_mixing_is_current() -> None:
+    script = load_script("docs/_mixing.py")
+    assert script.PAGE.read_text() == script.page(), "run: python docs/_mixing.py"
 
 
 def registered() -> set[str]:
