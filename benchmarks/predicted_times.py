@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,28 +28,35 @@ import torch
 import torch.distributed as dist
 from allreduce_step import perceptron
 
-from bagua_ref.cli.measure import fit_links, time_codecs, times_of
+from bagua_ref.cli.measure import fit_links, time_codecs
 from bagua_ref.planning import MeasuredMachine, StepPlan, median_of, plan_of, predict
 
 SIZES = [256, *[512] * 3, 256]  # 0.8e6 parameters
 BATCH = 64
 BUCKET_BYTES = 1 << 20
 RANKS = (2, 4)
+LINKS = dict(sorted({**links.RATES, "300 Mbit/s": ("300mbit", 3e8)}.items(), key=lambda link: link[1][1]))
 DELAYS = {"": 0.0, ", +5 ms": 0.005}
 CONTENDERS = (*slow_link.OURS, "diloco", "diloco, streaming")
 APART = 1.1
 """How many times as long one of two contenders takes as the other, at least, if their order is judged."""
-BARS = {"median error": common.at_most(0.10), "largest error": common.at_most(0.25), "pairs in order": common.at_least(0.95)}
+WORK = {"10 Mbit/s": (2, 3), "100 Mbit/s": (5, 5), "300 Mbit/s": (10, 10), "1 Gbit/s": (20, 10)}
+"""For each link, the least number of steps that are timed, and how often what costs are fitted to is repeated."""
+BARS = {
+    "median error": (0.10, common.at_most(1)),
+    "largest error": (0.25, common.at_most(1)),
+    "pairs in order": (0.95, common.at_least(1)),
+}
 
 
-def measure(rank: links.Rank, request: dict[str, Any]) -> dict[str, Any]:
+def measure(rank: links.Rank, work: dict[str, tuple[int, int]]) -> dict[str, Any]:
     """Return the predicted and measured seconds of each contender's step on each link, and the costs of each link."""
     os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = str(BUCKET_BYTES)
     x, y = torch.randn(BATCH, SIZES[0]), torch.randint(SIZES[-1], (BATCH,))
     alone = contenders.plain(perceptron(*SIZES)[0], torch.optim.SGD)
     found: dict[str, Any] = {}
-    for link, (steps, repeat) in request.items():
-        rate, bits = slow_link.LINKS[link]
+    for link, (steps, repeat) in work.items():
+        rate, bits = LINKS[link]
         # Two milliseconds of the link: what is sent at once after a pause is not in the formulas.
         slow_down = partial(rank.slow_down, rate, burst=f"{2 * bits / 8000:.0f}b", queue="1s")
         slow_down()
@@ -58,8 +66,8 @@ def measure(rank: links.Rank, request: dict[str, Any]) -> dict[str, Any]:
         plans: dict[str, StepPlan] = {}
         for name in CONTENDERS:
             dist.barrier()
-            passes += times_of(partial(alone.step, x, y), 4)  # beside each one, as a machine's speed varies
-            updates += times_of(alone.update, 4)
+            passes.append(_seconds(partial(alone.step, x, y), 6))  # beside each one, as a machine's speed varies
+            updates.append(_seconds(alone.update, 6))
             rank.slow_down(None)
             training = slow_link.make(name, perceptron(*SIZES)[0], rank)
             plans[name] = plan = plan_of(training.options, training.forward, (1,) * rank.ranks)
@@ -67,7 +75,7 @@ def measure(rank: links.Rank, request: dict[str, Any]) -> dict[str, Any]:
                 training.step(x, y)
             slow_down()
             # Rounds in the background come in any step, so that one is as good as the mean of many.
-            cycle, count = (plan.cycle, math.ceil(steps / plan.cycle)) if plan.interval is None else (20 * steps, 1)
+            cycle, count = (plan.cycle, math.ceil(steps / plan.cycle)) if plan.interval is None else (100, 1)
             measured[name] = statistics.median(_seconds(partial(training.step, x, y), cycle) for _ in range(count))
             training.stop()
         whole, update = median_of(passes), median_of(updates)
@@ -78,7 +86,7 @@ def measure(rank: links.Rank, request: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _seconds(step: Any, count: int) -> float:
+def _seconds(step: Callable[[], object], count: int) -> float:
     """Return the mean seconds of ``count`` steps."""
     begin = time.perf_counter()
     for _ in range(count):
@@ -101,24 +109,24 @@ def report(args: argparse.Namespace) -> int:
     path = args.json or (None if args.quick else common.path_of("predicted_times"))
     rows, order = [], []
     for ranks, (added, delay) in itertools.product(RANKS[: 1 if args.quick else None], DELAYS.items()):
-        setting = f"{ranks} ranks, {{}}{added}"
-        order += [(setting.format(link), name) for link in slow_link.LINKS for name in CONTENDERS]
-        chosen = [link for link in slow_link.LINKS if args.only in setting.format(link)][-1 if args.quick else 0 :]
-        steps = {link: (2, 3) if args.quick or bits < 5e7 else (6, 5) if bits < 5e8 else (40, 20) for link, (_, bits) in slow_link.LINKS.items()}
-        found = links.launch(ranks, {link: steps[link] for link in chosen}, delay=delay) if chosen else {}
+        named = {link: f"{ranks} ranks, {link}{added}" for link in LINKS}
+        order += list(itertools.product(named.values(), CONTENDERS))
+        chosen = [link for link, setting in named.items() if args.only in setting]
+        work = dict.fromkeys(chosen[-1:], (2, 3)) if args.quick else {link: WORK[link] for link in chosen}
+        found = links.launch(ranks, work, delay=delay) if work else {}
         for link, result in found.items():
-            print(f"{setting.format(link)}: {json.dumps(result['costs'])}; residuals {json.dumps(result['residuals'])}", flush=True)
+            print(f"{named[link]}: {json.dumps(result['costs'])}; residuals {json.dumps(result['residuals'])}", flush=True)
             for name, seconds in result["seconds"].items():
-                place = {"setting": setting.format(link), "contender": name}
+                place = {"setting": named[link], "contender": name}
                 predicted, peers = 1e3 * seconds["predicted"], {"measured": 1e3 * seconds["measured"]}
-                rows.append(common.Row(f"{name}, {setting.format(link)}", "ms/step", predicted, peers, "measured", extra=place))
+                rows.append(common.Row(f"{name}, {named[link]}", "ms/step", predicted, peers, "measured", extra=place))
     if path is not None:
         common.merge(path, "predicted_times", list(map(common.as_json, rows)), ("setting", "contender"), order)
-    known = list(map(common.as_json, rows)) if path is None else json.loads(path.read_text(encoding="utf-8"))["rows"]
     common.show(rows)
     print()
+    known = list(map(common.as_json, rows)) if path is None else json.loads(path.read_text(encoding="utf-8"))["rows"]
     summary = [
-        common.Row(f"{name}, {len(known)} times", "1", figure, {"bar": BARS[name].value}, "bar", BARS[name].__class__(BARS[name].kind, 1.0))
+        common.Row(f"{name}, of {len(known)} times", "1", figure, {"bar": BARS[name][0]}, "bar", BARS[name][1])
         for name, figure in judged(known).items()
     ]
     common.show(summary)

@@ -31,7 +31,7 @@ from bagua_ref.planning import Cluster, Estimate, Exchange, Fit, MeasuredMachine
 
 __all__ = ["add_parser", "fit_links", "time_codecs", "times_of"]
 
-_SIZES = (1, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
+_SIZES = (1 << 6, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 """Elements of the all-reduced tensors."""
 _LONGEST = 0.2
 """Seconds of an all-reduce after which no larger one is timed: over slow links it would take minutes, and tell no more."""
@@ -109,6 +109,7 @@ def fit_links(repeat: int) -> dict[str, Fit]:
         for size in _SIZES:
             x = torch.zeros(size)
             takes_part = comm.rank() >= 0 and comm.nranks() == n
+            comm.compares_calls = False  # as in training, which compares rounds as a whole
             run = partial(comm.allreduce_inplace, x) if takes_part else partial(int)
             taken = torch.tensor(median(times_of(run, repeat)), dtype=torch.float64)
             everyone.allreduce_inplace(taken, bagua_ref.ReduceOp.MAX)
@@ -116,7 +117,7 @@ def fit_links(repeat: int) -> dict[str, Fit]:
             rounds.append(exchange.rounds.total())
             nbytes.append(sum(count * loads[0][1] for loads, count in exchange.rounds.items()))
             seconds.append(taken.item())
-            if taken > _LONGEST:
+            if taken > _LONGEST and len(seconds) >= 3:
                 break
         found[kind] = fit_link(rounds, nbytes, seconds)
     return found
@@ -160,5 +161,7 @@ def _print(found: MeasuredMachine, fits: dict[str, Fit]) -> None:
     rows += [] if found.compute is None else [cells("compute", found.compute, "ms", 1e3)]
     print_rows("Measured costs", ["", "value", "low", "high", "unit"], rows)
     for kind, fit in fits.items():
-        parts = ", ".join(f"{4 * size:,} B {part:+.0%}" for size, part in zip(_SIZES, fit.residuals))
+        parts = ", ".join(
+            f"{4 * size:,} B {part:+.0%}" for size, part in zip(_SIZES[: len(fit.residuals)], fit.residuals, strict=True)
+        )
         print(f"Fitted minus measured time of all-reduces {kind}: {parts}")

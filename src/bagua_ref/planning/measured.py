@@ -117,7 +117,8 @@ class MeasuredMachine:
             lacking = [name for name in ("between", "inside", "compute") if getattr(self, name) is None]
             raise ValueError(f"costs were not measured: {', '.join(lacking)}")
         links = LinkCosts(*(LinkCost(*map(end, link)) for link in (self.between, self.inside)))
-        return Machine(links, end(self.compute), 0.0, {name: end(rate) for name, rate in self.codec.items()}, slowest, jitter)
+        rates = {name: end(rate) for name, rate in self.codec.items()}
+        return Machine(links, end(self.compute), 0.0, rates, slowest, jitter, at_once=True)
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `from_json` reads."""
