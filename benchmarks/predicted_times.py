@@ -102,7 +102,8 @@ def judged(rows: list[dict[str, Any]]) -> dict[str, float]:
         settings[row["setting"]].append((row["peers"]["measured"], row["ours"]))
     pairs = [sorted(pair) for seen in settings.values() for pair in itertools.combinations(seen, 2)]
     in_order = [first[1] < second[1] for first, second in pairs if second[0] > APART * first[0]]
-    return dict(zip(BARS, (statistics.median(errors), max(errors), statistics.fmean(in_order)), strict=True))
+    share = statistics.fmean(in_order) if in_order else 1.0
+    return dict(zip(BARS, (statistics.median(errors), max(errors), share), strict=True))
 
 
 def report(args: argparse.Namespace) -> int:

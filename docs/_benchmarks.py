@@ -1,4 +1,4 @@
-"""Tables of docs/benchmarks.md and docs/reference/cuda.md from benchmarks/results: ``python docs/_benchmarks.py``.
+"""Tables of docs/advise.md, docs/benchmarks.md and docs/reference/cuda.md from benchmarks/results: ``python docs/_benchmarks.py``.
 
 A test fails if they are out of date.
 """
@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
-PAGES = [Path(__file__).parent / f"{name}.md" for name in ("benchmarks", "reference/cuda")]
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from predicted_times import BARS, judged  # noqa: E402
+
+PAGES = [Path(__file__).parent / f"{name}.md" for name in ("advise", "benchmarks", "reference/cuda")]
+RESULTS = BENCHMARKS / "results"
 BLOCK = re.compile(r"<!-- (\w+): begin -->\n.*?<!-- \1: end -->\n", re.DOTALL)
 
 
@@ -46,6 +52,21 @@ def shares(name: str) -> str:
     return "\n".join([*lines, "", _measured(result)])
 
 
+def errors(name: str) -> str:
+    """Return how far predictions are from measured times, for each setting and for all."""
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    rows = result["rows"]
+    lines = ["| setting | times | median error | largest error | pairs in order |", "|---|---|---|---|---|"]
+    groups = {
+        setting: [row for row in rows if row["setting"] == setting] for setting in dict.fromkeys(row["setting"] for row in rows)
+    }
+    for setting, group in {**groups, "all": rows}.items():
+        figures = (f"{figure:.0%}" for figure in judged(group).values())
+        lines.append(f"| {setting} | {len(group)} | {' | '.join(figures)} |")
+    bars = (f"{limit.kind} {bar:.0%}" for bar, limit in BARS.values())
+    return "\n".join([*lines, f"| target | | {' | '.join(bars)} |", "", _measured(result["runs"][-1])])
+
+
 def _measured(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
     where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
@@ -56,7 +77,7 @@ def filled(page: Path) -> str:
     """Return the text of a page with its tables as the results are now."""
 
     def block(found: re.Match[str]) -> str:
-        made = shares(found[1]) if found[1] == "gpu_kernels" else table(found[1])
+        made = {"gpu_kernels": shares, "predicted_times": errors}.get(found[1], table)(found[1])
         return f"<!-- {found[1]}: begin -->\n\n{made}\n\n<!-- {found[1]}: end -->\n"
 
     return BLOCK.sub(block, page.read_text())
