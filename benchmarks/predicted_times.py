@@ -40,7 +40,7 @@ DELAYS = {"": 0.0, ", +5 ms": 0.005}
 CONTENDERS = (*slow_link.OURS, "diloco", "diloco, streaming")
 APART = 1.1
 """How many times as long one of two contenders takes as the other, at least, if their order is judged."""
-WORK = {"10 Mbit/s": (2, 3), "100 Mbit/s": (5, 5), "300 Mbit/s": (10, 10), "1 Gbit/s": (20, 10)}
+WORK = {"10 Mbit/s": (2, 3), "100 Mbit/s": (5, 5), "300 Mbit/s": (8, 10), "1 Gbit/s": (12, 10)}
 """For each link, the least number of steps that are timed, and how often what costs are fitted to is repeated."""
 BARS = {
     "median error": (0.10, common.at_most(1)),
