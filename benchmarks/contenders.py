@@ -40,6 +40,7 @@ class Training:
         update: what follows the backward pass.
         weights: shows, as a context, the weights to be judged in the module that was passed.
         stop: ends it, on all ranks.
+        options: the algorithm that the module was wrapped with, if it is ours.
     """
 
     forward: nn.Module
@@ -47,6 +48,7 @@ class Training:
     update: Callable[[], None]
     weights: Callable[[], Any] = nullcontext
     stop: Callable[[], None] = nothing
+    options: Any = None
 
     def step(self, x: Tensor, y: Tensor) -> None:
         self.zero_grad()
@@ -75,7 +77,8 @@ def ours(name: str, module: nn.Module, make: Make, **arguments: Any) -> Training
         optimizer = arguments["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=1e-6, eps=1e-3, warmup_steps=2)
     else:
         optimizer = make(list(module.parameters()))
-    module.with_bagua([optimizer], Algorithm.init(name, **arguments))
+    options = Algorithm.init(name, **arguments)
+    module.with_bagua([optimizer], options)
     algorithm = module.bagua_algorithm
     return Training(
         module,
@@ -83,6 +86,7 @@ def ours(name: str, module: nn.Module, make: Make, **arguments: Any) -> Training
         optimizer.step,
         weights=algorithm.global_weights if name == "diloco" else nullcontext,
         stop=(lambda: algorithm.abort(module)) if name == "async" else nothing,
+        options=options,
     )
 
 

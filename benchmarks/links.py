@@ -48,16 +48,16 @@ class Rank:
     def address(self) -> str:
         return namespaces.address(self.rank)
 
-    def slow_down(self, rate: str | None) -> None:
+    def slow_down(self, rate: str | None, **limits: str) -> None:
         """Set what each rank can send, see `namespaces.slow_down`; returns when it holds for all."""
         dist.barrier()
-        namespaces.slow_down(rate)
+        namespaces.slow_down(rate, **limits)
         dist.barrier()
 
 
-def launch(ranks: int, request: Any, limit: float = 3600) -> Any:
+def launch(ranks: int, request: Any, limit: float = 3600, delay: float = 0.0) -> Any:
     """Run this script once in each of ``ranks`` joined namespaces, and return what `measure` returns for ``request`` on rank 0."""
-    with namespaces.joined(ranks) as nodes, tempfile.TemporaryDirectory() as folder:
+    with namespaces.joined(ranks, delay) as nodes, tempfile.TemporaryDirectory() as folder:
         output = os.path.join(folder, "result.json")
         processes = [
             subprocess.Popen([

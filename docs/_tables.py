@@ -10,6 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import predicted_times as predicted
 from common import load, measured, number, path_of
 from links import RATES
 from slow_link import AT_INTERVALS, EVERY_STEP, FASTER, LINKS
@@ -53,6 +54,18 @@ def gpu_kernels() -> str:
         [kernel, *(f"{found[(kernel, *column)]:.2f}" for column in columns)] for kernel in dict.fromkeys(row[0] for row in rows)
     ]
     return f"{grid(['kernel', *(f'{dtype}, {size}' for dtype, size in columns)], *shares)}\n\n{measured(result)}"
+
+
+def predicted_times() -> str:
+    """Return how far predictions are from measured times, for each setting and for all."""
+    result = load("predicted_times")
+    groups = {name: [row for row in result["rows"] if row["setting"] == name] for name in (r["setting"] for r in result["rows"])}
+    rows = [
+        [name, str(len(group)), *(f"{part:.0%}" for part in predicted.judged(group).values())]
+        for name, group in {**groups, "all": result["rows"]}.items()
+    ]
+    rows.append(["target", "", *(f"{limit.kind} {bar:.0%}" for bar, limit in predicted.BARS.values())])
+    return f"{grid(['setting', 'times', 'median error', 'largest error', 'pairs in order'], *rows)}\n\n{measured(result)}"
 
 
 def fuse_step() -> str:
@@ -209,7 +222,7 @@ def _span(row: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     **{made.__name__: made for made in (fuse_step, gpu_kernels, learning, learning_compressed, published_order)},
-    **{made.__name__: made for made in (slow_link, slow_link_targets, faults_training, faults_cache, soak)},
+    **{made.__name__: made for made in (slow_link, slow_link_targets, predicted_times, faults_training, faults_cache, soak)},
     **{f"time_to_quality, {task}": partial(time_to_quality, task) for task in TASKS},
 }
 """What fills the blocks of pages; others are named like a benchmark, and compare."""

@@ -53,6 +53,7 @@ def test_rows_that_are_measured_again_replace_earlier_ones_and_say_when(tmp_path
     [
         "fuse_step",
         "many_tensors",
+        "predicted_times",
         "published_order",
         "published_times",
         "record",

@@ -39,6 +39,7 @@ from bagua_ref.planning import (
     MeasuredMachine,
     Parameters,
     fit_link,
+    median_of,
     module_of,
     plan_of,
     predict,
@@ -148,6 +149,16 @@ def test_codecs_take_time_beside_links_by_their_name_or_else_the_common_rate() -
     assert predict(plan, MACHINE._replace(codec={"": 0.5})).seconds == without + 0.5 * elements
     exact = plan_of(GradientAllReduceAlgorithm(), linear(), (1, 1))
     assert predict(exact, MACHINE._replace(codec={"": 1.0})) == predict(exact, MACHINE)
+
+
+@pytest.mark.parametrize(("name", "fewer"), [("bytegrad", 4), ("topk", 4), ("gradient_allreduce", 0), ("decentralized", 0)])
+def test_latencies_of_what_is_sent_at_once_do_not_add_up(name: str, fewer: int) -> None:
+    plan = plan_of(Algorithm.init(name), linear(), (1,) * 4)
+    in_turns, at_once = (predict(plan, MACHINE._replace(compute=0.0, at_once=at_once)).seconds for at_once in (False, True))
+    assert in_turns - at_once == fewer * MACHINE.links.between.alpha
+    inside = plan_of(Algorithm.init(name, **{"hierarchical": False} if name != "topk" else {}), linear(), (4,))
+    in_turns, at_once = (predict(inside, MACHINE._replace(compute=0.0, at_once=at_once)).seconds for at_once in (False, True))
+    assert in_turns - at_once == fewer * MACHINE.links.inside.alpha
 
 
 def test_a_fragment_that_is_delayed_is_exposed_only_beyond_the_steps_that_hide_it() -> None:
@@ -330,6 +341,10 @@ def test_a_model_that_cannot_be_made_is_named(run: Any, path: str, says: str) ->
     assert says in error
 
 
+def test_a_pause_does_not_move_what_was_timed() -> None:
+    assert median_of([1.0, 1.0, 10.0, 1.0]).value == 1.0
+
+
 def test_links_that_were_not_measured_are_asked_for(run: Any, tmp_path: Path) -> None:
     costs = MeasuredMachine(None, (Estimate(1e-5, 1e-5, 1e-5), Estimate(1e-10, 1e-10, 1e-10)), Estimate(0.01, 0.01, 0.01))
     path = tmp_path / "costs.json"
@@ -461,7 +476,8 @@ def test_a_measurement_is_read_by_advise(run: Any, tmp_path: Path, nodes: tuple[
     for link in filter(None, (costs.inside, costs.between)):
         assert 0 <= link[0].low <= link[0].high < 10
         assert 0 < link[1].value < 1e-5
-    assert [len(residuals) for residuals in result["residuals"].values()] == [6] * len(nodes)
+    assert len(result["residuals"]) == len(nodes)
+    assert all(3 <= len(residuals) <= 6 for residuals in result["residuals"].values())
     assert costs.compute is not None
     assert costs.compute.value > 0
     assert {"MinMaxUInt8", "OneBit", "topk", "powersgd", ""} <= costs.codec.keys()

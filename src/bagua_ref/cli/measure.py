@@ -28,12 +28,14 @@ from bagua_ref.cli.command import (
 )
 from bagua_ref.comm_ops.top_k import count_of, largest
 from bagua_ref.formulas.costs import all_reduce, chunk_bytes
-from bagua_ref.planning import Cluster, Estimate, Exchange, Fit, MeasuredMachine, fit_link, mean_of
+from bagua_ref.planning import Cluster, Estimate, Exchange, Fit, MeasuredMachine, fit_link, median_of
 
-__all__ = ["add_parser"]
+__all__ = ["add_parser", "fit_links", "time_codecs", "times_of"]
 
-_SIZES = (1, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
+_SIZES = (1 << 6, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 """Elements of the all-reduced tensors."""
+_LONGEST = 0.2
+"""Seconds of an all-reduce after which no larger one is timed: over slow links it would take minutes, and tell no more."""
 _ELEMENTS = 1 << 20
 """Those with which codecs are timed."""
 
@@ -66,9 +68,9 @@ def _measure(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         raise CommandError(f"{arguments.step}() returned a {type(step).__name__}; it must return a function")
     bagua_ref.init_process_group()
     try:
-        fits = _fits(arguments.repeat)
-        rates = _codecs(arguments.repeat)
-        compute = None if step is None else mean_of(_times(step, arguments.repeat))
+        fits = fit_links(arguments.repeat)
+        rates = time_codecs(arguments.repeat)
+        compute = None if step is None else median_of(times_of(step, arguments.repeat))
         rank, ranks = bagua_ref.get_rank(), bagua_ref.get_world_size()
     finally:
         bagua_ref.destroy_process_group()
@@ -88,7 +90,7 @@ def _measure(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     return 0
 
 
-def _fits(repeat: int) -> dict[str, Fit]:
+def fit_links(repeat: int) -> dict[str, Fit]:
     """Return the fitted costs of the links of each kind that there is; the same on all ranks, from the slowest one's times."""
     group = bagua_ref.communication.new_group()
     everyone, leaders, node = (
@@ -108,18 +110,21 @@ def _fits(repeat: int) -> dict[str, Fit]:
         for size in _SIZES:
             x = torch.zeros(size)
             takes_part = comm.rank() >= 0 and comm.nranks() == n
+            comm.compares_calls = False  # as in training, which compares rounds as a whole
             run = partial(comm.allreduce_inplace, x) if takes_part else partial(int)
-            taken = torch.tensor(median(_times(run, repeat)), dtype=torch.float64)
+            taken = torch.tensor(median(times_of(run, repeat)), dtype=torch.float64)
             everyone.allreduce_inplace(taken, bagua_ref.ReduceOp.MAX)
             exchange = Exchange(all_reduce(chunk_bytes(size, 4, n)), cluster, 4 * size)
             rounds.append(exchange.rounds.total())
             nbytes.append(sum(count * loads[0][1] for loads, count in exchange.rounds.items()))
             seconds.append(taken.item())
+            if taken > _LONGEST and len(seconds) >= 3:
+                break
         found[kind] = fit_link(rounds, nbytes, seconds)
     return found
 
 
-def _codecs(repeat: int) -> dict[str, Estimate]:
+def time_codecs(repeat: int) -> dict[str, Estimate]:
     """Return the seconds per element of every codec, of the selection of topk, and of a multiplication of powersgd."""
     x = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0))
     side = int(_ELEMENTS**0.5)
@@ -131,11 +136,11 @@ def _codecs(repeat: int) -> dict[str, Estimate]:
     for name in list_codecs():
         codec = get_codec(name)
         work[name] = (lambda codec=codec: codec.decompress(codec.compress(x, 1), 1, out=out), 2 * _ELEMENTS)  # type: ignore[misc]
-    means = {name: mean_of([taken / passed for taken in _times(run, repeat)]) for name, (run, passed) in work.items()}
-    return {**means, "": max(means.values(), key=lambda mean: mean.value)}
+    rates = {name: median_of([taken / passed for taken in times_of(run, repeat)]) for name, (run, passed) in work.items()}
+    return {**rates, "": max(rates.values(), key=lambda rate: rate.value)}
 
 
-def _times(run: Callable[[], Any], repeat: int) -> list[float]:
+def times_of(run: Callable[[], Any], repeat: int) -> list[float]:
     """Return the seconds of each run but the first two, which may allocate memory or connect."""
     times = []
     for _ in range(2 + repeat):
@@ -157,5 +162,7 @@ def _print(found: MeasuredMachine, fits: dict[str, Fit]) -> None:
     rows += [] if found.compute is None else [cells("compute", found.compute, "ms", 1e3)]
     print_rows("Measured costs", ["", "value", "low", "high", "unit"], rows)
     for kind, fit in fits.items():
-        parts = ", ".join(f"{4 * size:,} B {part:+.0%}" for size, part in zip(_SIZES, fit.residuals, strict=True))
+        parts = ", ".join(
+            f"{4 * size:,} B {part:+.0%}" for size, part in zip(_SIZES[: len(fit.residuals)], fit.residuals, strict=True)
+        )
         print(f"Fitted minus measured time of all-reduces {kind}: {parts}")

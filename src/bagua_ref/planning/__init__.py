@@ -1,6 +1,6 @@
 """Plans of trainings: what every algorithm sends in each step, and how long steps take, from formulas alone (S14)."""
 
-from bagua_ref.planning.measured import Estimate, Fit, MeasuredMachine, fit_link, mean_of
+from bagua_ref.planning.measured import Estimate, Fit, MeasuredMachine, fit_link, median_of
 from bagua_ref.planning.plans import plan_of
 from bagua_ref.planning.running import costs_of_job
 from bagua_ref.planning.shapes import BucketShape, Cluster, Parameters, module_of
@@ -9,5 +9,5 @@ from bagua_ref.planning.timeline import Machine, Prediction, exchange_seconds, p
 
 __all__ = [
     "BucketShape", "Cluster", "Estimate", "Exchange", "Fit", "Machine", "MeasuredMachine", "Parameters", "Prediction", "StepPlan",
-    "costs_of_job", "exchange_seconds", "fit_link", "mean_of", "module_of", "plan_of", "predict", "step_seconds",
+    "costs_of_job", "exchange_seconds", "fit_link", "median_of", "module_of", "plan_of", "predict", "step_seconds",
 ]  # fmt: skip

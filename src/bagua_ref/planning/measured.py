@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, stdev
+from statistics import median, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from bagua_ref.base.untrusted import check_form
 from bagua_ref.formulas.costs import LinkCost, LinkCosts
 from bagua_ref.planning.timeline import Machine
 
-__all__ = ["Estimate", "Fit", "MeasuredMachine", "fit_link", "mean_of"]
+__all__ = ["Estimate", "Fit", "MeasuredMachine", "fit_link", "median_of"]
 
 _ERRORS = 2
 """Standard errors from an estimate to either end of its interval: 95 % of normal ones are nearer."""
@@ -42,9 +42,9 @@ class Estimate(NamedTuple):
         return cls(max(0.0, value - _ERRORS * standard_error), value, value + _ERRORS * standard_error)
 
 
-def mean_of(times: Sequence[float]) -> Estimate:
-    """Return the mean of two or more times, with its standard error."""
-    return Estimate.with_error(fmean(times), stdev(times) / math.sqrt(len(times)))
+def median_of(times: Sequence[float]) -> Estimate:
+    """Return the median of two or more times, which a single pause does not move, with the standard error of their mean."""
+    return Estimate.with_error(median(times), stdev(times) / math.sqrt(len(times)))
 
 
 class Fit(NamedTuple):
@@ -117,7 +117,8 @@ class MeasuredMachine:
             lacking = [name for name in ("between", "inside", "compute") if getattr(self, name) is None]
             raise ValueError(f"costs were not measured: {', '.join(lacking)}")
         links = LinkCosts(*(LinkCost(*map(end, link)) for link in (self.between, self.inside)))
-        return Machine(links, end(self.compute), 0.0, {name: end(rate) for name, rate in self.codec.items()}, slowest, jitter)
+        rates = {name: end(rate) for name, rate in self.codec.items()}
+        return Machine(links, end(self.compute), 0.0, rates, slowest, jitter, at_once=True)
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `from_json` reads."""

@@ -52,6 +52,11 @@ def _scattered(bucket: BucketShape, n: int, options: Any) -> Operation:
     return costs.all_to_all([[chunk] * n] * n) + costs.all_gather([chunk] * n)
 
 
+def _turns(n: int) -> int:
+    """Return the rounds of two all-to-alls or all-gathers of n ranks but for the first of each."""
+    return 2 * max(0, n - 2)
+
+
 def _passes(bucket: BucketShape, n: int) -> int:
     """Return the elements of S3.2 that pass through a codec: all are encoded and decoded, and then one chunk and all of them."""
     return 3 * bucket.numel + bucket.numel // n
@@ -79,6 +84,7 @@ class _ByteGrad(StepPlan):
             self.buckets,
             codec=self.algorithm.compression,
             elements=lambda bucket: _passes(bucket, self._chunks),
+            turns=_turns(self._chunks),
         )
 
     def memory(self) -> tuple[int, int]:
@@ -212,6 +218,7 @@ class _DiLoCo(StepPlan):
             when="step",
             codec=codec or "",
             elements=lambda part: _passes(part, n) if codec else 0,
+            turns=_turns(n),
             delay=self._schedule.delay,
         )
 
@@ -264,6 +271,7 @@ class _TopK(StepPlan):
             self.buckets,
             codec="topk",
             elements=lambda bucket: bucket.filled + n * count(bucket),
+            turns=_turns(n),
         )
 
     def memory(self) -> tuple[int, int]:

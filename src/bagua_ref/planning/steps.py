@@ -31,6 +31,7 @@ class Exchange:
         codec: what computes beside it: the name of a codec, "powersgd" or "topk"; "": nothing.
         elements: those that the busiest rank encodes and decodes.
         delay: steps that may pass until training waits for it.
+        turns: rounds of all-to-alls and all-gathers but for the first of each, which could begin with it.
     """
 
     operation: Operation
@@ -40,6 +41,7 @@ class Exchange:
     codec: str = ""
     elements: int = 0
     delay: int = 0
+    turns: int = 0
 
     @cached_property
     def rounds(self) -> Counter[tuple[tuple[Wire, int], ...]]:

@@ -23,6 +23,8 @@ class Machine(NamedTuple):
         codec: seconds for an element that passes through a codec, by its name (S14.3); "" for those without an entry.
         slowest: the compute of the slowest rank, divided by the mean.
         jitter: the standard deviation of a rank's compute from step to step, divided by the mean.
+        at_once: whether a rank sends to all others at once in an all-to-all or all-gather, so that latencies do not add up, as
+            communicators do over sockets; if not, in the turns of S14.1.
     """
 
     links: LinkCosts
@@ -31,6 +33,7 @@ class Machine(NamedTuple):
     codec: Mapping[str, float] = {}
     slowest: float = 1.0
     jitter: float = 0.0
+    at_once: bool = False
 
 
 class Prediction(NamedTuple):
@@ -50,6 +53,9 @@ class Prediction(NamedTuple):
 def exchange_seconds(exchange: Exchange, machine: Machine) -> float:
     """Return the time of an operation: its rounds (S14.2), and what passes through its codec (S14.3), one after the other."""
     wires = sum(count * round_seconds(dict(loads), machine.links) for loads, count in exchange.rounds.items())
+    if machine.at_once:
+        link = machine.links.between if len(exchange.cluster.nodes) > 1 else machine.links.inside
+        wires -= exchange.turns * link.alpha
     rate = machine.codec.get(exchange.codec, machine.codec.get("", 0.0)) if exchange.codec else 0.0
     return wires + rate * exchange.elements
 
