@@ -47,7 +47,7 @@ LINES: dict[str, int] = {
     "integrations": 925,
     "observe": 248,
     "package": 479,  # RankCall, what errors of simulated ranks tell
-    "planning": 1216,  # what is sent at once
+    "planning": 1212,  # what is sent at once
     "property_tests": 3215,
     "scheduling": 639,
     "simulation": 3674,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim

@@ -34,7 +34,7 @@ __all__ = ["add_parser", "fit_links", "time_codecs", "times_of"]
 
 _SIZES = (1 << 6, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 """Elements of the all-reduced tensors."""
-_LONGEST = 0.2
+_LONGEST = 1.0
 """Seconds of an all-reduce after which no larger one is timed: over slow links it would take minutes, and tell no more."""
 _ELEMENTS = 1 << 20
 """Those with which codecs are timed."""
