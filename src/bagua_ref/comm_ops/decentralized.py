@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +19,12 @@ from bagua_ref.observe.meter import profiled
 from bagua_ref.types import ReduceOp
 
 __all__ = ["Decentralized", "LowPrecisionDecentralized", "trade_with_neighbours"]
+
+
+@lru_cache(maxsize=16)
+def _made(function: Callable[[int, int], Graph], t: int, n: int) -> Graph:
+    """Return a mode's graph, which nobody changes: the buckets and simulated ranks of a process make it once."""
+    return function(t, n)
 
 
 class Decentralized(CommOp):
@@ -152,7 +160,7 @@ class Decentralized(CommOp):
         mode, n = self.peer_selection_mode, self.comm.nranks()
         if mode == "all":
             return []
-        return MODES[mode].graph(t, n) if isinstance(mode, str) else self._agreed(mode, t, n)
+        return _made(MODES[mode].graph, t, n) if isinstance(mode, str) else self._agreed(mode, t, n)
 
     def _agreed(self, function: GraphFunction, t: int, n: int) -> Graph:
         """Return the graph that a user's function gives. Collective over all ranks.
