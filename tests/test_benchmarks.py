@@ -57,6 +57,7 @@ def test_rows_that_are_measured_again_replace_earlier_ones_and_say_when(tmp_path
         "published_order",
         "published_times",
         "record",
+        "scale",
         "shared_memory",
         "sim_torch_distributed",
         "slow_link",

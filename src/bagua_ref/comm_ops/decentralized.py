@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +19,22 @@ from bagua_ref.observe.meter import profiled
 from bagua_ref.types import ReduceOp
 
 __all__ = ["Decentralized", "LowPrecisionDecentralized", "trade_with_neighbours"]
+
+
+def _with_receivers(graph: Graph) -> tuple[Graph, list[list[int]]]:
+    """Return a graph and, for each rank, the other ranks that receive from it."""
+    receivers: list[list[int]] = [[] for _ in graph]
+    for rank, row in enumerate(graph):
+        for source, _ in row:
+            if source != rank:
+                receivers[source].append(rank)
+    return graph, receivers
+
+
+@lru_cache(maxsize=16)
+def _named(function: Callable[[int, int], Graph], t: int, n: int) -> tuple[Graph, list[list[int]]]:
+    """Return a mode's graph and receivers, which nobody changes: the buckets and simulated ranks of a process make them once."""
+    return _with_receivers(function(t, n))
 
 
 class Decentralized(CommOp):
@@ -121,7 +139,7 @@ class Decentralized(CommOp):
         rank = self.comm.rank()
         sources = [source for source, _ in graph[rank]]
         others = [source for source in sources if source != rank]
-        sends = [(mine, receiver) for receiver, row in enumerate(graph) if receiver != rank and rank in dict(row)]
+        sends = [(mine, receiver) for receiver in self._receivers[rank]]
         weighted = callable(self.peer_selection_mode)
         from_zero = weighted or self.peer_selection_mode == "exponential"
         if len(sources) == 2 and not from_zero:  # needs no scratch memory
@@ -152,7 +170,9 @@ class Decentralized(CommOp):
         mode, n = self.peer_selection_mode, self.comm.nranks()
         if mode == "all":
             return []
-        return MODES[mode].graph(t, n) if isinstance(mode, str) else self._agreed(mode, t, n)
+        found = _named(MODES[mode].graph, t, n) if isinstance(mode, str) else _with_receivers(self._agreed(mode, t, n))
+        graph, self._receivers = found
+        return graph
 
     def _agreed(self, function: GraphFunction, t: int, n: int) -> Graph:
         """Return the graph that a user's function gives. Collective over all ranks.

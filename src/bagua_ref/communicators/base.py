@@ -94,7 +94,7 @@ class Communicator(ABC):
             values: equally many on all ranks.
 
         Returns:
-            A function that waits for every rank's values and returns them.
+            A function that waits for every rank's values and returns them, for reading only: simulated ranks share them.
         """
 
         def receive() -> list[list[int]]:

@@ -28,8 +28,8 @@ _POLLS = 10_000
 _WAKE_UPS = 100_000
 """Consecutive deadlines that woke only background threads, after which ranks that wait without a limit count as stuck."""
 
-_COLLECT = 20_000
-"""Switches between two garbage collections."""
+_COLLECT, _FEW = 20_000, 512
+"""Switches between two garbage collections while there are so few threads; more for more, as each visits all ranks' objects."""
 
 _SIGNALS = 0.5
 """Seconds between two checks for a signal, such as that of Ctrl-C, by a simulation's caller."""
@@ -63,6 +63,7 @@ class Scheduler:
         self._current: Task | None = None
         self._returned: list[int] = []
         self._mains = self._polls = self._wake_ups = self._switches = self._steps = 0
+        self._collect_at = _COLLECT
         self._switching = self._ending = self._abandoned = False
         self._failure: BaseException | None = None
         self.on_communication: Callable[[Any], None] = lambda call: None
@@ -333,8 +334,9 @@ class Scheduler:
         if self._current is None or self._current.rank != task.rank:
             self._exchange_states(self._current, task)
         self._switches += 1
-        if self._switches % _COLLECT == 0:
+        if self._switches >= self._collect_at:
             gc.collect()
+            self._collect_at = self._switches + _COLLECT * (1 + len(self._tasks) // _FEW)
         self._current = task
         self._switching = False
         task.baton.release()

@@ -248,18 +248,19 @@ class SimulatedGroup:
 
     def _deliver(self, sender: Call, receiver: Call) -> None:
         message, tensor = sender.send, receiver.recv
-        sent, received = collectives.describe(message), collectives.describe(tensor)
-        source, target = self.ranks[sender.rank], self.ranks[receiver.rank]
         receiver.source = sender.rank
-        sentence = f"in group {self.name!r} rank {source} sent {sent}, but rank {target} receives {received}"
         error: Exception | None = None
-        if message.dtype != tensor.dtype:
-            error = TypeError(f"{sentence}; the dtypes must be equal")
-        elif message.numel() != tensor.numel():
-            error = ValueError(f"{sentence}; the numbers of elements must be equal")
-        else:
+        if message.dtype == tensor.dtype and message.numel() == tensor.numel():
             tensor.data.copy_(message.reshape(tensor.shape))
-        receiver.concerned = (sender.facts(), receiver.facts())
+        else:
+            sent, received = collectives.describe(message), collectives.describe(tensor)
+            source, target = self.ranks[sender.rank], self.ranks[receiver.rank]
+            sentence = f"in group {self.name!r} rank {source} sent {sent}, but rank {target} receives {received}"
+            if message.dtype != tensor.dtype:
+                error = TypeError(f"{sentence}; the dtypes must be equal")
+            else:
+                error = ValueError(f"{sentence}; the numbers of elements must be equal")
+            receiver.concerned = (sender.facts(), receiver.facts())
 
         def finish() -> None:
             sender.finish()
