@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -66,6 +67,48 @@ def predicted_times() -> str:
     ]
     rows.append(["target", "", *(f"{limit.kind} {bar:.0%}" for bar, limit in predicted.BARS.values())])
     return f"{grid(['setting', 'times', 'median error', 'largest error', 'pairs in order'], *rows)}\n\n{measured(result)}"
+
+
+def on_paper(n: int) -> dict[str, float]:
+    """Return the seconds in which n ranks add up 400 MB of gradients, each behind 100 Gbit/s and 20 µs, by the formulas of S14.
+
+    `bagua_ref.formulas.costs` lists all messages, of which there are billions at this scale; a test compares its times for few ranks.
+    """
+    alpha, beta, size = 20e-6, 8e-11, 4e8
+    group = 2 ** round(math.log2(n) / 2)
+    rings = [(group, size), (n // group, size / group)]
+    return {
+        "ring": 2 * (n - 1) * (alpha + size / n * beta),
+        "ring of rings": sum(2 * (k - 1) * (alpha + part / k * beta) for k, part in rings),
+        "tree: reduce, broadcast": 2 * math.ceil(math.log2(n)) * (alpha + size * beta),
+        "bytegrad, in turns": 2 * (n - 1) * (alpha + size / 4 / n * beta),
+        "bytegrad, at once": 2 * (alpha + (n - 1) * size / 4 / n * beta),
+        "one peer": alpha + size * beta,
+        "ring, each 32nd step": 2 * (n - 1) * (alpha + size / n * beta) / 32,
+    }
+
+
+def scale_on_paper() -> str:
+    """Return the milliseconds of each way to average, for 16 to 65,536 ranks."""
+    times = {n: on_paper(n) for n in (16, 256, 4096, 65536)}
+    rows = [[name, *(f"{1e3 * found[name]:,.0f}" for found in times.values())] for name in times[16]]
+    return grid(["", *(f"{n:,} ranks" for n in times)], *rows)
+
+
+def scale() -> str:
+    """Return the seconds of 20 steps on simulated ranks, and what they need."""
+    result = load("scale")
+    found = {(row["algorithm"], row["ranks"]): row for row in result["rows"]}
+    ranks = sorted({n for _, n in found})
+    rows = []
+    for name in dict.fromkeys(name for name, _ in found):
+        last = found[name, ranks[-1]]
+        times = [f"{found[name, n]['ours']:.3g}" for n in ranks]
+        memory = f"{last['memory_per_rank'] / 1e3:,.0f} KB"
+        distance = f"{last['distance']:.3g}, {last['distance_in_theory']:.3g}" if "distance" in last else "-"
+        rows.append([name, *times, number(last["peers"]["copy"]), memory, distance])
+    head = ["", *(f"{n:,} ranks, s" for n in ranks), "copy, s", "memory per rank", "distance, in theory"]
+    return f"{grid(head, *rows)}\n\n{measured(result)}"
 
 
 def fuse_step() -> str:
@@ -223,6 +266,7 @@ def _span(row: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     **{made.__name__: made for made in (fuse_step, gpu_kernels, learning, learning_compressed, published_order)},
     **{made.__name__: made for made in (slow_link, slow_link_targets, predicted_times, faults_training, faults_cache, soak)},
+    **{made.__name__: made for made in (scale, scale_on_paper)},
     **{f"time_to_quality, {task}": partial(time_to_quality, task) for task in TASKS},
 }
 """What fills the blocks of pages; others are named like a benchmark, and compare."""
