@@ -86,7 +86,8 @@ def plans() -> dict[str, StepPlan]:
 
 def seconds(plan: StepPlan, network: str, steps: float) -> float:
     """Return those of an epoch of so many steps."""
-    machine = Machine(LinkCosts.parse(f"{network},{INSIDE}"), compute=PUBLISHED["async"][0] / steps, codec={"": 1e-11})
+    links, compute = LinkCosts.parse(f"{network},{INSIDE}"), PUBLISHED["async"][0] / steps
+    machine = Machine(links, compute, codec={"": 1e-11}, at_once=True)  # as NCCL sends
     return steps * predict(plan, machine).seconds
 
 

@@ -1,7 +1,8 @@
 """Training by every algorithm and graph on 2 to 1,024 simulated ranks of one process: time, memory, bytes and consensus.
 
-Each row is a run of its own process: 20 steps of a model of 10,000 parameters. "copy" is the time in which one thread copies as many
-bytes as the ranks send. The exit status is 1 if bytes are not the plan's, or the ranks' distance from their mean is not that of theory.
+Each row is a run of its own process: 20 steps of a model of 10,000 parameters. "copy" is the time in which one thread copies as
+many bytes as the ranks send. The exit status is 1 if bytes are not the plan's, or if the ranks' distance from their mean is not
+that of theory.
 """
 
 from __future__ import annotations

@@ -69,10 +69,20 @@ def predicted_times() -> str:
     return f"{grid(['setting', 'times', 'median error', 'largest error', 'pairs in order'], *rows)}\n\n{measured(result)}"
 
 
+def published_epochs() -> str:
+    """Return published and predicted seconds of epochs of BERT-Large."""
+    rows = {row["work"]: row for row in load("published_times")["rows"] if row["unit"] == "s"}
+    names = dict.fromkeys(work.partition(", ")[0] for work in rows)
+    networks = dict.fromkeys(work.partition(", ")[2] for work in rows)
+    cells = [[rows[f"{name}, {network}"] for network in networks] for name in names]
+    shown = [[f"{row['peers']['published']:,.0f}, {row['ours']:,.0f}" for row in found] for found in cells]
+    return grid(["", *networks], *([f"`{name}`", *found] for name, found in zip(names, shown, strict=True)))
+
+
 def on_paper(n: int) -> dict[str, float]:
     """Return the seconds in which n ranks add up 400 MB of gradients, each behind 100 Gbit/s and 20 µs, by the formulas of S14.
 
-    `bagua_ref.formulas.costs` lists all messages, of which there are billions at this scale; a test compares its times for few ranks.
+    `bagua_ref.formulas.costs` lists all messages, of which there are billions at this scale; a test compares it for few ranks.
     """
     alpha, beta, size = 20e-6, 8e-11, 4e8
     group = 2 ** round(math.log2(n) / 2)
@@ -266,7 +276,7 @@ def _span(row: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     **{made.__name__: made for made in (fuse_step, gpu_kernels, learning, learning_compressed, published_order)},
     **{made.__name__: made for made in (slow_link, slow_link_targets, predicted_times, faults_training, faults_cache, soak)},
-    **{made.__name__: made for made in (scale, scale_on_paper)},
+    **{made.__name__: made for made in (published_epochs, scale, scale_on_paper)},
     **{f"time_to_quality, {task}": partial(time_to_quality, task) for task in TASKS},
 }
 """What fills the blocks of pages; others are named like a benchmark, and compare."""
