@@ -103,7 +103,7 @@ class Comparison:
             distinct = received[:1] if received.count(received[0]) == len(received) else received
             self._compare(self._facts, [values for _, *values in distinct])
             self._received, self._loaded = received, any(flag for flag, *_ in distinct)
-        if digest is not None and self._loaded and (weights := digest()) is not None:  # type: ignore[misc]
+        if digest is not None and self._loaded and (weights := digest()) is not None:
             self._compare([weights], self._comm.exchange_ints([weights.value])())
         return self._received
 
