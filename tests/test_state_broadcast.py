@@ -317,7 +317,7 @@ def test_S5_ranks_that_differed_train_then(r: int) -> Any:
     module: Any = network(0)
     if r == 1:
         with pytest.raises(TypeError):
-            module.with_bagua([], "bytegrad")
+            module.with_bagua([], 3)
     said = r"parameter 'weight': \(1, 3\) torch.float32 on rank 0, \(2, 3\) torch.float32 on rank 1; parameter 'bias'"
     with pytest.raises(ValueError, match=said):
         cast("Any", nn.Linear(3, 1 + r)).with_bagua([], GradientAllReduceAlgorithm())

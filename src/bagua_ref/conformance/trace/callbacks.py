@@ -23,6 +23,7 @@ def lightning_callback(folder: str | Path, **options: Any) -> Any:
     Raises:
         ModuleNotFoundError: Lightning is not installed.
 
+    >>> from bagua_ref.conformance.trace.callbacks import lightning_callback
     >>> trainer = Trainer(callbacks=[lightning_callback("runs/a")])  # doctest: +SKIP
     """
     package = next((name for name in ("lightning", "pytorch_lightning") if find_spec(name) is not None), None)
@@ -54,6 +55,7 @@ def transformers_callback(folder: str | Path, **options: Any) -> Any:
     Raises:
         ModuleNotFoundError: transformers is not installed.
 
+    >>> from bagua_ref.conformance.trace.callbacks import transformers_callback
     >>> trainer = Trainer(model, arguments, callbacks=[transformers_callback("runs/a")])  # doctest: +SKIP
     """
     if find_spec("transformers") is None:
