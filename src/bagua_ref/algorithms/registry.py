@@ -73,7 +73,7 @@ def check_options(name: str, make: Callable[..., Any], given: Mapping[str, objec
 
 
 def _close_to(given: str, allowed: Iterable[str]) -> str:
-    """Return the end of a message on ``given``, which is none of the names ``allowed``: those that it may stand for, and all."""
+    """Return the end of a message that refuses ``given``: similar names, and all that are allowed."""
     names = list(allowed)
     meant = " or ".join(map(repr, difflib.get_close_matches(given, names)))
     return f"{f' (did you mean {meant}?)' if meant else ''}; there are {', '.join(map(repr, names)) or 'none'}"

@@ -186,7 +186,7 @@ def _costs(arguments: argparse.Namespace, job: StepPlan) -> MeasuredMachine:
 
 
 def _measured(path: Path) -> Any:
-    """Return what a file has: measured costs, or the JSON of one rank's metrics or of a list of several ranks'."""
+    """Return measured costs from a file, or the JSON of one rank's metrics or of a list of several ranks'."""
     try:
         value = load_json(read_file(path, _MEASURED_MOST))
         if isinstance(value, dict) and "links" in value:

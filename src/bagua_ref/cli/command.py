@@ -107,7 +107,7 @@ def load_object(path: str) -> Any:
 
 
 def call_object(path: str) -> Any:
-    """Return what the function returns that a user names as ``pkg.mod:name``.
+    """Call the function that a user names as ``pkg.mod:name``, and return its result.
 
     Raises:
         CommandError: it cannot be imported, or raises.

@@ -132,7 +132,7 @@ class Decentralized(CommOp):
             bucket.copy_from_flat(self.peer_weight)
 
     def _average(self, mine: Tensor, graph: Graph) -> None:
-        """``peer_weight <- average of mine and what arrives``, as this rank's row of the graph says."""
+        """Set ``peer_weight`` to the average, by this rank's row of the graph, of ``mine`` and the weights received."""
         if len(graph) == 1:
             self.peer_weight.copy_(mine)
             return

@@ -142,7 +142,7 @@ def turning_point(ranked: Sequence[Candidate], machine: Machine) -> tuple[str, f
 
 
 def learnt(algorithm: Any) -> list[str]:
-    """Return sentences on what was learnt with an algorithm of these options in this project's benchmarks, with their source.
+    """Return sentences on learning with these options in this project's benchmarks, with their source.
 
     They hold for those tasks; nothing is concluded from them for another one.
     """
@@ -156,7 +156,7 @@ def learnt(algorithm: Any) -> list[str]:
 
 
 def warnings_of(candidates: Sequence[Candidate]) -> list[str]:
-    """Return what a user must know of the candidates before choosing one."""
+    """Return warnings about the candidates: ranks that differ, memory, warm-ups."""
     differ = [candidate.name for candidate in candidates if not candidate.equal_ranks]
     parts = {candidate.name: sum(candidate.plan.memory()) / candidate.plan.parameters.nbytes for candidate in candidates}
     large = [f"{name} ({part:.2g} x)" for name, part in parts.items() if part > 1]

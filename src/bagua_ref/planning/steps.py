@@ -101,7 +101,7 @@ class StepPlan:
         return 0, 0
 
     def traffic(self, step: int) -> list[dict[str, Traffic]]:
-        """Return what each rank sends and receives in a step by kind of link, as communicators count it (S14.1).
+        """Return the traffic of each rank in a step by kind of link, as communicators count it (S14.1).
 
         Agreements on a round, which communicators do not count either, are left out.
         """

@@ -58,7 +58,7 @@ def diff_records(a: str | Path, b: str | Path) -> DifferenceReport:
 
 
 def _notes(pair: Pair) -> list[str]:
-    """Return notes about what is compared, and how the processes differed."""
+    """Return notes on the extent of the comparison and on differences between the processes."""
     notes = []
     if len(pair.runs[0]) != len(pair.runs[1]):
         notes.append(

@@ -105,7 +105,7 @@ class Pair:
         return digest_of(self.at(run, rank, step).get(name))
 
     def mismatches(self, step: int) -> Iterator[tuple[str, list[Mismatch]]]:
-        """Yield the kinds of which records differ in a step, in the order of their dependence, with those records."""
+        """Yield the kinds with differing records in a step, in the order of their dependence, and those records."""
         found: dict[str, list[Mismatch]] = {kind: [] for kind in ("start", *self.kinds)}
         for rank in self.ranks:
             lines = [run[rank].steps[step] for run in self.runs]
@@ -150,7 +150,7 @@ class Pair:
 
 
 def digest_of(entry: Digested | None) -> int | None:
-    """Return the digest of what is recorded, or None."""
+    """Return an entry's digest, None of a missing entry."""
     return None if entry is None else entry.digest
 
 

@@ -223,7 +223,7 @@ class Recording(RankRecorder):
         self.step += 1
 
     def _begin(self) -> None:
-        """Record what the first forward of a step depends on, beside batch and weights."""
+        """Record random states, modes and buffers before the first forward of a step."""
         self._begun = True
         for name, state in random_states().items():
             parts = state if isinstance(state, Sequence) else [state]
@@ -306,7 +306,7 @@ class Recording(RankRecorder):
         self._clear()
 
     def _clear(self) -> None:
-        """Forget what has been written."""
+        """Clear the entries of the step that was written."""
         self._start, self._entries, self._about, self._kept = [], [], {}, {}
         self._counts = Counter()
         self._begun = False
