@@ -60,7 +60,8 @@ def rows() -> list[dict[str, Any]]:
     times = {(row.extra["contender"], row.extra["link"]): row for row in quality}
     for name, about in PERIODIC.items():
         steps = {who: times[who, "10 Mbit/s"].extra["steps"] for who in (name, "gradient_allreduce")}
-        text = f"a small language model took {steps[name]} steps, with gradient_allreduce {steps['gradient_allreduce']}, to the same loss"
+        own, base = steps[name], steps["gradient_allreduce"]
+        text = f"a small language model took {own} steps, with gradient_allreduce {base}, to the same loss"
         found.append((about, f"{text} (4 ranks, period 32, time_to_quality.json)"))
     return [{"algorithm": algorithm, "options": options, "text": text} for (algorithm, options), text in found]
 
