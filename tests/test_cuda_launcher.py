@@ -105,7 +105,7 @@ def cuda(monkeypatch, tmp_path):
     monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=7000 + index))
+    monkeypatch.setattr(launcher, "current_stream", lambda device: SimpleNamespace(cuda_stream=7000 + device.index))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=2))
     for cached_function in (launcher._properties, launcher._nvrtc):
@@ -190,7 +190,7 @@ def test_a_stream_keeps_its_workspace_until_it_is_too_small(cuda, monkeypatch):
     first = kernels._workspaces[1, 7001]
     kernels._workspace(65537, 1, 7001)
     assert kernels._workspaces[1, 7001].numel() == 131072
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=5))
+    monkeypatch.setattr(launcher, "current_stream", lambda device: SimpleNamespace(cuda_stream=5))
     get_codec("MinMaxUInt8", kernels).compress(torch.randn(50_000), 1)
     assert len(kernels._workspaces) == 2
     assert first.numel() == 65536

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +18,7 @@ from bagua_ref.base import runtime
 from bagua_ref.base.runtime import RealWorld, current_world
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.comm_ops.asynchronous import WeightLock
+from bagua_ref.communicators import failures
 from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.failures import Watchdog
 from bagua_ref.communicators.waiting import Waiting
@@ -200,17 +202,19 @@ def test_a_side_stream_waits_for_an_event_and_is_waited_for():
 
 
 @pytest.fixture
-def watches_end(no_thread_is_left: None) -> Any:
-    """Wait for a watch to see, at its next look, that nothing is under way any more."""
+def watches_end(no_thread_is_left: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Wait for a watch to end, a second after it saw that nothing is under way any more."""
+    monkeypatch.setattr(failures, "_LINGER", 20)
     yield
     wait_until(lambda: not any(thread.name == "bagua_ref watch of collectives" for thread in threading.enumerate()))
 
 
 class Work:
     def __init__(self, completed: bool) -> None:
-        self.completed = completed
+        self.completed, self.asked = completed, 0
 
     def is_completed(self) -> bool:
+        self.asked += 1
         return self.completed
 
     def wait(self) -> None:
@@ -237,6 +241,28 @@ def test_S2_5_what_is_done_in_time_is_not_given_up_and_what_is_not_is_once():
     assert given_up == ["late"]
     watch.add(Work(completed=False), 0.0, lambda: given_up.append("later"))
     wait_until(lambda: len(given_up) == 2)
+
+
+@pytest.mark.usefixtures("watches_end")
+def test_one_thread_watches_the_steps_of_a_training_and_keeps_no_work_that_is_done():
+    watch = Watchdog()
+    works = [Work(completed=True) for _ in range(3)]
+    watch.add(works[0], 60, pytest.fail)
+    thread = watch._thread
+    for work in works[1:]:
+        wait_until(lambda: not watch._under_way)
+        watch.add(work, 60, pytest.fail)
+        assert watch._thread is thread
+    kept = weakref.ref(works.pop())
+    del work
+    wait_until(lambda: kept() is None)
+    behind = Work(completed=True)
+    watch.add(slow := Work(completed=False), 60, pytest.fail)
+    watch.add(behind, 60, pytest.fail)
+    time.sleep(0.2)
+    assert behind.asked == 0, "asked although an earlier work is under way"
+    slow.completed = True
+    wait_until(lambda: not watch._under_way)
 
 
 @pytest.mark.usefixtures("watches_end")

@@ -270,9 +270,20 @@ def use_world(world: World) -> Iterator[World]:
         _current.reset(token)
 
 
+_streams: dict[tuple[int, int], Any] = {}
+"""The streams that have been current, by device and handle."""
+
+
 def current_stream(device: torch.device) -> Any:
     """Return the calling thread's stream on ``device``."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    place = index, torch._C._cuda_getCurrentRawStream(index)  # each parameter's hook asks, and torch's stream takes much longer
+    stream = _streams.get(place)
+    if stream is None:
+        stream = _streams[place] = torch.cuda.current_stream(device)
+    return stream
 
 
 def side_stream(device: torch.device) -> Any:
@@ -289,14 +300,14 @@ def order_after(events: Iterable[Any], device: torch.device) -> None:
     """Make later operations on the calling thread's stream wait for ``events``; the host does not wait."""
     for event in events:
         if event is not None:
-            torch.cuda.current_stream(device).wait_event(event)
+            current_stream(device).wait_event(event)
 
 
 def hold(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Keep the memory of ``tensors`` from being reused before the work queued on the calling thread's stream is done."""
     if device.type == "cuda":
         for tensor in tensors:
-            tensor.record_stream(torch.cuda.current_stream(device))
+            tensor.record_stream(current_stream(device))
 
 
 @contextmanager
@@ -305,7 +316,7 @@ def use_stream(stream: Any, device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    with torch.cuda.device(device), torch.cuda.stream(stream):
+    with torch.cuda.device(device) if stream is None else torch.cuda.stream(stream):
         yield
 
 

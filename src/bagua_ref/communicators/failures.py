@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -113,9 +114,12 @@ class FailureReports:
 _INTERVAL = 0.05
 """Seconds between two checks of the works."""
 
+_LINGER = 200
+"""Checks without a work after which the thread ends: starting one in each step would take a training more time than the checks."""
+
 
 class Watchdog:
-    """Deadlines of works, checked on a thread that exists only while there are works to watch."""
+    """Deadlines of works, checked on a thread that ends a while after the last one."""
 
     def __init__(self) -> None:
         self._under_way: list[tuple[Any, float, Callable[[], None]]] = []
@@ -138,19 +142,29 @@ class Watchdog:
                 self._thread.start()
 
     def _check(self) -> None:
+        idle = 0
         while True:
+            for give_up in self._late():
+                give_up()
             with self._lock:
-                now, watched = time.monotonic(), [entry for entry in self._under_way if not _is_done(entry[0])]
-                self._under_way = [entry for entry in watched if now <= entry[1]]
-                late = [give_up for _, deadline, give_up in watched if now > deadline]
-                del watched
-                if not self._under_way and not late:
+                idle = 0 if self._under_way else idle + 1
+                if idle > _LINGER:
                     self._thread = None
                     return
-            for give_up in late:
-                give_up()
-            late.clear()
             time.sleep(_INTERVAL)
+
+    def _late(self) -> list[Callable[[], None]]:
+        """Forget works that are done or late; return what gives the late ones up."""
+        with self._lock:  # not while works are asked, which may take a thread that adds one its time
+            now, watched = time.monotonic(), list(self._under_way)
+        # Works mostly end in order, and asking one costs a training time: those after the first that is under way are not asked.
+        over = list(itertools.takewhile(lambda entry: _is_done(entry[0]), watched))
+        overdue = [entry for entry in watched[len(over) :] if now > entry[1]]
+        late = [entry for entry in overdue if not _is_done(entry[0])]
+        gone = {id(entry) for entry in (*over, *overdue)}
+        with self._lock:
+            self._under_way = [entry for entry in self._under_way if id(entry) not in gone]
+        return [give_up for _, _, give_up in late]
 
 
 def _is_done(work: Any) -> bool:

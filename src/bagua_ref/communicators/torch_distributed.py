@@ -110,7 +110,7 @@ class TorchDistributedCommunicator(Communicator):
             self._compare_messages(sends, recvs, call)
         sends = [(self._reachable(tensor), peer) for tensor, peer in sends if tensor.numel()]
         recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
-        landings = [(self._reachable(tensor), peer) for tensor, peer in recvs]
+        landings = [(self._reachable(tensor, copied=False), peer) for tensor, peer in recvs]
         if not sends and not recvs:
             return
         peers = {peer for _, peer in (*sends, *recvs)}
@@ -346,9 +346,12 @@ class TorchDistributedCommunicator(Communicator):
     def _over_nccl(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and self._uses_nccl
 
-    def _reachable(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor``, or a copy in host memory if it is on a device and must go through gloo."""
-        return tensor if tensor.device.type == "cpu" or self._over_nccl(tensor) else tensor.cpu()
+    def _reachable(self, tensor: Tensor, copied: bool = True) -> Tensor:
+        """Return ``tensor``, or memory of the host for it if it is on a device and must go through gloo, with its values or not."""
+        if tensor.device.type == "cpu" or self._over_nccl(tensor):
+            return tensor
+        here = torch.empty_like(tensor, device="cpu", pin_memory=True)  # torch keeps it, and copies to other memory take far longer
+        return here.copy_(tensor) if copied else here
 
     def _chunks(self, tensor: Tensor) -> list[Tensor]:
         flat = bytes_of(tensor)
@@ -369,4 +372,4 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _bring_back(tensor: Tensor, here: Tensor) -> None:
     if here.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(here)
+        tensor.detach().copy_(here, non_blocking=True)  # torch keeps pinned memory until the copy is done

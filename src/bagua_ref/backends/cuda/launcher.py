@@ -27,6 +27,7 @@ import torch
 from bagua_ref.backends.cuda.backend import PlannedBackend
 from bagua_ref.backends.cuda.launch import DeviceProperties, KernelLaunch, Plan, pack, source_of
 from bagua_ref.base.not_provided import install_command
+from bagua_ref.base.runtime import current_stream
 
 __all__ = ["CudaBackend", "cached", "compile_source", "folder", "header_folder"]
 
@@ -90,7 +91,7 @@ class CudaBackend(PlannedBackend):
             return
         index = _index(device)
         with self._current(index):
-            stream = torch.cuda.current_stream(index).cuda_stream
+            stream = current_stream(torch.device("cuda", index)).cuda_stream
             functions = [self._function(launch, index) for launch in plan.launches]
             if not plan.workspace:
                 _queue(plan, functions, stream, 0)
