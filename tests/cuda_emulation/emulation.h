@@ -123,6 +123,10 @@ inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dsub_rn(double a, double b) { return a - b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+    const unsigned low = (a & 0xFFFFu) > (b & 0xFFFFu) ? a : b, high = a > b ? a : b;
+    return (low & 0xFFFFu) | (high & 0xFFFF0000u);
+}
 inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 inline double __dsqrt_rn(double x) { return sqrt(x); }
 inline float __double2float_rn(double x) { return static_cast<float>(x); }

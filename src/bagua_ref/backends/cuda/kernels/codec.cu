@@ -173,7 +173,10 @@ INLINE void decompress(const unsigned char* payload, long long size, long long p
             load(pack, levels + i);
             return pack;
         },
-        [&](const auto& pack, int n) { return values[pack.at[n]]; });
+        [&](const auto& pack, auto& result) {
+#pragma unroll
+            for (int n = 0; n < lanes_of(result); ++n) result.at[n] = values[pack.at[n]];
+        });
 }
 
 #define INSTANCES(T, suffix)                                                                                                  \

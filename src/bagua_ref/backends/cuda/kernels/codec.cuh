@@ -90,8 +90,8 @@ struct KeepNothing {
 };
 
 // Write `count` elements with all threads of the block. read(Count<N>(), i) returns the codes of N elements from i on, and
-// value(codes, n) the n-th of them.
-template <typename T, typename Read, typename Value> INLINE void write_values(T* to, long long count, Read read, Value value) {
+// restore(codes, pack) writes those elements to a pack.
+template <typename T, typename Read, typename Restore> INLINE void write_values(T* to, long long count, Read read, Restore restore) {
     constexpr int N = LANES<T>;
     spread<N, 2>(
         to, count, threadIdx.x, blockDim.x,
@@ -103,10 +103,13 @@ template <typename T, typename Read, typename Value> INLINE void write_values(T*
 #pragma unroll
             for (int k = 0; k < K; ++k) {
                 Pack<T, N> result;
-#pragma unroll
-                for (int n = 0; n < N; ++n) result.at[n] = value(codes[k], n);
+                restore(codes[k], result);
                 store_streaming(to + i + k * step, result);
             }
         },
-        [&](long long i) { to[i] = value(read(Count<1>(), i), 0); });
+        [&](long long i) {
+            Pack<T, 1> result;
+            restore(read(Count<1>(), i), result);
+            to[i] = result.at[0];
+        });
 }

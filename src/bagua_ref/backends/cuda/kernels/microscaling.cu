@@ -9,6 +9,7 @@ constexpr unsigned SIGN = 0x80000000u, INFINITE = 0x7F800000u;  // bits of float
 constexpr int MANTISSA = 23, BIAS = 127;                        // of float32; E8M0 has the same bias
 constexpr int POISON = 255;                                     // the scale of a poisoned block (S12.3)
 constexpr int SHARING = 32;                                     // elements that share a scale
+constexpr int PACK_WORDS = 4;                                   // of 4 bytes
 
 // 2^exponent, from -127, a subnormal, to 127.
 INLINE float power_of_two(int exponent) {
@@ -18,36 +19,64 @@ INLINE float power_of_two(int exponent) {
 // Elements with EXPONENT bits of exponent and FRACTION bits of mantissa; LARGEST is the code of the largest finite number.
 template <int EXPONENT, int FRACTION, int EMAX, unsigned LARGEST> struct FloatElement {
     static constexpr int bits = 1 + EXPONENT + FRACTION, emax = EMAX, bias = (1 << (EXPONENT - 1)) - 1;
+    static constexpr int reach = EMAX;  // all values are less than 2^(reach + 1)
+    static constexpr float unit = 1.0f;
 
-    // The code of x, given in units of the scale. Adding 2^23 times the last place of |x| rounds to whole places, and the sum's low
-    // bits count them. In a code, each step of the exponent stands for 2^FRACTION places; subnormals have those of the smallest one.
+    // The code of x, given in units of the scale and less than 2^(EMAX + 1). Adding 2^23 times the last place of |x| rounds to whole
+    // places, and the sum's low bits count them. In a code, each step of the exponent stands for 2^FRACTION places; subnormals have
+    // those of the smallest one.
     INLINE static unsigned code_of(float x) {
-        const unsigned sign = __float_as_uint(x) & SIGN, magnitude = __float_as_uint(x) ^ sign;
-        constexpr unsigned smallest = 1 - bias + BIAS;
-        const unsigned exponent = magnitude >> MANTISSA > smallest ? magnitude >> MANTISSA : smallest;
-        const unsigned anchor = (exponent + MANTISSA - FRACTION) << MANTISSA;
-        const unsigned places = __float_as_uint(plus(__uint_as_float(magnitude), __uint_as_float(anchor))) - anchor;
-        const unsigned code = places + ((exponent - smallest) << FRACTION);
-        return (code < LARGEST ? code : LARGEST) | sign >> (32 - bits);
+        constexpr unsigned smallest = static_cast<unsigned>(1 - bias + BIAS) << MANTISSA;
+        const unsigned power = __float_as_uint(x) & INFINITE, step = power > smallest ? power : smallest;
+        const unsigned anchor = step + (static_cast<unsigned>(MANTISSA - FRACTION) << MANTISSA);
+        const unsigned places = __float_as_uint(plus(fabsf(x), __uint_as_float(anchor))) - anchor;
+        const unsigned code = places + ((step - smallest) >> (MANTISSA - FRACTION));
+        return (code < LARGEST ? code : LARGEST) | (__float_as_uint(x) >> (32 - bits) & 1u << (bits - 1));
     }
 
-    // Exact: the code's bits as a float32 of the same mantissa, whose exponent is too small by the difference of the biases.
+    // The codes of two such numbers, the first in the lowest bits.
+    INLINE static unsigned codes_of(float first, float second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+        if constexpr (EXPONENT == 4) {  // one instruction rounds and saturates as `code_of` does
+            unsigned short both;
+            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(second), "f"(first));
+            return both;
+        }
+#endif
+        return code_of(first) | code_of(second) << bits;
+    }
+
+    // Exact unless it is a NaN: the code's bits as a float32 of the same mantissa, whose exponent is too small by the difference of the
+    // biases. Shifted to the top first, so that the sign comes along.
     INLINE static float value_of(unsigned code) {
-        const unsigned sign = code >> (bits - 1), magnitude = code ^ sign << (bits - 1);
-        if (magnitude > LARGEST) return nan32();
-        return times(__uint_as_float(sign << 31 | magnitude << (MANTISSA - FRACTION)), power_of_two(BIAS - bias));
+        constexpr unsigned kept = SIGN | (SIGN - 1) >> (8 - EXPONENT) & ~((1u << (MANTISSA - FRACTION)) - 1);
+        const unsigned moved = static_cast<unsigned>(static_cast<int>(code << (32 - bits)) >> (8 - EXPONENT)) & kept;
+        return times(__uint_as_float(moved), power_of_two(BIAS - bias));
+    }
+
+    INLINE static bool is_nan(unsigned code) { return (code & ((1u << (bits - 1)) - 1)) > LARGEST; }
+
+    // Whether one of eight codes is a NaN, of which there is one if any, with all bits but the sign set.
+    INLINE static bool has_nan(unsigned long long codes) {
+        if (LARGEST == (1u << (bits - 1)) - 1) return false;
+        return ((codes & 0x7F7F7F7F7F7F7F7Full) + 0x0101010101010101ull) & 0x8080808080808080ull;
     }
 };
 
 // Integers from -127 to 127 in units of 2^-6.
 struct IntegerElement {
-    static constexpr int bits = 8, emax = 0;
+    static constexpr int bits = 8, emax = 0, reach = 1;  // -128 is read, too
+    static constexpr float unit = 1.0f / 64.0f;
 
     INLINE static unsigned code_of(float x) {
         const float level = rintf(times(x, 64.0f));
         return static_cast<unsigned char>(static_cast<int>(fminf(fmaxf(level, -127.0f), 127.0f)));
     }
-    INLINE static float value_of(unsigned code) { return times(static_cast<float>(static_cast<signed char>(code)), 1.0f / 64.0f); }
+    INLINE static unsigned codes_of(float first, float second) { return code_of(first) | code_of(second) << bits; }
+    // In units of `unit`; 2^23 + 128 is added by bits and subtracted, as conversions take longer.
+    INLINE static float value_of(unsigned code) { return minus(__uint_as_float(0x4B000000u | ((code & 255) ^ 128)), 8388736.0f); }
+    INLINE static bool is_nan(unsigned) { return false; }
+    INLINE static bool has_nan(unsigned long long) { return false; }
 };
 
 using MXFP8 = FloatElement<4, 3, 8, 0x7E>;  // E4M3
@@ -64,53 +93,56 @@ template <typename F> struct Layout {
     INLINE long long element(const Part& part) const { return block(part.chunk) + scales + part.begin * F::bits / 8; }
 };
 
-// The largest magnitude, as bits, in the lanes that hold a block of which each has N elements. NaN counts as larger than infinity.
-template <int N> INLINE unsigned largest_of(const float (&values)[N]) {
-    unsigned largest = 0;
+// The larger of two magnitudes as bits, or of each of two pairs of 16 bits.
+template <typename T> INLINE unsigned larger(unsigned a, unsigned b) {
+    if constexpr (sizeof(T) == 2) return __vmaxu2(a, b);
+    return a > b ? a : b;
+}
+
+// The largest magnitude, as bits of a float32, in the lanes that hold a block. NaN counts as larger than infinity.
+template <typename T, int N> INLINE unsigned largest_of(const Pack<T, N>& mine) {
+    const unsigned* const words = reinterpret_cast<const unsigned*>(&mine);
+    constexpr unsigned magnitude = sizeof(T) == 2 ? 0x7FFF7FFFu : ~SIGN;
+    unsigned largest = words[0] & magnitude;
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-        const unsigned magnitude = __float_as_uint(values[n]) & ~SIGN;
-        largest = magnitude > largest ? magnitude : largest;
-    }
+    for (int word = 1; word < PACK_WORDS; ++word) largest = larger<T>(largest, words[word] & magnitude);
 #pragma unroll
-    for (int lanes = SHARING / N / 2; lanes > 0; lanes /= 2) {
-        const unsigned other = __shfl_xor_sync(0xFFFFFFFFu, largest, lanes);
-        largest = other > largest ? other : largest;
-    }
-    return largest;
+    for (int lanes = SHARING / N / 2; lanes > 0; lanes /= 2)
+        largest = larger<T>(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, lanes));
+    if constexpr (sizeof(T) == 4) return largest;
+    const unsigned short low = static_cast<unsigned short>(largest), high = static_cast<unsigned short>(largest >> 16);
+    const unsigned short bits = low > high ? low : high;
+    return __float_as_uint(widen(reinterpret_cast<const T&>(bits)));
 }
 
 template <typename F, typename T>
 INLINE void compress(const T* x, long long size, long long parts, long long part_size, unsigned char* payload) {
     constexpr int N = LANES<T>, BYTES = N * F::bits / 8;
-    constexpr int AHEAD = 8 / N;  // packs in flight; with two of a 16-bit type, registers would leave too few threads
+    constexpr int AHEAD = 2;  // packs in flight
     const Layout<F> layout(size);
     const Part part = part_of(blockIdx.x, parts, part_size, size);
     if (part.number == 0) write_padding(payload + layout.block(part.chunk), layout.end);
     const T* const from = x + part.chunk * size + part.begin;
     unsigned char* const scales = payload + layout.scale(part);
     unsigned char* const elements = payload + layout.element(part);
-    const auto read = [&](float (&values)[N], long long i) {
-        if (part.count - i >= N) {
-            Pack<T, N> pack;
-            load(pack, from + i);
+    const auto read = [&](Pack<T, N>& pack, long long i) {
+        if (part.count - i >= N) return load(pack, from + i);
 #pragma unroll
-            for (int n = 0; n < N; ++n) values[n] = widen(pack.at[n]);
-        } else {
-#pragma unroll
-            for (int n = 0; n < N; ++n) values[n] = i + n < part.count ? widen(from[i + n]) : 0.0f;
-        }
+        for (int n = 0; n < N; ++n) pack.at[n] = i + n < part.count ? from[i + n] : narrow<T>(0.0f);
     };
-    const auto write = [&](const float (&values)[N], long long i) {
+    const auto write = [&](const Pack<T, N>& pack, long long i) {
         const long long left = part.count - i;
-        const unsigned largest = largest_of(values);
+        const unsigned largest = largest_of(pack);
         // float32's field of the exponent has E8M0's bias, and is 0 for zeros and subnormals.
         const int field = static_cast<int>(largest >> MANTISSA) - F::emax, scale = field > 0 ? field : 0;
         const float factor = power_of_two(BIAS - scale);
         const bool poisoned = largest >= INFINITE;
         unsigned long long codes = 0;
 #pragma unroll
-        for (int n = 0; n < N; ++n) codes |= static_cast<unsigned long long>(F::code_of(times(values[n], factor))) << (F::bits * n);
+        for (int n = 0; n < N; n += 2) {
+            const unsigned both = F::codes_of(times(widen(pack.at[n]), factor), times(widen(pack.at[n + 1]), factor));
+            codes |= static_cast<unsigned long long>(both) << (F::bits * n);
+        }
         if (poisoned) codes = 0;
         Pack<unsigned char, BYTES> bytes;
         memcpy(&bytes, &codes, BYTES);
@@ -128,11 +160,11 @@ INLINE void compress(const T* x, long long size, long long parts, long long part
     const long long step = blockDim.x * N;
     for (long long first = threadIdx.x / 32 * 32 * N; first < part.count; first += AHEAD * step) {
         const long long i = first + threadIdx.x % 32 * N;
-        float values[AHEAD][N];
+        Pack<T, N> packs[AHEAD];
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k) read(values[k], i + k * step);
+        for (int k = 0; k < AHEAD; ++k) read(packs[k], i + k * step);
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k) write(values[k], i + k * step);
+        for (int k = 0; k < AHEAD; ++k) write(packs[k], i + k * step);
     }
 }
 
@@ -152,20 +184,36 @@ template <int BITS, int N> INLINE unsigned long long codes_at(const unsigned cha
     return codes >> skipped;
 }
 
-INLINE float factor_of(int scale) { return scale == POISON ? nan32() : power_of_two(scale - BIAS); }
-
-// Codes of neighbouring elements; those from number `second` on belong to the next block.
+// Codes of neighbouring elements, and their scale; those from number `second` on have the next one.
 struct Codes {
     unsigned long long codes;
-    float factor, next_factor;
-    int second;
+    int scale, next_scale, second;
 };
+
+template <typename F> INLINE float factor_of(int scale) {
+    return scale == POISON ? nan32() : times(power_of_two(scale - BIAS), F::unit);
+}
+
+template <typename F, typename T, int N> INLINE void restore(const Codes& some, Pack<T, N>& result) {
+    constexpr int highest = sizeof(T) == 2 && Format<T>::nan == 0x7E00u ? 15 : 127;  // exponent of T
+    const auto code = [&](int n) { return static_cast<unsigned>(some.codes >> (F::bits * n)) & ((1u << F::bits) - 1); };
+    const float factor = factor_of<F>(some.scale);
+    // Mostly, they share a scale, none is a NaN and none too large for T.
+    if (N > 1 && some.second >= N && some.scale <= BIAS + highest - F::reach && !F::has_nan(some.codes)) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) result.at[n] = narrow<T>(times(F::value_of(code(n)), factor));
+    } else {
+        const float next = factor_of<F>(some.next_scale);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const float value = F::is_nan(code(n)) ? nan32() : F::value_of(code(n));
+            result.at[n] = limited<T>(times(value, n < some.second ? factor : next));
+        }
+    }
+}
 
 template <typename F, typename T>
 INLINE void decompress(const unsigned char* payload, long long size, long long parts, long long part_size, T* out) {
-    __shared__ float values[1 << F::bits];  // of each code
-    if (threadIdx.x < 1 << F::bits) values[threadIdx.x] = F::value_of(threadIdx.x);
-    __syncthreads();
     const Layout<F> layout(size);
     const Part part = part_of(blockIdx.x, parts, part_size, size);
     const unsigned char* const scales = payload + layout.scale(part);
@@ -174,13 +222,11 @@ INLINE void decompress(const unsigned char* payload, long long size, long long p
         out + part.chunk * size + part.begin, part.count,
         [&](auto lanes, long long i) {
             constexpr int N = decltype(lanes)::value;
-            const float factor = factor_of(scales[i / SHARING]), next_factor = factor_of(scales[(i + N - 1) / SHARING]);
-            return Codes{codes_at<F::bits, N>(elements, i), factor, next_factor, static_cast<int>(SHARING - i % SHARING)};
+            const int scale = scales[i / SHARING], second = SHARING - static_cast<int>(i % SHARING);
+            const int next = second < N ? scales[i / SHARING + 1] : scale;
+            return Codes{codes_at<F::bits, N>(elements, i), scale, next, second};
         },
-        [&](const Codes& some, int n) {
-            const unsigned code = static_cast<unsigned>(some.codes >> (F::bits * n)) & ((1u << F::bits) - 1);
-            return limited<T>(times(values[code], n < some.second ? some.factor : some.next_factor));
-        });
+        [&](const Codes& some, auto& result) { restore<F>(some, result); });
 }
 
 #define INSTANCES(F, T, suffix)                                                                                               \

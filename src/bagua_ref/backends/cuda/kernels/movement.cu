@@ -15,7 +15,7 @@ struct Segments {
 };
 
 INLINE void copy_bytes(unsigned char* to, const unsigned char* from, long long bytes) {
-    spread<16, 2>(
+    spread<16, 4>(
         to, bytes, threadIdx.x, blockDim.x,
         [&](auto batch, long long i, long long step) {
             constexpr int K = decltype(batch)::value;

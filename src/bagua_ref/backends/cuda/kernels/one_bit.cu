@@ -82,7 +82,10 @@ INLINE void restore_signs(const unsigned char* payload, long long size, long lon
             const unsigned both = signs[i / 8] << 8 | signs[(i + decltype(lanes)::value - 1) / 8];
             return both << (i % 8);
         },
-        [&](unsigned bits, int n) { return bits << n & 0x8000u ? positive : negative; });
+        [&](unsigned bits, auto& result) {
+#pragma unroll
+            for (int n = 0; n < lanes_of(result); ++n) result.at[n] = bits << n & 0x8000u ? positive : negative;
+        });
 }
 
 #define INSTANCES(T, suffix)                                                                                                  \

@@ -59,6 +59,8 @@ INLINE constexpr int word_of(int bytes) { return bytes < 16 ? bytes : 16; }
 
 template <typename T, int N> struct alignas(word_of(N * sizeof(T))) Pack { T at[N]; };
 
+template <typename T, int N> INLINE constexpr int lanes_of(const Pack<T, N>&) { return N; }
+
 template <typename T> constexpr int LANES = 16 / sizeof(T);  // elements of a pack of 16 bytes
 
 INLINE unsigned long long address(const void* pointer) { return reinterpret_cast<unsigned long long>(pointer); }
