@@ -316,8 +316,15 @@ def use_stream(stream: Any, device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    with torch.cuda.device(device) if stream is None else torch.cuda.stream(stream):
+    device_before, stream_before = torch.cuda.current_device(), current_stream(device)
+    # Not by torch's contexts, which look into the environment each time.
+    torch.cuda.set_stream(stream_before if stream is None else stream)
+    try:
         yield
+    finally:
+        torch.cuda.set_stream(stream_before)
+        if torch.cuda.current_device() != device_before:
+            torch.cuda.set_device(device_before)
 
 
 def find_free_port() -> int:

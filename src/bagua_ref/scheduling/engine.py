@@ -187,16 +187,23 @@ class Engine:
         complete = self._readiness.mark(known)
         if begins:
             self.begin_round()
-        if self._marked_on and (bucket := self._bucket_of[known]) in self._marked_on:
-            self._marked_on[bucket].add(runtime.current_stream(bucket.device))
+        if self._marked_on:
+            self._note_stream(known)
         for place in complete:
             self.schedule(self._buckets[place])
 
     def gradient_ready(self, name: str, parameter: Tensor) -> None:
         """Mark ``parameter`` ready as `mark_ready` does, with fewer calls for most parameters: an algorithm's backward hook."""
         known: Any = getattr(parameter, "_bagua_registration", None)
-        if not self._readiness.tick(known) or self._marked_on:
+        if not self._readiness.tick(known):
             self._mark(known or registration(parameter))
+        elif self._marked_on:
+            self._note_stream(known)
+
+    def _note_stream(self, known: Registration) -> None:
+        bucket = self._bucket_of[known]
+        if (marked_on := self._marked_on.get(bucket)) is not None:
+            marked_on.add(runtime.current_stream(bucket.device))
 
     def begin_round(self) -> None:
         """Begin a round now, as the first `mark_ready` of a round does, for buckets that are not registered."""
