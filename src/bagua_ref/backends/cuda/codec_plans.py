@@ -25,7 +25,7 @@ ON_CHIP = 32768
 """The most bytes of shared memory for a chunk that is compressed in one pass; two blocks of it fit on any multiprocessor."""
 
 _SLACK = 16  # a chunk in shared memory keeps its offset from a 16-byte boundary
-_END_PARTS = 4  # parts per multiprocessor of find_ends: one wave, and few ends for quantise to merge
+_END_PARTS = 512  # the most parts of a chunk in find_ends, few enough for each block of quantise to merge
 _SUM_PARTS = 1024  # the most parts of a chunk in sum_squares, whatever the device: the order of a sum must not depend on it
 _MIN_PART = 4096  # the fewest elements that are worth a block
 _PART_STEP = 128  # parts begin at multiples of this: all parts of a chunk have the same alignment and share no byte or scale
@@ -39,9 +39,9 @@ def compress_minmax(device: DeviceProperties, x: Tensor, num_chunks: int, target
     if size * x.element_size() + _SLACK <= ON_CHIP:
         shared = -(-size * x.element_size() // PACK) * PACK + _SLACK
         args = (start, long(size), long(num_chunks), payload)
-        return one_launch("codec", f"compress_on_chip_{name_of(x)}", _grid(device, num_chunks), args, shared)
-    first = _parts(size, -(-_END_PARTS * device.multiprocessors // num_chunks))
-    launches = _two_passes(device, "codec", ("find_ends", "quantise"), x, size, (start, payload, num_chunks), first, _END_PARTS)
+        return one_launch("codec", f"compress_on_chip_{name_of(x)}", min(num_chunks, WAVES * device.multiprocessors), args, shared)
+    first = _parts(size, _END_PARTS)
+    launches = _two_passes("codec", ("find_ends", "quantise"), x, size, (start, payload, num_chunks), first)
     return Plan(launches, workspace=num_chunks * first[0] * 2 * ctypes.sizeof(ctypes.c_float))
 
 
@@ -65,7 +65,7 @@ def compress_signs(device: DeviceProperties, x: Tensor, num_chunks: int, target_
         return Plan()
     start, payload, num_chunks = _chosen(x, num_chunks, target_chunk, out)
     first = _parts(size, _SUM_PARTS)
-    launches = _two_passes(device, "one_bit", ("sum_squares", "write_signs"), x, size, (start, payload, num_chunks), first, WAVES)
+    launches = _two_passes("one_bit", ("sum_squares", "write_signs"), x, size, (start, payload, num_chunks), first)
     return Plan(launches, workspace=num_chunks * first[0] * ctypes.sizeof(ctypes.c_double))
 
 
@@ -80,34 +80,33 @@ def decompress(source: str, kernel: str, device: DeviceProperties, payload: Tens
 
 
 def _two_passes(
-    device: DeviceProperties,
     source: str,
     kernels: tuple[str, str],
     x: Tensor,
     size: int,
     chosen: tuple[ctypes.c_void_p, ctypes.c_void_p, int],
     first: tuple[int, int],
-    waves: int,
 ) -> tuple[KernelLaunch, KernelLaunch]:
     """Return a launch that writes a number for each part of a chunk to the workspace, and one that reads those of its chunk.
 
+    The first goes through memory from the beginning, a block for each part, the second from the end, which is still in the
+    second-level cache as far as that can hold it.
+
     Args:
-        device: its properties.
         source: of both kernels.
         kernels: their names, without the dtype.
         x: the tensor that is compressed.
         size: of a chunk.
         chosen: the result of `_chosen`.
         first: the first launch's parts, as of `_parts`.
-        waves: the most blocks per multiprocessor of the first launch.
     """
     start, payload, num_chunks = chosen
     many, part_size = map(long, first)
     begin, end = (f"{kernel}_{name_of(x)}" for kernel in kernels)
-    args = (start, long(size), long(num_chunks), many, part_size, WORKSPACE)
+    args = (start, long(size), many, part_size, WORKSPACE)
     parts, short = _short_parts(size, _COMPRESSED // x.element_size())
     return (
-        KernelLaunch(source, begin, _grid(device, num_chunks * first[0], waves), args),
+        KernelLaunch(source, begin, num_chunks * first[0], args),
         KernelLaunch(source, end, num_chunks * parts, (start, long(size), many, WORKSPACE, long(parts), long(short), payload)),
     )
 
@@ -120,10 +119,6 @@ def _chosen(x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -
     skipped = (target_chunk * (t.numel() // num_chunks) * t.element_size() for t in (x, out))
     source, target = (ctypes.c_void_p(start + skip) for start, skip in zip(starts, skipped, strict=True))
     return source, target, 1
-
-
-def _grid(device: DeviceProperties, units: int, waves: int = WAVES) -> int:
-    return min(units, waves * device.multiprocessors)
 
 
 def _parts(size: int, wanted: int) -> tuple[int, int]:

@@ -106,19 +106,16 @@ template <typename T> struct KeepOnChip {
     INLINE void operator()(long long i, const T& element) const { at[i] = element; }
 };
 
-template <typename T>
-INLINE void find_ends(const T* x, long long size, long long num_chunks, long long parts, long long part_size, float2* ends) {
-    for (long long unit = blockIdx.x; unit < num_chunks * parts; unit += gridDim.x) {
-        const Part part = part_of(unit, parts, part_size, size);
-        const Range range = range_of_block(read_range(x + part.chunk * size + part.begin, part.count, KeepNothing()));
-        if (threadIdx.x == 0) ends[unit] = range.nan ? make_float2(nan32(), nan32()) : make_float2(range.low, range.high);
-    }
+template <typename T> INLINE void find_ends(const T* x, long long size, long long parts, long long part_size, float2* ends) {
+    const Part part = part_of(blockIdx.x, parts, part_size, size);
+    const Range range = range_of_block(read_range(x + part.chunk * size + part.begin, part.count, KeepNothing()));
+    if (threadIdx.x == 0) ends[blockIdx.x] = range.nan ? make_float2(nan32(), nan32()) : make_float2(range.low, range.high);
 }
 
 template <typename T>
 INLINE void quantise(const T* x, long long size, long long ends_per_chunk, const float2* ends, long long parts, long long part_size,
                      unsigned char* payload) {
-    const Part part = part_of(blockIdx.x, parts, part_size, size);
+    const Part part = part_of(gridDim.x - 1 - blockIdx.x, parts, part_size, size);  // from the end, see the plan
     Range range = nothing();
     for (long long i = threadIdx.x; i < ends_per_chunk; i += blockDim.x) {
         const float2 pair = ends[part.chunk * ends_per_chunk + i];
@@ -180,9 +177,8 @@ INLINE void decompress(const unsigned char* payload, long long size, long long p
 }
 
 #define INSTANCES(T, suffix)                                                                                                  \
-    KERNEL(find_ends, suffix)(const T* __restrict__ x, long long size, long long num_chunks, long long parts,                 \
-                              long long part_size, float2* ends) {                                                            \
-        find_ends(x, size, num_chunks, parts, part_size, ends);                                                               \
+    KERNEL(find_ends, suffix)(const T* __restrict__ x, long long size, long long parts, long long part_size, float2* ends) {  \
+        find_ends(x, size, parts, part_size, ends);                                                                           \
     }                                                                                                                         \
     KERNEL(quantise, suffix)(const T* __restrict__ x, long long size, long long ends_per_chunk,                               \
                              const float2* __restrict__ ends, long long parts, long long part_size, unsigned char* payload) { \

@@ -17,17 +17,14 @@ INLINE double sum_of_block(double mine) {
     return all;
 }
 
-template <typename T>
-INLINE void sum_squares(const T* x, long long size, long long num_chunks, long long parts, long long part_size, double* sums) {
-    for (long long unit = blockIdx.x; unit < num_chunks * parts; unit += gridDim.x) {
-        const Part part = part_of(unit, parts, part_size, size);
-        double sum = 0;
-        read_values(x + part.chunk * size + part.begin, part.count, KeepNothing(), [&](double value) {
-            sum = __fma_rn(value, value, sum);  // a float32's square is exact in float64, so this rounds as two operations do
-        });
-        sum = sum_of_block(sum);
-        if (threadIdx.x == 0) sums[unit] = sum;
-    }
+template <typename T> INLINE void sum_squares(const T* x, long long size, long long parts, long long part_size, double* sums) {
+    const Part part = part_of(blockIdx.x, parts, part_size, size);
+    double sum = 0;
+    read_values(x + part.chunk * size + part.begin, part.count, KeepNothing(), [&](double value) {
+        sum = __fma_rn(value, value, sum);  // a float32's square is exact in float64, so this rounds as two operations do
+    });
+    sum = sum_of_block(sum);
+    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
 // The signs of eight elements, of which `count` exist, the first in the highest bit. Both zeros are 1.
@@ -51,7 +48,7 @@ INLINE long long end_of(long long size) { return HEADER + (size + 7) / 8; }
 template <typename T>
 INLINE void write_signs(const T* x, long long size, long long sums_per_chunk, const double* sums, long long parts, long long part_size,
                         unsigned char* payload) {
-    const Part part = part_of(blockIdx.x, parts, part_size, size);
+    const Part part = part_of(gridDim.x - 1 - blockIdx.x, parts, part_size, size);  // from the end, see the plan
     double sum = 0;
     for (long long i = threadIdx.x; i < sums_per_chunk; i += blockDim.x) sum = plus(sum, sums[part.chunk * sums_per_chunk + i]);
     sum = sum_of_block(sum);
@@ -89,9 +86,8 @@ INLINE void restore_signs(const unsigned char* payload, long long size, long lon
 }
 
 #define INSTANCES(T, suffix)                                                                                                  \
-    KERNEL(sum_squares, suffix)(const T* __restrict__ x, long long size, long long num_chunks, long long parts,               \
-                                long long part_size, double* sums) {                                                          \
-        sum_squares(x, size, num_chunks, parts, part_size, sums);                                                             \
+    KERNEL(sum_squares, suffix)(const T* __restrict__ x, long long size, long long parts, long long part_size, double* sums) { \
+        sum_squares(x, size, parts, part_size, sums);                                                                         \
     }                                                                                                                         \
     KERNEL(write_signs, suffix)(const T* __restrict__ x, long long size, long long sums_per_chunk,                            \
                                 const double* __restrict__ sums, long long parts, long long part_size,                        \
