@@ -14,6 +14,7 @@ import pytest
 from bagua_ref.base.runtime import RealWorld, current_world
 from bagua_ref.env import get_rank
 from bagua_ref.errors import SimulationError
+from bagua_ref.scheduling.worker import Worker
 from bagua_ref.simulation import SimulatedWorld
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
@@ -223,6 +224,34 @@ def test_a_finalizer_may_release_a_lock_at_any_point():
         return lock.acquire(timeout=0)
 
     assert SimulatedWorld(1).run(program) == [True]
+
+
+def test_a_worker_that_is_collected_lets_no_other_thread_run_within_its_finalizer():
+    def program(comm):
+        world, ran = current_world(), []
+        items = world.queue()
+
+        def consume():
+            while True:
+                ran.append(items.get())
+
+        world.spawn(consume, "consumer")
+        world.sleep(1)
+        items.put(1, False)
+        before = list(ran)
+        items.put(2)
+        world.sleep(1)
+        worker = Worker(world, "worker", 1.0)
+        gone = weakref.ref(worker)
+        switches = switches_of(world)
+        del worker
+        assert gone() is None
+        return before, ran, switches_of(world) - switches
+
+    def switches_of(world):
+        return world.queue()._scheduler._switches
+
+    assert SimulatedWorld(1).run(program) == [([], [1, 2], 0)]
 
 
 def test_sleeping_costs_no_time():

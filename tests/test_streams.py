@@ -217,8 +217,8 @@ class Work:
         self.asked += 1
         return self.completed
 
-    def synchronize(self) -> None:
-        """Let the current stream wait."""
+    def wait(self) -> None:
+        """Over NCCL: the current stream waits."""
 
 
 def wait_until(condition: Any) -> None:

@@ -73,7 +73,7 @@ class Lock(Protocol):
 class Queue(Protocol):
     """As `queue.SimpleQueue`; ``get`` raises `queue.Empty` after ``timeout`` seconds."""
 
-    def put(self, item: Any) -> None: ...  # noqa: D102
+    def put(self, item: Any, block: bool = True) -> None: ...  # noqa: D102
     def get(self, *, timeout: float | None = None) -> Any: ...  # noqa: D102
 
 

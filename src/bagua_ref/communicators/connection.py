@@ -202,7 +202,7 @@ class Connection:
                 return
             if over_nccl:
                 for work in works:
-                    work.synchronize()  # as `wait`, without what that does for profiles
+                    work.wait()
                     _watchdog.add(work, self._timeout.total_seconds(), _late(self, collective))
                 return
             with self._waiting(collective, peers, place):

@@ -135,7 +135,7 @@ class Worker:
         """Why waiting is no use."""
         self._jobs: list[Job] = []
         self._thread: Thread | None = None
-        self.close = weakref.finalize(self, self._queue.put, None)
+        self.close = weakref.finalize(self, self._queue.put, None, False)
         """End the thread when all submitted jobs have finished; also called when the worker is garbage-collected."""
         self.close.atexit = False
 

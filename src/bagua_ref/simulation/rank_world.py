@@ -204,11 +204,12 @@ class SimulatedQueue(_WaitQueue):
         super().__init__(scheduler)
         self._items: deque[Any] = deque()
 
-    def put(self, item: Any) -> None:
-        """Append ``item``."""
+    def put(self, item: Any, block: bool = True) -> None:
+        """Append ``item``; without ``block``, no other thread runs meanwhile, as a finalizer may come anywhere."""
         self._items.append(item)
         self._serve()
-        self._scheduler.yield_(ends=False)
+        if block:
+            self._scheduler.yield_(ends=False)
 
     def get(self, timeout: float | None = None) -> Any:
         """Remove and return the first item; raise `queue.Empty` if ``timeout`` seconds pass first."""
