@@ -20,7 +20,8 @@ struct Range {
 
 INLINE Range nothing() { return {__uint_as_float(0x7F800000u), __uint_as_float(0xFF800000u), false}; }
 
-// Merge the ranges of all threads of the block; all get the result. It is also a barrier for memory.
+// Merge the ranges of all threads of the block; all get the result. It is also a barrier for memory, and another one must come before
+// the next call.
 INLINE Range range_of_block(Range mine) {
     __shared__ float lows[BLOCK / 32], highs[BLOCK / 32];
 #pragma unroll
@@ -36,7 +37,6 @@ INLINE Range range_of_block(Range mine) {
     all.nan = __syncthreads_or(mine.nan);
 #pragma unroll
     for (int warp = 0; warp < BLOCK / 32; ++warp) all.merge(lows[warp], highs[warp]);
-    __syncthreads();  // before the next round writes lows and highs
     return all;
 }
 

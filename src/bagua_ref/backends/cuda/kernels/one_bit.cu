@@ -3,7 +3,7 @@
 // eighth; restore_signs needs 4, and an eighth.
 #include "codec.cuh"
 
-// Add the numbers of all threads of the block; all get the sum. It is also a barrier for memory.
+// Add the numbers of all threads of the block; all get the sum. A kernel calls it once.
 INLINE double sum_of_block(double mine) {
     __shared__ double sums[BLOCK / 32];
 #pragma unroll
@@ -13,7 +13,6 @@ INLINE double sum_of_block(double mine) {
     double all = 0;
 #pragma unroll
     for (int warp = 0; warp < BLOCK / 32; ++warp) all = plus(all, sums[warp]);
-    __syncthreads();  // before the next round writes sums
     return all;
 }
 
