@@ -216,7 +216,31 @@ def report(name: str, rows: Sequence[Row], args: argparse.Namespace) -> int:
     return 0 if args.quick else int(any(not row.limit.holds(row.ratio) for row in rows))
 
 
-def merge(path: Path, name: str, rows: Sequence[dict[str, Any]], key: Sequence[str], order: Sequence[tuple[str, ...]]) -> None:
+ONLY = {"default": "", "metavar": "TEXT", "help": "measure the rows with TEXT in their name again; keep the others"}
+"""The option ``--only`` of benchmarks whose results are merged."""
+
+
+def keep(
+    name: str, rows: Sequence[Row], args: argparse.Namespace, key: Sequence[str], order: Sequence[tuple[Any, ...]]
+) -> list[dict[str, Any]]:
+    """Merge rows that were measured into the benchmark's JSON, unless the run is a quick one, and return all that it has then.
+
+    Args:
+        name: the benchmark's.
+        rows: what was measured now.
+        args: of `arguments`; ``--json`` names another file.
+        key: the entries that tell rows apart.
+        order: their values for each row that there may be.
+    """
+    found = list(map(as_json, rows))
+    path = args.json or (None if args.quick else path_of(name))
+    if path is None:
+        return found
+    merge(path, name, found, key, order)
+    return list(json.loads(path.read_text(encoding="utf-8"))["rows"])
+
+
+def merge(path: Path, name: str, rows: Sequence[dict[str, Any]], key: Sequence[str], order: Sequence[tuple[Any, ...]]) -> None:
     """Write ``rows``; others that the file has stay as they are, with the run that they come from.
 
     Args:

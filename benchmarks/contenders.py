@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -71,10 +71,14 @@ def plain(module: nn.Module, make: Make) -> Training:
     return Training(module, optimizer.zero_grad, optimizer.step)
 
 
+def qadam(parameters: Iterable[nn.Parameter]) -> QAdamOptimizer:
+    # After so short a warm-up v is near zero: without a large eps training would diverge, and NaN be what is timed.
+    return QAdamOptimizer(parameters, lr=1e-6, eps=1e-3, warmup_steps=2)
+
+
 def ours(name: str, module: nn.Module, make: Make, **arguments: Any) -> Training:
     if name == "qadam":
-        # After so short a warm-up v is near zero: without a large eps training would diverge, and NaN be what is timed.
-        optimizer = arguments["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=1e-6, eps=1e-3, warmup_steps=2)
+        optimizer = arguments["q_adam_optimizer"] = qadam(module.parameters())
     else:
         optimizer = make(list(module.parameters()))
     options = Algorithm.init(name, **arguments)

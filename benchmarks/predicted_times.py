@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from allreduce_step import perceptron
 
-from bagua_ref.cli.measure import fit_links, time_codecs
+from bagua_ref.cli.measure import fit_links, time_operations, times_of
+from bagua_ref.formulas.costs import LinkCost, LinkCosts
 from bagua_ref.planning import MeasuredMachine, StepPlan, median_of, plan_of, predict
 
 SIZES = [256, *[512] * 3, 256]  # 0.8e6 parameters
@@ -38,6 +39,8 @@ RANKS = (2, 4)
 LINKS = dict(sorted({**links.RATES, "300 Mbit/s": ("300mbit", 3e8)}.items(), key=lambda link: link[1][1]))
 DELAYS = {"": 0.0, ", +5 ms": 0.005}
 CONTENDERS = (*slow_link.OURS, "diloco", "diloco, streaming")
+PARTS = ("compute", "after", "links", "own")
+"""Of a step, in the result: compute, what follows it, links, and what a rank computes for operations; some of it at once."""
 APART = 1.1
 """How many times as long one of two contenders takes as the other, at least, if their order is judged."""
 WORK = {"10 Mbit/s": (2, 3), "100 Mbit/s": (5, 5), "300 Mbit/s": (8, 10), "1 Gbit/s": (12, 10)}
@@ -53,7 +56,7 @@ def measure(rank: links.Rank, work: dict[str, tuple[int, int]]) -> dict[str, Any
     """Return the predicted and measured seconds of each contender's step on each link, and the costs of each link."""
     os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = str(BUCKET_BYTES)
     x, y = torch.randn(BATCH, SIZES[0]), torch.randint(SIZES[-1], (BATCH,))
-    alone = contenders.plain(perceptron(*SIZES)[0], torch.optim.SGD)
+    sgd, adam = (contenders.plain(perceptron(*SIZES)[0], make) for make in (torch.optim.SGD, contenders.qadam))
     found: dict[str, Any] = {}
     for link, (steps, repeat) in work.items():
         rate, bits = LINKS[link]
@@ -61,13 +64,15 @@ def measure(rank: links.Rank, work: dict[str, tuple[int, int]]) -> dict[str, Any
         slow_down = partial(rank.slow_down, rate, burst=f"{2 * bits / 8000:.0f}b", queue="1s")
         slow_down()
         between = fit_links(repeat)["between"]
-        rates = time_codecs(repeat)
-        passes, updates, measured = list[float](), list[float](), {}
+        link_cost = LinkCost(between.alpha.value, between.beta.value)
+        rates, operations = time_operations(repeat, LinkCosts(link_cost, link_cost))
+        passes, updates, measured = list[float](), dict[str, float](), {}
         plans: dict[str, StepPlan] = {}
         for name in CONTENDERS:
             dist.barrier()
-            passes.append(_seconds(partial(alone.step, x, y), 6))  # beside each one, as a machine's speed varies
-            updates.append(_seconds(alone.update, 6))
+            alone = adam if name == "qadam" else sgd
+            updates[name] = statistics.median(times_of(alone.update, 6))  # beside each one, as a machine's speed varies
+            passes += [taken - updates[name] for taken in times_of(partial(alone.step, x, y), 6)]
             rank.slow_down(None)
             training = slow_link.make(name, perceptron(*SIZES)[0], rank)
             plans[name] = plan = plan_of(training.options, training.forward, (1,) * rank.ranks)
@@ -78,10 +83,17 @@ def measure(rank: links.Rank, work: dict[str, tuple[int, int]]) -> dict[str, Any
             cycle, count = (plan.cycle, math.ceil(steps / plan.cycle)) if plan.interval is None else (100, 1)
             measured[name] = statistics.median(_seconds(partial(training.step, x, y), cycle) for _ in range(count))
             training.stop()
-        whole, update = median_of(passes), median_of(updates)
-        costs = MeasuredMachine((between.alpha, between.beta), (between.alpha, between.beta), whole, rates)
-        machine = costs.machine(lambda estimate: estimate.value)._replace(compute=whole.value - update.value, after=update.value)
-        seconds = {name: {"predicted": predict(plans[name], machine).seconds, "measured": measured[name]} for name in CONTENDERS}
+        fitted = between.alpha, between.beta
+        costs = MeasuredMachine(fitted, fitted, median_of(passes), rates, operations, shared_processor=True)
+        machine = costs.machine(lambda estimate: estimate.value)
+        seconds = {}
+        for name in CONTENDERS:
+            predicted = predict(plans[name], machine._replace(after=updates[name]))
+            of_links = predict(plans[name], machine._replace(codec={}, operation={})).communication
+            seconds[name] = {
+                "predicted": predicted.seconds, "measured": measured[name], "compute": machine.compute, "after": updates[name],
+                "links": of_links, "own": predicted.communication - of_links,
+            }  # fmt: skip
         found[link] = {"seconds": seconds, "costs": machine._asdict(), "residuals": between.residuals}
     return found
 
@@ -107,7 +119,6 @@ def judged(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def report(args: argparse.Namespace) -> int:
-    path = args.json or (None if args.quick else common.path_of("predicted_times"))
     rows, order = [], []
     for ranks, (added, delay) in itertools.product(RANKS[: 1 if args.quick else None], DELAYS.items()):
         named = {link: f"{ranks} ranks, {link}{added}" for link in LINKS}
@@ -118,14 +129,13 @@ def report(args: argparse.Namespace) -> int:
         for link, result in found.items():
             print(f"{named[link]}: {json.dumps(result['costs'])}; residuals {json.dumps(result['residuals'])}", flush=True)
             for name, seconds in result["seconds"].items():
-                place = {"setting": named[link], "contender": name}
-                predicted, peers = 1e3 * seconds["predicted"], {"measured": 1e3 * seconds["measured"]}
-                rows.append(common.Row(f"{name}, {named[link]}", "ms/step", predicted, peers, "measured", extra=place))
-    if path is not None:
-        common.merge(path, "predicted_times", list(map(common.as_json, rows)), ("setting", "contender"), order)
+                ms = {part: 1e3 * taken for part, taken in seconds.items()}
+                extra = {"setting": named[link], "contender": name, "parts": {part: ms[part] for part in PARTS}}
+                peers = {"measured": ms["measured"]}
+                rows.append(common.Row(f"{name}, {named[link]}", "ms/step", ms["predicted"], peers, "measured", extra=extra))
+    known = common.keep("predicted_times", rows, args, ("setting", "contender"), order)
     common.show(rows)
     print()
-    known = list(map(common.as_json, rows)) if path is None else json.loads(path.read_text(encoding="utf-8"))["rows"]
     summary = [
         common.Row(f"{name}, of {len(known)} times", "1", figure, {"bar": BARS[name][0]}, "bar", BARS[name][1])
         for name, figure in judged(known).items()
@@ -135,5 +145,4 @@ def report(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    only = {"default": "", "metavar": "TEXT", "help": "run the settings with TEXT in their name; keep the other rows"}
-    sys.exit(links.main(__doc__, measure, report, only=only))
+    sys.exit(links.main(__doc__, measure, report, only=common.ONLY))

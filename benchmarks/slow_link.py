@@ -128,7 +128,6 @@ def measure(rank: links.Rank, request: tuple[str, int, int, int]) -> dict[str, d
 
 
 def report(args: argparse.Namespace) -> int:
-    path = args.json or (None if args.quick else common.path_of("slow_link"))
     shown = []
     for link_name, (rate, bits) in list(LINKS.items())[-1 if args.quick else 0 :]:
         if args.only not in link_name:
@@ -157,13 +156,11 @@ def report(args: argparse.Namespace) -> int:
             work_name = f"{name}, {link_name} (bytes/bandwidth {limit:.0f} ms)"
             rows.append(common.Row(work_name, "ms/step", 1e3 * figure["seconds"], {better: peers[better]}, better, bar, extra))
         shown += rows
-        if path is not None:
-            order = [(link, name) for link in LINKS for name in (*EVERY_STEP, *AT_INTERVALS)]
-            common.merge(path, "slow_link", list(map(common.as_json, rows)), ("link", "contender"), order)
+        order = [(link, name) for link in LINKS for name in (*EVERY_STEP, *AT_INTERVALS)]
+        common.keep("slow_link", rows, args, ("link", "contender"), order)
     common.show(shown)
     return 0 if args.quick else int(any(not row.limit.holds(row.ratio) for row in shown))
 
 
 if __name__ == "__main__":
-    only = {"default": "", "metavar": "TEXT", "help": "run the links with TEXT in their name; keep the other rows"}
-    sys.exit(links.main(__doc__, measure, report, only=only))
+    sys.exit(links.main(__doc__, measure, report, only=common.ONLY))

@@ -162,7 +162,6 @@ def main() -> int:
     names = [name for name in (*ALGORITHMS, "launches") if args.only in ("", name)]
     if args.quick:
         ranks, steps, baseline, every, count, names = 2, 60, 20, 20, 1, [args.only] if args.only else ["async", "launches"]
-    path = args.json or (None if args.quick else common.path_of("soak"))
     found: list[common.Row] = []
     for name in names:
         if name == "launches":
@@ -170,9 +169,8 @@ def main() -> int:
         else:
             new = rows(name, workers.launch(train, ranks, name, steps, every, 60 * args.minutes / len(ALGORITHMS)), baseline, every)
         found += new
-        if path is not None:
-            order = [*itertools.product(ALGORITHMS, UNITS), ("launches", "exit 0")]
-            common.merge(path, "soak", list(map(common.as_json, new)), ("work", "unit"), order)
+        order = [*itertools.product(ALGORITHMS, UNITS), ("launches", "exit 0")]
+        common.keep("soak", new, args, ("work", "unit"), order)
     common.show(found)
     return 0 if args.quick else int(not all(row.limit.holds(row.ratio) for row in found))
 

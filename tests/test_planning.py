@@ -45,6 +45,7 @@ from bagua_ref.planning import (
     predict,
 )
 from bagua_ref.planning.advice import changed, compare, first_of, turning_point
+from bagua_ref.planning.timeline import own_seconds
 from bagua_ref.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld
 
@@ -151,6 +152,27 @@ def test_codecs_take_time_beside_links_by_their_name_or_else_the_common_rate() -
     assert predict(exact, MACHINE._replace(codec={"": 1.0})) == predict(exact, MACHINE)
 
 
+def test_a_shared_processor_computes_longer_by_what_it_does_for_operations_beside() -> None:
+    module = torch.nn.Sequential(*(linear() for _ in range(2)))
+    parameters = Parameters(module)
+    parameters._bucket_bytes = 1024  # two buckets, of half the bytes each
+    costs: dict[str, Any] = {"operation": {"": 0.25, "OneBit": 0.5}, "codec": {"": 2**-8}}
+    beside, shared = MACHINE._replace(**costs), MACHINE._replace(**costs, shared_processor=True)
+    own, wires = 0.25 + 2**-8 * (3 * 256 + 128), 2 * (0.5 + 1 / 8 + 2**-10 * 32)  # MinMaxUInt8: 128 bytes, and 32 of its scale
+    compressed = plan_of(Algorithm.init("bytegrad", hierarchical=False), parameters, (1, 1))
+    assert predict(compressed, beside).seconds == 2.0 + 2 * (own + wires)
+    assert predict(compressed, shared).seconds == max(2.0 + own / 2 + own + wires, 3.0 + own) + own + wires
+    # Nothing is exposed, and yet the processor works.
+    passing = plan_of(DecentralizedAlgorithm(hierarchical=False), linear(), (1, 1))
+    assert predict(passing, beside).seconds == 3.0
+    assert predict(passing, shared) == (3.25, 0.25, 2.25)
+    delayed = plan_of(Algorithm.init("diloco", period=4, delay=1), linear(), (1, 1))
+    assert predict(delayed, beside).exposed == 0.0
+    assert predict(delayed, shared).exposed == 0.25 / 4
+    named = plan_of(Algorithm.init("bytegrad", hierarchical=False, compression="OneBit", error_feedback=True), linear(), (1, 1))
+    assert own_seconds(named.exchanges(1)[0], shared) == 0.5 + 2**-8 * (4 * 256 + 128)
+
+
 @pytest.mark.parametrize(("name", "fewer"), [("bytegrad", 4), ("topk", 4), ("gradient_allreduce", 0), ("decentralized", 0)])
 def test_latencies_of_what_is_sent_at_once_do_not_add_up(name: str, fewer: int) -> None:
     plan = plan_of(Algorithm.init(name), linear(), (1,) * 4)
@@ -226,6 +248,9 @@ def test_a_fit_finds_the_costs_of_exact_times_and_an_interval_that_noise_widens(
     noisy = fit_link([2] * 4, sizes, [(2e-3 + size * 1e-8) * part for size, part in zip(sizes, (1.1, 0.9, 1.1, 0.9), strict=True)])
     assert noisy.alpha.low < 1e-3 < noisy.alpha.high
     assert max(map(abs, noisy.residuals)) > 0.05
+    kinked = fit_link([2] * 4, sizes, [2e-3, 2e-3, 3e-3, 12e-3])  # 1 kB is sent at once
+    assert (kinked.alpha.value, kinked.beta.value) == pytest.approx((1e-3, 1e-8))
+    assert kinked.residuals == pytest.approx([0.0, 0.005, 0.0, 0.0])
     falling = fit_link([2] * 3, [1.0, 10.0, 100.0], [1.0, 0.9, 0.8])
     assert falling.beta.value == 0.0 < falling.alpha.value
     with pytest.raises(ValueError, match="do not tell alpha from beta"):
@@ -234,11 +259,12 @@ def test_a_fit_finds_the_costs_of_exact_times_and_an_interval_that_noise_widens(
 
 def test_measured_costs_come_back_from_their_json() -> None:
     one = Estimate(1.0, 2.0, 3.0)
-    costs = MeasuredMachine((one, one), None, None, {"": one}, "here")
+    costs = MeasuredMachine((one, one), None, None, {"": one}, {"topk": one}, True, "here")
     assert MeasuredMachine.from_json(json.loads(json.dumps(costs.as_json()))) == costs
     for wrong in ([2.0, 1.0, 3.0], [-1.0, 0.0, 1.0], [0.0, 1.0, float("inf")]):
-        with pytest.raises(ValueError, match=r"codec 'x'=.* must be three numbers from 0 on that do not fall"):
-            MeasuredMachine.from_json(costs.as_json() | {"codec": {"x": wrong}})
+        for kind in ("codec", "operation"):
+            with pytest.raises(ValueError, match=rf"{kind} 'x'=.* must be three numbers from 0 on that do not fall"):
+                MeasuredMachine.from_json(costs.as_json() | {kind: {"x": wrong}})
     with pytest.raises(ValueError, match="not measured: inside, compute"):
         costs.machine(lambda estimate: estimate.low)
 
@@ -480,7 +506,8 @@ def test_a_measurement_is_read_by_advise(run: Any, tmp_path: Path, nodes: tuple[
     assert all(3 <= len(residuals) <= 6 for residuals in result["residuals"].values())
     assert costs.compute is not None
     assert costs.compute.value > 0
-    assert {"MinMaxUInt8", "OneBit", "topk", "powersgd", ""} <= costs.codec.keys()
+    assert {"MinMaxUInt8", "OneBit", "topk", "powersgd", ""} <= costs.codec.keys() == costs.operation.keys()
+    assert costs.shared_processor
     code, printed, _ = run("--params", "1e5", "--workers", str(ranks), "--nodes", str(len(nodes)), "--measured", str(path))
     assert code == 0
     assert f"measured on {ranks} ranks" in printed

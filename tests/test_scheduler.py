@@ -296,3 +296,22 @@ def test_garbage_is_collected_at_the_same_points_in_every_run(monkeypatch):
     assert gc.isenabled()
     assert len(traces[0][0]) > 50
     assert traces[1:] == traces[:1] * 2
+
+
+@pytest.mark.parametrize(("ranks", "switches"), [(2, 50), (8, 150)])
+def test_garbage_is_collected_less_often_the_more_threads_there_are(monkeypatch, ranks, switches):
+    monkeypatch.setattr("bagua_ref.communicators.scheduler._COLLECT", 50)
+    monkeypatch.setattr("bagua_ref.communicators.scheduler._FEW", 4)
+    schedulers, collected = set(), []
+
+    def program(comm):
+        schedulers.add(comm._group.scheduler)
+        monkeypatch.setattr(gc, "collect", lambda: collected.extend(scheduler._switches for scheduler in schedulers))
+        for _ in range(100):
+            comm.barrier()
+        monkeypatch.undo()
+
+    SimulatedWorld(ranks).run(program)
+    between = [later - earlier for earlier, later in zip(collected, collected[1:], strict=False)]
+    assert len(between) > 2
+    assert set(between) == {switches}

@@ -10,7 +10,7 @@ import torch
 from tests.disagreements import DIFFERENT_CALLS
 
 from bagua_ref.base.runtime import current_world
-from bagua_ref.communicators.simulated_group import Call
+from bagua_ref.communicators.simulated_group import Call, SimulatedGroup
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, SimulationError
 from bagua_ref.simulation import SimulatedWorld
 
@@ -256,3 +256,39 @@ def test_the_calls_of_a_run_and_their_tensors_are_freed_at_once():
 
     gc.collect()
     assert max(SimulatedWorld(2).run(program)) <= 2  # those of the barrier
+
+
+def test_a_message_to_several_ranks_is_copied_once(monkeypatch):
+    posted = []
+
+    def post_send(group, call, dst):
+        posted.append((call.rank, dst, call.send))
+        return original(group, call, dst)
+
+    original = SimulatedGroup.post_send
+    monkeypatch.setattr(SimulatedGroup, "post_send", post_send)
+
+    def program(comm):
+        mine, other, received = one(comm.rank()), one(9.0), [one(), one()]
+        peers = [rank for rank in range(3) if rank != comm.rank()]
+        sends = [(mine, peer) for peer in peers] + [(other, peers[0])] * (comm.rank() == 0)
+        recvs = list(zip(received, peers, strict=True)) + [(third := one(), 0)] * (comm.rank() == 1)
+        comm.exchange(sends, recvs)
+        return mine, [x.item() for x in received], third.item() if comm.rank() == 1 else None
+
+    results = SimulatedWorld(3).run(program)
+    assert [received for _, received, _ in results] == [[1.0, 2.0], [0.0, 2.0], [0.0, 1.0]]
+    assert results[1][2] == 9.0
+    for rank, (mine, _, _) in enumerate(results):
+        copies = [send for sender, _, send in posted if sender == rank]
+        assert len({id(copy) for copy in copies}) == (2 if rank == 0 else 1)
+        assert all(copy.data_ptr() != mine.data_ptr() for copy in copies)
+
+
+def test_equal_rows_of_an_agreement_are_one_list_on_all_ranks():
+    def program(comm):
+        return comm.exchange_ints([7, comm.rank() == 2])()
+
+    found = SimulatedWorld(4).run(program)
+    assert found == [[[7, 0], [7, 0], [7, 1], [7, 0]]] * 4
+    assert len({id(row) for rows in found for row in rows}) == 2

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 
 import bagua_ref
-from bagua_ref.backends import get_codec, list_codecs
+from bagua_ref.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm, PowerSGDAlgorithm, TopKAlgorithm
+from bagua_ref.backends import list_codecs
 from bagua_ref.cli.command import (
     CommandError,
     Commands,
@@ -26,18 +28,33 @@ from bagua_ref.cli.command import (
     write_file,
     write_json,
 )
-from bagua_ref.comm_ops.top_k import count_of, largest
-from bagua_ref.formulas.costs import all_reduce, chunk_bytes
-from bagua_ref.planning import Cluster, Estimate, Exchange, Fit, MeasuredMachine, fit_link, median_of
+from bagua_ref.communicators.base import Communicator
+from bagua_ref.data_parallel import DistributedDataParallel
+from bagua_ref.formulas.costs import LinkCost, LinkCosts, all_reduce, chunk_bytes
+from bagua_ref.planning import (
+    Cluster,
+    Estimate,
+    Exchange,
+    Fit,
+    Machine,
+    MeasuredMachine,
+    exchange_seconds,
+    fit_link,
+    median_of,
+    plan_of,
+)
+from bagua_ref.simulation import SimulatedWorld
 
-__all__ = ["add_parser", "fit_links", "time_codecs", "times_of"]
+__all__ = ["add_parser", "fit_links", "time_operations", "times_of"]
 
 _SIZES = (1 << 6, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 """Elements of the all-reduced tensors."""
 _LONGEST = 1.0
 """Seconds of an all-reduce after which no larger one is timed: over slow links it would take minutes, and tell no more."""
-_ELEMENTS = 1 << 20
-"""Those with which codecs are timed."""
+_BUCKETS = 4
+"""Buckets of the trainings in which operations are timed."""
+_SMALL, _LARGE = 24, 512
+"""Rows and columns of each bucket's matrix; `powersgd` compresses even the small ones."""
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -69,16 +86,19 @@ def _measure(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     bagua_ref.init_process_group()
     try:
         fits = fit_links(arguments.repeat)
-        rates = time_codecs(arguments.repeat)
+        if not fits:
+            raise CommandError("one rank alone has no links to measure; start two or more, by torchrun")
+        links = {kind: (fit.alpha, fit.beta) for kind, fit in fits.items()}
+        likely = {kind: LinkCost(alpha.value, beta.value) for kind, (alpha, beta) in links.items()}
+        first = next(iter(likely.values()))
+        costs = LinkCosts(likely.get("between", first), likely.get("inside", first))
+        rates, operations = time_operations(arguments.repeat, costs)
         compute = None if step is None else median_of(times_of(step, arguments.repeat))
         rank, ranks = bagua_ref.get_rank(), bagua_ref.get_world_size()
     finally:
         bagua_ref.destroy_process_group()
-    if not fits:
-        raise CommandError("one rank alone has no links to measure; start two or more, by torchrun")
-    links = {kind: (fit.alpha, fit.beta) for kind, fit in fits.items()}
     about = f"measured on {ranks} ranks, with {arguments.repeat} repeats"
-    found = MeasuredMachine(links.get("between"), links.get("inside"), compute, rates, about)
+    found = MeasuredMachine(links.get("between"), links.get("inside"), compute, rates, operations, True, about)
     if rank != 0:
         return 0
     result = found.as_json() | {"residuals": {kind: fit.residuals for kind, fit in fits.items()}}
@@ -124,20 +144,61 @@ def fit_links(repeat: int) -> dict[str, Fit]:
     return found
 
 
-def time_codecs(repeat: int) -> dict[str, Estimate]:
-    """Return the seconds per element of every codec, of the selection of topk, and of a multiplication of powersgd."""
-    x = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0))
-    side = int(_ELEMENTS**0.5)
-    square, column, out = x.view(side, side), x[:side].view(side, 1), torch.empty_like(x)
-    work: dict[str, tuple[Callable[[], Any], int]] = {
-        "topk": (lambda: largest(x, count_of(_ELEMENTS, 0.01)), _ELEMENTS),
-        "powersgd": (lambda: square @ column, _ELEMENTS),
-    }
+def time_operations(repeat: int, links: LinkCosts) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
+    """Return what ranks compute in operations on buckets, by codec: seconds per element, and of an operation whatever its size.
+
+    Short trainings are timed, without what they take without communication. The rate is that of one simulated rank alone, by large
+    buckets. An operation is that of all ranks on small buckets, without the time of its links. The most expensive codec stands for
+    those that are not listed.
+
+    Args:
+        repeat: steps of each training.
+        links: of all ranks.
+    """
+    usual = ByteGradAlgorithm(hierarchical=False)
+    kinds = {"": GradientAllReduceAlgorithm(hierarchical=False), usual.compression: usual}
     for name in list_codecs():
-        codec = get_codec(name)
-        work[name] = (lambda codec=codec: codec.decompress(codec.compress(x, 1), 1, out=out), 2 * _ELEMENTS)  # type: ignore[misc]
-    rates = {name: median_of([taken / passed for taken in times_of(run, repeat)]) for name, (run, passed) in work.items()}
-    return {**rates, "": max(rates.values(), key=lambda rate: rate.value)}
+        kinds.setdefault(name, ByteGradAlgorithm(False, compression=name, error_feedback=True))
+    kinds["topk"], kinds["powersgd"] = TopKAlgorithm(warmup_steps=0), PowerSGDAlgorithm(4, warmup_steps=0)
+    nodes = Cluster.even(bagua_ref.get_world_size(), bagua_ref.get_world_size() // bagua_ref.get_local_size())
+    rates, operations = dict[str, Estimate](), dict[str, Estimate]()
+    for name, algorithm in kinds.items():
+        if name:
+            small, large = SimulatedWorld(1).run(partial(_alone, algorithm, repeat))[0]
+            passed = _exchange(algorithm, _LARGE, Cluster((1,))).elements
+            rates[name] = _positive([(taken - median(small)) / passed for taken in large])
+        exchange = _exchange(algorithm, _SMALL, nodes)
+        machine = Machine(links, 0.0, codec={name: rate.value for name, rate in rates.items()}, at_once=True)
+        modelled = exchange_seconds(exchange, machine)
+        operations[name] = _positive([taken - modelled for taken in _beside_compute(algorithm, _SMALL, repeat)])
+    return {**rates, "": max(rates.values(), key=attrgetter("value"))}, operations
+
+
+def _module(side: int) -> torch.nn.Module:
+    return torch.nn.Sequential(*(torch.nn.Linear(side, side, bias=False) for _ in range(_BUCKETS)))
+
+
+def _exchange(algorithm: Algorithm, side: int, nodes: Cluster) -> Exchange:
+    return plan_of(algorithm, torch.nn.Linear(side, side, bias=False, device="meta"), nodes).after_warmup(1)[0]
+
+
+def _alone(algorithm: Algorithm, repeat: int, _: Communicator) -> list[list[float]]:
+    bagua_ref.init_process_group()
+    return [_beside_compute(algorithm, side, repeat) for side in (_SMALL, _LARGE)]
+
+
+def _beside_compute(algorithm: Algorithm, side: int, repeat: int) -> list[float]:
+    """Return the seconds, for each bucket, of training steps without those that they take without communication."""
+    plain, module = _module(side), _module(side)
+    wrapped = DistributedDataParallel(module, bucket_cap_mb=1e-6, algorithm=algorithm)  # a bucket for each parameter
+    x = torch.ones(1, side)
+    compute, steps = (times_of(lambda model=model: model(x).sum().backward(), repeat) for model in (plain, wrapped))  # type: ignore[misc]
+    return [(taken - median(compute)) / _BUCKETS for taken in steps]
+
+
+def _positive(times: Sequence[float]) -> Estimate:
+    """Return the median of times, or 0 if noise has made it negative."""
+    return Estimate(*(max(0.0, end) for end in median_of(times)))
 
 
 def times_of(run: Callable[[], Any], repeat: int) -> list[float]:
@@ -159,6 +220,7 @@ def _print(found: MeasuredMachine, fits: dict[str, Fit]) -> None:
         rows.append(cells(f"latency {kind}", fit.alpha, "us", 1e6))
         rows.append(cells(f"time per byte {kind}", fit.beta, "ns", 1e9))
     rows += [cells(f"codec {name or 'not listed'}", rate, "ns per element", 1e9) for name, rate in found.codec.items()]
+    rows += [cells(f"operation {name or 'not listed'}", cost, "us", 1e6) for name, cost in found.operation.items()]
     rows += [] if found.compute is None else [cells("compute", found.compute, "ms", 1e3)]
     print_rows("Measured costs", ["", "value", "low", "high", "unit"], rows)
     for kind, fit in fits.items():

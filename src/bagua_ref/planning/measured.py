@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from statistics import median, stdev
 from typing import Any, NamedTuple
 
@@ -58,7 +59,8 @@ class Fit(NamedTuple):
 def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence[float]) -> Fit:
     """Return the alpha and beta with which ``rounds * alpha + nbytes * beta`` is nearest to ``seconds`` (S14.2).
 
-    Least squares of the relative errors, so that short times count as much as long ones. Neither is below 0.
+    The sum of the relative errors is the least, so that short times count as much as long ones, and one size that a network treats
+    otherwise, such as what it sends at once after a pause, does not move the rest. Neither cost is below 0.
 
     Args:
         rounds: of each operation.
@@ -72,17 +74,19 @@ def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence
     >>> round(fit.alpha.value, 9), round(fit.beta.value, 9)
     (0.1, 0.0001)
 
-    Source: Hockney, "The communication challenge for MPP", Parallel Computing 1994, for alpha and beta.
+    Source: Hockney, "The communication challenge for MPP", Parallel Computing 1994, for alpha and beta; Bloomfield and Steiger,
+    "Least Absolute Deviations", 1983: a best line passes through two of the points.
     """
     times = np.asarray(seconds, dtype=np.float64)
     features = np.stack([np.asarray(rounds, dtype=np.float64), np.asarray(nbytes, dtype=np.float64)], axis=1) / times[:, None]
     if len(times) < 3 or np.linalg.matrix_rank(features) < 2:
         raise ValueError(f"{len(times)} operations do not tell alpha from beta; use three or more, of different sizes")
-    found = np.linalg.lstsq(features, np.ones_like(times), rcond=None)[0]
-    for place in np.flatnonzero(found < 0):  # the other one alone is then the nearest
-        other = 1 - place
-        found[place], found[other] = 0.0, features[:, other].sum() / (features[:, other] ** 2).sum()
-    residuals = features @ found - 1
+    pairs = [np.linalg.lstsq(features[list(two)], np.ones(2), rcond=None)[0] for two in combinations(range(len(times)), 2)]
+    alone = [np.eye(2)[place] / row[place] for row in features for place in (0, 1) if row[place]]
+    lines = np.array([line for line in (*pairs, *alone) if (line >= 0).all()])
+    residuals_of = lines @ features.T - 1
+    best = np.abs(residuals_of).sum(axis=1).argmin()
+    found, residuals = lines[best], residuals_of[best]
     variance = (residuals**2).sum() / (len(times) - 2)
     errors = np.sqrt(np.diag(np.linalg.inv(features.T @ features)) * variance)
     alpha, beta = (Estimate.with_error(float(value), float(error)) for value, error in zip(found, errors, strict=True))
@@ -98,6 +102,8 @@ class MeasuredMachine:
         inside: those inside a node; None: not measured.
         compute: seconds of a forward and backward pass; None: not measured.
         codec: seconds per element, by codec.
+        operation: seconds of an operation on a bucket, by codec.
+        shared_processor: whether the processor that computes does both.
         about: where the numbers come from.
     """
 
@@ -105,6 +111,8 @@ class MeasuredMachine:
     inside: tuple[Estimate, Estimate] | None
     compute: Estimate | None = None
     codec: Mapping[str, Estimate] = field(default_factory=dict)
+    operation: Mapping[str, Estimate] = field(default_factory=dict)
+    shared_processor: bool = False
     about: str = ""
 
     def machine(self, end: Callable[[Estimate], float], slowest: float = 1.0, jitter: float = 0.0) -> Machine:
@@ -117,15 +125,22 @@ class MeasuredMachine:
             lacking = [name for name in ("between", "inside", "compute") if getattr(self, name) is None]
             raise ValueError(f"costs were not measured: {', '.join(lacking)}")
         links = LinkCosts(*(LinkCost(*map(end, link)) for link in (self.between, self.inside)))
-        rates = {name: end(rate) for name, rate in self.codec.items()}
-        return Machine(links, end(self.compute), 0.0, rates, slowest, jitter, at_once=True)
+        codec, operation = ({name: end(cost) for name, cost in costs.items()} for costs in (self.codec, self.operation))
+        return Machine(links, end(self.compute), 0.0, codec, operation, self.shared_processor, slowest, jitter, at_once=True)
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `from_json` reads."""
         measured = {"between": self.between, "inside": self.inside}
         links = {kind: link and {"alpha": list(link[0]), "beta": list(link[1])} for kind, link in measured.items()}
-        codec = {name: list(rate) for name, rate in self.codec.items()}
-        return {"links": links, "compute": self.compute and list(self.compute), "codec": codec, "about": self.about}
+        codec, operation = ({name: list(cost) for name, cost in costs.items()} for costs in (self.codec, self.operation))
+        return {
+            "links": links,
+            "compute": self.compute and list(self.compute),
+            "codec": codec,
+            "operation": operation,
+            "shared_processor": self.shared_processor,
+            "about": self.about,
+        }
 
     @classmethod
     def from_json(cls, value: Any) -> MeasuredMachine:
@@ -141,8 +156,9 @@ class MeasuredMachine:
         """
         what, numbers = "the measured costs", [(int, float)] * 3
         link = {"alpha": numbers, "beta": numbers}
-        form = {"links": {"between?": link, "inside?": link}, "compute?": numbers, "codec": {str: numbers}, "about?": str}
-        check_form(value, form, what)
+        by_codec = {str: numbers}
+        form = {"links": {"between?": link, "inside?": link}, "compute?": numbers, "codec": by_codec, "about?": str}
+        check_form(value, form | {"operation?": by_codec, "shared_processor?": bool}, what)
 
         def estimate(found: Sequence[float], name: str) -> Estimate:
             if not 0 <= found[0] <= found[1] <= found[2] < math.inf:
@@ -153,11 +169,16 @@ class MeasuredMachine:
             found = value["links"].get(kind)
             return found and (estimate(found["alpha"], f"alpha {kind}"), estimate(found["beta"], f"beta {kind}"))
 
+        def by_name(kind: str) -> dict[str, Estimate]:
+            return {name: estimate(cost, f"{kind} {name!r}") for name, cost in (value.get(kind) or {}).items()}
+
         compute = value.get("compute")
         return cls(
             link_of("between"),
             link_of("inside"),
             compute and estimate(compute, "compute"),
-            {name: estimate(rate, f"codec {name!r}") for name, rate in value["codec"].items()},
+            by_name("codec"),
+            by_name("operation"),
+            bool(value.get("shared_processor")),
             value.get("about") or "",
         )

@@ -57,9 +57,12 @@ def _turns(n: int) -> int:
     return 2 * max(0, n - 2)
 
 
-def _passes(bucket: BucketShape, n: int) -> int:
-    """Return the elements of S3.2 that pass through a codec: all are encoded and decoded, and then one chunk and all of them."""
-    return 3 * bucket.numel + bucket.numel // n
+def _passes(bucket: BucketShape, n: int, options: Any) -> int:
+    """Return the elements of S3.2 that pass through a codec: all are encoded and decoded, and then one chunk and all of them.
+
+    Ranks with an error memory decode what they have sent, too (S11.1).
+    """
+    return (4 if options.error_feedback else 3) * bucket.numel + bucket.numel // n
 
 
 def _error_memory(buckets: list[BucketShape], n: int, options: Any) -> int:
@@ -83,7 +86,7 @@ class _ByteGrad(StepPlan):
             lambda bucket: self.among(lambda n: _scattered(bucket, n, self.algorithm), bucket, self.hierarchical, True),
             self.buckets,
             codec=self.algorithm.compression,
-            elements=lambda bucket: _passes(bucket, self._chunks),
+            elements=lambda bucket: _passes(bucket, self._chunks, self.algorithm),
             turns=_turns(self._chunks),
         )
 
@@ -217,7 +220,7 @@ class _DiLoCo(StepPlan):
             [] if place is None else self._fragments[place],
             when="step",
             codec=codec or "",
-            elements=lambda part: _passes(part, n) if codec else 0,
+            elements=lambda part: _passes(part, n, self.algorithm) if codec else 0,
             turns=_turns(n),
             delay=self._schedule.delay,
         )

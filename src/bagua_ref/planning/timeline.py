@@ -21,6 +21,9 @@ class Machine(NamedTuple):
         compute: seconds of a forward and backward pass, a third of which is forward.
         after: seconds of what follows in each step, such as the optimizer.
         codec: seconds for an element that passes through a codec, by its name (S14.3); "" for those without an entry.
+        operation: seconds of an operation on a bucket beside its links and elements, by its codec; "" for those without an entry.
+        shared_processor: whether codecs and operations take their seconds from the processor that computes, as on CPUs. If not,
+            they run beside compute.
         slowest: the compute of the slowest rank, divided by the mean.
         jitter: the standard deviation of a rank's compute from step to step, divided by the mean.
         at_once: whether a rank sends to all others at once in an all-to-all or all-gather, so that latencies do not add up, as
@@ -31,6 +34,8 @@ class Machine(NamedTuple):
     compute: float
     after: float = 0.0
     codec: Mapping[str, float] = {}
+    operation: Mapping[str, float] = {}
+    shared_processor: bool = False
     slowest: float = 1.0
     jitter: float = 0.0
     at_once: bool = False
@@ -51,13 +56,18 @@ class Prediction(NamedTuple):
 
 
 def exchange_seconds(exchange: Exchange, machine: Machine) -> float:
-    """Return the time of an operation: its rounds (S14.2), and what passes through its codec (S14.3), one after the other."""
+    """Return the time of an operation: its rounds (S14.2) and what this rank does for it (S14.3), one after the other."""
     wires = sum(count * round_seconds(dict(loads), machine.links) for loads, count in exchange.rounds.items())
     if machine.at_once:
         link = machine.links.between if len(exchange.cluster.nodes) > 1 else machine.links.inside
         wires -= exchange.turns * link.alpha
+    return wires + own_seconds(exchange, machine)
+
+
+def own_seconds(exchange: Exchange, machine: Machine) -> float:
+    """Return the time that a rank computes for an operation: what it costs at all, and what passes through its codec (S14.3)."""
     rate = machine.codec.get(exchange.codec, machine.codec.get("", 0.0)) if exchange.codec else 0.0
-    return wires + rate * exchange.elements
+    return machine.operation.get(exchange.codec, machine.operation.get("", 0.0)) + rate * exchange.elements
 
 
 def step_seconds(exchanges: Sequence[Exchange], machine: Machine) -> tuple[float, float]:
@@ -65,6 +75,9 @@ def step_seconds(exchanges: Sequence[Exchange], machine: Machine) -> tuple[float
 
     What begins in backward overlaps with it bucket by bucket; what begins with the forward pass overlaps with all of it; what
     follows the optimizer step is exposed, except for the time of the steps by which it may be delayed.
+
+    With a shared processor, compute takes longer by the seconds of codecs and operations that run beside it: in backward those of
+    all buckets but the last one, which is ready when backward has ended.
 
     Args:
         exchanges: of the step.
@@ -78,16 +91,21 @@ def step_seconds(exchanges: Sequence[Exchange], machine: Machine) -> tuple[float
     (0.172, 0.072)
     """
     forward, backward = machine.compute * FORWARD, machine.compute * (1 - FORWARD)
-    seconds_of = {exchange: exchange_seconds(exchange, machine) for exchange in dict.fromkeys(exchanges)}
-    timed = [(exchange, seconds_of[exchange]) for exchange in exchanges]
+    costs = {
+        exchange: (exchange_seconds(exchange, machine), own_seconds(exchange, machine) * machine.shared_processor)
+        for exchange in dict.fromkeys(exchanges)
+    }
+    timed = [(exchange, *costs[exchange]) for exchange in exchanges]
     seconds, after = machine.compute, machine.after
-    hidden = [(exchange.nbytes, taken) for exchange, taken in timed if exchange.when == "backward"]
+    hidden = [(exchange.nbytes, taken, own) for exchange, taken, own in timed if exchange.when == "backward"]
     if hidden:
-        seconds, _ = overlap(forward, backward, [nbytes for nbytes, _ in hidden], [taken for _, taken in hidden])
-    seconds = max(seconds, sum(taken for exchange, taken in timed if exchange.when == "pass"))
-    for exchange, taken in timed:
+        nbytes, times, owns = zip(*hidden, strict=True)
+        seconds, _ = overlap(forward, backward + sum(owns[:-1]), nbytes, times)
+    passing = [(taken, own) for exchange, taken, own in timed if exchange.when == "pass"]
+    seconds = max(seconds + sum(own for _, own in passing), sum(taken for taken, _ in passing))
+    for exchange, taken, own in timed:
         if exchange.when == "step":
-            after += max(0.0, taken - exchange.delay * (machine.compute + machine.after))
+            after += max(own, taken - exchange.delay * (machine.compute + machine.after))
     return seconds + after, seconds - machine.compute + after - machine.after
 
 
