@@ -117,14 +117,28 @@ class AveragingThread:
             self._go(State.ABORTED)
             raise CommunicationError(
                 f"asynchronous averaging stopped in round {self.completed}: {type(error).__name__}: {error}. Every rank must call "
-                "abort() before it ends"
+                "model.bagua_algorithm.abort(model), or end by destroy_process_group()"
             ) from error
 
     def forget(self) -> None:
-        """End the thread without waiting for the other ranks; training has ended on this rank."""
+        """End without waiting, as there is no training any more; rounds under way end when the other ranks stop, too."""
         self._forgotten = True
-        self._wake.set()
-        self._group.close()
+        if self.state is State.RUNNING:
+            for op in self.ops:
+                op.abort()
+            self._go(State.STOPPING)
+            self._wake.set()
+        else:
+            self._group.close()
+
+    def end(self) -> None:
+        """Stop as this rank ends: wait until the other ranks stop or end, too.
+
+        Raises:
+            CommunicationError: a round failed.
+        """
+        if self.state is State.RUNNING or self._forgotten:
+            self.stop()
 
     def _spawn(self) -> None:
         self._wake.clear()
@@ -133,7 +147,7 @@ class AveragingThread:
 
     def _run(self) -> None:
         try:
-            while not self._forgotten:
+            while True:
                 for bucket in self._buckets:
                     bucket.execute(label=f"bagua_ref::async/bucket{bucket.name}")
                     if bucket._async_op.get_status() == "stopped":
@@ -147,6 +161,9 @@ class AveragingThread:
                 explain(error)
                 self.error = error
                 self._go(State.FAILED)
+        finally:
+            if self._forgotten:
+                self._group.close()
 
 
 class WeightLockHooks:
