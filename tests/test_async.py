@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import os
 import re
 import threading
@@ -553,16 +554,17 @@ def destroys_alone() -> str:
         step(module, optimizer, 0.01)
     if bagua_ref.get_rank() == 1:
         os._exit(0)
-    try:
-        bagua_ref.destroy_process_group()
-    except CommunicationError as error:
-        assert not bagua_ref.is_initialized()
-        return str(error)
-    return "no error"
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("bagua_ref.algorithms").addHandler(handler)
+    bagua_ref.destroy_process_group()
+    assert not bagua_ref.is_initialized()
+    return said[0]
 
 
 @pytest.mark.slow
-def test_S5_6_the_error_of_a_rank_that_ends_alone_says_what_to_call() -> None:
+def test_S5_6_the_warning_of_a_rank_that_ends_alone_says_what_to_call() -> None:
     survivor, _ = outcomes(destroys_alone, 2, collective_timeout=5, limit=60)
     assert survivor.result.endswith("Every rank must call model.bagua_algorithm.abort(model), or end by destroy_process_group()")
 

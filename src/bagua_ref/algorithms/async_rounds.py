@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import threading
 import types
@@ -23,6 +24,8 @@ from bagua_ref.observe.meter import Meter, use_meter
 from bagua_ref.types import Group
 
 __all__ = ["TRANSITIONS", "AveragingThread", "State", "WeightLockHooks"]
+
+_logger = logging.getLogger(__name__)
 
 
 class State(Enum):
@@ -132,13 +135,12 @@ class AveragingThread:
             self._group.close()
 
     def end(self) -> None:
-        """Stop as this rank ends: wait until the other ranks stop or end, too.
-
-        Raises:
-            CommunicationError: a round failed.
-        """
-        if self.state is State.RUNNING or self._forgotten:
-            self.stop()
+        """Stop as this rank ends: wait until the other ranks stop or end, too; a round that fails meanwhile is logged."""
+        if self.state in (State.RUNNING, State.FAILED) or self._forgotten:
+            try:
+                self.stop()
+            except CommunicationError as error:  # this rank's training is over, and its connections are yet to be closed
+                _logger.warning("%s", error)
 
     def _spawn(self) -> None:
         self._wake.clear()

@@ -291,7 +291,6 @@ def destroy_process_group() -> None:
     here, end or call its ``abort``. The end of the interpreter does the same.
 
     Raises:
-        CommunicationError: asynchronous averaging failed; all connections are closed nevertheless.
         CommunicationError: this process was forked after ``init_process_group()``; only its parent can do this.
     """
     world = current_world()
