@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import os
 import re
 import threading
@@ -25,6 +26,7 @@ from bagua_ref.base.runtime import current_world
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.conformance import SUM, assert_equal
 from bagua_ref.errors import CommunicationError
+from bagua_ref.groups.process_group import _destroy_at_exit
 
 
 def wrapped(seed: int = 0, **arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -514,6 +516,57 @@ def test_S5_6_a_process_may_end_without_abort() -> None:
     while algorithm._rounds.completed < 3 and time.monotonic() < deadline:
         step(module, optimizer, 0)
     assert algorithm._rounds.completed >= 3
+
+
+def ends_while_averaging(interval: float, ending: str) -> int:
+    """Train two steps on rank 0 and forty on rank 1, leave the loop as the quick start does, and end."""
+    module, optimizer, algorithm = wrapped(sync_interval_ms=interval)
+    for _ in range(40 if (rank := bagua_ref.get_rank()) else 2):
+        step(module, optimizer, 0.01)
+    rounds = algorithm._rounds
+    while rounds.state is State.IDLE and rank == 0:
+        step(module, optimizer, 0)
+    if ending == "drops the module":
+        del module, optimizer, algorithm
+        gc.collect()
+    elif ending == "holds weights":
+        module(torch.randn(4, 6))
+    if ending == "interpreter":
+        _destroy_at_exit(current_world(), os.getpid())
+    else:
+        bagua_ref.destroy_process_group()
+    assert not bagua_ref.is_initialized()
+    assert rounds.state is State.ABORTED
+    return rounds.completed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["destroys", "holds weights", "interpreter", "drops the module"])
+def test_S5_6_averaging_ends_with_the_process_group_once_every_rank_ends(ending: str) -> None:
+    few, many = launch(ends_while_averaging, 2, 1, ending, limit=60)
+    assert few == many > 2
+    assert launch(ends_while_averaging, 2, 600_000, ending, limit=60)[0] >= 1
+
+
+def destroys_alone() -> str:
+    module, optimizer, _algorithm = wrapped(sync_interval_ms=1)
+    for _ in range(5):
+        step(module, optimizer, 0.01)
+    if bagua_ref.get_rank() == 1:
+        os._exit(0)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("bagua_ref.algorithms").addHandler(handler)
+    bagua_ref.destroy_process_group()
+    assert not bagua_ref.is_initialized()
+    return said[0]
+
+
+@pytest.mark.slow
+def test_S5_6_the_warning_of_a_rank_that_ends_alone_says_what_to_call() -> None:
+    survivor, _ = outcomes(destroys_alone, 2, collective_timeout=5, limit=60)
+    assert survivor.result.endswith("Every rank must call model.bagua_algorithm.abort(model), or end by destroy_process_group()")
 
 
 def loses_a_peer() -> str:

@@ -470,7 +470,7 @@ def test_S2_5_a_rank_that_dies_makes_the_others_raise(nranks, over_gloo):
         assert isinstance(ended[rank].error, CommunicationError), ended[rank].traceback  # from the barrier at the end
         assert set(ended[rank].result) == set(WAITING)
         for collective, (group, message) in ended[rank].result.items():
-            for part in (collective.split()[-1], group, f"rank {rank} of {nranks}", str(list(range(nranks)))):
+            for part in (collective.split()[-1], group, f" on rank {rank} in group ", f" of ranks 0-{nranks - 1} "):
                 assert part in message
 
 
@@ -630,7 +630,7 @@ def end_with_an_exception():
         sys.last_value = ValueError("no batch 7")
         atexit._run_exitfuncs()
         os._exit(1)
-    with pytest.raises(CommunicationError, match=r"failed; rank 1 ended with ValueError: no batch 7 \("):
+    with pytest.raises(CommunicationError, match=r"failed; rank 1 ended with ValueError: no batch 7$"):
         bagua_ref.allreduce_inplace(torch.ones(10))
     bagua_ref.destroy_process_group()
 

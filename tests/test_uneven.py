@@ -29,7 +29,7 @@ from bagua_ref.algorithms import (
     TopKAlgorithm,
 )
 from bagua_ref.data_parallel import DistributedDataParallel
-from bagua_ref.errors import CommunicationError
+from bagua_ref.errors import CommunicationError, SimulationError
 
 Counts = list[int]
 """The number of batches of each rank."""
@@ -55,6 +55,25 @@ REPLICATED = {name for name in ALGORITHMS if name.startswith(("gradient", "byteg
 
 def wrapped(algorithm: Algorithm, momentum: float = 0.0, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     return wrap(network(), algorithm, 0.1, momentum, **options)
+
+
+ENDED = r"rank 0 ended normally after 2 steps; if ranks have different numbers of batches, use bagua_ref\.join$"
+
+
+def without_join(name: str) -> None:
+    """Train on 2 batches on rank 0 and on 4 on each other one, outside of `bagua_ref.join`."""
+    algorithm = ALGORITHMS[name]() if name in ALGORITHMS else None
+    module = network()
+    optimizer, algorithm = (torch.optim.SGD(module.parameters(), 0.1), algorithm) if algorithm else by_name(name, module)
+    module.with_bagua([optimizer], algorithm)  # type: ignore[operator]
+    train(module, optimizer, rank := bagua_ref.get_rank(), 4 if rank else 2)
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS, "qadam"])
+def test_an_error_outside_of_join_says_to_use_it(name: str) -> None:
+    with pytest.raises(SimulationError, match=ENDED) as raised:
+        simulate(2, lambda r: without_join(name))
+    assert raised.value.kind == "ended"
 
 
 def backward(module: nn.Module, rank: int, step: int, factor: float = 1.0) -> None:

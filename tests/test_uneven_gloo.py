@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 from tests.launch import launch, on_every_process
-from tests.test_uneven import ALGORITHMS, Counts, joined, train, two_modules, wrapped
+from tests.test_uneven import ALGORITHMS, ENDED, Counts, joined, train, two_modules, without_join, wrapped
 from tests.trainings import batch, by_name, network, simulate, weights
 from torch import nn
 
@@ -43,6 +47,65 @@ def test_every_algorithm_trains_on_uneven_data_as_in_the_simulated_world() -> No
     for ours, expected in zip(launch(everything, 3), simulate(3, everything), strict=True):
         for name, result in ours.items():
             torch.testing.assert_close(result, expected[name], rtol=1e-4, atol=1e-2 if name == "qadam" else 1e-5, msg=name)
+
+
+def every_algorithm_without_join() -> None:
+    """Train as `without_join` in one job after another."""
+    bagua_ref.destroy_process_group()
+    for name in [*ALGORITHMS, "qadam"]:
+        bagua_ref.init_process_group(timeout=30)
+        if bagua_ref.get_rank():
+            with pytest.raises(CommunicationError, match=ENDED) as raised:
+                without_join(name)
+            assert len(str(raised.value)) < 300, name
+            assert raised.value.__cause__ is None, name
+        else:
+            without_join(name)
+        bagua_ref.destroy_process_group()
+
+
+@pytest.mark.parametrize("over_gloo", [False, True])
+def test_an_error_outside_of_join_says_to_use_it(over_gloo: bool) -> None:
+    launch(every_algorithm_without_join, 2, over_gloo=over_gloo)
+
+
+def rank_0_serves_and_ends_first() -> None:
+    found = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    if os.environ["RANK"] == "0":
+        found.set("port", str(bagua_ref.env.find_free_network_port()))
+    os.environ.update(MASTER_PORT=found.get("port").decode(), TORCHELASTIC_USE_AGENT_STORE="False")
+    bagua_ref.init_process_group(timeout=30)
+    module, optimizer = wrapped(GradientAllReduceAlgorithm())
+    if rank := bagua_ref.get_rank():
+        train(module, optimizer, rank, 2)
+        time.sleep(1)  # until rank 0 has nothing left to do
+        with pytest.raises(CommunicationError, match=ENDED):
+            train(module, optimizer, rank, 1)
+    else:
+        train(module, optimizer, rank, 2)
+    bagua_ref.destroy_process_group()
+
+
+def test_a_rank_that_serves_the_store_does_not_end_before_others_know_why() -> None:
+    launch(rank_0_serves_and_ends_first, 2, init=False)
+
+
+def fails_before_it_destroys() -> None:
+    module, optimizer = wrapped(GradientAllReduceAlgorithm())
+    if rank := bagua_ref.get_rank():
+        with pytest.raises(CommunicationError, match=r"rank 0 ended with ValueError: no batch 7$"):
+            train(module, optimizer, rank, 3)
+        bagua_ref.destroy_process_group()
+    else:
+        train(module, optimizer, rank, 2)
+        try:
+            raise ValueError("no batch 7")
+        except ValueError:
+            bagua_ref.destroy_process_group()
+
+
+def test_a_rank_that_destroys_its_group_because_of_an_error_has_not_ended_normally() -> None:
+    launch(fails_before_it_destroys, 2)
 
 
 def a_pair() -> torch.Tensor:

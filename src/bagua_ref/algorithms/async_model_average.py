@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from bagua_ref.base.untrusted import check_form
 from bagua_ref.base.utils import uncompiled
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.storage import register
+from bagua_ref.groups.process_group import BaguaProcessGroup
 from bagua_ref.types import Group
 
 __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl", "State"]
@@ -28,8 +29,8 @@ __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl", "Stat
 class AsyncModelAverageAlgorithm(Algorithm):
     """Weights are averaged in the background, at intervals of time, while every rank trains at its own speed (S5.6, S3.6).
 
-    Ranks need not take the same number of steps; call ``model.bagua_algorithm.abort(model)`` on every rank before evaluating
-    or ending.
+    Ranks need not take the same number of steps; call ``model.bagua_algorithm.abort(model)`` on every rank before evaluating.
+    ``destroy_process_group()`` and the end of the interpreter do so, too, and wait for the other ranks.
 
     Args:
         peer_selection_mode: "all": the mean over all ranks.
@@ -152,6 +153,14 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         )
         self._holder = WeightLockHooks(context.called_module, context.bagua_optimizers, self._rounds.ops, meter)
         weakref.finalize(self, self._rounds.forget).atexit = False
+        rounds, drop = self._rounds, weakref.WeakMethod(self._holder.drop)
+
+        def end() -> None:
+            if (release := drop()) is not None:
+                release()
+            rounds.end()
+
+        cast(BaguaProcessGroup, group).before_destruction = end
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.1 to the gradients' buckets; the weights' have their operation already."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import threading
 import types
@@ -23,6 +24,8 @@ from bagua_ref.observe.meter import Meter, use_meter
 from bagua_ref.types import Group
 
 __all__ = ["TRANSITIONS", "AveragingThread", "State", "WeightLockHooks"]
+
+_logger = logging.getLogger(__name__)
 
 
 class State(Enum):
@@ -117,14 +120,27 @@ class AveragingThread:
             self._go(State.ABORTED)
             raise CommunicationError(
                 f"asynchronous averaging stopped in round {self.completed}: {type(error).__name__}: {error}. Every rank must call "
-                "abort() before it ends"
+                "model.bagua_algorithm.abort(model), or end by destroy_process_group()"
             ) from error
 
     def forget(self) -> None:
-        """End the thread without waiting for the other ranks; training has ended on this rank."""
+        """End without waiting, as there is no training any more; rounds under way end when the other ranks stop, too."""
         self._forgotten = True
-        self._wake.set()
-        self._group.close()
+        if self.state is State.RUNNING:
+            for op in self.ops:
+                op.abort()
+            self._go(State.STOPPING)
+            self._wake.set()
+        else:
+            self._group.close()
+
+    def end(self) -> None:
+        """Stop as this rank ends: wait until the other ranks stop or end, too; a round that fails meanwhile is logged."""
+        if self.state in (State.RUNNING, State.FAILED) or self._forgotten:
+            try:
+                self.stop()
+            except CommunicationError as error:  # this rank's training is over, and its connections are yet to be closed
+                _logger.warning("%s", error)
 
     def _spawn(self) -> None:
         self._wake.clear()
@@ -133,7 +149,7 @@ class AveragingThread:
 
     def _run(self) -> None:
         try:
-            while not self._forgotten:
+            while True:
                 for bucket in self._buckets:
                     bucket.execute(label=f"bagua_ref::async/bucket{bucket.name}")
                     if bucket._async_op.get_status() == "stopped":
@@ -147,6 +163,9 @@ class AveragingThread:
                 explain(error)
                 self.error = error
                 self._go(State.FAILED)
+        finally:
+            if self._forgotten:
+                self._group.close()
 
 
 class WeightLockHooks:

@@ -42,8 +42,8 @@ def check_saved_here(state: Mapping[str, Any], group: Group) -> None:
     if any(saved[name] != here[name] for name in ("rank", "world_size")):
         raise ValueError(
             f"state has memories of rank {saved['rank']} of {saved['world_size']}, and this is rank {here['rank']} of "
-            f"{here['world_size']}: each rank must load the state that it saved itself, or pass drop_local=True to start with "
-            "memories of zero"
+            f"{here['world_size']}: each rank must load the state that it saved itself, or call "
+            "load_state_dict(state, drop_local=True) to start with memories of zero"
         )
 
 

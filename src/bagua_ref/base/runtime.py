@@ -93,6 +93,9 @@ class World(ABC):
     transport: Transport | None = None
     """The connections between ranks; None before ``init_process_group()`` outside of simulations."""
 
+    meter: Any = None
+    """The `bagua_ref.observe.meter.Meter` of the module that this rank wrapped last; None before that."""
+
     observers: tuple[BucketObserver, ...] = ()
     """Observers of the inputs and results of this rank's bucket operations."""
 

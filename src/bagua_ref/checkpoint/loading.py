@@ -73,8 +73,8 @@ def load(
         raise TypeError("sampler is a state; it must be the sampler to load into")
     if training.context is None and not drop_rank_state:
         raise ValueError(
-            "model is not wrapped, so the state of its algorithm cannot be loaded; wrap it with_bagua(...) first, or pass "
-            "drop_rank_state=True to load the first rank's model and optimizers alone"
+            "model is not wrapped, so the state of its algorithm cannot be loaded; wrap it with_bagua(...) first, or call "
+            "bagua_ref.checkpoint.load(..., drop_rank_state=True) to load the first rank's model and optimizers alone"
         )
     found = _newest(Path(folder), step)
     if found is None:
@@ -133,8 +133,9 @@ def _to_load(training: TrainingState, place: Path, manifest: Manifest, drop: boo
         if not drop and any(bound.values()):
             raise ValueError(
                 f"{place} was saved by {manifest.ranks} ranks and this training has {ranks}, but part of it belongs to single "
-                f"ranks: {one_line(listed(bound))}. Load it with {manifest.ranks} ranks, or pass drop_rank_state=True to continue "
-                "with the first rank's model and optimizers and without the rest of this"
+                f"ranks: {one_line(listed(bound))}. Load it with {manifest.ranks} ranks, or call "
+                "bagua_ref.checkpoint.load(..., drop_rank_state=True) to continue with the first rank's model and optimizers and "
+                "without the rest of this"
             )
     if resized and drop:
         if own.get("sampler"):
@@ -159,8 +160,8 @@ def _check_fit(training: TrainingState, place: Path, manifest: Manifest, state: 
     if wrapped and type(training.algorithm).__name__ != manifest.algorithm:
         saved_with, here = one_line(manifest.algorithm), type(training.algorithm).__name__
         raise ValueError(
-            f"{place} was saved with {saved_with}, and the model is wrapped with {here}; to continue with another algorithm, load "
-            "with drop_rank_state=True before wrapping"
+            f"{place} was saved with {saved_with}, and the model is wrapped with {here}; to continue with another algorithm, call "
+            "bagua_ref.checkpoint.load(..., drop_rank_state=True) before wrapping"
         )
     saved, given = len(state.get("optimizers", ())), len(training.optimizers)
     if saved != given and (wrapped or given):

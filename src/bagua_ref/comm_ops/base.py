@@ -27,7 +27,7 @@ class CommOp(ABC):
         self.comm, self.kernels = comm, kernels
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.comm!r})"
+        return f"{type(self).__name__}({self.comm.nranks()} ranks)"
 
     @abstractmethod
     def __call__(self, x: Tensor) -> None:
@@ -73,7 +73,7 @@ class Hierarchical(CommOp):
         self.leaders_op, self.divisor, self.in_rank_order = leaders_op, divisor, in_rank_order
 
     def __repr__(self) -> str:
-        return f"Hierarchical({self.leaders_op!r} on {self.comm!r})"
+        return f"Hierarchical({self.leaders_op!r}, {self.comm.nranks()} ranks)"
 
     def __call__(self, x: Tensor) -> None:
         """Run on ``x`` in place; every rank of a node ends with identical bits."""

@@ -28,6 +28,7 @@ from bagua_ref.communicators.mesh import Sockets
 from bagua_ref.communicators.pipelining import ComputingError, OtherCallError
 from bagua_ref.communicators.processes import keep_forever
 from bagua_ref.communicators.rendezvous import another_connection, ask, first_sentence, host_of, interruptible, prefixed
+from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.communicators.shared_memory import SharedMemory
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
@@ -66,7 +67,7 @@ class Connection:
     ) -> None:
         self._failures, self._waits = FailureReports(prefixed("gave up", store), ranks, rank), waits
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
-        self._title = f"TorchDistributedCommunicator({name!r}, rank {rank} of {len(ranks)}) of global ranks {list(ranks)}"
+        self._title = f"rank {ranks[rank]} in group {name!r} of {format_ranks(ranks)}"
         self._collectives = self._exchanges = 0
         self._begun: list[Any] = []
         """The works of the exchange of integers that is under way."""
@@ -368,10 +369,10 @@ class Connection:
             return CommunicationTimeoutError(
                 f"{collective} on {self._title}: timed out after {self._timeout.total_seconds():g} s; {who} ({why})"
             )
-        who = self._failures.reason_for_end(self._waits, hung_up) or "this rank failed, or another one has died or left"
+        who = self._failures.reason_for_end(self._waits, hung_up) or f"this rank failed, or another one has died or left ({why})"
         if "Duplicate GPU" in str(error):
             who = "ranks share a GPU, which NCCL refuses; init_process_group(backend='gloo') moves data through the host's memory"
-        return CommunicationError(f"{collective} on {self._title} failed; {who} ({why})")
+        return CommunicationError(f"{collective} on {self._title} failed; {who}")
 
     def _drop(self) -> None:
         nccl, self._nccl, self._gloo, self._begun = self._nccl, None, None, []

@@ -69,8 +69,10 @@ class FailureReports:
         reported = self.reported(limit)
         if not reported and time.monotonic() - began < limit:
             reported = waits.exit_reasons(self._ranks, limit)
-        # Its sockets close a little before a process has ended.
-        if reported or (ended := ended or waits.ended(closed or others, _EXIT_DELAY)):
+        if not reported and not ended:  # sockets close a little before a last report is in the store and the process has ended
+            ended = waits.ended(closed or others, _EXIT_DELAY)
+            reported = waits.exit_reasons(self._ranks, _SHORT_REPLY)
+        if reported or ended:
             return reported or has_ended(ended)
         return f"{format_ranks(closed)} {'have' if len(closed) > 1 else 'has'} died or left" if closed else ""
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-__all__ = ["GlooSockets", "close_served", "open_sockets"]
+__all__ = ["GlooSockets", "open_sockets", "sockets_of_server"]
 
 _libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
 """Used where `open_sockets` finds any."""
@@ -72,16 +72,14 @@ class GlooSockets:
         return [file for file, inode in self._sockets.items() if _inode(file) == inode]
 
 
-def close_served(store: Store) -> None:
-    """Close, in a forked child, the sockets of ``store`` if its parent serves it, so that the store ends with the parent."""
+def sockets_of_server(store: Store) -> list[int]:
+    """Return the descriptors of the sockets with which this process, or its parent, serves ``store``; none if it does not."""
     store = getattr(store, "_underlying_non_prefix_store", store)
     if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
-        return
+        return []
     port = store.port
     ports = {file: found for file in open_sockets() if (found := _ports(file)) and found[0] == port}
-    if (port, None) in ports.values():
-        for file in ports:
-            os.close(file)
+    return list(ports) if (port, None) in ports.values() else []
 
 
 def _inode(file: int) -> int:

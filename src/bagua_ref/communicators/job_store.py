@@ -19,16 +19,25 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from bagua_ref.base.launch_environment import Identity, read_launch
+from bagua_ref.base.runtime import RealWorld
 from bagua_ref.base.untrusted import NATURAL
-from bagua_ref.communicators.gloo_sockets import close_served
+from bagua_ref.communicators.gloo_sockets import sockets_of_server
 from bagua_ref.communicators.processes import Processes, leave_to_parent, node_name, this_process
-from bagua_ref.communicators.rendezvous import NoReply, another_connection, first_sentence, prefixed, rendezvous, within
+from bagua_ref.communicators.rendezvous import (
+    NoReply,
+    StoreLostError,
+    another_connection,
+    first_sentence,
+    prefixed,
+    rendezvous,
+    within,
+)
 from bagua_ref.communicators.shared_memory import shared_by
 from bagua_ref.communicators.torch_distributed import TorchDistributedCommunicator
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
-__all__ = ["TorchDistributedTransport", "job_store"]
+__all__ = ["TorchDistributedTransport", "connect_job", "job_store"]
 
 _logger = logging.getLogger(__name__)
 _ADVICE = "MASTER_ADDR and MASTER_PORT must be an address of rank 0's machine and a free port there, the same on all ranks"
@@ -101,16 +110,32 @@ class TorchDistributedTransport:
         return communicator
 
     def close(self) -> None:
-        """Abort every communicator."""
+        """Abort every communicator, and serve the store a little longer to ranks that have not ended."""
         self.waits.close()
         for communicator in list(self._communicators):
             communicator.abort()
+        if sockets_of_server(self.store):
+            self.waits.await_exits()
 
     def leave_to_parent(self) -> None:
         """Leave every communicator to the parent of this process, a forked child; using them raises CommunicationError."""
         for communicator in list(self._communicators):
             communicator.leave_to_parent()
-        close_served(self.store)
+        for file in sockets_of_server(self.store):  # so that the store ends with the parent
+            os.close(file)
+
+
+def connect_job(world: RealWorld, store: Any, rank: int, size: int, local_size: int, timeout: float) -> TorchDistributedTransport:
+    """Return the connections of a new job; `job_store` describes the arguments."""
+    limit = timeout
+    while True:
+        try:
+            return TorchDistributedTransport(*job_store(store, rank, size, limit), local_size, timeout)
+        except StoreLostError:
+            # A rank that starts its next job at once may still find the last job's store, which is about to end: try again.
+            if store is not None or not world.was_in_job:
+                raise
+            world.was_in_job, limit = False, min(timeout, 10.0)
 
 
 def job_store(store: Any, rank: int, world_size: int, timeout: float) -> tuple[Store, int, int]:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from bagua_ref.communicators.call_sites import call_site, place, raise_site
-from bagua_ref.communicators.tasks import RankState, Task, Ticket, Unwind, blocked, format_ranks, who_waits
+from bagua_ref.communicators.tasks import RankState, Task, Ticket, Unwind, blocked, describe_ends, format_ranks, who_waits
 from bagua_ref.errors import RankCall, SimulationError
 
 __all__ = ["Scheduler", "format_ranks"]
@@ -76,8 +76,8 @@ class Scheduler:
         """The next time at which something happens that no thread does, and the function that does it."""
         self.timeouts_fire = False
         """Whether ranks that wait for each other wait until their timeouts, instead of ending the run."""
-        self.failed_call: RankCall | None = None
-        """Where the exception that ended the run was raised."""
+        self.failed_call: RankCall | None = None  # where the exception that ended the run was raised
+        self.steps_at_end: dict[int, int] = {}  # optimizer steps of ranks that have returned
         self._over = threading.Lock()
         self._states: Sequence[RankState] = rank_states or ()
 
@@ -387,9 +387,9 @@ class Scheduler:
     def _deadlock(self, text: str = "deadlock: every simulated rank is waiting for another") -> SimulationError:
         calls = tuple(blocked(task) for task in sorted(self._tasks, key=lambda task: task.rank) if task.ticket is not None)
         ended = any(rank in self._returned for call in calls for rank in call.waits_for)
-        return SimulationError(
-            f"{text}: {who_waits(self._tasks, self._returned)}", kind="ended" if ended else "deadlock", calls=calls
-        )
+        steps = self.steps_at_end if ended else {}
+        waits = [who_waits(self._tasks, [rank for rank in self._returned if rank not in steps]), describe_ends(steps)]
+        return SimulationError(f"{text}: {'; '.join(filter(None, waits))}", "ended" if ended else "deadlock", calls)
 
     def _unyielding(self) -> SimulationError:
         task = self._current

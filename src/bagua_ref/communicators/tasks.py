@@ -7,7 +7,7 @@ import math
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ import torch
 from bagua_ref.communicators.call_sites import call_site
 from bagua_ref.errors import RankCall
 
-__all__ = ["RankState", "Task", "Ticket", "Unwind", "blocked", "format_ranks", "who_waits"]
+__all__ = ["USE_JOIN", "RankState", "Task", "Ticket", "Unwind", "blocked", "describe_ends", "format_ranks", "who_waits"]
+
+USE_JOIN = "if ranks have different numbers of batches, use bagua_ref.join"
 
 _SENTENCES = 16
 """The most waits that a message lists."""
@@ -96,6 +98,24 @@ def format_ranks(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     return f"rank{'s' * (len(ranks) > 1)} " + ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def describe_ends(steps: Mapping[int, int | None]) -> str:
+    """Describe ranks that have ended without an error while others communicate.
+
+    Args:
+        steps: the optimizer steps of each of them; None: it trained nothing.
+
+    >>> describe_ends({0: 5, 2: 5})
+    'ranks 0, 2 ended normally after 5 steps; if ranks have different numbers of batches, use bagua_ref.join'
+    >>> describe_ends({1: None})
+    'rank 1 ended normally'
+    """
+    found: dict[str, list[int]] = {}
+    for rank, count in sorted(steps.items()):
+        found.setdefault("" if count is None else f" after {count} step{'s' * (count != 1)}", []).append(rank)
+    advice = [USE_JOIN] if any(found) else []
+    return "; ".join([*(f"{format_ranks(ranks)} ended normally{after}" for after, ranks in found.items()), *advice])
 
 
 def blocked(task: Task) -> RankCall:

@@ -6,16 +6,17 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from bagua_ref.communicators.processes import Processes
 from bagua_ref.communicators.rendezvous import another_connection, ask
-from bagua_ref.communicators.scheduler import format_ranks
+from bagua_ref.communicators.tasks import describe_ends, format_ranks
 
 __all__ = ["Waiting", "describe_deadlock", "has_ended"]
 
@@ -31,6 +32,9 @@ _LONGEST = 1000
 
 _LIMIT = 2.0
 """Seconds to wait for the thread that asks the store; after that, the store counts as unreachable."""
+
+_LAST = 5.0
+"""Seconds for which a rank that serves the store waits for the others when it ends, so that they can read why."""
 
 _INTERVAL = 1.0
 """Seconds between two checks of the waits."""
@@ -160,24 +164,39 @@ class Waiting:
         return ask(self._job_store, read, "")
 
     def exit_reasons(self, members: Sequence[int], limit: float = 5.0) -> str:
-        """Describe the exceptions that ended ``members``, or the deadlock; "" if none is known within ``limit`` seconds."""
+        """Describe the ends of ``members``, or the deadlock; "" if neither is known within ``limit`` seconds."""
 
         def read(store: Store) -> str:
-            keys = [(rank, f"left/{rank}") for rank in members if rank != self._rank]
-            reasons = [f"rank {rank} ended with {store.get(key).decode()}" for rank, key in keys if store.check([key])]
-            return "; ".join(filter(None, [*reasons, self._verdict(store, self._published)]))
+            others = [rank for rank in members if rank != self._rank]
+            return "; ".join(filter(None, [*_ends(store, others), self._verdict(store, self._published)]))
 
         return ask(self._job_store, read, "", limit)
 
     def ended(self, members: Collection[int], seconds: float) -> set[int]:
         """Return the ``members`` whose processes are known to have ended, waiting at most ``seconds`` for the first."""
-        return self._processes.ended(members, seconds) if self._processes else set()
+        if self._processes:
+            return self._processes.ended(members, seconds)
+        time.sleep(seconds)
+        return set()
 
-    def report_exit(self, error: BaseException) -> None:
-        """Report to the other ranks the exception that ends this process; may be called while the interpreter ends."""
+    def report_exit(self, error: BaseException | None, steps: int | None = None) -> None:
+        """Report the end of this rank to the others; may be called while the interpreter ends.
+
+        Args:
+            error: the exception that ends it; None: it ends normally.
+            steps: its optimizer steps; None: it trained nothing.
+        """
+        end = json.dumps(["" if error is None else f"{type(error).__name__}: {error}"[:_LONGEST], steps])
         with self._with_store() as reached:  # `ask` would start a thread, which newer Pythons refuse by then
             if reached:
-                (self._store or self._job_store).set(f"left/{self._rank}", f"{type(error).__name__}: {error}"[:_LONGEST])
+                (self._store or self._job_store).set(f"left/{self._rank}", end)
+
+    def await_exits(self) -> None:
+        """Wait until all ranks have reported their ends, at most five seconds: the store ends with this process."""
+        with self._with_store() as reached:
+            if reached:
+                keys = [f"left/{rank}" for rank in range(self._world_size)]
+                (self._store or self._job_store).wait(keys, timedelta(seconds=_LAST))
 
     def close(self) -> None:
         """Let the other ranks know that this one has left, and end the thread."""
@@ -247,9 +266,9 @@ class Waiting:
             self._seen = seen
         waits = self._published_waits() if mine else []
         verdict = self._verdict(self._store, mine) if mine else ""
-        if waits and waits == before and not verdict:
-            verdict = describe_deadlock(waits)
-            for rank in range(self._world_size) if verdict else ():
+        if waits and waits == before and not verdict and (deadlock := describe_deadlock(waits)):
+            verdict = "; ".join([deadlock, *_ends(self._store, range(self._world_size))])
+            for rank in range(self._world_size):
                 self._store.set(f"verdict/{rank}", json.dumps([waits[rank], verdict]))
         return waits, verdict
 
@@ -284,6 +303,14 @@ class Waiting:
             return ""
         waits, verdict = json.loads(store.get(f"verdict/{self._rank}"))
         return str(verdict) if waits == mine else ""
+
+
+def _ends(store: Store, ranks: Iterable[int]) -> list[str]:
+    """Describe the ends that those of ``ranks`` which have ended have reported."""
+    ends = {rank: json.loads(store.get(key)) for rank in ranks if store.check([key := f"left/{rank}"])}
+    normal = {rank: steps for rank, (error, steps) in ends.items() if not error}
+    reasons = [f"rank {rank} ended with {error}" for rank, (error, _) in ends.items() if error]
+    return [*reasons, describe_ends(normal)] if normal else reasons
 
 
 def has_ended(ranks: Collection[int]) -> str:

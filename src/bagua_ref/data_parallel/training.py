@@ -153,6 +153,7 @@ class ModuleTraining(TrainingContext):
         """
         self.module.__dict__.update(_bagua=self, **{name: getattr(self, name) for name in ("bagua_module_name", *_PUBLISHED)})
         self.world.engines[self.bagua_module_name] = self.engine
+        self.world.meter = self.engine.meter
         self._guard.watch()
         self.engine.meter.bytes_before = self._bytes_sent()
 

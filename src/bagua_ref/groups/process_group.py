@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import multiprocessing.util
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -19,10 +20,9 @@ import torch.distributed as dist
 from bagua_ref.base import runtime
 from bagua_ref.base.runtime import Identity, RealWorld, World, current_world
 from bagua_ref.communicators.base import Communicator, NonMember
-from bagua_ref.communicators.job_store import TorchDistributedTransport, job_store
+from bagua_ref.communicators.job_store import TorchDistributedTransport, connect_job
 from bagua_ref.communicators.processes import refuse_in_child
-from bagua_ref.communicators.rendezvous import StoreLostError, check_others, connecting, interruptible
-from bagua_ref.communicators.waiting import Waiting
+from bagua_ref.communicators.rendezvous import check_others, connecting, interruptible
 from bagua_ref.env import checked_timeout, get_default_timeout
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.types import Transport
@@ -75,6 +75,8 @@ class BaguaProcessGroup:
         group_name: the name.
         timeout: seconds without progress after which connecting or a collective raises, as given to `init_process_group`.
         is_background: whether `for_background` made it.
+        before_destruction: called before `destroy_process_group`, or the end of the interpreter, closes the group, unless an
+            exception ends this rank; it may communicate.
 
     Raises:
         ValueError: ranks are repeated or out of range, or the name is taken.
@@ -96,6 +98,7 @@ class BaguaProcessGroup:
         self.ranks, self.stream, self.group_name, self.is_background = tuple(ranks), stream, group_name, is_background
         self._job: _Job = job
         self.timeout = job.timeout
+        self.before_destruction: Callable[[], None] | None = None
         self._closed = False
         self._rank = job.world.identity.rank
         self._communicators: dict[str, MaybeCommunicator] = {}
@@ -241,7 +244,7 @@ def _join(
 ) -> _Job:
     owns_torch_group = not dist.is_initialized()
     if owns_torch_group:
-        transport = _connect_job(world, store, rank, world_size, local_world_size, timeout)
+        transport = connect_job(world, store, rank, world_size, local_world_size, timeout)
         rank, world_size = transport.rank, len(transport.node_of)
     else:
         for name, given, known in (("rank", rank, dist.get_rank()), ("world_size", world_size, dist.get_world_size())):
@@ -274,60 +277,61 @@ def _join(
     world.transport, world.was_in_job = transport, True
     job = _Job(world, transport, timeout, owns_transport=True, owns_torch_group=owns_torch_group)
     # Connections that are open during the interpreter's shutdown can abort the process.
-    atexit.register(_destroy_at_exit, world, job.pid, transport.waits)
+    atexit.register(_destroy_at_exit, world, job.pid)
+    # multiprocessing's processes end without functions of atexit.
+    multiprocessing.util.Finalize(None, _destroy_at_exit, (world, job.pid), exitpriority=0)
     return job
-
-
-def _connect_job(world: RealWorld, store: Any, rank: int, size: int, local_size: int, timeout: float) -> TorchDistributedTransport:
-    """Return the connections of a new job."""
-    limit = timeout
-    while True:
-        try:
-            return TorchDistributedTransport(*job_store(store, rank, size, limit), local_size, timeout)
-        except StoreLostError:
-            # A rank that starts its next job at once may still find the last job's store, which is about to end: try again.
-            if store is not None or not world.was_in_job:
-                raise
-            world.was_in_job, limit = False, min(timeout, 10.0)
 
 
 def destroy_process_group() -> None:
     """Close every communicator and forget the default group; does nothing if there is none.
 
     It destroys torch's default group only if `init_process_group` made it. Ranks need not call it at the same time, but a rank
-    that is still inside a collective raises CommunicationError.
+    that is still inside a collective raises CommunicationError. Asynchronous averaging ends first, for which all ranks must come
+    here, end or call its ``abort``. The end of the interpreter does the same.
 
     Raises:
         CommunicationError: this process was forked after ``init_process_group()``; only its parent can do this.
     """
     world = current_world()
     if world.default_group is not None:
-        _destroy(world)
+        _destroy(world, sys.exc_info()[1])
 
 
-def _destroy(world: World) -> None:
+def _destroy(world: World, error: BaseException | None) -> None:
     job = cast("BaguaProcessGroup", world.default_group)._job
     refuse_in_child(job.pid)
+    error = None if isinstance(error, SystemExit) and not error.code else error
+    groups = list(job.groups.values())
+    try:
+        for group in groups if error is None else ():
+            if group.before_destruction is not None:
+                group.before_destruction()
+    finally:
+        _close(world, job, groups, error)
+
+
+def _close(world: World, job: _Job, groups: list[BaguaProcessGroup], error: BaseException | None) -> None:
+    if job.owns_transport:
+        cast(TorchDistributedTransport, job.transport).waits.report_exit(error, None if world.meter is None else world.meter.steps)
     world.default_group = None
-    for group in list(job.groups.values()):
+    for group in groups:
         group.close()
     if not job.owns_transport:
         return
     job.transport.close()
-    world.transport = None
+    world.transport = world.meter = None
     cast("RealWorld", world).known_identity = None
     atexit.unregister(_destroy_at_exit)
     if job.owns_torch_group and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _destroy_at_exit(world: World, pid: int, waits: Waiting) -> None:
+def _destroy_at_exit(world: World, pid: int) -> None:
     # A forked child shares the connections, which only its parent may close.
     if world.default_group is not None and os.getpid() == pid:
-        error = getattr(sys, "last_value", None)
-        if error is not None and not hasattr(sys, "ps1"):  # at a prompt, the program went on after the error
-            waits.report_exit(error)
-        _destroy(world)
+        # At a prompt, the program went on after the error.
+        _destroy(world, sys.exc_info()[1] or (None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)))
 
 
 def is_initialized() -> bool:

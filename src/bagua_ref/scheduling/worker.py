@@ -64,8 +64,11 @@ class BucketRun:
             try:
                 self.run()
             except Exception as error:
-                self.error = CommunicationError(f"{self.describe()}: {type(error).__name__}: {error}")
-                self.error.__cause__ = error
+                if isinstance(error, CommunicationError):  # a cause that says the same would double the traceback
+                    self.error = type(error)(f"{self.describe()}: {error}")
+                else:
+                    self.error = CommunicationError(f"{self.describe()}: {type(error).__name__}: {error}")
+                    self.error.__cause__ = error
                 self.errors.bucket_failed = True
         if self._ended is not None:
             self._ended.set_result(None)

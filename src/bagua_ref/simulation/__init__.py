@@ -157,6 +157,8 @@ class SimulatedWorld:
             transport = SimulatedTransport(network, rank)
             with use_world(SimulatedRankWorld(scheduler, identities[rank], transport, states[rank] if states else None)) as world:
                 results[rank] = run_process(world, function, *args) if states else function(transport.everyone(), *args)
+                if world.meter is not None:
+                    scheduler.steps_at_end[rank] = world.meter.steps
 
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

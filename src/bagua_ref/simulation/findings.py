@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from bagua_ref.communicators.call_sites import place
-from bagua_ref.communicators.tasks import format_ranks
+from bagua_ref.communicators.tasks import USE_JOIN, format_ranks
 from bagua_ref.errors import RankCall
 from bagua_ref.simulation.faults import Fault
 from bagua_ref.simulation.observation import Observation, Step
@@ -63,6 +63,7 @@ def own_error(seen: Observation) -> Finding | None:
             over = [rank for rank in range(len(seen.log)) if rank not in {call.rank for call in calls}]
             text = f"a rank has ended while others communicate: {'; '.join(map(_waits, calls))}; {format_ranks(over)}"
             text += f" {'has' if len(over) == 1 else 'have'} ended" + "".join(_last(seen.log[rank]) for rank in over[:1])
+            text += f"; {USE_JOIN}" * seen.message.endswith(USE_JOIN)
         elif seen.kind == "exception":
             text = f"exception on rank {call.rank} at {place(call.file, call.line)}: {seen.message}"
         elif seen.kind == "mismatch" and len(calls) > 1:
