@@ -17,7 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _tables import load, table
+from _tables import judged, load, table
+from common import as_json
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -28,7 +29,9 @@ FIGURE = re.compile(r"([-+]?\d[\d,]*(?:\.(\d+))?)<!-- = (\w+): ([^>]+): (-?)([^>
 def figure(found: re.Match[str]) -> str:
     """Return a number in a sentence as it is now, with the comment that says where it is from."""
     text, decimals, name, work, minus, entry, divisor = found.groups()
-    rows: list[dict[str, Any]] = [row for row in load(name)["rows"] if name_of(row) == work]
+    result = load(name)
+    measured = map(as_json, judged(result)) if name == "time_to_quality" else result["rows"]  # its rows are curves
+    rows: list[dict[str, Any]] = [row for row in measured if name_of(row) == work]
     values = {{**row, **row.get("peers", {})}[entry] for row in rows}
     if len(values) != 1:
         raise ValueError(
@@ -41,7 +44,9 @@ def figure(found: re.Match[str]) -> str:
 
 def name_of(row: dict[str, Any]) -> str:
     """Return what a row is about, without figures that change from run to run."""
-    return f"{row['contender']}, {row['link']}" if "contender" in row else str(row["work"])
+    if "contender" not in row:
+        return str(row["work"])
+    return f"{row['task']}, {row['contender']}, {row['link']}" if "task" in row else f"{row['contender']}, {row['link']}"
 
 
 def filled(text: str) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -62,4 +63,15 @@ def test_an_unknown_algorithm_is_named(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_every_example_is_listed() -> None:
     listed = (EXAMPLES / "README.md").read_text()
-    assert [path.name for path in EXAMPLES.glob("*.py") if path.name not in listed] == []
+    kinds = (".py", ".sh", ".ipynb")
+    assert [path.name for path in EXAMPLES.iterdir() if path.suffix in kinds and path.name not in listed] == []
+
+
+def test_the_cells_of_the_notebook_print_what_it_shows() -> None:
+    cells = json.loads((EXAMPLES / "simulated_world.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    mark = "<<< end of cell >>>"
+    ended = run_script(f"\nprint({mark!r})\n".join("".join(cell["source"]) for cell in code))
+    assert ended.returncode == 0, ended.stderr
+    shown = ["".join(line for output in cell["outputs"] for line in output["text"]) for cell in code]
+    assert ended.stdout.split(f"{mark}\n") == shown

@@ -1,0 +1,97 @@
+"""Tests of docs/reference/troubleshooting.md: its messages, variables and loggers are those of the sources."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+from tests.scripts import ROOT
+
+SOURCES = ROOT / "src/bagua_ref"
+TEXT = (ROOT / "docs/reference/troubleshooting.md").read_text()
+SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
+
+LISTED = {
+    "BackendUnavailableError", "CheckpointError", "CommunicationError", "CommunicationTimeoutError", "NotInitializedError",
+    "RuntimeError", "StoreLostError",
+}  # fmt: skip
+"""Each message of these must be on the page. Other classes are exempt: what a user passed is named by a ValueError, TypeError or
+NotImplementedError, with what is allowed."""
+ROOMS = (
+    "algorithms", "backends/__init__.py", "buckets", "checkpoint", "communicators", "contrib", "data_parallel", "distributed",
+    "groups", "integrations", "scheduling",
+)  # fmt: skip
+"""Where a training, its launch or a cache can fail."""
+INSIDE = (
+    "communicators/int_sockets.py", "communicators/shared_memory.py", "communicators/simulated_group.py",
+)  # fmt: skip
+"""Files whose errors others catch and name."""
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {str(path.relative_to(SOURCES)): ast.parse(path.read_text()) for path in sorted(SOURCES.rglob("*.py"))}
+
+
+def template(node: ast.AST) -> str:
+    """Return a string with … for what is filled in."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    return "".join(template(part) if isinstance(part, ast.Constant) else "…" for part in getattr(node, "values", ()))
+
+
+@cache
+def strings() -> list[str]:
+    return [text for tree in trees().values() for node in ast.walk(tree) if (text := template(node))]
+
+
+def raised(path: str) -> Iterator[tuple[str, int, str]]:
+    """Yield the class, line and message of each error that the file raises with words of its own."""
+    for node in ast.walk(trees()[path]):
+        called = node.exc if isinstance(node, ast.Raise) else None
+        if isinstance(called, ast.Call) and called.args and len(re.findall(r"\w\w", text := template(called.args[0]))) > 2:
+            yield ast.unparse(called.func), called.lineno, text
+
+
+def fragments() -> list[str]:
+    rows = [
+        row for section in SECTIONS.values() for row in re.findall(r"^\| (.*?) \|", section, re.MULTILINE) if "message" in section
+    ]
+    return [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
+
+
+def test_there_are_about_sixty_messages() -> None:
+    assert len(fragments()) >= 60
+
+
+@pytest.mark.parametrize("fragment", fragments())
+def test_a_message_of_the_page_is_one_of_the_sources(fragment: str) -> None:
+    assert any(fragment in text for text in strings())
+
+
+@pytest.mark.parametrize("path", [path for path in trees() if path.startswith(ROOMS) and path not in INSIDE])
+def test_every_error_of_these_classes_is_on_the_page(path: str) -> None:
+    lacking = [
+        (line, text) for name, line, text in raised(path) if name in LISTED and not any(part in text for part in fragments())
+    ]
+    assert lacking == []
+
+
+def test_the_tables_of_variables_and_loggers_are_complete() -> None:
+    read = {text for text in strings() if re.fullmatch(r"BAGUA_[A-Z_]*[A-Z]", text)}
+    listed = set(re.findall(r"`(BAGUA_\w+)`", SECTIONS["Environment variables"]))
+    assert read == listed
+    others = set(re.findall(r"`([A-Z][A-Z_]+)`", SECTIONS["Environment variables"])) - listed
+    asked = "\n".join(path.read_text() for path in sorted(SOURCES.rglob("*.py")))
+    assert {name for name in re.findall(r'environ(?:\.get\(|\[)"(\w+)"', asked) if not name.startswith("BAGUA_")} - {
+        "PYTHONHASHSEED"  # which simulated programs are given
+    } <= others
+    loggers = {
+        "bagua_ref." + path.removesuffix(".py").replace("/", ".")
+        for path, tree in trees().items()
+        if any(ast.unparse(node) == "logging.getLogger(__name__)" for node in ast.walk(tree) if isinstance(node, ast.Call))
+    }
+    assert loggers == set(re.findall(r"`(bagua_ref\.[\w.]+)`", SECTIONS["Loggers"]))
