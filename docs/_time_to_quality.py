@@ -42,14 +42,14 @@ def draw_steps(rows: list[dict[str, Any]]) -> None:
     from matplotlib.figure import Figure
 
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "steps", "font.family": "sans-serif"})
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    figure = Figure(figsize=(5.6, 3), layout="constrained")
     axes = figure.add_subplot(ylabel="ms per training step", yscale="log")
     for place, (name, label) in enumerate(SHOWN.items()):
         times = {row["link"]: row["ours"] for row in rows if row["contender"] == name and row["link"] in RATES}
         (line,) = axes.plot(list(times), list(times.values()), color=f"C{place}", marker="o", linewidth=2)
         beside = {"xytext": (-8, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
         axes.annotate(label, (0, times["10 Mbit/s"]), color=line.get_color(), **beside)
-    axes.set_xlim(-0.9, 2.15)
+    axes.set_xlim(-1.3, 2.15)
     axes.set_xticks(range(3), list(RATES))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(axis="y", color="#d5d8dd", linewidth=0.6)

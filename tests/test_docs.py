@@ -92,6 +92,7 @@ TRAFFIC = [
 def test_every_algorithm_has_the_same_sections_and_a_picture_of_its_messages(name: str) -> None:
     page = (ROOT / f"docs/algorithms/{name}.md").read_text()
     assert re.findall(r"^## (.*)$", page, re.MULTILINE)[: len(SECTIONS)] == SECTIONS
+    assert "](https://arxiv.org/abs/" in page.split("## Example")[0], "it names its paper"
     assert f"](../images/pattern-{name}" in page.split("## Message pattern")[1].split("\n## ")[0]
 
 
@@ -122,6 +123,19 @@ def test_every_size_on_a_page_of_algorithms_is_computed(page: Path) -> None:
     sizes = {patterns.bytes_per_step(name, patterns.RESNET50, patterns.RANKS, **options) for name, options in TRAFFIC}
     known = {f"{size / period / 1e6:.1f}" for size in sizes for period in (1, 8, 500)}
     assert set(re.findall(r"([\d.,]+) MB\b", page.read_text())) <= known
+
+
+def test_a_link_to_the_outside_is_on_the_list() -> None:
+    script = load_script("docs/_links.py")
+    assert script.LIST.read_text().split() == script.addresses(), "look at what is new, then run: python docs/_links.py"
+
+
+def test_clauses_link_to_the_specification_but_in_code_and_links() -> None:
+    pytest.importorskip("mkdocs")
+    linked = load_script("docs/_clauses.py").linked
+    assert linked("<p>(S5.1), S99.1</p>", "../spec.html") == '<p>(<a href="../spec.html#s5-1">S5.1</a>), S99.1</p>'
+    for left in ("<code>S5.1</code>", '<a href="x">S5.1</a>', "<h2>S5.1</h2>", "<p>algorithms.S5.1.1</p>"):
+        assert linked(left, "spec.html") == left
 
 
 def test_the_pictures_of_messages_are_current() -> None:
