@@ -284,7 +284,7 @@ def test_a_hostile_trace_is_checked_or_refused_by_name(data):
 @given(data=st.data())
 def test_hostile_costs_are_read_or_refused_by_name(data):
     one = Estimate(1e-9, 2e-9, 3e-9)
-    costs = MeasuredMachine((one, one), (one, one), one, {"": one, "OneBit": one}, "x")
+    costs = MeasuredMachine((one, one), (one, one), one, {"": one, "OneBit": one}, {"topk": one}, True, "x")
     content = data.draw(changed_json(costs.as_json()))
     with bounded_memory(len(content)), may_refuse(ValueError, ""):
         found = MeasuredMachine.from_json(load_json(content))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import signal
 import sys
 import threading
@@ -312,6 +313,6 @@ def test_garbage_is_collected_less_often_the_more_threads_there_are(monkeypatch,
         monkeypatch.undo()
 
     SimulatedWorld(ranks).run(program)
-    between = [later - earlier for earlier, later in zip(collected, collected[1:], strict=False)]
+    between = [later - earlier for earlier, later in itertools.pairwise(collected)]
     assert len(between) > 2
     assert set(between) == {switches}
