@@ -109,7 +109,7 @@ __all__ = [
     "use_backend",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 if not _TYPE_CHECKING:  # so that type checkers still find misspelt names
