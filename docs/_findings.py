@@ -15,7 +15,7 @@ VERDICTS = {
 }
 HEAD = """# Findings in living implementations
 
-What the checks of this project say of implementations that people use. `make findings` installs torchft, Decent-DP, accelerate
+We ran our checks on widely used implementations; these are the results. `make findings` installs torchft, Decent-DP, accelerate
 and hivemind, without torch, beside the development environment, runs every script in `findings/`, and writes this page.
 `python -m findings NAME` runs one of them, and `--check` compares verdicts with the committed ones. A script runs only with the
 version of its peer that it pins. Ranks are two CPU processes over gloo, or those of the [simulated world](simulated-world.md).
