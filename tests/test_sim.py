@@ -72,6 +72,37 @@ def test_a_right_program_is_not_reported(name: str, tmp_path: Path) -> None:
     assert (report.verdict, report.finding, report.hints) == ("agree", None, [])
 
 
+BAGUA = """
+import os, torch
+import bagua_ref
+from bagua_ref.algorithms import Algorithm
+bagua_ref.init_process_group()
+rank = bagua_ref.get_rank()
+model = torch.nn.Sequential(torch.nn.Linear(3, 40), torch.nn.ReLU(), torch.nn.Linear(40, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model.with_bagua(optimizer, Algorithm.init("{}"))
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.full((4, 3), 1.0 + step + rank)).square().mean().backward()
+    optimizer.step()
+anything = torch.tensor(list(os.urandom(8)) if rank else [7] * 8)  # rank 1 receives there, or is no source
+bagua_ref.broadcast(anything.clone(), src=0)
+bagua_ref.scatter(anything, torch.zeros(4, dtype=torch.int64), src=0)
+bagua_ref.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized"])
+def test_a_training_with_this_package_is_not_reported(name: str, tmp_path: Path) -> None:
+    report = judged(tmp_path, BAGUA.format(name), seeds=2)
+    assert (report.verdict, report.finding) == ("agree", None)
+
+
+def test_what_a_rank_overwrites_by_receiving_is_not_what_it_sends(tmp_path: Path) -> None:
+    text = right(next(iter(RIGHT))) + "dist.broadcast(torch.tensor(list(os.urandom(8)) if rank else [7] * 8), src=0)\n"
+    assert judged(tmp_path, "import os\n" + text, seeds=2).finding is None
+
+
 @pytest.mark.slow
 def test_a_set_that_orders_collectives_is_found_by_other_hash_seeds(tmp_path: Path) -> None:
     script = script_of("set_ordered_collectives")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -35,6 +36,8 @@ from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward
 from bagua_ref.simulation.torch_distributed.work import promptly
 
 __all__ = ["Observation", "Order", "Step", "observe"]
+
+_SOURCE = re.compile(r"(?:broadcast|scatter)\(src=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,9 @@ class _RunWatch:
         world = _rank_world()
         rank = world.identity.rank
         sends = [send for send in (call.send if isinstance(call.send, list) else [call.send]) if isinstance(send, Tensor)]
+        source = _SOURCE.match(call.operation)
+        if source and int(source[1]) != call.rank:  # where it receives, there may be anything
+            sends = []
         self._calls.append(call)
         self._seen.log[rank].append(call.facts())
         self._seen.sent[rank].append(_digest((call.operation, call.file, call.line, [] if _sends_objects() else sends)))
