@@ -47,7 +47,7 @@ LINES: dict[str, int] = {
     "integrations": 925,
     "observe": 248,
     "package": 479,  # RankCall, what errors of simulated ranks tell
-    "planning": 1254,  # what is sent at once; work of the processor that computes
+    "planning": 1255,  # what is sent at once; work of the processor that computes
     "property_tests": 3215,
     "scheduling": 649,
     "simulation": 3684,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
