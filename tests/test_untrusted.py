@@ -124,6 +124,8 @@ def test_json_is_read() -> None:
         (1.0, NATURAL, "it must be an integer, not a number"),
         (-1, NATURAL, "it must be from 0 to 9223372036854775807"),
         (2**63, NATURAL, "it must be from 0 to 9223372036854775807"),
+        (10**400, (int, float), r"it must be from -1.79769e\+308 to 1.79769e\+308"),
+        (-(10**400), SCALAR, "it must be from -1.79769e"),
         ([], SCALAR, "it must be a string or an integer or a number or a boolean or null, not a list"),
         (None, [int], "it must be a list, not null"),
         (["a"], [int], r"it\[0\] must be an integer, not a string"),

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from pathlib import Path
@@ -112,9 +113,10 @@ def check_form(value: Any, form: Any, what: str) -> None:
 
     Args:
         value: as `load_json` returns it.
-        form: a type or a tuple of types (``object``: anything); a range of integers; ``[form]``, a list of such values;
-            ``[form, form, ...]``, a list of exactly these; ``{"key": form, "other?": form}``, an object with at least these keys,
-            where those with a question mark may be missing or null; ``{str: form}``, an object whose values all have one form.
+        form: a type or a tuple of types (``object``: anything), of which ``float`` keeps integers within its range; a range of
+            integers; ``[form]``, a list of such values; ``[form, form, ...]``, a list of exactly these;
+            ``{"key": form, "other?": form}``, an object with at least these keys, where those with a question mark may be missing
+            or null; ``{str: form}``, an object whose values all have one form.
         what: the value's name in messages, which do not show the value: it may be a secret.
 
     Raises:
@@ -145,7 +147,10 @@ def check_form(value: Any, form: Any, what: str) -> None:
         if value not in form:
             raise ValueError(f"{what} must be from {form[0]} to {form[-1]}")
     elif form is not object:
-        _check_type(value, form if isinstance(form, tuple) else (form,), what)
+        kinds = form if isinstance(form, tuple) else (form,)
+        _check_type(value, kinds, what)
+        if float in kinds and isinstance(value, int) and abs(value) > sys.float_info.max:
+            raise ValueError(f"{what} must be from {-sys.float_info.max:g} to {sys.float_info.max:g}")
 
 
 def check_hash_collisions(keys: Iterable[Hashable]) -> None:

@@ -145,7 +145,7 @@ def fit_links(repeat: int) -> dict[str, Fit]:
 
 
 def time_operations(repeat: int, links: LinkCosts) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
-    """Return what ranks compute in operations on buckets, by codec: seconds per element, and of an operation whatever its size.
+    """Return a rank's own time in operations on buckets, by codec: seconds per element, and seconds per operation of any size.
 
     Short trainings are timed, without what they take without communication. The rate is that of one simulated rank alone, by large
     buckets. An operation is that of all ranks on small buckets, without the time of its links. The most expensive codec stands for

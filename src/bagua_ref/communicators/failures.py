@@ -156,7 +156,7 @@ class Watchdog:
             time.sleep(_INTERVAL)
 
     def _late(self) -> list[Callable[[], None]]:
-        """Forget works that are done or late; return what gives the late ones up."""
+        """Forget works that are done or late; return the functions that give the late ones up."""
         with self._lock:  # not while works are asked, which may take a thread that adds one its time
             now, watched = time.monotonic(), list(self._under_way)
         # Works mostly end in order, and asking one costs a training time: those after the first that is under way are not asked.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -162,7 +161,7 @@ class MeasuredMachine:
         check_form(value, form | {"operation?": by_codec, "shared_processor?": bool}, what)
 
         def estimate(found: Sequence[float], name: str) -> Estimate:
-            if not 0 <= found[0] <= found[1] <= found[2] <= sys.float_info.max:  # JSON's integers have any size
+            if not 0 <= found[0] <= found[1] <= found[2] < math.inf:
                 raise ValueError(f"{what}: {name}={found} must be three numbers from 0 on that do not fall: low, value, high")
             return Estimate(*map(float, found))
 

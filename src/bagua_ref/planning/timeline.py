@@ -56,7 +56,7 @@ class Prediction(NamedTuple):
 
 
 def exchange_seconds(exchange: Exchange, machine: Machine) -> float:
-    """Return the time of an operation: its rounds (S14.2) and what this rank does for it (S14.3), one after the other."""
+    """Return the time of an operation: its rounds (S14.2), then this rank's own work for it (S14.3)."""
     wires = sum(count * round_seconds(dict(loads), machine.links) for loads, count in exchange.rounds.items())
     if machine.at_once:
         link = machine.links.between if len(exchange.cluster.nodes) > 1 else machine.links.inside
@@ -65,7 +65,7 @@ def exchange_seconds(exchange: Exchange, machine: Machine) -> float:
 
 
 def own_seconds(exchange: Exchange, machine: Machine) -> float:
-    """Return the time that a rank computes for an operation: what it costs at all, and what passes through its codec (S14.3)."""
+    """Return a rank's own time for an operation: a fixed cost, and its elements' way through the codec (S14.3)."""
     rate = machine.codec.get(exchange.codec, machine.codec.get("", 0.0)) if exchange.codec else 0.0
     return machine.operation.get(exchange.codec, machine.operation.get("", 0.0)) + rate * exchange.elements
 
