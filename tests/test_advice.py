@@ -77,7 +77,20 @@ def resolve(name: str) -> Any:
 
 
 def takes(function: str, parameter: str) -> bool:
+    if function.startswith("integrations."):  # needs a trainer's package to be imported
+        return parameter in parameters_in_source(function)
     return parameter in inspect.signature(resolve(function)).parameters
+
+
+def parameters_in_source(function: str) -> set[str]:
+    """Return the parameters of a function, or of a class's __init__, as its source has them."""
+    module, name = function.rsplit(".", 1)
+    body = ast.parse(SOURCE.joinpath(*module.split(".")).with_suffix(".py").read_text()).body
+    (found,) = (node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name)
+    if isinstance(found, ast.ClassDef):
+        (found,) = (node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    assert isinstance(found, ast.FunctionDef)
+    return {argument.arg for argument in found.args.args + found.args.kwonlyargs}
 
 
 def complaints(text: str) -> list[str]:
