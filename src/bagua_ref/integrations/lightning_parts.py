@@ -227,7 +227,9 @@ class MonitorPart(Base):
             )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Log this rank's metrics; the Trainer drops them if it does not log this step."""
+        """Log this rank's metrics, if the Trainer logs this step."""
+        if not trainer._logger_connector.should_update_logs:  # as Lightning's own callbacks ask; each log() takes time
+            return
         metrics = prefixed(trainer.strategy.model.bagua_metrics())
         # Lightning rounds numbers to float32, which has too few digits for bytes; it keeps a tensor's dtype.
         tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
