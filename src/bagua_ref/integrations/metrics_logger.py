@@ -9,7 +9,7 @@ import torch
 
 from bagua_ref.observe.meter import PER_STEP
 
-__all__ = ["MetricsLogger", "prefixed"]
+__all__ = ["MetricsLogger"]
 
 
 class MetricsLogger:
