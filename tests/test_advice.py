@@ -46,7 +46,7 @@ CALLABLES = {
 """Public callables through which a reader of a message with this parameter has come; each must have it."""
 OTHERS = {"sparse", "error_feedback", "grad_scaler", "what"}
 """Of torch's modules, and options that a message is about rather than for."""
-FOREIGN = {"redis", "torch", "fully_shard"}
+FOREIGN = {"redis", "torch", "fully_shard", "Trainer"}
 LOCAL = {
     "load_state_dict": "algorithms.base.AlgorithmImpl.load_state_dict",
     "join": "join",
