@@ -40,8 +40,8 @@ _HEADERS = {
 """The headers of the table's columns, and their narrow forms for terminals."""
 
 _RATES = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}
-COLUMNS = (*_HEADERS, *(f"ms at {rate}" for rate in _RATES))
-"""The columns on the page: those of the table, and predicted times."""
+COLUMNS = (*list(_HEADERS)[:5], "steps of warm-up", *list(_HEADERS)[5:], *(f"ms at {rate}" for rate in _RATES))
+"""The columns on the page: those of the table, warm-ups and predicted times."""
 _LATENCY = Estimate.within(50e-6, 0.0)
 _FULL = "gradient_allreduce"
 _FASTER = 1.1
@@ -113,11 +113,9 @@ def _plan(name: str, settings: Settings) -> StepPlan:
 
 def cells_of(outcome: TrainingOutcome, settings: Settings, predicted: dict[str, dict[str, float]]) -> tuple[str, ...]:
     """Return the cells of an outcome's row under `COLUMNS`."""
-    cells = list(outcome.cells())
-    if outcome.warmup_steps:
-        cells[4] += f" ({min(outcome.warmup_steps, settings.steps)} of {settings.steps} steps: warm-up)"
-    times = predicted.get(outcome.algorithm, {})
-    return *cells, *(f"{1e3 * times[rate]:.1f}" if rate in times else "-" for rate in _RATES)
+    cells, times = outcome.cells(), predicted.get(outcome.algorithm, {})
+    warmup = f"{min(outcome.warmup_steps, settings.steps)} of {settings.steps}" if outcome.warmup_steps else "-"
+    return *cells[:5], warmup, *cells[5:], *(f"{1e3 * times[rate]:.1f}" if rate in times else "-" for rate in _RATES)
 
 
 def verdicts_of(outcomes: Sequence[TrainingOutcome], settings: Settings, predicted: dict[str, dict[str, float]]) -> dict[str, str]:
@@ -138,22 +136,20 @@ def _verdict(outcome: TrainingOutcome, settings: Settings, alone: float | None, 
         points = 100 * (outcome.test_accuracy - alone)
         away = f"ends {abs(points):.1f} points {'below' if points < 0 else 'above'} the single process's accuracy"
         parts.append("keeps the single process's accuracy to within a point" if abs(points) < 1 else away)
-    if outcome.ratio is not None:
-        warm = f", {outcome.warmup_steps} steps of warm-up included," if outcome.warmup_steps else ""
-        parts.append(f"sends {outcome.ratio:.0%} of the bytes of full precision{warm}")
+    warm = f", {outcome.warmup_steps} steps of warm-up included" if outcome.warmup_steps else ""
+    of_full = f"{outcome.ratio:.0%} of the bytes of full precision" if outcome.ratio is not None else "nothing"
+    parts.append(f"sends {of_full}{warm}")
     times = predicted.get(outcome.algorithm)
     if times is None:
-        parts.append("has trained too few steps for a prediction of times")
+        speed = "it was trained for too few steps to predict times"
     elif outcome.algorithm == _FULL:
-        parts.append("is what the others are compared with")
-    elif settings.workers > 1:
+        speed = "the others are compared with it"
+    else:
         faster = {rate: predicted[_FULL][rate] / times[rate] for rate in _RATES}
-        worth = [f"{factor:.1f} times at {rate}" for rate, factor in faster.items() if factor >= _FASTER]
-        parts.append(
-            f"should speed up steps {' and '.join(worth)}" if worth else f"should be no faster than {_FULL} on these links"
-        )
-    text = ", ".join(parts[:-1]) + " and " * (len(parts) > 1) + parts[-1]
-    return f"{text[0].upper()}{text[1:]}."
+        worth = [f"{factor:.1f} times as fast at {rate}" for rate, factor in faster.items() if factor >= _FASTER]
+        speed = f"its steps should be {', '.join(worth) or f'no faster than those of {_FULL}'}"
+    text = f"{', and '.join(parts)}; {speed}."
+    return text[0].upper() + text[1:]
 
 
 def _headline(settings: Settings) -> str:
@@ -243,9 +239,10 @@ def draw_curves(outcomes: Sequence[TrainingOutcome], kind: str, window: int) -> 
         place = together.index(outcome)
         x, y = {"loss": (steps, losses), "traffic": (steps, megabytes), "loss by traffic": (megabytes, losses)}[kind]
         style: dict[str, Any] = {"color": _COLORS[place % len(_COLORS)], "linestyle": _DASHES[place // len(_COLORS) % len(_DASHES)]}
-        ended = [min(outcome.warmup_steps, len(losses)) - 1] if outcome.warmup_steps else []
+        if outcome.warmup_steps:
+            style |= {"marker": "o", "markevery": [min(outcome.warmup_steps, len(losses)) - 1], "markersize": 7}
         width = max(1.2, 2.8 - 0.2 * place)  # curves that coincide remain visible
-        axes.plot(x, y, **style, linewidth=width, marker="o", markevery=ended, markersize=7, label=outcome.algorithm)
+        axes.plot(x, y, **style, linewidth=width, label=outcome.algorithm)
     axes.set_xlabel("MB sent by each rank" if kind == "loss by traffic" else "step")
     axes.set_ylabel("MB sent by each rank" if kind == "traffic" else "training loss")
     if kind != "traffic" and max(shown) > 10 * min(shown):
@@ -272,7 +269,7 @@ def trailing_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 _CAPTIONS = {
-    "loss": "Training loss: mean over ranks and over the epoch that ends at each step. A dot ends a warm-up.",
+    "loss": "Training loss: mean over ranks and over the epoch that ends at each step. Dots end warm-ups.",
     "traffic": "What each rank has sent since the first step.",
     "loss by traffic": "The same loss against the bytes sent: further left is cheaper.",
 }
@@ -293,6 +290,7 @@ table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
 th, td {{ padding: .4rem .6rem; border-bottom: 1px solid #8886; text-align: right; font-weight: normal; }}
 th[scope=row], dt, code {{ font-family: ui-monospace, monospace; font-size: .95em; }}
 th:first-child {{ text-align: left; }}
+td, th[scope=row] {{ white-space: nowrap; }}
 .grid {{ display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr)); }}
 figure, dl, dd {{ margin: 0; }}
 img {{ display: block; width: 100%; }}
@@ -316,7 +314,7 @@ same, and it sends less than full precision.</p>
 <li>One test image is 0.3 % of accuracy.</li>
 <li>Bytes are computed from tensor sizes: 2(n-1)/n of a buffer that is all-reduced, (n-1)/n of one that is gathered or exchanged, a
 message as it is. Full precision is an all-reduce of all gradients in float32.</li>
-<li>In a warm-up, whole gradients are all-reduced, at a ratio of 1; the mean over all steps is shown.</li>
+<li>In a warm-up, whole gradients are all-reduced, so the ratio is 1. What is sent is the mean over all steps.</li>
 <li>The weight difference is the largest difference between two ranks in any weight after the last step.</li>
 <li>"ms per step" is measured here, where {workers} processes share {cores} and messages cost almost nothing: a single process is
 faster, and compression takes more time than it saves. The columns after it are predicted: each worker on a machine like this one,
