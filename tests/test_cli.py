@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 from xml.etree import ElementTree
 
 import pytest
@@ -513,11 +515,12 @@ def test_the_table_fits_and_is_not_cut(width: int) -> None:
     lines = console.file.getvalue().splitlines()
     assert lines[0].rstrip() == "2 workers, 10 steps of 64 images, 38,282 parameters"
     assert "…" not in "".join(lines)
-    rows = {line.split()[0]: line.split() for line in lines if line.strip()}
-    assert rows["gradient_allreduce"] == ["gradient_allreduce", "97.5%", "0.1235", "153.1", "kB", "1.000", "100", "0"]
-    assert rows["bytegrad"] == ["bytegrad", "97.0%", "0.2000", "38.4", "kB", "0.251", "80", "1.2e-07"]
-    assert rows["single"] == ["single", "process", "98.0%", "0.1000", "-", "-", "123", "-"]
-    assert rows["low_precision_decentralized"][-1] == "1.2e-07"
+    rows = {line.split()[0]: line.split() for line in reversed(lines) if line.strip()}
+    assert rows["bytegrad:"][:4] == ["bytegrad:", "Sends", "25%", "of"]
+    assert rows["gradient_allreduce"] == ["gradient_allreduce", "97.5%", "0.1235", "153.1", "kB", "1.000", "0", "10.0"]
+    assert rows["bytegrad"] == ["bytegrad", "97.0%", "0.2000", "38.4", "kB", "0.251", "1.2e-07", "12.5"]
+    assert rows["single"] == ["single", "process", "98.0%", "0.1000", "-", "-", "-", "8.1"]
+    assert rows["low_precision_decentralized"][-2] == "1.2e-07"
 
 
 def test_the_page_stands_alone_and_holds_the_numbers(tmp_path: Path) -> None:
@@ -535,7 +538,11 @@ def check_page(page: str, expected: list[str]) -> None:
     drawings = re.findall(r'src="([^"]*)"', page)
     assert len(drawings) == 3
     assert all(drawing.startswith("data:image/svg+xml;base64,") for drawing in drawings)
-    assert "href" not in page
+    linked = [Path(url2pathname(urlsplit(link).path)) for link in re.findall(r'href="([^"]*)"', page)]
+    assert len(linked) > 1
+    assert all(path.is_file() for path in linked)
+    text = re.sub(r"<[^>]*>", "", page)
+    assert not re.search(r"``|\bS\d+(\.\d)?\b", text), "markup, or a clause that is no link"
     assert "<script" not in page
 
 
@@ -627,7 +634,7 @@ def test_the_demo_end_to_end(tmp_path: Path, start_demo: Any) -> None:
     out, err = finish(process, tmp_path)
     assert process.returncode == 0, err
     assert re.search(r"bytegrad: test accuracy [\d.]+%, loss [\d.]+, 384.0 kB sent", out)
-    assert re.search(r"gradient_allreduce +[\d.]+% +[\d.]+ +153.1 kB +1.000 +\d+ +0 *\n", out)
+    assert re.search(r"gradient_allreduce +[\d.]+% +[\d.]+ +153.1 kB +1.000 +0 +[\d.]+ *\n", out)
     found = json.loads((tmp_path / "report" / "results.json").read_text())
     assert json.loads((tmp_path / "demo.json").read_text()) == found
     assert [entry["algorithm"] for entry in found["results"]] == [ALONE, *RECIPES]
@@ -635,10 +642,14 @@ def test_the_demo_end_to_end(tmp_path: Path, start_demo: Any) -> None:
     assert by_name["gradient_allreduce"]["bytes_per_step"] == 4 * PARAMETERS
     assert by_name["gradient_allreduce"]["losses"] == pytest.approx(by_name[ALONE]["losses"], rel=1e-3)
     assert by_name["bytegrad"]["ratio"] == pytest.approx(0.251, abs=0.001)
+    assert found["predicted_seconds"].keys() == {
+        "gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "async",
+    }  # fmt: skip
+    assert "powersgd: All 10 steps were warm-up" in out
     for entry in by_name.values():
         assert len(entry["losses"]) == 10
         assert entry["steps_per_second"] > 0
-    check_page((tmp_path / "report" / "index.html").read_text(), ["2 workers, 10 steps", "153.1 kB", "38.4 kB"])
+    check_page((tmp_path / "report" / "index.html").read_text(), ["2 workers, 10 steps", "153.1 kB", "38.4 kB", found["command"]])
 
 
 @pytest.mark.slow
