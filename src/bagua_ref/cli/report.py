@@ -44,8 +44,7 @@ COLUMNS = (*list(_HEADERS)[:5], "steps of warm-up", *list(_HEADERS)[5:], *(f"ms 
 """The columns on the page: those of the table, warm-ups and predicted times."""
 _LATENCY = Estimate.within(50e-6, 0.0)
 _FULL = "gradient_allreduce"
-_FASTER = 1.1
-"""How many times as fast as full precision an algorithm must be to be called faster."""
+_FASTER = 1.1  # from here on an algorithm is called faster than full precision
 
 # Okabe and Ito's palette, slightly darker for contrast. As a pair, color and dashes are a curve's own.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07800", "#56b4e9")
@@ -120,12 +119,9 @@ def cells_of(outcome: TrainingOutcome, settings: Settings, predicted: dict[str, 
 
 def verdicts_of(outcomes: Sequence[TrainingOutcome], settings: Settings, predicted: dict[str, dict[str, float]]) -> dict[str, str]:
     """Return a sentence on each algorithm: what it learns, sends and saves."""
-    alone = next((outcome.test_accuracy for outcome in outcomes if outcome.algorithm == ALONE), None)
-    return {
-        outcome.algorithm: _verdict(outcome, settings, None if settings.quick else alone, predicted)
-        for outcome in outcomes
-        if outcome.algorithm != ALONE
-    }
+    accuracy = {outcome.algorithm: outcome.test_accuracy for outcome in outcomes}
+    alone = None if settings.quick else accuracy.get(ALONE)
+    return {name: _verdict(o, settings, alone, predicted) for o in outcomes if (name := o.algorithm) != ALONE}
 
 
 def _verdict(outcome: TrainingOutcome, settings: Settings, alone: float | None, predicted: dict[str, dict[str, float]]) -> str:
@@ -136,9 +132,8 @@ def _verdict(outcome: TrainingOutcome, settings: Settings, alone: float | None, 
         points = 100 * (outcome.test_accuracy - alone)
         away = f"ends {abs(points):.1f} points {'below' if points < 0 else 'above'} the single process's accuracy"
         parts.append("keeps the single process's accuracy to within a point" if abs(points) < 1 else away)
-    warm = f", {outcome.warmup_steps} steps of warm-up included" if outcome.warmup_steps else ""
-    of_full = f"{outcome.ratio:.0%} of the bytes of full precision" if outcome.ratio is not None else "nothing"
-    parts.append(f"sends {of_full}{warm}")
+    part = "nothing" if outcome.ratio is None else f"{outcome.ratio:.0%} of the bytes of full precision"
+    parts.append(f"sends {part}" + f", {outcome.warmup_steps} steps of warm-up included" * (outcome.warmup_steps > 0))
     times = predicted.get(outcome.algorithm)
     if times is None:
         speed = "it was trained for too few steps to predict times"
@@ -250,10 +245,9 @@ def draw_curves(outcomes: Sequence[TrainingOutcome], kind: str, window: int) -> 
         axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(color=_GRAY, alpha=0.3, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[:].set_color(_GRAY)
     axes.tick_params(which="both", colors=_GRAY)
-    for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set_color(_GRAY)
+    for part in (*axes.spines.values(), axes.xaxis.label, axes.yaxis.label):
+        part.set_color(_GRAY)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, labelcolor=_GRAY)
     return figure
 
