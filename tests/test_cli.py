@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 from xml.etree import ElementTree
 
 import pytest
@@ -188,8 +190,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "COMMAND"),
         (["fly"], "'fly'"),
-        (["demo", "--ranks", "0"], "workers=0 must be from 1 to 64"),
-        (["demo", "--ranks", "65"], "workers=65 must be from 1 to 64"),
+        (["demo", "--ranks", "0"], "ranks=0 must be from 1 to 64"),
+        (["demo", "--ranks", "65"], "ranks=65 must be from 1 to 64"),
         (["demo", "--ranks", "two"], "--ranks: invalid int value: 'two'"),
         (["demo", "--epochs", "0"], "epochs=0 must be"),
         (["demo", "--seed", "-1"], "seed=-1 must be"),
@@ -217,7 +219,7 @@ def test_a_missing_extra_is_named_after_wrong_arguments(
     with pytest.raises(SystemExit) as ended:
         main(["demo", "--ranks", "0"])
     assert ended.value.code == 2
-    assert "workers=0" in capsys.readouterr().err
+    assert "ranks=0" in capsys.readouterr().err
 
 
 def test_in_a_checkout_an_extra_is_installed_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +456,7 @@ def test_every_registered_algorithm_has_a_recipe() -> None:
 
 @pytest.mark.slow
 def test_the_shares_of_a_batch_make_the_whole(digits: Digits) -> None:
-    settings = Settings(workers=4, epochs=2)
+    settings = Settings(ranks=4, epochs=2)
     whole = list(digits.batches(settings, 0, 1))
     shares = [list(digits.batches(settings, share, 4)) for share in range(4)]
     assert len(whole) == settings.steps == 44
@@ -486,7 +488,7 @@ def train_simulated(name: str, settings: Settings, digits: Digits) -> TrainingOu
         assert steps[-1].keys() == {"loss"}
         return outcome
 
-    first, *others = SimulatedWorld(settings.workers).run(rank)
+    first, *others = SimulatedWorld(settings.ranks).run(rank)
     assert all(outcome == first for outcome in others if outcome is not None)
     return first
 
@@ -494,7 +496,7 @@ def train_simulated(name: str, settings: Settings, digits: Digits) -> TrainingOu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_every_algorithm_trains_in_a_simulated_world(name: str, digits: Digits) -> None:
-    settings = Settings(workers=2, epochs=3, algorithms=(name,))
+    settings = Settings(ranks=2, epochs=3, algorithms=(name,))
     outcome = train_simulated(name, settings, digits)
     assert len(outcome.losses) == len(outcome.bytes_sent) == settings.steps
     assert outcome.final_loss < outcome.losses[0]
@@ -504,7 +506,7 @@ def test_every_algorithm_trains_in_a_simulated_world(name: str, digits: Digits) 
 
 
 def test_full_precision_equals_one_process_and_sends_what_the_formula_says(digits: Digits) -> None:
-    settings = Settings(workers=4, epochs=1)
+    settings = Settings(ranks=4, epochs=1)
     alone, together = (train_simulated(name, settings, digits) for name in (ALONE, "gradient_allreduce"))
     assert together.losses == pytest.approx(alone.losses, rel=1e-3)
     assert together.bytes_per_step == 2 * 3 / 4 * 4 * PARAMETERS
@@ -514,7 +516,7 @@ def test_full_precision_equals_one_process_and_sends_what_the_formula_says(digit
 
 
 def test_bytegrad_sends_a_byte_per_element_and_its_headers(digits: Digits) -> None:
-    outcome = train_simulated("bytegrad", Settings(workers=4, quick=True), digits)
+    outcome = train_simulated("bytegrad", Settings(ranks=4, quick=True), digits)
     chunk = 32 + -(-(PARAMETERS + 2) // 4 // 32) * 32  # S4.1; two elements of padding
     assert outcome.bytes_per_step == 2 * 3 / 4 * 4 * chunk
     assert outcome.ratio == pytest.approx(0.252, abs=0.001)
@@ -541,7 +543,7 @@ def test_an_algorithm_that_works_in_the_background_is_stopped_and_ranks_are_comb
     GlobalAlgorithmRegistry.register("background", Background, "for a test")
     monkeypatch.setitem(RECIPES, "background", Recipe("background", {}, "a test"))
     stopped.clear()
-    settings = Settings(workers=2, algorithms=("background",), quick=True)
+    settings = Settings(ranks=2, algorithms=("background",), quick=True)
     single: list[float] = []
 
     def rank(r: int) -> TrainingOutcome:
@@ -579,7 +581,7 @@ def test_progress_is_shown_and_outcomes_are_printed(
     terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    found = demo.show(events("bytegrad"), Settings(workers=2, quick=True, algorithms=("bytegrad",)))
+    found = demo.show(events("bytegrad"), Settings(ranks=2, quick=True, algorithms=("bytegrad",)))
     printed, progress = capsys.readouterr()
     assert printed.splitlines() == [
         "starting 2 workers",
@@ -606,19 +608,20 @@ def outcomes() -> list[TrainingOutcome]:
 def test_the_table_fits_and_is_not_cut(width: int) -> None:
     console = Console(file=io.StringIO(), width=width)
     longest = TrainingOutcome("low_precision_decentralized", 0.97, 0.2, 229700, 0.2508, 80.0, 1.25e-7, [1.0], [1.0])
-    print_table([*outcomes(), longest], Settings(workers=2, quick=True), console)
+    print_table([*outcomes(), longest], Settings(ranks=2, quick=True), console)
     lines = console.file.getvalue().splitlines()
     assert lines[0].rstrip() == "2 workers, 10 steps of 64 images, 38,282 parameters"
     assert "…" not in "".join(lines)
-    rows = {line.split()[0]: line.split() for line in lines if line.strip()}
-    assert rows["gradient_allreduce"] == ["gradient_allreduce", "97.5%", "0.1235", "153.1", "kB", "1.000", "100", "0"]
-    assert rows["bytegrad"] == ["bytegrad", "97.0%", "0.2000", "38.4", "kB", "0.251", "80", "1.2e-07"]
-    assert rows["single"] == ["single", "process", "98.0%", "0.1000", "-", "-", "123", "-"]
-    assert rows["low_precision_decentralized"][-1] == "1.2e-07"
+    rows = {line.split()[0]: line.split() for line in reversed(lines) if line.strip()}
+    assert rows["bytegrad:"][:4] == ["bytegrad:", "Sends", "25%", "of"]
+    assert rows["gradient_allreduce"] == ["gradient_allreduce", "97.5%", "0.1235", "153.1", "kB", "1.000", "0", "10.0"]
+    assert rows["bytegrad"] == ["bytegrad", "97.0%", "0.2000", "38.4", "kB", "0.251", "1.2e-07", "12.5"]
+    assert rows["single"] == ["single", "process", "98.0%", "0.1000", "-", "-", "-", "8.1"]
+    assert rows["low_precision_decentralized"][-2] == "1.2e-07"
 
 
 def test_the_page_stands_alone_and_holds_the_numbers(tmp_path: Path) -> None:
-    page = write_report(outcomes(), Settings(workers=2, quick=True), tmp_path)
+    page = write_report(outcomes(), Settings(ranks=2, quick=True), tmp_path)
     assert page == tmp_path / "index.html"
     check_page(page.read_text(), ["single process", "gradient_allreduce", "bytegrad", "153.1 kB", "0.251"])
     found = json.loads((tmp_path / "results.json").read_text())
@@ -632,7 +635,11 @@ def check_page(page: str, expected: list[str]) -> None:
     drawings = re.findall(r'src="([^"]*)"', page)
     assert len(drawings) == 3
     assert all(drawing.startswith("data:image/svg+xml;base64,") for drawing in drawings)
-    assert "href" not in page
+    linked = [Path(url2pathname(urlsplit(link).path)) for link in re.findall(r'href="([^"]*)"', page)]
+    assert len(linked) > 1
+    assert all(path.is_file() for path in linked)
+    text = re.sub(r"<[^>]*>", "", page)
+    assert not re.search(r"``|\bS\d+(\.\d)?\b", text), "markup, or a clause that is no link"
     assert "<script" not in page
 
 
@@ -724,7 +731,7 @@ def test_the_demo_end_to_end(tmp_path: Path, start_demo: Any) -> None:
     out, err = finish(process, tmp_path)
     assert process.returncode == 0, err
     assert re.search(r"bytegrad: test accuracy [\d.]+%, loss [\d.]+, 384.0 kB sent", out)
-    assert re.search(r"gradient_allreduce +[\d.]+% +[\d.]+ +153.1 kB +1.000 +\d+ +0 *\n", out)
+    assert re.search(r"gradient_allreduce +[\d.]+% +[\d.]+ +153.1 kB +1.000 +0 +[\d.]+ *\n", out)
     found = json.loads((tmp_path / "report" / "results.json").read_text())
     assert json.loads((tmp_path / "demo.json").read_text()) == found
     assert [entry["algorithm"] for entry in found["results"]] == [ALONE, *RECIPES]
@@ -732,10 +739,14 @@ def test_the_demo_end_to_end(tmp_path: Path, start_demo: Any) -> None:
     assert by_name["gradient_allreduce"]["bytes_per_step"] == 4 * PARAMETERS
     assert by_name["gradient_allreduce"]["losses"] == pytest.approx(by_name[ALONE]["losses"], rel=1e-3)
     assert by_name["bytegrad"]["ratio"] == pytest.approx(0.251, abs=0.001)
+    assert found["predicted_seconds"].keys() == {
+        "gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "async",
+    }  # fmt: skip
+    assert "powersgd: All 10 steps were warm-up" in out
     for entry in by_name.values():
         assert len(entry["losses"]) == 10
         assert entry["steps_per_second"] > 0
-    check_page((tmp_path / "report" / "index.html").read_text(), ["2 workers, 10 steps", "153.1 kB", "38.4 kB"])
+    check_page((tmp_path / "report" / "index.html").read_text(), ["2 workers, 10 steps", "153.1 kB", "38.4 kB", found["command"]])
 
 
 @pytest.mark.slow
@@ -776,7 +787,7 @@ def test_the_error_of_a_worker_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Digits, "load", lambda: (torch.zeros(1),))
-    assert demo.run_demo(Settings(workers=1, quick=True), tmp_path) == 1
+    assert demo.run_demo(Settings(ranks=1, quick=True), tmp_path) == 1
     complaint = capsys.readouterr().err
     assert complaint.startswith("bagua-ref demo: worker 0 failed:\n")
     assert "TypeError" in complaint

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
@@ -16,8 +17,8 @@ from bagua_ref.base.not_provided import install_command
 
 __all__ = [
     "CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "add_older_name", "call_object",
-    "end_progress", "is_installed", "load_object", "number", "print_rows", "require", "show_progress", "write_file", "write_json",
-    "write_picture",
+    "end_progress", "is_installed", "load_object", "machine", "number", "print_rows", "require", "show_progress", "write_file",
+    "write_json", "write_picture",
 ]  # fmt: skip
 
 _PACKAGES = {"sklearn": "scikit-learn"}
@@ -155,6 +156,15 @@ def number(least: float, most: float, whole: bool = False) -> Callable[[str], An
         return int(found) if whole else found
 
     return parse
+
+
+def machine() -> dict[str, Any]:
+    """Return the system, processor and cores of this machine, which readers of times need to judge them."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return {"system": system, "cpu": (named or [platform.processor() or platform.machine()])[0], "cores": os.cpu_count()}
 
 
 def is_installed(module: str) -> bool:

@@ -103,7 +103,7 @@ def _train(settings: Settings) -> Generator[dict[str, Any], None, None]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     events = multiprocessing.get_context("spawn").SimpleQueue()
     arguments = store.port, settings, [tensor.numpy() for tensor in Digits.load()], events
-    running = start_processes(work, arguments, settings.workers, join=False)
+    running = start_processes(work, arguments, settings.ranks, join=False)
     assert running is not None
     try:
         ended = False
@@ -125,7 +125,7 @@ def work(rank: int, port: int, settings: Settings, arrays: list[Any], events: An
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings would appear among the progress bars; errors are raised
     torch.set_num_threads(1)  # there may be more workers than cores
     environment = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": settings.workers, "LOCAL_WORLD_SIZE": settings.workers, "GROUP_RANK": 0,
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": settings.ranks, "LOCAL_WORLD_SIZE": settings.ranks, "GROUP_RANK": 0,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
     }  # fmt: skip
     os.environ.update({name: str(value) for name, value in environment.items()})
@@ -155,7 +155,7 @@ def show(events: Iterable[dict[str, Any]], settings: Settings) -> list[TrainingO
         events: what rank 0 reports: ``algorithm`` with ``loss`` after each step, and with the ``outcome``.
         settings: the settings of the demo.
     """
-    print(f"starting {settings.workers} workers", flush=True)
+    print(f"starting {settings.ranks} workers", flush=True)
     outcomes: list[TrainingOutcome] = []
     step = 0
     for event in events:
