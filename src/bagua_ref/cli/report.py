@@ -246,7 +246,8 @@ def draw_curves(outcomes: Sequence[TrainingOutcome], kind: str, window: int) -> 
     axes.grid(color=_GRAY, alpha=0.3, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(which="both", colors=_GRAY)
-    for part in (*axes.spines.values(), axes.xaxis.label, axes.yaxis.label):
+    colored: list[Any] = [*axes.spines.values(), axes.xaxis.label, axes.yaxis.label]
+    for part in colored:
         part.set_color(_GRAY)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, labelcolor=_GRAY)
     return figure
