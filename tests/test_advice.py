@@ -36,6 +36,7 @@ CALLABLES = {
     "find_unused_parameters": WRAPPING,
     "flatten": ("buckets.bucket.BaguaBucket",),
     "hosts": CACHING[1:],
+    "hierarchical": ("algorithms.ByteGradAlgorithm", "algorithms.DecentralizedAlgorithm", "algorithms.LocalSGDAlgorithm"),
     "max_bytes": ("conformance.trace.recorder.Recorder",),
     "sampler": ("checkpoint.load",),
     "scattergather": ("buckets.bucket.BaguaBucket.append_centralized_synchronous_op",),
@@ -45,7 +46,7 @@ CALLABLES = {
 """Public callables through which a reader of a message with this parameter has come; each must have it."""
 OTHERS = {"sparse", "error_feedback", "grad_scaler", "what"}
 """Of torch's modules, and options that a message is about rather than for."""
-FOREIGN = {"redis", "torch", "fully_shard"}
+FOREIGN = {"redis", "torch", "fully_shard", "Trainer"}
 LOCAL = {
     "load_state_dict": "algorithms.base.AlgorithmImpl.load_state_dict",
     "join": "join",

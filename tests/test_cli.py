@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -29,7 +30,8 @@ from bagua_ref.algorithms import Algorithm, AlgorithmImpl, GlobalAlgorithmRegist
 from bagua_ref.base import not_provided
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.base.utils import readable_bytes
-from bagua_ref.cli import demo, doctor, main
+from bagua_ref.cli import _parser, demo, doctor, main
+from bagua_ref.cli.command import Commands
 from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Settings, TrainingOutcome, train
 from bagua_ref.cli.report import draw_curves, print_table, trailing_mean, write_report
 from bagua_ref.integrations.trained_module import Recipe
@@ -58,7 +60,9 @@ COMMANDS = [
     "vectors export",
     "vectors check",
     "trace check",
+    "trace diff",
     "trace show",
+    "sim",
 ]
 
 
@@ -79,14 +83,16 @@ def test_help_fits_80_columns(command: str, capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_error_prints_the_usage_of_its_subcommand(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     required = {
-        "advise": ["--params", "1e6", "--workers", "2"],
+        "advise": ["--params", "1e6", "--ranks", "2"],
         "measure": ["--output", "x"],
-        "balance": ["--lengths", "x", "--replicas", "2"],
+        "balance": ["--lengths", "x", "--ranks", "2"],
         "graph": ["ring", "--ranks", "4"],
         "vectors export": ["x"],
         "vectors check": ["x", "--outputs", "x"],
         "trace check": ["x"],
         "trace show": ["x"],
+        "trace diff": ["x", "y"],
+        "sim": ["x"],
     }
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), *required.get(command, []), "--no-such-option"])
@@ -95,6 +101,81 @@ def test_an_error_prints_the_usage_of_its_subcommand(command: str, capsys: pytes
     assert printed.err.startswith(f"usage: bagua-ref {command} [-h]")
     assert printed.err.endswith(f"bagua-ref {command}: error: unrecognized arguments: --no-such-option\n")
     assert printed.out == ""
+
+
+def subcommands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield the parsers that run something."""
+    inner = [choice for action in parser._actions if isinstance(action, Commands) for choice in action.choices.values()]
+    if not inner:
+        yield parser
+    for each in inner:
+        yield from subcommands(each)
+
+
+def test_each_command_has_examples_that_it_takes() -> None:
+    whole = _parser()
+    found = list(subcommands(whole))
+    assert {parser.prog for parser in found} == {f"bagua-ref {name}" for name in COMMANDS}
+    for parser in found:
+        examples, _, rest = parser.format_help().partition("\nexamples:\n")[2].partition("\n\n")
+        assert "Exit status" in rest
+        for line in examples.splitlines():
+            words = shlex.split(re.sub("^torchrun .* -m bagua_ref.cli", "bagua-ref", line.strip()))
+            words = words[: words.index("--")] if "--" in words else words
+            assert " ".join(words).startswith(parser.prog)
+            assert whole.parse_args(words[1:]).parser is parser
+
+
+@pytest.mark.parametrize(
+    ("older", "now"),
+    [
+        ("demo --workers 3 --quick", "demo --ranks 3 --quick"),
+        ("advise --params 9 --workers 3", "advise --params 9 --ranks 3"),
+        ("balance --lengths x --replicas 3 --output y", "balance --lengths x --ranks 3 --png y"),
+    ],
+)
+def test_options_keep_their_older_names(older: str, now: str) -> None:
+    first, second = (_parser().parse_args(text.split()) for text in (older, now))
+    kept = [
+        {name: value for name, value in vars(each).items() if not callable(value) and name != "parser"} for each in (first, second)
+    ]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("columns", [80, 60, 40])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "balance --lengths {folder}/lengths --ranks 2 --png {folder}/x.png",
+        "advise --params 4e6 --ranks 4 --bandwidth 1Gbit --compute 10ms",
+    ],
+)
+def test_no_number_of_a_table_is_cut(
+    command: str, columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lengths").write_text("".join(f"{length}\n" for length in (3, 9, 4, 12, 55, 7, 8, 21)))
+    printed = []
+    for width in (200, columns):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(command.format(folder=tmp_path).split()) == 0
+        printed.append(capsys.readouterr().out)
+    wide, narrow = printed
+    assert "…" not in narrow
+    assert set(re.findall(r"[\d.]*\d%?", wide)) <= set(re.findall(r"[\d.]*\d%?", narrow))
+
+
+def test_packages_are_asked_for_before_anything_is_computed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in ("rich", "matplotlib"):
+        monkeypatch.setitem(sys.modules, module, None)
+    hint = f"install with: {install_command('demo')}\n"
+    for command in ("balance --lengths none --ranks 2", "advise --params 9 --ranks 2", "measure --output x"):
+        assert main(command.split()) == 2
+        assert capsys.readouterr().err == f"bagua-ref {command.split()[0]}: error: printing tables needs rich; {hint}"
+    for command in ("graph none --ranks 2", "trace check none", "trace diff none none", "advise --params 9 --ranks 2 --json"):
+        assert main([*command.split(), "--png", "x"]) == 2
+        assert capsys.readouterr().err.endswith(f": error: --png needs matplotlib; {hint}")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,9 +190,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "COMMAND"),
         (["fly"], "'fly'"),
-        (["demo", "--workers", "0"], "workers=0 must be from 1 to 64"),
-        (["demo", "--workers", "65"], "workers=65 must be from 1 to 64"),
-        (["demo", "--workers", "two"], "--workers: invalid int value: 'two'"),
+        (["demo", "--ranks", "0"], "workers=0 must be from 1 to 64"),
+        (["demo", "--ranks", "65"], "workers=65 must be from 1 to 64"),
+        (["demo", "--ranks", "two"], "--ranks: invalid int value: 'two'"),
         (["demo", "--epochs", "0"], "epochs=0 must be"),
         (["demo", "--seed", "-1"], "seed=-1 must be"),
         (["demo", "--algorithms", "bytgrad"], "--algorithms: invalid choice: 'bytgrad'"),
@@ -136,7 +217,7 @@ def test_a_missing_extra_is_named_after_wrong_arguments(
     complaint = "bagua-ref demo: error: the demo needs scikit-learn, matplotlib; install with: "
     assert capsys.readouterr().err == f"{complaint}{install_command('demo')}\n"
     with pytest.raises(SystemExit) as ended:
-        main(["demo", "--workers", "0"])
+        main(["demo", "--ranks", "0"])
     assert ended.value.code == 2
     assert "workers=0" in capsys.readouterr().err
 
@@ -196,7 +277,7 @@ def test_bash_completes(typed: str, offered: list[str], tmp_path: Path, capsys: 
     assert sorted(word for word in run.stdout.split("\n") if word and not word.startswith("bash: ")) == offered
 
 
-@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+@pytest.mark.parametrize("shell", ["zsh", "tcsh", "fish"])
 def test_other_shells_get_a_script_too(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "balance" in completion(shell, capsys)
 
@@ -243,9 +324,9 @@ except OSError:
     "arguments",
     [
         "--help",
-        "demo --workers 0",
+        "demo --ranks 0",
         "doctor",
-        "balance --lengths {folder}/lengths --replicas 2 --output {folder}/work.png",
+        "balance --lengths {folder}/lengths --ranks 2 --png {folder}/work.png",
         "graph ring --ranks 4",
         "verify --backend tests.hostile_backends:Raises --check kernels.S1.add",
         "vectors check --help",
@@ -277,7 +358,7 @@ def test_doctor_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch:
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if len(line) > 80] == []
     assert "x" * 100 in "".join(line.strip() for line in lines)
-    for topic in ("versions", "kernel backends", "communication", "GPUs", "redis", "trainers", "environment", "problems"):
+    for topic in ("versions", "kernel backends", "communication", "GPUs", "redis", "extras", "trainers", "environment", "problems"):
         assert [line for line in lines if line.startswith(topic)], topic
     start = next(place for place, line in enumerate(lines) if line.startswith("  redis-server"))
     assert lines[start + 1].startswith(" " * 23)
@@ -287,6 +368,22 @@ def test_doctor_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert redis["redis-server"].startswith("Redis server v=9.9.9 sha=00000000:0")
     assert redis["redis-server"].endswith(f"({server})")
     assert redis["valkey-server"] == "not on PATH"
+
+
+def test_doctor_names_what_an_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.examine()["extras"]["demo"] == "installed"
+    real = doctor.version
+
+    def version(name: str) -> str:
+        if name == "matplotlib":
+            raise PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(doctor, "version", version)
+    found = doctor.examine()["extras"]
+    assert found["demo"].startswith("without matplotlib these cannot run: bagua-ref demo, tables and pictures; ")
+    assert found["demo"].endswith(install_command("demo"))
+    assert found["completion"] == "installed"
 
 
 def test_doctor_writes_json_into_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -581,7 +678,7 @@ def start_demo(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]
             "-m",
             "bagua_ref.cli",
             "demo",
-            "--workers",
+            "--ranks",
             "2",
             "--output",
             str(tmp_path / "report"),

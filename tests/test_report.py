@@ -129,5 +129,5 @@ def test_a_verdict_says_what_is_learned_sent_and_saved() -> None:
 
 
 def test_the_page_says_where_and_how_it_was_made(page: str) -> None:
-    assert "<code>bagua-ref demo --workers 4 --epochs 10 --seed 0</code>" in page
+    assert "<code>bagua-ref demo --ranks 4 --epochs 10 --seed 0</code>" in page
     assert re.search(r"UTC, \w+ .*, bagua_ref [\d.]+\w*, torch \S+, python [\d.]+\. ", page)

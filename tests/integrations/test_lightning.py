@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import os
 import sys
@@ -201,13 +202,16 @@ def epoch_of(self: Any) -> list[torch.Tensor]:
     return torch.utils.data.DataLoader(batches(rank())[half * epoch : half * epoch + half], batch_size=None)
 
 
-def fit_epochs(name: str, folder: Path, epochs: int, options: dict[str, Any], **of_fit: Any) -> torch.Tensor:
+def fit_epochs(
+    name: str, folder: Path, epochs: int, options: dict[str, Any], logger: Any = False, callbacks: Any = (), **of_fit: Any
+) -> torch.Tensor:
     """Return the weights after ``epochs`` epochs, of which each has written a checkpoint."""
     pytorch = import_module("lightning.pytorch")
     checkpoint = pytorch.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     trainer = trainer_of(
         "lightning", strategies("lightning").BaguaStrategy(name, **options), max_steps=-1, max_epochs=epochs,
-        callbacks=[checkpoint], enable_checkpointing=True, reload_dataloaders_every_n_epochs=1,
+        callbacks=[checkpoint, *callbacks], enable_checkpointing=True, reload_dataloaders_every_n_epochs=1, logger=logger,
+        log_every_n_steps=1,
     )  # fmt: skip
     module = module_of("lightning", name, train_dataloader=epoch_of)
     trainer.fit(module, **of_fit)
@@ -269,6 +273,67 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_or_a_beginning_on_every_rank
         assert "rank 1 of 2 found the state of rank 0 of 2" in lost
         assert "saved with DecentralizedAlgorithmImpl, but this training uses DiLoCoAlgorithmImpl" in other
         assert torch.equal(ours, theirs)
+
+
+def logged(folder: Path, *names: str) -> list[tuple[float, ...]]:
+    """Return what a CSVLogger has written, a tuple for each step."""
+    with (folder / "metrics.csv").open() as file:
+        return [tuple(float(row[name] or "nan") for name in names) for row in csv.DictReader(file)]
+
+
+def monitor(package: str, folder: Path) -> list[Any]:
+    """Return, for each way to train, the steps and bytes that were logged, and the last of all values beside the metrics."""
+    found: list[Any] = []
+    ours, pytorch = strategies(package), import_module(PACKAGES[package][0])
+    for every, accumulate in ((2, 1), (3, 1), (2, 2)):
+        metrics: dict[str, Any] = {}
+        module = module_of(
+            package, "", on_train_end=lambda self, metrics=metrics: metrics.update(self.trainer.strategy.model.bagua_metrics())
+        )
+        logger = pytorch.loggers.CSVLogger(folder, name=f"{every}-{accumulate}", version="")
+        trainer_of(
+            package, ours.BaguaStrategy("local_sgd", period=3), accumulate_grad_batches=accumulate, log_every_n_steps=every,
+            logger=logger, callbacks=[] if rank() else [ours.BaguaMonitor()],  # it would wait for the other rank forever
+        ).fit(module)  # fmt: skip
+        if not rank():
+            del metrics["seconds_since_last_exchange"]
+            last = logged(Path(logger.log_dir), *(f"bagua/{name}" for name in metrics))[-1]
+            found.append((logged(Path(logger.log_dir), "step", "bagua/steps", "bagua/bytes_sent"), last, tuple(metrics.values())))
+    other = trainer_of(package, "ddp", callbacks=[ours.BaguaMonitor()])
+    other.validate(module_of(package, ""))
+    try:
+        other.fit(module_of(package, ""))
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_monitor_logs_the_metrics_of_the_first_rank_whenever_the_trainer_logs(package: str, tmp_path: Path) -> None:
+    first, second = launch(monitor, 2, package, tmp_path, init=False)
+    size = 4 * sum(p.numel() for p in network(0).parameters())
+    by_twos = [(1, 2, 0), (3, 4, size), (5, 6, 2 * size)]
+    assert [rows for rows, _, _ in first[:3]] == [by_twos, [(2, 3, size), (5, 6, 2 * size)], by_twos]
+    for _, last, metrics in first[:3]:
+        assert last == metrics
+    assert first[3:] == second
+    assert "this Trainer's strategy is DDPStrategy; call Trainer(strategy=BaguaStrategy(...))" in second[0]
+
+
+def monitor_resumed(folder: Path) -> None:
+    pytorch = import_module("lightning.pytorch")
+    for epochs, of_fit in ((1, {}), (2, {"ckpt_path": folder / "epoch=0.ckpt"})):
+        logger = pytorch.loggers.CSVLogger(folder, name=str(epochs), version="")
+        callbacks = [strategies("lightning").BaguaMonitor()]
+        fit_epochs("local_sgd", folder, epochs, {"period": 2}, logger=logger, callbacks=callbacks, **of_fit)
+
+
+def test_the_monitor_of_a_resumed_training_counts_anew_at_the_trainers_steps(tmp_path: Path) -> None:
+    launch(monitor_resumed, 2, tmp_path, init=False)
+    size = 4 * sum(p.numel() for p in network(0).parameters())
+    names = ("step", "bagua/steps", "bagua/bytes_sent", "bagua/bytes_sent_per_step")
+    assert logged(tmp_path / "1", *names) == [(0, 1, 0, 0), (1, 2, size, size / 2), (2, 3, size, size / 3)]
+    assert logged(tmp_path / "2", *names) == [(3, 1, size, size), (4, 2, size, size / 2), (5, 3, 2 * size, 2 * size / 3)]
 
 
 def train_async(folder: Path) -> list[Any]:

@@ -7,6 +7,7 @@ import shutil
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 from tests.integrations.language_model import BATCH, by_hand, language_model, sequences
@@ -14,6 +15,7 @@ from tests.integrations.trainings import ALGORITHMS, STEPS, optimizer_of, weight
 from tests.launch import launch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 
 import bagua_ref
 from bagua_ref.integrations.transformers import use_bagua
@@ -33,7 +35,8 @@ class Ordered(Trainer):
 def trainer_of(name: str, folder: Path, accumulate: int = 1, **options: Any) -> Trainer:
     arguments = TrainingArguments(
         str(folder), use_cpu=True, per_device_train_batch_size=BATCH, gradient_accumulation_steps=accumulate, max_grad_norm=0.0,
-        report_to=[], disable_tqdm=True, ddp_find_unused_parameters=False, max_steps=STEPS, **{"save_strategy": "no", **options},
+        disable_tqdm=True, ddp_find_unused_parameters=False, max_steps=STEPS,
+        **{"save_strategy": "no", "report_to": [], **options},
     )  # fmt: skip
     model = language_model(rank())
     optimizer = optimizer_of(name, model)
@@ -113,6 +116,49 @@ def test_the_trainer_resumes_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path
         assert "training cannot resume: there is no" in of_rank.pop("error")
         for name, (whole, resumed) in of_rank.items():
             assert torch.equal(resumed, whole), name
+
+
+def log_each(folder: Path) -> list[Any]:
+    """Return what the first rank of several trainings has logged, in the Trainer's history and to TensorBoard."""
+    found = []
+    for every, accumulate in ((2, 1), (3, 1), (2, 2)):
+        trainer = trainer_of("", folder, accumulate, report_to=["tensorboard"], logging_steps=every)
+        (board,) = (callback for callback in trainer.callback_handler.callbacks if isinstance(callback, TensorBoardCallback))
+        board.tb_writer = writer = Mock()
+        use_bagua(trainer, "local_sgd", period=3, log_metrics=rank() == 0)  # it would wait for the other rank forever
+        trainer.train()
+        metrics = {f"bagua/{name}": value for name, value in trainer.model.bagua_metrics().items() if "since" not in name}
+        written = {call.args[0]: call.args[1] for call in writer.add_scalar.call_args_list if call.args[2] == STEPS}
+        found.append((trainer.state.log_history, written, metrics))
+    return found
+
+
+def test_what_report_to_names_gets_the_metrics_of_the_first_rank_with_the_loss(tmp_path: Path) -> None:
+    first, second = launch(log_each, 2, tmp_path, init=False)
+    size = 4 * sum(p.numel() for p in language_model(0).parameters())
+    by_twos = [(2, 0), (4, size), (6, 2 * size)]
+    for (history, written, metrics), expected in zip(first, (by_twos, [(3, size), (6, 2 * size)], by_twos), strict=True):
+        with_loss = [entry for entry in history if "loss" in entry]
+        assert [(entry["step"], entry["bagua/bytes_sent"]) for entry in with_loss] == expected
+        assert all(entry["bagua/steps"] == entry["step"] for entry in with_loss)
+        assert metrics.items() <= with_loss[-1].items()
+        assert {f"train/{name}": value for name, value in metrics.items()}.items() <= written.items()
+        assert not any(name.startswith("bagua/") for entry in history if "loss" not in entry for name in entry)
+    assert "bagua/" not in str([history for history, _, _ in second])
+    assert [written for _, written, _ in second] == [{}] * 3
+
+
+def log_resumed(folder: Path) -> list[Any]:
+    for of_train in ({}, {"resume_from_checkpoint": str(folder / f"checkpoint-{STEPS // 2}")}):
+        trainer = trainer_of("", folder, logging_steps=1, save_strategy="steps", save_steps=STEPS // 2)
+        use_bagua(trainer, "local_sgd", period=2, log_metrics=True)
+        trainer.train(**of_train)
+    return [(entry["step"], entry["bagua/steps"], entry["bagua/rounds"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_a_resumed_training_counts_anew_after_the_history_of_the_first(tmp_path: Path) -> None:
+    history = [(1, 1, 0), (2, 2, 1), (3, 3, 1), (4, 1, 1), (5, 2, 1), (6, 3, 2)]
+    assert launch(log_resumed, 2, tmp_path, init=False) == [history] * 2
 
 
 class Slow(TrainerCallback):

@@ -155,7 +155,7 @@ def _headline(settings: Settings) -> str:
 def _command(settings: Settings) -> str:
     names = [] if settings.algorithms == tuple(RECIPES) else ["--algorithms", *settings.algorithms]
     length = "--quick" if settings.quick else f"--epochs {settings.epochs}"
-    return " ".join(["bagua-ref demo", f"--workers {settings.workers}", length, f"--seed {settings.seed}", *names])
+    return " ".join(["bagua-ref demo", f"--ranks {settings.workers}", length, f"--seed {settings.seed}", *names])
 
 
 def _parameters() -> int:

@@ -1,4 +1,4 @@
-"""Strategies for Lightning 2 and Fabric, registered as ``strategy="bagua"`` when this module is imported.
+"""Strategies for Lightning 2 and Fabric, registered as ``strategy="bagua"`` when this module is imported, and a callback.
 
 They are for the package ``lightning``, or without it for ``pytorch_lightning``. With both installed, both know the name.
 """
@@ -9,13 +9,14 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from bagua_ref.base.not_provided import install_command
-from bagua_ref.integrations.lightning_parts import FabricPart, TrainerPart
+from bagua_ref.integrations.lightning_parts import FabricPart, MonitorPart, TrainerPart
 
-__all__ = ["BaguaStrategy", "FabricBaguaStrategy"]
+__all__ = ["BaguaMonitor", "BaguaStrategy", "FabricBaguaStrategy"]
 
 if find_spec("lightning") is not None:
     from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+    from lightning.pytorch import Callback
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
     class BaguaStrategy(TrainerPart, DDPStrategy):
@@ -48,6 +49,19 @@ if find_spec("lightning") is not None:
 
         strategy_name = "bagua"
 
+    class BaguaMonitor(MonitorPart, Callback):
+        """A callback that logs `bagua_ref.distributed.BaguaModule.bagua_metrics` to the Trainer's loggers.
+
+        The names begin with "bagua/". The values appear with the module's own, every ``log_every_n_steps`` of the Trainer; loggers
+        get those of the first rank. Nothing is communicated.
+
+        Raises:
+            ValueError: the Trainer that fits has another strategy than `BaguaStrategy`.
+
+        >>> from lightning.pytorch import Trainer  # doctest: +SKIP
+        >>> trainer = Trainer(strategy=BaguaStrategy("bytegrad"), callbacks=[BaguaMonitor()])  # doctest: +SKIP
+        """
+
     class FabricBaguaStrategy(FabricPart, FabricDDPStrategy):
         """Training with Fabric and an algorithm of bagua_ref: ``Fabric(strategy=FabricBaguaStrategy("bytegrad"))``.
 
@@ -74,6 +88,6 @@ if find_spec("lightning") is not None:
     if find_spec("pytorch_lightning") is not None:
         import_module("bagua_ref.integrations.pytorch_lightning")
 elif find_spec("pytorch_lightning") is not None:
-    from bagua_ref.integrations.pytorch_lightning import BaguaStrategy, FabricBaguaStrategy
+    from bagua_ref.integrations.pytorch_lightning import BaguaMonitor, BaguaStrategy, FabricBaguaStrategy
 else:
     raise ImportError(f"bagua_ref.integrations.lightning needs Lightning: {install_command('lightning')}")

@@ -10,6 +10,7 @@ import torch
 
 from bagua_ref.data_parallel.wrapping import context_of
 from bagua_ref.groups.communication import init_process_group, is_initialized
+from bagua_ref.integrations.metrics_logger import prefixed
 from bagua_ref.integrations.trained_module import Recipe, call_if_there
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-__all__ = ["FabricPart", "TrainerPart"]
+__all__ = ["FabricPart", "MonitorPart", "TrainerPart"]
 
 _KEY = "bagua"
 """The entry of a checkpoint that holds the algorithm's state."""
@@ -212,6 +213,27 @@ class TrainerPart(_Part):
             _restore(context, checkpoint[_KEY])
         elif context is not None:
             self._recipe.wrap(self.model, self.optimizers)
+
+
+class MonitorPart(Base):
+    """The methods of ``BaguaMonitor``."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Raise ValueError before a training whose communication nobody counts."""
+        if stage == "fit" and not isinstance(trainer.strategy, TrainerPart):
+            raise ValueError(
+                f"BaguaMonitor logs what a BaguaStrategy counts, but this Trainer's strategy is {type(trainer.strategy).__name__}; "
+                "call Trainer(strategy=BaguaStrategy(...)), or leave BaguaMonitor out"
+            )
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Log this rank's metrics, if the Trainer logs this step."""
+        if not trainer._logger_connector.should_update_logs:  # as Lightning's own callbacks ask; each log() takes time
+            return
+        metrics = prefixed(trainer.strategy.model.bagua_metrics())
+        # Lightning rounds numbers to float32, which has too few digits for bytes; it keeps a tensor's dtype.
+        tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+        pl_module.log_dict(tensors, batch_size=1)  # not used for a mean; without it, some modules cannot log
 
 
 class FabricPart(_Part):

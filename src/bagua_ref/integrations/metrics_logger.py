@@ -65,10 +65,15 @@ class MetricsLogger:
             if name in now and name in self._last:
                 now[f"{name}_per_step"] = (now[name] - self._last[name]) / steps
         self._last = now
-        named = {f"bagua/{name}": value for name, value in now.items()}
+        named = prefixed(now)
         step = self._calls if step is None else step
         if self._add_scalar is None:
             self._write(named, step)
         else:
             for name, value in named.items():
                 self._add_scalar(name, value, step)
+
+
+def prefixed(metrics: dict[str, float | int]) -> dict[str, float | int]:
+    """Return ``metrics`` under their names in logs, which begin with "bagua/"."""
+    return {f"bagua/{name}": value for name, value in metrics.items()}

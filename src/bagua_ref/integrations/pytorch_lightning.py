@@ -1,20 +1,25 @@
-"""The strategies of `bagua_ref.integrations.lightning` for the package ``pytorch_lightning``, registered when this is imported."""
+"""What `bagua_ref.integrations.lightning` has, for the package ``pytorch_lightning``; strategies are registered on import."""
 
 from __future__ import annotations
 
 from lightning_fabric.strategies import STRATEGY_REGISTRY
 from lightning_fabric.strategies import DDPStrategy as FabricDDPStrategy
+from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
-from bagua_ref.integrations.lightning_parts import FabricPart, TrainerPart
+from bagua_ref.integrations.lightning_parts import FabricPart, MonitorPart, TrainerPart
 
-__all__ = ["BaguaStrategy", "FabricBaguaStrategy"]
+__all__ = ["BaguaMonitor", "BaguaStrategy", "FabricBaguaStrategy"]
 
 
 class BaguaStrategy(TrainerPart, DDPStrategy):
     """`bagua_ref.integrations.lightning.BaguaStrategy` for ``pytorch_lightning.Trainer``."""
 
     strategy_name = "bagua"
+
+
+class BaguaMonitor(MonitorPart, Callback):
+    """`bagua_ref.integrations.lightning.BaguaMonitor` for ``pytorch_lightning.Trainer``."""
 
 
 class FabricBaguaStrategy(FabricPart, FabricDDPStrategy):

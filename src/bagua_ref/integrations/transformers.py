@@ -9,12 +9,15 @@ from transformers import TrainerCallback
 
 from bagua_ref import checkpoint
 from bagua_ref.groups.communication import init_process_group, is_initialized
+from bagua_ref.integrations.metrics_logger import prefixed
 from bagua_ref.integrations.trained_module import Recipe, call_if_there
 
 __all__ = ["BaguaCallback", "use_bagua"]
 
 
-def use_bagua(trainer: Any, algorithm: str, *, find_unused_parameters: bool = False, **options: Any) -> BaguaCallback:
+def use_bagua(
+    trainer: Any, algorithm: str, *, find_unused_parameters: bool = False, log_metrics: bool = False, **options: Any
+) -> BaguaCallback:
     """Let ``trainer.train()`` train with an algorithm of bagua_ref; return the callback that this adds to ``trainer``.
 
     Call it on every rank, right after making the Trainer. The Trainer then leaves torch's DistributedDataParallel out, so that
@@ -26,6 +29,8 @@ def use_bagua(trainer: Any, algorithm: str, *, find_unused_parameters: bool = Fa
         trainer: a ``transformers.Trainer``.
         algorithm: a registered name, such as "decentralized", "local_sgd", "diloco", "async" or "bytegrad".
         find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients.
+        log_metrics: add `bagua_ref.distributed.BaguaModule.bagua_metrics` to each log of the loss, under names that begin with
+            "bagua/", for what ``report_to`` names and for ``trainer.state.log_history``. Nothing is communicated.
         options: the algorithm's. "qadam" takes the Trainer's optimizer, a `bagua_ref.algorithms.q_adam.QAdamOptimizer`.
 
     Raises:
@@ -42,6 +47,14 @@ def use_bagua(trainer: Any, algorithm: str, *, find_unused_parameters: bool = Fa
     if trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True) is not trainer.model:
         raise NotImplementedError("torch_compile=True puts a wrapper around the model; call model.compile() yourself instead")
     trainer.add_callback(callback)
+    if log_metrics:
+        log = trainer.log
+
+        def log_with_metrics(logs: dict[str, float], *others: Any, **named: Any) -> None:
+            # A callback's on_log would come too late: log_history is written, and the callbacks of report_to are called before it.
+            log(logs | prefixed(trainer.model.bagua_metrics()) if "loss" in logs else logs, *others, **named)
+
+        trainer.log = log_with_metrics
     return callback
 
 
