@@ -17,8 +17,8 @@ from bagua_ref.base.not_provided import install_command
 
 __all__ = [
     "CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "add_older_name", "call_object",
-    "end_progress", "is_installed", "load_object", "machine", "number", "print_rows", "require", "show_progress", "write_file", "write_json",
-    "write_picture",
+    "end_progress", "is_installed", "load_object", "machine", "number", "print_rows", "require", "show_progress", "write_file",
+    "write_json", "write_picture",
 ]  # fmt: skip
 
 _PACKAGES = {"sklearn": "scikit-learn"}
