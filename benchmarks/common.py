@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
 import platform
 import statistics
 import time
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 import bagua_ref
+from bagua_ref.cli import command
 
 PACKAGES = (
     "torch",
@@ -121,17 +121,8 @@ def alternate(functions: dict[str, Callable[[], object]], rounds: int) -> dict[s
 
 def machine() -> dict[str, object]:
     """Return what a reader needs to judge the numbers."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text(encoding="utf-8").splitlines() if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
     return {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": cpu,
-        "cores": os.cpu_count(),
+        **command.machine(),
         "torch_threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
@@ -164,7 +155,7 @@ def measured(result: dict[str, Any]) -> str:
 
     def run(about: dict[str, Any]) -> str:
         machine, found = about["machine"], about["versions"]
-        where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+        where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
         return ", ".join([about["date"][:10], where, *(f"{name} {found[name]}" for name in packages if name in found)])
 
     if "runs" not in result:

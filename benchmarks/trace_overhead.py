@@ -30,7 +30,7 @@ KINDS = {"without": None, "recorded": 1, "every 10th": 10}
 
 def measure(folder: str, rounds: int) -> dict[str, dict[str, float]]:
     """Return the median milliseconds per step of each algorithm and kind, and the bytes per recorded step, on this rank."""
-    digits, settings = Digits.load(), Settings(workers=PROCESSES, epochs=1)
+    digits, settings = Digits.load(), Settings(ranks=PROCESSES, epochs=1)
     batches = list(digits.batches(settings, bagua_ref.get_rank(), PROCESSES))[:STEPS]
     found: dict[str, dict[str, float]] = {}
     for name in ALGORITHMS:

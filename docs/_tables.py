@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from common import load, measured, number, path_of
 from links import RATES
 from slow_link import AT_INTERVALS, EVERY_STEP, FASTER, LINKS
 from time_to_quality import CONTENDERS, PEERS, TASKS, judged, target
+
+from bagua_ref.cli import report
+from bagua_ref.cli.recipes import Settings, TrainingOutcome
 
 PER_TABLE = 6
 """Algorithms in a table of faults."""
@@ -186,6 +191,18 @@ def slow_link() -> str:
     return f"{grid(['algorithm', 'MB sent per step', *LINKS, 'learns'], *rows)}\n\n{measured(result)}"
 
 
+def demo() -> str:
+    """Return the demo's table and verdicts, as `_demo.json` has them: ``bagua-ref demo --json-file docs/_demo.json``."""
+    result = json.loads(Path(__file__).with_name("_demo.json").read_text(encoding="utf-8"))
+    settings = Settings(**{field.name: result["settings"][field.name] for field in fields(Settings)})
+    outcomes, predicted = [TrainingOutcome(**row) for row in result["results"]], result["predicted_seconds"]
+    cells = [report.cells_of(outcome, settings, predicted) for outcome in outcomes]
+    rows = [[_linked(name, "algorithms/"), *rest] for name, *rest in cells]
+    verdicts = report.verdicts_of(outcomes, settings, predicted)
+    said = "\n".join(f"- `{name}`: {text[0].lower()}{text[1:]}" for name, text in verdicts.items())
+    return f"{grid(list(report.COLUMNS), *rows)}\n\n{said}\n\n{measured({**result, 'rows': result['results']})}"
+
+
 def _linked(name: str, folder: str) -> str:
     """Return a contender's name, with a link to its page if it is one of ours."""
     first, comma, rest = name.partition(", ")
@@ -276,7 +293,7 @@ def _span(row: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     **{made.__name__: made for made in (fuse_step, gpu_kernels, learning, learning_compressed, published_order)},
     **{made.__name__: made for made in (slow_link, slow_link_targets, predicted_times, faults_training, faults_cache, soak)},
-    **{made.__name__: made for made in (published_epochs, scale, scale_on_paper)},
+    **{made.__name__: made for made in (published_epochs, scale, scale_on_paper, demo)},
     **{f"time_to_quality, {task}": partial(time_to_quality, task) for task in TASKS},
 }
 """What fills the blocks of pages; others are named like a benchmark, and compare."""

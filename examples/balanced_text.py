@@ -1,7 +1,7 @@
 """Train on texts of very different lengths, the docstrings of Python's standard library, with and without balancing.
 
 torchrun --nproc_per_node=2 examples/balanced_text.py
-python examples/balanced_text.py --write-lengths docstring-lengths.txt    # then: bagua-ref balance --lengths ... --replicas 4
+python examples/balanced_text.py --write-lengths docstring-lengths.txt    # then: bagua-ref balance --lengths ... --ranks 4
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ CALLABLES = {
     "find_unused_parameters": WRAPPING,
     "flatten": ("buckets.bucket.BaguaBucket",),
     "hosts": CACHING[1:],
+    "hierarchical": ("algorithms.ByteGradAlgorithm", "algorithms.DecentralizedAlgorithm", "algorithms.LocalSGDAlgorithm"),
     "max_bytes": ("conformance.trace.recorder.Recorder",),
     "sampler": ("checkpoint.load",),
     "scattergather": ("buckets.bucket.BaguaBucket.append_centralized_synchronous_op",),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 from xml.etree import ElementTree
 
 import pytest
@@ -27,7 +30,8 @@ from bagua_ref.algorithms import Algorithm, AlgorithmImpl, GlobalAlgorithmRegist
 from bagua_ref.base import not_provided
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.base.utils import readable_bytes
-from bagua_ref.cli import demo, doctor, main
+from bagua_ref.cli import _parser, demo, doctor, main
+from bagua_ref.cli.command import Commands
 from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Settings, TrainingOutcome, train
 from bagua_ref.cli.report import draw_curves, print_table, trailing_mean, write_report
 from bagua_ref.integrations.trained_module import Recipe
@@ -56,7 +60,9 @@ COMMANDS = [
     "vectors export",
     "vectors check",
     "trace check",
+    "trace diff",
     "trace show",
+    "sim",
 ]
 
 
@@ -77,14 +83,16 @@ def test_help_fits_80_columns(command: str, capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_error_prints_the_usage_of_its_subcommand(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     required = {
-        "advise": ["--params", "1e6", "--workers", "2"],
+        "advise": ["--params", "1e6", "--ranks", "2"],
         "measure": ["--output", "x"],
-        "balance": ["--lengths", "x", "--replicas", "2"],
+        "balance": ["--lengths", "x", "--ranks", "2"],
         "graph": ["ring", "--ranks", "4"],
         "vectors export": ["x"],
         "vectors check": ["x", "--outputs", "x"],
         "trace check": ["x"],
         "trace show": ["x"],
+        "trace diff": ["x", "y"],
+        "sim": ["x"],
     }
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), *required.get(command, []), "--no-such-option"])
@@ -93,6 +101,81 @@ def test_an_error_prints_the_usage_of_its_subcommand(command: str, capsys: pytes
     assert printed.err.startswith(f"usage: bagua-ref {command} [-h]")
     assert printed.err.endswith(f"bagua-ref {command}: error: unrecognized arguments: --no-such-option\n")
     assert printed.out == ""
+
+
+def subcommands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield the parsers that run something."""
+    inner = [choice for action in parser._actions if isinstance(action, Commands) for choice in action.choices.values()]
+    if not inner:
+        yield parser
+    for each in inner:
+        yield from subcommands(each)
+
+
+def test_each_command_has_examples_that_it_takes() -> None:
+    whole = _parser()
+    found = list(subcommands(whole))
+    assert {parser.prog for parser in found} == {f"bagua-ref {name}" for name in COMMANDS}
+    for parser in found:
+        examples, _, rest = parser.format_help().partition("\nexamples:\n")[2].partition("\n\n")
+        assert "Exit status" in rest
+        for line in examples.splitlines():
+            words = shlex.split(re.sub("^torchrun .* -m bagua_ref.cli", "bagua-ref", line.strip()))
+            words = words[: words.index("--")] if "--" in words else words
+            assert " ".join(words).startswith(parser.prog)
+            assert whole.parse_args(words[1:]).parser is parser
+
+
+@pytest.mark.parametrize(
+    ("older", "now"),
+    [
+        ("demo --workers 3 --quick", "demo --ranks 3 --quick"),
+        ("advise --params 9 --workers 3", "advise --params 9 --ranks 3"),
+        ("balance --lengths x --replicas 3 --output y", "balance --lengths x --ranks 3 --png y"),
+    ],
+)
+def test_options_keep_their_older_names(older: str, now: str) -> None:
+    first, second = (_parser().parse_args(text.split()) for text in (older, now))
+    kept = [
+        {name: value for name, value in vars(each).items() if not callable(value) and name != "parser"} for each in (first, second)
+    ]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("columns", [80, 60, 40])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "balance --lengths {folder}/lengths --ranks 2 --png {folder}/x.png",
+        "advise --params 4e6 --ranks 4 --bandwidth 1Gbit --compute 10ms",
+    ],
+)
+def test_no_number_of_a_table_is_cut(
+    command: str, columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lengths").write_text("".join(f"{length}\n" for length in (3, 9, 4, 12, 55, 7, 8, 21)))
+    printed = []
+    for width in (200, columns):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(command.format(folder=tmp_path).split()) == 0
+        printed.append(capsys.readouterr().out)
+    wide, narrow = printed
+    assert "…" not in narrow
+    assert set(re.findall(r"[\d.]*\d%?", wide)) <= set(re.findall(r"[\d.]*\d%?", narrow))
+
+
+def test_packages_are_asked_for_before_anything_is_computed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in ("rich", "matplotlib"):
+        monkeypatch.setitem(sys.modules, module, None)
+    hint = f"install with: {install_command('demo')}\n"
+    for command in ("balance --lengths none --ranks 2", "advise --params 9 --ranks 2", "measure --output x"):
+        assert main(command.split()) == 2
+        assert capsys.readouterr().err == f"bagua-ref {command.split()[0]}: error: printing tables needs rich; {hint}"
+    for command in ("graph none --ranks 2", "trace check none", "trace diff none none", "advise --params 9 --ranks 2 --json"):
+        assert main([*command.split(), "--png", "x"]) == 2
+        assert capsys.readouterr().err.endswith(f": error: --png needs matplotlib; {hint}")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,9 +190,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "COMMAND"),
         (["fly"], "'fly'"),
-        (["demo", "--workers", "0"], "workers=0 must be from 1 to 64"),
-        (["demo", "--workers", "65"], "workers=65 must be from 1 to 64"),
-        (["demo", "--workers", "two"], "--workers: invalid int value: 'two'"),
+        (["demo", "--ranks", "0"], "ranks=0 must be from 1 to 64"),
+        (["demo", "--ranks", "65"], "ranks=65 must be from 1 to 64"),
+        (["demo", "--ranks", "two"], "--ranks: invalid int value: 'two'"),
         (["demo", "--epochs", "0"], "epochs=0 must be"),
         (["demo", "--seed", "-1"], "seed=-1 must be"),
         (["demo", "--algorithms", "bytgrad"], "--algorithms: invalid choice: 'bytgrad'"),
@@ -134,9 +217,9 @@ def test_a_missing_extra_is_named_after_wrong_arguments(
     complaint = "bagua-ref demo: error: the demo needs scikit-learn, matplotlib; install with: "
     assert capsys.readouterr().err == f"{complaint}{install_command('demo')}\n"
     with pytest.raises(SystemExit) as ended:
-        main(["demo", "--workers", "0"])
+        main(["demo", "--ranks", "0"])
     assert ended.value.code == 2
-    assert "workers=0" in capsys.readouterr().err
+    assert "ranks=0" in capsys.readouterr().err
 
 
 def test_in_a_checkout_an_extra_is_installed_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +277,7 @@ def test_bash_completes(typed: str, offered: list[str], tmp_path: Path, capsys: 
     assert sorted(word for word in run.stdout.split("\n") if word and not word.startswith("bash: ")) == offered
 
 
-@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+@pytest.mark.parametrize("shell", ["zsh", "tcsh", "fish"])
 def test_other_shells_get_a_script_too(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "balance" in completion(shell, capsys)
 
@@ -241,9 +324,9 @@ except OSError:
     "arguments",
     [
         "--help",
-        "demo --workers 0",
+        "demo --ranks 0",
         "doctor",
-        "balance --lengths {folder}/lengths --replicas 2 --output {folder}/work.png",
+        "balance --lengths {folder}/lengths --ranks 2 --png {folder}/work.png",
         "graph ring --ranks 4",
         "verify --backend tests.hostile_backends:Raises --check kernels.S1.add",
         "vectors check --help",
@@ -275,7 +358,7 @@ def test_doctor_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch:
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if len(line) > 80] == []
     assert "x" * 100 in "".join(line.strip() for line in lines)
-    for topic in ("versions", "kernel backends", "communication", "GPUs", "redis", "trainers", "environment", "problems"):
+    for topic in ("versions", "kernel backends", "communication", "GPUs", "redis", "extras", "trainers", "environment", "problems"):
         assert [line for line in lines if line.startswith(topic)], topic
     start = next(place for place, line in enumerate(lines) if line.startswith("  redis-server"))
     assert lines[start + 1].startswith(" " * 23)
@@ -285,6 +368,22 @@ def test_doctor_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert redis["redis-server"].startswith("Redis server v=9.9.9 sha=00000000:0")
     assert redis["redis-server"].endswith(f"({server})")
     assert redis["valkey-server"] == "not on PATH"
+
+
+def test_doctor_names_what_an_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.examine()["extras"]["demo"] == "installed"
+    real = doctor.version
+
+    def version(name: str) -> str:
+        if name == "matplotlib":
+            raise PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(doctor, "version", version)
+    found = doctor.examine()["extras"]
+    assert found["demo"].startswith("without matplotlib these cannot run: bagua-ref demo, tables and pictures; ")
+    assert found["demo"].endswith(install_command("demo"))
+    assert found["completion"] == "installed"
 
 
 def test_doctor_writes_json_into_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -357,7 +456,7 @@ def test_every_registered_algorithm_has_a_recipe() -> None:
 
 @pytest.mark.slow
 def test_the_shares_of_a_batch_make_the_whole(digits: Digits) -> None:
-    settings = Settings(workers=4, epochs=2)
+    settings = Settings(ranks=4, epochs=2)
     whole = list(digits.batches(settings, 0, 1))
     shares = [list(digits.batches(settings, share, 4)) for share in range(4)]
     assert len(whole) == settings.steps == 44
@@ -389,7 +488,7 @@ def train_simulated(name: str, settings: Settings, digits: Digits) -> TrainingOu
         assert steps[-1].keys() == {"loss"}
         return outcome
 
-    first, *others = SimulatedWorld(settings.workers).run(rank)
+    first, *others = SimulatedWorld(settings.ranks).run(rank)
     assert all(outcome == first for outcome in others if outcome is not None)
     return first
 
@@ -397,7 +496,7 @@ def train_simulated(name: str, settings: Settings, digits: Digits) -> TrainingOu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_every_algorithm_trains_in_a_simulated_world(name: str, digits: Digits) -> None:
-    settings = Settings(workers=2, epochs=3, algorithms=(name,))
+    settings = Settings(ranks=2, epochs=3, algorithms=(name,))
     outcome = train_simulated(name, settings, digits)
     assert len(outcome.losses) == len(outcome.bytes_sent) == settings.steps
     assert outcome.final_loss < outcome.losses[0]
@@ -407,7 +506,7 @@ def test_every_algorithm_trains_in_a_simulated_world(name: str, digits: Digits) 
 
 
 def test_full_precision_equals_one_process_and_sends_what_the_formula_says(digits: Digits) -> None:
-    settings = Settings(workers=4, epochs=1)
+    settings = Settings(ranks=4, epochs=1)
     alone, together = (train_simulated(name, settings, digits) for name in (ALONE, "gradient_allreduce"))
     assert together.losses == pytest.approx(alone.losses, rel=1e-3)
     assert together.bytes_per_step == 2 * 3 / 4 * 4 * PARAMETERS
@@ -417,7 +516,7 @@ def test_full_precision_equals_one_process_and_sends_what_the_formula_says(digit
 
 
 def test_bytegrad_sends_a_byte_per_element_and_its_headers(digits: Digits) -> None:
-    outcome = train_simulated("bytegrad", Settings(workers=4, quick=True), digits)
+    outcome = train_simulated("bytegrad", Settings(ranks=4, quick=True), digits)
     chunk = 32 + -(-(PARAMETERS + 2) // 4 // 32) * 32  # S4.1; two elements of padding
     assert outcome.bytes_per_step == 2 * 3 / 4 * 4 * chunk
     assert outcome.ratio == pytest.approx(0.252, abs=0.001)
@@ -444,7 +543,7 @@ def test_an_algorithm_that_works_in_the_background_is_stopped_and_ranks_are_comb
     GlobalAlgorithmRegistry.register("background", Background, "for a test")
     monkeypatch.setitem(RECIPES, "background", Recipe("background", {}, "a test"))
     stopped.clear()
-    settings = Settings(workers=2, algorithms=("background",), quick=True)
+    settings = Settings(ranks=2, algorithms=("background",), quick=True)
     single: list[float] = []
 
     def rank(r: int) -> TrainingOutcome:
@@ -482,7 +581,7 @@ def test_progress_is_shown_and_outcomes_are_printed(
     terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    found = demo.show(events("bytegrad"), Settings(workers=2, quick=True, algorithms=("bytegrad",)))
+    found = demo.show(events("bytegrad"), Settings(ranks=2, quick=True, algorithms=("bytegrad",)))
     printed, progress = capsys.readouterr()
     assert printed.splitlines() == [
         "starting 2 workers",
@@ -509,19 +608,20 @@ def outcomes() -> list[TrainingOutcome]:
 def test_the_table_fits_and_is_not_cut(width: int) -> None:
     console = Console(file=io.StringIO(), width=width)
     longest = TrainingOutcome("low_precision_decentralized", 0.97, 0.2, 229700, 0.2508, 80.0, 1.25e-7, [1.0], [1.0])
-    print_table([*outcomes(), longest], Settings(workers=2, quick=True), console)
+    print_table([*outcomes(), longest], Settings(ranks=2, quick=True), console)
     lines = console.file.getvalue().splitlines()
     assert lines[0].rstrip() == "2 workers, 10 steps of 64 images, 38,282 parameters"
     assert "…" not in "".join(lines)
-    rows = {line.split()[0]: line.split() for line in lines if line.strip()}
-    assert rows["gradient_allreduce"] == ["gradient_allreduce", "97.5%", "0.1235", "153.1", "kB", "1.000", "100", "0"]
-    assert rows["bytegrad"] == ["bytegrad", "97.0%", "0.2000", "38.4", "kB", "0.251", "80", "1.2e-07"]
-    assert rows["single"] == ["single", "process", "98.0%", "0.1000", "-", "-", "123", "-"]
-    assert rows["low_precision_decentralized"][-1] == "1.2e-07"
+    rows = {line.split()[0]: line.split() for line in reversed(lines) if line.strip()}
+    assert rows["bytegrad:"][:4] == ["bytegrad:", "Sends", "25%", "of"]
+    assert rows["gradient_allreduce"] == ["gradient_allreduce", "97.5%", "0.1235", "153.1", "kB", "1.000", "0", "10.0"]
+    assert rows["bytegrad"] == ["bytegrad", "97.0%", "0.2000", "38.4", "kB", "0.251", "1.2e-07", "12.5"]
+    assert rows["single"] == ["single", "process", "98.0%", "0.1000", "-", "-", "-", "8.1"]
+    assert rows["low_precision_decentralized"][-2] == "1.2e-07"
 
 
 def test_the_page_stands_alone_and_holds_the_numbers(tmp_path: Path) -> None:
-    page = write_report(outcomes(), Settings(workers=2, quick=True), tmp_path)
+    page = write_report(outcomes(), Settings(ranks=2, quick=True), tmp_path)
     assert page == tmp_path / "index.html"
     check_page(page.read_text(), ["single process", "gradient_allreduce", "bytegrad", "153.1 kB", "0.251"])
     found = json.loads((tmp_path / "results.json").read_text())
@@ -535,7 +635,11 @@ def check_page(page: str, expected: list[str]) -> None:
     drawings = re.findall(r'src="([^"]*)"', page)
     assert len(drawings) == 3
     assert all(drawing.startswith("data:image/svg+xml;base64,") for drawing in drawings)
-    assert "href" not in page
+    linked = [Path(url2pathname(urlsplit(link).path)) for link in re.findall(r'href="([^"]*)"', page)]
+    assert len(linked) > 1
+    assert all(path.is_file() for path in linked)
+    text = re.sub(r"<[^>]*>", "", page)
+    assert not re.search(r"``|\bS\d+(\.\d)?\b", text), "markup, or a clause that is no link"
     assert "<script" not in page
 
 
@@ -574,7 +678,7 @@ def start_demo(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]
             "-m",
             "bagua_ref.cli",
             "demo",
-            "--workers",
+            "--ranks",
             "2",
             "--output",
             str(tmp_path / "report"),
@@ -627,7 +731,7 @@ def test_the_demo_end_to_end(tmp_path: Path, start_demo: Any) -> None:
     out, err = finish(process, tmp_path)
     assert process.returncode == 0, err
     assert re.search(r"bytegrad: test accuracy [\d.]+%, loss [\d.]+, 384.0 kB sent", out)
-    assert re.search(r"gradient_allreduce +[\d.]+% +[\d.]+ +153.1 kB +1.000 +\d+ +0 *\n", out)
+    assert re.search(r"gradient_allreduce +[\d.]+% +[\d.]+ +153.1 kB +1.000 +0 +[\d.]+ *\n", out)
     found = json.loads((tmp_path / "report" / "results.json").read_text())
     assert json.loads((tmp_path / "demo.json").read_text()) == found
     assert [entry["algorithm"] for entry in found["results"]] == [ALONE, *RECIPES]
@@ -635,10 +739,14 @@ def test_the_demo_end_to_end(tmp_path: Path, start_demo: Any) -> None:
     assert by_name["gradient_allreduce"]["bytes_per_step"] == 4 * PARAMETERS
     assert by_name["gradient_allreduce"]["losses"] == pytest.approx(by_name[ALONE]["losses"], rel=1e-3)
     assert by_name["bytegrad"]["ratio"] == pytest.approx(0.251, abs=0.001)
+    assert found["predicted_seconds"].keys() == {
+        "gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "async",
+    }  # fmt: skip
+    assert "powersgd: All 10 steps were warm-up" in out
     for entry in by_name.values():
         assert len(entry["losses"]) == 10
         assert entry["steps_per_second"] > 0
-    check_page((tmp_path / "report" / "index.html").read_text(), ["2 workers, 10 steps", "153.1 kB", "38.4 kB"])
+    check_page((tmp_path / "report" / "index.html").read_text(), ["2 workers, 10 steps", "153.1 kB", "38.4 kB", found["command"]])
 
 
 @pytest.mark.slow
@@ -679,7 +787,7 @@ def test_the_error_of_a_worker_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Digits, "load", lambda: (torch.zeros(1),))
-    assert demo.run_demo(Settings(workers=1, quick=True), tmp_path) == 1
+    assert demo.run_demo(Settings(ranks=1, quick=True), tmp_path) == 1
     complaint = capsys.readouterr().err
     assert complaint.startswith("bagua-ref demo: worker 0 failed:\n")
     assert "TypeError" in complaint

@@ -249,7 +249,7 @@ def test_the_picture_is_written_and_is_the_same_every_time(run: Any, tmp_path: P
 
 
 def test_without_matplotlib_it_says_what_to_install(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, complaint = run("ring", "--ranks", "4", "--png", str(tmp_path / "x.png"))
     assert code == 2
     assert f"--png needs matplotlib; install with: {install_command('demo')}" in complaint

@@ -45,6 +45,7 @@ NOT_MEASURED = {
         "docs/cache.md": ["512 MiB"],
         "docs/cuda.md": ["32 KiB", "50 ms"],
         "docs/data_parallel.md": ["10 MiB"],
+        "docs/demo.md": ["50 µs"],
         "docs/faults.md": ["five seconds"],
         "docs/learning.md": ["2 %"],
         "docs/process-groups.md": ["0.001"],

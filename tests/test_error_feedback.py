@@ -54,7 +54,7 @@ def test_qadam_with_one_bit_and_error_memory_learns_the_digits() -> None:
     pytest.importorskip("sklearn")
     from bagua_ref.cli import recipes
 
-    settings, digits = recipes.Settings(workers=2, epochs=8), recipes.Digits.load()
+    settings, digits = recipes.Settings(ranks=2, epochs=8), recipes.Digits.load()
 
     def rank(r: int) -> float:
         torch.manual_seed(0)

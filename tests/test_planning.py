@@ -52,7 +52,7 @@ from bagua_ref.simulation import SimulatedWorld
 ROOT = Path(__file__).parents[1]
 MACHINE = Machine(LinkCosts(LinkCost(0.5, 2**-10), LinkCost(0.125, 2**-12)), compute=3.0)  # sums of such numbers are exact
 TIMES = ("seconds_per_step", "exposed_wait_seconds_per_step", "codec_seconds_per_step")
-BASE = ["--params", "4e6", "--workers", "4", "--bandwidth", "1Gbit", "--compute", "10ms"]
+BASE = ["--params", "4e6", "--ranks", "4", "--bandwidth", "1Gbit", "--compute", "10ms"]
 
 
 def linear(inputs: int = 15, outputs: int = 16) -> torch.nn.Module:
@@ -308,22 +308,22 @@ def test_the_table_is_ranked_and_says_why_what_is_learnt_and_what_to_know(run: A
 
 def test_odd_ranks_leave_out_what_needs_pairs(run: Any) -> None:
     named = ["--algorithm", "gradient_allreduce", "--algorithm", "decentralized:peer_selection_mode='shift_one'"]
-    code, printed, _ = run("--params", "1000", "--workers", "3", "--bandwidth", "1Gbit", "--compute", "1ms", *named)
+    code, printed, _ = run("--params", "1000", "--ranks", "3", "--bandwidth", "1Gbit", "--compute", "1ms", *named)
     assert code == 0
     assert "shift_one' is left out: peer_selection_mode='shift_one' needs an even number of ranks, not 3" in printed
 
 
 def test_a_model_is_made_without_memory_and_planned_by_its_own_shapes(run: Any) -> None:
     given = ["--model", "tests.test_planning:model", "--algorithm", "gradient_allreduce", "--json"]
-    result = json.loads(run(*given, "--workers", "2", "--bandwidth", "1Gbit", "--compute", "1ms")[1])
+    result = json.loads(run(*given, "--ranks", "2", "--bandwidth", "1Gbit", "--compute", "1ms")[1])
     assert result["parameter_bytes"] == 4 * 2_001_000 == result["rows"][0]["bytes_per_step"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--workers", "0"], "argument --workers: '0' must be a whole number from 1"),
-        (["--workers", "2.5"], "argument --workers: '2.5' must be a whole number"),
+        (["--ranks", "0"], "argument --ranks: '0' must be a whole number from 1"),
+        (["--ranks", "2.5"], "argument --ranks: '2.5' must be a whole number"),
         (["--params", "nan"], "argument --params: 'nan' must be"),
         (["--nodes", "5"], "nodes=5 must be from 1 to the number of workers, 4"),
         (["--bandwidth", "0Gbit"], "bandwidth '0Gbit' must be a number above 0"),
@@ -342,7 +342,7 @@ def test_a_model_is_made_without_memory_and_planned_by_its_own_shapes(run: Any) 
         (["--algorithm", "local_sgd:period=f()"], "must be of the form OPTION=VALUE"),
         (["--algorithm", "local_sgd:**{}"], "must be of the form OPTION=VALUE"),
         (["--algorithm", "bytegrad:compression=None1"], "compression='None1' is not a known codec"),
-        (["--workers", "1025"], "argument --workers: '1025' must be a whole number from 1 to 1024"),
+        (["--ranks", "1025"], "argument --ranks: '1025' must be a whole number from 1 to 1024"),
         (["--measured", "/nowhere"], "cannot read '/nowhere': No such file"),
     ],
 )
@@ -377,7 +377,7 @@ def test_links_that_were_not_measured_are_asked_for(run: Any, tmp_path: Path) ->
     costs = MeasuredMachine(None, (Estimate(1e-5, 1e-5, 1e-5), Estimate(1e-10, 1e-10, 1e-10)), Estimate(0.01, 0.01, 0.01))
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(costs.as_json()))
-    given = ["--params", "1e4", "--workers", "4", "--measured", str(path), "--algorithm", "gradient_allreduce", "--json"]
+    given = ["--params", "1e4", "--ranks", "4", "--measured", str(path), "--algorithm", "gradient_allreduce", "--json"]
     code, _, error = run(*given)
     assert code == 2
     assert "argument --bandwidth is needed, as links between nodes were not measured" in error
@@ -402,7 +402,7 @@ def metrics_of_a_job(make: Callable[[], Algorithm], late: float = 0.0) -> list[d
     return SimulatedWorld(4, (2, 2), link=LinkCosts.parse("1Gbit,1ms,100Gbit,5us"), compute=0.03).run(train)
 
 
-JOB = ["--params", "500000", "--workers", "4", "--nodes", "2", "--latency", "1ms", "--json"]
+JOB = ["--params", "500000", "--ranks", "4", "--nodes", "2", "--latency", "1ms", "--json"]
 
 
 @pytest.mark.parametrize(
@@ -476,7 +476,7 @@ def test_async_without_rounds_sends_nothing(run: Any) -> None:
 def test_graphs_say_in_how_many_rounds_and_seconds_distances_halve(run: Any) -> None:
     modes = {"peer_selection_mode='ring',communication_interval=3": 3, "peer_selection_mode='one_peer_exponential'": 1}
     named = [word for options in modes for word in ("--algorithm", f"decentralized:hierarchical=False,{options}")]
-    result = json.loads(run("--params", "1e4", "--workers", "8", *BASE[4:], *named, "--algorithm", "bytegrad", "--json")[1])
+    result = json.loads(run("--params", "1e4", "--ranks", "8", *BASE[4:], *named, "--algorithm", "bytegrad", "--json")[1])
     rows = {row["algorithm"].partition(",")[2]: row for row in result["rows"]}
     for options, interval in modes.items():
         mode = MODES[re.search("mode='(.*?)'", options)[1]]  # type: ignore[index]
@@ -510,7 +510,7 @@ def test_a_measurement_is_read_by_advise(run: Any, tmp_path: Path, nodes: tuple[
     assert costs.compute.value > 0
     assert {"MinMaxUInt8", "OneBit", "topk", "powersgd", ""} <= costs.codec.keys() == costs.operation.keys()
     assert costs.shared_processor
-    code, printed, _ = run("--params", "1e5", "--workers", str(ranks), "--nodes", str(len(nodes)), "--measured", str(path))
+    code, printed, _ = run("--params", "1e5", "--ranks", str(ranks), "--nodes", str(len(nodes)), "--measured", str(path))
     assert code == 0
     assert f"measured on {ranks} ranks" in printed
 

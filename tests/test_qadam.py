@@ -281,7 +281,7 @@ def test_two_modules_share_an_optimizer(r: int) -> torch.Tensor:
     modules = [network(0), network(1)]
     optimizer = QAdamOptimizer([p for m in modules for p in m.parameters()], lr=0.01, warmup_steps=WARMUP)
     for module in modules:
-        module.with_bagua([optimizer], QAdamAlgorithm(optimizer))
+        module.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical=False))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(WARMUP + 3):

@@ -830,7 +830,7 @@ def lengths_file(tmp_path: Path) -> Path:
 
 def test_balance_prints_and_draws(lengths_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "work.png"
-    arguments = ["--lengths", str(lengths_file), "--replicas", "3", "--batch-size", "2", "--steps", "2", "--output", str(picture)]
+    arguments = ["--lengths", str(lengths_file), "--ranks", "3", "--batch-size", "2", "--steps", "2", "--png", str(picture)]
     assert main(["balance", *arguments, "--then", "2"]) == 0
     printed = capsys.readouterr().out
     row = r" +\d+ +[\d.]+% +1\.\d{3} +[\d.]+ +[\d.]+% +\d+ +[\d.e-]+"
@@ -909,15 +909,15 @@ def test_balance_reads_tensors_and_what_spreadsheets_write(tmp_path: Path, monke
         ("1\n0\n", [], "length 2 of 2 is 0; it must be above 0"),
         ("1\nnan\n", [], "is nan"),
         ("1\n1e400\n", [], "is inf"),
-        ("1\n2\n", ["--replicas", "0"], "replicas=0 must be at least 1"),
+        ("1\n2\n", ["--ranks", "0"], "ranks=0 must be at least 1"),
         ("1\n2\n", ["--batch-size", "0"], "batch_size=0"),
         ("1\n2\n", ["--random-level", "2"], "random_level=2.0"),
         ("1\n2\n", ["--max-cost", "1.5"], "costs[1]=2 makes a batch of sample 1 alone cost 2, over max_cost=1.5"),
         ("1\n2\n", ["--per-second", "0"], "per_second=0.0"),
         ("1\n2\n", ["--then", "0"], "then=0 must be at least 1"),
         ("1\n2\n", ["--seed", str(2**64)], "must fit into 64 bits"),
-        ("1\n2\n", ["--output", f"{__file__}/picture.png"], "must be a writable image file"),
-        ("1\n2\n", ["--output", "/tmp/picture.cdr"], "must be a writable image file"),
+        ("1\n2\n", ["--png", f"{__file__}/picture.png"], "must be a writable image file"),
+        ("1\n2\n", ["--png", "/tmp/picture.cdr"], "must be a writable image file"),
         (None, [], "No such file"),
     ],
 )
@@ -928,7 +928,7 @@ def test_balance_names_bad_input(
     if content is not None:
         path.write_text(content)
     with pytest.raises(SystemExit) as ended:
-        main(["balance", "--lengths", str(path), "--replicas", "2", "--output", str(tmp_path / "p.png"), *more])
+        main(["balance", "--lengths", str(path), "--ranks", "2", "--png", str(tmp_path / "p.png"), *more])
     assert ended.value.code == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("usage: bagua-ref balance ")
@@ -937,12 +937,12 @@ def test_balance_names_bad_input(
 
 
 def test_balance_as_json(lengths_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {"--output": tmp_path / "work.png", "--json-file": tmp_path / "balance.json"}
+    files = {"--png": tmp_path / "work.png", "--json-file": tmp_path / "balance.json"}
     options = [str(word) for option in files.items() for word in option]
-    assert main(["balance", "--lengths", str(lengths_file), "--replicas", "3", "--batch-size", "2", *options, "--json"]) == 0
+    assert main(["balance", "--lengths", str(lengths_file), "--ranks", "3", "--batch-size", "2", *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads(files["--json-file"].read_text())
-    assert (found["replicas"], found["steps"], found["picture"]) == (3, 4, str(files["--output"]))
+    assert (found["replicas"], found["steps"], found["picture"]) == (3, 4, str(files["--png"]))
     balanced, plain = found["with_balancing"], found["without_balancing"]
     assert np.array(balanced["work"]).shape == np.array(plain["work"]).shape == (4, 3)
     assert balanced["time_spent_waiting"] < plain["time_spent_waiting"]
@@ -953,7 +953,7 @@ def test_balance_says_what_to_install(
     missing: str, lengths_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    command = ["balance", "--lengths", str(lengths_file), "--replicas", "2", "--output", str(tmp_path / "work.png")]
+    command = ["balance", "--lengths", str(lengths_file), "--ranks", "2", "--png", str(tmp_path / "work.png")]
     assert main(command) == 2
     assert capsys.readouterr().err.endswith(f"needs {missing}; install with: {install_command('demo')}\n")
     with pytest.raises(SystemExit):  # bad arguments are reported first
@@ -966,7 +966,7 @@ def test_balance_needs_matplotlib_only_for_the_picture(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.chdir(tmp_path)
-    assert main(["balance", "--lengths", str(lengths_file), "--replicas", "3"]) == 0
+    assert main(["balance", "--lengths", str(lengths_file), "--ranks", "3"]) == 0
     printed = capsys.readouterr()
     assert "with balancing" in printed.out
     assert "Picture" not in printed.out

@@ -306,7 +306,7 @@ def test_S5_ranks_whose_optimizers_round_differently_are_named_on_every_rank(
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")  # else equal ones are shown once
         simulate(3, rank)
-    said = [str(warning.message) for warning in warned]
+    said = [str(warning.message) for warning in warned if "hierarchical=True" not in str(warning.message)]
     assert len(said) == (3 if says else 0)
     assert all(f"gradients are equal: {says}. Use one torch on all ranks" in text for text in said)
 

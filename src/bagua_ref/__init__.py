@@ -136,6 +136,13 @@ def _install(mixin: type, target: type) -> None:
             setattr(target, name, member)
 
 
+def _describe_training(training: data_parallel.training.ModuleTraining) -> None:
+    from bagua_ref.planning.wrapped import describe  # importing it takes longer than most programs need it for
+
+    describe(training)
+
+
+data_parallel.wrapping.wrapped.append(_describe_training)
 _install(BaguaTensor, _torch.Tensor)
 _install(BaguaModule, _torch.nn.Module)
 if _torch.distributed.is_available():

@@ -74,6 +74,11 @@ class Group(Protocol):
         """The bytes that this rank has sent in this group and its background groups, by formula."""
         ...
 
+    @property
+    def nodes(self) -> dict[int, list[int]]:
+        """The group's ranks by node, in group order."""
+        ...
+
     def get_global_communicator(self) -> Any:
         """Return the communicator of all ranks of the group (S1)."""
         ...

@@ -112,8 +112,19 @@ def install_command(extra: str) -> str:
     """
     if (_FOLDER / "pyproject.toml").is_file() and (_FOLDER / "src" / "bagua_ref").is_dir():
         return f"pip install -e {shlex.quote(f'{_FOLDER}[{extra}]')}"
-    from importlib.metadata import requires  # not needed to import bagua_ref
+    return f"pip install {shlex.join(requirements_of(extra))}"
 
-    named = [line.partition(";") for line in requires("bagua_ref") or ()]
-    packages = [name.strip() for name, _, marker in named if marker.strip().replace('"', "'") == f"extra == '{extra}'"]
-    return f"pip install {shlex.join(packages)}"
+
+def requirements_of(extra: str) -> list[str]:
+    """Return the packages of an extra with the versions that it asks for; none if bagua_ref is not installed.
+
+    Args:
+        extra: a name under ``project.optional-dependencies`` in pyproject.toml.
+    """
+    from importlib.metadata import PackageNotFoundError, requires  # not needed to import bagua_ref
+
+    try:
+        named = [line.partition(";") for line in requires("bagua_ref") or ()]
+    except PackageNotFoundError:  # its sources are on the path
+        return []
+    return [name.strip() for name, _, marker in named if marker.strip().replace('"', "'") == f"extra == '{extra}'"]

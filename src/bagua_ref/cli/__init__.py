@@ -10,7 +10,7 @@ from contextlib import nullcontext, redirect_stdout
 
 import bagua_ref
 from bagua_ref.cli import advise, balance, demo, doctor, graph, measure, sim, trace, vectors, verify
-from bagua_ref.cli.command import CommandError, PrintCompletion
+from bagua_ref.cli.command import CommandError, PrintCompletion, require
 
 __all__ = ["main"]
 
@@ -30,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # parse_args would print the usage of bagua-ref itself
     arguments.stdout = sys.stdout
     try:
+        if arguments.tables and not arguments.json:
+            require("printing tables", "demo", "rich")
+        if getattr(arguments, "png", None) is not None:
+            require("--png", "demo", "matplotlib")
         # Other output, such as that of a tested implementation, must not get between the lines of JSON.
         with redirect_stdout(sys.stderr) if arguments.json else nullcontext():
             exit_code: int = arguments.command(parser, arguments)
@@ -52,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--print-completion",
         action=PrintCompletion,
-        choices=("bash", "zsh", "tcsh"),
+        choices=("bash", "zsh", "tcsh", "fish"),
         help="print a completion script for this shell and exit; needs shtab",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

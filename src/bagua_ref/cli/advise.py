@@ -21,6 +21,7 @@ from bagua_ref.cli.command import (
     Commands,
     add_command,
     add_json_options,
+    add_older_name,
     call_object,
     number,
     print_rows,
@@ -66,6 +67,11 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "advise",
         _advise,
+        tables=True,
+        examples=(
+            "bagua-ref advise --params 340e6 --ranks 16 --bandwidth 1Gbit --compute 120ms",
+            "bagua-ref advise --model mycode:make_model --ranks 64 --measured costs.json",
+        ),
         help="predict which algorithm trains fastest on a given network",
         description="Predict the time of a training step with each algorithm: what it sends, from the buckets that wrapping would "
         "make, and how long that takes and how much of it compute hides, from the costs of links and codecs. Nothing is sent.",
@@ -81,9 +87,10 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="the number of parameters, such as 340e6, in matrices of 1024 x 1024",
     )
-    advise.add_argument(
-        "--workers", type=number(1, _MOST_WORKERS, whole=True), required=True, metavar="N", help="the number of ranks"
+    ranks = advise.add_argument(
+        "--ranks", type=number(1, _MOST_WORKERS, whole=True), required=True, metavar="N", help="the number of ranks"
     )
+    add_older_name(advise, ranks, "--workers")
     advise.add_argument(
         "--nodes", type=number(1, _MOST_WORKERS, whole=True), metavar="N", help="the number of nodes (default: one for each rank)"
     )
@@ -111,13 +118,13 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     advise.add_argument(
         "--algorithm", action="append", metavar="NAME[:OPTION=VALUE,...]", help="compare only these, each in an option of its own"
     )
-    advise.add_argument("--png", type=Path, metavar="FILE", help="draw step times over bandwidth and workers; needs matplotlib")
+    advise.add_argument("--png", type=Path, metavar="FILE", help="draw step times over bandwidth and ranks; needs matplotlib")
     add_json_options(advise)
 
 
 def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     try:
-        cluster = Cluster.even(arguments.workers, arguments.nodes or arguments.workers)
+        cluster = Cluster.even(arguments.ranks, arguments.nodes or arguments.ranks)
         parameters = Parameters(module_of(arguments.params) if arguments.params else _model(arguments.model))
     except (ValueError, TypeError, NotImplementedError) as error:
         parser.error(str(error))
@@ -147,7 +154,7 @@ def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     if not arguments.json:
         _print(arguments, ranked, costs, verdicts, warnings)
     if arguments.png is not None:
-        write_picture(lambda: draw(ranked, costs, **stragglers), arguments.png, "demo")
+        write_picture(lambda: draw(ranked, costs, **stragglers), arguments.png)
     write_json(arguments, _as_json(arguments, parameters, cluster, costs, ranked, verdicts, warnings))
     return 0
 
@@ -266,7 +273,7 @@ def _print(
         )
         for candidate in ranked
     ]
-    on = f"{arguments.workers} ranks on {arguments.nodes or arguments.workers} nodes"
+    on = f"{arguments.ranks} ranks on {arguments.nodes or arguments.ranks} nodes"
     headers = ["algorithm", f"step\n({unit})", f"interval\n({unit})", f"exposed\n({unit})", "sent per\nstep", "extra\nmemory"]
     print_rows(f"A training step of {on}", headers, rows)
     print(f"Costs: {costs.about or 'measured'}.\n")

@@ -14,7 +14,15 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from bagua_ref.base.not_provided import install_command
-from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, is_installed, print_rows, write_json
+from bagua_ref.cli.command import (
+    Commands,
+    add_command,
+    add_json_options,
+    add_older_name,
+    is_installed,
+    print_rows,
+    write_json,
+)
 from bagua_ref.cli.lengths import LARGEST, read_lengths
 from bagua_ref.contrib.budget_batch_sampler import BudgetBatchSampler
 from bagua_ref.contrib.load_balancing_sampler import LoadBalancingDistributedSampler
@@ -42,6 +50,8 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "balance",
         _balance,
+        tables=True,
+        examples=("bagua-ref balance --lengths lengths.txt --ranks 8 --batch-size 16",),
         help="compare ways to distribute samples of different lengths over replicas",
         description="Distribute samples of the given lengths over replicas: with torch's DistributedSampler, with "
         "LoadBalancingDistributedSampler, in groups of similar length, and with BudgetBatchSampler. Print and plot how much of the "
@@ -56,7 +66,8 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "--column), or package:name, an importable list of numbers or a dataset whose samples have a length",
     )
     balance.add_argument("--column", metavar="NAME", help="the column of a .csv file")
-    balance.add_argument("--replicas", type=int, required=True, metavar="N", help="number of training processes")
+    ranks = balance.add_argument("--ranks", type=int, required=True, metavar="N", help="number of training processes")
+    add_older_name(balance, ranks, "--replicas")
     balance.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="samples per replica and step (default: %(default)s)"
     )
@@ -81,7 +92,10 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     balance.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of both samplers (default: %(default)s)")
     balance.add_argument("--steps", type=int, default=8, metavar="N", help="number of steps to print (default: %(default)s)")
-    balance.add_argument("--output", type=Path, metavar="FILE", help="where to save the plot (default: balance.png)")
+    picture = balance.add_argument(
+        "--png", type=Path, metavar="FILE", help="where to save the plot (default: balance.png, if matplotlib is installed)"
+    )
+    add_older_name(balance, picture, "--output")
     add_json_options(balance)
 
 
@@ -89,7 +103,7 @@ def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     try:
         lengths = read_lengths(arguments.lengths, arguments.column)
         setting = Setting(
-            lengths, arguments.replicas, arguments.batch_size, arguments.seed, arguments.random_level, arguments.cost,
+            lengths, arguments.ranks, arguments.batch_size, arguments.seed, arguments.random_level, arguments.cost,
             arguments.max_cost, arguments.per_second,
         )  # fmt: skip
         epochs = simulate_epochs(setting)
@@ -98,19 +112,14 @@ def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         parser.error(f"cannot read {str(arguments.lengths)!r}: {error.strerror}")
     except ValueError as error:
         parser.error(str(error))
-    if not arguments.json and not is_installed("rich"):
-        raise CommandError(f"printing tables needs rich; install with: {install_command('demo')}")
-    picture: Path | None = arguments.output or Path("balance.png")
+    picture: Path | None = arguments.png or Path("balance.png")
     if is_installed("matplotlib"):
         try:
             draw_epochs(epochs).savefig(picture, dpi=120, metadata={"Software": None})
         except (OSError, ValueError) as error:  # no such folder or format
-            parser.error(f"output={str(picture)!r} must be a writable image file: {error}")
+            parser.error(f"png={str(picture)!r} must be a writable image file: {error}")
     else:
-        complaint = f"the picture needs matplotlib; install with: {install_command('demo')}"
-        if arguments.output is not None:
-            raise CommandError(complaint)
-        print(f"{parser.prog}: warning: {complaint}", file=sys.stderr)
+        print(f"{parser.prog}: warning: a picture needs matplotlib; install with: {install_command('demo')}", file=sys.stderr)
         picture = None
     if not arguments.json:
         print_epochs(epochs, changed, arguments.steps)
@@ -134,9 +143,9 @@ class Setting:
     per_second: float = 1e6
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name, value in (("ranks", self.replicas), ("batch_size", self.batch_size)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
         epoch_of(self.seed, 0)
         if not 0 < self.per_second < LARGEST:
             raise ValueError(f"per_second={self.per_second} must be above 0 and below {LARGEST}")

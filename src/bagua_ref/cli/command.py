@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
@@ -15,9 +16,13 @@ from typing import Any
 from bagua_ref.base.not_provided import install_command
 
 __all__ = [
-    "CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "call_object", "end_progress", "is_installed",
-    "load_object", "number", "print_rows", "show_progress", "write_file", "write_json", "write_picture",
+    "CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "add_older_name", "call_object",
+    "end_progress", "is_installed", "load_object", "machine", "number", "print_rows", "require", "show_progress", "write_file",
+    "write_json", "write_picture",
 ]  # fmt: skip
+
+_PACKAGES = {"sklearn": "scikit-learn"}
+"""The packages of modules that have another name."""
 
 Commands = argparse._SubParsersAction  # argparse has no public name for the result of add_subparsers
 
@@ -30,6 +35,10 @@ def add_command(
     commands: Commands[argparse.ArgumentParser],
     name: str,
     run: Callable[[argparse.ArgumentParser, argparse.Namespace], int],
+    *,
+    examples: Sequence[str],
+    epilog: str = "Exit status is 0 on success and 2 on errors.",
+    tables: bool = False,
     **texts: Any,
 ) -> argparse.ArgumentParser:
     """Return the parser of a new subcommand, which `main` runs as ``run(parser, arguments)``.
@@ -38,11 +47,28 @@ def add_command(
         commands: the subcommands to add it to.
         name: the name that users type.
         run: runs the command and returns the exit code.
-        texts: ``help``, ``description`` and ``epilog``.
+        examples: command lines for the help.
+        epilog: the end of the help.
+        tables: it calls `print_rows` unless it prints JSON.
+        texts: ``help`` and ``description``.
     """
-    parser = commands.add_parser(name, **texts)
-    parser.set_defaults(command=run, parser=parser)
+    lines = "\n".join(f"  {example}" for example in examples)
+    parser = commands.add_parser(name, **texts, formatter_class=_HelpFormatter, epilog=f"examples:\n{lines}\n\n{epilog}")
+    parser.set_defaults(command=run, parser=parser, tables=tables)
     return parser
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """The usual layout, but indented lines stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n".join(line if line[:1] == " " else fill(line, width, indent) for line in text.split("\n"))
+
+
+def add_older_name(parser: argparse.ArgumentParser, option: argparse.Action, name: str) -> None:
+    """Let users also give an option by a name that it had before, which help and completion do not show."""
+    parser._option_string_actions[name] = option
 
 
 def add_json_options(parser: argparse.ArgumentParser) -> None:
@@ -76,16 +102,14 @@ def write_file(path: Path, text: str) -> None:
         raise CommandError(f"cannot write {str(path)!r}: {error.strerror}") from None
 
 
-def write_picture(draw: Callable[[], Any], path: Path, extra: str) -> None:
+def write_picture(draw: Callable[[], Any], path: Path) -> None:
     """Save the matplotlib Figure that ``draw()`` returns, and print its path.
 
     Raises:
-        CommandError: matplotlib, which ``extra`` installs, is missing, or the file cannot be written.
+        CommandError: the file cannot be written.
     """
     try:
         draw().savefig(path, dpi=120, metadata={"Software": None})
-    except ModuleNotFoundError:
-        raise CommandError(f"--png needs matplotlib; install with: {install_command(extra)}") from None
     except (OSError, ValueError) as error:  # no such folder or format
         raise CommandError(f"cannot write {str(path)!r}: {error}") from None
     print(f"Picture: {path}")
@@ -134,9 +158,24 @@ def number(least: float, most: float, whole: bool = False) -> Callable[[str], An
     return parse
 
 
+def machine() -> dict[str, Any]:
+    """Return the system, processor and cores of this machine, which readers of times need to judge them."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return {"system": system, "cpu": (named or [platform.processor() or platform.machine()])[0], "cores": os.cpu_count()}
+
+
 def is_installed(module: str) -> bool:
     """Return whether an optional package, which provides ``module``, is installed."""
     return find_spec(module) is not None
+
+
+def require(what: str, extra: str, *modules: str) -> None:
+    """Raise CommandError if ``what`` needs modules that ``extra`` installs and that are missing; called before any work."""
+    if missing := [_PACKAGES.get(module, module) for module in modules if not is_installed(module)]:
+        raise CommandError(f"{what} needs {', '.join(missing)}; install with: {install_command(extra)}")
 
 
 def show_progress(line: str, done: int, total: int, keep: bool = False) -> None:
@@ -154,18 +193,31 @@ def end_progress() -> None:
 
 
 def print_rows(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], console: Any = None) -> None:
-    """Print a table, of which the first column is never wrapped, on a ``rich.console.Console``; None: standard output."""
+    """Print a table, of which the first column is never wrapped, on a ``rich.console.Console``; None: standard output.
+
+    If numbers would have to be cut, each row is printed as a paragraph.
+    """
     from rich import box
     from rich.console import Console
+    from rich.measure import Measurement
+    from rich.padding import Padding
     from rich.table import Table
 
     console = console or Console(highlight=False)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1 if console.width >= 100 else 0), title_justify="left", title=title)
     for place, header in enumerate(headers):
         table.add_column(header, justify="right" if place else "left", no_wrap=not place)
-    for row in rows:
+    cells = [tuple(row) for row in rows]
+    for row in cells:
         table.add_row(*row)
-    console.print(table)
+    endless = console.options.update(max_width=10**6)
+    if Measurement.get(console, endless, table).minimum + 2 <= console.width:  # its edges are not in the measurement
+        console.print(table)
+        return
+    console.print(title)
+    for first, *others in cells:
+        named = [f"{header.replace(chr(10), ' ')} {cell}" for header, cell in zip(headers[1:], others, strict=True)]
+        console.print(first, Padding(", ".join(named), (0, 0, 0, 2)))
 
 
 class PrintCompletion(argparse.Action):

@@ -18,15 +18,14 @@ from torch import multiprocessing
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, start_processes
 
 import bagua_ref
-from bagua_ref.base.not_provided import install_command
 from bagua_ref.base.utils import readable_bytes
 from bagua_ref.cli.command import (
-    CommandError,
     Commands,
     add_command,
     add_json_options,
+    add_older_name,
     end_progress,
-    is_installed,
+    require,
     show_progress,
     write_json,
 )
@@ -35,8 +34,6 @@ from bagua_ref.cli.report import print_table, write_report
 
 __all__ = ["add_parser", "run_demo", "show", "work"]
 
-_PACKAGES = {"sklearn": "scikit-learn", "rich": "rich", "matplotlib": "matplotlib"}
-
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add ``demo`` to the commands of ``bagua-ref``."""
@@ -44,18 +41,23 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "demo",
         _demo,
+        examples=("bagua-ref demo", "bagua-ref demo --quick --algorithms bytegrad powersgd"),
         help="train on handwritten digits with every algorithm and compare the results",
         description="Train a small network on scikit-learn's handwritten digits with every algorithm, on several processes of this "
         "machine, and compare accuracy, traffic and speed. Writes index.html and results.json.",
     )
     for name, default, metavar, text in (
-        ("workers", 4, "N", "number of training processes"),
+        ("ranks", 4, "N", "number of training processes"),
         ("epochs", 10, "N", "number of passes over the training data"),
         ("output", Path("demo-report"), "DIR", "folder for the report"),
         ("seed", 0, "N", "random seed for weights and batches"),
     ):
         note = " (default: %(default)s)"
-        demo.add_argument(f"--{name}", type=Path if metavar == "DIR" else int, default=default, metavar=metavar, help=text + note)
+        option = demo.add_argument(
+            f"--{name}", type=Path if metavar == "DIR" else int, default=default, metavar=metavar, help=text + note
+        )
+        if name == "ranks":
+            add_older_name(demo, option, "--workers")
     names: dict[str, Any] = {"nargs": "+", "action": "extend", "choices": list(RECIPES), "metavar": "NAME"}
     demo.add_argument("--algorithms", **names, help="algorithms to train with (default: all)")
     demo.add_argument("--quick", action="store_true", help="train for ten steps only, to check that everything works")
@@ -65,14 +67,13 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     chosen = tuple(arguments.algorithms or RECIPES)
     try:
-        settings = Settings(arguments.workers, arguments.epochs, arguments.seed, chosen, arguments.quick)
+        settings = Settings(arguments.ranks, arguments.epochs, arguments.seed, chosen, arguments.quick)
         arguments.output.mkdir(parents=True, exist_ok=True)
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"output={str(arguments.output)!r} must be a writable folder: {error.strerror}")
-    if missing := [package for module, package in _PACKAGES.items() if not is_installed(module)]:
-        raise CommandError(f"the demo needs {', '.join(missing)}; install with: {install_command('demo')}")
+    require("the demo", "demo", "sklearn", "rich", "matplotlib")
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # workers are ended as after Ctrl-C
         signal.signal(number, signal.default_int_handler)
     exit_code = run_demo(settings, arguments.output)
@@ -102,7 +103,7 @@ def _train(settings: Settings) -> Generator[dict[str, Any], None, None]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     events = multiprocessing.get_context("spawn").SimpleQueue()
     arguments = store.port, settings, [tensor.numpy() for tensor in Digits.load()], events
-    running = start_processes(work, arguments, settings.workers, join=False)
+    running = start_processes(work, arguments, settings.ranks, join=False)
     assert running is not None
     try:
         ended = False
@@ -124,7 +125,7 @@ def work(rank: int, port: int, settings: Settings, arrays: list[Any], events: An
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings would appear among the progress bars; errors are raised
     torch.set_num_threads(1)  # there may be more workers than cores
     environment = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": settings.workers, "LOCAL_WORLD_SIZE": settings.workers, "GROUP_RANK": 0,
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": settings.ranks, "LOCAL_WORLD_SIZE": settings.ranks, "GROUP_RANK": 0,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
     }  # fmt: skip
     os.environ.update({name: str(value) for name, value in environment.items()})
@@ -154,7 +155,7 @@ def show(events: Iterable[dict[str, Any]], settings: Settings) -> list[TrainingO
         events: what rank 0 reports: ``algorithm`` with ``loss`` after each step, and with the ``outcome``.
         settings: the settings of the demo.
     """
-    print(f"starting {settings.workers} workers", flush=True)
+    print(f"starting {settings.ranks} workers", flush=True)
     outcomes: list[TrainingOutcome] = []
     step = 0
     for event in events:

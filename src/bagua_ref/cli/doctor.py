@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import bagua_ref
 from bagua_ref import env
+from bagua_ref.base.not_provided import install_command, requirements_of
 from bagua_ref.cli.command import Commands, add_command, add_json_options, write_json
 from bagua_ref.errors import BackendUnavailableError
 
@@ -31,6 +32,13 @@ _VARIABLES = (
 )  # fmt: skip
 _PREFIXES = ("BAGUA_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_RANK", "SLURM_")
 _COLUMNS = 80
+_EXTRAS = {
+    "conformance": "bagua-ref verify, vectors and trace",
+    "demo": "bagua-ref demo, tables and pictures",
+    "completion": "bagua-ref --print-completion",
+    "fakeredis": "CacheLoader(backend='fakeredis')",
+}
+"""Extras with parts of the package that cannot run without them; trainers and CUDA are in topics of their own."""
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -39,9 +47,10 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "doctor",
         _doctor,
+        examples=("bagua-ref doctor", "bagua-ref doctor --json"),
         help="report what is installed and what can run on this machine",
-        description="Report versions, kernel backends, gloo, NCCL, GPUs, Redis and environment variables; where something cannot "
-        "be used, say why.",
+        description="Report versions, kernel backends, gloo, NCCL, GPUs, Redis, extras, trainers and environment variables; where "
+        "something cannot be used, say why.",
     )
     add_json_options(doctor)
 
@@ -68,6 +77,7 @@ def examine() -> dict[str, dict[str, Any]]:
         "GPUs": {"count": torch.cuda.device_count()}
         | {f"{index}": torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())},
         "redis": _redis(),
+        "extras": _extras(),
         "trainers": {name: f"{_installed(name)} (tested with {tested})" for name, tested in tested_versions().items()},
         "environment": {
             name: value for name, value in sorted(os.environ.items()) if name in _VARIABLES or name.startswith(_PREFIXES)
@@ -78,11 +88,12 @@ def examine() -> dict[str, dict[str, Any]]:
 
 def print_findings(findings: Mapping[str, Mapping[str, Any]]) -> None:
     """Print the findings of `examine`, in lines of up to 80 columns."""
+    columns = min(_COLUMNS, shutil.get_terminal_size().columns)
     for topic, entries in findings.items():
         print(f"{topic}: none" if not entries else topic)
         for name, finding in entries.items():
             text = f"  {name:<20} {finding}"
-            print(textwrap.fill(text, _COLUMNS, subsequent_indent=" " * 23, break_on_hyphens=False))
+            print(textwrap.fill(text, columns, subsequent_indent=" " * 23, break_on_hyphens=False))
 
 
 def tested_versions() -> dict[str, str]:
@@ -111,6 +122,16 @@ def _redis() -> dict[str, str]:
         found[program] = _first_line(path, "--version") if path is not None else "not on PATH"
     for package in ("redis", "hiredis"):
         found[f"{package} (Python)"] = _installed(package)
+    return found
+
+
+def _extras() -> dict[str, str]:
+    found = {}
+    for extra, needed_by in _EXTRAS.items():
+        packages = [re.split("[^A-Za-z0-9_.-]", text)[0] for text in requirements_of(extra)]
+        missing = [package for package in packages if _installed(package) == "not installed"]
+        lacking = f"without {', '.join(missing)} these cannot run: {needed_by}; install with: {install_command(extra)}"
+        found[extra] = lacking if missing else "installed"
     return found
 
 

@@ -30,10 +30,10 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "graph",
         _graph,
+        examples=("bagua-ref graph ring --ranks 8", "bagua-ref graph mycode:my_graph --ranks 8 --period 3"),
         help="show who averages with whom in decentralized training, and how fast ranks agree",
         description="Print the graphs of a peer_selection_mode: in each round, who sends to whom, drawn as a matrix; and how fast "
         "averaging along them brings ranks to consensus.",
-        epilog="Exit status is 0 on success and 2 on errors.",
     )
     graph.add_argument(
         "mode", metavar="MODE", help=f"{', '.join(MODES)}; or pkg.mod:function, a function (t, n) -> graph of your own"
@@ -77,7 +77,7 @@ def _graph(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         title = f"{arguments.mode}, {arguments.ranks} ranks: {verdict(found, arguments.tolerance)}"
         title += f", spectral gap {found.spectral_gap:.3g}"
         title += f" per period of {found.period} rounds" if found.period > 1 else ""
-        write_picture(lambda: draw_graphs(graphs, title), arguments.png, "demo")
+        write_picture(lambda: draw_graphs(graphs, title), arguments.png)
     write_json(arguments, _as_json(arguments, graphs, found))
     return 0
 

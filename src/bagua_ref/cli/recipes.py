@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ import bagua_ref
 from bagua_ref.algorithms import QAdamOptimizer
 from bagua_ref.base.utils import readable_bytes
 from bagua_ref.integrations.trained_module import Recipe, call_if_there
+from bagua_ref.observe.meter import PER_STEP
 
 __all__ = ["ALONE", "RECIPES", "Digits", "Settings", "TrainingOutcome", "make_model", "make_optimizer", "train"]
 
@@ -59,7 +60,7 @@ class Settings:
         ValueError: a number is out of range, or an algorithm is named twice.
     """
 
-    workers: int = 4
+    ranks: int = 4
     epochs: int = 10
     seed: int = 0
     algorithms: tuple[str, ...] = tuple(RECIPES)
@@ -67,7 +68,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, low, high, note in (
-            ("workers", 1, GLOBAL_BATCH, ", the number of images in a batch"),
+            ("ranks", 1, GLOBAL_BATCH, ", the number of images in a batch"),
             ("epochs", 1, 1000, ""),
             ("seed", 0, 2**32 - 1, ""),
         ):
@@ -79,12 +80,12 @@ class Settings:
     @property
     def batch(self) -> int:
         """Images per step and worker."""
-        return GLOBAL_BATCH // self.workers
+        return GLOBAL_BATCH // self.ranks
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps per pass over the training images, without an incomplete last batch."""
-        return _QUICK_STEPS if self.quick else TRAINING_IMAGES // (self.batch * self.workers)
+        return _QUICK_STEPS if self.quick else TRAINING_IMAGES // (self.batch * self.ranks)
 
     @property
     def steps(self) -> int:
@@ -113,7 +114,7 @@ class Digits(NamedTuple):
 
     def batches(self, settings: Settings, share: int, shares: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield part ``share`` of ``shares`` of every step's batch; the whole batch does not depend on ``shares``."""
-        whole = settings.batch * settings.workers
+        whole = settings.batch * settings.ranks
         size = whole // shares
         for step in range(settings.steps):
             epoch, place = divmod(step, settings.steps_per_epoch)
@@ -146,6 +147,8 @@ class TrainingOutcome:
         weight_difference: the largest difference of any weight between two ranks after the last step.
         losses: the loss of each step, mean over ranks.
         bytes_sent: bytes sent up to each step, mean over ranks.
+        warmup_steps: the steps, if any, in which all gradients are all-reduced first.
+        metrics: those of ``bagua_metrics()`` per step after the warm-up, mean over ranks; empty: there were no such steps.
     """
 
     algorithm: str
@@ -157,6 +160,8 @@ class TrainingOutcome:
     weight_difference: float
     losses: list[float]
     bytes_sent: list[float]
+    warmup_steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def cells(self) -> tuple[str, ...]:
         """Return the cells of its row in the table."""
@@ -166,8 +171,8 @@ class TrainingOutcome:
             f"{self.final_loss:.4f}",
             "-" if self.algorithm == ALONE else readable_bytes(self.bytes_per_step),
             "-" if self.ratio is None else f"{self.ratio:.3f}",
-            f"{self.steps_per_second:.0f}",
             "-" if self.algorithm == ALONE else f"{self.weight_difference:.2g}",
+            f"{1e3 / self.steps_per_second:.1f}",
         )
 
 
@@ -187,7 +192,8 @@ def train(name: str, settings: Settings, digits: Digits, report: Callable[..., N
     if not alone:
         RECIPES[name].wrap(model, [optimizer])
     rank, ranks = (0, 1) if alone else (bagua_ref.get_rank(), bagua_ref.get_world_size())
-    losses, sent = [], []
+    warmup = 0 if alone else getattr(optimizer, "warmup_steps", RECIPES[name].options.get("warmup_steps", 0))
+    losses, sent, counts = [], [], list[dict[str, float | int]]()
     begin = time.perf_counter()
     for images, labels in digits.batches(settings, rank, ranks):
         optimizer.zero_grad()
@@ -196,6 +202,8 @@ def train(name: str, settings: Settings, digits: Digits, report: Callable[..., N
         optimizer.step()
         losses.append(loss.item())
         sent.append(0 if alone else model.bagua_metrics()["bytes_sent"])
+        if not alone and len(losses) in (max(warmup, 1), settings.steps):
+            counts.append(model.bagua_metrics())
         report(loss=losses[-1])
     seconds = torch.tensor([time.perf_counter() - begin])
     call_if_there("abort", model)  # async averages in the background until it is stopped
@@ -203,14 +211,20 @@ def train(name: str, settings: Settings, digits: Digits, report: Callable[..., N
     shared = nullcontext if alone else getattr(model.bagua_algorithm, "global_weights", nullcontext)
     with torch.no_grad(), shared():
         accuracy = (model(digits.test_images).argmax(1) == digits.test_labels).double().mean().item()
-    means = torch.tensor([accuracy, *losses, *sent], dtype=torch.float64)
+    metrics = {}
+    if len(counts) == 2:
+        before, now = counts
+        steps = now["steps"] - before["steps"]
+        metrics = {f"{total}_per_step": (now[total] - before.get(total, 0)) / steps for total in PER_STEP}
+    means = torch.tensor([accuracy, *metrics.values(), *losses, *sent], dtype=torch.float64)
     highest = parameters_to_vector(model.parameters()).detach().clone()
     lowest = highest.clone()
     if not alone:
         for values, operation in ((means, "AVG"), (seconds, "MAX"), (highest, "MAX"), (lowest, "MIN")):
             bagua_ref.allreduce_inplace(values, bagua_ref.ReduceOp[operation])
-    accuracy, *both = means.tolist()
-    losses, sent = both[: settings.steps], both[settings.steps :]
+    accuracy, *rest = means.tolist()
+    metrics = dict(zip(metrics, rest, strict=False))
+    losses, sent = rest[len(metrics) :][: settings.steps], rest[-settings.steps :]
     last_epoch = losses[-settings.steps_per_epoch :]
     full = 2 * (ranks - 1) / ranks * 4 * len(highest)  # of a float32 all-reduce of all gradients, on each rank
     return TrainingOutcome(
@@ -223,4 +237,6 @@ def train(name: str, settings: Settings, digits: Digits, report: Callable[..., N
         weight_difference=float((highest - lowest).max()),
         losses=losses,
         bytes_sent=sent,
+        warmup_steps=warmup,
+        metrics=metrics,
     )

@@ -36,6 +36,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         verbs,
         "check",
         _check,
+        examples=("bagua-ref trace check folder --png errors.png",),
         help="replay all ranks and find the first divergence",
         description="Replay all ranks in the simulated world and compare the results with the recorded ones.",
         epilog="Exit status is 0 if nothing diverges, 1 if something does, and 2 if the trace cannot be checked.",
@@ -54,12 +55,13 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "--bucket", action="append", default=[], metavar="NAME", help="check only this bucket; can be repeated (default: all)"
     )
     add_json_options(check)
-    check.add_argument("--png", type=Path, metavar="PATH", help="plot the errors by step and rank; needs matplotlib")
+    check.add_argument("--png", type=Path, metavar="FILE", help="plot the errors by step and rank; needs matplotlib")
 
     diff = add_command(
         verbs,
         "diff",
         _diff,
+        examples=("bagua-ref trace diff run1 run2",),
         help="find where two recorded trainings part",
         description="Compare two records of bagua_ref.record: find the first one that differs though its inputs are equal.",
         epilog="Exit status is 0 if the records are equal, 1 if they differ, and 2 if they cannot be compared.",
@@ -68,12 +70,13 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         diff.add_argument(name, type=Path, metavar="DIR", help="folder that contains rank0, rank1, ... of one training")
     add_json_options(diff)
     diff.add_argument("--window", action="store_true", help="print only the commands that record the step with its values")
-    diff.add_argument("--png", type=Path, metavar="PATH", help="plot the distance by step; needs matplotlib")
+    diff.add_argument("--png", type=Path, metavar="FILE", help="plot the distance by step; needs matplotlib")
 
     show = add_command(
         verbs,
         "show",
         _show,
+        examples=("bagua-ref trace show folder",),
         help="summarize what was recorded",
         description="Summarize what was recorded, without checking it.",
         epilog="Exit status is 0 on success and 2 if the trace cannot be read.",
@@ -100,7 +103,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         print(report)
     write_json(arguments, report.as_json())
     if arguments.png is not None:
-        write_picture(lambda: draw_errors(report), arguments.png, "conformance")
+        write_picture(lambda: draw_errors(report), arguments.png)
     return 0 if report.passed else 1
 
 
@@ -116,7 +119,7 @@ def _diff(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
         print("\n".join(report.window()) if arguments.window else report)
     write_json(arguments, report.as_json())
     if arguments.png is not None:
-        write_picture(lambda: draw_distances(report), arguments.png, "conformance")
+        write_picture(lambda: draw_distances(report), arguments.png)
     return 0 if report.first is None else 1
 
 

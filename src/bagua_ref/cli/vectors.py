@@ -32,9 +32,9 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         verbs,
         "export",
         _export,
+        examples=("bagua-ref vectors export vectors",),
         help="write all test cases to a folder",
         description="Write all test cases to a folder. The files are identical on every machine.",
-        epilog="Exit status is 0 on success and 2 on errors.",
     )
     export.add_argument("directory", type=Path, metavar="DIR", help="folder to create; if it exists, it must be empty")
     add_json_options(export)
@@ -43,6 +43,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         verbs,
         "check",
         _check,
+        examples=("bagua-ref vectors check vectors --outputs outputs --operation compress",),
         help="compare an implementation's outputs with the expected ones",
         description="Compare an implementation's outputs with the expected ones, within the tolerance of each test case.",
         epilog="Exit status is 0 if all cases passed, 1 if a case failed or is missing or the outputs contain anything else, and 2 "

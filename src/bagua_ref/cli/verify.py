@@ -32,6 +32,11 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "verify",
         _verify,
+        examples=(
+            "bagua-ref verify --backend mycode:MyKernels",
+            "bagua-ref verify --command ./serve --suite kernels codec",
+            "bagua-ref verify --target reference --check S4.1",
+        ),
         help="check an implementation against the specification, clause by clause",
         description="Search for inputs for which an implementation differs from the specification.",
         epilog="Exit status is 0 if all checks passed, 1 if one failed or a known failure passed, and 2 if nothing could be run.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -23,7 +23,10 @@ from bagua_ref.env import checked_timeout
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.types import Group
 
-__all__ = ["context_of", "named", "resynchronize", "train", "wrap"]
+__all__ = ["context_of", "named", "resynchronize", "train", "wrap", "wrapped"]
+
+wrapped: list[Callable[[ModuleTraining], None]] = []
+"""Called with each new training before its first step; rooms above this one append to it."""
 
 
 def wrap(
@@ -75,6 +78,8 @@ def wrap(
     training.publish()
     if before is not None:
         before.close()
+    for observe in wrapped:
+        observe(training)
 
 
 @contextmanager

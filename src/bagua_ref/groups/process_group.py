@@ -113,17 +113,25 @@ class BaguaProcessGroup:
     def __contains__(self, rank: object) -> bool:
         return rank in self.ranks
 
+    @property
+    def nodes(self) -> dict[int, list[int]]:
+        """The group's ranks by node, in group order."""
+        found: dict[int, list[int]] = {}
+        for rank in self.ranks:
+            found.setdefault(self._job.transport.node_of[rank], []).append(rank)
+        return found
+
     def get_global_communicator(self) -> Any:
         """Return the communicator of all ranks of the group (S1), or a `NonMember` on any other rank."""
-        return self._communicators.get("global") or self._connect("global")
+        return self._communicator("global")
 
     def get_inter_node_communicator(self) -> Any:
         """Return the communicator of the leaders, one per node (S1), or a `NonMember` on any other rank."""
-        return self._communicators.get("inter") or self._connect("inter")
+        return self._communicator("inter")
 
     def get_intra_node_communicator(self) -> Any:
         """Return the communicator of the group's ranks on this node (S1), or a `NonMember` on a rank outside the group."""
-        return self._communicators.get("intra") or self._connect("intra")
+        return self._communicator("intra")
 
     def for_background(self) -> BaguaProcessGroup:
         """Return a new group of the same ranks for background threads; all ranks call this in the same order."""
@@ -171,16 +179,15 @@ class BaguaProcessGroup:
             if (communicator := self._communicators.pop(kind, None)) is not None:
                 communicator.close()
 
-    def _connect(self, kind: str) -> MaybeCommunicator:
+    def _communicator(self, kind: str) -> MaybeCommunicator:
+        if kind in self._communicators:
+            return self._communicators[kind]
         self.refuse_in_child()
         if self._closed:
             raise NotInitializedError(f"{self!r} was closed; call init_process_group() and make a new group")
-        node_of, leaders = self._job.transport.node_of, dict[int, int]()
-        for rank in self.ranks:
-            leaders.setdefault(node_of[rank], rank)
-        here = node_of[self._rank]
-        on_this_node = tuple(rank for rank in self.ranks if node_of[rank] == here)
-        ranks = {"global": self.ranks, "inter": tuple(leaders.values()), "intra": on_this_node}[kind]
+        nodes, here = self.nodes, self._job.transport.node_of[self._rank]
+        leaders = tuple(on_node[0] for on_node in nodes.values())
+        ranks = {"global": self.ranks, "inter": leaders, "intra": tuple(nodes.get(here, ()))}[kind]
         name = f"{self.group_name}/{kind}{here if kind == 'intra' else ''}"
         if self._rank in ranks and self._rank in self.ranks:
             communicator = self._communicators[kind] = self._job.transport.connect(name, ranks, self._job.timeout)
@@ -377,17 +384,12 @@ def from_torch_group(group: Any, stream: Any = None) -> BaguaProcessGroup:
 
 def get_communicator(group_name: str, comm_name: str) -> Any:
     """Return a communicator of the group with this name: comm_name "global", "inter" or "intra"."""
-    groups = _get_default_group()._job.groups
+    groups, kinds = _get_default_group()._job.groups, ("global", "inter", "intra")
     if group_name not in groups:
         raise ValueError(f"group_name={group_name!r} must be one of {sorted(groups)}")
-    getters = {
-        "global": BaguaProcessGroup.get_global_communicator,
-        "inter": BaguaProcessGroup.get_inter_node_communicator,
-        "intra": BaguaProcessGroup.get_intra_node_communicator,
-    }
-    if comm_name not in getters:
-        raise ValueError(f"comm_name={comm_name!r} must be one of {sorted(getters)}")
-    return getters[comm_name](groups[group_name])
+    if comm_name not in kinds:
+        raise ValueError(f"comm_name={comm_name!r} must be one of {sorted(kinds)}")
+    return groups[group_name]._communicator(comm_name)
 
 
 def _rank_not_in_comm(comm: MaybeCommunicator | None = None) -> bool:

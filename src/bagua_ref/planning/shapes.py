@@ -121,6 +121,7 @@ class Parameters:
 
     Args:
         module: whose parameters they are; those that DDP or wrapping would ignore do not count.
+        bucket_bytes: the size at which a bucket is closed; None: `bagua_ref.env.get_default_bucket_size`.
 
     Raises:
         ValueError: none of its parameters has an element that needs a gradient.
@@ -131,7 +132,7 @@ class Parameters:
     [BucketShape(shapes=(torch.Size([2]), torch.Size([2, 3])), dtype=torch.float32, numel=8)]
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, bucket_bytes: int | None = None) -> None:
         ignored = [
             getattr(module, name, ()) for name in ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
         ]
@@ -139,7 +140,7 @@ class Parameters:
             raise ValueError(f"parameter {lazy[0]!r} has no shape yet; call the module once, or use one that is not lazy")
         self.named = TrainedParameters(module, {name for names in ignored for name in names}).named
         self._in_order = [parameter for _, parameter in reversed(self.named)]
-        self._bucket_bytes = get_default_bucket_size()
+        self._bucket_bytes = get_default_bucket_size() if bucket_bytes is None else bucket_bytes
         split_into_buckets(self._in_order, 1)  # refuse what cannot be trained
         if not any(parameter.numel() for _, parameter in self.named):
             raise ValueError(f"module={type(module).__name__} has no parameters that need a gradient")
