@@ -704,6 +704,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(
     command = ["trace", "check", str(tmp_path / "trace"), "--png", str(tmp_path / "errors.png")]
     assert main(command) == 2
     assert capsys.readouterr().err.endswith(f"--png needs matplotlib; install with: {install_command('demo')}\n")
+    monkeypatch.undo()
     with pytest.raises(SystemExit, match="2"):
         main([*command, "--algorithm", "bytgrad"])
     assert "'bytgrad' must be one of" in capsys.readouterr().err
