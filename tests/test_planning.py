@@ -313,6 +313,12 @@ def test_odd_ranks_leave_out_what_needs_pairs(run: Any) -> None:
     assert "shift_one' is left out: peer_selection_mode='shift_one' needs an even number of ranks, not 3" in printed
 
 
+def test_periods_that_would_take_long_to_add_up_are_left_out(run: Any) -> None:
+    code, printed, _ = run(*BASE, "--algorithm", "gradient_allreduce", "--algorithm", "local_sgd:period=1000000000000")
+    assert code == 0
+    assert "local_sgd:period=1000000000000 is left out: LocalSGDAlgorithm repeats after 1,000,000,000,000 steps" in printed
+
+
 def test_a_model_is_made_without_memory_and_planned_by_its_own_shapes(run: Any) -> None:
     given = ["--model", "tests.test_planning:model", "--algorithm", "gradient_allreduce", "--json"]
     result = json.loads(run(*given, "--ranks", "2", "--bandwidth", "1Gbit", "--compute", "1ms")[1])
@@ -325,7 +331,7 @@ def test_a_model_is_made_without_memory_and_planned_by_its_own_shapes(run: Any) 
         (["--ranks", "0"], "argument --ranks: '0' must be a whole number from 1"),
         (["--ranks", "2.5"], "argument --ranks: '2.5' must be a whole number"),
         (["--params", "nan"], "argument --params: 'nan' must be"),
-        (["--nodes", "5"], "nodes=5 must be from 1 to the number of workers, 4"),
+        (["--nodes", "5"], "nodes=5 must be from 1 to the number of ranks, 4"),
         (["--bandwidth", "0Gbit"], "bandwidth '0Gbit' must be a number above 0"),
         (["--bandwidth", "1Gb"], "bandwidth '1Gb' must be"),
         (["--latency=-1ms"], "time '-1ms' must be a number"),

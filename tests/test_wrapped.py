@@ -14,7 +14,8 @@ import torch
 from tests.launch import launch
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, ByteGradAlgorithm, QAdamOptimizer
+from bagua_ref.algorithms import Algorithm, ByteGradAlgorithm, DecentralizedAlgorithm, QAdamOptimizer
+from bagua_ref.graphs import ring
 from bagua_ref.simulation import SimulatedWorld
 
 LOGGER = "bagua_ref.planning.wrapped"
@@ -114,6 +115,31 @@ def test_the_log_of_algorithms_without_warm_up(name: str, sent: int | None, capl
 def test_the_log_stays_empty_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, LOGGER):
         simulate((1, 1), "bytegrad")
+    assert [record for record in caplog.records if record.name == LOGGER] == []
+
+
+def test_functions_of_users_are_called_for_trained_steps_only(caplog: pytest.LogCaptureFixture) -> None:
+    asked = []
+
+    def graph(step: int, n: int) -> Any:
+        asked.append(step)
+        return ring(step, n)
+
+    def wrap(_: Any) -> None:
+        bagua_ref.init_process_group()
+        model = torch.nn.Linear(2, 2)
+        model.with_bagua([], DecentralizedAlgorithm(hierarchical=False, peer_selection_mode=graph))
+        bagua_ref.destroy_process_group()
+
+    with caplog.at_level(logging.INFO, LOGGER):
+        SimulatedWorld(3).run(wrap)
+    assert asked == [0, 0, 0]  # by wrapping, once on each rank
+
+
+@pytest.mark.timeout(30)
+def test_long_periods_are_not_added_up(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, LOGGER):
+        assert simulate((2,), "local_sgd", period=10**12, hierarchical=True)[0] == []
     assert [record for record in caplog.records if record.name == LOGGER] == []
 
 

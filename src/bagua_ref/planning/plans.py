@@ -33,6 +33,8 @@ from bagua_ref.planning.steps import Exchange, StepPlan
 
 __all__ = ["plan_of"]
 
+_MOST_STEPS = 10_000
+"""The longest cycle of a plan, which is added up step by step."""
 _WORD = 4
 """Bytes of a float32, of an index of S11.2, and of the flag of S3.6."""
 
@@ -308,7 +310,8 @@ def plan_of(algorithm: Any, module: torch.nn.Module | Parameters, nodes: Cluster
         nodes: the number of ranks on each node.
 
     Raises:
-        ValueError: there is no plan for the algorithm, it does not take so many ranks, or the module has nothing to train.
+        ValueError: there is no plan for the algorithm, its period has more than 10,000 steps, it does not take so many ranks, or
+            the module has nothing to train.
         TypeError: a parameter has a dtype that the algorithm does not take.
 
     >>> from bagua_ref.algorithms import ByteGradAlgorithm
@@ -326,4 +329,7 @@ def plan_of(algorithm: Any, module: torch.nn.Module | Parameters, nodes: Cluster
     for name, parameter in parameters.named:
         if compresses and parameter.dtype is torch.float64:
             raise TypeError(f"parameter {name!r} is float64, which {type(algorithm).__name__} does not take here")
-    return _PLANS[type(algorithm)](algorithm, parameters, nodes if isinstance(nodes, Cluster) else Cluster(nodes))
+    plan = _PLANS[type(algorithm)](algorithm, parameters, nodes if isinstance(nodes, Cluster) else Cluster(nodes))
+    if plan.cycle > _MOST_STEPS:
+        raise ValueError(f"{type(algorithm).__name__} repeats after {plan.cycle:,} steps; plans have up to {_MOST_STEPS:,}")
+    return plan

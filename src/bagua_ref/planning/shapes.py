@@ -54,7 +54,7 @@ class Cluster:
         Cluster(nodes=(3, 2))
         """
         if not 1 <= nodes <= workers:
-            raise ValueError(f"nodes={nodes} must be from 1 to the number of workers, {workers}")
+            raise ValueError(f"nodes={nodes} must be from 1 to the number of ranks, {workers}")
         return cls(tuple(costs.chunk_bytes(workers, 1, nodes)[::-1]))
 
     @property

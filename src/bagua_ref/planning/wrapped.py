@@ -21,16 +21,19 @@ _logger = logging.getLogger(__name__)
 def describe(training: ModuleTraining) -> None:
     """Warn if ``hierarchical=True`` costs bytes on one node, and log bytes and memory at INFO; on the group's first rank alone.
 
-    Bytes are those that the busiest rank sends, after the warm-up by the mean of a period. Trainings without a plan are left out.
+    Bytes are those that the busiest rank sends, after the warm-up by the mean of a period. Left out are trainings without a plan
+    and graphs by a user's function, which is called for steps that are trained only.
 
     Args:
         training: of two ranks or more.
     """
     algorithm: Any = training.algorithm
+    if training.world.identity.rank != training.given_group.ranks[0]:
+        return
     nodes = tuple(len(ranks) for ranks in training.given_group.nodes.values())
     costs_bytes = len(nodes) == 1 and getattr(algorithm, "hierarchical", False)
-    first = training.world.identity.rank == training.given_group.ranks[0]
-    if not first or sum(nodes) < 2 or not (costs_bytes or _logger.isEnabledFor(logging.INFO)):
+    asked = costs_bytes or _logger.isEnabledFor(logging.INFO)
+    if sum(nodes) < 2 or not asked or callable(getattr(algorithm, "peer_selection_mode", None)):
         return
     try:
         parameters, cluster = Parameters(training.module, training.bucket_bytes), Cluster(nodes)
@@ -44,7 +47,8 @@ def describe(training: ModuleTraining) -> None:
             f"{plan.sent[0]:,.0f} B per step, and {flat.sent[0]:,.0f} B if you pass hierarchical=False to it",
             stacklevel=5,
         )
-    _logger.info("%s", _line(plan, parameters, cluster))
+    if _logger.isEnabledFor(logging.INFO):
+        _logger.info("%s", _line(plan, parameters, cluster))
 
 
 def _line(plan: StepPlan, parameters: Parameters, cluster: Cluster) -> str:
