@@ -119,7 +119,7 @@ def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         except (OSError, ValueError) as error:  # no such folder or format
             parser.error(f"png={str(picture)!r} must be a writable image file: {error}")
     else:
-        print(f"{parser.prog}: warning: a picture needs matplotlib; install with: {install_command('demo')}", file=sys.stderr)
+        print(f"{parser.prog}: warning: the picture needs matplotlib; install with: {install_command('demo')}", file=sys.stderr)
         picture = None
     if not arguments.json:
         print_epochs(epochs, changed, arguments.steps)
