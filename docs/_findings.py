@@ -9,8 +9,8 @@ PAGE = Path(__file__).with_name("findings.md")
 RESULTS = Path(__file__).parents[1] / "findings" / "results.json"
 VERDICTS = {
     "agrees": "the check found nothing",
-    "differs by design": "its documentation describes, or leaves open, another computation than the specification's",
-    "fault": "it does something else than its documentation leads one to expect, or than another part of the same project does",
+    "differs by design": "its documentation describes a computation that differs from the specification's, or leaves room for one",
+    "fault": "it does not do what its documentation leads one to expect, or what another part of the same project does",
     "not judged": "with the reason",
 }
 HEAD = """# Findings in living implementations
@@ -19,8 +19,8 @@ We ran our checks on widely used implementations; these are the results. `make f
 and hivemind, without torch, beside the development environment, runs every script in `findings/`, and writes this page.
 `python -m findings NAME` runs one of them, and `--check` compares verdicts with the committed ones. A script runs only with the
 version of its peer that it pins. Ranks are two CPU processes over gloo, or those of the [simulated world](simulated-world.md).
-Cases that begin with "simulated" are programs under [`bagua-ref sim`](sim.md), in 20 schedules. Most traps among them are
-documented, and then the row says so.
+Cases that begin with "simulated" are programs under [`bagua-ref sim`](sim.md), in 20 schedules. Most of the traps in them are
+documented, as their rows say.
 Expected values come from `bagua_ref.conformance.expected`, the [suites](conformance.md) and the [trace](traces.md), never from the
 other implementation.
 
