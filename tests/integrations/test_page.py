@@ -12,7 +12,7 @@ import pytest
 from tests.integrations.with_torchvision import TIMM
 from tests.launch import launch
 
-from bagua_ref.cli.doctor import tested_versions
+from bagua_ref.cli import doctor
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = "".join((DOCS / name).read_text() for name in ("trainers.md", "without-wrapping.md", "sharding.md"))
@@ -33,5 +33,5 @@ def test_a_script_of_the_page_runs(number: int, tmp_path: Path) -> None:
 
 def test_the_versions_that_the_docs_and_doctor_name_are_installed() -> None:
     assert len(SCRIPTS) == 9
-    for name, tested in tested_versions().items():
+    for name, tested in doctor.tested_versions().items():
         assert [found.version for found in distributions(name=name, path=[*sys.path, str(TIMM)])] == [tested]
