@@ -172,10 +172,10 @@ def is_installed(module: str) -> bool:
     return find_spec(module) is not None
 
 
-def require(what: str, extra: str, *modules: str) -> None:
-    """Raise CommandError if ``what`` needs modules that ``extra`` installs and that are missing; called before any work."""
+def require(user: str, extra: str, *modules: str) -> None:
+    """Raise CommandError if modules of ``extra`` are missing, which ``user`` needs; called before any work."""
     if missing := [_PACKAGES.get(module, module) for module in modules if not is_installed(module)]:
-        raise CommandError(f"{what} needs {', '.join(missing)}; install with: {install_command(extra)}")
+        raise CommandError(f"{user} needs {', '.join(missing)}; install with: {install_command(extra)}")
 
 
 def show_progress(line: str, done: int, total: int, keep: bool = False) -> None:

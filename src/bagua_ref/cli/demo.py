@@ -99,7 +99,7 @@ def run_demo(settings: Settings, output: Path) -> int:
 
 
 def _train(settings: Settings) -> Generator[dict[str, Any], None, None]:
-    """Run the workers, and yield what rank 0 reports; raise ProcessException if one fails; end all if this is closed."""
+    """Run the workers and yield rank 0's reports; raise ProcessException if one fails; end all if this is closed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     events = multiprocessing.get_context("spawn").SimpleQueue()
     arguments = store.port, settings, [tensor.numpy() for tensor in Digits.load()], events

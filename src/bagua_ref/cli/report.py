@@ -118,7 +118,7 @@ def cells_of(outcome: TrainingOutcome, settings: Settings, predicted: dict[str, 
 
 
 def verdicts_of(outcomes: Sequence[TrainingOutcome], settings: Settings, predicted: dict[str, dict[str, float]]) -> dict[str, str]:
-    """Return a sentence on each algorithm: what it learns, sends and saves."""
+    """Return a sentence on each algorithm: accuracy, bytes and predicted speed."""
     accuracy = {outcome.algorithm: outcome.test_accuracy for outcome in outcomes}
     alone = None if settings.quick else accuracy.get(ALONE)
     return {name: _verdict(o, settings, alone, predicted) for o in outcomes if (name := o.algorithm) != ALONE}
@@ -189,7 +189,7 @@ def _page(outcomes: Sequence[TrainingOutcome], settings: Settings, results: dict
 
 
 def _about(name: str) -> str:
-    """Return what the algorithm does, without its clauses, which its page links."""
+    """Return the registered description of an algorithm, without its clauses, which its page links."""
     text = re.sub(r" \(S\d[^)]*\)", "", GlobalAlgorithmRegistry[name][1])
     return re.sub(r"``(.*?)``", r"<code>\1</code>", escape(text))
 

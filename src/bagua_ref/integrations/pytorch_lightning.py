@@ -1,4 +1,4 @@
-"""What `bagua_ref.integrations.lightning` has, for the package ``pytorch_lightning``; strategies are registered on import."""
+"""The strategies and the callback of `bagua_ref.integrations.lightning` for ``pytorch_lightning``, registered on import."""
 
 from __future__ import annotations
 
