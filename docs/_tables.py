@@ -192,7 +192,7 @@ def slow_link() -> str:
 
 
 def demo() -> str:
-    """Return the demo's table and verdicts, as `_demo.json` has them, which `bagua-ref demo --json-file` wrote; its curves are cut."""
+    """Return the demo's table and verdicts from `_demo.json`, which `bagua-ref demo --json-file` wrote; its curves are cut."""
     result = json.loads(Path(__file__).with_name("_demo.json").read_text(encoding="utf-8"))
     settings = Settings(**{field.name: result["settings"][field.name] for field in fields(Settings)})
     outcomes, predicted = [TrainingOutcome(**row) for row in result["results"]], result["predicted_seconds"]
