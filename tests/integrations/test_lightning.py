@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib.util
 import os
-import sys
 import time
 import warnings
 from importlib import import_module
@@ -86,10 +85,13 @@ def test_importing_registers_the_strategies_in_both_packages() -> None:
 
 
 def import_with(monkeypatch: pytest.MonkeyPatch, *installed: str) -> Any:
-    """Import the module as if only these packages were installed."""
+    """Return a copy of the module, executed as if only these packages were installed; other tests' imports do not find it."""
+    spec = importlib.util.find_spec("bagua_ref.integrations.lightning")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
-    monkeypatch.delitem(sys.modules, "bagua_ref.integrations.lightning", raising=False)
-    return strategies("lightning")
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_without_lightning_the_strategies_are_those_of_pytorch_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
