@@ -87,7 +87,8 @@ def test_importing_registers_the_strategies_in_both_packages() -> None:
 def import_with(monkeypatch: pytest.MonkeyPatch, *installed: str) -> Any:
     """Return a copy of the module, executed as if only these packages were installed; other tests' imports do not find it."""
     spec = importlib.util.find_spec("bagua_ref.integrations.lightning")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
     spec.loader.exec_module(module)
