@@ -82,9 +82,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
         """Pad each bucket so that it divides by the number of ranks, and of leaders if hierarchical (S5.2)."""
-        alignment = len(self.process_group.ranks)
-        if self.options.hierarchical:
-            alignment = math.lcm(alignment, self.process_group.get_inter_node_communicator().nranks())
+        alignment = math.lcm(len(self.process_group.ranks), self.communicator.nranks())
         return [BaguaBucket(bucket, str(place), flatten=do_flatten, alignment=alignment) for place, bucket in enumerate(tensors)]
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:

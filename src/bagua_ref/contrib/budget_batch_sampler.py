@@ -87,7 +87,7 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
         self._costs = self._checked_costs(costs)
         self.length = len(self._costs)
         self._formula: bool | str = padded if isinstance(padded, bool) else self._formula_of_prices()
-        self._start_epoch(self._checked_epoch(0))
+        self._start_epoch(epoch_of(self.seed, 0))
 
     @property
     def dropped(self) -> int:
@@ -127,9 +127,6 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
                     f"costs[{place}]={cost} makes a batch of sample {place} alone cost {alone}, over max_cost={self.max_cost}"
                 )
         return costs
-
-    def _checked_epoch(self, epoch: int) -> int:
-        return epoch_of(self.seed, epoch)
 
     def _order(self, epoch: int) -> tuple[Tensor, torch.Generator | None]:
         """Return the samples in ascending order of cost, equal costs in random order with shuffle (S7.7.2)."""

@@ -7,7 +7,6 @@ import os
 import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,7 +83,7 @@ class CacheLoader:
     def __enter__(self) -> CacheLoader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def get(self, key: Any, load_fn: Callable[[Any], Any]) -> Any:

@@ -50,7 +50,7 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
         self.sampler = sampler
         self.batch_fn = batch_fn
         self.drop_last = bool(drop_last)
-        self.num_replicas, self.rank = sampler.num_replicas, sampler.rank
+        self.num_replicas, self.rank, self.seed = sampler.num_replicas, sampler.rank, sampler.seed
         self._start_epoch(sampler.epoch)
 
     def generate_batches(self) -> None:
@@ -63,15 +63,6 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
         """Choose the epoch, as `LoadBalancingDistributedSampler.set_epoch` does, and split its indices into batches."""
         self.sampler.set_epoch(epoch)
         self._follow()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self._follow()
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        """Return the number of batches that every replica draws in this epoch (S7.4), or in what was left of it (S7.6)."""
-        self._follow()
-        return super().__len__()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.sampler!r}, drop_last={self.drop_last}; {self._shown_place()})"
@@ -93,17 +84,10 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
         super().load_state_dict(state_dict)
         self.sampler.set_epoch(self.epoch)
 
-    def _state(self, taken: int | None) -> dict[str, Any]:
-        self._follow()
-        return super()._state(taken)
-
     def _follow(self) -> None:
         """Begin the sampler's epoch, if it is a new one."""
         if self.sampler.epoch != self.epoch:
             self._start_epoch(self.sampler.epoch)
-
-    def _checked_epoch(self, epoch: int) -> int:
-        return self.sampler._checked_epoch(epoch)
 
     def _order(self, epoch: int) -> tuple[Tensor, torch.Generator | None]:
         return self.sampler._order(epoch)

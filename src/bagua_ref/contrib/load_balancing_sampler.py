@@ -96,7 +96,7 @@ class LoadBalancingDistributedSampler(ResumableSampler[int, "Chunks"]):
         self.drop_last = bool(drop_last)
         self.num_samples = num_samples(self.length, self.num_replicas, self.drop_last)
         self.total_size = self.num_samples * self.num_replicas
-        self._start_epoch(self._checked_epoch(0))
+        self._start_epoch(epoch_of(self.seed, 0))
 
         if complexity_fn is not None:
             numbers = read_complexities(dataset, complexity_fn, progress=bool(progress) and self.rank == 0)
@@ -146,9 +146,6 @@ class LoadBalancingDistributedSampler(ResumableSampler[int, "Chunks"]):
 
     def _begin(self, epoch: int, place: Place, plan: Chunks | None) -> None:
         super()._begin(epoch, place, None)  # a plan takes as much memory as the sampler: made again when it is drawn
-
-    def _checked_epoch(self, epoch: int) -> int:
-        return epoch_of(self.seed, epoch)
 
     def _order(self, epoch: int) -> tuple[Tensor, torch.Generator | None]:
         """Return the order of samples (S7.2)."""

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from bagua_ref.base.utils import NotCopied, flatten, unflatten
-from bagua_ref.contrib.fuse.plan import FusionPlan, has_overlap, held_by_bucket, kind_of, neighbours, options
+from bagua_ref.buckets.storage import held_by_bucket
+from bagua_ref.contrib.fuse.plan import FusionPlan, has_overlap, kind_of, neighbours, options
 
 __all__ = ["Fuser"]
 
@@ -50,7 +51,6 @@ class Fuser(NotCopied):
         self._checked: list[tuple[Any, ...]] | None = None  # the options of all groups at the last check
         self._plan: FusionPlan | None = None
         self._exchanged: list[list[Tensor]] | None = None  # while they are exchanged: the parameters of each group
-        self._num_states = 0
         self._loss: Any = None
         # The flat tensors, and the weights that were moved there, with their addresses. Weak references would keep
         # ``torch.utils.swap_tensors`` from converting the weights.
@@ -101,25 +101,20 @@ class Fuser(NotCopied):
             with torch.enable_grad():
                 self._loss = args[1]()
             args = args[0], None
-        plan = self._current_plan(optimizer)
-        self._num_states = len(optimizer.state)
+        plan = self._plan
+        if plan is None or not plan.is_current(optimizer, self._do_flatten):
+            self._look_after_weights()
+            self.check(optimizer)
+            flats = [flat for flat, _ in self._flats] if self._do_flatten else None
+            with torch.no_grad():
+                plan = self._plan = FusionPlan(optimizer, self._is_small, self._allow_inexact, flats)
+            current = plan.is_current(optimizer, self._do_flatten)
+            assert current, "a new plan is out of date"
         self._exchanged = [group["params"] for group in optimizer.param_groups]
         for group, stepped in zip(optimizer.param_groups, plan.stepped, strict=True):
             group["params"] = stepped
         optimizer.state.update({run.flat: dict(run.state) for run in plan.runs if run.states})
         return args, kwargs
-
-    def _current_plan(self, optimizer: torch.optim.Optimizer) -> FusionPlan:
-        """Return the plan, or a new one if it is out of date, after setting the gradients of its runs."""
-        if self._plan is None or not self._plan.is_current(optimizer, self._do_flatten):
-            self._look_after_weights()
-            self.check(optimizer)
-            flats = [flat for flat, _ in self._flats] if self._do_flatten else None
-            with torch.no_grad():
-                self._plan = FusionPlan(optimizer, self._is_small, self._allow_inexact, flats)
-            current = self._plan.is_current(optimizer, self._do_flatten)
-            assert current, "a new plan is out of date"
-        return self._plan
 
     def _finish(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Restore the groups, as the first post-step hook, and count the step."""
@@ -134,14 +129,14 @@ class Fuser(NotCopied):
         for group, parameters in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = parameters
         self._exchanged = None
-        stepped = list(itertools.islice(state, self._num_states, None))
+        stepped = list(itertools.islice(state, len(plan.states), None))
         for run in plan.runs:
             run.give_gradient_back()
             run.give_state_back(state)
         # Autograd must know of changes, as a graph may have saved weights: fused=True does not tell.
         if changed := [*plan.members, *(p for p in plan.single if p.grad is not None)]:
             torch.autograd.graph.increment_version(changed)
-        if len(state) > self._num_states:
+        if len(state) > len(plan.states):
             self._order(optimizer, stepped, plan)
         plan.states = list(state.values())
         return plan
@@ -149,7 +144,7 @@ class Fuser(NotCopied):
     def _order(self, optimizer: torch.optim.Optimizer, stepped: list[Any], plan: FusionPlan) -> None:
         """Put new entries of the state in the order of ``step()``, that of parameters in groups, as ``state_dict()`` keeps it."""
         state, members = optimizer.state, {run.flat: run.parameters for run in plan.runs}
-        new = set(itertools.islice(state, self._num_states, None))
+        new = set(itertools.islice(state, len(plan.states), None))
         keys = [key for one in stepped for key in members.get(one, [one]) if key in new]
         places = {p: place for place, p in enumerate(itertools.chain.from_iterable(plan.parameters))}
         in_order = iter(sorted(places.keys() & new, key=places.__getitem__))
