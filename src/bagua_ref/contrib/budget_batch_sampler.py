@@ -101,14 +101,6 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
             f"{self._shown_place()})"
         )
 
-    def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
-        """Return the position in this epoch, in a form that any rank's sampler can load.
-
-        Args:
-            batches: the number of batches of this epoch that training has used on each rank; None: the number returned.
-        """
-        return self._state(batches)
-
     def _checked_costs(self, given: Any) -> Places:
         """Return the costs as int64 or float64; raise unless each is positive, finite and within the budget."""
         numbers = numbers_of(given, None, "costs")

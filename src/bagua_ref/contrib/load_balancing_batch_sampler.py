@@ -67,14 +67,6 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.sampler!r}, drop_last={self.drop_last}; {self._shown_place()})"
 
-    def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
-        """Return the position in this epoch, in a form that any rank's batch sampler can load.
-
-        Args:
-            batches: the number of batches of this epoch that training has used on each rank; None: the number returned.
-        """
-        return self._state(batches)
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iterator continue at the saved batch, as `LoadBalancingDistributedSampler.load_state_dict` does (S7.6).
 

@@ -104,6 +104,14 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         self._follow()
         return self._place.total
 
+    def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
+        """Return the position in this epoch, in a form that any rank's sampler can load.
+
+        Args:
+            batches: the number of batches of this epoch that training has used on each rank; None: the number returned.
+        """
+        return self._state(batches)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iterator continue at the saved position; later iterators begin the epoch anew.
 

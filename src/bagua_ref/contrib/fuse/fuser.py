@@ -52,9 +52,9 @@ class Fuser(NotCopied):
         self._plan: FusionPlan | None = None
         self._exchanged: list[list[Tensor]] | None = None  # while they are exchanged: the parameters of each group
         self._loss: Any = None
-        # The flat tensors, and the weights that were moved there, with their addresses. Weak references would keep
-        # ``torch.utils.swap_tensors`` from converting the weights.
-        self._flats: list[tuple[Tensor, list[tuple[Tensor, int]]]] = []
+        # The weights that were moved, with their addresses, and the flat tensors to which they were moved. Weak references would
+        # keep ``torch.utils.swap_tensors`` from converting the weights.
+        self._moved: list[tuple[Tensor, int, Tensor]] = []
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Check the optimizer, unless its groups' options are those of the last check."""
@@ -71,7 +71,7 @@ class Fuser(NotCopied):
             kinds = {p: kind_of(p, group, self._allow_inexact) for p in group["params"] if held_by_bucket(p) is not p}
             movable = {p: kind for p, kind in kinds.items() if kind is not None and self._is_small(p)}
             for flat, moved in _flatten_weights({} if has_overlap(group["params"]) else movable):
-                self._flats.append((flat, [(p, p.data_ptr()) for p in moved]))
+                self._moved += [(p, p.data_ptr(), flat) for p in moved]
 
     def _is_small(self, p: Tensor) -> bool:
         return p.numel() <= (self._small or (SMALL_ON_CPU if p.device.type == "cpu" else SMALL))
@@ -105,7 +105,7 @@ class Fuser(NotCopied):
         if plan is None or not plan.is_current(optimizer, self._do_flatten):
             self._look_after_weights()
             self.check(optimizer)
-            flats = [flat for flat, _ in self._flats] if self._do_flatten else None
+            flats = list(dict.fromkeys(flat for *_, flat in self._moved)) if self._do_flatten else None
             with torch.no_grad():
                 plan = self._plan = FusionPlan(optimizer, self._is_small, self._allow_inexact, flats)
             current = plan.is_current(optimizer, self._do_flatten)
@@ -153,10 +153,9 @@ class Fuser(NotCopied):
 
     def _look_after_weights(self) -> None:
         """Warn once about weights that have left their flat tensor, unless they have neighbours elsewhere; forget these."""
-        weights = [entry for _, moved in self._flats for entry in moved]
-        here = [(flat, [(p, address) for p, address in moved if p.data_ptr() == address]) for flat, moved in self._flats]
-        self._flats = [(flat, moved) for flat, moved in here if moved]
-        gone = [p for p, address in weights if p.data_ptr() != address and held_by_bucket(p) is not p]
+        weights = self._moved
+        self._moved = [(p, address, flat) for p, address, flat in weights if p.data_ptr() == address]
+        gone = [p for p, address, _ in weights if p.data_ptr() != address and held_by_bucket(p) is not p]
         apart = sum(len(chain) == 1 for chain in neighbours(gone))
         if apart and self._check_flatten:
             warnings.warn(
