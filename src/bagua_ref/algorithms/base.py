@@ -176,12 +176,6 @@ class AlgorithmImpl(NotCopied):
     delivers_error_memory = False
     """Whether a round also makes gradients of what ranks have left out in earlier ones, be it for a parameter that no rank uses."""
 
-    @property
-    def communicator(self) -> Any:
-        """The communicator of all ranks; with the option ``hierarchical``, that of the leaders."""
-        group = self.process_group
-        return group.get_inter_node_communicator() if self.options.hierarchical else group.get_global_communicator()
-
     def leave_alone(self, parameters: Sequence[torch.nn.Parameter]) -> Callable[[], None]:
         """Return a function that undoes what the next round does to ``parameters``, which no rank uses, but gradients (S2.5)."""
         return _nothing

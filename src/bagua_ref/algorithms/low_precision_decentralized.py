@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import check_whole, implements
-from bagua_ref.algorithms.state import check_names, check_tensors
+from bagua_ref.algorithms.state import check_names, check_tensors, communicator_of
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.buckets.storage import register, registration
 from bagua_ref.comm_ops.decentralized import trade_with_neighbours
@@ -136,7 +136,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         """Append S3.5; the replicas are ``bucket._weight``, ``_left_peer_weight`` and ``_right_peer_weight``."""
         weight = bucket.flattened_tensor()
         # They equal this rank's weights after wrapping, but not when a failed attempt to wrap again repeats this during training.
-        ring = self.communicator
+        ring = communicator_of(self.process_group, self.options.hierarchical)
         left, right = (weight.clone(), weight.clone()) if ring.rank() < 0 else trade_with_neighbours(weight, ring)
         bucket.append_low_precision_decentralized_synchronous_op(
             register(weight),
@@ -214,7 +214,8 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         self._passes_before = self.context.backward_passes - state.get("passes", 0)
 
     def _place_on_ring(self) -> tuple[int, int]:
-        return self.communicator.rank(), self.communicator.nranks()
+        ring = communicator_of(self.process_group, self.options.hierarchical)
+        return ring.rank(), ring.nranks()
 
 
 def _replicas(bucket: BaguaBucket) -> list[Tensor]:

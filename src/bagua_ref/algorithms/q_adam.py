@@ -14,6 +14,7 @@ from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua_ref.algorithms.q_adam_optimizer import MomentumBucket, QAdamOptimizer
 from bagua_ref.algorithms.registry import check_bool, implements
+from bagua_ref.algorithms.state import communicator_of
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.buckets.optimizer_state import align_state
 from bagua_ref.buckets.storage import register
@@ -155,7 +156,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
             for bucket, memory, kept in memories:
                 if memory.kept() is None:  # this rank leads no node
                     continue
-                start, place = 0, self.communicator.rank()
+                start, place = 0, communicator_of(self.process_group, self.options.hierarchical).rank()
                 for proxy in bucket.tensors:
                     if proxy in unused:
                         memory.put_back(kept, start, start + proxy.numel(), place)

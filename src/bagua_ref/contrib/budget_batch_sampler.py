@@ -155,7 +155,7 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
 
     def _cut(self, samples: Places) -> tuple[list[int], Places]:
         """Cut samples into batches, each as long as its price allows; return their ends and prices (S7.7.2)."""
-        ends, prices, largest_costs = [], [], []
+        batches: list[tuple[int, Any, Any]] = []  # the end, the price and the largest cost of each
         size, largest, total, price = 0, 0.0, 0.0, 0.0
         by_function, by_largest = callable(self.padded), self.padded is True  # a call for each sample would double the time
         for place, cost in enumerate(self._costs[samples].tolist()):
@@ -165,9 +165,7 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
             else:
                 more = (size + 1) * joined if by_largest else total + cost
             if size and more > self.max_cost:
-                ends.append(place)
-                prices.append(price)
-                largest_costs.append(largest)
+                batches.append((place, price, largest))
                 size, total, joined = 0, 0.0, cost
                 more = self._price(1, cost, float(cost)) if by_function else cost
             elif size and more < price:
@@ -175,12 +173,11 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
                     f"padded must not decrease: padded({size}, {largest}) is {price}, and padded({size + 1}, {joined}) {more}"
                 )
             size, largest, total, price = size + 1, joined, total + cost, more
-        ends.append(len(samples))
-        prices.append(price)
-        largest_costs.append(largest)
+        batches.append((len(samples), price, largest))
+        ends, prices, largest_costs = zip(*batches, strict=True)
         if callable(self.padded):
             _check_increasing(np.diff([0, *ends]).tolist(), largest_costs, prices)
-        return ends, np.array(prices, dtype=np.float64)
+        return list(ends), np.array(prices, dtype=np.float64)
 
     def _more(self, samples: Places, batches: Places, prices: Places, count: int, order: Places) -> tuple[Places, Places, Places]:
         """Add ``count`` batches: the dearest are halved, and the first samples repeat where only single ones are left (S7.7.4)."""

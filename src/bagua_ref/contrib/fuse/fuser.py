@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -63,15 +63,29 @@ class Fuser(NotCopied):
             self._checked = found
 
     def flatten(self, groups: list[dict[str, Any]]) -> None:
-        """If asked to, move the small weights of each of ``groups`` beside each other; those that a bucket holds stay."""
+        """If asked to, move the small weights of each of ``groups`` into flat tensors, one for each of their kinds and last first.
+
+        The order is that of buckets (S2.1), so that gradients and weights match. Each weight keeps a storage of its own, a part of
+        the flat tensor's memory, as ``torch.save`` writes whole storages. Weights stay where they are if a bucket holds them, or if
+        they are shared between processes or beside another one.
+        """
         # The C library keeps freed memory of up to twice the largest block ever freed, and returns the rest to the system.
         # Allocating a step's temporary tensors from the system would take longer than the step. This block is never written.
         np.empty(2**24, dtype=np.uint8)
         for group in groups if self._do_flatten else ():
-            kinds = {p: kind_of(p, group, self._allow_inexact) for p in group["params"] if held_by_bucket(p) is not p}
-            movable = {p: kind for p, kind in kinds.items() if kind is not None and self._is_small(p)}
-            for flat, moved in _flatten_weights({} if has_overlap(group["params"]) else movable):
-                self._moved += [(p, p.data_ptr(), flat) for p in moved]
+            kinds: dict[Any, list[Tensor]] = {}
+            for p in () if has_overlap(group["params"]) else reversed(group["params"]):
+                kind = None if held_by_bucket(p) is p else kind_of(p, group, self._allow_inexact)
+                if kind is not None and self._is_small(p) and p.is_leaf and not (p.device.type == "cpu" and p.is_shared()):
+                    kinds.setdefault(kind, []).append(p)
+            for candidates in kinds.values():
+                lonely = {chain[0] for chain in neighbours(candidates) if len(chain) == 1}
+                moving = [p for p in candidates if p in lonely]
+                if len(moving) > 1:
+                    flat = flatten(moving).detach()
+                    for p, part in zip(moving, unflatten(flat, moving), strict=True):
+                        p.data = from_dlpack(part)
+                    self._moved += [(p, p.data_ptr(), flat) for p in moving]
 
     def _is_small(self, p: Tensor) -> bool:
         return p.numel() <= (self._small or (SMALL_ON_CPU if p.device.type == "cpu" else SMALL))
@@ -163,24 +177,3 @@ class Fuser(NotCopied):
                 "setting .data makes them do; they are now stepped one by one. Move the model before you fuse its optimizer",
                 stacklevel=2,
             )
-
-
-def _flatten_weights(parameters: dict[Tensor, Any]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Move weights into flat tensors, one for each of their kinds and last first; yield each with its parameters.
-
-    The order is that of buckets (S2.1), so that gradients and weights match. Each weight keeps a storage of its own, a part of the
-    flat tensor's memory, as ``torch.save`` writes whole storages. Weights stay where they are if they are shared between
-    processes or beside another one.
-    """
-    kinds: dict[Any, list[Tensor]] = {}
-    for p, kind in reversed(parameters.items()):
-        if p.is_leaf and not (p.device.type == "cpu" and p.is_shared()):
-            kinds.setdefault(kind, []).append(p)
-    for candidates in kinds.values():
-        lonely = {chain[0] for chain in neighbours(candidates) if len(chain) == 1}
-        moving = [p for p in candidates if p in lonely]
-        if len(moving) > 1:
-            flat = flatten(moving).detach()
-            for p, part in zip(moving, unflatten(flat, moving), strict=True):
-                p.data = from_dlpack(part)
-            yield flat, moving
