@@ -1,16 +1,5 @@
 """Training algorithms, one file each, and the registry of their names (S5)."""
 
-from bagua_ref.algorithms import (
-    async_model_average,
-    bytegrad,
-    decentralized,
-    diloco,
-    gradient_allreduce,
-    local_sgd,
-    power_sgd,
-    q_adam,
-    topk,
-)
 from bagua_ref.algorithms.async_model_average import AsyncModelAverageAlgorithm
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, TrainingContext
 from bagua_ref.algorithms.bytegrad import ByteGradAlgorithm

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import check_bool, check_join_with_memory, implements
-from bagua_ref.algorithms.state import ErrorMemories
+from bagua_ref.algorithms.state import ErrorMemories, communicator_of
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.types import Group
@@ -82,9 +82,8 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
         """Pad each bucket so that it divides by the number of ranks, and of leaders if hierarchical (S5.2)."""
-        alignment = len(self.process_group.ranks)
-        if self.options.hierarchical:
-            alignment = math.lcm(alignment, self.process_group.get_inter_node_communicator().nranks())
+        group = self.process_group
+        alignment = math.lcm(len(group.ranks), communicator_of(group, self.options.hierarchical).nranks())
         return [BaguaBucket(bucket, str(place), flatten=do_flatten, alignment=alignment) for place, bucket in enumerate(tensors)]
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:

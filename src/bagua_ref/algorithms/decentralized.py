@@ -18,7 +18,6 @@ from bagua_ref.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithmImpl,
     WeightAveragingImpl,
     check_count,
-    register_weights,
 )
 from bagua_ref.algorithms.registry import check_whole, implements
 from bagua_ref.base.memory import by_dtype_and_device
@@ -126,8 +125,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
         """Return the weights, last layer first."""
         self._guard.watch(bagua_ddp.called_module)
-        self.tensors = register_weights(bagua_ddp)
-        return self.tensors
+        return super().init_tensors(bagua_ddp)
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
         """Return one bucket for each dtype and device (S5.3)."""
@@ -147,8 +145,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
             step = bagua_ddp.bagua_train_step_counter - 1
             self._averaging = step % self.options.communication_interval == 0
             if self._averaging:
-                for tensor in self.tensors:
-                    bagua_ddp.engine.mark_ready(tensor)
+                self.mark_ready()
                 self._rounds += 1
 
         return hook

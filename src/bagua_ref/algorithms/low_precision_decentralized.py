@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import check_whole, implements
-from bagua_ref.algorithms.state import check_names, check_tensors
+from bagua_ref.algorithms.state import check_names, check_tensors, communicator_of
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.buckets.storage import register, registration
 from bagua_ref.comm_ops.decentralized import trade_with_neighbours
@@ -47,10 +47,15 @@ class WeightAveragingImpl(AlgorithmImpl):
         """Return a hook that does nothing; gradients stay local."""
         return lambda name, parameter: None
 
+    def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
+        """Return the weights, last layer first."""
+        self.tensors = [register(p, name, bagua_ddp.bagua_module_name) for name, p in reversed(bagua_ddp.bagua_build_params())]
+        return self.tensors
 
-def register_weights(context: TrainingContext) -> list[Tensor]:
-    """Return the weights as bagua tensors, last layer first."""
-    return [register(p, name, context.bagua_module_name) for name, p in reversed(context.bagua_build_params())]
+    def mark_ready(self) -> None:
+        """Mark all weights ready."""
+        for tensor in self.tensors:
+            self.context.engine.mark_ready(tensor)
 
 
 def check_count(what: str, entries: Sequence[Any], buckets: Sequence[BaguaBucket]) -> None:
@@ -125,14 +130,13 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
             ValueError: no optimizer holds one of them, or an optimizer is fused.
         """
         _check_optimizers(bagua_ddp)
-        self.tensors = register_weights(bagua_ddp)
-        return self.tensors
+        return super().init_tensors(bagua_ddp)
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.5; the replicas are ``bucket._weight``, ``_left_peer_weight`` and ``_right_peer_weight``."""
         weight = bucket.flattened_tensor()
         # They equal this rank's weights after wrapping, but not when a failed attempt to wrap again repeats this during training.
-        ring = self._ring()
+        ring = communicator_of(self.process_group, self.options.hierarchical)
         left, right = (weight.clone(), weight.clone()) if ring.rank() < 0 else trade_with_neighbours(weight, ring)
         bucket.append_low_precision_decentralized_synchronous_op(
             register(weight),
@@ -155,8 +159,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
                 return
             step, self.optimizer_steps = self.optimizer_steps, self.optimizer_steps + 1
             if step % self.options.communication_interval == 0:
-                for tensor in self.tensors:
-                    bagua_ddp.engine.mark_ready(tensor)
+                self.mark_ready()
                 self._passes_before = bagua_ddp.backward_passes
                 bagua_ddp.engine.wait_pending_comm_ops()
 
@@ -210,12 +213,9 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         super().load_counters(state)
         self._passes_before = self.context.backward_passes - state.get("passes", 0)
 
-    def _ring(self) -> Any:
-        group = self.process_group
-        return group.get_inter_node_communicator() if self.options.hierarchical else group.get_global_communicator()
-
     def _place_on_ring(self) -> tuple[int, int]:
-        return self._ring().rank(), self._ring().nranks()
+        ring = communicator_of(self.process_group, self.options.hierarchical)
+        return ring.rank(), ring.nranks()
 
 
 def _replicas(bucket: BaguaBucket) -> list[Tensor]:

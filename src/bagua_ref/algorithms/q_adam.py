@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua_ref.algorithms.q_adam_optimizer import MomentumBucket, QAdamOptimizer
 from bagua_ref.algorithms.registry import check_bool, implements
+from bagua_ref.algorithms.state import communicator_of
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.buckets.optimizer_state import align_state
 from bagua_ref.buckets.storage import register
@@ -155,19 +156,13 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
             for bucket, memory, kept in memories:
                 if memory.kept() is None:  # this rank leads no node
                     continue
-                start, place = 0, self._compressing_communicator.rank()
+                start, place = 0, communicator_of(self.process_group, self.options.hierarchical).rank()
                 for proxy in bucket.tensors:
                     if proxy in unused:
                         memory.put_back(kept, start, start + proxy.numel(), place)
                     start += proxy.numel()
 
         return put_back
-
-    @property
-    def _compressing_communicator(self) -> Any:
-        """The communicator of the ranks between which momenta are compressed."""
-        group = self.process_group
-        return group.get_inter_node_communicator() if self.options.hierarchical else group.get_global_communicator()
 
     def shadow(self, facts: Sequence[int]) -> None:
         """Contribute zeros in the phase in which the other ranks are."""

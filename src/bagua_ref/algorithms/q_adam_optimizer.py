@@ -12,7 +12,7 @@ from torch.optim.adam import adam
 
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.optimizer_state import ensure_grad
-from bagua_ref.buckets.storage import Registration
+from bagua_ref.buckets.storage import held_by_bucket
 
 __all__ = ["BLOCK", "MomentumBucket", "QAdamOptimizer"]
 
@@ -138,7 +138,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 _adam_step(group, parameters, states)
             else:
                 _frozen_step(group, parameters, states, s, self.warmup_steps)
-                if s > self.warmup_steps and not all(map(_is_communicated, parameters, states)):
+                renewed = (held_by_bucket(p) is state["exp_avg"] for p, state in zip(parameters, states, strict=True))
+                if s > self.warmup_steps and not all(renewed):
                     warnings.warn(
                         f"step {s} is past warmup_steps={self.warmup_steps}, but no QAdamAlgorithm renews the momentum of some "
                         "parameters, which stays as it is; wrap their module with_bagua([optimizer], QAdamAlgorithm(optimizer))",
@@ -277,12 +278,6 @@ def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     if tensors[0].device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
         return [tensors]
     return zip(*(tensor.view(-1).split(BLOCK) for tensor in tensors), strict=True)
-
-
-def _is_communicated(parameter: Tensor, state: dict[str, Tensor]) -> bool:
-    """Return whether ``parameter`` is in a bucket of momenta."""
-    known: Registration | None = getattr(parameter, "_bagua_registration", None)
-    return known is not None and known.sink is not None and known.getter(parameter) is state["exp_avg"]
 
 
 def _check_options(options: dict[str, Any]) -> None:

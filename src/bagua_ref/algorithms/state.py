@@ -17,7 +17,10 @@ from bagua_ref.buckets.storage import registration
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.types import Group
 
-__all__ = ["ErrorMemories", "TensorStore", "check_entries", "check_names", "check_saved_here", "check_tensors", "saved_by"]
+__all__ = [
+    "ErrorMemories", "TensorStore", "check_entries", "check_names", "check_saved_here", "check_tensors", "communicator_of",
+    "saved_by",
+]  # fmt: skip
 
 _VERSION = 1
 """Of the states that `saved_by` signs."""
@@ -29,6 +32,11 @@ _MEMORIES = {"version": object, "rank": object, "world_size": object, "algorithm
 
 _Key = tuple[tuple[str, ...], int, int]
 """The tensors with their shapes and strides, the elements with padding, and the number of chunks."""
+
+
+def communicator_of(group: Group, hierarchical: bool) -> Any:
+    """Return the communicator of all ranks of ``group`` (hierarchical: of the leaders)."""
+    return group.get_inter_node_communicator() if hierarchical else group.get_global_communicator()
 
 
 def saved_by(group: Group) -> dict[str, int]:
@@ -219,7 +227,7 @@ class ErrorMemories:
         filled = sum(tensor.numel() for tensor in tensors)
         numel = filled + (bucket.padding_tensor.numel() if bucket.padding_tensor is not None else 0)
         group = self._group
-        comm = group.get_inter_node_communicator() if hierarchical else group.get_global_communicator()
+        comm = communicator_of(group, hierarchical)
         if hierarchical and group.get_intra_node_communicator().rank() != 0:
             return ErrorMemory(filled, numel, comm.nranks(), bucket.device)  # only leaders use theirs
         return self.claim(names, tensors, numel, comm.nranks())

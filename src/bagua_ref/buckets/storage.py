@@ -29,6 +29,7 @@ __all__ = [
     "check_apart",
     "effective_tensor",
     "effective_tensors",
+    "held_by_bucket",
     "register",
     "registration",
 ]
@@ -92,6 +93,12 @@ def registration(tensor: Tensor) -> Registration:
             f"a tensor of shape {tuple(tensor.shape)} is not a bagua tensor; call tensor.ensure_bagua_tensor(name) first"
         )
     return found
+
+
+def held_by_bucket(parameter: Tensor) -> Tensor | None:
+    """Return the effective tensor of ``parameter`` - weight, gradient or momentum - that a live Bagua bucket holds, if any."""
+    known: Registration | None = getattr(parameter, "_bagua_registration", None)
+    return known.getter(parameter) if known is not None and known.sink is not None and known.sink() is not None else None
 
 
 def register(

@@ -87,7 +87,7 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
         self._costs = self._checked_costs(costs)
         self.length = len(self._costs)
         self._formula: bool | str = padded if isinstance(padded, bool) else self._formula_of_prices()
-        self._start_epoch(self._checked_epoch(0))
+        self._start_epoch(epoch_of(self.seed, 0))
 
     @property
     def dropped(self) -> int:
@@ -100,14 +100,6 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
             f"{self.num_replicas}, shuffle={self.shuffle}, seed={self.seed}, mix={self.mix}, drop_last={self.drop_last}; "
             f"{self._shown_place()})"
         )
-
-    def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
-        """Return the position in this epoch, in a form that any rank's sampler can load.
-
-        Args:
-            batches: the number of batches of this epoch that training has used on each rank; None: the number returned.
-        """
-        return self._state(batches)
 
     def _checked_costs(self, given: Any) -> Places:
         """Return the costs as int64 or float64; raise unless each is positive, finite and within the budget."""
@@ -127,9 +119,6 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
                     f"costs[{place}]={cost} makes a batch of sample {place} alone cost {alone}, over max_cost={self.max_cost}"
                 )
         return costs
-
-    def _checked_epoch(self, epoch: int) -> int:
-        return epoch_of(self.seed, epoch)
 
     def _order(self, epoch: int) -> tuple[Tensor, torch.Generator | None]:
         """Return the samples in ascending order of cost, equal costs in random order with shuffle (S7.7.2)."""
@@ -166,7 +155,7 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
 
     def _cut(self, samples: Places) -> tuple[list[int], Places]:
         """Cut samples into batches, each as long as its price allows; return their ends and prices (S7.7.2)."""
-        ends, prices, largest_costs = [], [], []
+        batches: list[tuple[int, Any, Any]] = []  # the end, the price and the largest cost of each
         size, largest, total, price = 0, 0.0, 0.0, 0.0
         by_function, by_largest = callable(self.padded), self.padded is True  # a call for each sample would double the time
         for place, cost in enumerate(self._costs[samples].tolist()):
@@ -176,9 +165,7 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
             else:
                 more = (size + 1) * joined if by_largest else total + cost
             if size and more > self.max_cost:
-                ends.append(place)
-                prices.append(price)
-                largest_costs.append(largest)
+                batches.append((place, price, largest))
                 size, total, joined = 0, 0.0, cost
                 more = self._price(1, cost, float(cost)) if by_function else cost
             elif size and more < price:
@@ -186,12 +173,11 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
                     f"padded must not decrease: padded({size}, {largest}) is {price}, and padded({size + 1}, {joined}) {more}"
                 )
             size, largest, total, price = size + 1, joined, total + cost, more
-        ends.append(len(samples))
-        prices.append(price)
-        largest_costs.append(largest)
+        batches.append((len(samples), price, largest))
+        ends, prices, largest_costs = zip(*batches, strict=True)
         if callable(self.padded):
             _check_increasing(np.diff([0, *ends]).tolist(), largest_costs, prices)
-        return ends, np.array(prices, dtype=np.float64)
+        return list(ends), np.array(prices, dtype=np.float64)
 
     def _more(self, samples: Places, batches: Places, prices: Places, count: int, order: Places) -> tuple[Places, Places, Places]:
         """Add ``count`` batches: the dearest are halved, and the first samples repeat where only single ones are left (S7.7.4)."""

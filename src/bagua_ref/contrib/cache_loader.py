@@ -7,7 +7,6 @@ import os
 import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,7 +83,7 @@ class CacheLoader:
     def __enter__(self) -> CacheLoader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def get(self, key: Any, load_fn: Callable[[Any], Any]) -> Any:
@@ -164,7 +163,8 @@ class CacheLoader:
     def _stored_name(self, key: Any) -> str:
         """Return the name of ``key``'s value in the stores, unique for each dataset name and key (S8.1)."""
         dataset = self.dataset_name.replace("%", "%25").replace("_", "%5F")
-        return f"{dataset}_{_text(key)}"
+        plain = _plain(key)
+        return f"{dataset}_{plain if isinstance(plain, str) else repr(plain)}"
 
     def _look_up(self, names: list[str]) -> tuple[list[Any], list[int]]:
         """Return the values that are cached, and the positions of those that are not."""
@@ -197,12 +197,6 @@ class CacheLoader:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(f"{f'{name!r} is computed again: ' if name else ''}{error}", stacklevel=5)
-
-
-def _text(key: Any) -> str:
-    """Return the text of a key, which identifies it."""
-    plain = _plain(key)
-    return plain if isinstance(plain, str) else repr(plain)
 
 
 def _plain(key: Any) -> Any:

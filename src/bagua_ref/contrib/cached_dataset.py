@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -74,7 +73,7 @@ class CachedDataset(Dataset[Any]):
     def __enter__(self) -> CachedDataset:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def prefill(self, progress: bool = True) -> int:

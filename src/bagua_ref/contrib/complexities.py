@@ -143,17 +143,14 @@ class Ordering:
             self._order = self._sorted(self._numbers)
             self._numbers = self._order
 
-    def with_noise(self, noise: Tensor) -> Tensor:
-        """Return the order by complexity + noise, int64."""
+    def order(self, noise: Tensor | None = None) -> Tensor:
+        """Return the order by complexity + noise, int64; without ``noise``, it must be always zero."""
         if self._order is not None:
             return self._order
+        assert noise is not None
         if isinstance(self._numbers, Tensor):
             return self._sorted(self._numbers + noise)
         return self._sorted([number + extra for number, extra in zip(self._numbers, noise.tolist(), strict=True)])
-
-    def without_noise(self) -> Tensor:
-        """Return the order by complexity, int64."""
-        return self._sorted(self._numbers) if self._order is None else self._order
 
     def stored(self) -> bytes:
         """Return the stored numbers as bytes, which are equal for equal complexities."""

@@ -50,7 +50,7 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
         self.sampler = sampler
         self.batch_fn = batch_fn
         self.drop_last = bool(drop_last)
-        self.num_replicas, self.rank = sampler.num_replicas, sampler.rank
+        self.num_replicas, self.rank, self.seed = sampler.num_replicas, sampler.rank, sampler.seed
         self._start_epoch(sampler.epoch)
 
     def generate_batches(self) -> None:
@@ -64,25 +64,8 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
         self.sampler.set_epoch(epoch)
         self._follow()
 
-    def __iter__(self) -> Iterator[list[int]]:
-        self._follow()
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        """Return the number of batches that every replica draws in this epoch (S7.4), or in what was left of it (S7.6)."""
-        self._follow()
-        return super().__len__()
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.sampler!r}, drop_last={self.drop_last}; {self._shown_place()})"
-
-    def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
-        """Return the position in this epoch, in a form that any rank's batch sampler can load.
-
-        Args:
-            batches: the number of batches of this epoch that training has used on each rank; None: the number returned.
-        """
-        return self._state(batches)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iterator continue at the saved batch, as `LoadBalancingDistributedSampler.load_state_dict` does (S7.6).
@@ -93,17 +76,10 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
         super().load_state_dict(state_dict)
         self.sampler.set_epoch(self.epoch)
 
-    def _state(self, taken: int | None) -> dict[str, Any]:
-        self._follow()
-        return super()._state(taken)
-
     def _follow(self) -> None:
         """Begin the sampler's epoch, if it is a new one."""
         if self.sampler.epoch != self.epoch:
             self._start_epoch(self.sampler.epoch)
-
-    def _checked_epoch(self, epoch: int) -> int:
-        return self.sampler._checked_epoch(epoch)
 
     def _order(self, epoch: int) -> tuple[Tensor, torch.Generator | None]:
         return self.sampler._order(epoch)

@@ -96,7 +96,7 @@ class LoadBalancingDistributedSampler(ResumableSampler[int, "Chunks"]):
         self.drop_last = bool(drop_last)
         self.num_samples = num_samples(self.length, self.num_replicas, self.drop_last)
         self.total_size = self.num_samples * self.num_replicas
-        self._start_epoch(self._checked_epoch(0))
+        self._start_epoch(epoch_of(self.seed, 0))
 
         if complexity_fn is not None:
             numbers = read_complexities(dataset, complexity_fn, progress=bool(progress) and self.rank == 0)
@@ -133,7 +133,7 @@ class LoadBalancingDistributedSampler(ResumableSampler[int, "Chunks"]):
         places = torch.arange(max(1, plan.total) * self.num_replicas) % len(plan.order)
         return plan.order[places].view(-1, self.num_replicas).tolist(), plan.chunks.tolist()
 
-    def state_dict(self, *, samples: int | None = None) -> dict[str, Any]:
+    def state_dict(self, *, samples: int | None = None) -> dict[str, Any]:  # type: ignore[override]
         """Return the position in this epoch, in a form that any rank's sampler can load.
 
         Args:
@@ -147,16 +147,13 @@ class LoadBalancingDistributedSampler(ResumableSampler[int, "Chunks"]):
     def _begin(self, epoch: int, place: Place, plan: Chunks | None) -> None:
         super()._begin(epoch, place, None)  # a plan takes as much memory as the sampler: made again when it is drawn
 
-    def _checked_epoch(self, epoch: int) -> int:
-        return epoch_of(self.seed, epoch)
-
     def _order(self, epoch: int) -> tuple[Tensor, torch.Generator | None]:
         """Return the order of samples (S7.2)."""
         if not self.shuffle:
-            return self._ordering.without_noise(), None
+            return self._ordering.order(), None
         generator = torch.Generator().manual_seed(self.seed + epoch)
         noise = torch.randint(self._ordering.bound, (self.length,), generator=generator)  # drawn even if it is all zeros
-        return self._ordering.with_noise(noise), generator
+        return self._ordering.order(noise), generator
 
     def _plan(self, order: Tensor, replicas: int, generator: torch.Generator | None, ended: bool) -> Chunks:
         """Return the chunks of R neighbours in the order in which they are drawn (S7.3)."""

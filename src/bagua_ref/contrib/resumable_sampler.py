@@ -69,15 +69,12 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
 
     num_replicas: int
     rank: int
+    seed: int
     epoch: int
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
         """Return the settings on which a saved position depends."""
-
-    @abstractmethod
-    def _checked_epoch(self, epoch: int) -> int:
-        """Return the epoch as an int; raise ValueError if it cannot be one."""
 
     @abstractmethod
     def _order(self, epoch: int) -> tuple[Tensor, torch.Generator | None]:
@@ -87,20 +84,33 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
     def _plan(self, order: Tensor, replicas: int, generator: torch.Generator | None, ended: bool) -> P:
         """Return the plan of a stretch that distributes ``order``; `EpochPlan.drawn` is for one that has ended."""
 
+    def _follow(self) -> None:
+        """Begin the epoch of another sampler, if one determines this sampler's."""
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, which with shuffle=True determines the order; call it before each epoch (S7.2).
 
         Choosing the current epoch again changes nothing: a position set by `load_state_dict` is kept.
         """
         if whole("epoch", epoch) != self.epoch:
-            self._start_epoch(self._checked_epoch(epoch))
+            self._start_epoch(epoch_of(self.seed, epoch))
 
     def __iter__(self) -> Iterator[T]:
+        self._follow()
         return self._draw(self.epoch)
 
     def __len__(self) -> int:
         """Return the number of items that this replica draws in the epoch, or in its newest stretch after a change of replicas."""
+        self._follow()
         return self._place.total
+
+    def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
+        """Return the position in this epoch, in a form that any rank's sampler can load.
+
+        Args:
+            batches: the number of batches of this epoch that training has used on each rank; None: the number returned.
+        """
+        return self._state(batches)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iterator continue at the saved position; later iterators begin the epoch anew.
@@ -144,6 +154,7 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
 
     def _state(self, taken: int | None) -> dict[str, Any]:
         """Return the position after ``taken`` items; None: after those that the newest iterator has returned."""
+        self._follow()
         place = self._place
         taken = place.taken if taken is None else self._checked_count(taken, place.total)
         stretches = [*place.ended, Stretch(self.num_replicas, taken, place.total)]
@@ -189,7 +200,7 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
                     f"stretch {place} of {len(read)}, {replicas} replicas that drew {taken} {self.unit} each, must be of 1 to "
                     f"{MOST_REPLICAS} replicas, other ones than before it, that drew at least 1 of the {self.unit}"
                 )
-        return self._checked_epoch(state["epoch"]), read
+        return epoch_of(self.seed, state["epoch"]), read
 
     def _walk(self, epoch: int, saved: Sequence[tuple[int, int]]) -> tuple[list[Stretch], P]:
         """Return the stretches of an epoch with their totals, and the plan by which this sampler goes on after them."""

@@ -151,17 +151,13 @@ def _at_least_once(n: int) -> int:
     return max(1, _doublings(n))
 
 
-def _is_even(n: int) -> bool:
-    return n % 2 == 0
-
-
 def _is_power_of_two(n: int) -> bool:
     return n & (n - 1) == 0
 
 
 MODES = {
     "all": Mode(complete),
-    "shift_one": Mode(shift_one, lambda n: n // 2, "an even number", _is_even),
+    "shift_one": Mode(shift_one, lambda n: n // 2, "an even number", lambda n: n % 2 == 0),
     "one_peer_exponential": Mode(one_peer_exponential, _at_least_once),
     "hypercube": Mode(hypercube, _at_least_once, "a power of two", _is_power_of_two),
     "ring": Mode(ring),

@@ -88,19 +88,16 @@ def mixing(graphs: Sequence[Graph], tolerance: float = 1e-6) -> Mixing:
     period = np.eye(n) - 1 / n
     for step in rounds:
         period = step @ period
-    found = _first_round(rounds, period, tolerance)
-    if found is None:
-        return Mixing(len(graphs), _norm(period), None, exact=False)
-    count, left = found
+    count, left = _first_round(rounds, period, tolerance)
     return Mixing(len(graphs), _norm(period), count, exact=left == 0)
 
 
-def _first_round(rounds: list[Matrix], period: Matrix, tolerance: float) -> tuple[int, float] | None:
-    """Return the first round after which the distance is within tolerance, and that distance."""
+def _first_round(rounds: list[Matrix], period: Matrix, tolerance: float) -> tuple[int | None, float]:
+    """Return the first round after which the distance is within tolerance, None if there is none, and the distance then."""
     powers = [period]
     while _norm(powers[-1]) > tolerance:
         if len(powers) > _DOUBLINGS:
-            return None
+            return None, _norm(powers[-1])
         powers.append(powers[-1] @ powers[-1])
     product, periods = np.eye(len(period)) - 1 / len(period), 0
     for place in range(len(powers) - 2, -1, -1):  # the most periods that are not enough

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
+from bagua_ref.data_parallel.training import ModuleTraining
 from bagua_ref.data_parallel.wrapping import context_of
 from bagua_ref.groups.communication import init_process_group, is_initialized
 from bagua_ref.integrations.metrics_logger import prefixed
 from bagua_ref.integrations.trained_module import Recipe, call_if_there
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from bagua_ref.data_parallel.training import ModuleTraining
-
-    Base: Any
-else:
-    Base = object
-
 __all__ = ["FabricPart", "MonitorPart", "TrainerPart"]
 
+Base: Any = object
 _KEY = "bagua"
 """The entry of a checkpoint that holds the algorithm's state."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import struct
 from typing import Any
@@ -111,12 +112,9 @@ def _read_head(view: memoryview, at: int) -> tuple[bool, bytes, tuple[int, ...],
 
 
 def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        if size < 0:
-            raise ValueError(f"shape {shape} has a negative size")
-        count *= size
-    return count
+    if min(shape, default=0) < 0:
+        raise ValueError(f"shape {shape} has a negative size")
+    return math.prod(shape)
 
 
 def _slice(view: memoryview, at: int, end: int) -> memoryview:

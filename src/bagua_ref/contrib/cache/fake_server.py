@@ -35,7 +35,13 @@ class FakeServer(CacheServer):
 
     def stop(self) -> None:
         """End the server and its connections."""
-        self._listener.stop()
+        if not self.is_running():
+            return
+        self._listener.shutdown()
+        self._listener.server_close()
+        for connection in list(self._listener.connections):
+            with contextlib.suppress(OSError):  # the client has disconnected
+                connection.shutdown(socket.SHUT_RDWR)
 
     def is_running(self) -> bool:
         """Return whether it accepts connections."""
@@ -71,15 +77,6 @@ class _Listener(socketserver.ThreadingTCPServer):
         self.password, self.database = password.encode(), database
         self.turn = threading.Lock()
         self.connections: set[Any] = set()
-
-    def stop(self) -> None:
-        if self.fileno() == -1:
-            return
-        self.shutdown()
-        self.server_close()
-        for connection in list(self.connections):
-            with contextlib.suppress(OSError):  # the client has disconnected
-                connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(socketserver.StreamRequestHandler):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from bagua_ref.base.utils import NotCopied, flatten, unflatten
-from bagua_ref.contrib.fuse.plan import FusionPlan, has_overlap, held_by_bucket, kind_of, neighbours, options
+from bagua_ref.buckets.storage import held_by_bucket
+from bagua_ref.contrib.fuse.plan import FusionPlan, has_overlap, kind_of, neighbours, options
 
 __all__ = ["Fuser"]
 
@@ -50,11 +51,10 @@ class Fuser(NotCopied):
         self._checked: list[tuple[Any, ...]] | None = None  # the options of all groups at the last check
         self._plan: FusionPlan | None = None
         self._exchanged: list[list[Tensor]] | None = None  # while they are exchanged: the parameters of each group
-        self._num_states = 0
         self._loss: Any = None
-        # The flat tensors, and the weights that were moved there, with their addresses. Weak references would keep
-        # ``torch.utils.swap_tensors`` from converting the weights.
-        self._flats: list[tuple[Tensor, list[tuple[Tensor, int]]]] = []
+        # The weights that were moved, with their addresses, and the flat tensors to which they were moved. Weak references would
+        # keep ``torch.utils.swap_tensors`` from converting the weights.
+        self._moved: list[tuple[Tensor, int, Tensor]] = []
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Check the optimizer, unless its groups' options are those of the last check."""
@@ -63,15 +63,29 @@ class Fuser(NotCopied):
             self._checked = found
 
     def flatten(self, groups: list[dict[str, Any]]) -> None:
-        """If asked to, move the small weights of each of ``groups`` beside each other; those that a bucket holds stay."""
+        """If asked to, move the small weights of each of ``groups`` into flat tensors, one for each of their kinds and last first.
+
+        The order is that of buckets (S2.1), so that gradients and weights match. Each weight keeps a storage of its own, a part of
+        the flat tensor's memory, as ``torch.save`` writes whole storages. Weights stay where they are if a bucket holds them, or if
+        they are shared between processes or beside another one.
+        """
         # The C library keeps freed memory of up to twice the largest block ever freed, and returns the rest to the system.
         # Allocating a step's temporary tensors from the system would take longer than the step. This block is never written.
         np.empty(2**24, dtype=np.uint8)
         for group in groups if self._do_flatten else ():
-            kinds = {p: kind_of(p, group, self._allow_inexact) for p in group["params"] if held_by_bucket(p) is not p}
-            movable = {p: kind for p, kind in kinds.items() if kind is not None and self._is_small(p)}
-            for flat, moved in _flatten_weights({} if has_overlap(group["params"]) else movable):
-                self._flats.append((flat, [(p, p.data_ptr()) for p in moved]))
+            kinds: dict[Any, list[Tensor]] = {}
+            for p in () if has_overlap(group["params"]) else reversed(group["params"]):
+                kind = None if held_by_bucket(p) is p else kind_of(p, group, self._allow_inexact)
+                if kind is not None and self._is_small(p) and p.is_leaf and not (p.device.type == "cpu" and p.is_shared()):
+                    kinds.setdefault(kind, []).append(p)
+            for candidates in kinds.values():
+                lonely = {chain[0] for chain in neighbours(candidates) if len(chain) == 1}
+                moving = [p for p in candidates if p in lonely]
+                if len(moving) > 1:
+                    flat = flatten(moving).detach()
+                    for p, part in zip(moving, unflatten(flat, moving), strict=True):
+                        p.data = from_dlpack(part)
+                    self._moved += [(p, p.data_ptr(), flat) for p in moving]
 
     def _is_small(self, p: Tensor) -> bool:
         return p.numel() <= (self._small or (SMALL_ON_CPU if p.device.type == "cpu" else SMALL))
@@ -101,25 +115,20 @@ class Fuser(NotCopied):
             with torch.enable_grad():
                 self._loss = args[1]()
             args = args[0], None
-        plan = self._current_plan(optimizer)
-        self._num_states = len(optimizer.state)
+        plan = self._plan
+        if plan is None or not plan.is_current(optimizer, self._do_flatten):
+            self._look_after_weights()
+            self.check(optimizer)
+            flats = list(dict.fromkeys(flat for *_, flat in self._moved)) if self._do_flatten else None
+            with torch.no_grad():
+                plan = self._plan = FusionPlan(optimizer, self._is_small, self._allow_inexact, flats)
+            current = plan.is_current(optimizer, self._do_flatten)
+            assert current, "a new plan is out of date"
         self._exchanged = [group["params"] for group in optimizer.param_groups]
         for group, stepped in zip(optimizer.param_groups, plan.stepped, strict=True):
             group["params"] = stepped
         optimizer.state.update({run.flat: dict(run.state) for run in plan.runs if run.states})
         return args, kwargs
-
-    def _current_plan(self, optimizer: torch.optim.Optimizer) -> FusionPlan:
-        """Return the plan, or a new one if it is out of date, after setting the gradients of its runs."""
-        if self._plan is None or not self._plan.is_current(optimizer, self._do_flatten):
-            self._look_after_weights()
-            self.check(optimizer)
-            flats = [flat for flat, _ in self._flats] if self._do_flatten else None
-            with torch.no_grad():
-                self._plan = FusionPlan(optimizer, self._is_small, self._allow_inexact, flats)
-            current = self._plan.is_current(optimizer, self._do_flatten)
-            assert current, "a new plan is out of date"
-        return self._plan
 
     def _finish(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Restore the groups, as the first post-step hook, and count the step."""
@@ -134,14 +143,14 @@ class Fuser(NotCopied):
         for group, parameters in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = parameters
         self._exchanged = None
-        stepped = list(itertools.islice(state, self._num_states, None))
+        stepped = list(itertools.islice(state, len(plan.states), None))
         for run in plan.runs:
             run.give_gradient_back()
             run.give_state_back(state)
         # Autograd must know of changes, as a graph may have saved weights: fused=True does not tell.
         if changed := [*plan.members, *(p for p in plan.single if p.grad is not None)]:
             torch.autograd.graph.increment_version(changed)
-        if len(state) > self._num_states:
+        if len(state) > len(plan.states):
             self._order(optimizer, stepped, plan)
         plan.states = list(state.values())
         return plan
@@ -149,7 +158,7 @@ class Fuser(NotCopied):
     def _order(self, optimizer: torch.optim.Optimizer, stepped: list[Any], plan: FusionPlan) -> None:
         """Put new entries of the state in the order of ``step()``, that of parameters in groups, as ``state_dict()`` keeps it."""
         state, members = optimizer.state, {run.flat: run.parameters for run in plan.runs}
-        new = set(itertools.islice(state, self._num_states, None))
+        new = set(itertools.islice(state, len(plan.states), None))
         keys = [key for one in stepped for key in members.get(one, [one]) if key in new]
         places = {p: place for place, p in enumerate(itertools.chain.from_iterable(plan.parameters))}
         in_order = iter(sorted(places.keys() & new, key=places.__getitem__))
@@ -158,10 +167,9 @@ class Fuser(NotCopied):
 
     def _look_after_weights(self) -> None:
         """Warn once about weights that have left their flat tensor, unless they have neighbours elsewhere; forget these."""
-        weights = [entry for _, moved in self._flats for entry in moved]
-        here = [(flat, [(p, address) for p, address in moved if p.data_ptr() == address]) for flat, moved in self._flats]
-        self._flats = [(flat, moved) for flat, moved in here if moved]
-        gone = [p for p, address in weights if p.data_ptr() != address and held_by_bucket(p) is not p]
+        weights = self._moved
+        self._moved = [(p, address, flat) for p, address, flat in weights if p.data_ptr() == address]
+        gone = [p for p, address, _ in weights if p.data_ptr() != address and held_by_bucket(p) is not p]
         apart = sum(len(chain) == 1 for chain in neighbours(gone))
         if apart and self._check_flatten:
             warnings.warn(
@@ -169,24 +177,3 @@ class Fuser(NotCopied):
                 "setting .data makes them do; they are now stepped one by one. Move the model before you fuse its optimizer",
                 stacklevel=2,
             )
-
-
-def _flatten_weights(parameters: dict[Tensor, Any]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Move weights into flat tensors, one for each of their kinds and last first; yield each with its parameters.
-
-    The order is that of buckets (S2.1), so that gradients and weights match. Each weight keeps a storage of its own, a part of the
-    flat tensor's memory, as ``torch.save`` writes whole storages. Weights stay where they are if they are shared between
-    processes or beside another one.
-    """
-    kinds: dict[Any, list[Tensor]] = {}
-    for p, kind in reversed(parameters.items()):
-        if p.is_leaf and not (p.device.type == "cpu" and p.is_shared()):
-            kinds.setdefault(kind, []).append(p)
-    for candidates in kinds.values():
-        lonely = {chain[0] for chain in neighbours(candidates) if len(chain) == 1}
-        moving = [p for p in candidates if p in lonely]
-        if len(moving) > 1:
-            flat = flatten(moving).detach()
-            for p, part in zip(moving, unflatten(flat, moving), strict=True):
-                p.data = from_dlpack(part)
-            yield flat, moving

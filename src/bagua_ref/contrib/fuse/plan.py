@@ -12,9 +12,9 @@ from torch import Tensor
 
 from bagua_ref.base.memory import overlapping
 from bagua_ref.base.utils import flatten, unflatten
-from bagua_ref.buckets.storage import Registration
+from bagua_ref.buckets.storage import held_by_bucket
 
-__all__ = ["NUMBERS", "FusionPlan", "attributes", "has_overlap", "held_by_bucket", "kind_of", "neighbours", "options"]
+__all__ = ["NUMBERS", "FusionPlan", "attributes", "has_overlap", "kind_of", "neighbours", "options"]
 
 LONGEST_ON_CPU, LONGEST = 2**19, 2**24
 """About so many elements are stepped at once, as more of them fit no cache: without it, Adam takes 2.5 times as long."""
@@ -53,12 +53,6 @@ def attributes(parameter: Tensor) -> tuple[Any, ...] | None:
     """Return the attributes that users have given to ``parameter``, which its optimizer may read; None if some are mutable."""
     own = [(name, type(value), value) for name, value in vars(parameter).items() if not name.startswith("_bagua")]
     return tuple(own) if all(kind in NUMBERS for _, kind, _ in own) else None
-
-
-def held_by_bucket(parameter: Tensor) -> Tensor | None:
-    """Return the effective tensor of ``parameter`` - weight, gradient or momentum - that a live Bagua bucket holds, if any."""
-    known: Registration | None = getattr(parameter, "_bagua_registration", None)
-    return known.getter(parameter) if known is not None and known.sink is not None and known.sink() is not None else None
 
 
 def options(group: dict[str, Any]) -> tuple[Any, ...]:

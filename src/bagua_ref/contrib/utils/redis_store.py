@@ -326,9 +326,7 @@ def start_redis_server_cli(port: int, capacity: int, *args: str) -> None:
     """
     if not isinstance(port, int) or not 0 < port < 2**16:
         raise ValueError(f"port={port!r} must be an int from 1 to 65535")
-    if not isinstance(capacity, int) or capacity < 1:
-        raise ValueError(f"capacity={capacity!r} must be a positive number of bytes")
-    start_redis_daemon(port, capacity, *args)
+    start_redis_daemon(port, checked_capacity(capacity, "capacity"), *args)
 
 
 def get_host_ip() -> str:
@@ -336,10 +334,10 @@ def get_host_ip() -> str:
     return node_address(get_master_addr())
 
 
-def checked_capacity(capacity: int) -> int:
-    """Return ``capacity``; ValueError unless it is a positive integer."""
+def checked_capacity(capacity: int, name: str = "capacity_per_node") -> int:
+    """Return ``capacity``, the argument ``name``; ValueError unless it is a positive integer."""
     if not isinstance(capacity, int) or capacity < 1:
-        raise ValueError(f"capacity_per_node={capacity!r} must be a positive number of bytes")
+        raise ValueError(f"{name}={capacity!r} must be a positive number of bytes")
     return capacity
 
 

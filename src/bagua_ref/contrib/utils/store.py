@@ -114,9 +114,6 @@ class ClusterStore(Store):
 
     def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
         """Store every value under its key, with one ``mset`` for each store."""
-        if len(self.stores) == 1:
-            self.stores[0].mset(dictionary)
-            return
         parts: dict[int, dict[str, str | bytes]] = {}
         for key, value in dictionary.items():
             parts.setdefault(self._index(key), {})[key] = value
@@ -149,8 +146,6 @@ class ClusterStore(Store):
         return xxhash.xxh64_intdigest(encoded_key(key)) % len(self.stores) if len(self.stores) > 1 else 0
 
     def _ask(self, keys: Sequence[str], ask: Callable[[Store, Sequence[str]], list[_T]]) -> list[_T]:
-        if len(self.stores) == 1:
-            return ask(self.stores[0], keys)
         places: dict[int, list[int]] = {}
         for place, key in enumerate(keys):
             places.setdefault(self._index(key), []).append(place)
