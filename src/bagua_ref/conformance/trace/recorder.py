@@ -105,21 +105,16 @@ class Recorder(RankRecorder):
         self._last: dict[str, int] = {}
         """Each bucket's last recorded execution."""
 
-    @property
-    def recording(self) -> bool:
-        """Whether it has been entered, and has neither stopped nor ended."""
-        return self._writer is not None and self.stopped is None
-
     def __enter__(self) -> Recorder:
         self._world: World = current_world()
         about = {
             "algorithm": self._algorithm,
             "options": self._options,
-            "sampling": self._sampling.as_json(),
+            "sampling": vars(self._sampling),
             "max_bytes": self._max_bytes,
             "buckets": {},
         }
-        self._open_folder(self.directory, self._identity, about)
+        self._open_folder(about)
         self._observer = TraceObserver(self)
         self._world.observers = (*self._world.observers, self._observer)
         return self
@@ -128,7 +123,7 @@ class Recorder(RankRecorder):
         """End the recording; if training failed, the last step is written only if it is complete."""
         self._world.observers = tuple(observer for observer in self._world.observers if observer is not self._observer)
         with self._lock:
-            if self._writer is None:
+            if self._index is None:
                 return
             if self.stopped is None and (kind is None or self._is_complete()):
                 self._advance()
@@ -189,7 +184,7 @@ class Recorder(RankRecorder):
                 self._advance()
 
     def _check_entered(self, method: str) -> None:
-        if self._writer is None:
+        if self._index is None:
             raise RuntimeError(f"{method}() must be called inside `with Recorder(...) as recorder:`")
 
     def _bucket_name(self, method: str, bucket: Any) -> str:
@@ -273,18 +268,17 @@ class Recorder(RankRecorder):
         return not self._open and self._seen >= self._seen_before
 
     def _flush(self) -> None:
-        records = list(self._ended)
-        if len(records) == self._flushed or self._writer is None or self.stopped is not None:
+        if len(self._ended) == self._flushed or not self.recording:
             return
-        size = sum(t.numel() * t.element_size() for r in records for t in (*r.inputs.values(), *r.outputs.values()))
+        size = sum(t.nbytes for record in self._ended for t in (*record.inputs.values(), *record.outputs.values()))
         if self._max_bytes is not None and self.bytes_written + size > self._max_bytes:
             self._stop(self._step, f"step {self._step} would exceed max_bytes={self._max_bytes}")
             return
-        written = self._append(self._step, *line_of(self._step, records))
+        written = self._append(*line_of(self._step, self._ended))
         if written is not None:
             self.bytes_written += written
             self.steps_written += not self._flushed
-            self._flushed = len(records)
+            self._flushed = len(self._ended)
 
     def _stop(self, step: int | None, reason: str) -> None:
         self._open.clear()
