@@ -109,7 +109,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 def _diff(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from bagua_ref.conformance.trace import TraceError, diff_records
-    from bagua_ref.conformance.trace.difference_report import draw_distances
+    from bagua_ref.conformance.trace.differences import draw_distances
 
     try:
         report = diff_records(arguments.a, arguments.b)

@@ -43,6 +43,8 @@ CAUSES = {
 }
 """Names of causes and what they mean."""
 
+_COMPUTED_BY = {"module": "forward", "output": "forward", "loss": "loss", "local": "backward"}
+
 _ORDER = 64
 """Differences of up to this many eps of the largest value may come from the order of adding."""
 
@@ -52,12 +54,13 @@ def explain(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tupl
     first = found[0]
     if first.a is None or first.b is None:
         return _missing(pair, step, kind, first)
+    about = f"{first.a.about} in A, {first.b.about} in B"
     if kind == "start":
         return _start(pair, step)
     if kind == "rng":
         return "random state", f"that of {first.name.partition(':')[2]}"
     if kind == "mode":
-        return "train or eval mode", f"{first.a.about} in A, {first.b.about} in B"
+        return "train or eval mode", about
     if kind == "option":
         return _options(first.a.about, first.b.about)
     both = [(m.a, m.b) for m in found if m.a is not None and m.b is not None]
@@ -66,9 +69,9 @@ def explain(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tupl
     if kind in ("batch", "input") and (cause := _order_of_data(pair, step, first)):
         return cause
     if first.a.dtype != first.b.dtype:
-        return "dtype or device", f"{first.a.about} in A, {first.b.about} in B"
+        return "dtype or device", about
     if kind in ("batch", "input"):
-        return "other data", f"{first.a.about} in A, {first.b.about} in B" if first.a.about != first.b.about else ""
+        return "other data", about if first.a.about != first.b.about else ""
     finite = [all(math.isfinite(side.norm or 0.0) for side in sides) for sides in zip(*both, strict=True)]
     if finite[0] != finite[1]:
         bad = next(m for m in found if any(side is not None and not math.isfinite(side.norm or 0.0) for side in (m.a, m.b)))
@@ -77,12 +80,12 @@ def explain(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tupl
         return _buffers(pair, step, first)
     if (cause := _not_updated(pair, step, kind, found)) is not None:
         return cause
-    if " values of " in first.a.about + first.b.about and first.a.about != first.b.about:
-        return "dtype or device", f"{first.a.about} in A, {first.b.about} in B"
+    if " values of " in about and first.a.about != first.b.about:
+        return "dtype or device", about
     if (text := _small(pair, step, found)) is not None:
         return "reduction order", text
-    if [_device(a) for a, _ in both] != [_device(b) for _, b in both]:
-        return "dtype or device", f"{first.a.about} in A, {first.b.about} in B"
+    if any(a.device != b.device for a, b in both):
+        return "dtype or device", about
     if kind in ("local", "grad") and (factor := _factor(both)):
         return "scaled gradient", f"those of B are {factor:.6g} times those of A, as by clipping, a scaled loss, a sum for a mean"
     return _computed(pair, step, kind, found)
@@ -90,9 +93,8 @@ def explain(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tupl
 
 def _missing(pair: Pair, step: int, kind: str, first: Mismatch) -> tuple[str, str]:
     """Explain a record that one run lacks."""
-    more = "A" if first.b is None else "B"
+    more, fewer = ("A", "B") if first.b is None else ("B", "A")
     if "#" in first.name:
-        fewer = "B" if more == "A" else "A"
         others = [pair.at("AB".index(more), first.rank, s) for s in pair.steps if s != step]
         if any(first.name in entries for entries in others):
             return "gradient accumulation", f"{more} has more batches in a step than {fewer}"
@@ -102,7 +104,6 @@ def _missing(pair: Pair, step: int, kind: str, first: Mismatch) -> tuple[str, st
     if kind in ("local", "grad"):
         return "missing gradient", f"only {more} has {first.name}"
     if kind in ("batch", "input", "module", "output"):
-        fewer = "B" if more == "A" else "A"
         if not _data(pair, "AB".index(fewer), first.rank, step):
             return "repeated step", f"the optimizer of {fewer} has stepped again without another batch"
         return "other data" if kind != "output" else "forward", f"only {more} has {first.name}"
@@ -226,10 +227,6 @@ def _small(pair: Pair, step: int, found: Sequence[Mismatch]) -> str | None:
     return f"{'values' if exact else 'norms'} differ by up to {largest:.2g} ulps of the largest{'' if exact else '; not kept'}"
 
 
-def _device(side: Digested) -> str:
-    return side.about.partition("] ")[2].partition(" ")[0]
-
-
 def _factor(both: Sequence[tuple[Digested, Digested]]) -> float | None:
     """Return the factor by which all norms differ, if it is one."""
     factors = [b.norm / a.norm for a, b in both if a.norm and b.norm is not None]
@@ -240,12 +237,8 @@ def _factor(both: Sequence[tuple[Digested, Digested]]) -> float | None:
 
 def _computed(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tuple[str, str]:
     """Explain values that were computed in another way."""
-    if kind in ("module", "output"):
-        return "forward", ""
-    if kind == "loss":
-        return "loss", ""
-    if kind == "local":
-        return "backward", ""
+    if kind in _COMPUTED_BY:
+        return _COMPUTED_BY[kind], ""
     m = found[0]
     parameter = m.name.partition(":")[2]
     if kind == "grad":

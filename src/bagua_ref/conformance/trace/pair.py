@@ -46,6 +46,11 @@ class Digested(NamedTuple):
         """The dtype's name, of a tensor."""
         return self.about.partition(" ")[0]
 
+    @property
+    def device(self) -> str:
+        """The device's name, of a tensor."""
+        return self.about.partition("] ")[2].partition(" ")[0]
+
 
 @dataclass(frozen=True)
 class StepDigests:
