@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
-from bagua_ref.conformance.trace.pair import Digested, Mismatch, Pair, digest_of, kind_of
+from bagua_ref.conformance.trace.pair import Digested, Mismatch, Pair, kind_of
 
 __all__ = ["CAUSES", "explain"]
 
@@ -134,15 +135,12 @@ def _options(a: str, b: str) -> tuple[str, str]:
 
 def _swapped(pair: Pair, step: int, found: Sequence[Mismatch]) -> str | None:
     for name in dict.fromkeys(m.name for m in found):
-        a, b = ([pair.at(run, rank, step).get(name) for rank in pair.ranks] for run in range(2))
-        if None in a or None in b:
+        a, b = ([pair.digest(run, rank, step, name) for rank in pair.ranks] for run in range(2))
+        if None in a or Counter(a) != Counter(b):
             return None
-        of_runs = [[side.digest for side in sides if side is not None] for sides in (a, b)]
-        if sorted(of_runs[0]) != sorted(of_runs[1]):
-            return None
-    name = found[0].name
-    there = next(rank for rank in pair.ranks if pair.digest(0, rank, step, name) == digest_of(found[0].b))
-    return f"rank {found[0].rank} of B has what rank {there} of A has"
+    rank, name = found[0].rank, found[0].name
+    there = next(other for other in pair.ranks if pair.digest(0, other, step, name) == pair.digest(1, rank, step, name))
+    return f"rank {rank} of B has what rank {there} of A has"
 
 
 def _data(pair: Pair, run: int, rank: int, step: int) -> tuple[int, ...]:
@@ -174,13 +172,14 @@ def _order_of_data(pair: Pair, step: int, first: Mismatch) -> tuple[str, str] | 
 
 
 def _buffers(pair: Pair, step: int, first: Mismatch) -> tuple[str, str]:
-    for run, side in ((1, first.b), (0, first.a)):
+    for run in (1, 0):
         for earlier in sorted((s for s in pair.steps if s <= step), reverse=True):
             for kind in ("buffer_after", "buffer"):
                 name = f"{kind}:{first.name.partition(':')[2]}"
                 known = kind == "buffer" or earlier < step
                 known = known and ((earlier, kind) != (step, "buffer") or first.name.startswith("buffer_after"))
-                if known and digest_of(side) in [pair.digest(r, first.rank, earlier, name) for r in range(2)]:
+                there = [pair.digest(r, first.rank, earlier, name) for r in range(2)]
+                if known and pair.digest(run, first.rank, step, first.name) in there:
                     when = "before" if kind == "buffer" else "after"
                     return "stale buffer", f"{'AB'[run]} has the value from {when} step {earlier}"
     return "buffer", ""
@@ -188,17 +187,19 @@ def _buffers(pair: Pair, step: int, first: Mismatch) -> tuple[str, str]:
 
 def _not_updated(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tuple[str, str] | None:
     """Explain values that are those of a neighbouring step."""
-    for run in (1, 0):
-        sides = [(m, m.b if run else m.a) for m in found]
-        before = all(digest_of(side) == pair.digest(run, m.rank, step - 1, m.name) for m, side in sides)
-        other_before = all(digest_of(m.a if run else m.b) == pair.digest(1 - run, m.rank, step - 1, m.name) for m, _ in sides)
-        if before and not other_before and kind in ("state", "weight"):
-            return "skipped step", f"{'AB'[run]} has changed nothing in step {step}"
-        if before and not other_before and kind == "grad":
-            return "stale gradient", f"{'AB'[run]} has the gradients of step {step - 1}"
-        after = all(digest_of(side) == pair.digest(1 - run, m.rank, step + 1, m.name) for m, side in sides)
-        if after and kind in ("state", "weight"):
-            return "repeated step", f"{'AB'[run]} is already where the other run is after step {step + 1}"
+
+    def has(run: int, of_run: int, of_step: int) -> bool:
+        """Return whether a run has the values of a run after a step."""
+        return all(pair.digest(run, m.rank, step, m.name) == pair.digest(of_run, m.rank, of_step, m.name) for m in found)
+
+    for run, name in ((1, "B"), (0, "A")):
+        stays = has(run, run, step - 1) and not has(1 - run, 1 - run, step - 1)
+        if stays and kind in ("state", "weight"):
+            return "skipped step", f"{name} has changed nothing in step {step}"
+        if stays and kind == "grad":
+            return "stale gradient", f"{name} has the gradients of step {step - 1}"
+        if kind in ("state", "weight") and has(run, 1 - run, step + 1):
+            return "repeated step", f"{name} is already where the other run is after step {step + 1}"
     return None
 
 
@@ -242,8 +243,8 @@ def _computed(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tu
     m = found[0]
     parameter = m.name.partition(":")[2]
     if kind == "grad":
-        for run, side in ((1, m.b), (0, m.a)):
-            if len(pair.ranks) > 1 and digest_of(side) == pair.digest(run, m.rank, step, f"local:{parameter}"):
+        for run in (1, 0) if len(pair.ranks) > 1 else ():
+            if pair.digest(run, m.rank, step, m.name) == pair.digest(run, m.rank, step, f"local:{parameter}"):
                 return "communication", f"{'AB'[run]} has communicated nothing: its gradients are those before"
         return ("communication" if len(pair.runs[0]) > 1 else "gradient changed"), ""
     of_ranks = {pair.digest(run, rank, step, m.name) for run in range(2) for rank in pair.ranks}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from bagua_ref.conformance.formats.safetensors_file import CODES, read_tensors
 
 __all__ = [
     "FORMAT", "INDEX", "MANIFEST", "TRACE_VERSION",
-    "RankTrace", "Record", "Sampling", "TraceError",
+    "RankTrace", "Record", "TraceError",
     "check_int", "json_values", "line_of", "named_tensors", "read_lines", "read_trace",
 ]  # fmt: skip
 
@@ -59,48 +58,6 @@ def check_int(name: str, value: Any, least: int | None = None, also: str = "") -
         raise TypeError(f"{name}={value!r} must be an int{also}")
     if least is not None and value < least:
         raise ValueError(f"{name}={value} must be {least} or more{also}")
-
-
-class Sampling:
-    """The choice of executions to record. It is the same on all ranks, as it depends on step, bucket and seed only.
-
-    Buckets are recorded whole or not at all: an element's level depends on the minimum and maximum of its whole chunk, so an
-    operation cannot be replayed on some of its elements.
-
-    Args:
-        every: record the steps divisible by this number.
-        buckets: names of the buckets to record, or the fraction of them to record, drawn for each step.
-        seed: seed of that draw.
-
-    Raises:
-        ValueError: an argument is out of range.
-        TypeError: an argument has the wrong type.
-    """
-
-    def __init__(self, every: int, buckets: float | Collection[str], seed: int) -> None:
-        check_int("every", every, 1)
-        check_int("seed", seed)
-        allowed = f"buckets={buckets!r} must be a fraction above 0 and up to 1, or a list of bucket names, at least one"
-        if isinstance(buckets, bool | str):
-            raise TypeError(allowed)
-        self.every, self.seed = every, seed
-        self.buckets: float | list[str]
-        if isinstance(buckets, int | float):
-            valid, self.buckets = 0 < buckets <= 1, buckets
-        else:
-            valid = bool(buckets) and all(isinstance(name, str) for name in buckets)
-            self.buckets = sorted(buckets) if valid else []
-        if not valid:
-            raise ValueError(allowed)
-
-    def takes(self, step: int, bucket: str) -> bool:
-        """Return whether to record the bucket's execution in this step."""
-        if step % self.every:
-            return False
-        if isinstance(self.buckets, list):
-            return bucket in self.buckets
-        drawn = hashlib.sha256(f"{self.seed}/{step}/{bucket}".encode()).digest()[:8]
-        return int.from_bytes(drawn, "little") < self.buckets * 2**64
 
 
 def json_values(argument: str, values: Any) -> dict[str, Any]:

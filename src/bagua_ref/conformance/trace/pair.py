@@ -14,7 +14,7 @@ from bagua_ref.base.untrusted import NATURAL
 from bagua_ref.conformance.formats.safetensors_file import read_tensors
 from bagua_ref.conformance.trace.files import RankTrace, TraceError, read_lines, read_trace
 
-__all__ = ["KINDS", "Digested", "Mismatch", "Pair", "StepDigests", "digest_of", "kind_of"]
+__all__ = ["KINDS", "Digested", "Mismatch", "Pair", "StepDigests", "kind_of"]
 
 KINDS = (
     "rng", "mode", "buffer", "batch", "input", "module", "output", "loss",
@@ -107,7 +107,8 @@ class Pair:
 
     def digest(self, run: int, rank: int, step: int, name: str) -> int | None:
         """Return a run's digest, if it is recorded."""
-        return digest_of(self.at(run, rank, step).get(name))
+        entry = self.at(run, rank, step).get(name)
+        return None if entry is None else entry.digest
 
     def mismatches(self, step: int) -> Iterator[tuple[str, list[Mismatch]]]:
         """Yield the kinds with differing records in a step, in the order of their dependence, and those records."""
@@ -152,11 +153,6 @@ class Pair:
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
             return None
         return a.reshape(-1), b.reshape(-1)
-
-
-def digest_of(entry: Digested | None) -> int | None:
-    """Return an entry's digest, None of a missing entry."""
-    return None if entry is None else entry.digest
 
 
 def kind_of(name: str) -> str:

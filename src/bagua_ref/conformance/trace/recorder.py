@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from bagua_ref.base.runtime import World, current_world
 from bagua_ref.conformance.formats.safetensors_file import name_of
-from bagua_ref.conformance.trace.files import Record, Sampling, check_int, json_values, line_of, named_tensors
+from bagua_ref.conformance.trace.files import Record, check_int, json_values, line_of, named_tensors
 from bagua_ref.conformance.trace.observer import TraceObserver
 from bagua_ref.conformance.trace.rank_recorder import RankRecorder
 
@@ -82,13 +83,26 @@ class Recorder(RankRecorder):
     ) -> None:
         if not isinstance(directory, str | Path):
             raise TypeError(f"directory={directory!r} must be a path")
+        check_int("every", every, 1)
+        check_int("seed", seed)
+        allowed = f"buckets={buckets!r} must be a fraction above 0 and up to 1, or a list of bucket names, at least one"
+        if isinstance(buckets, bool | str):
+            raise TypeError(allowed)
+        if isinstance(buckets, int | float):
+            valid = 0 < buckets <= 1
+        else:
+            valid = bool(buckets) and all(isinstance(name, str) for name in buckets)
+        if not valid:
+            raise ValueError(allowed)
         if max_bytes is not None:
             check_int("max_bytes", max_bytes, 1, " or None")
         if algorithm is not None and not isinstance(algorithm, str):
             raise TypeError(f"algorithm={algorithm!r} must be a name or None")
         self.directory = Path(directory)
         self.steps_written = self.bytes_written = 0
-        self._sampling, self._max_bytes = Sampling(every, buckets, seed), max_bytes
+        chosen = buckets if isinstance(buckets, int | float) else sorted(buckets)
+        self._sampling: dict[str, Any] = {"every": every, "buckets": chosen, "seed": seed}
+        self._max_bytes = max_bytes
         self._algorithm, self._options = algorithm, json_values("options", {} if options is None else options)
         self._identity = (rank, world_size, nodes)
         self._lock = threading.RLock()  # buckets run on workers' threads
@@ -110,7 +124,7 @@ class Recorder(RankRecorder):
         about = {
             "algorithm": self._algorithm,
             "options": self._options,
-            "sampling": vars(self._sampling),
+            "sampling": self._sampling,
             "max_bytes": self._max_bytes,
             "buckets": {},
         }
@@ -210,9 +224,23 @@ class Recorder(RankRecorder):
             execution = self._executions[bucket]
             self._executions[bucket] += 1
             self._open[bucket] = None
-            if self._sampling.takes(self._step, bucket):
+            if self._is_sampled(bucket):
                 follows = self._last.get(bucket) == execution - 1
                 self._open[bucket] = Record(bucket, execution, dict(inputs(follows)), info=dict(info))
+
+    def _is_sampled(self, bucket: str) -> bool:
+        """Return whether to record a bucket in this step: alike on all ranks, as it depends on step, bucket and seed only.
+
+        Buckets are recorded whole or not at all: an element's level depends on the minimum and maximum of its whole chunk, so an
+        operation cannot be replayed on some of its elements.
+        """
+        every, chosen, seed = self._sampling.values()
+        if self._step % every:
+            return False
+        if isinstance(chosen, list):
+            return bucket in chosen
+        drawn = hashlib.sha256(f"{seed}/{self._step}/{bucket}".encode()).digest()[:8]
+        return bool(int.from_bytes(drawn, "little") < chosen * 2**64)
 
     def _end(
         self,
