@@ -172,16 +172,15 @@ def _order_of_data(pair: Pair, step: int, first: Mismatch) -> tuple[str, str] | 
 
 
 def _buffers(pair: Pair, step: int, first: Mismatch) -> tuple[str, str]:
+    """Explain a buffer's value, which may be that of an earlier moment: before or after a step."""
+    kind, _, buffer = first.name.partition(":")
+    moments = [(s, after) for s in reversed(pair.steps) for after in (True, False) if (s, after) < (step, kind == "buffer_after")]
     for run in (1, 0):
-        for earlier in sorted((s for s in pair.steps if s <= step), reverse=True):
-            for kind in ("buffer_after", "buffer"):
-                name = f"{kind}:{first.name.partition(':')[2]}"
-                known = kind == "buffer" or earlier < step
-                known = known and ((earlier, kind) != (step, "buffer") or first.name.startswith("buffer_after"))
-                there = [pair.digest(r, first.rank, earlier, name) for r in range(2)]
-                if known and pair.digest(run, first.rank, step, first.name) in there:
-                    when = "before" if kind == "buffer" else "after"
-                    return "stale buffer", f"{'AB'[run]} has the value from {when} step {earlier}"
+        value = pair.digest(run, first.rank, step, first.name)
+        for earlier, after in moments:
+            name = f"{'buffer_after' if after else 'buffer'}:{buffer}"
+            if value in [pair.digest(r, first.rank, earlier, name) for r in range(2)]:
+                return "stale buffer", f"{'AB'[run]} has the value from {'after' if after else 'before'} step {earlier}"
     return "buffer", ""
 
 

@@ -89,7 +89,6 @@ class Pair:
     """
 
     def __init__(self, a: Path, b: Path) -> None:
-        self.folders = a, b
         self.runs: tuple[list[RankTrace], ...] = tuple(read_trace(folder, _read_digests) for folder in (a, b))
         same = len(self.runs[0]) == len(self.runs[1])
         self.ranks = list(range(len(self.runs[0]))) if same else [0]

@@ -273,11 +273,10 @@ class Recorder(RankRecorder):
 
     def _advance(self) -> None:
         """End the step."""
-        with self._lock:
-            self._flush()
-            self._ended, self._flushed = [], 0
-            self._seen_before, self._seen = self._seen, set()
-            self._step += 1
+        self._flush()
+        self._ended, self._flushed = [], 0
+        self._seen_before, self._seen = self._seen, set()
+        self._step += 1
 
     def _describe(self, bucket: str, entry: dict[str, Any], algorithm: str | None, options: Mapping[str, Any]) -> None:
         """Describe a bucket in the manifest; what the user has said about the algorithm takes precedence."""
