@@ -15,7 +15,7 @@ from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.cli import main
 from bagua_ref.conformance import Report, Result, run_conformance
 from bagua_ref.conformance.expected.codecs_scalar import MINMAX, field_at, payload_size
-from bagua_ref.conformance.run.scripts import write_scripts
+from bagua_ref.conformance.run.report import write_scripts
 from bagua_ref.conformance.suites.checks import checks_of
 
 

@@ -363,12 +363,12 @@ def test_the_limit_stops_recording_with_one_warning_and_training_goes_on(tmp_pat
 
 
 def test_a_disk_that_fails_stops_recording_not_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bagua_ref.conformance.trace import files
+    from bagua_ref.conformance.trace import rank_recorder
 
     def full(path: Path, tensors: Any) -> bytes:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "write_safetensors", full)
+    monkeypatch.setattr(rank_recorder, "write_safetensors", full)
     with pytest.warns(RuntimeWarning, match="No space left"):
         (recorder,) = simulate(tmp_path, "gradient_allreduce", {}, (1,))
     assert recorder.steps_written == 0

@@ -109,7 +109,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 def _diff(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from bagua_ref.conformance.trace import TraceError, diff_records
-    from bagua_ref.conformance.trace.difference_report import draw_distances
+    from bagua_ref.conformance.trace.differences import draw_distances
 
     try:
         report = diff_records(arguments.a, arguments.b)
@@ -141,7 +141,7 @@ def _show(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
 
 
 def _as_json(ranks: list[RankTrace]) -> dict[str, Any]:
-    first = ranks[0].manifest
+    first, times = ranks[0].manifest, _times_recorded(ranks)
     return {
         "algorithm": first.get("algorithm"),
         "options": first["options"],
@@ -156,21 +156,17 @@ def _as_json(ranks: list[RankTrace]) -> dict[str, Any]:
             }
             for rank in ranks
         ],
-        "buckets": {
-            name: {**bucket, "recorded": count}
-            for (name, bucket), count in zip(first["buckets"].items(), _times_recorded(ranks), strict=True)
-        },
+        "buckets": {name: {**bucket, "recorded": times[name]} for name, bucket in first["buckets"].items()},
     }
 
 
-def _times_recorded(ranks: list[RankTrace]) -> list[int]:
+def _times_recorded(ranks: list[RankTrace]) -> Counter[str]:
     """Return the number of times that rank 0 recorded each bucket."""
-    times = Counter(record["bucket"] for entry in ranks[0].steps.values() for record in entry["records"])
-    return [times[name] for name in ranks[0].manifest["buckets"]]
+    return Counter(record["bucket"] for entry in ranks[0].steps.values() for record in entry["records"])
 
 
 def _summary(ranks: list[RankTrace]) -> str:
-    first = ranks[0].manifest
+    first, times = ranks[0].manifest, _times_recorded(ranks)
     options = ", ".join(f"{name}={value}" for name, value in first["options"].items())
     name = first.get("algorithm") or "unknown algorithm"
     lines = [
@@ -185,6 +181,6 @@ def _summary(ranks: list[RankTrace]) -> str:
         ends = (f"{steps[0]}", f"{steps[-1]}") if steps else ("-", "-")
         lines.append(f"{place:4} {len(steps):6} {ends[0]:>6} {ends[1]:>6} {rank.bytes():13,}  {state}")
     lines.append(f"{'bucket':10} {'dtype':9} {'elements':>12} {'tensors':>7} {'recorded':>8}")
-    for (name, bucket), times in zip(first["buckets"].items(), _times_recorded(ranks), strict=True):
-        lines.append(f"{name:10} {bucket['dtype']:9} {bucket['elements']:12,} {len(bucket['tensors']):7} {times:8}")
+    for name, bucket in first["buckets"].items():
+        lines.append(f"{name:10} {bucket['dtype']:9} {bucket['elements']:12,} {len(bucket['tensors']):7} {times[name]:8}")
     return "\n".join(map(one_line, lines))

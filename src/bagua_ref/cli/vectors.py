@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +65,12 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from bagua_ref.conformance.vectors import export_vectors
+    from bagua_ref.conformance.vectors import VectorsError, export_vectors
 
-    with _errors():
+    try:
         count = export_vectors(arguments.directory)
+    except VectorsError as error:
+        raise CommandError(error) from None
     if not arguments.json:
         print(f"Wrote {count} cases (vectors version {VECTORS_VERSION}) to {arguments.directory}")
     write_json(arguments, {"directory": str(arguments.directory), "vectors_version": VECTORS_VERSION, "cases": count})
@@ -78,28 +78,19 @@ def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from bagua_ref.conformance.vectors import check_outputs
+    from bagua_ref.conformance.vectors import VectorsError, check_outputs
 
     for folder in (arguments.directory, arguments.outputs):
         if not folder.is_dir():
             parser.error(f"no such folder: {str(folder)!r}")
-    with _errors():
+    try:
         report = check_outputs(arguments.directory, arguments.outputs, operations=arguments.operation, dtypes=arguments.dtype)
+    except VectorsError as error:
+        raise CommandError(error) from None
     if not arguments.json:
         _print_report(report)
     write_json(arguments, report.as_json())
     return 0 if report.passed else 1
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Convert errors in vectors or outputs into a `CommandError`."""
-    from bagua_ref.conformance.vectors import VectorsError
-
-    try:
-        yield
-    except VectorsError as error:
-        raise CommandError(error) from None
 
 
 def _print_report(report: VectorsReport) -> None:

@@ -20,7 +20,7 @@ from bagua_ref.cli.command import (
     write_json,
 )
 from bagua_ref.conformance.clauses import SUITES
-from bagua_ref.conformance.run.report import Result
+from bagua_ref.conformance.run.report import Result, write_requests, write_scripts
 from bagua_ref.errors import BaguaError
 
 __all__ = ["add_parser"]
@@ -148,7 +148,6 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         CommandError: the target cannot be imported or made, or Hypothesis is missing.
     """
     from bagua_ref.conformance.run.runner import check_ids, read_xfails, run_conformance
-    from bagua_ref.conformance.run.scripts import write_requests, write_scripts
     from bagua_ref.conformance.suites.checks import all_checks
     from bagua_ref.conformance.targets.process import ProcessTarget
     from bagua_ref.conformance.targets.reference_target import ReferenceTarget

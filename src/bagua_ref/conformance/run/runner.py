@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ _NEEDS = {"kernels": "kernels", "codec": "kernels", "collectives": "communicator
 """Suite -> the part of a target that it checks; other suites have the name of their part."""
 
 Progress = Callable[[int, int, Result], None]
+_Row = tuple[Check, str | None]
 
 
 def run_conformance(
@@ -84,16 +85,36 @@ def run_conformance(
     if checks is not None:
         chosen = set(_known_checks("checks", checks, table, {*CLAUSES, *map(_whole, CLAUSES)}))
     judged = target if isinstance(target, Target) else resolve(target)
-    rows = [_Row(check, dtype) for check in table.values() if check.suite in wanted for dtype in variants(check)]
-    plan = [row for row in rows if chosen is None or chosen & {row.id, row.check.id, row.check.clause, _whole(row.check.clause)}]
+    plan = [(check, dtype) for check in table.values() for dtype in variants(check)]
+    if chosen is not None:
+        plan = [row for row in plan if chosen & {row_id(*row), row[0].id, row[0].clause, _whole(row[0].clause)}]
     begun = time.perf_counter()
-    session = _Session(judged, Search(profile, seed, shrink), time_limit, fail_fast, expected, len(plan), progress)
+    results: dict[str, Result] = {}
+
+    def add(check: Check, dtype: str | None, status: str, message: str, *found: Any) -> None:
+        name = row_id(check, dtype)
+        results[name] = Result(name, check.suite, check.clause, status, check.sentence, message, *found)
+        if progress is not None:
+            progress(len(results), len(plan), results[name])
+
     for row in plan:
-        if reason := reason_to_skip(judged, row.check, row.dtype):
-            session.add(row.result("skipped", reason))
-    session.work(plan, _jobs(jobs, judged))
-    results = [session.results[row.id] for row in plan] + _not_covered(chosen)
-    return Report(judged.name, results, profile, seed, _versions(), time.perf_counter() - begun, judged.max_ranks)
+        if reason := reason_to_skip(judged, *row):
+            add(*row, "skipped", reason)
+    waiting = [row for row in plan if row_id(*row) not in results]
+    with contextlib.closing(_run(waiting, judged, Search(profile, seed, shrink), time_limit, _jobs(jobs, judged))) as outcomes:
+        for found in outcomes:
+            for row, outcome in found:
+                judgement = verdict(outcome, row_id(*row) in expected or row[0].id in expected)
+                add(*row, *judgement, outcome.snippet, outcome.examples, outcome.seconds)
+            if fail_fast and any(result.status in ("failed", "xpassed") for result in results.values()):
+                break
+    for row in waiting:
+        if row_id(*row) not in results:
+            add(*row, "skipped", "not tried after a failure (fail_fast)")
+    ordered = [results[row_id(*row)] for row in plan]
+    missing = [clause for clause in NOT_COVERED if chosen is None or chosen & {clause, _whole(clause)}]
+    ordered += [Result(clause, "", clause, "not covered", CLAUSES[clause]) for clause in missing]
+    return Report(judged.name, ordered, profile, seed, _versions(), time.perf_counter() - begun, judged.max_ranks)
 
 
 class OneByOne:
@@ -195,71 +216,31 @@ def _has(part: Any, name: str) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class _Row:
-    check: Check
-    dtype: str | None
-
-    @property
-    def id(self) -> str:
-        return row_id(self.check, self.dtype)
-
-    def result(self, status: str, message: str, *found: Any) -> Result:
-        return Result(self.id, self.check.suite, self.check.clause, status, self.check.sentence, message, *found)
-
-
-class _Session:
-    """A run in progress: its results by id, and the tasks that produce them."""
-
-    def __init__(
-        self,
-        target: Target,
-        how: Search,
-        time_limit: float,
-        fail_fast: bool,
-        xfail: set[str],
-        total: int,
-        progress: Progress | None,
-    ) -> None:
-        self.target, self.how, self.time_limit, self.fail_fast, self.xfail = target, how, time_limit, fail_fast, xfail
-        self.total, self.progress = total, progress
-        self.results: dict[str, Result] = {}
-
-    def add(self, result: Result) -> None:
-        self.results[result.id] = result
-        if self.progress is not None:
-            self.progress(len(self.results), self.total, result)
-
-    def work(self, plan: list[_Row], jobs: int) -> None:
-        """Run every row that has no result yet, ``jobs`` checks at a time."""
-        waiting: dict[Check, list[str | None]] = {}
-        for row in plan:
-            if row.id not in self.results:
-                waiting.setdefault(row.check, []).append(row.dtype)
-        queue, running = list(waiting.items()), list[CheckTask]()
-        isolation = Isolation(waiting, self.target, self.how, self.time_limit, fork=jobs > 0)
-        try:
-            while queue or running:
-                while queue and len(running) < max(1, jobs):
-                    running.append(isolation.start(*queue.pop(0)))
-                for task in list(running):
-                    for dtype, outcome in task.poll():
-                        row = _Row(task.check, dtype)
-                        judged = verdict(outcome, row.id in self.xfail or row.check.id in self.xfail)
-                        self.add(row.result(*judged, outcome.snippet, outcome.examples, outcome.seconds))
-                    if not task.waiting:
-                        running.remove(task)
-                        isolation.end(task)
-                if self.fail_fast and any(result.status in ("failed", "xpassed") for result in self.results.values()):
-                    break
-                wait_for(running)
-        finally:
-            for task in running:
-                isolation.end(task)
-            isolation.stop()
-        for row in plan:
-            if row.id not in self.results:
-                self.add(row.result("skipped", "not tried after a failure (fail_fast)"))
+def _run(
+    rows: list[_Row], target: Target, how: Search, time_limit: float, jobs: int
+) -> Generator[list[tuple[_Row, Outcome]], None, None]:
+    """Run checks, ``jobs`` at a time; yield outcomes as they come, and stop what runs when closed."""
+    waiting: dict[Check, list[str | None]] = {}
+    for check, dtype in rows:
+        waiting.setdefault(check, []).append(dtype)
+    queue, running = list(waiting.items()), list[CheckTask]()
+    isolation = Isolation(waiting, target, how, time_limit, fork=jobs > 0)
+    try:
+        while queue or running:
+            while queue and len(running) < max(1, jobs):
+                running.append(isolation.start(*queue.pop(0)))
+            found = []
+            for task in list(running):
+                found += [((task.check, dtype), outcome) for dtype, outcome in task.poll()]
+                if not task.waiting:
+                    running.remove(task)
+                    isolation.end(task)
+            yield found
+            wait_for(running)
+    finally:
+        for task in running:
+            isolation.end(task)
+        isolation.stop()
 
 
 def verdict(outcome: Outcome, known_failure: bool) -> tuple[str, str]:
@@ -313,12 +294,6 @@ def _jobs(jobs: int | None, target: Target) -> int:
     if not can_fork(target):
         return 0
     return jobs if jobs is not None else 1 if target.external else min(MOST_JOBS, max(1, torch.multiprocessing.cpu_count()))
-
-
-def _not_covered(chosen: set[str] | None) -> list[Result]:
-    """Return a result for each clause that no check of any suite covers; of chosen ones, for those that were asked for."""
-    missing = [clause for clause in NOT_COVERED if chosen is None or chosen & {clause, _whole(clause)}]
-    return [Result(clause, "", clause, "not covered", CLAUSES[clause]) for clause in missing]
 
 
 def _versions() -> dict[str, str]:

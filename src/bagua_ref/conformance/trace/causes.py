@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
-from bagua_ref.conformance.trace.pair import Digested, Mismatch, Pair, digest_of, kind_of
+from bagua_ref.conformance.trace.pair import Digested, Mismatch, Pair, kind_of
 
 __all__ = ["CAUSES", "explain"]
 
@@ -43,6 +44,8 @@ CAUSES = {
 }
 """Names of causes and what they mean."""
 
+_COMPUTED_BY = {"module": "forward", "output": "forward", "loss": "loss", "local": "backward"}
+
 _ORDER = 64
 """Differences of up to this many eps of the largest value may come from the order of adding."""
 
@@ -52,12 +55,13 @@ def explain(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tupl
     first = found[0]
     if first.a is None or first.b is None:
         return _missing(pair, step, kind, first)
+    about = f"{first.a.about} in A, {first.b.about} in B"
     if kind == "start":
         return _start(pair, step)
     if kind == "rng":
         return "random state", f"that of {first.name.partition(':')[2]}"
     if kind == "mode":
-        return "train or eval mode", f"{first.a.about} in A, {first.b.about} in B"
+        return "train or eval mode", about
     if kind == "option":
         return _options(first.a.about, first.b.about)
     both = [(m.a, m.b) for m in found if m.a is not None and m.b is not None]
@@ -66,9 +70,9 @@ def explain(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tupl
     if kind in ("batch", "input") and (cause := _order_of_data(pair, step, first)):
         return cause
     if first.a.dtype != first.b.dtype:
-        return "dtype or device", f"{first.a.about} in A, {first.b.about} in B"
+        return "dtype or device", about
     if kind in ("batch", "input"):
-        return "other data", f"{first.a.about} in A, {first.b.about} in B" if first.a.about != first.b.about else ""
+        return "other data", about if first.a.about != first.b.about else ""
     finite = [all(math.isfinite(side.norm or 0.0) for side in sides) for sides in zip(*both, strict=True)]
     if finite[0] != finite[1]:
         bad = next(m for m in found if any(side is not None and not math.isfinite(side.norm or 0.0) for side in (m.a, m.b)))
@@ -77,12 +81,12 @@ def explain(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tupl
         return _buffers(pair, step, first)
     if (cause := _not_updated(pair, step, kind, found)) is not None:
         return cause
-    if " values of " in first.a.about + first.b.about and first.a.about != first.b.about:
-        return "dtype or device", f"{first.a.about} in A, {first.b.about} in B"
+    if " values of " in about and first.a.about != first.b.about:
+        return "dtype or device", about
     if (text := _small(pair, step, found)) is not None:
         return "reduction order", text
-    if [_device(a) for a, _ in both] != [_device(b) for _, b in both]:
-        return "dtype or device", f"{first.a.about} in A, {first.b.about} in B"
+    if any(a.device != b.device for a, b in both):
+        return "dtype or device", about
     if kind in ("local", "grad") and (factor := _factor(both)):
         return "scaled gradient", f"those of B are {factor:.6g} times those of A, as by clipping, a scaled loss, a sum for a mean"
     return _computed(pair, step, kind, found)
@@ -90,9 +94,8 @@ def explain(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tupl
 
 def _missing(pair: Pair, step: int, kind: str, first: Mismatch) -> tuple[str, str]:
     """Explain a record that one run lacks."""
-    more = "A" if first.b is None else "B"
+    more, fewer = ("A", "B") if first.b is None else ("B", "A")
     if "#" in first.name:
-        fewer = "B" if more == "A" else "A"
         others = [pair.at("AB".index(more), first.rank, s) for s in pair.steps if s != step]
         if any(first.name in entries for entries in others):
             return "gradient accumulation", f"{more} has more batches in a step than {fewer}"
@@ -102,7 +105,6 @@ def _missing(pair: Pair, step: int, kind: str, first: Mismatch) -> tuple[str, st
     if kind in ("local", "grad"):
         return "missing gradient", f"only {more} has {first.name}"
     if kind in ("batch", "input", "module", "output"):
-        fewer = "B" if more == "A" else "A"
         if not _data(pair, "AB".index(fewer), first.rank, step):
             return "repeated step", f"the optimizer of {fewer} has stepped again without another batch"
         return "other data" if kind != "output" else "forward", f"only {more} has {first.name}"
@@ -133,15 +135,12 @@ def _options(a: str, b: str) -> tuple[str, str]:
 
 def _swapped(pair: Pair, step: int, found: Sequence[Mismatch]) -> str | None:
     for name in dict.fromkeys(m.name for m in found):
-        a, b = ([pair.at(run, rank, step).get(name) for rank in pair.ranks] for run in range(2))
-        if None in a or None in b:
+        a, b = ([pair.digest(run, rank, step, name) for rank in pair.ranks] for run in range(2))
+        if None in a or Counter(a) != Counter(b):
             return None
-        of_runs = [[side.digest for side in sides if side is not None] for sides in (a, b)]
-        if sorted(of_runs[0]) != sorted(of_runs[1]):
-            return None
-    name = found[0].name
-    there = next(rank for rank in pair.ranks if pair.digest(0, rank, step, name) == digest_of(found[0].b))
-    return f"rank {found[0].rank} of B has what rank {there} of A has"
+    rank, name = found[0].rank, found[0].name
+    there = next(other for other in pair.ranks if pair.digest(0, other, step, name) == pair.digest(1, rank, step, name))
+    return f"rank {rank} of B has what rank {there} of A has"
 
 
 def _data(pair: Pair, run: int, rank: int, step: int) -> tuple[int, ...]:
@@ -173,31 +172,33 @@ def _order_of_data(pair: Pair, step: int, first: Mismatch) -> tuple[str, str] | 
 
 
 def _buffers(pair: Pair, step: int, first: Mismatch) -> tuple[str, str]:
-    for run, side in ((1, first.b), (0, first.a)):
-        for earlier in sorted((s for s in pair.steps if s <= step), reverse=True):
-            for kind in ("buffer_after", "buffer"):
-                name = f"{kind}:{first.name.partition(':')[2]}"
-                known = kind == "buffer" or earlier < step
-                known = known and ((earlier, kind) != (step, "buffer") or first.name.startswith("buffer_after"))
-                if known and digest_of(side) in [pair.digest(r, first.rank, earlier, name) for r in range(2)]:
-                    when = "before" if kind == "buffer" else "after"
-                    return "stale buffer", f"{'AB'[run]} has the value from {when} step {earlier}"
+    """Explain a buffer's value, which may be that of an earlier moment: before or after a step."""
+    kind, _, buffer = first.name.partition(":")
+    moments = [(s, after) for s in reversed(pair.steps) for after in (True, False) if (s, after) < (step, kind == "buffer_after")]
+    for run in (1, 0):
+        value = pair.digest(run, first.rank, step, first.name)
+        for earlier, after in moments:
+            name = f"{'buffer_after' if after else 'buffer'}:{buffer}"
+            if value in [pair.digest(r, first.rank, earlier, name) for r in range(2)]:
+                return "stale buffer", f"{'AB'[run]} has the value from {'after' if after else 'before'} step {earlier}"
     return "buffer", ""
 
 
 def _not_updated(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tuple[str, str] | None:
     """Explain values that are those of a neighbouring step."""
-    for run in (1, 0):
-        sides = [(m, m.b if run else m.a) for m in found]
-        before = all(digest_of(side) == pair.digest(run, m.rank, step - 1, m.name) for m, side in sides)
-        other_before = all(digest_of(m.a if run else m.b) == pair.digest(1 - run, m.rank, step - 1, m.name) for m, _ in sides)
-        if before and not other_before and kind in ("state", "weight"):
-            return "skipped step", f"{'AB'[run]} has changed nothing in step {step}"
-        if before and not other_before and kind == "grad":
-            return "stale gradient", f"{'AB'[run]} has the gradients of step {step - 1}"
-        after = all(digest_of(side) == pair.digest(1 - run, m.rank, step + 1, m.name) for m, side in sides)
-        if after and kind in ("state", "weight"):
-            return "repeated step", f"{'AB'[run]} is already where the other run is after step {step + 1}"
+
+    def has(run: int, of_run: int, of_step: int) -> bool:
+        """Return whether a run has the values of a run after a step."""
+        return all(pair.digest(run, m.rank, step, m.name) == pair.digest(of_run, m.rank, of_step, m.name) for m in found)
+
+    for run, name in ((1, "B"), (0, "A")):
+        stays = has(run, run, step - 1) and not has(1 - run, 1 - run, step - 1)
+        if stays and kind in ("state", "weight"):
+            return "skipped step", f"{name} has changed nothing in step {step}"
+        if stays and kind == "grad":
+            return "stale gradient", f"{name} has the gradients of step {step - 1}"
+        if kind in ("state", "weight") and has(run, 1 - run, step + 1):
+            return "repeated step", f"{name} is already where the other run is after step {step + 1}"
     return None
 
 
@@ -226,10 +227,6 @@ def _small(pair: Pair, step: int, found: Sequence[Mismatch]) -> str | None:
     return f"{'values' if exact else 'norms'} differ by up to {largest:.2g} ulps of the largest{'' if exact else '; not kept'}"
 
 
-def _device(side: Digested) -> str:
-    return side.about.partition("] ")[2].partition(" ")[0]
-
-
 def _factor(both: Sequence[tuple[Digested, Digested]]) -> float | None:
     """Return the factor by which all norms differ, if it is one."""
     factors = [b.norm / a.norm for a, b in both if a.norm and b.norm is not None]
@@ -240,17 +237,13 @@ def _factor(both: Sequence[tuple[Digested, Digested]]) -> float | None:
 
 def _computed(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tuple[str, str]:
     """Explain values that were computed in another way."""
-    if kind in ("module", "output"):
-        return "forward", ""
-    if kind == "loss":
-        return "loss", ""
-    if kind == "local":
-        return "backward", ""
+    if kind in _COMPUTED_BY:
+        return _COMPUTED_BY[kind], ""
     m = found[0]
     parameter = m.name.partition(":")[2]
     if kind == "grad":
-        for run, side in ((1, m.b), (0, m.a)):
-            if len(pair.ranks) > 1 and digest_of(side) == pair.digest(run, m.rank, step, f"local:{parameter}"):
+        for run in (1, 0) if len(pair.ranks) > 1 else ():
+            if pair.digest(run, m.rank, step, m.name) == pair.digest(run, m.rank, step, f"local:{parameter}"):
                 return "communication", f"{'AB'[run]} has communicated nothing: its gradients are those before"
         return ("communication" if len(pair.runs[0]) > 1 else "gradient changed"), ""
     of_ranks = {pair.digest(run, rank, step, m.name) for run in range(2) for rank in pair.ranks}

@@ -76,7 +76,9 @@ def check_trace(
                 if buckets and bucket not in buckets:
                     continue
                 try:
-                    records, last = _of_all_ranks(bucket, by_rank), before.get(bucket)
+                    if absent := [rank for rank, records in enumerate(by_rank) if bucket not in records]:
+                        raise NotReplayable(f"rank {absent[0]} recorded no bucket {bucket!r} in this step")
+                    records, last = [found[bucket] for found in by_rank], before.get(bucket)
                     before[bucket] = records
                     with np.errstate(all="ignore"):
                         for expected in replay(step, records, last):
@@ -112,13 +114,6 @@ def _notes(ranks: Sequence[RankTrace], common: Sequence[int]) -> list[str]:
         elif not rank.manifest.get("complete"):
             notes.append(f"rank {place} did not finish recording (it failed or was killed); only complete steps are available")
     return notes
-
-
-def _of_all_ranks(bucket: str, by_rank: list[dict[str, Record]]) -> list[Record]:
-    absent = [rank for rank, records in enumerate(by_rank) if bucket not in records]
-    if absent:
-        raise NotReplayable(f"rank {absent[0]} recorded no bucket {bucket!r} in this step")
-    return [records[bucket] for records in by_rank]
 
 
 def _compare(
@@ -210,7 +205,7 @@ def _cause(expected: Expected, found: Tensor, wanted: Tensor, inputs: Tensor | N
         return "as if summed, where a mean was expected"
     if n > 1 and _roughly(found, wanted, 1 / n):
         return "as if averaged, where a sum was expected"
-    if inputs is not None and _compresses(replay) and _is_uncompressed(found, inputs, replay):
+    if inputs is not None and _compresses(replay) and _is_mean(found, inputs, n if replay.options.get("average", True) else 1):
         return "as if it had been communicated in full precision, not compressed"
     if narrow := _narrower(found, wanted, expected.magnitude):
         return narrow
@@ -245,10 +240,6 @@ def _is_mean(found: Tensor, xs: Tensor, divisor: int) -> bool:
     """Return whether ``found`` is the sum of ``xs`` over ranks divided by ``divisor``, added in any order."""
     result, magnitude = (xs.double().sum(0) / divisor).to(found.dtype), xs.double().abs().sum(0) / divisor
     return bool(where_equal(found, result.expand_as(found).contiguous(), SUM(len(xs)), magnitude=magnitude).all())
-
-
-def _is_uncompressed(found: Tensor, inputs: Tensor, replay: Replay) -> bool:
-    return _is_mean(found, inputs, len(inputs) if replay.options.get("average", True) else 1)
 
 
 def _narrower(found: Tensor, wanted: Tensor, magnitude: Tensor | None) -> str | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,11 @@ import torch
 from torch import Tensor
 
 from bagua_ref.base.untrusted import NATURAL, SCALAR, check_form, load_json, read_file
-from bagua_ref.conformance.formats.safetensors_file import CODES, read_tensors, write_safetensors
+from bagua_ref.conformance.formats.safetensors_file import CODES, read_tensors
 
 __all__ = [
     "FORMAT", "INDEX", "MANIFEST", "TRACE_VERSION",
-    "RankTrace", "Record", "Sampling", "TraceError", "Writer",
+    "RankTrace", "Record", "TraceError",
     "check_int", "json_values", "line_of", "named_tensors", "read_lines", "read_trace",
 ]  # fmt: skip
 
@@ -60,52 +58,6 @@ def check_int(name: str, value: Any, least: int | None = None, also: str = "") -
         raise TypeError(f"{name}={value!r} must be an int{also}")
     if least is not None and value < least:
         raise ValueError(f"{name}={value} must be {least} or more{also}")
-
-
-class Sampling:
-    """The choice of executions to record. It is the same on all ranks, as it depends on step, bucket and seed only.
-
-    Buckets are recorded whole or not at all: an element's level depends on the minimum and maximum of its whole chunk, so an
-    operation cannot be replayed on some of its elements.
-
-    Args:
-        every: record the steps divisible by this number.
-        buckets: names of the buckets to record, or the fraction of them to record, drawn for each step.
-        seed: seed of that draw.
-
-    Raises:
-        ValueError: an argument is out of range.
-        TypeError: an argument has the wrong type.
-    """
-
-    def __init__(self, every: int, buckets: float | Collection[str], seed: int) -> None:
-        check_int("every", every, 1)
-        check_int("seed", seed)
-        allowed = f"buckets={buckets!r} must be a fraction above 0 and up to 1, or a list of bucket names, at least one"
-        if isinstance(buckets, bool | str):
-            raise TypeError(allowed)
-        self.every, self.seed = every, seed
-        self.buckets: float | list[str]
-        if isinstance(buckets, int | float):
-            valid, self.buckets = 0 < buckets <= 1, buckets
-        else:
-            valid = bool(buckets) and all(isinstance(name, str) for name in buckets)
-            self.buckets = sorted(buckets) if valid else []
-        if not valid:
-            raise ValueError(allowed)
-
-    def takes(self, step: int, bucket: str) -> bool:
-        """Return whether to record the bucket's execution in this step."""
-        if step % self.every:
-            return False
-        if isinstance(self.buckets, list):
-            return bucket in self.buckets
-        drawn = hashlib.sha256(f"{self.seed}/{step}/{bucket}".encode()).digest()[:8]
-        return int.from_bytes(drawn, "little") < self.buckets * 2**64
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the choice as JSON values, for the manifest."""
-        return {"every": self.every, "buckets": self.buckets, "seed": self.seed}
 
 
 def json_values(argument: str, values: Any) -> dict[str, Any]:
@@ -168,58 +120,6 @@ def line_of(step: int, records: list[Record]) -> tuple[dict[str, Any], dict[str,
             }
         )
     return {"step": step, "file": f"{step:08d}.safetensors", "records": entries}, tensors
-
-
-class Writer:
-    """Writes one rank's folder. A step's file is complete before the index lists it, so that a crash leaves all earlier steps.
-
-    Args:
-        folder: created if it does not exist; must not hold a trace yet.
-        manifest: the first manifest.
-        resume: append to the trace that the folder may hold, of the same kind and number of ranks.
-
-    Raises:
-        ValueError: the folder already holds a trace, to which nothing can be appended.
-        OSError: the folder cannot be written.
-    """
-
-    def __init__(self, folder: Path, manifest: dict[str, Any], resume: bool = False) -> None:
-        if (folder / MANIFEST).exists():
-            there = load_json(read_file(folder / MANIFEST))
-            same = [isinstance(there, dict) and there.get(key) == manifest.get(key) for key in ("format", "what", "world_size")]
-            if not resume or not all(same):
-                raise ValueError(
-                    f"directory={str(folder.parent)!r} already holds a trace of this rank"
-                    f"{' of another kind or number of ranks' if resume else ''}; choose another directory or empty it"
-                )
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self.write_manifest(manifest)
-        if (folder / INDEX).exists():
-            lines = (folder / INDEX).read_bytes()
-            os.truncate(folder / INDEX, lines.rfind(b"\n") + 1)  # a line that a crash has cut off
-        self._index = (folder / INDEX).open("a", encoding="utf-8")
-
-    def write_manifest(self, manifest: dict[str, Any]) -> None:
-        """Replace the manifest atomically."""
-        partial = self._folder / f"{MANIFEST}.partial"
-        partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, self._folder / MANIFEST)
-
-    def write_line(self, line: dict[str, Any], tensors: dict[str, Tensor] | None) -> int:
-        """Append a step's line to the index, after writing its ``file`` if there are tensors; return the file's size."""
-        size = 0
-        if tensors is not None:
-            partial = self._folder / f"{line['file']}.partial"
-            size = len(write_safetensors(partial, tensors))
-            os.replace(partial, self._folder / line["file"])
-        self._index.write(json.dumps(line) + "\n")
-        self._index.flush()
-        return size
-
-    def close(self) -> None:
-        """Close the index."""
-        self._index.close()
 
 
 @dataclass(frozen=True)

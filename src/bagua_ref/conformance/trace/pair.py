@@ -14,7 +14,7 @@ from bagua_ref.base.untrusted import NATURAL
 from bagua_ref.conformance.formats.safetensors_file import read_tensors
 from bagua_ref.conformance.trace.files import RankTrace, TraceError, read_lines, read_trace
 
-__all__ = ["KINDS", "Digested", "Mismatch", "Pair", "StepDigests", "digest_of", "kind_of"]
+__all__ = ["KINDS", "Digested", "Mismatch", "Pair", "StepDigests", "kind_of"]
 
 KINDS = (
     "rng", "mode", "buffer", "batch", "input", "module", "output", "loss",
@@ -45,6 +45,11 @@ class Digested(NamedTuple):
     def dtype(self) -> str:
         """The dtype's name, of a tensor."""
         return self.about.partition(" ")[0]
+
+    @property
+    def device(self) -> str:
+        """The device's name, of a tensor."""
+        return self.about.partition("] ")[2].partition(" ")[0]
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,6 @@ class Pair:
     """
 
     def __init__(self, a: Path, b: Path) -> None:
-        self.folders = a, b
         self.runs: tuple[list[RankTrace], ...] = tuple(read_trace(folder, _read_digests) for folder in (a, b))
         same = len(self.runs[0]) == len(self.runs[1])
         self.ranks = list(range(len(self.runs[0]))) if same else [0]
@@ -102,7 +106,8 @@ class Pair:
 
     def digest(self, run: int, rank: int, step: int, name: str) -> int | None:
         """Return a run's digest, if it is recorded."""
-        return digest_of(self.at(run, rank, step).get(name))
+        entry = self.at(run, rank, step).get(name)
+        return None if entry is None else entry.digest
 
     def mismatches(self, step: int) -> Iterator[tuple[str, list[Mismatch]]]:
         """Yield the kinds with differing records in a step, in the order of their dependence, and those records."""
@@ -147,11 +152,6 @@ class Pair:
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
             return None
         return a.reshape(-1), b.reshape(-1)
-
-
-def digest_of(entry: Digested | None) -> int | None:
-    """Return an entry's digest, None of a missing entry."""
-    return None if entry is None else entry.digest
 
 
 def kind_of(name: str) -> str:

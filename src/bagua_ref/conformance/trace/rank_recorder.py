@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import platform
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from bagua_ref import __version__
 from bagua_ref.base.runtime import World, current_world
+from bagua_ref.base.untrusted import load_json, read_file
 from bagua_ref.conformance.clauses import SPEC_VERSION
-from bagua_ref.conformance.trace.files import FORMAT, TRACE_VERSION, Writer, check_int
+from bagua_ref.conformance.formats.safetensors_file import write_safetensors
+from bagua_ref.conformance.trace.files import FORMAT, INDEX, MANIFEST, TRACE_VERSION, check_int
 
 __all__ = ["RankRecorder"]
 
@@ -25,60 +28,94 @@ __all__ = ["RankRecorder"]
 class RankRecorder:
     """A recorder of one rank: `Recorder` of operations, `Recording` of digests and values.
 
+    A step's file is complete before the index lists it, so that a crash leaves all earlier steps.
+
     Attributes:
+        directory: this rank writes into ``directory/rank<r>``.
         stopped: why recording stopped early, or None.
     """
 
+    directory: Path
     stopped: str | None = None
+    _identity: tuple[int | None, int | None, Sequence[int] | None]
+    """Rank, world_size and nodes as given."""
     _advice = ""
     """Added to the warning that recording has stopped."""
-    _writer: Writer | None = None
+    _index: TextIO | None = None
+    """None before and after recording."""
+    _folder: Path
     _manifest: dict[str, Any]
 
-    def _open_folder(
-        self,
-        directory: Path,
-        identity: tuple[int | None, int | None, Sequence[int] | None],
-        about: dict[str, Any],
-        resume: bool = False,
-    ) -> None:
-        """Begin to write this rank's folder, with rank, world_size and nodes as given, and more for the manifest."""
-        if self._writer is not None:
+    @property
+    def recording(self) -> bool:
+        """Whether it has been entered, and has neither stopped nor ended."""
+        return self._index is not None and self.stopped is None
+
+    def _open_folder(self, about: dict[str, Any], resume: bool = False) -> None:
+        """Begin to write this rank's folder, with ``about`` in its manifest; ``resume`` what it may hold of the same kind."""
+        if self._index is not None:
             raise RuntimeError(f"this {type(self).__name__} is already in use; create another one")
-        self._directory = directory
         self._manifest = {
             "format": FORMAT,
             "trace_version": TRACE_VERSION,
             "spec_version": SPEC_VERSION,
             "versions": {"bagua_ref": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            **_identity(current_world(), *identity),
+            **_identity(current_world(), *self._identity),
             **about,
             "complete": False,
             "stopped": None,
         }
-        self._writer = Writer(directory / f"rank{self._manifest['rank']}", self._manifest, resume)
+        self._folder = folder = self.directory / f"rank{self._manifest['rank']}"
+        if (folder / MANIFEST).exists():
+            there = load_json(read_file(folder / MANIFEST))
+            same = [
+                isinstance(there, dict) and there.get(key) == self._manifest.get(key) for key in ("format", "what", "world_size")
+            ]
+            if not resume or not all(same):
+                raise ValueError(
+                    f"directory={str(self.directory)!r} already holds a trace of this rank"
+                    f"{' of another kind or number of ranks' if resume else ''}; choose another directory or empty it"
+                )
+        folder.mkdir(parents=True, exist_ok=True)
+        self._write_manifest()
+        if (folder / INDEX).exists():
+            lines = (folder / INDEX).read_bytes()
+            os.truncate(folder / INDEX, lines.rfind(b"\n") + 1)  # a line that a crash has cut off
+        self._index = (folder / INDEX).open("a", encoding="utf-8")
 
     def _close_folder(self, complete: bool) -> None:
-        assert self._writer is not None
+        assert self._index is not None
         self._manifest["complete"] = complete and self.stopped is None
         self._save_manifest()
-        self._writer.close()
-        self._writer = None
+        self._index.close()
+        self._index = None
 
-    def _append(self, step: int, line: dict[str, Any], tensors: dict[str, Tensor] | None) -> int | None:
-        """Write a step's line, and its tensors; return their size, or None if recording has stopped."""
-        if self._writer is None or self.stopped is not None:
+    def _append(self, line: dict[str, Any], tensors: dict[str, Tensor]) -> int | None:
+        """Write a step's tensors, if any, and its line; return the size of their file, or None if recording has stopped."""
+        if self._index is None or self.stopped is not None:
             return None
+        size = 0
         try:
-            return self._writer.write_line(line, tensors)
+            if tensors:
+                partial = self._folder / f"{line['file']}.partial"
+                size = len(write_safetensors(partial, tensors))
+                os.replace(partial, self._folder / line["file"])
+            self._index.write(json.dumps(line) + "\n")
+            self._index.flush()
         except OSError as error:
-            self._stop(step, f"step {step} cannot be written: {error}")
+            self._stop(line["step"], f"step {line['step']} cannot be written: {error}")
             return None
+        return size
+
+    def _write_manifest(self) -> None:
+        """Replace the manifest atomically."""
+        partial = self._folder / f"{MANIFEST}.partial"
+        partial.write_text(json.dumps(self._manifest, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, self._folder / MANIFEST)
 
     def _save_manifest(self) -> None:
-        assert self._writer is not None
         try:
-            self._writer.write_manifest(self._manifest)
+            self._write_manifest()
         except OSError as error:
             if self.stopped is None:
                 self._stop(None, f"the manifest cannot be written: {error}")
@@ -87,7 +124,7 @@ class RankRecorder:
         """Stop recording with a warning; ``step`` goes into the manifest."""
         self.stopped = reason
         self._manifest["stopped"] = {"step": step, "reason": reason}
-        where = f"recording into {str(self._directory)!r} has stopped"
+        where = f"recording into {str(self.directory)!r} has stopped"
         warnings.warn(f"{where}: {reason}. Training continues{self._advice}", RuntimeWarning, stacklevel=2)
         self._save_manifest()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from bagua_ref.base.runtime import World, current_world
 from bagua_ref.conformance.formats.safetensors_file import name_of
-from bagua_ref.conformance.trace.files import Record, Sampling, check_int, json_values, line_of, named_tensors
+from bagua_ref.conformance.trace.files import Record, check_int, json_values, line_of, named_tensors
 from bagua_ref.conformance.trace.observer import TraceObserver
 from bagua_ref.conformance.trace.rank_recorder import RankRecorder
 
@@ -82,13 +83,26 @@ class Recorder(RankRecorder):
     ) -> None:
         if not isinstance(directory, str | Path):
             raise TypeError(f"directory={directory!r} must be a path")
+        check_int("every", every, 1)
+        check_int("seed", seed)
+        allowed = f"buckets={buckets!r} must be a fraction above 0 and up to 1, or a list of bucket names, at least one"
+        if isinstance(buckets, bool | str):
+            raise TypeError(allowed)
+        if isinstance(buckets, int | float):
+            valid = 0 < buckets <= 1
+        else:
+            valid = bool(buckets) and all(isinstance(name, str) for name in buckets)
+        if not valid:
+            raise ValueError(allowed)
         if max_bytes is not None:
             check_int("max_bytes", max_bytes, 1, " or None")
         if algorithm is not None and not isinstance(algorithm, str):
             raise TypeError(f"algorithm={algorithm!r} must be a name or None")
         self.directory = Path(directory)
         self.steps_written = self.bytes_written = 0
-        self._sampling, self._max_bytes = Sampling(every, buckets, seed), max_bytes
+        chosen = buckets if isinstance(buckets, int | float) else sorted(buckets)
+        self._sampling: dict[str, Any] = {"every": every, "buckets": chosen, "seed": seed}
+        self._max_bytes = max_bytes
         self._algorithm, self._options = algorithm, json_values("options", {} if options is None else options)
         self._identity = (rank, world_size, nodes)
         self._lock = threading.RLock()  # buckets run on workers' threads
@@ -105,21 +119,16 @@ class Recorder(RankRecorder):
         self._last: dict[str, int] = {}
         """Each bucket's last recorded execution."""
 
-    @property
-    def recording(self) -> bool:
-        """Whether it has been entered, and has neither stopped nor ended."""
-        return self._writer is not None and self.stopped is None
-
     def __enter__(self) -> Recorder:
         self._world: World = current_world()
         about = {
             "algorithm": self._algorithm,
             "options": self._options,
-            "sampling": self._sampling.as_json(),
+            "sampling": self._sampling,
             "max_bytes": self._max_bytes,
             "buckets": {},
         }
-        self._open_folder(self.directory, self._identity, about)
+        self._open_folder(about)
         self._observer = TraceObserver(self)
         self._world.observers = (*self._world.observers, self._observer)
         return self
@@ -128,7 +137,7 @@ class Recorder(RankRecorder):
         """End the recording; if training failed, the last step is written only if it is complete."""
         self._world.observers = tuple(observer for observer in self._world.observers if observer is not self._observer)
         with self._lock:
-            if self._writer is None:
+            if self._index is None:
                 return
             if self.stopped is None and (kind is None or self._is_complete()):
                 self._advance()
@@ -189,7 +198,7 @@ class Recorder(RankRecorder):
                 self._advance()
 
     def _check_entered(self, method: str) -> None:
-        if self._writer is None:
+        if self._index is None:
             raise RuntimeError(f"{method}() must be called inside `with Recorder(...) as recorder:`")
 
     def _bucket_name(self, method: str, bucket: Any) -> str:
@@ -215,9 +224,23 @@ class Recorder(RankRecorder):
             execution = self._executions[bucket]
             self._executions[bucket] += 1
             self._open[bucket] = None
-            if self._sampling.takes(self._step, bucket):
+            if self._is_sampled(bucket):
                 follows = self._last.get(bucket) == execution - 1
                 self._open[bucket] = Record(bucket, execution, dict(inputs(follows)), info=dict(info))
+
+    def _is_sampled(self, bucket: str) -> bool:
+        """Return whether to record a bucket in this step: alike on all ranks, as it depends on step, bucket and seed only.
+
+        Buckets are recorded whole or not at all: an element's level depends on the minimum and maximum of its whole chunk, so an
+        operation cannot be replayed on some of its elements.
+        """
+        every, chosen, seed = self._sampling.values()
+        if self._step % every:
+            return False
+        if isinstance(chosen, list):
+            return bucket in chosen
+        drawn = hashlib.sha256(f"{seed}/{self._step}/{bucket}".encode()).digest()[:8]
+        return bool(int.from_bytes(drawn, "little") < chosen * 2**64)
 
     def _end(
         self,
@@ -250,11 +273,10 @@ class Recorder(RankRecorder):
 
     def _advance(self) -> None:
         """End the step."""
-        with self._lock:
-            self._flush()
-            self._ended, self._flushed = [], 0
-            self._seen_before, self._seen = self._seen, set()
-            self._step += 1
+        self._flush()
+        self._ended, self._flushed = [], 0
+        self._seen_before, self._seen = self._seen, set()
+        self._step += 1
 
     def _describe(self, bucket: str, entry: dict[str, Any], algorithm: str | None, options: Mapping[str, Any]) -> None:
         """Describe a bucket in the manifest; what the user has said about the algorithm takes precedence."""
@@ -273,18 +295,17 @@ class Recorder(RankRecorder):
         return not self._open and self._seen >= self._seen_before
 
     def _flush(self) -> None:
-        records = list(self._ended)
-        if len(records) == self._flushed or self._writer is None or self.stopped is not None:
+        if len(self._ended) == self._flushed or not self.recording:
             return
-        size = sum(t.numel() * t.element_size() for r in records for t in (*r.inputs.values(), *r.outputs.values()))
+        size = sum(t.nbytes for record in self._ended for t in (*record.inputs.values(), *record.outputs.values()))
         if self._max_bytes is not None and self.bytes_written + size > self._max_bytes:
             self._stop(self._step, f"step {self._step} would exceed max_bytes={self._max_bytes}")
             return
-        written = self._append(self._step, *line_of(self._step, records))
+        written = self._append(*line_of(self._step, self._ended))
         if written is not None:
             self.bytes_written += written
             self.steps_written += not self._flushed
-            self._flushed = len(records)
+            self._flushed = len(self._ended)
 
     def _stop(self, step: int | None, reason: str) -> None:
         self._open.clear()

@@ -120,7 +120,7 @@ class Recording(RankRecorder):
             what, window = "values", (int(found[1]), int(found[2]))
             folder = folder.with_name(f"{folder.name}-{found[1]}-{found[2]}")
         self.step = first_step or 0
-        self._folder, self._loader, self._resume = folder, loader, first_step is not None
+        self.directory, self._loader, self._resume = folder, loader, first_step is not None
         self._values = range(0) if what == "digests" else range(*window) if window else range(2**63)
         self._identity, self._optimizers = (rank, world_size, None), listed
         self._model, self._inner = model, _unwrapped(model)
@@ -130,8 +130,7 @@ class Recording(RankRecorder):
         self._clear()
 
     def __enter__(self) -> Recording:
-        described = {"what": "digests", "command": sys.orig_argv, "settings": _settings()}
-        self._open_folder(self._folder, self._identity, described, self._resume)
+        self._open_folder({"what": "digests", "command": sys.orig_argv, "settings": _settings()}, self._resume)
         self._add_hooks()
         self._begun = True
         self._add_weights()
@@ -143,7 +142,7 @@ class Recording(RankRecorder):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """End the recording; after an exception, the step under way is written as far as it went."""
         self._hooks.close()
-        if self._writer is None:
+        if self._index is None:
             return
         if kind is not None and self._entries:
             self._write(partial=True)
@@ -302,7 +301,7 @@ class Recording(RankRecorder):
             line["partial"] = True
         if self._kept:
             line["file"] = f"{self.step:08d}.safetensors"
-        self._append(self.step, line, self._kept or None)
+        self._append(line, self._kept)
         self._clear()
 
     def _clear(self) -> None:

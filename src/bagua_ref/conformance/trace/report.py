@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Divergence", "Execution", "TraceReport", "draw_errors"]
+__all__ = ["Divergence", "Execution", "TraceReport", "draw_errors", "finite"]
 
 
 _COLUMNS = 240
@@ -145,12 +145,12 @@ class TraceReport:
             "nodes": list(self.nodes),
             "values": self.values,
             "diverging": self.diverging,
-            "first": None if self.first is None else {k: _finite(v) for k, v in vars(self.first).items()},
+            "first": None if self.first is None else {k: finite(v) for k, v in vars(self.first).items()},
             "kinds": self.kinds,
             "notes": self.notes,
             "not_checked": [dict(zip(("step", "bucket", "reason"), entry, strict=True)) for entry in self.not_checked],
             "executions": [
-                {"step": e.step, "bucket": e.bucket, "values": e.values, "diverging": e.wrong, "errors": [*map(_finite, e.errors)]}
+                {"step": e.step, "bucket": e.bucket, "values": e.values, "diverging": e.wrong, "errors": [*map(finite, e.errors)]}
                 for e in self.executions
             ],
         }
@@ -175,7 +175,8 @@ class TraceReport:
         return "\n".join([*lines, f"DIVERGENCE: {self.diverging:,} of {self.values:,} values ({share:.2%})"])
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return a value for JSON: infinities and NaN as text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -55,10 +55,11 @@ def _name(nodes: _Nodes, hierarchical: bool, *more: str) -> str:
 
 
 def _case(
-    operation: str, clause: str, dtype: torch.dtype, name: str, nodes: _Nodes, hierarchical: bool, kind: str, size: int,
-    steps: int = 0, suite: str = "comm_ops", equal: bool = False, **parameters: Any,
+    operation: str, clause: str, dtype: torch.dtype, nodes: _Nodes, hierarchical: bool, kind: str, size: int, steps: int = 0,
+    name: str = "", suite: str = "comm_ops", equal: bool = False, **parameters: Any,
 ) -> Case:  # fmt: skip
     """Return numbers of a kind on each rank, ``equal`` ones or not, and what training adds to them before each step."""
+    name = name or _name(nodes, hierarchical, kind)
     if "average" in parameters:
         name += "-mean" if parameters["average"] else "-sum"
     n, numbers = sum(nodes), numbers_of(suite, operation, dtype, name)
@@ -87,19 +88,17 @@ def _low_precision(dtype: torch.dtype) -> Iterator[Case]:
     rows = [(nodes, len(nodes) > 1, "plain") for nodes in _WORLDS] + [((3,), True, "plain")]
     rows += [((3,), False, kind) for kind in KINDS if kind != "plain"] + [((2, 1), True, kind) for kind in ("special", "huge")]
     for nodes, hierarchical, kind in rows:
-        clause, name = "S3.3" if hierarchical else "S3.2", _name(nodes, hierarchical, kind)
+        operation, clause = "centralized_low_precision", "S3.3" if hierarchical else "S3.2"
         size = 7 * math.lcm(sum(nodes), len(nodes)) if hierarchical else 11 * sum(nodes)
         for average in (True, False):
-            operation = "centralized_low_precision"
-            yield _poisoned(_case(operation, clause, dtype, name, nodes, hierarchical, kind, size, average=average))
+            yield _poisoned(_case(operation, clause, dtype, nodes, hierarchical, kind, size, average=average))
 
 
 def _scatter_gather(dtype: torch.dtype) -> Iterator[Case]:
     """Yield S3.1 in rank order."""
     for n, kind in [(n, "plain") for n in (1, 2, 3, 5, 8)] + [(3, kind) for kind in KINDS if kind != "plain"]:
         for average in (True, False):
-            operation, name = "centralized_scatter_gather", _name((n,), False, kind)
-            yield _case(operation, "S3.1", dtype, name, (n,), False, kind, 5 * n, average=average)
+            yield _case("centralized_scatter_gather", "S3.1", dtype, (n,), False, kind, 5 * n, average=average)
 
 
 def _full_precision(dtype: torch.dtype) -> Iterator[Case]:
@@ -109,8 +108,8 @@ def _full_precision(dtype: torch.dtype) -> Iterator[Case]:
         for average in (True, False):
             for hierarchical in sorted({False, len(nodes) > 1}):
                 clause, name = "S3.3" if hierarchical else "S3.1", _name(nodes, hierarchical, "any-order")
-                yield _in_any_order(_case(operation, clause, dtype, name, nodes, hierarchical, "plain", 9, average=average))
-        yield _case(operation, "S3.1", dtype, _name(nodes, False, "exact"), nodes, False, "eighths", 9, average=False)
+                yield _in_any_order(_case(operation, clause, dtype, nodes, hierarchical, "plain", 9, name=name, average=average))
+        yield _case(operation, "S3.1", dtype, nodes, False, "eighths", 9, name=_name(nodes, False, "exact"), average=False)
 
 
 def _decentralized(dtype: torch.dtype) -> Iterator[Case]:
@@ -119,12 +118,11 @@ def _decentralized(dtype: torch.dtype) -> Iterator[Case]:
     rows += [(nodes, "plain", 4) for nodes in ((3, 1), (1, 1), (2, 1, 1, 4), (1, 2))]
     rows += [((4,), kind, 2) for kind in ("huge", "special", "denormal")]
     for nodes, kind, steps in rows:
-        several = len(nodes) > 1
-        yield _case("decentralized_shift_one", "S3.4", dtype, _name(nodes, several, kind), nodes, several, kind, 6, steps)
+        yield _case("decentralized_shift_one", "S3.4", dtype, nodes, len(nodes) > 1, kind, 6, steps)
     for nodes in _SOME_WORLDS:
         for hierarchical in sorted({False, len(nodes) > 1}):
             name = _name(nodes, hierarchical, "any-order")
-            yield _in_any_order(_case("decentralized_all", "S3.4", dtype, name, nodes, hierarchical, "plain", 6))
+            yield _in_any_order(_case("decentralized_all", "S3.4", dtype, nodes, hierarchical, "plain", 6, name=name))
 
 
 def _ring(dtype: torch.dtype) -> Iterator[Case]:
@@ -133,9 +131,8 @@ def _ring(dtype: torch.dtype) -> Iterator[Case]:
     rows += [(nodes, True, "plain", 3) for nodes in ((2,), (3, 1), (1, 3, 2), (2, 1, 1, 4))]
     rows += [((3,), False, kind, 2) for kind in ("wide", "denormal", "huge", "special")]
     for nodes, between, kind, steps in rows:
-        operation, name = "low_precision_decentralized", _name(nodes, between, kind)
         # Wrapping makes all ranks' weights equal; they differ from then on.
-        yield _poisoned(_case(operation, "S3.5", dtype, name, nodes, between, kind, 37, steps, equal=True))
+        yield _poisoned(_case("low_precision_decentralized", "S3.5", dtype, nodes, between, kind, 37, steps, equal=True))
 
 
 def _async(dtype: torch.dtype) -> Iterator[Case]:
@@ -215,7 +212,7 @@ def _mixture(n: int, numbers: Numbers) -> list[list[list[float]]]:
 
 def _averages(dtype: torch.dtype, called: str, clause: str, graph: Any, nodes: _Nodes, kind: str, steps: int) -> Case:
     name, several = f"{called}-{'+'.join(map(str, nodes))}-{kind}", len(nodes) > 1
-    case = _case("decentralized_on_graph", clause, dtype, name, nodes, several, kind, 6, steps, "graphs", graph=graph)
+    case = _case("decentralized_on_graph", clause, dtype, nodes, several, kind, 6, steps, name, "graphs", graph=graph)
     if kind == "zeros":
         case.inputs["updates"].fill_(-0.0)  # which leaves the signs of zeros as they are
     return case
