@@ -144,10 +144,7 @@ def _weights_after_steps(training: TrainingPlay) -> Iterator[tuple[list[list[Any
         dtype = training.dtypes[places[0]]
         start = np.concatenate([training.start[place] for place in places])
         given = [training.flat(step, places) for step in range(training.steps)]
-        if mode is None:
-            history = decentralized_numpy.train_on_ring(start, given, 1.0, dtype, nodes, between, interval)
-        else:
-            history = decentralized_numpy.train_decentralized(start, given, 1.0, dtype, nodes, mode, between, interval)
+        history = decentralized_numpy.train_decentralized(start, given, 1.0, dtype, nodes, mode, between, interval)
         for step, ranks in enumerate(history):
             for rank, flat in enumerate(ranks):
                 for place, numbers in training.by_place(flat, places).items():

@@ -218,10 +218,10 @@ def _on_gradients(c: Given, exchange: algorithms_plain.Exchange) -> Tensors:
     return {"x": after.unsqueeze(1).repeat(1, sum(c.nodes), 1)}
 
 
-def _on_weights(c: Given, train: Callable[..., Any], **mode: str) -> Tensors:
-    gradients = [list(_array(ranks)) for ranks in c.gradients]
-    options = {"hierarchical": c.hierarchical, "interval": c.communication_interval, **mode}
-    history = train(_array(c.x), gradients, c.lr, c.dtype, c.nodes, **options)
+def _on_weights(c: Given, mode: str | None) -> Tensors:
+    gradients, interval = [list(_array(ranks)) for ranks in c.gradients], c.communication_interval
+    train = decentralized_numpy.train_decentralized
+    history = train(_array(c.x), gradients, c.lr, c.dtype, c.nodes, mode, c.hierarchical, interval)
     return {"x": torch.stack([_rows(ranks, c.dtype) for ranks in history])}
 
 
@@ -310,8 +310,9 @@ def _qadam_step(c: Given) -> Tensors:
 
 
 def _indices_of_replicas(c: Given) -> list[list[int]]:
-    costs, noise, chunks = (x.tolist() for x in (c.complexities, c.noise, c.chunk_order))
-    return [samplers_plain.indices_of(costs, noise, chunks, c.num_replicas, rank, c.drop_last) for rank in range(c.num_replicas)]
+    options = c.options("shuffle", "seed", "epoch", "drop_last", "random_level")
+    draws = samplers_plain.RecordedDraws(c.noise.tolist(), c.chunk_order.tolist())
+    return samplers_plain.stretches_of(c.complexities.tolist(), [], c.num_replicas, draws=draws, **options)[0]
 
 
 def _sampler_batches(c: Given) -> Tensors:
@@ -371,8 +372,8 @@ _ANSWERS: dict[str, Answer] = {
     "collectives/alltoall_v": _alltoall_v,
     "algorithms/gradient_allreduce": lambda c: _on_gradients(c, algorithms_plain.full_precision(c.average)),
     "algorithms/bytegrad": lambda c: _on_gradients(c, algorithms_plain.one_byte(c.average, c.nodes, c.hierarchical)),
-    "algorithms/decentralized": lambda c: _on_weights(c, decentralized_numpy.train_decentralized, mode=c.peer_selection_mode),
-    "algorithms/low_precision_decentralized": lambda c: _on_weights(c, decentralized_numpy.train_on_ring),
+    "algorithms/decentralized": lambda c: _on_weights(c, c.peer_selection_mode),
+    "algorithms/low_precision_decentralized": lambda c: _on_weights(c, None),
     "algorithms/qadam_frozen_step": _qadam_step,
     "qadam/qadam_step": _qadam_step,
     "local_updates/fragment_of_parameter": lambda c: {
