@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,9 +118,7 @@ def _follow_momenta(training: TrainingPlay) -> None:
     follow_qadam(training, [_exchange(_rounds_of(training, bucket)) for bucket in training.layout()])
 
 
-_QADAM_WITH_MEMORY = TrainedAlgorithm(
-    "qadam_with_memory", QADAM.options, _follow_momenta, gradients=QADAM.gradients, steps=lambda draw, options: 6
-)
+_QADAM_WITH_MEMORY = replace(QADAM, method="qadam_with_memory", follow=_follow_momenta)
 
 
 # Top-k.

@@ -14,7 +14,7 @@ from bagua_ref.conformance.expected.samplers_plain import hash_of, stored_key
 from bagua_ref.conformance.inputs.cache_values import NO_KEYS, TENSORS, key_sources
 from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.servers import LOADER, cache_script, reason_without_servers
+from bagua_ref.conformance.lab.servers import LOADER, cache_script, reason_to_skip
 from bagua_ref.conformance.suites.checks import check
 
 __all__ = ["VALUES", "buffer_sizes", "prepare", "reason_to_skip", "store_of"]
@@ -33,11 +33,6 @@ def prepare() -> None:
 
     with contextlib.suppress(ImportError):
         import fakeredis  # noqa: F401
-
-
-def reason_to_skip() -> str:
-    """Return why no cache can be checked on this machine; empty if one can."""
-    return reason_without_servers()
 
 
 def _stored_name(dataset: str, key: object) -> str:
