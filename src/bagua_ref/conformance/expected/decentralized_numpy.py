@@ -59,7 +59,7 @@ def node_mean(node: list[Array], dtype: str) -> Array:
     return stored(total / total.dtype.type(len(node)), dtype)
 
 
-def split(ranks: list[Array], nodes: list[int]) -> list[list[Array]]:
+def split(ranks: list[Any], nodes: list[int]) -> list[list[Any]]:
     """Return the ranks node by node."""
     ends = np.cumsum(nodes)
     return [ranks[end - size : end] for end, size in zip(ends, nodes, strict=True)]

@@ -31,9 +31,8 @@ def noise_and_chunks(
     count = max(1, num_samples(length, replicas, drop_last))
     if not shuffle:
         return [0] * length, list(range(count))
-    generator = torch.Generator().manual_seed(seed + epoch)
-    noise = torch.randint(noise_limit(complexities, random_level), (length,), generator=generator).tolist()
-    return noise, torch.randperm(count, generator=generator).tolist()
+    draws = Draws(seed + epoch)
+    return draws.draw_noise(noise_limit(complexities, random_level), length), draws.permutation(count)
 
 
 def indices(complexities: list[Any], replicas: int, rank: int, **options: Any) -> list[int]:

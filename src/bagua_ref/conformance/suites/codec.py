@@ -34,7 +34,7 @@ MX = tuple(FORMATS)
 S12 = (*MX, "OneBit")
 _LAYOUT = {**dict.fromkeys(MX, "S12.1"), "OneBit": "S12.2"}
 
-Property = Callable[[Lab, Draw, str], None]
+Property = Callable[..., None]
 
 
 def for_each(
@@ -60,12 +60,10 @@ def for_each(
     def enter(function: Property) -> Property:
         rows = [(codec, clause or _LAYOUT[codec], f"{name}_{codec}", effort) for codec in codecs]
         for codec, of, what, factor in [*([(MINMAX, *minmax)] if minmax else []), *rows]:
-
-            def run(lab: Lab, draw: Draw, codec: str = codec) -> None:
-                function(lab, draw, codec)
-
             sentence = f"{codec}: {function.__doc__}"
-            check("codec", of, what, dtypes=dtypes, needs=(codec,), effort=factor, sentence=sentence)(run)
+            check("codec", of, what, dtypes=dtypes, needs=(codec,), effort=factor, sentence=sentence)(
+                partial(function, codec=codec)
+            )
         return function
 
     return enter
