@@ -7,6 +7,7 @@ each node has, in rank order. Averages along graphs (S13.1 to S13.4) are of arra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -47,9 +48,7 @@ def restored(x: Array, dtype: str, codec: str = MINMAX) -> Array:
 
 def added(ranks: list[Array]) -> Array:
     """Return ``((+0 + rank 0's) + rank 1's) + ...`` (S3.7)."""
-    total: Array = np.zeros_like(ranks[0])
-    for x in ranks:
-        total = total + x
+    total: Array = functools.reduce(np.add, ranks, np.zeros_like(ranks[0]))
     return total
 
 
@@ -77,9 +76,7 @@ def between_leaders(
 
 def library_mean(ranks: list[Array], dtype: str) -> Array:
     """Return the mean, added in rank order as the simulated world does; a library may use another order (S3.7)."""
-    total = ranks[0]
-    for x in ranks[1:]:
-        total = total + x
+    total = functools.reduce(np.add, ranks)
     return stored(total / total.dtype.type(len(ranks)), dtype)
 
 

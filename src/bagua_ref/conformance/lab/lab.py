@@ -312,12 +312,12 @@ class Lab:
         script.body += lines
         return str(script)
 
-    def script_of_refusal(self, method: str, arguments: dict[str, Any], error: str, said: str) -> str:
-        """Return a script that fails unless a call raises an error of this class with a message that contains ``said``."""
+    def script_of_refusal(self, method: str, arguments: dict[str, Any]) -> str:
+        """Return a script that fails unless a call raises a TypeError that names the dtype."""
         script = script_of_call(self.target.setup, method, arguments)
         script.body += [
-            f"try:\n    {script.body.pop()}\nexcept {error} as error:\n    assert {said!r} in str(error), error",
-            f"else:\n    raise AssertionError('{method} must raise a {error} that says {said}')",
+            f"try:\n    {script.body.pop()}\nexcept TypeError as error:\n    assert {self.dtype_name!r} in str(error), error",
+            f"else:\n    raise AssertionError('{method} must raise a TypeError that says {self.dtype_name}')",
         ]
         return str(script)
 

@@ -299,10 +299,17 @@ class CacheScript(Play):
 
 
 @contextlib.contextmanager
-def cache_script(lab: Lab, servers: int = 1, load: str = "Source()") -> Iterator[CacheScript]:
-    """Give a script with the source of a ``load`` function, and end what it leaves behind: the next one has the same servers."""
+def cache_script(
+    lab: Lab, servers: int = 1, load: str = "Source()", dataset: str | None = None, size: int = 1
+) -> Iterator[CacheScript]:
+    """Give a script with the source of a ``load`` function and, if a dataset is named, with a loader of that buffer size.
+
+    What it leaves behind is ended: the next one has the same servers.
+    """
     script = CacheScript(lab, servers, load)
     try:
+        if dataset is not None:
+            script.loader(dataset, size)
         yield script
     except Violation as violation:
         if died := [place for place, server in enumerate(script.names.get("servers", ())) if server.has_died()]:

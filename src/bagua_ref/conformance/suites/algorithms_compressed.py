@@ -40,15 +40,13 @@ _EXACT = ("MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8")
 _nodes = st.sampled_from([(2,), (3,), (2, 1), (1, 3), (2, 2), (1,), (2, 1, 2), (1, 1)])
 
 
-def _known(lab: Lab) -> Any:
-    """Return the codecs of the kernels, or those that the target's own algorithms say that they have in ``codecs``."""
-    own = lab.target.parts.get("algorithms")
-    return lab.target.kernels.codecs if own is None else getattr(own, "codecs", ("MinMaxUInt8",))
-
-
 def _codec(lab: Lab, draw: Draw, *preferred: str) -> str:
-    """Draw one of the preferred codecs that the target has, else of all whose payloads are known to the bit."""
-    known = _known(lab)
+    """Draw one of the preferred codecs that the target has, else of all whose payloads are known to the bit.
+
+    It has the codecs of its kernels, or those that its own algorithms say that they have in ``codecs``.
+    """
+    own = lab.target.parts.get("algorithms")
+    known = lab.target.kernels.codecs if own is None else getattr(own, "codecs", ("MinMaxUInt8",))
     found: str = draw(st.sampled_from([c for c in preferred if c in known] or [c for c in _EXACT if c in known]))
     return found
 
