@@ -50,7 +50,7 @@ _OTHERS: dict[str, tuple[Callable[[Lab], st.SearchStrategy[str]], int, str]] = {
         "Arrays of any dtype, byte order, shape and strides come back bit for bit, without pickle.",
     ),
     "plain": (
-        lambda lab: plain_sources(), 6,
+        lambda lab: plain_sources, 6,
         "None, bool, int, float, str and bytes come back unchanged, without pickle.",
     ),
     "long": (

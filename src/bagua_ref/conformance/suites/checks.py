@@ -132,15 +132,13 @@ def all_checks() -> dict[str, Check]:
 
 def prepare(suite: str) -> None:
     """Let a suite import slow modules once, before its checks run in processes of their own."""
-    ready = getattr(_import_suite(suite), "prepare", None)
-    if ready is not None:
-        ready()
+    getattr(_import_suite(suite), "prepare", lambda: None)()
 
 
 def reason_to_skip_suite(suite: str) -> str:
     """Return why no check of a suite can run on this machine; empty if they can."""
-    reason = getattr(_import_suite(suite), "reason_to_skip", None)
-    return "" if reason is None else str(reason())
+    reason: str = getattr(_import_suite(suite), "reason_to_skip", lambda: "")()
+    return reason
 
 
 def _import_suite(suite: str) -> ModuleType:
