@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends.base import KernelBackend
-from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance, assert_equal, where_equal
+from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance, assert_equal
 from bagua_ref.conformance.inputs.long_sizes import LONG, sizes_beyond
 from bagua_ref.conformance.lab.journal import Journal
 from bagua_ref.conformance.lab.violation import NotProvided, Script, Skipped, Violation, literal
@@ -320,30 +320,6 @@ class Lab:
             f"else:\n    raise AssertionError('{method} must raise a TypeError that says {self.dtype_name}')",
         ]
         return str(script)
-
-    def elementwise(self, method: str, arguments: dict[str, Any], scalar: Callable[..., float]) -> None:
-        """Check a kernel ``first <- scalar(first, others)`` element by element.
-
-        Args:
-            method: the kernel's name.
-            arguments: tensors of one size, of which the first is written, then numbers.
-            scalar: computes one element from the dtype's name, the tensors' elements and the numbers.
-        """
-        names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
-        more = [value for value in arguments.values() if not isinstance(value, Tensor)]
-        call = self.call(method, arguments, (names[0],))
-        rows = zip(*(arguments[name].tolist() for name in names), strict=True)
-        wanted = torch.tensor([scalar(self.dtype_name, *row, *more) for row in rows], dtype=torch.float64).to(self.dtype)
-        try:
-            self.compare(call, names[0], wanted)
-        except Violation:
-            # A single element makes a smaller counterexample, if it is wrong by itself, too.
-            found = call.results[names[0]]
-            if wanted.numel() > 1 and (found.shape, found.dtype) == (wanted.shape, wanted.dtype):
-                place = int((~where_equal(found, wanted, EXACT)).nonzero()[0])
-                one = {name: value[place : place + 1] if name in names else value for name, value in arguments.items()}
-                self.compare(self.call(method, one, (names[0],)), names[0], wanted[place : place + 1])
-            raise
 
 
 def script_of_call(

@@ -87,8 +87,24 @@ _ELEMENTWISE: dict[str, tuple[str, Callable[[Lab, Draw], dict[str, Any]], str]] 
 
 
 def _elementwise(lab: Lab, draw: Draw, name: str) -> None:
+    """Compare the first argument after a call, element by element."""
     scalar = getattr(kernels_scalar, "quotient" if name == "divide" else name)
-    lab.elementwise(f"{name}_", _ELEMENTWISE[name][1](lab, draw), scalar)
+    method, arguments = f"{name}_", _ELEMENTWISE[name][1](lab, draw)
+    tensors = {key: value for key, value in arguments.items() if isinstance(value, Tensor)}
+    others = [value for key, value in arguments.items() if key not in tensors]
+    first, rows = next(iter(tensors)), zip(*(x.tolist() for x in tensors.values()), strict=True)
+    wanted = torch.tensor([scalar(lab.dtype_name, *row, *others) for row in rows], dtype=torch.float64).to(lab.dtype)
+    call = lab.call(method, arguments, (first,))
+    try:
+        lab.compare(call, first, wanted)
+    except Violation:
+        # A single element makes a smaller counterexample, if it is wrong by itself, too.
+        found = call.results[first]
+        if wanted.numel() > 1 and (found.shape, found.dtype) == (wanted.shape, wanted.dtype):
+            place = int((~where_equal(found, wanted, EXACT)).nonzero()[0])
+            one = arguments | {key: x[place : place + 1] for key, x in tensors.items()}
+            lab.compare(lab.call(method, one, (first,)), first, wanted[place : place + 1])
+        raise
 
 
 for _name, (_clause, _, _sentence) in _ELEMENTWISE.items():
