@@ -309,16 +309,15 @@ def _qadam_step(c: Given) -> Tensors:
     return {"p": _tensor(algorithms_plain.step_along_momentum(c.dtype, p, m, v, c.s, lr=c.lr, betas=betas, eps=c.eps), c.dtype)}
 
 
-def _indices_of_replicas(c: Given) -> list[list[int]]:
+def _items_of_replicas(c: Given, **cut: Any) -> list[list[Any]]:
     options = c.options("shuffle", "seed", "epoch", "drop_last", "random_level")
     draws = samplers_plain.RecordedDraws(c.noise.tolist(), c.chunk_order.tolist())
-    return samplers_plain.stretches_of(c.complexities.tolist(), [], c.num_replicas, draws=draws, **options)[0]
+    return samplers_plain.stretches_of(c.complexities.tolist(), [], c.num_replicas, draws=draws, **cut, **options)[0]
 
 
 def _sampler_batches(c: Given) -> Tensors:
-    costs = c.complexities.tolist()
-    of_replicas = [samplers_plain.filled_batches(costs, c.max_cost, indices) for indices in _indices_of_replicas(c)]
-    equal = samplers_plain.equal_batches(of_replicas, c.drop_last_batch)
+    cut = partial(samplers_plain.filled_batches, c.complexities.tolist(), c.max_cost)
+    equal = _items_of_replicas(c, cut=cut, drop_batches=c.drop_last_batch)
     sizes = torch.tensor([[len(batch) for batch in batches] for batches in equal])
     return {"sizes": sizes, "indices": _integers(index for batches in equal for batch in batches for index in batch)}
 
@@ -393,7 +392,7 @@ _ANSWERS: dict[str, Answer] = {
     "compressed_gradients/topk_indices": lambda c: {"indices": _integers(compression_numpy.kept(c.p.numpy(), c.k))},
     "compressed_gradients/topk": _topk,
     "compressed_gradients/error_feedback": _error_feedback,
-    "samplers/sampler_indices": lambda c: {"indices": torch.tensor(_indices_of_replicas(c), dtype=torch.int64)},
+    "samplers/sampler_indices": lambda c: {"indices": torch.tensor(_items_of_replicas(c), dtype=torch.int64)},
     "samplers/sampler_batches": _sampler_batches,
     **dict.fromkeys(("samplers/sampler_stretches", "samplers/sampler_stretch_batches", "samplers/budget_batches"), _stretches),
     "cache/cache_store": _cache_store,
