@@ -80,7 +80,7 @@ def test_S4_6_the_pinned_vector_needs_one_and_a_half_steps():
     errors = (round_trip(x).double() - x.double()).abs()
     scale = codecs_scalar.grid(low, high)[0]
     assert errors.max() > 0.5 / scale + 2.0**-22 * high
-    assert errors.max() <= codecs_scalar.minmax_bound(low, high, 0.0, "float32")
+    assert errors.max() <= codecs_scalar.error_bound("MinMaxUInt8", low, [low, high], 0.0, "float32")
 
 
 @pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)

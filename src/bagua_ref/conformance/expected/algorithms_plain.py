@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from bagua_ref.conformance.expected.codecs_scalar import compress_minmax, decompress_minmax
+from bagua_ref.conformance.expected.decentralized_numpy import split
 from bagua_ref.conformance.expected.kernels_scalar import arithmetic, divide, reduce_in_order, to, update_momentum
 
 Numbers = list[float]
@@ -38,11 +39,8 @@ def low_precision(xs: Parameters, dtype: str, average: bool) -> Parameters:
     n, size = len(xs), len(xs[0]) // len(xs)
     result: Numbers = []
     for t in range(n):
-        arrived = []
-        for x in xs:
-            block = compress_minmax(x[t * size : (t + 1) * size], dtype)
-            arrived.append(decompress_minmax(block, size, dtype))
-        total = [reduce_in_order(dtype, list(column), average) for column in zip(*arrived, strict=True)]
+        blocks = [compress_minmax(x[t * size : (t + 1) * size], dtype) for x in xs]
+        total = scatter_gather([decompress_minmax(block, size, dtype) for block in blocks], dtype, average)[0]
         result += decompress_minmax(compress_minmax(total, dtype), size, dtype)
     return [list(result) for _ in xs]
 
@@ -54,19 +52,14 @@ def node_sum(node: Parameters, dtype: str, divisor: float | None) -> Numbers:
     return [to(dtype, total if divisor is None else r(divide(total, r(divisor)))) for total in totals]
 
 
-def hierarchical(operation: Callable[..., Parameters], xs: Parameters, nodes: list[int], dtype: str, average: bool) -> Parameters:
-    """Run ``operation`` between node leaders; ``nodes`` is the number of ranks on each node, in rank order (S3.3)."""
-    divisor = len(xs) / len(nodes) if average else None
-    starts = [sum(nodes[:place]) for place in range(len(nodes))]
-    leaders = [node_sum(xs[start : start + size], dtype, divisor) for start, size in zip(starts, nodes, strict=True)]
-    results = operation(leaders, dtype, average)
-    return [list(results[place]) for place, size in enumerate(nodes) for _ in range(size)]
-
-
 def centralized(xs: Parameters, dtype: str, average: bool, one_byte: bool, nodes: list[int] | None) -> Parameters:
     """Reduce all ranks' numbers, as one byte per element or in full; with ``nodes``, between their leaders (S3.1 to S3.3)."""
     operation = low_precision if one_byte else scatter_gather
-    return operation(xs, dtype, average) if nodes is None else hierarchical(operation, xs, nodes, dtype, average)
+    if nodes is None:
+        return operation(xs, dtype, average)
+    divisor = len(xs) / len(nodes) if average else None
+    results = operation([node_sum(node, dtype, divisor) for node in split(xs, nodes)], dtype, average)
+    return [list(result) for result, size in zip(results, nodes, strict=True) for _ in range(size)]
 
 
 def buckets(sizes: list[int], dtypes: list[str], bucket_bytes: int) -> list[list[int]]:

@@ -130,7 +130,8 @@ def error_bound(codec: str, x: float, block: list[float], restored: float, dtype
         dtype: of both.
     """
     if codec == MINMAX:
-        return minmax_bound(min(block), max(block), restored, dtype)
+        low, high = min(block), max(block)
+        return 0.5 / grid(low, high)[0] + 1.5 * 2.0**-22 * max(abs(low), abs(high)) + half_ulp(restored, dtype)
     form, largest = FORMATS[codec], max(abs(value) for value in block)
     scale, rounding = 2.0 ** exponent_of(largest, form.emax), half_ulp(restored, dtype)
     saturates = abs(x) > form.numbers[-1] * scale
@@ -264,11 +265,6 @@ def saturate(dtype: str, value: float) -> float:
     """Round to dtype, with saturation at its largest number (S4.3)."""
     stored = to(dtype, value)
     return math.copysign(LARGEST[dtype], stored) if math.isinf(stored) else stored
-
-
-def minmax_bound(low: float, high: float, restored: float, dtype: str) -> float:
-    """Return the bound of the error of a restored value (S4.6), in float64."""
-    return 0.5 / grid(low, high)[0] + 1.5 * 2.0**-22 * max(abs(low), abs(high)) + half_ulp(restored, dtype)
 
 
 def half_ulp(value: float, dtype: str) -> float:

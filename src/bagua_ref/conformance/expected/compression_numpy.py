@@ -26,10 +26,7 @@ def compressed_rank(shape: tuple[int, ...], rank: int, rate: float) -> int:
     """Return r of a gradient of this shape; 0: it is not compressed (S10.1)."""
     if len(shape) < 2:
         return 0
-    n = shape[0]
-    m = 1
-    for size in shape[1:]:
-        m *= size
+    n, m = shape[0], math.prod(shape[1:])
     r = min(n, m, rank)
     return r if (n + m) * r * rate < n * m else 0
 
@@ -191,24 +188,17 @@ def error_feedback_round(
     chunks = [slice(place * m // n, (place + 1) * m // n) for place in range(n)]
     sent = [x + e for x, e in zip(inputs, workers, strict=True)]
     arrived = [np.concatenate([restored(p[chunk], "float32", codec) for chunk in chunks]) for p in sent]
-    new_workers = [p - d for p, d in zip(sent, arrived, strict=True)]
-    result, new_servers = np.zeros(m, np.float32), []
-    for chunk, server in zip(chunks, servers, strict=True):
-        total = added([d[chunk] for d in arrived])
-        y = (total / np.float32(n) if average else total) + server
-        result[chunk] = restored(y, "float32", codec)
-        new_servers.append(y - result[chunk])
-    for place in range(m):
-        owner, within = divmod(place, m // n)
-        if place >= filled:
-            new_servers[owner][within] = 0
-        elif np.isnan(result[place]):
-            new_servers[owner][within] = servers[owner][within]
-        for new, old in zip(new_workers, workers, strict=True):
-            if place >= filled:
-                new[place] = 0
-            elif np.isnan(result[place]):
-                new[place] = old[place]
+    totals = [added([d[chunk] for d in arrived]) for chunk in chunks]
+    reduced = [(total / np.float32(n) if average else total) + f for total, f in zip(totals, servers, strict=True)]
+    result = np.concatenate([restored(y, "float32", codec) for y in reduced])
+
+    def remembered(new: Array, old: Array, chunk: slice) -> Array:
+        """Return the new memory, but the old one where the result is NaN, and none of the padding."""
+        is_padding = np.arange(m)[chunk] >= filled
+        return np.where(is_padding, np.float32(0), np.where(np.isnan(result[chunk]), old, new))
+
+    new_workers = [remembered(p - d, e, slice(m)) for p, d, e in zip(sent, arrived, workers, strict=True)]
+    new_servers = [remembered(y - result[chunk], f, chunk) for y, f, chunk in zip(reduced, servers, chunks, strict=True)]
     return stored(result, dtype), new_workers, new_servers
 
 

@@ -7,6 +7,7 @@ each node has, in rank order. Averages along graphs (S13.1 to S13.4) are of arra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -47,9 +48,7 @@ def restored(x: Array, dtype: str, codec: str = MINMAX) -> Array:
 
 def added(ranks: list[Array]) -> Array:
     """Return ``((+0 + rank 0's) + rank 1's) + ...`` (S3.7)."""
-    total: Array = np.zeros_like(ranks[0])
-    for x in ranks:
-        total = total + x
+    total: Array = functools.reduce(np.add, ranks, np.zeros_like(ranks[0]))
     return total
 
 
@@ -59,7 +58,7 @@ def node_mean(node: list[Array], dtype: str) -> Array:
     return stored(total / total.dtype.type(len(node)), dtype)
 
 
-def split(ranks: list[Array], nodes: list[int]) -> list[list[Array]]:
+def split(ranks: list[Any], nodes: list[int]) -> list[list[Any]]:
     """Return the ranks node by node."""
     ends = np.cumsum(nodes)
     return [ranks[end - size : end] for end, size in zip(ends, nodes, strict=True)]
@@ -77,9 +76,7 @@ def between_leaders(
 
 def library_mean(ranks: list[Array], dtype: str) -> Array:
     """Return the mean, added in rank order as the simulated world does; a library may use another order (S3.7)."""
-    total = ranks[0]
-    for x in ranks[1:]:
-        total = total + x
+    total = functools.reduce(np.add, ranks)
     return stored(total / total.dtype.type(len(ranks)), dtype)
 
 
@@ -90,24 +87,15 @@ def pairs(n: int, step: int) -> dict[int, int]:
     return found | {b: a for a, b in found.items()}
 
 
-def mean_of_pairs(ranks: list[Array], dtype: str, step: int) -> list[Array]:
-    """Return the mean of each rank and its peer at ``step`` (S3.4)."""
-    peers = pairs(len(ranks), step)
-    return [stored((ranks[peers[r]] + ranks[r]) / ranks[r].dtype.type(2), dtype) for r in range(len(ranks))]
-
-
-def mean_of_some(ranks: list[Array], dtype: str, mode: Mode, step: int) -> list[Array]:
-    """Return the average of each rank and those that it hears of at ``step`` (S3.4, S13)."""
-    if mode == "shift_one":
-        return mean_of_pairs(ranks, dtype, step)
-    return [stored(x, dtype) for x in averaged(np.stack(ranks), mode, step)]
-
-
 def average(ranks: list[Array], dtype: str, mode: Mode, hierarchical: bool, nodes: list[int], step: int) -> list[Array]:
     """Average the weights for the ``step``-th time (S3.4, S13)."""
     if mode == "all":
         return [library_mean(ranks, dtype) for _ in ranks]
-    return between_leaders(lambda x: mean_of_some(x, dtype, mode, step), ranks, dtype, hierarchical, nodes)
+
+    def of_some(talking: list[Array]) -> list[Array]:
+        return [stored(x, dtype) for x in averaged(np.stack(talking), mode, step)]
+
+    return between_leaders(of_some, ranks, dtype, hierarchical, nodes)
 
 
 @dataclass
@@ -147,38 +135,22 @@ def train_decentralized(
     lr: float,
     dtype: str,
     nodes: list[int],
-    mode: Mode,
+    mode: Mode | None,
     hierarchical: bool,
     interval: int,
 ) -> list[list[Array]]:
-    """Return the weights after each step, by rank; ``gradients[step][rank]`` were computed before the averaging (S5.3)."""
-    ranks = [start.copy() for _ in range(sum(nodes))]
-    history, averagings = [], 0
-    for step, grads in enumerate(gradients):
-        if step % interval == 0:
-            ranks = average(ranks, dtype, mode, hierarchical, nodes, averagings)
-            averagings += 1
-        ranks = [step_of_sgd(x, grad, lr, dtype) for x, grad in zip(ranks, grads, strict=True)]
-        history.append(ranks)
-    return history
+    """Return the weights after each step, by rank; ``gradients[step][rank]`` were computed before the averaging (S5.3).
 
-
-def train_on_ring(
-    start: Array,
-    gradients: list[list[Array]],
-    lr: float,
-    dtype: str,
-    nodes: list[int],
-    hierarchical: bool,
-    interval: int,
-) -> list[list[Array]]:
-    """Return the weights after each step, by rank; averaging follows the optimizer's step (S5.4)."""
-    ranks = [start.copy() for _ in range(sum(nodes))]
+    Without a mode, averaging is that on the ring, and follows the optimizer's step (S5.4).
+    """
+    ranks, history = [start.copy() for _ in range(sum(nodes))], []
     ring = Ring.of([start for _ in nodes] if hierarchical else ranks)
-    history = []
     for step, grads in enumerate(gradients):
+        averages = step % interval == 0
+        if averages and mode is not None:
+            ranks = average(ranks, dtype, mode, hierarchical, nodes, step // interval)
         ranks = [step_of_sgd(x, grad, lr, dtype) for x, grad in zip(ranks, grads, strict=True)]
-        if step % interval == 0:
+        if averages and mode is None:
             ranks = between_leaders(lambda x: ring.step(x, dtype), ranks, dtype, hierarchical, nodes)
         history.append(ranks)
     return history
@@ -227,6 +199,11 @@ def _over(total: Array, count: int) -> Array:
     return result
 
 
+def _shift_one(x: Array, t: int) -> Array:
+    peers = pairs(len(x), t)
+    return _over(x[[peers[rank] for rank in range(len(x))]] + x, 2)
+
+
 def _one_peer_exponential(x: Array, t: int) -> Array:
     return _over(x + _sent_to(x, 2 ** (t % doublings(len(x)))), 2)
 
@@ -251,6 +228,7 @@ def _exponential(x: Array, t: int) -> Array:
 
 
 _FORMULAS: dict[str, Callable[[Array, int], Array]] = {
+    "shift_one": _shift_one,
     "one_peer_exponential": _one_peer_exponential,
     "hypercube": _hypercube,
     "ring": _ring,

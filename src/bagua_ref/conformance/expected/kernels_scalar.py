@@ -36,7 +36,7 @@ def bf16(value: float) -> float:
     """Round a float32 number to bfloat16, its upper 16 bits."""
     if not math.isfinite(value):
         return value
-    bits = float32_bits(value)
+    bits = int(struct.unpack("<I", struct.pack("<f", value))[0])
     low, high = bits & 0xFFFF, bits >> 16
     if low > 0x8000 or (low == 0x8000 and high & 1):
         high += 1  # may carry into the exponent, up to infinity, as rounding requires
@@ -54,11 +54,6 @@ def arithmetic(dtype: str) -> Callable[[float], float]:
 
 
 _ROUND: dict[str, Callable[[float], float]] = {"float16": f16, "bfloat16": bf16, "float32": f32, "float64": float}
-
-
-def float32_bits(value: float) -> int:
-    """Return the bits of a float32 number."""
-    return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
 def float32_of_bits(bits: int) -> float:

@@ -31,25 +31,13 @@ def noise_and_chunks(
     count = max(1, num_samples(length, replicas, drop_last))
     if not shuffle:
         return [0] * length, list(range(count))
-    generator = torch.Generator().manual_seed(seed + epoch)
-    noise = torch.randint(noise_limit(complexities, random_level), (length,), generator=generator).tolist()
-    return noise, torch.randperm(count, generator=generator).tolist()
-
-
-def indices_of(
-    complexities: list[Any], noise: list[int], chunks: list[int], replicas: int, rank: int, drop_last: bool
-) -> list[int]:
-    """S7.2 and S7.3: the samples of one rank, given what was drawn."""
-    keys = [key + extra for key, extra in zip(complexities, noise, strict=True)]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    drawn = [order[(chunk * replicas + rank) % len(order)] for chunk in chunks]
-    return drawn[: num_samples(len(order), replicas, drop_last)]
+    draws = Draws(seed + epoch)
+    return draws.draw_noise(noise_limit(complexities, random_level), length), draws.permutation(count)
 
 
 def indices(complexities: list[Any], replicas: int, rank: int, **options: Any) -> list[int]:
     """S7.3: the samples of one rank."""
-    noise, chunks = noise_and_chunks(complexities, replicas, **options)
-    return indices_of(complexities, noise, chunks, replicas, rank, options["drop_last"])
+    return stretches_of(complexities, [], replicas, **options)[0][rank]
 
 
 class Draws:
@@ -159,13 +147,13 @@ def budget_stretches(
     left = sorted(first, key=lambda sample: costs[sample])
     found = []
     for count, drawn in [*history, (replicas, 0)]:
-        batches = _within(costs, max_cost, left, padded)
+        batches = filled_batches(costs, max_cost, left, padded)
         if shuffle and mix > 1:
             mixed = []
             for place in range(0, len(batches), mix):
                 group = [sample for batch in batches[place : place + mix] for sample in batch]
                 mixed += [group[turn] for turn in draws.permutation(len(group))]
-            batches = _within(costs, max_cost, mixed, padded)
+            batches = filled_batches(costs, max_cost, mixed, padded)
         repeats = 0
         while len(batches) % count:
             price = [batch_cost(costs, batch, padded) for batch in batches]
@@ -189,23 +177,13 @@ def budget_stretches(
     return found
 
 
-def _within(costs: list[Any], max_cost: Any, samples: list[int], padded: Any) -> list[list[int]]:
-    """S7.7.2: samples in batches of at most ``max_cost``."""
+def filled_batches(costs: list[Any], max_cost: Any, samples: list[int], padded: Any = False) -> list[list[int]]:
+    """S7.7.2: samples in batches of at most ``max_cost``, unless one sample alone costs more; a user's function may do so, too."""
     batches: list[list[int]] = []
     for sample in samples:
         if not batches or batch_cost(costs, [*batches[-1], sample], padded) > max_cost:
             batches.append([])
         batches[-1].append(sample)
-    return batches
-
-
-def filled_batches(costs: list[int], max_cost: int, indices: list[int]) -> list[list[int]]:
-    """Cut indices into batches greedily, as a user's function may: none costs more than ``max_cost``, unless it has one index."""
-    batches: list[list[int]] = []
-    for index in indices:
-        if not batches or sum(costs[i] for i in batches[-1]) + costs[index] > max_cost:
-            batches.append([])
-        batches[-1].append(index)
     return batches
 
 

@@ -208,7 +208,7 @@ def _float(number: float) -> str:
     return repr(number) if isfinite(number) else f"float({str(number)!r})"
 
 
-_plain = st.one_of(
+plain_sources = st.one_of(
     st.sampled_from(["None", "True", "False", "0", "1", "0.0", "-0.0", "''", "b''", r"'\ud800'", r"'a\udfff\U0001f600'"]),
     st.integers(-(2**70), 2**70).map(repr),
     st.builds(
@@ -222,6 +222,8 @@ _plain = st.one_of(
     st.text(max_size=6).map(repr),
     st.binary(max_size=6).map(repr),
 )
+"""Source of None, bool, int, float, str and bytes."""
+
 _labels = st.one_of(st.text(max_size=3), st.integers(-2, 2), st.none(), st.binary(max_size=2), st.tuples(st.integers(0, 3))).map(
     repr
 )
@@ -238,15 +240,10 @@ def _containers(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     )
 
 
-def plain_sources() -> st.SearchStrategy[str]:
-    """Source of None, bool, int, float, str and bytes."""
-    return _plain
-
-
 def value_sources(dtypes: Sequence[str] = TENSORS) -> st.SearchStrategy[str]:
     """Source of values that need no pickle: tensors of these dtypes, arrays, None, bool, numbers, str, bytes and containers."""
     tensors = st.sampled_from(dtypes).flatmap(tensor_sources)
-    return st.recursive(st.one_of(_plain, tensors, array_sources()), _containers, max_leaves=4)
+    return st.recursive(st.one_of(plain_sources, tensors, array_sources()), _containers, max_leaves=4)
 
 
 def long_sources() -> st.SearchStrategy[str]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bagua_ref.conformance.expected import collectives_plain as plain
-from bagua_ref.conformance.inputs.strategies import Draw
+from bagua_ref.conformance.inputs.strategies import FLOATS, Draw
 from bagua_ref.types import ReduceOp
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "nothing", "root_of", "terms", "values",
 ]  # fmt: skip
 
-FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("uint8", "int8", "int32", "int64")
 MOVABLE = (*FLOATS, *INTEGERS, "bool")
 BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)

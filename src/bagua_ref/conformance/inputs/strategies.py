@@ -197,21 +197,21 @@ _chunk_sizes = st.one_of(st.integers(0, 12), st.sampled_from([0, 1, 2, 31, 32, 3
 
 
 @st.composite
-def chunked(draw: st.DrawFn, dtype: torch.dtype, *, finite: bool = False) -> tuple[Tensor, int]:
+def chunked(draw: st.DrawFn, dtype: torch.dtype) -> tuple[Tensor, int]:
     """A flat tensor of equal chunks, each of its own kind, and how many there are: few, many tiny ones, or one or two long ones."""
     shape = draw(st.sampled_from(["few", "few", "few", "many", "long"]))
     if shape == "many":
         many = [16, 17, 32, 33, 64, 100, 257]
         num_chunks, size = draw(st.sampled_from([*range(1, 10), *many * 4])), draw(st.integers(1, 3))  # few, to shrink to
         kind = draw(st.sampled_from([kind for kind in _SINGLE if kind != "bits"]))
-        return bulk(dtype, kind, draw(seeds), num_chunks * size, finite=finite), num_chunks
+        return bulk(dtype, kind, draw(seeds), num_chunks * size), num_chunks
     if shape == "long":
         num_chunks, size = draw(st.integers(1, 2)), draw(st.sampled_from([256, 257, 512, 1000, 1024, 4097]))
-        return torch.cat([bulk(dtype, draw(_kinds), draw(seeds), size, finite=finite) for _ in range(num_chunks)]), num_chunks
+        return torch.cat([bulk(dtype, draw(_kinds), draw(seeds), size) for _ in range(num_chunks)]), num_chunks
     num_chunks, size = draw(st.one_of(st.integers(1, 5), st.integers(1, 9))), draw(_chunk_sizes)
     if draw(st.integers(0, 2)) == 2:
-        return torch.cat(mixed(dtype, num_chunks, draw(seeds), size, finite=finite)), num_chunks
-    return torch.cat([draw(tensors(dtype, size, finite=finite)) for _ in range(num_chunks)]), num_chunks
+        return torch.cat(mixed(dtype, num_chunks, draw(seeds), size)), num_chunks
+    return torch.cat([draw(tensors(dtype, size)) for _ in range(num_chunks)]), num_chunks
 
 
 @st.composite

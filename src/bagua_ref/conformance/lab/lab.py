@@ -312,49 +312,14 @@ class Lab:
         script.body += lines
         return str(script)
 
-    def script_of_refusal(self, method: str, arguments: dict[str, Any], error: str, said: str) -> str:
-        """Return a script that fails unless a call raises an error of this class with a message that contains ``said``."""
+    def script_of_refusal(self, method: str, arguments: dict[str, Any]) -> str:
+        """Return a script that fails unless a call raises a TypeError that names the dtype."""
         script = script_of_call(self.target.setup, method, arguments)
         script.body += [
-            f"try:\n    {script.body.pop()}\nexcept {error} as error:\n    assert {said!r} in str(error), error",
-            f"else:\n    raise AssertionError('{method} must raise a {error} that says {said}')",
+            f"try:\n    {script.body.pop()}\nexcept TypeError as error:\n    assert {self.dtype_name!r} in str(error), error",
+            f"else:\n    raise AssertionError('{method} must raise a TypeError that says {self.dtype_name}')",
         ]
         return str(script)
-
-    def elementwise(self, method: str, arguments: dict[str, Any], scalar: Callable[..., float], *more: Any) -> None:
-        """Check a kernel ``first <- scalar(first, others)`` element by element.
-
-        Args:
-            method: the kernel's name.
-            arguments: tensors of one size, of which the first is written, then numbers.
-            scalar: computes one element from the dtype's name, the tensors' elements and ``more``.
-            more: further arguments of scalar; by default the numbers among the arguments.
-        """
-        names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
-        more = more or tuple(value for value in arguments.values() if not isinstance(value, Tensor))
-        call = self.call(method, arguments, (names[0],))
-        rows = zip(*(arguments[name].tolist() for name in names), strict=True)
-        wanted = torch.tensor([scalar(self.dtype_name, *row, *more) for row in rows], dtype=torch.float64).to(self.dtype)
-        try:
-            self.compare(call, names[0], wanted)
-        except Violation:
-            # A single element makes a smaller counterexample, if it is wrong by itself, too.
-            place = _first_difference(call.results[names[0]], wanted)
-            if place is not None and wanted.numel() > 1:
-                one = {name: value[place : place + 1] if name in names else value for name, value in arguments.items()}
-                self.compare(self.call(method, one, (names[0],)), names[0], wanted[place : place + 1])
-            raise
-
-
-def _first_difference(actual: Any, expected: Tensor) -> int | None:
-    if not isinstance(actual, Tensor) or actual.shape != expected.shape or actual.dtype is not expected.dtype:
-        return None
-    for place in range(expected.numel()):
-        try:
-            assert_equal(actual[place], expected[place], EXACT)
-        except AssertionError:
-            return place
-    return None
 
 
 def script_of_call(

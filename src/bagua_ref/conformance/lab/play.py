@@ -159,22 +159,6 @@ class RankScript(Play):
         self.do(f"\n\ndef program(comm):\n{lines}\n\n\nresults = run_world({self._factory}, nodes, program, seed={self._seed})")
         self.what = ""
 
-    def run_calls(self, calls: Sequence[tuple[str, int]], brought: list[list[Any]], expected: list[list[list[Tensor]]]) -> None:
-        """Make calls on every rank, one after another, and compare the tensors among their arguments.
-
-        Args:
-            calls: a method of communicators, and n if its result may differ by `SUM` (n), 0 if it may not.
-            brought: the arguments of each call, by rank.
-            expected: the tensors among them after each call, by rank.
-        """
-        self.give(calls=list(calls), brought=brought, expected=expected)
-        names = [method for method, _ in calls]
-        self.run(
-            ", ".join(names[:9]) + ", ..." * (len(names) > 9),
-            "return [after_call(comm, name, arguments) for (name, _), arguments in zip(calls, brought[comm.rank()])]",
-        )
-        self.do("assert_ranks(calls, nodes, results, expected)")
-
 
 _OWN = {"comm_ops": ReferenceCommOps, "algorithms": ReferenceAlgorithms}
 """Parts of the package's own, which are made with the target's kernels."""
@@ -253,7 +237,14 @@ def assert_ranks(
     results: Sequence[Sequence[Sequence[Tensor]]],
     expected: Sequence[Sequence[Sequence[Tensor]]],
 ) -> None:
-    """Raise AssertionError unless the tensors of each call on each rank are as expected; `RankScript.run_calls` has the rest."""
+    """Raise AssertionError unless the tensors of each call on each rank are as expected.
+
+    Args:
+        calls: a method of communicators, and n if its result may differ by `SUM` (n), 0 if it may not.
+        nodes: number of ranks on each node.
+        results: the tensors among the arguments of each call after it, by rank.
+        expected: what they must be.
+    """
     for place, (name, terms) in enumerate(calls):
         which = f", call {place} of {len(calls)}" if len(calls) > 1 else ""
         for rank, (mine, wanted) in enumerate(zip(results, expected, strict=True)):

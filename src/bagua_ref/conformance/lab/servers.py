@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from bagua_ref.conformance.lab.journal import end_with
@@ -23,18 +24,18 @@ from bagua_ref.contrib.cache.server import find_program, start_redis_server
 from bagua_ref.errors import BackendUnavailableError
 
 __all__ = [
-    "LOADER", "CacheScript", "Refusals", "ScriptedServer", "ServerPool", "assert_keys", "assert_within", "cache_script",
-    "in_worker", "reason_without_servers", "start_servers",
+    "LOADER", "CacheScript", "Refusals", "ScriptedServer", "assert_keys", "assert_within", "cache_script",
+    "in_worker", "reason_to_skip", "start_servers",
 ]  # fmt: skip
 
 _LOOPBACK = "127.0.0.1"
 _CAPACITY = 64 * 1024**2
 LOADER = ("CacheLoader",)
-_pools: weakref.WeakKeyDictionary[Lab, ServerPool] = weakref.WeakKeyDictionary()
+_pools: weakref.WeakKeyDictionary[Lab, list[ScriptedServer]] = weakref.WeakKeyDictionary()
 
 
-def reason_without_servers() -> str:
-    """Return why no server can be started; empty if one can."""
+def reason_to_skip() -> str:
+    """Return why no cache can be checked on this machine; empty if one can."""
     if _has_program() or importlib.util.find_spec("fakeredis") is not None:
         return ""
     return "there is no server: install redis-server or valkey-server, or the package fakeredis"
@@ -187,25 +188,6 @@ def start_servers(count: int) -> list[ScriptedServer]:
     return [ScriptedServer() for _ in range(count)]
 
 
-class ServerPool:
-    """Servers that a check's inputs share, one input at a time."""
-
-    def __init__(self) -> None:
-        self._servers: list[ScriptedServer] = []
-
-    def start_servers(self, count: int) -> list[ScriptedServer]:
-        """Return servers as if they had just been started."""
-        self._servers += start_servers(max(0, count - len(self._servers)))
-        for server in self._servers:
-            server.reset()
-        return self._servers[:count]
-
-    def close(self) -> None:
-        """Kill all servers."""
-        for server in self._servers:
-            server.kill()
-
-
 def assert_keys(servers: Sequence[ScriptedServer], wanted: Sequence[Sequence[str]]) -> None:
     """Raise AssertionError unless each server has exactly these keys."""
     for place, (server, keys) in enumerate(zip(servers, wanted, strict=True)):
@@ -235,7 +217,7 @@ def in_worker(work: Callable[[], Any], meanwhile: Callable[[], Any] = lambda: No
     context = multiprocessing.get_context("fork")
     inbox, outbox = context.Pipe(duplex=False)
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    process = context.Process(target=_work, args=(_Script(work) if as_script else work, os.getpid(), outbox))
+    process = context.Process(target=_work, args=(work, os.getpid(), outbox, as_script))
     is_daemon = config.pop("daemon", None)  # a check's process is a daemon, which may not start processes otherwise
     try:
         process.start()
@@ -256,40 +238,41 @@ def in_worker(work: Callable[[], Any], meanwhile: Callable[[], Any] = lambda: No
     assert not said, f"a worker {said}"
 
 
-def _work(work: Callable[[], Any], parent: int, outbox: Any) -> None:
+def _work(work: Callable[[], Any], parent: int, outbox: Any, as_script: bool) -> None:
     end_with(parent)
     outbox.send("ended without an answer")
     try:
+        if as_script:
+            _become_script()
         work()
+        if as_script:
+            atexit._run_exitfuncs()
     except Exception as error:
         outbox.send(f"raised {type(error).__name__}: {error}")
     else:
         outbox.send("")
-    if isinstance(work, _Script):
+    if as_script:
         os._exit(0)  # without what only ends a worker
 
 
-class _Script:
-    """Work that is followed by the handlers of a script's exit, but for those of what this process was forked from."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._work = work
-
-    def __call__(self) -> None:
-        process = multiprocessing.current_process()
-        process.name, process._config["daemon"] = "MainProcess", False  # type: ignore[attr-defined]
-        multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
-        for inherited in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-            inherited.atexit = False
-        self._work()
-        atexit._run_exitfuncs()
+def _become_script() -> None:
+    """Let this process pass for the main one, without the exit handlers of what it was forked from."""
+    process = multiprocessing.current_process()
+    process.name, process._config["daemon"] = "MainProcess", False  # type: ignore[attr-defined]
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    for inherited in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        inherited.atexit = False
 
 
-def _pool(lab: Lab) -> ServerPool:
-    if lab not in _pools:
-        _pools[lab] = ServerPool()
-        lab.resources.callback(_pools[lab].close)
-    return _pools[lab]
+def _shared_servers(lab: Lab, count: int) -> list[ScriptedServer]:
+    """Return servers as if they had just been started; a check's inputs share them, one input at a time."""
+    pool = _pools.setdefault(lab, [])
+    for server in start_servers(max(0, count - len(pool))):
+        pool.append(server)
+        lab.resources.callback(server.kill)
+    for server in pool:
+        server.reset()
+    return pool[:count]
 
 
 class CacheScript(Play):
@@ -298,7 +281,7 @@ class CacheScript(Play):
     def __init__(self, lab: Lab, servers: int, load: str) -> None:
         rooms = ("inputs.cache_values", "lab.servers")
         super().__init__(lab, "cache", *(f"from bagua_ref.conformance.{room} import *" for room in rooms))
-        self.names["start_servers"] = _pool(lab).start_servers
+        self.names["start_servers"] = partial(_shared_servers, lab)
         self.do(f"servers = start_servers({servers})\nhosts = [server.host for server in servers]\nload = {load}")
 
     def warnings_of(self, lines: str) -> None:
@@ -316,10 +299,17 @@ class CacheScript(Play):
 
 
 @contextlib.contextmanager
-def cache_script(lab: Lab, servers: int = 1, load: str = "Source()") -> Iterator[CacheScript]:
-    """Give a script with the source of a ``load`` function, and end what it leaves behind: the next one has the same servers."""
+def cache_script(
+    lab: Lab, servers: int = 1, load: str = "Source()", dataset: str | None = None, size: int = 1
+) -> Iterator[CacheScript]:
+    """Give a script with the source of a ``load`` function and, if a dataset is named, with a loader of that buffer size.
+
+    What it leaves behind is ended: the next one has the same servers.
+    """
     script = CacheScript(lab, servers, load)
     try:
+        if dataset is not None:
+            script.loader(dataset, size)
         yield script
     except Violation as violation:
         if died := [place for place, server in enumerate(script.names.get("servers", ())) if server.has_died()]:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -78,13 +79,11 @@ GRADIENT_ALLREDUCE = TrainedAlgorithm(
     worlds=lambda dtype: worlds(5),
     steps=lambda draw, options: draw(st.integers(1, 3)),
 )
-BYTEGRAD = TrainedAlgorithm(
-    "bytegrad",
-    _options_of_gradients,
-    _follow_gradients,
+BYTEGRAD = replace(
+    GRADIENT_ALLREDUCE,
+    method="bytegrad",
     worlds=lambda dtype: worlds(5) | st.sampled_from([(2, 1), (1, 3), (2, 2), (2, 1, 2)]),
     gradients=of_kinds(any_kind),
-    steps=lambda draw, options: draw(st.integers(1, 3)),
 )
 
 
@@ -144,10 +143,7 @@ def _weights_after_steps(training: TrainingPlay) -> Iterator[tuple[list[list[Any
         dtype = training.dtypes[places[0]]
         start = np.concatenate([training.start[place] for place in places])
         given = [training.flat(step, places) for step in range(training.steps)]
-        if mode is None:
-            history = decentralized_numpy.train_on_ring(start, given, 1.0, dtype, nodes, between, interval)
-        else:
-            history = decentralized_numpy.train_decentralized(start, given, 1.0, dtype, nodes, mode, between, interval)
+        history = decentralized_numpy.train_decentralized(start, given, 1.0, dtype, nodes, mode, between, interval)
         for step, ranks in enumerate(history):
             for rank, flat in enumerate(ranks):
                 for place, numbers in training.by_place(flat, places).items():
@@ -180,27 +176,14 @@ DECENTRALIZED = TrainedAlgorithm(
     gradients=of_kinds(any_kind),
     steps=lambda draw, options: draw(st.integers(2, 6)),
 )
-ON_GRAPH = TrainedAlgorithm(
-    "decentralized_on_graph",
-    lambda draw, weights: {**_options_of_weights(draw, weights), "restart": 0},
-    _follow_weights,
-    gradients=of_kinds(any_kind),
-    steps=lambda draw, options: draw(st.integers(2, 6)),
+ON_GRAPH = replace(
+    DECENTRALIZED,
+    method="decentralized_on_graph",
+    options=lambda draw, weights: {**_options_of_weights(draw, weights), "restart": 0},
 )
-_FORWARDS = TrainedAlgorithm(
-    "decentralized_in_forward",
-    DECENTRALIZED.options,
-    _follow_forwards,
-    gradients=of_kinds(any_kind),
-    steps=lambda draw, options: draw(st.integers(2, 4)),
-)
-RING = TrainedAlgorithm(
-    "low_precision_decentralized",
-    _options_of_weights,
-    _follow_weights,
-    worlds=lambda dtype: worlds(5),
-    gradients=of_kinds(any_kind),
-    steps=lambda draw, options: draw(st.integers(2, 6)),
+RING = replace(DECENTRALIZED, method="low_precision_decentralized", options=_options_of_weights)
+_FORWARDS = replace(
+    DECENTRALIZED, method="decentralized_in_forward", follow=_follow_forwards, steps=lambda draw, options: draw(st.integers(2, 4))
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,15 +40,13 @@ _EXACT = ("MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8")
 _nodes = st.sampled_from([(2,), (3,), (2, 1), (1, 3), (2, 2), (1,), (2, 1, 2), (1, 1)])
 
 
-def _known(lab: Lab) -> Any:
-    """Return the codecs of the kernels, or those that the target's own algorithms say that they have in ``codecs``."""
-    own = lab.target.parts.get("algorithms")
-    return lab.target.kernels.codecs if own is None else getattr(own, "codecs", ("MinMaxUInt8",))
-
-
 def _codec(lab: Lab, draw: Draw, *preferred: str) -> str:
-    """Draw one of the preferred codecs that the target has, else of all whose payloads are known to the bit."""
-    known = _known(lab)
+    """Draw one of the preferred codecs that the target has, else of all whose payloads are known to the bit.
+
+    It has the codecs of its kernels, or those that its own algorithms say that they have in ``codecs``.
+    """
+    own = lab.target.parts.get("algorithms")
+    known = lab.target.kernels.codecs if own is None else getattr(own, "codecs", ("MinMaxUInt8",))
     found: str = draw(st.sampled_from([c for c in preferred if c in known] or [c for c in _EXACT if c in known]))
     return found
 
@@ -117,9 +116,7 @@ def _follow_momenta(training: TrainingPlay) -> None:
     follow_qadam(training, [_exchange(_rounds_of(training, bucket)) for bucket in training.layout()])
 
 
-_QADAM_WITH_MEMORY = TrainedAlgorithm(
-    "qadam_with_memory", QADAM.options, _follow_momenta, gradients=QADAM.gradients, steps=lambda draw, options: 6
-)
+_QADAM_WITH_MEMORY = replace(QADAM, method="qadam_with_memory", follow=_follow_momenta)
 
 
 # Top-k.

@@ -14,7 +14,7 @@ from bagua_ref.conformance.expected.samplers_plain import hash_of, stored_key
 from bagua_ref.conformance.inputs.cache_values import NO_KEYS, TENSORS, key_sources
 from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.servers import LOADER, cache_script, reason_without_servers
+from bagua_ref.conformance.lab.servers import LOADER, cache_script, reason_to_skip
 from bagua_ref.conformance.suites.checks import check
 
 __all__ = ["VALUES", "buffer_sizes", "prepare", "reason_to_skip", "store_of"]
@@ -33,11 +33,6 @@ def prepare() -> None:
 
     with contextlib.suppress(ImportError):
         import fakeredis  # noqa: F401
-
-
-def reason_to_skip() -> str:
-    """Return why no cache can be checked on this machine; empty if one can."""
-    return reason_without_servers()
 
 
 def _stored_name(dataset: str, key: object) -> str:
@@ -107,8 +102,7 @@ def surrogates(lab: Lab, draw: Draw) -> None:
     lone = st.tuples(st.text(max_size=2), st.sampled_from(["\ud800", "\udce9", "\udfff"]), st.text(max_size=2)).map("".join)
     name, key = draw(st.one_of(st.tuples(lone, lone), st.tuples(_names, lone), st.tuples(lone, st.text(max_size=3))))
     stores = draw(st.integers(1, 3))
-    with cache_script(lab, stores) as script:
-        script.loader(name, draw(buffer_sizes))
+    with cache_script(lab, stores, dataset=name, size=draw(buffer_sizes)) as script:
         script.do(f"found = [loader.get(key, load) for key in ({key!a}, 1, {key!a})]")
         script.do(f"load.expect({key!a}, 1)\nassert found[0] == found[2] != found[1], ascii(found)\nloader.close()")
         script.do(f"assert_keys(servers, {_placed([_stored_name(name, key), _stored_name(name, 1)], stores)!a})")
@@ -141,8 +135,7 @@ def own(lab: Lab, draw: Draw) -> None:
     """A value from `get()` is the caller's own: changing it changes neither the copy waiting to be written nor the stored one."""
     sources = [source for source in _CHANGEABLE if "tensor" not in source or "int16" in lab.dtypes(TENSORS)]
     source, moves = draw(st.sampled_from(sources)), st.sampled_from(["", "flush", "close"])
-    with cache_script(lab, 1, f"Source({{'key': {source}}})") as script:
-        script.loader("d", draw(buffer_sizes))
+    with cache_script(lab, 1, f"Source({{'key': {source}}})", dataset="d", size=draw(buffer_sizes)) as script:
         for move in draw(st.lists(moves, min_size=2, max_size=5)):
             script.do(f"found = loader.get('key', load)\nassert_same(found, {source})\nspoil(found)")
             if move:
@@ -157,8 +150,7 @@ def get(lab: Lab, draw: Draw) -> None:
     """`get()` returns the value of a key, whichever loader made it; load_fn is called for new keys only; writes are buffered."""
     stores, size, name = draw(st.integers(1, 3)), draw(buffer_sizes), draw(st.sampled_from(["data", "d", ""]))
     moves = draw(st.lists(st.one_of(st.integers(0, 5), st.sampled_from(["flush", "close", "num_keys"])), min_size=2, max_size=16))
-    with cache_script(lab, stores) as script:
-        script.loader(name, size)
+    with cache_script(lab, stores, dataset=name, size=size) as script:
         stored: dict[int, str] = {}
         waiting: dict[int, str] = {}
         calls = 0
@@ -185,8 +177,7 @@ def get(lab: Lab, draw: Draw) -> None:
 @check("cache", "S8.2", "none", needs=LOADER, effort=0.2)
 def none(lab: Lab, draw: Draw) -> None:
     """A cached None is a hit."""
-    with cache_script(lab, 1, "Source({'key': None})") as script:
-        script.loader("d", draw(buffer_sizes))
+    with cache_script(lab, 1, "Source({'key': None})", dataset="d", size=draw(buffer_sizes)) as script:
         for _ in range(2):
             script.do("assert loader.get('key', load) is None")
             script.do(
@@ -212,8 +203,7 @@ def num_keys(lab: Lab, draw: Draw) -> None:
 def worker(lab: Lab, draw: Draw) -> None:
     """A worker process writes its buffered values when it ends, and its parent's buffered values are not lost."""
     size, mine, theirs = draw(st.integers(2, 6)), draw(st.integers(0, 3)), draw(st.integers(1, 9))
-    with cache_script(lab) as script:
-        script.loader("d", size)
+    with cache_script(lab, dataset="d", size=size) as script:
         script.do(f"for key in range({mine}):\n    loader.get(key, load)")
         script.do(f"def work():\n    for key in range(100, {100 + theirs}):\n        loader.get(key, load)\n")
         script.do("in_worker(work)")
@@ -239,8 +229,7 @@ def at_exit(lab: Lab, draw: Draw) -> None:
 @check("cache", "S8.2", "connections", needs=LOADER, effort=0.1)
 def connections(lab: Lab, draw: Draw) -> None:
     """A forked worker and its parent, which had connections already, each get the answers to their own requests."""
-    with cache_script(lab, draw(st.integers(1, 2)), VALUES) as script:
-        script.loader("d")
+    with cache_script(lab, draw(st.integers(1, 2)), VALUES, dataset="d") as script:
         script.do("for key in range(20):\n    loader.get(key, load)\nload.calls.clear()")
         script.do("def read(keys):\n    for key in [*keys] * 15:\n        assert_same(loader.get(key, load), f'value {key}')\n")
         script.do("def work():\n    read(range(20))\n    load.expect()\n")
@@ -265,8 +254,7 @@ def load_raises(lab: Lab, draw: Draw) -> None:
 def lasting(lab: Lab, draw: Draw) -> None:
     """Stored values have no time to live."""
     stores = draw(st.integers(1, 2))
-    with cache_script(lab, stores) as script:
-        script.loader("d", draw(buffer_sizes))
+    with cache_script(lab, stores, dataset="d", size=draw(buffer_sizes)) as script:
         script.do("for key in range(7):\n    loader.get(key, load)\nloader.close()")
         script.do("found = [server.expiring() for server in servers]\nassert not any(found), f'keys expire: {found}'")
 

@@ -25,8 +25,9 @@ from bagua_ref.conformance.suites.checks import check
 
 def _come_back(lab: Lab, draw: Draw, sources: list[str]) -> None:
     """Cache values and read them from the store, without pickle, and compare."""
-    with cache_script(lab, 1, f"Source(dict(enumerate(values := [{', '.join(sources)}])))") as script:
-        script.loader("d", draw(buffer_sizes))
+    with cache_script(
+        lab, 1, f"Source(dict(enumerate(values := [{', '.join(sources)}])))", dataset="d", size=draw(buffer_sizes)
+    ) as script:
         for turn in ("made", "read"):
             script.do(
                 "with without_pickle():\n    found = [loader.get(place, load) for place in range(len(values))]\n    loader.close()"
@@ -49,7 +50,7 @@ _OTHERS: dict[str, tuple[Callable[[Lab], st.SearchStrategy[str]], int, str]] = {
         "Arrays of any dtype, byte order, shape and strides come back bit for bit, without pickle.",
     ),
     "plain": (
-        lambda lab: plain_sources(), 6,
+        lambda lab: plain_sources, 6,
         "None, bool, int, float, str and bytes come back unchanged, without pickle.",
     ),
     "long": (
@@ -138,8 +139,7 @@ def damage(lab: Lab, draw: Draw) -> None:
     stores, dtypes = draw(st.integers(1, 2)), lab.dtypes(TENSORS)
     long = ["b'some bytes' * 5", "b'some bytes' * 50", *["tensor('int32', (8,), '0102030405060708' * 4)"] * ("int32" in dtypes)]
     value = draw(st.one_of(st.sampled_from(long), value_sources(dtypes)))
-    with cache_script(lab, stores, f"Source({{'key': {value}}})") as script:
-        script.loader("d")
+    with cache_script(lab, stores, f"Source({{'key': {value}}})", dataset="d") as script:
         script.do("loader.get('key', load)\nloader.close()")
         script.do(_damaged(draw, f"servers[{store_of('d_key', stores)}]"))
         script.loader("d")
@@ -176,8 +176,7 @@ def full(lab: Lab, draw: Draw) -> None:
     """When a store is full, load_fn provides the missing values, with one warning."""
     size, old, new = draw(buffer_sizes), draw(st.integers(1, 4)), draw(st.integers(1, 8))
     new = max(new, size)  # at least one value is written
-    with cache_script(lab, 1, VALUES) as script:
-        script.loader("d", size)
+    with cache_script(lab, 1, VALUES, dataset="d", size=size) as script:
         script.do(f"for key in range({old}):\n    loader.get(key, load)\nloader.flush()\nservers[0].refuse_writes()")
         script.do(f"load.expect(*range({old}))")
         script.warnings_of(f"for key in range({old + new}):\n    assert_same(loader.get(key, load), f'value {{key}}')")
@@ -197,8 +196,7 @@ def warns_once(lab: Lab, draw: Draw) -> None:
 @check("cache", "S8.3", "pauses", needs=LOADER, effort=0.05)
 def pauses(lab: Lab, draw: Draw) -> None:
     """A store that has failed is left alone for a while: not every access connects to it."""
-    with cache_script(lab) as script:
-        script.loader("d", draw(buffer_sizes))
+    with cache_script(lab, dataset="d", size=draw(buffer_sizes)) as script:
         script.do("loader.get('early', load)\nloader.flush()\nservers[0].kill()")
         lines = "with Refusals(servers[0].host) as refusals:\n    for key in range(200):\n        loader.get(key, load)"
         script.warnings_of(lines)
@@ -224,8 +222,7 @@ def back(lab: Lab, draw: Draw) -> None:
 def counters(lab: Lab, draw: Draw) -> None:
     """`stats()` reports hits and misses, and no errors when there are none."""
     wanted = draw(st.lists(st.integers(0, 5), min_size=1, max_size=10))
-    with cache_script(lab, draw(st.integers(1, 2))) as script:
-        script.loader("d", draw(buffer_sizes))
+    with cache_script(lab, draw(st.integers(1, 2)), dataset="d", size=draw(buffer_sizes)) as script:
         script.do(f"for key in {wanted}:\n    loader.get(key, load)\nstats = loader.stats()")
         expected = (len(wanted) - len(set(wanted)), len(set(wanted)), 0)
         found = "(stats.hits, stats.misses, stats.errors)"

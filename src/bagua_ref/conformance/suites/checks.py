@@ -17,8 +17,7 @@ if TYPE_CHECKING:  # hypothesis is not needed to list checks
     from bagua_ref.conformance.lab.training import TrainedAlgorithm
 
 __all__ = [
-    "Check", "all_checks", "check", "check_trainings", "checks_of", "nothing", "prepare", "reason_to_skip_suite",
-    "require_hypothesis", "variants",
+    "Check", "all_checks", "check", "check_trainings", "checks_of", "nothing", "prepare", "reason_to_skip_suite", "variants",
 ]  # fmt: skip
 
 _ALGORITHMS = ("_async", "_local", "_powersgd", "", "_compressed", "_properties")
@@ -106,21 +105,16 @@ def nothing(lab: Lab, draw: Draw) -> dict[str, Any]:
     return {}
 
 
-def require_hypothesis() -> None:
-    """Raise ImportError with an install command if Hypothesis is missing."""
-    try:
-        import hypothesis  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"conformance checks need Hypothesis; install with: {install_command('conformance')}") from error
-
-
 def checks_of(suites: Collection[str]) -> dict[str, Check]:
     """Return the checks of the given suites by id, in the order of `SUITES`; only these suites are imported.
 
     Raises:
         ImportError: Hypothesis is not installed.
     """
-    require_hypothesis()
+    try:
+        import hypothesis  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"conformance checks need Hypothesis; install with: {install_command('conformance')}") from error
     wanted = [suite for suite in SUITES if suite in suites]
     for suite in wanted:
         _import_suite(suite)
@@ -138,15 +132,13 @@ def all_checks() -> dict[str, Check]:
 
 def prepare(suite: str) -> None:
     """Let a suite import slow modules once, before its checks run in processes of their own."""
-    ready = getattr(_import_suite(suite), "prepare", None)
-    if ready is not None:
-        ready()
+    getattr(_import_suite(suite), "prepare", lambda: None)()
 
 
 def reason_to_skip_suite(suite: str) -> str:
     """Return why no check of a suite can run on this machine; empty if they can."""
-    reason = getattr(_import_suite(suite), "reason_to_skip", None)
-    return "" if reason is None else str(reason())
+    reason: str = getattr(_import_suite(suite), "reason_to_skip", lambda: "")()
+    return reason
 
 
 def _import_suite(suite: str) -> ModuleType:

@@ -49,13 +49,18 @@ def _reductions(names: Sequence[str]) -> list[tuple[ReduceOp, str]]:
 
 def _run(lab: Lab, nodes: tuple[int, ...], seed: int, calls: Sequence[CollectiveCall]) -> None:
     """Make calls on one communicator; report a failure with as few of them as show it."""
-    everyone = range(sum(nodes))
+    script, names = RankScript(lab, nodes, seed), [call.method for call in calls]
     try:
-        RankScript(lab, nodes, seed).run_calls(
-            [(call.method, call.terms) for call in calls],
-            [[call.brought[rank] for call in calls] for rank in everyone],
-            [[call.expected[rank] for call in calls] for rank in everyone],
+        script.give(
+            calls=[(call.method, call.terms) for call in calls],
+            brought=[[call.brought[rank] for call in calls] for rank in range(sum(nodes))],
+            expected=[[call.expected[rank] for call in calls] for rank in range(sum(nodes))],
         )
+        script.run(
+            ", ".join(names[:9]) + ", ..." * (len(names) > 9),
+            "return [after_call(comm, name, arguments) for (name, _), arguments in zip(calls, brought[comm.rank()])]",
+        )
+        script.do("assert_ranks(calls, nodes, results, expected)")
     except Violation as violation:
         failed = next((call for call in calls if str(violation).startswith(f"{call.method} ")), None)
         alike = [call for call in calls if call is failed or (failed is not None and call.method == failed.method)]

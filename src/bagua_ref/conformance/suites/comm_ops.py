@@ -15,6 +15,7 @@ from bagua_ref.conformance.expected import algorithms_plain, decentralized_numpy
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.inputs.graph_cases import doubly_stochastic, flawed, graph_cases, sized_worlds, sizes_of
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, bulk, mixed, paired_worlds, seeds, tensors, worlds
+from bagua_ref.conformance.inputs.training_cases import array
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import RankScript
 from bagua_ref.conformance.lab.violation import literal
@@ -122,10 +123,6 @@ def _in_any_order(lab: Lab, script: RankScript, source: str, inputs: list[Tensor
         script.expect(source.format(rank), wanted, said, SUM(len(inputs) + 1), magnitude)
 
 
-def _arrays(ranks: list[Tensor]) -> list[decentralized_numpy.Array]:
-    return [x.double().numpy() if x.dtype is torch.float64 else x.float().numpy() for x in ranks]
-
-
 def _rounds(lab: Lab, draw: Draw, first: list[Tensor], more: int) -> list[list[Tensor]]:
     """Return each rank's elements in the first round and in more rounds."""
     return [first, *([bulk(lab.dtype, "tame", draw(seeds), x.numel()) for x in first] for _ in range(more))]
@@ -141,7 +138,7 @@ def _decentralized(
     script = _run(lab, draw, nodes, method, by_rank, **{name: mode}, hierarchical=between)
     with np.errstate(all="ignore"):
         wanted = [
-            decentralized_numpy.average(_arrays(ranks), lab.dtype_name, mode, between, list(nodes), step)
+            decentralized_numpy.average([*map(array, ranks)], lab.dtype_name, mode, between, list(nodes), step)
             for step, ranks in enumerate(rounds)
         ]
     _compare_rounds(lab, script, f"{method}({literal(mode)}, hierarchical={between})", wanted)
@@ -169,7 +166,7 @@ def many_steps(lab: Lab, draw: Draw) -> None:
     first = [torch.full((1,), float(2**rank)) for rank in range(6)]  # the sum names the ranks
     script = _run(lab, draw, nodes, "decentralized", [[x] * count for x in first], mode="shift_one", hierarchical=False)
     averages = (
-        decentralized_numpy.average(_arrays(first), "float32", "shift_one", False, list(nodes), step) for step in range(count)
+        decentralized_numpy.average([*map(array, first)], "float32", "shift_one", False, list(nodes), step) for step in range(count)
     )
     _compare_rounds(lab, script, "decentralized(shift_one)", averages)
 
@@ -274,12 +271,12 @@ def _ring(lab: Lab, draw: Draw, nodes: tuple[int, ...], count: int, first: list[
     start = bulk(lab.dtype, "tame", draw(seeds), first[0].numel())
     inputs = [[start, *mine] for mine in zip(*rounds, strict=True)]
     script = _run(lab, draw, nodes, "low_precision_decentralized", inputs, hierarchical=between)
-    model = decentralized_numpy.Ring.of(_arrays([start] * (len(nodes) if between else sum(nodes))))
+    model = decentralized_numpy.Ring.of([array(start)] * (len(nodes) if between else sum(nodes)))
 
     def step(ranks: list[decentralized_numpy.Array]) -> list[decentralized_numpy.Array]:
         return model.step(ranks, lab.dtype_name)
 
     leading = decentralized_numpy.between_leaders
     with np.errstate(all="ignore"):
-        wanted = [leading(step, _arrays(ranks), lab.dtype_name, between, list(nodes)) for ranks in rounds]
+        wanted = [leading(step, [*map(array, ranks)], lab.dtype_name, between, list(nodes)) for ranks in rounds]
     _compare_rounds(lab, script, f"low_precision_decentralized(hierarchical={between})", wanted)

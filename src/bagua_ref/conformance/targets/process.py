@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -285,28 +286,17 @@ class _Backend(KernelBackend):
 _KERNELS = sorted(name.strip("_") for name in KernelBackend.__abstractmethods__)
 
 
-class _SomeKernels:
-    """The kernels and codecs of a program that does not have all."""
-
-    device_types = ("cpu",)
-
-    def __init__(self, backend: _Backend, names: Sequence[str]) -> None:
-        self._backend, self._names, self.codecs = backend, set(names), backend.codecs
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name.rstrip("_") not in self._names:
-            raise AttributeError(f"the program has no kernel {name}")
-        return getattr(self._backend, name)
-
-
-def _kernels(link: Any, names: Sequence[str], codecs: Sequence[str]) -> _Backend | _SomeKernels | None:
+def _kernels(link: Any, names: Sequence[str], codecs: Sequence[str]) -> _Backend | SimpleNamespace | None:
+    """Return a backend, or the kernels and codecs of a program that does not have all."""
     made: dict[str, type[Codec]] = {
         name: type(name, (_ProcessCodec,), {"name": name, "link": staticmethod(link)}) for name in codecs
     }
     backend: _Backend = type("Backend", (_Backend,), {"codecs": made})(link)
     if set(names) == set(_KERNELS) and "MinMaxUInt8" in codecs:
         return backend
-    return _SomeKernels(backend, names) if names or codecs else None
+    methods = [name.removeprefix("_") for name in KernelBackend.__abstractmethods__]
+    found = {method: getattr(backend, method) for method in methods if method.rstrip("_") in names}
+    return SimpleNamespace(device_types=("cpu",), codecs=made, **found) if names or codecs else None
 
 
 class _ProcessCodec(Codec):

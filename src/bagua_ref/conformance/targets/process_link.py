@@ -100,7 +100,7 @@ class Link:
         entries = [{"name": name, "dtype": name_of(x.dtype), "shape": list(x.shape)} for name, x in tensors.items()]
         header = {"call": call, **values, "tensors": entries}
         Link.sent += call not in ("hello", "world")
-        request = b"".join([_line(header), *map(bytes_of, tensors.values())])
+        request = b"".join([json.dumps(header, separators=(",", ":")).encode(), b"\n", *map(bytes_of, tensors.values())])
         self._keep(request)
         try:
             self._connection.sendall(request)
@@ -173,10 +173,6 @@ def _said(errors: IO[bytes]) -> str:
     errors.seek(0)
     said = errors.read()[-2000:].decode(errors="replace").strip()
     return f"; its standard error ends with:\n{said}" if said else ""
-
-
-def _line(header: Mapping[str, Any]) -> bytes:
-    return json.dumps(header, separators=(",", ":")).encode() + b"\n"
 
 
 class Programs:

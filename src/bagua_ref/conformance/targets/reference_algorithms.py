@@ -136,10 +136,13 @@ class ReferenceAlgorithms:
 
     def _on_program(
         self, algorithm: str, world: RankWorld, weights: list[Tensor], program: list[Action], *, lr: float, bucket_bytes: int,
-        momentum: float = 0.0, **options: Any,
+        momentum: float = 0.0, shows_gradients: bool = False, **options: Any,
     ) -> History:  # fmt: skip
-        """Train with SGD by actions in order; return this rank's weights after each, or what is asked for."""
-        return self._with_sgd(algorithm, weights, bucket_bytes, options, lr, momentum).play(program)
+        """Train with SGD by actions in order; return this rank's weights after each, or what is asked for.
+
+        With ``shows_gradients``, return the averaged gradients after steps, and no weights.
+        """
+        return self._with_sgd(algorithm, weights, bucket_bytes, options, lr, momentum).play(program, shows_gradients)
 
     async_model_average = partialmethod(_on_program, "async")
     """S5.6; ``options`` are ``sync_interval_ms``, in virtual time, and ``warmup_steps``. The last action is an abort."""
@@ -169,19 +172,12 @@ class ReferenceAlgorithms:
             options["outer_optimizer"] = lambda tensors: getattr(torch.optim, outer_optimizer["class"])(tensors, **outer)
         return self._on_program("diloco", world, weights, program, **options)
 
-    def _on_compressed(
-        self, algorithm: str, world: RankWorld, weights: list[Tensor], program: list[Action], *, lr: float, bucket_bytes: int,
-        **options: Any,
-    ) -> History:  # fmt: skip
-        """Train with SGD by actions in order; return the averaged gradients after each step, or what is asked for."""
-        return self._with_sgd(algorithm, weights, bucket_bytes, options, lr).play(program, shows_gradients=True)
-
-    powersgd = partialmethod(_on_compressed, "powersgd")
+    powersgd = partialmethod(_on_program, "powersgd", shows_gradients=True)
     """S10; ``options`` are ``matrix_approximation_rank``, ``warmup_steps``, ``min_compression_rate``, ``memory``, ``warm_start``
     and ``seed``."""
-    bytegrad_with_memory = partialmethod(_on_compressed, "bytegrad", error_feedback=True)
+    bytegrad_with_memory = partialmethod(_on_program, "bytegrad", shows_gradients=True, error_feedback=True)
     """S5.2 with S11.1, without factors and memories; ``options`` are ``hierarchical``, ``average`` and ``compression``."""
-    topk = partialmethod(_on_compressed, "topk")
+    topk = partialmethod(_on_program, "topk", shows_gradients=True)
     """S11.2, without factors; ``options`` are ``ratio``, ``error_feedback`` and ``warmup_steps``."""
 
     def _with_sgd(
@@ -255,19 +251,19 @@ class _ReferenceTraining:
             seen.append([None if x is None else x.detach().cpu().clone() for x in found])
         return seen
 
-    def _step(self, given: Gradients) -> None:
-        self._optimizer.zero_grad()
-        self._module({place: gradient.to(self._of.device) for place, gradient in given.items()}).backward()
-        self._optimizer.step()
-
-    def _slow_step(self, given: Gradients) -> list[Tensor]:
+    def _step(self, given: Gradients, seconds: float = 0.0) -> list[Tensor] | None:
+        """Take a step; return the weights after its forward and a sleep, if there is one."""
         self._optimizer.zero_grad()
         loss = self._module({place: gradient.to(self._of.device) for place, gradient in given.items()})
-        current_world().sleep(1.0)  # in which the background has time to do too much
-        seen = [w.detach().clone() for w in self._module.weights]
+        seen = None
+        if seconds:
+            current_world().sleep(seconds)
+            seen = [w.detach().clone() for w in self._module.weights]
         loss.backward()
         self._optimizer.step()
         return seen
+
+    _slow_step = partialmethod(_step, seconds=1.0)  # in which the background has time to do too much
 
     def _failing_step(self, given: Gradients) -> None:
         try:

@@ -218,10 +218,10 @@ def _on_gradients(c: Given, exchange: algorithms_plain.Exchange) -> Tensors:
     return {"x": after.unsqueeze(1).repeat(1, sum(c.nodes), 1)}
 
 
-def _on_weights(c: Given, train: Callable[..., Any], **mode: str) -> Tensors:
-    gradients = [list(_array(ranks)) for ranks in c.gradients]
-    options = {"hierarchical": c.hierarchical, "interval": c.communication_interval, **mode}
-    history = train(_array(c.x), gradients, c.lr, c.dtype, c.nodes, **options)
+def _on_weights(c: Given, mode: str | None) -> Tensors:
+    gradients, interval = [list(_array(ranks)) for ranks in c.gradients], c.communication_interval
+    train = decentralized_numpy.train_decentralized
+    history = train(_array(c.x), gradients, c.lr, c.dtype, c.nodes, mode, c.hierarchical, interval)
     return {"x": torch.stack([_rows(ranks, c.dtype) for ranks in history])}
 
 
@@ -309,15 +309,15 @@ def _qadam_step(c: Given) -> Tensors:
     return {"p": _tensor(algorithms_plain.step_along_momentum(c.dtype, p, m, v, c.s, lr=c.lr, betas=betas, eps=c.eps), c.dtype)}
 
 
-def _indices_of_replicas(c: Given) -> list[list[int]]:
-    costs, noise, chunks = (x.tolist() for x in (c.complexities, c.noise, c.chunk_order))
-    return [samplers_plain.indices_of(costs, noise, chunks, c.num_replicas, rank, c.drop_last) for rank in range(c.num_replicas)]
+def _items_of_replicas(c: Given, **cut: Any) -> list[list[Any]]:
+    options = c.options("shuffle", "seed", "epoch", "drop_last", "random_level")
+    draws = samplers_plain.RecordedDraws(c.noise.tolist(), c.chunk_order.tolist())
+    return samplers_plain.stretches_of(c.complexities.tolist(), [], c.num_replicas, draws=draws, **cut, **options)[0]
 
 
 def _sampler_batches(c: Given) -> Tensors:
-    costs = c.complexities.tolist()
-    of_replicas = [samplers_plain.filled_batches(costs, c.max_cost, indices) for indices in _indices_of_replicas(c)]
-    equal = samplers_plain.equal_batches(of_replicas, c.drop_last_batch)
+    cut = partial(samplers_plain.filled_batches, c.complexities.tolist(), c.max_cost)
+    equal = _items_of_replicas(c, cut=cut, drop_batches=c.drop_last_batch)
     sizes = torch.tensor([[len(batch) for batch in batches] for batches in equal])
     return {"sizes": sizes, "indices": _integers(index for batches in equal for batch in batches for index in batch)}
 
@@ -371,8 +371,8 @@ _ANSWERS: dict[str, Answer] = {
     "collectives/alltoall_v": _alltoall_v,
     "algorithms/gradient_allreduce": lambda c: _on_gradients(c, algorithms_plain.full_precision(c.average)),
     "algorithms/bytegrad": lambda c: _on_gradients(c, algorithms_plain.one_byte(c.average, c.nodes, c.hierarchical)),
-    "algorithms/decentralized": lambda c: _on_weights(c, decentralized_numpy.train_decentralized, mode=c.peer_selection_mode),
-    "algorithms/low_precision_decentralized": lambda c: _on_weights(c, decentralized_numpy.train_on_ring),
+    "algorithms/decentralized": lambda c: _on_weights(c, c.peer_selection_mode),
+    "algorithms/low_precision_decentralized": lambda c: _on_weights(c, None),
     "algorithms/qadam_frozen_step": _qadam_step,
     "qadam/qadam_step": _qadam_step,
     "local_updates/fragment_of_parameter": lambda c: {
@@ -392,7 +392,7 @@ _ANSWERS: dict[str, Answer] = {
     "compressed_gradients/topk_indices": lambda c: {"indices": _integers(compression_numpy.kept(c.p.numpy(), c.k))},
     "compressed_gradients/topk": _topk,
     "compressed_gradients/error_feedback": _error_feedback,
-    "samplers/sampler_indices": lambda c: {"indices": torch.tensor(_indices_of_replicas(c), dtype=torch.int64)},
+    "samplers/sampler_indices": lambda c: {"indices": torch.tensor(_items_of_replicas(c), dtype=torch.int64)},
     "samplers/sampler_batches": _sampler_batches,
     **dict.fromkeys(("samplers/sampler_stretches", "samplers/sampler_stretch_batches", "samplers/budget_batches"), _stretches),
     "cache/cache_store": _cache_store,
