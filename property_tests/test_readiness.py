@@ -52,7 +52,9 @@ class ReadinessMachine(RuleBasedStateMachine):
 
     @rule()
     def release(self) -> None:
-        self.readiness.release()
+        self.readiness.hold = False
+        if self.readiness.complete:
+            self.readiness.reset()
         if self.complete():
             self.new_round()
 

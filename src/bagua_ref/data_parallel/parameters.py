@@ -53,7 +53,7 @@ class Buffers:
         assert self.group is not None, "are_broadcast() is True, and there are other ranks"
         # Autograd must not take this for a change by the user to a saved buffer: data has no version.
         buffers = [buffer.data for buffer in self._current() if not is_functorch_wrapped_tensor(buffer)]
-        with meter.waiting():
+        with meter.timing("wait_seconds"):
             broadcast_coalesced(buffers, source, self.group.get_global_communicator())
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class UnusedParameters:
         note = [sum(bit << place for place, bit in enumerate(bits[start : start + _BITS])) for start in range(0, len(bits), _BITS)]
         engine = self._training.engine
         try:
-            with engine.meter.waiting():
+            with engine.meter.timing("wait_seconds"):
                 notes = comm.exchange_ints(note)()
         except CommunicationError:
             engine.wait_pending_comm_ops()  # if the worker has failed, too, its error says more
