@@ -21,7 +21,7 @@ from bagua_ref.base.runtime import current_world
 from bagua_ref.base.utils import inside_backward
 from bagua_ref.buckets.optimizer_state import align
 from bagua_ref.data_parallel.hooks import are_for_a_call
-from bagua_ref.data_parallel.sharding import LocalShard, reshard, stand_in, whole
+from bagua_ref.data_parallel.sharding import LocalShard, ignored_names, reshard, stand_in, whole
 from bagua_ref.types import Group
 
 __all__ = ["StepGuard", "TrainedParameters", "refuse_both", "refuse_inside"]
@@ -150,6 +150,8 @@ class TrainedParameters:
 
     Args:
         module: whose parameters they are; held weakly.
+
+    Attributes:
         ignored: names of parameters that do not take part.
 
     Raises:
@@ -157,8 +159,8 @@ class TrainedParameters:
         TypeError: a parameter is complex.
     """
 
-    def __init__(self, module: torch.nn.Module, ignored: Collection[str]) -> None:
-        self._module, self._ignored = weakref.ref(module), ignored
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module, self.ignored = weakref.ref(module), ignored_names(module)
         reshard(module)
         self._take_stock(module)
         self.named = self._find(module)
@@ -226,7 +228,7 @@ class TrainedParameters:
 
     def _find(self, module: torch.nn.Module) -> list[tuple[str, Parameter]]:
         sparse = {id(m._parameters.get("weight")): m for m in module.modules() if isinstance(m, _EMBEDDINGS) and m.sparse}
-        found = [(name, stand_in(p)) for name, p in module.named_parameters() if p.requires_grad and name not in self._ignored]
+        found = [(name, stand_in(p)) for name, p in module.named_parameters() if p.requires_grad and name not in self.ignored]
         for name, parameter in found:
             if id(parameter) in sparse:
                 raise NotImplementedError(
@@ -247,7 +249,7 @@ class TrainedParameters:
         ]
         self._kept = list(chain.from_iterable(self._members))  # an id is only another object's once this one is gone
         self._ids = list(map(id, self._kept))
-        self._frozen = [p for name, p in module.named_parameters() if not p.requires_grad and name not in self._ignored]
+        self._frozen = [p for name, p in module.named_parameters() if not p.requires_grad and name not in self.ignored]
 
 
 def refuse_both(group: Group) -> None:

@@ -86,7 +86,7 @@ class UnusedParameters:
         self.reached: set[str] = set()
         self._set_aside: list[tuple[Any, tuple[torch.Tensor, torch.Tensor] | None]] = []
         """Parameters that no rank reached, with the gradient of each and a copy of it; None where there is no gradient."""
-        self._leave_alone: Callable[[], None] = _nothing
+        self._leave_alone: Callable[[], None] | None = None
         group.get_global_communicator()  # all ranks connect now, in the same order
         if training.bagua_algorithm.agrees_in_nodes:
             group.get_intra_node_communicator()
@@ -111,7 +111,7 @@ class UnusedParameters:
         self._set_aside = [(p, None if p.grad is None else (p.grad, p.grad.detach().clone())) for p in unused]
         for parameter in unused:
             parameter.grad = None
-        self._leave_alone = training.bagua_algorithm.leave_alone(unused) if unused else _nothing
+        self._leave_alone = training.bagua_algorithm.leave_alone(unused) if unused else None
 
     def agree_without_batch(self) -> None:
         """Tell the other ranks that this one has reached nothing. Collective."""
@@ -130,8 +130,9 @@ class UnusedParameters:
             else:
                 parameter.grad = before[0]
                 before[0].detach().copy_(before[1])  # it may lie in the bucket, which the round has written to
-        self._leave_alone()
-        self._set_aside, self._leave_alone = [], _nothing
+        if self._leave_alone is not None:
+            self._leave_alone()
+        self._set_aside, self._leave_alone = [], None
 
     def _on_any_rank(self, bits: Sequence[bool]) -> list[bool]:
         """Return for each place whether the bit is set on any rank."""
@@ -202,7 +203,3 @@ def refuse_what_cannot_be_flat(module: torch.nn.Module) -> None:
                 f"{'module.' + name if name else 'module'} is a FullyShardedDataParallel, which communicates by itself; wrap the "
                 "module without it"
             )
-
-
-def _nothing() -> None:
-    """Do nothing."""

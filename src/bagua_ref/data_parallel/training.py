@@ -105,10 +105,6 @@ class ModuleTraining(TrainingContext):
         self.steps_of_optimizers = [0] * len(optimizers)
         self._train_steps, self._pid = 0, os.getpid()
         self.kernel_backend = options.backend
-        self.parameters_to_ignore = {
-            *getattr(module, "_bagua_params_and_buffers_to_ignore", ()),
-            *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
-        }
         self.skipping = self._in_backward = False
         self._backward_begun = -1
         """The last backward pass that stood in for a forward pass."""
@@ -116,7 +112,8 @@ class ModuleTraining(TrainingContext):
         self._guard = StepGuard(self)
         timeout = group.timeout if options.timeout is None else options.timeout
         self.engine = Engine(world, self.bagua_module_name, timeout, GlobalAlgorithmRegistry.name_of(algorithm))
-        self._parameters = TrainedParameters(module, self.parameters_to_ignore)
+        self._parameters = TrainedParameters(module)
+        self.parameters_to_ignore = self._parameters.ignored
         self._named, self.shards = self._parameters.named, self._parameters.shards
         split_into_buckets([p for _, p in self._named], 1)  # refuse what cannot be trained before anything is sent
         algorithm.check(self._named, self.bagua_optimizers)

@@ -149,9 +149,8 @@ class Engine:
             raise ValueError(
                 f"tensors {names[pair[0]]!r} and {names[pair[1]]!r} overlap in memory; a tensor can be in one bucket only"
             )
-        for bucket in self._buckets:
-            for tensor in bucket.tensors:
-                registration(tensor).sink = None
+        for known in self._bucket_of:
+            known.sink = None
         self._buckets, self._readiness = list(buckets), Readiness(members)
         self._bucket_of = {known: bucket for bucket, registered in zip(buckets, members, strict=True) for known in registered}
         for known in self._bucket_of:
@@ -330,10 +329,8 @@ class Engine:
 
     def close(self) -> None:
         """End the background thread when pending operations have finished, or the timeout has passed."""
-        for bucket in self._buckets:
-            for tensor in bucket.tensors:
-                known = registration(tensor)
-                if known.sink is not None and known.sink() is self:
-                    known.sink = None
+        for known in self._bucket_of:
+            if known.sink is not None and known.sink() is self:
+                known.sink = None
         self._worker.close()
         self._worker.join()
