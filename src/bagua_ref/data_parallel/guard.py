@@ -86,7 +86,7 @@ class StepGuard:
             since.bypassed = reason, parameter, parameter.grad
 
     def check_unexpected_step(self, optimizer: torch.optim.Optimizer, inside: bool) -> None:
-        """Check a step, about to begin, of an optimizer with parameters of the module.
+        """Check a step that is about to begin, of an optimizer that has parameters of the module.
 
         Args:
             optimizer: one that was not passed when wrapping, unless it steps inside a backward pass.
@@ -216,7 +216,7 @@ class TrainedParameters:
         return list(map(torch.Tensor.stride, self._with_strides)) != self._strides
 
     def check_new_strides(self, algorithm: AlgorithmImpl) -> None:
-        """Raise RuntimeError if ``algorithm`` cannot make new buckets for new strides, with a parameter and its strides."""
+        """Raise RuntimeError if ``algorithm`` cannot make buckets for new strides; names a parameter and its strides."""
         if algorithm.takes_new_strides:
             return
         before = dict(zip(self._with_strides, self._strides, strict=True))
