@@ -53,9 +53,9 @@ class ReadinessMachine(RuleBasedStateMachine):
     @rule()
     def release(self) -> None:
         self.readiness.hold = False
-        if self.readiness.complete:
-            self.readiness.reset()
+        assert self.readiness.complete == self.complete()
         if self.complete():
+            self.readiness.reset()
             self.new_round()
 
     @precondition(lambda self: self.marked)
