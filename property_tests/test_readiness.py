@@ -52,8 +52,10 @@ class ReadinessMachine(RuleBasedStateMachine):
 
     @rule()
     def release(self) -> None:
-        self.readiness.release()
+        self.readiness.hold = False
+        assert self.readiness.complete == self.complete()
         if self.complete():
+            self.readiness.reset()
             self.new_round()
 
     @precondition(lambda self: self.marked)

@@ -14,6 +14,7 @@ import pytest
 from bagua_ref.base.runtime import RealWorld, current_world
 from bagua_ref.env import get_rank
 from bagua_ref.errors import SimulationError
+from bagua_ref.observe.meter import Meter
 from bagua_ref.scheduling.worker import Worker
 from bagua_ref.simulation import SimulatedWorld
 
@@ -241,7 +242,7 @@ def test_a_worker_that_is_collected_lets_no_other_thread_run_within_its_finalize
         before = list(ran)
         items.put(2)
         world.sleep(1)
-        worker = Worker(world, "worker", 1.0)
+        worker = Worker(world, "worker", 1.0, Meter(world, ""))
         gone = weakref.ref(worker)
         switches = switches_of(world)
         del worker

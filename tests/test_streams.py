@@ -37,6 +37,9 @@ class Stream:
     def queue(self, what: str) -> None:
         self.before |= {what}
 
+    def record_event(self) -> frozenset[str]:
+        return self.before
+
 
 class Streams:
     """In place of the streams of `runtime`: threads begin on the default stream, an event is what was queued before it."""
@@ -57,12 +60,11 @@ class Streams:
     def side_stream(self, device: torch.device) -> Stream:
         return Stream("side")
 
-    def record_event(self, stream: Stream) -> frozenset[str]:
-        return stream.before
+    def record_event(self, device: torch.device) -> frozenset[str]:
+        return self.current.before
 
-    def order_after(self, events: Any, device: torch.device) -> None:
-        for event in events:
-            self.current.before |= event or frozenset()
+    def order_after(self, event: Any, device: torch.device) -> None:
+        self.current.before |= event or frozenset()
 
     def hold(self, tensors: Any, device: torch.device) -> None:
         self.held |= {(self.current, tensor.data_ptr()) for tensor in tensors}
@@ -179,9 +181,9 @@ def test_a_group_has_one_stream_for_a_device_unless_it_was_given_one_and_simulat
 
 
 def test_on_a_cpu_there_is_nothing_to_order():
-    assert runtime.current_stream(CPU) is runtime.side_stream(CPU) is runtime.record_event(None) is None
+    assert runtime.current_stream(CPU) is runtime.side_stream(CPU) is runtime.record_event(CPU) is None
     with runtime.use_stream(None, CPU):
-        runtime.order_after([None], CPU)
+        runtime.order_after(None, CPU)
 
 
 @pytest.mark.gpu
@@ -191,13 +193,13 @@ def test_a_side_stream_waits_for_an_event_and_is_waited_for():
     x = torch.zeros(2**24, device=device)
     for _ in range(100):
         x += 1
-    ready = runtime.record_event(runtime.current_stream(device))
+    ready = runtime.record_event(device)
     with runtime.use_stream(side, device):
         assert runtime.current_stream(device) == side
-        runtime.order_after([ready], device)
+        runtime.order_after(ready, device)
         y = x * 2
-        done = runtime.record_event(runtime.current_stream(device))
-    runtime.order_after([done], device)
+        done = runtime.record_event(device)
+    runtime.order_after(done, device)
     assert bool((y == 200).all())
 
 

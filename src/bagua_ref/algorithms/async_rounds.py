@@ -273,7 +273,7 @@ class _Hold:
     def __init__(self, ops: Sequence[AsynchronousModelAverage], meter: Meter) -> None:
         self._ops, self._once = ops, threading.Lock()
         self._has_gradients = torch.is_grad_enabled()
-        with meter.waiting():
+        with meter.timing("wait_seconds"):
             for op in ops:
                 op.lock_weight()
 

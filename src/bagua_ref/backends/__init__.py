@@ -15,6 +15,7 @@ import threading
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from typing import Any
 
 import torch
 
@@ -126,10 +127,8 @@ def get_codec(name: str, backend: str | KernelBackend | None = None) -> Codec:
     if registration is None:
         names = ", ".join(map(repr, list_codecs(kernels)))
         raise BackendUnavailableError(f"{asked} cannot run: backend {kernels.name!r} does not have it; it has {names}")
-    codec_class = _import_class(registration, asked)
-    if not (isinstance(codec_class, type) and issubclass(codec_class, Codec)):
-        raise BackendUnavailableError(f"{asked} cannot run: {registration.target} is not a Codec class")
-    return codec_class(kernels)
+    codec: Codec = _import_class(registration, asked, Codec)(kernels)
+    return codec
 
 
 def list_codecs(backend: str | KernelBackend | None = None) -> list[str]:
@@ -272,32 +271,29 @@ def _load(name: str, asked: str) -> KernelBackend:
         raise ValueError(f"{asked} is not a known kernel backend; installed are {names}{advice}")
     with _lock:
         if name not in _instances:
-            _instances[name] = _backend_class(registration, asked)()
+            backend_class: type[KernelBackend] = _import_class(registration, asked, KernelBackend)
+            if (reason := backend_class.unavailable_reason()) is not None:
+                advice = f"; {registration.hint}" if registration.hint else ""
+                raise BackendUnavailableError(f"{asked} cannot run: {reason}{advice}")
+            _instances[name] = backend_class()
         return _instances[name]
 
 
-def _backend_class(registration: _Registration, asked: str) -> type[KernelBackend]:
-    backend_class = _import_class(registration, asked)
-    if not (isinstance(backend_class, type) and issubclass(backend_class, KernelBackend)):
-        raise BackendUnavailableError(f"{asked} cannot run: {registration.target} is not a KernelBackend class")
-    reason = backend_class.unavailable_reason()
-    if reason is not None:
-        advice = f"; {registration.hint}" if registration.hint else ""
-        raise BackendUnavailableError(f"{asked} cannot run: {reason}{advice}")
-    return backend_class
-
-
-def _import_class(registration: _Registration, asked: str) -> object:
+def _import_class(registration: _Registration, asked: str, base: type) -> Any:
+    """Return the registered class, a subclass of ``base``."""
     module, _, attribute = registration.target.partition(":")
     advice = f"; {registration.hint}" if registration.hint else ""
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             raise BackendUnavailableError(f"{asked} cannot run: {module} is not installed") from error
         raise BackendUnavailableError(f"{asked} cannot run: {error}{advice}") from error
     except Exception as error:  # a foreign module's import may fail in any way
         raise BackendUnavailableError(f"{asked} cannot run: importing {module}: {type(error).__name__}: {error}{advice}") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise BackendUnavailableError(f"{asked} cannot run: {registration.target} is not a {base.__name__} class")
+    return found
 
 
 register_backend("reference", "bagua_ref.backends.reference:ReferenceBackend")

@@ -15,14 +15,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends.codec import COMPRESSIBLE, Codec
-from bagua_ref.base.memory import (
-    at_least_one,
-    check_beside,
-    check_flat,
-    check_parts,
-    chunk_size_of,
-    rounded,
-)
+from bagua_ref.base.memory import check_beside, check_flat, check_parts, chunk_size_of, integer_in, rounded
 
 __all__ = ["FLOATS", "KernelBackend"]
 
@@ -157,7 +150,7 @@ class KernelBackend(ABC):
         check_flat("x", x, FLOATS, self)
         check_beside("x", x, "reduced", reduced, torch.float64 if x.dtype is torch.float64 else torch.float32)
         check_beside("x", x, "snapshot", snapshot)
-        self._async_average_(x, reduced, snapshot, at_least_one("nranks", nranks))
+        self._async_average_(x, reduced, snapshot, integer_in("nranks", nranks))
 
     def update_momentum_(self, m: Tensor, grad: Tensor, beta1: float) -> None:
         """m <- beta1*m + (1-beta1)*grad: both products rounded to float32, then their sum, stored in m's dtype (S5.5).

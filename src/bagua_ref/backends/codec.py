@@ -110,7 +110,9 @@ class Codec(ABC):
         >>> get_codec("MinMaxUInt8").compress(torch.tensor([0.0, 1.0, 2.0]), num_chunks=1)[32:35].tolist()
         [0, 128, 255]
         """
-        out = self._payload_for(x, num_chunks, target_chunk, out)
+        size = self._check("x", x, num_chunks, "out", out, target_chunk)
+        if out is None:
+            out = (torch.empty if target_chunk is None else torch.zeros)(size, dtype=torch.uint8, device=x.device)
         with codec_phase("compress"):
             self._compress(x, num_chunks, target_chunk, out)
         return out
@@ -127,7 +129,7 @@ class Codec(ABC):
         >>> list(get_codec("MinMaxUInt8").compress_in_steps(torch.tensor([0.0, 1.0, 2.0]), num_chunks=1, out=payload))
         [35, 64]
         """
-        out = self._payload_for(x, num_chunks, target_chunk, out)
+        self._check("x", x, num_chunks, "out", out, target_chunk)
         return steps_in(partial(codec_phase, "compress"), self._compress_in_steps(x, num_chunks, target_chunk, out))
 
     def decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
@@ -138,7 +140,7 @@ class Codec(ABC):
             num_chunks: the number of chunks, at least 1.
             out: the elements, float16, bfloat16 or float32; written.
         """
-        check_beside("out", out, "payload", payload, torch.uint8, self._payload_size("out", out, num_chunks))
+        self._check("out", out, num_chunks, "payload", payload)
         with codec_phase("decompress"):
             self._decompress(payload, num_chunks, out)
 
@@ -152,7 +154,7 @@ class Codec(ABC):
         >>> list(get_codec("MinMaxUInt8").decompress_in_steps(torch.zeros(64, dtype=torch.uint8), 1, out=torch.zeros(3)))
         [32, 35]
         """
-        check_beside("out", out, "payload", payload, torch.uint8, self._payload_size("out", out, num_chunks))
+        self._check("out", out, num_chunks, "payload", payload)
         return steps_in(partial(codec_phase, "decompress"), self._decompress_in_steps(payload, num_chunks, out))
 
     @abstractmethod
@@ -181,18 +183,15 @@ class Codec(ABC):
         yield payload.numel() // num_chunks
         self.decompress(payload, num_chunks, out)
 
-    def _payload_for(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor | None) -> Tensor:
-        """Check the arguments of `compress`; return its result, not yet written."""
-        size = self._payload_size("x", x, num_chunks, target_chunk)
-        if out is None:
-            return (torch.empty if target_chunk is None else torch.zeros)(size, dtype=torch.uint8, device=x.device)
-        check_beside("x", x, "out", out, torch.uint8, size)
-        return out
-
-    def _payload_size(self, name: str, x: Tensor, num_chunks: int, target_chunk: int | None = None) -> int:
-        """Check elements and their chunks; return the bytes of their payload."""
-        check_flat(name, x, COMPRESSIBLE, self.kernels)
-        return num_chunks * self.payload_bytes(chunk_size_of(x.numel(), num_chunks, target_chunk), x.dtype)
+    def _check(
+        self, x_name: str, x: Tensor, num_chunks: int, payload_name: str, payload: Tensor | None, target_chunk: int | None = None
+    ) -> int:
+        """Check elements, their chunks and their payload, unless it is yet to be made; return the payload's bytes."""
+        check_flat(x_name, x, COMPRESSIBLE, self.kernels)
+        size = num_chunks * self.payload_bytes(chunk_size_of(x.numel(), num_chunks, target_chunk), x.dtype)
+        if payload is not None:
+            check_beside(x_name, x, payload_name, payload, torch.uint8, size)
+        return size
 
 
 class MinMaxUInt8(Codec):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 __all__ = [
     "Layout",
-    "at_least_one",
     "by_dtype_and_device",
     "bytes_of",
     "check_beside",
@@ -23,6 +22,7 @@ __all__ = [
     "check_parts",
     "chunk_size_of",
     "effective_strides",
+    "integer_in",
     "is_dense",
     "memory_span",
     "overlapping",
@@ -202,7 +202,8 @@ def check_beside(
         raise ValueError(f"{name} has {y.numel()} elements; with {target_name} of {target.numel()} it must have {size}")
     if y.device != target.device:
         raise ValueError(f"{name} is on {y.device}; it must be on {target_name}'s device {target.device}")
-    if overlapping((target, y)) is not None:
+    begin, other = target.data_ptr(), y.data_ptr()  # 0 if empty
+    if begin < other + y.nbytes and other < begin + target.nbytes:
         raise ValueError(f"{name} overlaps {target_name} in memory; they must not overlap")
 
 
@@ -226,21 +227,17 @@ def check_parts(name: str, flat: Tensor, tensors: Sequence[Tensor]) -> None:
         raise ValueError(f"tensors have {total} elements in total; they must have as many as {name}, which has {flat.numel()}")
 
 
-def at_least_one(name: str, value: int) -> int:
-    """Return value; raise unless it is an integer of at least 1."""
-    return _integer(name, value, range(1, sys.maxsize), "at least 1")
-
-
 def chunk_size_of(num_elements: int, num_chunks: int, target_chunk: int | None = None) -> int:
     """Return the number of elements of a chunk; raise unless they are equal, and target_chunk is the index of one, or None."""
-    if num_elements % at_least_one("num_chunks", num_chunks):
+    if num_elements % integer_in("num_chunks", num_chunks):
         raise ValueError(f"num_chunks={num_chunks} must divide the number of elements, which is {num_elements}")
     if target_chunk is not None:
-        _integer("target_chunk", target_chunk, range(num_chunks), f"from 0 to num_chunks - 1 = {num_chunks - 1}")
+        integer_in("target_chunk", target_chunk, range(num_chunks), f"from 0 to num_chunks - 1 = {num_chunks - 1}")
     return num_elements // num_chunks
 
 
-def _integer(name: str, value: int, allowed: range, described: str) -> int:
+def integer_in(name: str, value: int, allowed: range = range(1, sys.maxsize), described: str = "at least 1") -> int:
+    """Return value; raise unless it is an integer in the allowed range."""
     try:
         number = operator.index(value)
     except TypeError:

@@ -231,10 +231,7 @@ class RealWorld(World):
     def waiting_for_own_thread(self, interrupt: Callable[[str], None]) -> AbstractContextManager[None]:
         """Register the wait among those for other ranks, if this process has joined a job."""
         waits = getattr(self.transport, "waits", None)
-        if waits is None:
-            return nullcontext()
-        registered: AbstractContextManager[None] = waits.waiting("for its background thread", "", (), interrupt)
-        return registered
+        return nullcontext() if waits is None else waits.waiting("for its background thread", "", (), interrupt)
 
     def waits(self) -> list[dict[str, Any]]:
         """Return the registered waits of this process; none before it has joined a job."""
@@ -294,16 +291,15 @@ def side_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
 
-def record_event(stream: Any) -> Any:
-    """Return an event that marks the end of everything queued on ``stream`` so far."""
-    return None if stream is None else stream.record_event()
+def record_event(device: torch.device) -> Any:
+    """Return an event that marks the end of everything queued on the calling thread's stream on ``device`` so far."""
+    return current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def order_after(events: Iterable[Any], device: torch.device) -> None:
-    """Make later operations on the calling thread's stream wait for ``events``; the host does not wait."""
-    for event in events:
-        if event is not None:
-            current_stream(device).wait_event(event)
+def order_after(event: Any, device: torch.device) -> None:
+    """Make later operations on the calling thread's stream wait for ``event``, unless it is None; the host does not wait."""
+    if event is not None:
+        current_stream(device).wait_event(event)
 
 
 def hold(tensors: Iterable[torch.Tensor], device: torch.device) -> None:

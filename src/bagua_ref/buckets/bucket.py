@@ -126,7 +126,7 @@ class BaguaBucket(FlatStorage):
             A CUDA event that marks the end of the operations; None on a CPU, where they have ended.
         """
         with runtime.use_stream(self.stream, self.device):
-            runtime.order_after([after], self.device)
+            runtime.order_after(after, self.device)
             flat = self.load() if flat is None else flat
             runtime.hold([flat], self.device)
             for place, op in enumerate(self._ops):
@@ -138,7 +138,7 @@ class BaguaBucket(FlatStorage):
                     self.copy_from_flat(flat)
             if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
                 self.load()  # a Python function may have replaced tensors
-            return runtime.record_event(runtime.current_stream(self.device))
+            return runtime.record_event(self.device)
 
     def _run(self, op: Callable[[Tensor], Any], flat: Tensor, label: str) -> None:
         self.running, observers = op, current_world().observers

@@ -309,7 +309,10 @@ class FlatStorage:
         if self.padding_tensor is not None:
             self._flat[self.filled :] = 0
         effective = [known.getter(proxy) for known, proxy in zip(self._registered, self.tensors, strict=True)]
-        dense = cast("list[Tensor]", effective) if self._all_fit(effective) else self._filled_up(effective)
+        kinds = {None if tensor is None else (tensor.layout, tensor.dtype) for tensor in effective}
+        # Much faster than one check for each.
+        all_fit = kinds == {(torch.strided, self.dtype)} and all(map(eq, map(_shape, effective), self._shapes))
+        dense = cast("list[Tensor]", effective) if all_fit else self._filled_up(effective)
         (self._move_in if self.flatten else self._gather)(dense)
         return self._flat
 
@@ -330,7 +333,9 @@ class FlatStorage:
             # Those that lie in other tensors' places are copied first: they could be overwritten before they are read.
             outside = [effective[place].clone() if pointers[place] in self._memory else effective[place] for place in places]
         if outside:
-            views = self._own_views(places)
+            if not all(map(eq, _positions(self._views), self._positions)):  # a view was the gradient, and its ``data`` was replaced
+                self._views = self.views_of(cast("Tensor", self._flat))
+            views = [self._views[place] for place in places]
             runtime.hold(outside, self.device)
             if outside is effective and self._one_dimensional:
                 torch.cat(outside, out=cast("Tensor", self._flat)[: self.filled])  # takes half the time of the call below
@@ -338,11 +343,6 @@ class FlatStorage:
                 torch._foreach_copy_(views, outside)
             for place, view in zip(places, views, strict=True):
                 self._registered[place].replace(self.tensors[place], view)
-
-    def _all_fit(self, effective: Sequence[Tensor | None]) -> bool:
-        """Return whether none is missing, and each is dense and of its shape and dtype; much faster than one check for each."""
-        kinds = {None if tensor is None else (tensor.layout, tensor.dtype) for tensor in effective}
-        return kinds == {(torch.strided, self.dtype)} and all(map(eq, map(_shape, effective), self._shapes))
 
     def _filled_up(self, effective: Sequence[Tensor | None]) -> list[Tensor]:
         """Return ``effective`` with new zero tensors in place of missing gradients; raise for a tensor that does not fit."""
@@ -362,12 +362,6 @@ class FlatStorage:
                 )
             found.append(tensor)
         return found
-
-    def _own_views(self, places: Sequence[int]) -> list[Tensor]:
-        """Return views of the tensors' places in flat storage."""
-        if not all(map(eq, _positions(self._views), self._positions)):  # a view was the gradient, and its ``data`` was replaced
-            self._views = self.views_of(cast("Tensor", self._flat))
-        return [self._views[place] for place in places]
 
     def copy_from_flat(self, flat: Tensor) -> None:
         """Copy ``flat``, which has the bucket's size, into the effective tensors, wherever they are; padding is not copied."""

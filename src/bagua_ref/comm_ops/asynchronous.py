@@ -37,7 +37,7 @@ class WeightLock:
         self._device = device
         self._training: Any = runtime.current_stream(device)
         """The stream of the training thread that holds the lock or held it last."""
-        self._used: Any = runtime.record_event(self._training)
+        self._used: Any = runtime.record_event(device)
         """The end of training's last use of the weights."""
         self._changed: Any = None
         """The end of the last round's use of them."""
@@ -54,7 +54,7 @@ class WeightLock:
                 return
         self._lock.acquire()
         self._training = runtime.current_stream(self._device)
-        runtime.order_after([self._changed], self._device)
+        runtime.order_after(self._changed, self._device)
         with self._counting:
             self._holds = 1
 
@@ -66,7 +66,7 @@ class WeightLock:
             self._holds -= 1
             last = self._holds == 0
         if last:
-            self._used = runtime.record_event(self._training)
+            self._used = None if self._training is None else self._training.record_event()
             self._lock.release()
 
     def take_for_round(self) -> None:
@@ -78,12 +78,12 @@ class WeightLock:
 
     def release_from_round(self) -> None:
         """Give them back."""
-        self._changed = runtime.record_event(runtime.current_stream(self._device))
+        self._changed = runtime.record_event(self._device)
         self._lock.release()
 
     def wait_for_training(self) -> None:
         """On CUDA, make the current stream wait for what training queued before it last released the weights."""
-        runtime.order_after([self._used], self._device)
+        runtime.order_after(self._used, self._device)
 
 
 class AsynchronousModelAverage(CommOp):

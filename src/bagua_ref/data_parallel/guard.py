@@ -21,7 +21,7 @@ from bagua_ref.base.runtime import current_world
 from bagua_ref.base.utils import inside_backward
 from bagua_ref.buckets.optimizer_state import align
 from bagua_ref.data_parallel.hooks import are_for_a_call
-from bagua_ref.data_parallel.sharding import LocalShard, reshard, stand_in, whole
+from bagua_ref.data_parallel.sharding import LocalShard, ignored_names, reshard, stand_in, whole
 from bagua_ref.types import Group
 
 __all__ = ["StepGuard", "TrainedParameters", "refuse_both", "refuse_inside"]
@@ -42,17 +42,16 @@ class StepGuard:
     def __init__(self, training: TrainingContext) -> None:
         self._training = weakref.ref(training)
         self._module_name, self._world = training.bagua_module_name, training.world
-        self._known = frozenset(training.bagua_optimizers)
+        self.known = frozenset(training.bagua_optimizers)
         self._since = {optimizer: _Since() for optimizer in (None, *training.bagua_optimizers)}
         """Events since each optimizer's last step; under None, of one that was not passed when wrapping."""
         self._parameters: frozenset[int] = frozenset()
         """The ids of the module's parameters."""
-        self._unstepped: set[torch.optim.Optimizer] = set()
+        self.unstepped: set[torch.optim.Optimizer | None] = set()
+        """The optimizers whose steps have yet to follow a training forward pass; if none is known, None for a backward pass."""
         self._communicates = self._stepping = False
         self.before = _Since()
         """Events before the last step, or if gradients came from the step's own closure, in it."""
-        self.expects_backward = False
-        """Whether the steps of all optimizers, or a backward pass if none is known, have yet to follow a training forward pass."""
 
     def watch(self) -> None:
         """Check the steps of all optimizers from now on."""
@@ -67,8 +66,7 @@ class StepGuard:
 
     def forward_begins(self) -> None:
         """Note the start of a training forward pass, which a backward pass should follow."""
-        self.expects_backward = True
-        self._unstepped = set(self._known)
+        self.unstepped = {*(self.known or (None,))}
 
     def gradient_arrives(self) -> None:
         """Note a gradient that stays local on purpose, as under `no_sync`."""
@@ -79,7 +77,7 @@ class StepGuard:
         """Note the end of a synchronized backward pass."""
         for since in self._since.values():
             since.gradients = since.synchronized = True
-        self.expects_backward = self.expects_backward and bool(self._known)
+        self.unstepped.discard(None)
 
     def bypassed(self, reason: str, parameter: torch.Tensor) -> None:
         """Note a gradient of ``parameter`` that bypassed communication unintentionally, and the reason."""
@@ -87,18 +85,16 @@ class StepGuard:
             since.gradients = True
             since.bypassed = reason, parameter, parameter.grad
 
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check a step of any optimizer that is about to begin.
+    def check_unexpected_step(self, optimizer: torch.optim.Optimizer, inside: bool) -> None:
+        """Check a step that is about to begin, of an optimizer that has parameters of the module.
+
+        Args:
+            optimizer: one that was not passed when wrapping, unless it steps inside a backward pass.
+            inside: whether it steps inside a backward pass.
 
         Raises:
-            RuntimeError: the optimizer holds parameters of the module and steps inside a backward pass, or the algorithm must
-                know it; for another optimizer than the module's, also as `before_step`.
+            RuntimeError: it steps inside a backward pass, or the algorithm must know it, or as `before_step`.
         """
-        inside = inside_backward()
-        if (inside or optimizer not in self._known) and self._holds_parameters(optimizer):
-            self._check_unexpected_step(optimizer, inside)
-
-    def _check_unexpected_step(self, optimizer: torch.optim.Optimizer, inside: bool) -> None:
         who = type(optimizer).__name__
         if inside:
             raise RuntimeError(
@@ -141,11 +137,11 @@ class StepGuard:
         if not since.synchronized:
             after.bypassed = since.bypassed
         self._since[optimizer], self._stepping = after, False
-        self._unstepped.discard(optimizer)
-        self.expects_backward = self.expects_backward and bool(self._unstepped)
+        self.unstepped.discard(optimizer)
         return self._communicates or self.before.gradients
 
-    def _holds_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
+    def holds_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether ``optimizer`` has parameters of the module."""
         return any(not self._parameters.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
 
 
@@ -154,6 +150,8 @@ class TrainedParameters:
 
     Args:
         module: whose parameters they are; held weakly.
+
+    Attributes:
         ignored: names of parameters that do not take part.
 
     Raises:
@@ -161,8 +159,8 @@ class TrainedParameters:
         TypeError: a parameter is complex.
     """
 
-    def __init__(self, module: torch.nn.Module, ignored: Collection[str]) -> None:
-        self._module, self._ignored = weakref.ref(module), ignored
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module, self.ignored = weakref.ref(module), ignored_names(module)
         reshard(module)
         self._take_stock(module)
         self.named = self._find(module)
@@ -208,24 +206,19 @@ class TrainedParameters:
 
     def align_gradients(self) -> None:
         """Give gradients the strides of their parameters, if those have changed between a forward pass and its backward pass."""
-        if list(map(torch.Tensor.stride, self._with_strides)) != self._strides:
+        if self.have_new_strides():
             for parameter in self._with_strides:
                 if parameter.grad is not None:
                     align(parameter.grad, parameter)
 
-    def have_new_strides(self, algorithm: AlgorithmImpl) -> bool:
-        """Return whether strides have changed since `note_strides`, as by ``model.to(memory_format=...)``: then buckets must, too.
+    def have_new_strides(self) -> bool:
+        """Return whether strides have changed since `note_strides`, as by ``model.to(memory_format=...)``."""
+        return list(map(torch.Tensor.stride, self._with_strides)) != self._strides
 
-        Raises:
-            RuntimeError: they have, and ``algorithm`` cannot make new buckets; the message names a parameter and its strides.
-        """
-        if list(map(torch.Tensor.stride, self._with_strides)) == self._strides:
-            return False
-        if not algorithm.takes_new_strides:
-            self._refuse_new_strides(algorithm)
-        return True
-
-    def _refuse_new_strides(self, algorithm: AlgorithmImpl) -> None:
+    def check_new_strides(self, algorithm: AlgorithmImpl) -> None:
+        """Raise RuntimeError if ``algorithm`` cannot make buckets for new strides; names a parameter and its strides."""
+        if algorithm.takes_new_strides:
+            return
         before = dict(zip(self._with_strides, self._strides, strict=True))
         name, parameter = next((n, p) for n, p in self.named if p in before and p.stride() != before[p])
         raise RuntimeError(
@@ -235,7 +228,7 @@ class TrainedParameters:
 
     def _find(self, module: torch.nn.Module) -> list[tuple[str, Parameter]]:
         sparse = {id(m._parameters.get("weight")): m for m in module.modules() if isinstance(m, _EMBEDDINGS) and m.sparse}
-        found = [(name, stand_in(p)) for name, p in module.named_parameters() if p.requires_grad and name not in self._ignored]
+        found = [(name, stand_in(p)) for name, p in module.named_parameters() if p.requires_grad and name not in self.ignored]
         for name, parameter in found:
             if id(parameter) in sparse:
                 raise NotImplementedError(
@@ -256,7 +249,7 @@ class TrainedParameters:
         ]
         self._kept = list(chain.from_iterable(self._members))  # an id is only another object's once this one is gone
         self._ids = list(map(id, self._kept))
-        self._frozen = [p for name, p in module.named_parameters() if not p.requires_grad and name not in self._ignored]
+        self._frozen = [p for name, p in module.named_parameters() if not p.requires_grad and name not in self.ignored]
 
 
 def refuse_both(group: Group) -> None:
@@ -342,10 +335,11 @@ class _StepWatch:
         """Let the guards of this world check a step."""
         if is_dynamo_compiling():  # a compiled step of another module's optimizer must not break its graph
             return
+        inside = inside_backward()
         for ref in self._guards.get(id(current_world()), ()):
             guard = ref()
-            if guard is not None:
-                guard.check_step(optimizer)
+            if guard is not None and (inside or optimizer not in guard.known) and guard.holds_parameters(optimizer):
+                guard.check_unexpected_step(optimizer, inside)
 
 
 _watch = _StepWatch()

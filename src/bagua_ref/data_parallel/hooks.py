@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -25,7 +26,6 @@ __all__ = [
     "Reached",
     "are_for_a_call",
     "call_after_backward",
-    "inside_transform",
     "trainings_of",
     "trains",
 ]
@@ -80,17 +80,19 @@ def trainings_of(parameter: torch.nn.Parameter) -> list[Any]:
     return [training for training in found if training is not None]
 
 
+@dataclass(eq=False)
 class Reached:
     """The forward passes that a backward pass has reached; the autograd engine keeps it until the backward pass ends or fails.
 
     Attributes:
         synchronized: whether one of them began outside `no_sync`.
+        over: whether the backward pass has ended.
         waiting: the parameters whose gradients arrived before one was, by name.
     """
 
-    def __init__(self) -> None:
-        self.synchronized, self.over = False, False
-        self.waiting: list[tuple[str, Any]] = []
+    synchronized: bool = False
+    over: bool = False
+    waiting: list[tuple[str, Any]] = field(default_factory=list)
 
     def __call__(self) -> None:
         """Note that the backward pass has ended."""
@@ -169,7 +171,7 @@ class ForwardPasses:
 
     def end(self, output: Any, synchronized: bool) -> None:
         """Mark the graph behind the ``output`` of a forward pass, unless it is functional or in a transform."""
-        if self.is_functional or inside_transform():
+        if self.is_functional or peek_interpreter_stack() is not None:
             return
         mark = partial(self._reach, synchronized)
         for tensor in _find_tensors(output):
@@ -213,11 +215,6 @@ def are_for_a_call(tensors: Sequence[torch.Tensor]) -> bool:
     while frame is not None and frame.f_code is not _functional_call.__code__:
         frame = frame.f_back
     return frame is not None
-
-
-def inside_transform() -> bool:
-    """Return whether the caller is inside a transform."""
-    return peek_interpreter_stack() is not None
 
 
 @untraced

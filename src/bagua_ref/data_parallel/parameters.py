@@ -53,7 +53,7 @@ class Buffers:
         assert self.group is not None, "are_broadcast() is True, and there are other ranks"
         # Autograd must not take this for a change by the user to a saved buffer: data has no version.
         buffers = [buffer.data for buffer in self._current() if not is_functorch_wrapped_tensor(buffer)]
-        with meter.waiting():
+        with meter.timing("wait_seconds"):
             broadcast_coalesced(buffers, source, self.group.get_global_communicator())
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class UnusedParameters:
         self.reached: set[str] = set()
         self._set_aside: list[tuple[Any, tuple[torch.Tensor, torch.Tensor] | None]] = []
         """Parameters that no rank reached, with the gradient of each and a copy of it; None where there is no gradient."""
-        self._leave_alone: Callable[[], None] = _nothing
+        self._leave_alone: Callable[[], None] | None = None
         group.get_global_communicator()  # all ranks connect now, in the same order
         if training.bagua_algorithm.agrees_in_nodes:
             group.get_intra_node_communicator()
@@ -111,7 +111,7 @@ class UnusedParameters:
         self._set_aside = [(p, None if p.grad is None else (p.grad, p.grad.detach().clone())) for p in unused]
         for parameter in unused:
             parameter.grad = None
-        self._leave_alone = training.bagua_algorithm.leave_alone(unused) if unused else _nothing
+        self._leave_alone = training.bagua_algorithm.leave_alone(unused) if unused else None
 
     def agree_without_batch(self) -> None:
         """Tell the other ranks that this one has reached nothing. Collective."""
@@ -130,8 +130,9 @@ class UnusedParameters:
             else:
                 parameter.grad = before[0]
                 before[0].detach().copy_(before[1])  # it may lie in the bucket, which the round has written to
-        self._leave_alone()
-        self._set_aside, self._leave_alone = [], _nothing
+        if self._leave_alone is not None:
+            self._leave_alone()
+        self._set_aside, self._leave_alone = [], None
 
     def _on_any_rank(self, bits: Sequence[bool]) -> list[bool]:
         """Return for each place whether the bit is set on any rank."""
@@ -145,7 +146,7 @@ class UnusedParameters:
         note = [sum(bit << place for place, bit in enumerate(bits[start : start + _BITS])) for start in range(0, len(bits), _BITS)]
         engine = self._training.engine
         try:
-            with engine.meter.waiting():
+            with engine.meter.timing("wait_seconds"):
                 notes = comm.exchange_ints(note)()
         except CommunicationError:
             engine.wait_pending_comm_ops()  # if the worker has failed, too, its error says more
@@ -202,7 +203,3 @@ def refuse_what_cannot_be_flat(module: torch.nn.Module) -> None:
                 f"{'module.' + name if name else 'module'} is a FullyShardedDataParallel, which communicates by itself; wrap the "
                 "module without it"
             )
-
-
-def _nothing() -> None:
-    """Do nothing."""

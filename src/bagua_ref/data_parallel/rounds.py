@@ -211,7 +211,7 @@ class AgreedRound(Round):
     def begin(self) -> None:
         """Begin the comparison, and end it unless buckets may run during it."""
         rounds = self._rounds
-        with Operation("agreement"):
+        with Operation("agreement", meter=rounds.meter):
             if rounds.compare_in_node is not None:
                 rounds.compare_in_node(self._facts, self._loaded).check(rounds.digest)
                 if self._stays_in_node:
@@ -225,7 +225,7 @@ class AgreedRound(Round):
     def end(self) -> None:
         """End the comparison, if `begin` has not."""
         if self._comparison is not None and self._alike:
-            with Operation("end of round"):
+            with Operation("end of round", meter=self._rounds.meter):
                 self._check(self._comparison)
 
     def _check(self, comparison: Comparison) -> None:

@@ -15,7 +15,7 @@ from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.groups.process_group import from_torch_group
 from bagua_ref.types import Group
 
-__all__ = ["LocalShard", "check_sharded", "group_of", "local", "place_state", "reshard", "stand_in", "whole"]
+__all__ = ["LocalShard", "check_sharded", "group_of", "ignored_names", "local", "place_state", "reshard", "stand_in", "whole"]
 
 
 class LocalShard(torch.nn.Parameter):
@@ -78,6 +78,12 @@ def group_of(process_group: Any) -> Any:
     return from_torch_group(process_group.get_group())
 
 
+def ignored_names(module: torch.nn.Module) -> set[str]:
+    """Return the names of a module's parameters and buffers that are neither communicated nor broadcast."""
+    names = ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
+    return {name for attribute in names for name in getattr(module, attribute, ())}
+
+
 def reshard(module: torch.nn.Module) -> None:
     """Let FSDP2 drop the whole parameters that it may still hold after a forward pass, so that it gathers the shards anew."""
     for inside in module.modules():
@@ -115,11 +121,7 @@ def check_sharded(module: torch.nn.Module, algorithm: Algorithm, group: Group) -
             )
     if not sharded:
         return
-    first = next(iter(sharded))
-    ignored = {
-        *getattr(module, "_bagua_params_and_buffers_to_ignore", ()),
-        *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
-    }
+    first, ignored = next(iter(sharded)), ignored_names(module)
     for name, parameter in trained.items():
         if name not in sharded and name not in ignored and parameter.requires_grad:
             raise NotImplementedError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry, TrainingContext
@@ -20,7 +21,7 @@ from bagua_ref.base.utils import OwnHook, OwnList, OwnName, inside_backward, unc
 from bagua_ref.buckets.optimizer_state import align_state
 from bagua_ref.communicators.processes import refuse_in_child
 from bagua_ref.data_parallel.guard import StepGuard, TrainedParameters, refuse_both, refuse_inside
-from bagua_ref.data_parallel.hooks import ForwardPasses, GradientHook, Reached, call_after_backward, inside_transform, trains
+from bagua_ref.data_parallel.hooks import ForwardPasses, GradientHook, Reached, call_after_backward, trains
 from bagua_ref.data_parallel.parameters import Buffers, split_into_buckets
 from bagua_ref.data_parallel.rounds import BUFFERS, PLAN, ModuleRounds
 from bagua_ref.data_parallel.sharding import reshard, whole
@@ -104,10 +105,6 @@ class ModuleTraining(TrainingContext):
         self.steps_of_optimizers = [0] * len(optimizers)
         self._train_steps, self._pid = 0, os.getpid()
         self.kernel_backend = options.backend
-        self.parameters_to_ignore = {
-            *getattr(module, "_bagua_params_and_buffers_to_ignore", ()),
-            *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
-        }
         self.skipping = self._in_backward = False
         self._backward_begun = -1
         """The last backward pass that stood in for a forward pass."""
@@ -115,7 +112,8 @@ class ModuleTraining(TrainingContext):
         self._guard = StepGuard(self)
         timeout = group.timeout if options.timeout is None else options.timeout
         self.engine = Engine(world, self.bagua_module_name, timeout, GlobalAlgorithmRegistry.name_of(algorithm))
-        self._parameters = TrainedParameters(module, self.parameters_to_ignore)
+        self._parameters = TrainedParameters(module)
+        self.parameters_to_ignore = self._parameters.ignored
         self._named, self.shards = self._parameters.named, self._parameters.shards
         split_into_buckets([p for _, p in self._named], 1)  # refuse what cannot be trained before anything is sent
         algorithm.check(self._named, self.bagua_optimizers)
@@ -216,7 +214,7 @@ class ModuleTraining(TrainingContext):
         if self.options.without_forward:
             return
         # Tensors made in a transform end with it.
-        with temporarily_clear_interpreter_stack() if inside_transform() else nullcontext():
+        with temporarily_clear_interpreter_stack() if peek_interpreter_stack() is not None else nullcontext():
             if torch.is_grad_enabled():
                 self._begin_forward(input, not self.skipping)
             else:
@@ -238,16 +236,17 @@ class ModuleTraining(TrainingContext):
         refuse_in_child(self._pid)
         self._passes.is_functional = not self._parameters.check()
         if self._passes.is_functional:
-            if not self._guard.expects_backward:
+            if not self._guard.unstepped:
                 self._passes.begin_functional(synchronized)
             return
         if self._in_backward:
             self._abandon_failed_backward()
         self.rounds.check_usable()
         self._passes.begin(synchronized, in_backward)
-        self.bagua_train_step_counter += 1
+        self.bagua_train_step_counter = self._train_steps + 1
         self.bagua_algorithm.begin_forward()
-        if synchronized and self._parameters.have_new_strides(self.bagua_algorithm):
+        if synchronized and self._parameters.have_new_strides():
+            self._parameters.check_new_strides(self.bagua_algorithm)
             self.rounds.announce(PLAN)
             self.reset()
         if self.bagua_algorithm.need_reset():
@@ -296,7 +295,7 @@ class ModuleTraining(TrainingContext):
         if self.rounds.unused is not None:
             self.rounds.unused.reached.add(name)
         reached, first_run = self._passes.reached, self._passes.gradient_arrives()
-        if first_run is not None or self.options.without_forward or not self._guard.expects_backward:
+        if first_run is not None or self.options.without_forward or not self._guard.unstepped:
             self._stand_in_for_forward(first_run)
         if self._synchronizes_any_other() if reached is None else reached.synchronized:
             self._begin_round()
@@ -317,7 +316,7 @@ class ModuleTraining(TrainingContext):
     def _synchronizes_any_other(self) -> bool:
         """Return whether a backward pass that has come to no output of a forward pass is synchronized."""
         # Whether it runs under no_sync counts only if there was no forward pass.
-        return self._why_bypassed() is None and self._passes.synchronizing and (self._guard.expects_backward or not self.skipping)
+        return self._why_bypassed() is None and self._passes.synchronizing and (bool(self._guard.unstepped) or not self.skipping)
 
     def _stand_in_for_forward(self, first_run: bool | None) -> None:
         """Begin a training forward pass that only a backward pass shows; ``first_run`` as from `ForwardPasses.gradient_arrives`."""
@@ -328,8 +327,7 @@ class ModuleTraining(TrainingContext):
             if backward != self._backward_begun:
                 self._backward_begun = backward
                 self._begin_forward((), not self.skipping, in_backward=True)
-        expects = self._guard.expects_backward
-        if self.module.training and not expects and (synchronized := self._passes.forget_functional()) is not None:
+        if self.module.training and not self._guard.unstepped and (synchronized := self._passes.forget_functional()) is not None:
             self._begin_forward((), synchronized, in_backward=True)
 
     def _begin_round(self) -> None:
@@ -349,7 +347,7 @@ class ModuleTraining(TrainingContext):
         """Return the reason that a backward pass that begins now cannot be synchronized; None if it can, or is not meant to be."""
         if not self.module.training:
             return "began while the module was in eval mode"
-        if self._guard.expects_backward or (not self.bagua_optimizers and not self.bagua_algorithm.begins_in_forward):
+        if self._guard.unstepped or (not self.bagua_optimizers and not self.bagua_algorithm.begins_in_forward):
             return None
         return "followed no training forward of the module, as when one of its children or methods is called instead of it"
 

@@ -33,10 +33,10 @@ class Operation:
 
     __slots__ = ("_meter", "_world", "bucket", "bytes", "ended", "kind", "module", "round", "started")
 
-    def __init__(self, kind: str, bucket: str = "", nbytes: int = 0) -> None:
+    def __init__(self, kind: str, bucket: str = "", nbytes: int = 0, meter: Meter | None = None) -> None:
         self.kind, self.bucket, self.bytes = kind, bucket, nbytes
-        self._world, self._meter = current_world(), _meter.get()
-        self.module, self.round = ("", 0) if self._meter is None else (self._meter.module, self._meter.rounds)
+        self._world, self._meter = current_world(), meter or _meter.get()
+        self.module, self.round = self._meter.module, self._meter.rounds
         self.started = self._world.clock()
         self.ended: float | None = None
 
@@ -46,7 +46,7 @@ class Operation:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.ended = self._world.clock()
-            if self._meter is not None and self.bucket:
+            if self.bucket:
                 self._meter.last_exchange = self.ended
 
 
@@ -83,13 +83,14 @@ class Meter:
             self.steps, self.seconds = self.steps + 1, now - self._first_step
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time inside as waiting."""
+    def timing(self, total: str, label: str = "") -> Iterator[None]:
+        """Add the time inside to ``total``, "wait_seconds" or "codec_seconds"; a profile shows it as ``label``, unless it is ""."""
         begin = self.world.clock()
         try:
-            yield
+            with profiled(label):
+                yield
         finally:
-            self.wait_seconds += self.world.clock() - begin
+            setattr(self, total, getattr(self, total) + self.world.clock() - begin)
 
     def metrics(self, bytes_sent: int, alone: bool, on_cpu: bool) -> dict[str, float | int]:
         """Return the counts that every algorithm has.
@@ -114,7 +115,8 @@ class Meter:
         return found
 
 
-_meter: ContextVar[Meter | None] = ContextVar("bagua_ref_meter", default=None)
+_meter: ContextVar[Meter] = ContextVar("bagua_ref_meter", default=Meter(current_world(), ""))  # noqa: B039
+"""The meter of the training that this thread works for; what works for none counts in one that nobody reads."""
 
 
 @contextmanager
@@ -128,21 +130,13 @@ def use_meter(meter: Meter) -> Iterator[None]:
 
 
 def profiled(label: str) -> AbstractContextManager[Any]:
-    """Return a context that a profile shows as ``label``; while nothing is profiled, entering it costs next to nothing."""
-    return record_function(label) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
+    """Return a context that a profile shows as ``label``, unless it is ""; without a profile, entering it costs next to nothing."""
+    return record_function(label) if label and torch.autograd.profiler._is_profiler_enabled else nullcontext()
 
 
-@contextmanager
-def codec_phase(name: str) -> Iterator[None]:
+def codec_phase(name: str) -> AbstractContextManager[None]:
     """Count the time inside as a codec's; a profile shows it as ``bagua_ref::`` and ``name``."""
-    meter = _meter.get()
-    begin = 0.0 if meter is None else meter.world.clock()
-    try:
-        with profiled(f"bagua_ref::{name}"):
-            yield
-    finally:
-        if meter is not None:
-            meter.codec_seconds += meter.world.clock() - begin
+    return _meter.get().timing("codec_seconds", f"bagua_ref::{name}")
 
 
 def steps_in(context: Callable[[], AbstractContextManager[object]], steps: Iterator[int]) -> Iterator[int]:

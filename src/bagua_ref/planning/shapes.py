@@ -133,12 +133,9 @@ class Parameters:
     """
 
     def __init__(self, module: torch.nn.Module, bucket_bytes: int | None = None) -> None:
-        ignored = [
-            getattr(module, name, ()) for name in ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
-        ]
         if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
             raise ValueError(f"parameter {lazy[0]!r} has no shape yet; call the module once, or use one that is not lazy")
-        self.named = TrainedParameters(module, {name for names in ignored for name in names}).named
+        self.named = TrainedParameters(module).named
         self._in_order = [parameter for _, parameter in reversed(self.named)]
         self._bucket_bytes = get_default_bucket_size() if bucket_bytes is None else bucket_bytes
         split_into_buckets(self._in_order, 1)  # refuse what cannot be trained

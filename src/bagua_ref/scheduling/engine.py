@@ -15,9 +15,9 @@ from bagua_ref.base.utils import overlapping
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.storage import Registration, registration
 from bagua_ref.errors import CommunicationError
-from bagua_ref.observe.meter import Meter, profiled, use_meter
+from bagua_ref.observe.meter import Meter
 from bagua_ref.scheduling.rounds import Round
-from bagua_ref.scheduling.worker import BucketRun, Errors, Job, RoundCall, Worker
+from bagua_ref.scheduling.worker import BucketRun, Errors, RoundCall, Worker
 
 __all__ = ["Engine", "Readiness"]
 
@@ -55,12 +55,6 @@ class Readiness(Generic[Item]):
         self._next = 0
         """Buckets before this one have been scheduled in this round."""
 
-    def release(self) -> None:
-        """Hold no more: a complete round ends."""
-        self.hold = False
-        if self.complete:
-            self.reset()
-
     @property
     def complete(self) -> bool:
         """Whether every bucket was scheduled in this round."""
@@ -71,15 +65,6 @@ class Readiness(Generic[Item]):
         """Whether nothing was marked in this round."""
         return len(self._unmarked) == len(self._bucket_of)
 
-    def tick(self, item: Item) -> bool:
-        """Return True and `mark` ``item`` if that neither begins a round nor completes a bucket, as for most items."""
-        place = self._unmarked.get(item)
-        if place is None or self._missing[place] < 2 or len(self._unmarked) == len(self._bucket_of):
-            return False
-        del self._unmarked[item]
-        self._missing[place] -= 1
-        return True
-
     def mark(self, item: Item) -> list[int]:
         """Mark ``item``; return the buckets to schedule now, in order.
 
@@ -89,10 +74,10 @@ class Readiness(Generic[Item]):
             ValueError: its bucket was already scheduled in this round.
             KeyError: it is in no bucket.
         """
-        place = self._bucket_of[item]
-        if place < self._next:
-            raise ValueError(f"{item} was marked again in a round in which its bucket had already been scheduled")
-        if self._unmarked.pop(item, None) is None:
+        place = self._unmarked.pop(item, None)
+        if place is None:
+            if self._bucket_of[item] < self._next:
+                raise ValueError(f"{item} was marked again in a round in which its bucket had already been scheduled")
             return []
         self._missing[place] -= 1
         if self._missing[place] or place > self._next:
@@ -134,7 +119,7 @@ class Engine:
         self._errors = Errors()
         self._round: Round | None = None
         """The round that has begun and not ended."""
-        self._worker = Worker(world, f"bagua_ref worker {name}", timeout)
+        self._worker = Worker(world, f"bagua_ref worker {name}", timeout, self.meter)
         self._buckets: list[BaguaBucket] = []
         self._readiness: Readiness[Registration] = Readiness([])
         self._bucket_of: dict[Registration, BaguaBucket] = {}
@@ -164,9 +149,8 @@ class Engine:
             raise ValueError(
                 f"tensors {names[pair[0]]!r} and {names[pair[1]]!r} overlap in memory; a tensor can be in one bucket only"
             )
-        for bucket in self._buckets:
-            for tensor in bucket.tensors:
-                registration(tensor).sink = None
+        for known in self._bucket_of:
+            known.sink = None
         self._buckets, self._readiness = list(buckets), Readiness(members)
         self._bucket_of = {known: bucket for bucket, registered in zip(buckets, members, strict=True) for known in registered}
         for known in self._bucket_of:
@@ -180,9 +164,11 @@ class Engine:
             ValueError: its bucket has already been scheduled in this round, or a tensor has another shape or dtype than before.
             NotImplementedError: a tensor of the bucket is sparse.
         """
-        self._mark(registration(tensor))
+        self.gradient_ready("", tensor)
 
-    def _mark(self, known: Registration) -> None:
+    def gradient_ready(self, name: str, parameter: Tensor) -> None:
+        """Mark ``parameter`` ready, as `mark_ready`: an algorithm's backward hook, which runs for every gradient."""
+        known: Any = getattr(parameter, "_bagua_registration", None) or registration(parameter)
         begins = self._readiness.idle
         complete = self._readiness.mark(known)
         if begins:
@@ -191,14 +177,6 @@ class Engine:
             self._note_stream(known)
         for place in complete:
             self.schedule(self._buckets[place])
-
-    def gradient_ready(self, name: str, parameter: Tensor) -> None:
-        """Mark ``parameter`` ready as `mark_ready` does, with fewer calls for most parameters: an algorithm's backward hook."""
-        known: Any = getattr(parameter, "_bagua_registration", None)
-        if not self._readiness.tick(known):
-            self._mark(known or registration(parameter))
-        elif self._marked_on:
-            self._note_stream(known)
 
     def _note_stream(self, known: Registration) -> None:
         bucket = self._bucket_of[known]
@@ -210,16 +188,12 @@ class Engine:
         self._end_round()
         self.meter.rounds += 1
         self._round = self.new_round()
-        self._submit(RoundCall(self._round.begin, self._errors), may_run_here=not self._round.waits)
+        self._worker.submit(RoundCall(self._round.begin, self._errors), may_run_here=not self._round.waits)
 
-    def _end_round(self) -> None:
+    def _end_round(self, may_run_here: bool = False) -> None:
         if self._round is not None:
-            self._submit(RoundCall(self._round.end, self._errors, ends=True))
+            self._worker.submit(RoundCall(self._round.end, self._errors, ends=True), may_run_here)
             self._round = None
-
-    def _submit(self, job: Job, may_run_here: bool = False) -> None:
-        with use_meter(self.meter):  # the worker's thread, which the first job starts, keeps it
-            self._worker.submit(job, may_run_here)
 
     def run_round(self, buckets: Sequence[BaguaBucket], is_open: bool = False) -> None:
         """Run ``buckets``, registered or not, now and in a round of their own; `wait_pending_comm_ops` waits for them, too.
@@ -246,9 +220,8 @@ class Engine:
             bucket: in the order in which all ranks run them.
             kind: makes the job, from the arguments of `BucketRun`.
         """
-        here = runtime.current_stream(bucket.device)
         if bucket in self._marked_on:
-            self._order_after_marks(bucket, here)
+            self._order_after_marks(bucket)
         try:
             flat = None if bucket in self._under_way else bucket.load()
         except Exception:
@@ -257,13 +230,14 @@ class Engine:
             raise
         self._under_way.add(bucket)
         label = f"bagua_ref::{self._algorithm}/bucket{bucket.name}"
-        run = kind(bucket, flat, runtime.record_event(here), label, self._errors)
-        self._submit(run)
+        run = kind(bucket, flat, runtime.record_event(bucket.device), label, self._errors)
+        self._worker.submit(run)
         return run
 
-    def _order_after_marks(self, bucket: BaguaBucket, here: Any) -> None:
-        """Let stream ``here`` wait for the other streams on which tensors of ``bucket`` were marked."""
-        runtime.order_after([runtime.record_event(stream) for stream in self._marked_on[bucket] - {here}], bucket.device)
+    def _order_after_marks(self, bucket: BaguaBucket) -> None:
+        """Let the current stream wait for the other streams on which tensors of ``bucket`` were marked."""
+        for stream in self._marked_on[bucket] - {runtime.current_stream(bucket.device)}:
+            runtime.order_after(stream.record_event(), bucket.device)
         self._marked_on[bucket].clear()
 
     def wait_pending_comm_ops(self) -> None:
@@ -275,11 +249,9 @@ class Engine:
             CommunicationError: an operation failed; names the bucket and operation, with the first error as its cause.
             CommunicationTimeoutError: no progress within the timeout; names the bucket and operation.
         """
-        with profiled(f"bagua_ref::{self._algorithm}/wait"), self.meter.waiting(), use_meter(self.meter):
+        with self.meter.timing("wait_seconds", f"bagua_ref::{self._algorithm}/wait"):
             runs = self._worker.wait()
-            if self._round is not None:
-                RoundCall(self._round.end, self._errors, ends=True)()
-                self._round = None
+            self._end_round(may_run_here=True)
         self._under_way.clear()
         if self._errors.fatal is not None:
             raise self._errors.fatal
@@ -287,7 +259,7 @@ class Engine:
             if isinstance(run, BucketRun):
                 if run.error is not None:
                     raise run.error
-                runtime.order_after([run.done], run.bucket.device)
+                runtime.order_after(run.done, run.bucket.device)
 
     def run(self, function: Callable[[], T]) -> T:
         """Return the result of ``function()``, called on the worker after everything scheduled; this waits for it.
@@ -296,7 +268,7 @@ class Engine:
         """
         self._end_round()
         results: list[T] = []
-        self._submit(RoundCall(lambda: results.append(function()), self._errors))
+        self._worker.submit(RoundCall(lambda: results.append(function()), self._errors))
         self.wait_pending_comm_ops()
         return results[0]
 
@@ -331,8 +303,10 @@ class Engine:
         Raises:
             CommunicationError: buckets are incomplete; names the unmarked tensors.
         """
-        self._readiness.release()
-        if not self._readiness.idle:
+        self._readiness.hold = False
+        if self._readiness.complete:
+            self._readiness.reset()
+        elif not self._readiness.idle:
             self._end_incomplete(mark_unused)
 
     def _end_incomplete(self, mark_unused: bool) -> None:
@@ -355,10 +329,8 @@ class Engine:
 
     def close(self) -> None:
         """End the background thread when pending operations have finished, or the timeout has passed."""
-        for bucket in self._buckets:
-            for tensor in bucket.tensors:
-                known = registration(tensor)
-                if known.sink is not None and known.sink() is self:
-                    known.sink = None
+        for known in self._bucket_of:
+            if known.sink is not None and known.sink() is self:
+                known.sink = None
         self._worker.close()
         self._worker.join()

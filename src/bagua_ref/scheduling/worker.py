@@ -14,6 +14,7 @@ from torch.profiler import record_function
 from bagua_ref.base.runtime import Thread, World
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
+from bagua_ref.observe.meter import Meter, use_meter
 
 __all__ = ["BucketRun", "Errors", "Job", "RoundCall", "Worker"]
 
@@ -127,10 +128,11 @@ class Worker:
         world: starts the thread.
         name: the thread's name.
         timeout: seconds without progress after which `wait` raises.
+        meter: counts what the jobs do.
     """
 
-    def __init__(self, world: World, name: str, timeout: float) -> None:
-        self._world, self._name, self.timeout = world, name, timeout
+    def __init__(self, world: World, name: str, timeout: float, meter: Meter) -> None:
+        self._world, self._name, self.timeout, self._meter = world, name, timeout, meter
         self._queue = world.queue()
         self._idle = world.event()
         self._jobs_so_far = _Count()
@@ -165,7 +167,8 @@ class Worker:
                 if jobs.finished == jobs.submitted:  # else the waiting thread would wake only to wait on
                     idle.set()
 
-        return self._world.spawn(loop, self._name)
+        with use_meter(self._meter):  # which the thread keeps
+            return self._world.spawn(loop, self._name)
 
     def wait(self) -> list[Job]:
         """Wait until all jobs submitted since the last call have finished; return them.

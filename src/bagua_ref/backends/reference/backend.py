@@ -99,7 +99,12 @@ class ReferenceBackend(KernelBackend):
             read = reader(chunks, buffers, 0)
             for start in range(0, chunks.shape[1], width):
                 columns = slice(start, start + width)
-                total = _sum_in_order(read((slice(None), columns)))
+                rows = read((slice(None), columns))
+                if rows.shape[1] == 1:
+                    # NumPy adds whole rows one after another, but sums pairwise what it can treat as one dimension.
+                    total: Array = np.add.accumulate(rows, axis=0)[-1] + rows.dtype.type(0)
+                else:
+                    total = np.add.reduce(rows, axis=0, initial=rows.dtype.type(0))
                 if average:
                     total /= total.dtype.type(num_chunks)
                 chunks[target_chunk, columns].copy_(torch.from_numpy(total))
@@ -121,17 +126,6 @@ class ReferenceBackend(KernelBackend):
         if values.dtype is torch.bfloat16:
             values = values.float()
         return torch.from_numpy(np.argsort(values.numpy(), kind="stable")).to(keys.device)
-
-
-def _sum_in_order(rows: Array) -> Array:
-    """Return ((+0 + row 0) + row 1) + ... in this order (S3.7)."""
-    zero = rows.dtype.type(0)
-    if rows.shape[1] == 1:
-        # NumPy adds whole rows one after another, but sums pairwise what it can treat as one dimension.
-        total: Array = np.add.accumulate(rows, axis=0)[-1] + zero
-    else:
-        total = np.add.reduce(rows, axis=0, initial=zero)
-    return total
 
 
 class Scratch:
