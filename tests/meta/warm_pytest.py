@@ -95,6 +95,9 @@ def _start_fork_server() -> None:
     def start(path: bytes, command: Sequence[str], pipes: Sequence[int]) -> int:
         if pid := os.fork():
             return pid
+        low, high = sorted(pipes)
+        for first, last in ((3, low), (low + 1, high), (high + 1, 65536)):  # one of them would keep it from ending with the run
+            os.closerange(first, last)
         if pipes[0] in select.select(pipes, [], [])[0]:  # the first process is asked for; otherwise the run has ended
             exec(command[-1])
         os._exit(0)
