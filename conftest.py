@@ -28,7 +28,7 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 try:
-    from hypothesis import HealthCheck, settings
+    from hypothesis import HealthCheck, Phase, settings
 except ImportError:  # GPU machines may lack Hypothesis, which their GPU tests do not need
     collect_ignore_glob = ["src/bagua_ref/conformance/*.py"]
 else:
@@ -40,6 +40,8 @@ else:
     )
     settings.register_profile("quick", common, max_examples=10)  # in CI the first ones of those that `make proof` tries
     settings.register_profile("proof", common, max_examples=100)
+    # For tests/meta: that an input fails is all that counts, however large it is.
+    settings.register_profile("no_shrinking", common, max_examples=10, phases=[Phase.explicit, Phase.generate])
     # For property_tests/explore.py: the seed alone decides the inputs, in CI too.
     settings.register_profile("explore", common, max_examples=50, derandomize=False, database=None)
     settings.load_profile("quick")

@@ -1,7 +1,8 @@
 """Planted faults that the checks must find: ``python -m tests.meta.mutants`` prints the table of what killed each.
 
-A mutant is the package with one module changed. It runs in a separate process that imports the changed package; the checks of the
-clause that it breaks must find it with any seed, in the quick profile or, where it says so, in the large one.
+A mutant is the package with one module changed. It runs in a separate process, a fork in which the changed function gets its new
+code, or which imports the changed package anew; the checks of the clause that it breaks must find it with any seed, in the quick
+profile or, where it says so, in the large one.
 
 Left out, as no input distinguishes them from the reference:
 
@@ -21,10 +22,12 @@ Left out, as no input distinguishes them from the reference:
 from __future__ import annotations
 
 import argparse
+import ast
 import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import json
 import multiprocessing
 import sys
@@ -32,6 +35,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 from tests.meta import edit
@@ -71,11 +75,45 @@ class _Patched(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoade
         return compile(self.source, self.path, "exec")
 
 
+def _module_of(mutant: Fault) -> str:
+    return ".".join(edit.path_of(mutant.where).relative_to(edit.PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _change_code(mutant: Fault) -> bool:
+    """Give the function that the mutant is about its new code; False if the change is to more than a function's body."""
+    code = compile(ast.fix_missing_locations(edit.edited(mutant.where, *mutant.edit)), mutant.where, "exec", dont_inherit=True)
+    found: Any = importlib.import_module(_module_of(mutant))
+    for name in mutant.where.partition(":")[2].split("."):
+        inside = [const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name]
+        if not inside:
+            return False
+        code, found = inside[-1], vars(found)[name]
+        if not isinstance(found, type):
+            break
+    function = inspect.unwrap(found.fget if isinstance(found, property) else getattr(found, "__func__", found))
+    if not isinstance(function, FunctionType) or function.__code__.co_freevars != code.co_freevars:
+        return False
+    function.__code__ = code
+    return True
+
+
+def _import_anew(mutant: Fault) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bagua_ref"]:
+        del sys.modules[name]
+    source = edit.planted(mutant.where, *mutant.edit)
+    sys.meta_path.insert(0, _Patched(_module_of(mutant), str(edit.path_of(mutant.where)), source))
+
+
 def _try_in_child(mutant: Fault, seed: int, outbox: Any) -> None:
-    assert "bagua_ref" not in sys.modules, "the package must be imported through the change"
-    file = edit.path_of(mutant.where)
-    module = ".".join(file.relative_to(edit.PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-    sys.meta_path.insert(0, _Patched(module, str(file), edit.planted(mutant.where, *mutant.edit)))
+    found = _change_code(mutant) and _failures(mutant, seed)
+    if not found:  # other functions of the module may have been built with the old code when it was imported
+        _import_anew(mutant)
+        found = _failures(mutant, seed)
+    outbox.send(found)
+
+
+def _failures(mutant: Fault, seed: int) -> list[tuple[str, int, str]]:
+    """Return the checks that fail, the inputs that they needed and their messages."""
     from bagua_ref.conformance import run_conformance
     from bagua_ref.conformance.run.search import PROFILES
     from bagua_ref.conformance.suites.checks import checks_of
@@ -92,7 +130,7 @@ def _try_in_child(mutant: Fault, seed: int, outbox: Any) -> None:
         if report.failures():
             break
     assert report.ran, f"{mutant.name}: all checks were skipped"
-    outbox.send([(result.id, result.examples, result.message) for result in report.failures()])
+    return [(result.id, result.examples, result.message) for result in report.failures()]
 
 
 def run(mutant: Fault, seed: int = 0) -> Kill:
@@ -146,11 +184,12 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    import hypothesis  # noqa: F401 - once, here, not in every child
-    import torch
-
-    torch.optim.SGD([torch.zeros(1)], lr=0.1).step()  # imports torch's compiler
-
     sys.path.insert(0, str(edit.PACKAGE.parent))
+    from bagua_ref.conformance.clauses import SUITES
+    from bagua_ref.conformance.suites.checks import prepare
+    from bagua_ref.conformance.targets.reference_target import ReferenceTarget  # noqa: F401 - once, here, not in every child
+
+    for suite in SUITES:
+        prepare(suite)
     gc.freeze()  # no child traverses what it shares with this process
     raise SystemExit(main())

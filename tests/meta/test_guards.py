@@ -31,5 +31,5 @@ def test_the_tests_pass_without_a_mutant(copy: Path) -> None:
 @pytest.mark.parametrize("guard", GUARDS, ids=[guard.name for guard in GUARDS])
 def test_without_the_guard_a_test_fails(copy: Path, warm_pytest: WarmPytest, guard: Guard) -> None:
     with planted_in(copy, guard.where, *guard.edit):
-        code, output = warm_pytest.run(copy, ["--timeout=15", guard.test], limit=60)
+        code, output = warm_pytest.run(copy, ["--timeout=10", "--hypothesis-profile=no_shrinking", guard.test], limit=60)
     assert code in (1, None), output  # None: not even pytest's own time limit ended it

@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import select
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -77,11 +81,32 @@ def _run(copy: str, output: str, arguments: list[str], **_: Any) -> None:
         sys.path[:1] = [copy, f"{copy}/src"]
         os.environ["PYTHONPATH"] = f"{copy}/src"
         sys.argv = ["pytest"]
+        _start_fork_server()
         pytest: Any = importlib.import_module("pytest")
         code = pytest.main(["-v", "-rfE", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments])
         sys.stdout.flush()
     finally:
         os._exit(code)
+
+
+def _start_fork_server() -> None:
+    """Fork the server that forks the ranks of tests, as a new interpreter would import torch again."""
+
+    def start(path: bytes, command: Sequence[str], pipes: Sequence[int]) -> int:
+        if pid := os.fork():
+            return pid
+        low, high = sorted(pipes)
+        for first, last in ((3, low), (low + 1, high), (high + 1, 65536)):  # one of them would keep it from ending with the run
+            os.closerange(first, last)
+        if pipes[0] in select.select(pipes, [], [])[0]:  # the first process is asked for; otherwise the run has ended
+            exec(command[-1])
+        os._exit(0)
+
+    multiprocessing.resource_tracker.ensure_running()
+    multiprocessing.forkserver.set_forkserver_preload(["bagua_ref.conformance"])
+    spawn, multiprocessing.util.spawnv_passfds = multiprocessing.util.spawnv_passfds, start
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.util.spawnv_passfds = spawn
 
 
 if __name__ == "__main__":
