@@ -17,6 +17,7 @@ from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 from bagua_ref.base.untrusted import load_json, read_file
 from bagua_ref.base.utils import readable_bytes
 from bagua_ref.cli.command import (
+    COLORS,
     CommandError,
     Commands,
     add_command,
@@ -57,7 +58,6 @@ _MOST_WORKERS = 1024
 _WORKERS = 64
 """The most workers of the picture: rings of more take long to add up."""
 _VALUES = (ast.Constant, ast.Name, ast.UnaryOp)
-_COLORS = ("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
 _DASHES = ("-", "--")
 
 
@@ -221,10 +221,6 @@ def _model(path: str) -> torch.nn.Module:
     return module
 
 
-def _value(node: ast.expr) -> Any:
-    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
-
-
 def _algorithm(parser: argparse.ArgumentParser, text: str, parameters: Parameters) -> Algorithm:
     name, _, options = text.partition(":")
     try:
@@ -232,7 +228,8 @@ def _algorithm(parser: argparse.ArgumentParser, text: str, parameters: Parameter
         assert isinstance(call, ast.Call)
         if call.args or not all(keyword.arg and isinstance(keyword.value, _VALUES) for keyword in call.keywords):
             raise ValueError("options must be of the form OPTION=VALUE, where a value is a number, a word, True, False or None")
-        given = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
+        named = [(str(keyword.arg), keyword.value) for keyword in call.keywords]
+        given: dict[str, Any] = {key: value.id if isinstance(value, ast.Name) else ast.literal_eval(value) for key, value in named}
         if name == "qadam":
             given["q_adam_optimizer"] = QAdamOptimizer([parameter for _, parameter in parameters.named])
         return Algorithm.init(name, **given)
@@ -335,7 +332,7 @@ def draw(ranked: Sequence[Candidate], costs: MeasuredMachine, **stragglers: floa
     per_node = max(cluster.nodes)
     workers = [per_node * 2**k for k in range(12) if per_node * 2**k <= max(_WORKERS, per_node)]
     for place, candidate in enumerate(ranked):
-        style = {"color": _COLORS[place % len(_COLORS)], "linestyle": _DASHES[place // len(_COLORS) % 2], "linewidth": 1.6}
+        style = {"color": COLORS[place % len(COLORS)], "linestyle": _DASHES[place // len(COLORS) % 2], "linewidth": 1.6}
         factors = [2 ** (k / 2) for k in range(-14, 15)]
         times = [predict(candidate.plan, changed(machine, "bandwidth", factor)).seconds for factor in factors]
         left.plot([rate * factor / 1e9 for factor in factors], times, label=candidate.name, **style)

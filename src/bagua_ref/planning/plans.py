@@ -72,31 +72,25 @@ def _error_memory(buckets: list[BucketShape], n: int, options: Any) -> int:
     return _WORD * sum(bucket.numel + bucket.numel // n for bucket in buckets) if options.error_feedback else 0
 
 
-class _GradientAllReduce(StepPlan):
-    def after_warmup(self, step: int) -> list[Exchange]:
-        return self.all_reduced(hierarchical=self.hierarchical)
-
-
 class _ByteGrad(StepPlan):
     def __init__(self, algorithm: Any, parameters: Parameters, cluster: Cluster) -> None:
         super().__init__(algorithm, parameters, cluster)
-        self._chunks = len(cluster.nodes) if algorithm.hierarchical else cluster.n
-        self.buckets = parameters.buckets(math.lcm(cluster.n, self._chunks))  # S5.2
+        self.buckets = parameters.buckets(math.lcm(cluster.n, self.peers))  # S5.2
 
     def after_warmup(self, step: int) -> list[Exchange]:
         return self.each(
             lambda bucket: self.among(lambda n: _scattered(bucket, n, self.algorithm), bucket, self.hierarchical, True),
             self.buckets,
             codec=self.algorithm.compression,
-            elements=lambda bucket: _passes(bucket, self._chunks, self.algorithm),
-            turns=_turns(self._chunks),
+            elements=lambda bucket: _passes(bucket, self.peers, self.algorithm),
+            turns=_turns(self.peers),
         )
 
     def memory(self) -> tuple[int, int]:
-        chunks, codec = self._chunks, self.algorithm.compression
-        scratch = 2 * max(chunks * _payload(codec, bucket.numel // chunks, bucket.dtype) for bucket in self.buckets)
-        own = max(_error_memory([bucket], chunks, self.algorithm) for bucket in self.buckets)  # those of a round, until it ends
-        return _error_memory(self.buckets, chunks, self.algorithm), scratch + own + self.gathered()
+        n, codec = self.peers, self.algorithm.compression
+        scratch = 2 * max(n * _payload(codec, bucket.numel // n, bucket.dtype) for bucket in self.buckets)
+        own = max(_error_memory([bucket], n, self.algorithm) for bucket in self.buckets)  # those of a round, until it ends
+        return _error_memory(self.buckets, n, self.algorithm), scratch + own + self.gathered()
 
 
 class _QAdam(_ByteGrad):
@@ -113,18 +107,14 @@ class _Decentralized(StepPlan):
     def __init__(self, algorithm: Any, parameters: Parameters, cluster: Cluster) -> None:
         super().__init__(algorithm, parameters, cluster)
         self.buckets = parameters.whole()  # S5.3
-        self._n, self._mode = len(cluster.nodes) if algorithm.hierarchical else cluster.n, algorithm.peer_selection_mode
+        self._mode, n = algorithm.peer_selection_mode, self.peers
         named = MODES.get(self._mode) if isinstance(self._mode, str) else None
-        if named is not None and not named.takes(self._n):
-            raise ValueError(f"peer_selection_mode={self._mode!r} needs {named.sizes} of ranks, not {self._n}")
-        self.graphs = [] if named is None else [named.graph(t, self._n) for t in range(named.period(self._n))]
-
-    @property
-    def cycle(self) -> int:
-        return int(self.algorithm.communication_interval * max(len(self.graphs), 1))
+        if named is not None and not named.takes(n):
+            raise ValueError(f"peer_selection_mode={self._mode!r} needs {named.sizes} of ranks, not {n}")
+        self.graphs = [] if named is None else named.graphs(n)
 
     def _graph(self, number: int) -> Graph:
-        return self.graphs[number % len(self.graphs)] if self.graphs else self._mode(number, self._n)
+        return self.graphs[number % len(self.graphs)] if self.graphs else self._mode(number, self.peers)
 
     def after_warmup(self, step: int) -> list[Exchange]:
         number, rest = divmod(step - 1, self.algorithm.communication_interval)
@@ -133,7 +123,7 @@ class _Decentralized(StepPlan):
 
         def between(bucket: BucketShape) -> Operation:
             if self._mode == "all":
-                return costs.all_reduce(chunk_bytes(bucket.numel, bucket.dtype.itemsize, self._n))
+                return costs.all_reduce(chunk_bytes(bucket.numel, bucket.dtype.itemsize, self.peers))
             return one_round([(source, rank, bucket.nbytes) for rank, row in enumerate(self._graph(number)) for source, _ in row])
 
         if not self.hierarchical:
@@ -154,11 +144,7 @@ class _Decentralized(StepPlan):
 class _Ring(StepPlan):
     def __init__(self, algorithm: Any, parameters: Parameters, cluster: Cluster) -> None:
         super().__init__(algorithm, parameters, cluster)
-        self.graphs = [ring(0, len(cluster.nodes) if self.hierarchical else cluster.n)]
-
-    @property
-    def cycle(self) -> int:
-        return int(self.algorithm.communication_interval)
+        self.graphs = [ring(0, self.peers)]
 
     def after_warmup(self, step: int) -> list[Exchange]:
         if (step - 1) % self.cycle:
@@ -286,7 +272,7 @@ class _TopK(StepPlan):
 
 
 _PLANS: dict[type, type[StepPlan]] = {
-    GradientAllReduceAlgorithm: _GradientAllReduce,
+    GradientAllReduceAlgorithm: StepPlan,
     ByteGradAlgorithm: _ByteGrad,
     QAdamAlgorithm: _QAdam,
     DecentralizedAlgorithm: _Decentralized,

@@ -66,6 +66,7 @@ class StepPlan:
 
     Attributes:
         buckets: in the order in which they become ready.
+        peers: the number of ranks, or of leaders if these alone exchange.
         interval: seconds from the end of a round in the background to the next; None: rounds belong to steps.
         graphs: a period of those along which ranks average with some others (S13); empty: they do not, or by a user's function.
     """
@@ -77,6 +78,7 @@ class StepPlan:
         self.algorithm, self.parameters, self.cluster = algorithm, parameters, cluster
         self.buckets = parameters.buckets()
         self.hierarchical: bool = getattr(algorithm, "hierarchical", False)
+        self.peers = len(cluster.nodes) if self.hierarchical else cluster.n
 
     @property
     def warmup(self) -> int:
@@ -86,15 +88,16 @@ class StepPlan:
     @property
     def cycle(self) -> int:
         """The number of steps after which operations repeat."""
-        return getattr(self.algorithm, "period", 1)
+        interval: int = getattr(self.algorithm, "communication_interval", getattr(self.algorithm, "period", 1))
+        return interval * max(len(self.graphs), 1)
 
     def exchanges(self, step: int) -> list[Exchange]:
         """Return the operations of a step, counted from 1, in the order in which they run."""
         return self.all_reduced() if step <= self.warmup else self.after_warmup(step - self.warmup)
 
     def after_warmup(self, step: int) -> list[Exchange]:
-        """Return the operations of a step after the warm-up, counted from 1."""
-        raise NotImplementedError
+        """Return the operations of a step after the warm-up, counted from 1; here, those of gradient_allreduce."""
+        return self.all_reduced(hierarchical=self.hierarchical)
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes on the busiest rank beyond weights, gradients and optimizer state: kept, and the most scratch."""

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from bagua_ref.base.runtime import current_world
 from bagua_ref.errors import SimulationError
+from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
 from bagua_ref.simulation.torch_distributed.work import works_of_backward
 
-__all__ = ["WORLD", "GroupNames", "GroupState", "check_version", "current_backward", "forget", "hide_from_compiler", "replace"]
+__all__ = ["WORLD", "GroupNames", "GroupState", "check_version", "current_backward", "hide_from_compiler", "replace"]
 
 rendezvous = sys.modules["torch.distributed.rendezvous"]  # the package has a function of this name
 
@@ -143,12 +143,8 @@ def replace(
         for module in (dist, distributed_c10d, rendezvous):
             if hasattr(module, name):
                 replacements.put(module, name, substitute)
+    replacements.callback(_c10d._set_thread_isolation_mode, False)  # all threads share the groups of the process again
     _c10d._set_thread_isolation_mode(True)
-
-
-def forget() -> None:
-    """Let all threads share the groups of the process again."""
-    _c10d._set_thread_isolation_mode(False)
 
 
 def hide_from_compiler(owner: type) -> None:
@@ -164,8 +160,7 @@ _connect: Callable[..., Any] | None = None
 
 
 def _change_names(change: Callable[..., object], *args: Any) -> None:
-    world: Any = current_world()
-    world.process_state.group_names.change(lambda groups: change(groups, *args))
+    rank_world().process_state.group_names.change(lambda groups: change(groups, *args))
 
 
 def _create(options: Any, backend_options: Any) -> Any:
