@@ -152,10 +152,10 @@ def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
             verdicts[who] = _verdict(among, likely)
     warnings += warnings_of(ranked)
     if not arguments.json:
-        _print(arguments, ranked, costs, verdicts, warnings)
+        _print(ranked, costs, verdicts, warnings)
     if arguments.png is not None:
         write_picture(lambda: draw(ranked, costs, **stragglers), arguments.png)
-    write_json(arguments, _as_json(arguments, parameters, cluster, costs, ranked, verdicts, warnings))
+    write_json(arguments, _as_json(arguments, ranked, costs, verdicts, warnings))
     return 0
 
 
@@ -251,9 +251,8 @@ def _verdict(ranked: Sequence[Candidate], likely: Any) -> dict[str, Any]:
     return {"winner": found and found.name, "flip": turn, "text": text}
 
 
-def _print(
-    arguments: argparse.Namespace, ranked: Sequence[Candidate], costs: MeasuredMachine, verdicts: Any, warnings: Sequence[str]
-) -> None:
+def _print(ranked: Sequence[Candidate], costs: MeasuredMachine, verdicts: Any, warnings: Sequence[str]) -> None:
+    cluster = ranked[0].plan.cluster
     factor, unit = (1e3, "ms") if max(candidate.seconds.high for candidate in ranked) < 1 else (1.0, "s")
 
     def time(*seconds: float) -> str:
@@ -270,9 +269,8 @@ def _print(
         )
         for candidate in ranked
     ]
-    on = f"{arguments.ranks} ranks on {arguments.nodes or arguments.ranks} nodes"
     headers = ["algorithm", f"step\n({unit})", f"interval\n({unit})", f"exposed\n({unit})", "sent per\nstep", "extra\nmemory"]
-    print_rows(f"A training step of {on}", headers, rows)
+    print_rows(f"A training step of {cluster.n} ranks on {len(cluster.nodes)} nodes", headers, rows)
     print(f"Costs: {costs.about or 'measured'}.\n")
     for candidate in ranked:
         print(f"{candidate.name}: {candidate.reason}")
@@ -289,9 +287,8 @@ def _print(
 
 
 def _as_json(
-    arguments: argparse.Namespace, parameters: Parameters, cluster: Cluster, costs: MeasuredMachine,
-    ranked: Sequence[Candidate], verdicts: Any, warnings: Sequence[str],
-) -> dict[str, Any]:  # fmt: skip
+    arguments: argparse.Namespace, ranked: Sequence[Candidate], costs: MeasuredMachine, verdicts: Any, warnings: Sequence[str]
+) -> dict[str, Any]:
     rows = [
         {
             "algorithm": candidate.name,
@@ -309,8 +306,8 @@ def _as_json(
         for candidate in ranked
     ]
     return {
-        "nodes": list(cluster.nodes),
-        "parameter_bytes": parameters.nbytes,
+        "nodes": list(ranked[0].plan.cluster.nodes),
+        "parameter_bytes": ranked[0].plan.parameters.nbytes,
         "costs": costs.as_json(),
         "rows": rows,
         "fastest": verdicts,

@@ -174,8 +174,8 @@ class MeasuredMachine:
 
         links = {
             kind: (estimate(link["alpha"], f"alpha {kind}"), estimate(link["beta"], f"beta {kind}"))
-            for kind, link in value["links"].items()
-            if link is not None
+            for kind in ("between", "inside")
+            if (link := value["links"].get(kind)) is not None
         }
         codec, operation = (
             {name: estimate(cost, f"{kind} {name!r}") for name, cost in (value.get(kind) or {}).items()}

@@ -147,20 +147,18 @@ class StepPlan:
 
     def all_reduced(self, when: When = "backward", hierarchical: bool = False) -> list[Exchange]:
         """Return the all-reduces of all buckets (S3.1), or with ``hierarchical`` those between leaders (S3.3)."""
+        n = self.peers if hierarchical else self.cluster.n
 
         def reduced(bucket: BucketShape) -> Operation:
-            return self.among(lambda n: costs.all_reduce(chunk_bytes(bucket.numel, bucket.dtype.itemsize, n)), bucket, hierarchical)
+            return self.among(costs.all_reduce(chunk_bytes(bucket.numel, bucket.dtype.itemsize, n)), bucket, hierarchical)
 
         return self.each(reduced, self.buckets, when=when)
 
-    def among(
-        self, operation: Callable[[int], Operation], bucket: BucketShape, hierarchical: bool, in_rank_order: bool = False
-    ) -> Operation:
-        """Return the operation of all ranks, or S3.3: to the leaders, that of so many leaders, and back."""
+    def among(self, operation: Operation, bucket: BucketShape, hierarchical: bool, in_rank_order: bool = False) -> Operation:
+        """Return an operation of all ranks as it is, or one of leaders between the ways to them and back (S3.3)."""
         if not hierarchical:
-            return operation(self.cluster.n)
-        leaders = self.cluster.between(operation(len(self.cluster.nodes)))
-        return self.to_leaders(bucket, in_rank_order) + leaders + self.from_leaders(bucket)
+            return operation
+        return self.to_leaders(bucket, in_rank_order) + self.cluster.between(operation) + self.from_leaders(bucket)
 
     def to_leaders(self, bucket: BucketShape, in_rank_order: bool) -> Operation:
         """Return the way to the leaders: a gather where sums have an order or 16 bits, else a reduce (S3.3)."""
