@@ -67,7 +67,7 @@ class _Scattered(StepPlan):
             size, dtype = bucket.numel // n, torch.float32 if memory else bucket.dtype
             chunk = size * bucket.dtype.itemsize if codec is None else _payload(codec, size, dtype)
             chunks = costs.all_to_all([[chunk] * n] * n) + costs.all_gather([chunk] * n)
-            return self.among(chunks, bucket, self.hierarchical, True)
+            return self.among(chunks, bucket, in_rank_order=True)
 
         return self.each(
             averaged,
@@ -159,7 +159,7 @@ class _Ring(StepPlan):
         def traded(bucket: BucketShape) -> Operation:
             payload = _payload(codec, bucket.numel, bucket.dtype)
             trade = one_round([(r, peer % n, payload) for r in range(n) for peer in (r - 1, r + 1)])
-            return self.among(trade, bucket, self.hierarchical, True)
+            return self.among(trade, bucket, in_rank_order=True)
 
         return self.each(traded, self.buckets, when="step", codec=codec, elements=lambda bucket: 4 * bucket.numel)
 

@@ -150,13 +150,14 @@ class StepPlan:
         n = self.peers if hierarchical else self.cluster.n
 
         def reduced(bucket: BucketShape) -> Operation:
-            return self.among(costs.all_reduce(chunk_bytes(bucket.numel, bucket.dtype.itemsize, n)), bucket, hierarchical)
+            operation = costs.all_reduce(chunk_bytes(bucket.numel, bucket.dtype.itemsize, n))
+            return self.among(operation, bucket) if hierarchical else operation
 
         return self.each(reduced, self.buckets, when=when)
 
-    def among(self, operation: Operation, bucket: BucketShape, hierarchical: bool, in_rank_order: bool = False) -> Operation:
-        """Return an operation of all ranks as it is, or one of leaders between the ways to them and back (S3.3)."""
-        if not hierarchical:
+    def among(self, operation: Operation, bucket: BucketShape, in_rank_order: bool = False) -> Operation:
+        """Return an operation of `peers`: that of all ranks as it is, that of leaders between the ways to them and back (S3.3)."""
+        if not self.hierarchical:
             return operation
         return self.to_leaders(bucket, in_rank_order) + self.cluster.between(operation) + self.from_leaders(bucket)
 

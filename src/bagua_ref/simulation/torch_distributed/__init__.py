@@ -72,16 +72,13 @@ def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork, states: Seq
             scheduler.end(error)
         return SimulatedProcessGroup(group, place, store)
 
-    def not_in_group(operation: str) -> None:
-        scheduler.refuse("not_in_group", f"calls {operation} on a group that it is not in", operation)
-
     modules = UserModules(lambda: rank_world().process_state.modules if scheduler.is_calling() else None)
     for owner in (SimulatedProcessGroup, SimulatedWork, SimulatedStore):
         torch_hooks.hide_from_compiler(owner)
     with Replacements(scheduler.is_calling) as replacements:
         for undo in (_running.clear, works_of_backward.clear, partial(restore_environment, states), outside.restore):
             replacements.callback(undo)
-        torch_hooks.replace(replacements, connect, shared_stores(scheduler), not_in_group)
+        torch_hooks.replace(replacements, scheduler, connect, shared_stores(scheduler))
         replace_processes(replacements, scheduler)
         replace_threads(replacements, scheduler)
         replace_clocks(replacements, scheduler)

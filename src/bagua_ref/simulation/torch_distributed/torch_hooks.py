@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
@@ -87,19 +88,14 @@ class GroupNames:
 _c10d: Any = torch._C._distributed_c10d
 
 
-def replace(
-    replacements: Replacements,
-    connect: Callable[..., Any],
-    open_store: Callable[..., Any],
-    not_in_group: Callable[[str], None],
-) -> None:
+def replace(replacements: Replacements, scheduler: Scheduler, connect: Callable[..., Any], open_store: Callable[..., Any]) -> None:
     """Replace torch's groups and stores by simulated ones.
 
     Args:
         replacements: undoes it.
+        scheduler: of the ranks.
         connect: takes torch's description of a new group, and returns the process group.
         open_store: takes the name of a store's class and its arguments.
-        not_in_group: called for an operation on a group that the rank is not in.
     """
     global _connect
     _connect = connect
@@ -118,7 +114,8 @@ def replace(
         return group, store
 
     def warn_not_in_group(original: Any, operation: Any) -> None:
-        not_in_group(operation if isinstance(operation, str) else operation.__name__)
+        name = operation if isinstance(operation, str) else operation.__name__
+        scheduler.refuse("not_in_group", f"calls {name} on a group that it is not in", name)
 
     def split_group(original: Any, parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, **options: Any) -> Any:
         parents = dist.get_process_group_ranks(parent_pg or dist.group.WORLD)
