@@ -7,7 +7,6 @@ import ast
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +144,7 @@ def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
         parser.error(str(error))
     stragglers = {"slowest": arguments.slowest, "jitter": arguments.jitter}
     ranked = compare(plans, costs, **stragglers)
-    likely = costs.machine(attrgetter("value"), **stragglers)
+    likely = costs.machine(**stragglers)
     verdicts = {}
     for who, among in (("of all", ranked), ("of those with equal weights on all ranks", [c for c in ranked if c.equal_ranks])):
         if len(among) > 1:
@@ -321,7 +320,7 @@ def draw(ranked: Sequence[Candidate], costs: MeasuredMachine, **stragglers: floa
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
-    machine = costs.machine(attrgetter("value"), **stragglers)
+    machine = costs.machine(**stragglers)
     rate = 8 / machine.links.between.beta if machine.links.between.beta else math.inf
     figure = Figure(figsize=(12.0, 5.0), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)

@@ -12,7 +12,6 @@ from datetime import datetime, timezone
 from html import escape
 from io import BytesIO
 from itertools import accumulate
-from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -100,7 +99,7 @@ def predict_times(outcomes: Sequence[TrainingOutcome], settings: Settings) -> di
 
     def seconds(plan: StepPlan, costs: MeasuredMachine, rate: float) -> float:
         links = _LATENCY, Estimate.within(8 / rate, 0.0)
-        return predict(plan, replace(costs, compute=compute, between=links).machine(attrgetter("value"))).seconds
+        return predict(plan, replace(costs, compute=compute, between=links).machine()).seconds
 
     return {name: {rate: seconds(*each, bits) for rate, bits in _RATES.items()} for name, each in found.items()}
 

@@ -122,8 +122,8 @@ class MeasuredMachine:
     shared_processor: bool = False
     about: str = ""
 
-    def machine(self, end: Callable[[Estimate], float], slowest: float = 1.0, jitter: float = 0.0) -> Machine:
-        """Return the costs at the same end of all intervals, such as ``lambda estimate: estimate.low``.
+    def machine(self, end: Callable[[Estimate], float] = attrgetter("value"), slowest: float = 1.0, jitter: float = 0.0) -> Machine:
+        """Return the likely costs, or those at the same end of all intervals, such as ``lambda estimate: estimate.low``.
 
         Raises:
             ValueError: some were not measured.
@@ -234,7 +234,7 @@ def costs_of_job(metrics: Any, plan: StepPlan, alpha: Estimate, assumed: Measure
     low, high = 1e-15, 1e-3
     for _ in range(60):
         beta = math.sqrt(low * high)
-        exposed = predict(plan, with_link(Estimate(beta, beta, beta)).machine(attrgetter("value"))).exposed
+        exposed = predict(plan, with_link(Estimate(beta, beta, beta)).machine()).exposed
         low, high = (beta, high) if exposed < wait else (low, beta)
     if wait <= _HIDDEN * seconds or not 1e-14 < beta < 1e-4:
         return found

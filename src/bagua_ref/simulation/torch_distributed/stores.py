@@ -30,7 +30,7 @@ def shared_stores(scheduler: Scheduler) -> Callable[..., SimulatedStore]:
         if kind == "PrefixStore":
             opened = _PREFIXED(*args, **options)
         else:
-            free = next(ports)
+            free = next(ports)  # no store has this one
             place, timeout = _ADDRESSES[kind](*args, **options)
             address = (kind, *(free if part == 0 else part for part in place))
             store, waiting = shared.setdefault(address, (HashStore(), []))
@@ -52,7 +52,7 @@ _ADDRESSES: dict[str, Callable[..., tuple[tuple[Any, ...], Any]]] = {
 """Address, of which 0 stands for a free port, and timeout, from the arguments of torch's classes."""
 
 
-_PREFIXED: Callable[..., SimulatedStore] = lambda prefix, store: store.prefixed(prefix)  # noqa: E731
+_PREFIXED: Callable[..., SimulatedStore] = lambda prefix, store: store._client(f"{store._prefix}{prefix}/")  # noqa: E731
 
 
 class SimulatedStore(Store):
@@ -80,10 +80,6 @@ class SimulatedStore(Store):
 
     def __repr__(self) -> str:
         return f"SimulatedStore({self._address!r}, prefix={self._prefix!r})"
-
-    def prefixed(self, prefix: str) -> SimulatedStore:
-        """Return a client whose keys have another prefix before this one's."""
-        return self._client(f"{self._prefix}{prefix}/")
 
     def _client(self, prefix: str) -> SimulatedStore:
         return SimulatedStore(self._scheduler, self._root, self._waiting, self._address, self._timeout, prefix)
