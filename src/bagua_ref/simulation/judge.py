@@ -151,7 +151,7 @@ class _Judge:
             runs = self._carry_out(Order(SeededSchedule(seed)) for seed in range(self._search.seeds))
             return next(filter(None, map(self._examined, runs)), None)
         schedules = Schedules(self._search.deviations, 10**9)
-        for seen in self._carry_out(Order(found) if (found := schedules.take()) else None for _ in repeat(None)):
+        for seen in self._carry_out(Order(taken) if (taken := schedules.take()) else None for _ in repeat(None)):
             if not seen.kind:
                 schedules.add_variants(seen.order.schedule)
             finding = self._examined(seen)
