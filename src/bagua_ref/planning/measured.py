@@ -122,7 +122,9 @@ class MeasuredMachine:
     shared_processor: bool = False
     about: str = ""
 
-    def machine(self, end: Callable[[Estimate], float] = attrgetter("value"), slowest: float = 1.0, jitter: float = 0.0) -> Machine:
+    def machine(
+        self, end: Callable[[Estimate], float] = attrgetter("value"), /, slowest: float = 1.0, jitter: float = 0.0
+    ) -> Machine:
         """Return the likely costs, or those at the same end of all intervals, such as ``lambda estimate: estimate.low``.
 
         Raises:
