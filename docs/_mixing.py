@@ -19,7 +19,7 @@ def cell(mode: str, n: int) -> str:
     """Return rounds and gap; rounds in bold if they are exact."""
     if not MODES[mode].takes(n):
         return "–"
-    found = mixing([MODES[mode].graph(t, n) for t in range(MODES[mode].period(n))])
+    found = mixing(MODES[mode].graphs(n))
     rounds = f"**{found.rounds}**" if found.exact else f"{found.rounds:,}"
     return f"{rounds} ({found.gap_per_round:.2g})"
 

@@ -197,10 +197,10 @@ def demo() -> str:
     settings = Settings(**{field.name: result["settings"][field.name] for field in fields(Settings)})
     outcomes, predicted = [TrainingOutcome(**row) for row in result["results"]], result["predicted_seconds"]
     cells = [report.cells_of(outcome, settings, predicted) for outcome in outcomes]
-    rows = [[_linked(name, "algorithms/"), *rest] for name, *rest in cells]
+    rows = [[_linked(name, "algorithms/"), *rest] for name, *rest in (row.values() for row in cells)]
     verdicts = report.verdicts_of(outcomes, settings, predicted)
     said = "\n".join(f"- `{name}`: {text[0].lower()}{text[1:]}" for name, text in verdicts.items())
-    return f"{grid(list(report.COLUMNS), *rows)}\n\n{said}\n\n{measured({**result, 'rows': result['results']})}"
+    return f"{grid(list(cells[0]), *rows)}\n\n{said}\n\n{measured({**result, 'rows': result['results']})}"
 
 
 def _linked(name: str, folder: str) -> str:

@@ -223,9 +223,9 @@ def test_bad_input_is_named_and_exits_with_2(run: Any, arguments: list[str], com
     ("mode", "n"), [("one_peer_exponential", 16), ("all", 5), ("ring", 1), ("hypercube", 64), ("shift_one", 32)]
 )
 def test_the_picture_has_an_arrow_for_each_message_and_all_ranks(run: Any, tmp_path: Path, mode: str, n: int) -> None:
-    from bagua_ref.cli.graph import draw_graphs, period_of
+    from bagua_ref.cli.graph import draw_graphs
 
-    period = period_of(mode, n)
+    period = MODES[mode].graphs(n)
     figure = draw_graphs(period, "a title")
     panels = [axes for axes in figure.axes if axes.lines]
     assert len(panels) == min(len(period), 12)

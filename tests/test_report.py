@@ -99,7 +99,7 @@ def test_there_is_no_prediction_without_steps_after_the_warm_up_or_of_half_a_cyc
     assert predict_times([warming], SETTINGS) == {}
     predicted = predict_times([measured("gradient_allreduce", FULL), warming, half], SETTINGS)
     assert list(predicted) == ["gradient_allreduce"]
-    assert cells_of(warming, SETTINGS, predicted)[4:] == ("1.000", "220 of 220", "0.1", "10.0", "-", "-", "-")
+    assert tuple(cells_of(warming, SETTINGS, predicted).values())[4:] == ("1.000", "220 of 220", "0.1", "10.0", "-", "-", "-")
     verdicts = verdicts_of([warming, half], SETTINGS, predicted)
     assert verdicts["powersgd"].startswith("All 220 steps were warm-up")
     assert verdicts["local_sgd"] == "Sends 25% of the bytes of full precision; it was trained for too few steps to predict times."

@@ -64,7 +64,7 @@ class Event(Protocol):
 class Lock(Protocol):
     """As `threading.Lock`, but fair: it is granted in the order of requests."""
 
-    def acquire(self, timeout: float = -1) -> bool: ...  # noqa: D102
+    def acquire(self, *, timeout: float = -1) -> bool: ...  # noqa: D102
     def release(self) -> None: ...  # noqa: D102
     def __enter__(self) -> Any: ...
     def __exit__(self, *exc: object) -> None: ...

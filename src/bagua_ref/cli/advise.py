@@ -7,7 +7,6 @@ import ast
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 from bagua_ref.base.untrusted import load_json, read_file
 from bagua_ref.base.utils import readable_bytes
 from bagua_ref.cli.command import (
+    COLORS,
     CommandError,
     Commands,
     add_command,
@@ -57,7 +57,6 @@ _MOST_WORKERS = 1024
 _WORKERS = 64
 """The most workers of the picture: rings of more take long to add up."""
 _VALUES = (ast.Constant, ast.Name, ast.UnaryOp)
-_COLORS = ("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
 _DASHES = ("-", "--")
 
 
@@ -145,17 +144,17 @@ def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
         parser.error(str(error))
     stragglers = {"slowest": arguments.slowest, "jitter": arguments.jitter}
     ranked = compare(plans, costs, **stragglers)
-    likely = costs.machine(attrgetter("value"), **stragglers)
+    likely = costs.machine(**stragglers)
     verdicts = {}
     for who, among in (("of all", ranked), ("of those with equal weights on all ranks", [c for c in ranked if c.equal_ranks])):
         if len(among) > 1:
             verdicts[who] = _verdict(among, likely)
     warnings += warnings_of(ranked)
     if not arguments.json:
-        _print(arguments, ranked, costs, verdicts, warnings)
+        _print(ranked, costs, verdicts, warnings)
     if arguments.png is not None:
         write_picture(lambda: draw(ranked, costs, **stragglers), arguments.png)
-    write_json(arguments, _as_json(arguments, parameters, cluster, costs, ranked, verdicts, warnings))
+    write_json(arguments, _as_json(arguments, ranked, costs, verdicts, warnings))
     return 0
 
 
@@ -221,10 +220,6 @@ def _model(path: str) -> torch.nn.Module:
     return module
 
 
-def _value(node: ast.expr) -> Any:
-    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
-
-
 def _algorithm(parser: argparse.ArgumentParser, text: str, parameters: Parameters) -> Algorithm:
     name, _, options = text.partition(":")
     try:
@@ -232,7 +227,8 @@ def _algorithm(parser: argparse.ArgumentParser, text: str, parameters: Parameter
         assert isinstance(call, ast.Call)
         if call.args or not all(keyword.arg and isinstance(keyword.value, _VALUES) for keyword in call.keywords):
             raise ValueError("options must be of the form OPTION=VALUE, where a value is a number, a word, True, False or None")
-        given = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
+        named = [(str(keyword.arg), keyword.value) for keyword in call.keywords]
+        given: dict[str, Any] = {key: value.id if isinstance(value, ast.Name) else ast.literal_eval(value) for key, value in named}
         if name == "qadam":
             given["q_adam_optimizer"] = QAdamOptimizer([parameter for _, parameter in parameters.named])
         return Algorithm.init(name, **given)
@@ -254,9 +250,8 @@ def _verdict(ranked: Sequence[Candidate], likely: Any) -> dict[str, Any]:
     return {"winner": found and found.name, "flip": turn, "text": text}
 
 
-def _print(
-    arguments: argparse.Namespace, ranked: Sequence[Candidate], costs: MeasuredMachine, verdicts: Any, warnings: Sequence[str]
-) -> None:
+def _print(ranked: Sequence[Candidate], costs: MeasuredMachine, verdicts: Any, warnings: Sequence[str]) -> None:
+    cluster = ranked[0].plan.cluster
     factor, unit = (1e3, "ms") if max(candidate.seconds.high for candidate in ranked) < 1 else (1.0, "s")
 
     def time(*seconds: float) -> str:
@@ -273,9 +268,8 @@ def _print(
         )
         for candidate in ranked
     ]
-    on = f"{arguments.ranks} ranks on {arguments.nodes or arguments.ranks} nodes"
     headers = ["algorithm", f"step\n({unit})", f"interval\n({unit})", f"exposed\n({unit})", "sent per\nstep", "extra\nmemory"]
-    print_rows(f"A training step of {on}", headers, rows)
+    print_rows(f"A training step of {cluster.n} ranks on {len(cluster.nodes)} nodes", headers, rows)
     print(f"Costs: {costs.about or 'measured'}.\n")
     for candidate in ranked:
         print(f"{candidate.name}: {candidate.reason}")
@@ -292,9 +286,8 @@ def _print(
 
 
 def _as_json(
-    arguments: argparse.Namespace, parameters: Parameters, cluster: Cluster, costs: MeasuredMachine,
-    ranked: Sequence[Candidate], verdicts: Any, warnings: Sequence[str],
-) -> dict[str, Any]:  # fmt: skip
+    arguments: argparse.Namespace, ranked: Sequence[Candidate], costs: MeasuredMachine, verdicts: Any, warnings: Sequence[str]
+) -> dict[str, Any]:
     rows = [
         {
             "algorithm": candidate.name,
@@ -312,8 +305,8 @@ def _as_json(
         for candidate in ranked
     ]
     return {
-        "nodes": list(cluster.nodes),
-        "parameter_bytes": parameters.nbytes,
+        "nodes": list(ranked[0].plan.cluster.nodes),
+        "parameter_bytes": ranked[0].plan.parameters.nbytes,
         "costs": costs.as_json(),
         "rows": rows,
         "fastest": verdicts,
@@ -327,7 +320,7 @@ def draw(ranked: Sequence[Candidate], costs: MeasuredMachine, **stragglers: floa
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
-    machine = costs.machine(attrgetter("value"), **stragglers)
+    machine = costs.machine(**stragglers)
     rate = 8 / machine.links.between.beta if machine.links.between.beta else math.inf
     figure = Figure(figsize=(12.0, 5.0), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
@@ -335,7 +328,7 @@ def draw(ranked: Sequence[Candidate], costs: MeasuredMachine, **stragglers: floa
     per_node = max(cluster.nodes)
     workers = [per_node * 2**k for k in range(12) if per_node * 2**k <= max(_WORKERS, per_node)]
     for place, candidate in enumerate(ranked):
-        style = {"color": _COLORS[place % len(_COLORS)], "linestyle": _DASHES[place // len(_COLORS) % 2], "linewidth": 1.6}
+        style = {"color": COLORS[place % len(COLORS)], "linestyle": _DASHES[place // len(COLORS) % 2], "linewidth": 1.6}
         factors = [2 ** (k / 2) for k in range(-14, 15)]
         times = [predict(candidate.plan, changed(machine, "bandwidth", factor)).seconds for factor in factors]
         left.plot([rate * factor / 1e9 for factor in factors], times, label=candidate.name, **style)

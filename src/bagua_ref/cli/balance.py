@@ -13,15 +13,17 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
-from bagua_ref.base.not_provided import install_command
 from bagua_ref.cli.command import (
+    COLORS,
+    CommandError,
     Commands,
     add_command,
     add_json_options,
     add_older_name,
-    is_installed,
     print_rows,
+    require,
     write_json,
+    write_picture,
 )
 from bagua_ref.cli.lengths import LARGEST, read_lengths
 from bagua_ref.contrib.budget_batch_sampler import BudgetBatchSampler
@@ -34,7 +36,6 @@ __all__ = [
 ]  # fmt: skip
 
 _DRAWN = 60  # steps in the plot: more would be unreadable
-_COLORS = ("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9")  # Okabe and Ito's
 
 COSTS: dict[str, Callable[[int, float, float], float]] = {
     "padded": lambda size, longest, total: size * longest,
@@ -113,18 +114,15 @@ def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     except ValueError as error:
         parser.error(str(error))
     picture: Path | None = arguments.png or Path("balance.png")
-    if is_installed("matplotlib"):
-        try:
-            draw_epochs(epochs).savefig(picture, dpi=120, metadata={"Software": None})
-        except (OSError, ValueError) as error:  # no such folder or format
-            parser.error(f"png={str(picture)!r} must be a writable image file: {error}")
-    else:
-        print(f"{parser.prog}: warning: the picture needs matplotlib; install with: {install_command('demo')}", file=sys.stderr)
+    try:
+        require("the picture", "demo", "matplotlib")
+    except CommandError as error:
+        print(f"{parser.prog}: warning: {error}", file=sys.stderr)
         picture = None
     if not arguments.json:
         print_epochs(epochs, changed, arguments.steps)
-        if picture is not None:
-            print(f"Picture: {picture}")
+    if picture is not None:
+        write_picture(lambda: draw_epochs(epochs), picture)
     write_json(arguments, as_json(epochs, changed, picture))
     return 0
 
@@ -326,7 +324,7 @@ def draw_epochs(epochs: Sequence[Epoch]) -> Any:
 
     figure = Figure(figsize=(9, 2.2 * len(epochs)), layout="constrained")
     panels = figure.subplots(len(epochs), 1, sharey=True)
-    for axes, epoch, color in zip(panels, epochs, _COLORS, strict=True):
+    for axes, epoch, color in zip(panels, epochs, COLORS, strict=False):
         work = epoch.work[:_DRAWN]
         steps = np.arange(len(work))
         axes.vlines(steps, work.min(axis=1), work.max(axis=1), color=color, alpha=0.35, linewidth=3)

@@ -16,10 +16,13 @@ from typing import Any
 from bagua_ref.base.not_provided import install_command
 
 __all__ = [
-    "CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "add_older_name", "call_object",
-    "end_progress", "is_installed", "load_object", "machine", "number", "print_rows", "require", "show_progress", "write_file",
-    "write_json", "write_picture",
+    "COLORS", "CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "add_older_name", "call_object",
+    "end_progress", "load_object", "machine", "number", "print_rows", "require", "show_progress", "write_file", "write_json",
+    "write_picture",
 ]  # fmt: skip
+
+COLORS = ("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#000000")
+"""Okabe and Ito's."""
 
 _PACKAGES = {"sklearn": "scikit-learn"}
 """The packages of modules that have another name."""
@@ -167,14 +170,9 @@ def machine() -> dict[str, Any]:
     return {"system": system, "cpu": (named or [platform.processor() or platform.machine()])[0], "cores": os.cpu_count()}
 
 
-def is_installed(module: str) -> bool:
-    """Return whether an optional package, which provides ``module``, is installed."""
-    return find_spec(module) is not None
-
-
 def require(user: str, extra: str, *modules: str) -> None:
     """Raise CommandError if modules of ``extra`` are missing, which ``user`` needs; called before any work."""
-    if missing := [_PACKAGES.get(module, module) for module in modules if not is_installed(module)]:
+    if missing := [_PACKAGES.get(module, module) for module in modules if find_spec(module) is None]:
         raise CommandError(f"{user} needs {', '.join(missing)}; install with: {install_command(extra)}")
 
 

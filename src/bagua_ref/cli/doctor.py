@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any
@@ -24,7 +24,7 @@ from bagua_ref.base.not_provided import install_command, requirements_of
 from bagua_ref.cli.command import Commands, add_command, add_json_options, write_json
 from bagua_ref.errors import BackendUnavailableError
 
-__all__ = ["add_parser", "examine", "print_findings", "tested_versions"]
+__all__ = ["add_parser", "examine", "tested_versions"]
 
 _VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -56,9 +56,12 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _doctor(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    findings = examine()
-    if not arguments.json:
-        print_findings(findings)
+    findings, columns = examine(), min(_COLUMNS, shutil.get_terminal_size().columns)
+    for topic, entries in () if arguments.json else findings.items():
+        print(f"{topic}: none" if not entries else topic)
+        for name, finding in entries.items():
+            text = f"  {name:<20} {finding}"
+            print(textwrap.fill(text, columns, subsequent_indent=" " * 23, break_on_hyphens=False))
     write_json(arguments, findings)
     return 0
 
@@ -84,16 +87,6 @@ def examine() -> dict[str, dict[str, Any]]:
         },
         "problems": _problems(),
     }
-
-
-def print_findings(findings: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print the findings of `examine`, in lines of up to 80 columns."""
-    columns = min(_COLUMNS, shutil.get_terminal_size().columns)
-    for topic, entries in findings.items():
-        print(f"{topic}: none" if not entries else topic)
-        for name, finding in entries.items():
-            text = f"  {name:<20} {finding}"
-            print(textwrap.fill(text, columns, subsequent_indent=" " * 23, break_on_hyphens=False))
 
 
 def tested_versions() -> dict[str, str]:

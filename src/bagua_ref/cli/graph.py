@@ -13,7 +13,7 @@ from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_
 from bagua_ref.formulas.graphs import MODES, Graph, checked_graph
 from bagua_ref.formulas.mixing import Mixing, mixing
 
-__all__ = ["add_parser", "draw_graphs", "period_of", "verdict"]
+__all__ = ["add_parser", "draw_graphs", "verdict"]
 
 _MOST_RANKS = 1024  # a matrix of these has 8 MB
 _IN_TEXT = 32  # ranks, of which a row of the matrix fits 80 columns
@@ -65,7 +65,7 @@ def _graph(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     if arguments.mode in MODES:
         if not MODES[arguments.mode].takes(arguments.ranks):
             parser.error(f"argument --ranks: {arguments.mode} needs {MODES[arguments.mode].sizes} of ranks, not {arguments.ranks}")
-        graphs = period_of(arguments.mode, arguments.ranks)
+        graphs = MODES[arguments.mode].graphs(arguments.ranks)
     elif ":" in arguments.mode:
         graphs = _of_function(arguments.mode, arguments.ranks, arguments.period or 1)
     else:
@@ -78,13 +78,21 @@ def _graph(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         title += f", spectral gap {found.spectral_gap:.3g}"
         title += f" per period of {found.period} rounds" if found.period > 1 else ""
         write_picture(lambda: draw_graphs(graphs, title), arguments.png)
-    write_json(arguments, _as_json(arguments, graphs, found))
+    result = {
+        "mode": arguments.mode,
+        "ranks": arguments.ranks,
+        "period": found.period,
+        "graphs": graphs,
+        "contraction": found.contraction,
+        "spectral_gap": found.spectral_gap,
+        "spectral_gap_per_round": found.gap_per_round,
+        "tolerance": arguments.tolerance,
+        "rounds_to_consensus": found.rounds,
+        "exact": found.exact,
+        "picture": None if arguments.png is None else str(arguments.png),
+    }
+    write_json(arguments, result)
     return 0
-
-
-def period_of(mode: str, n: int) -> list[Graph]:
-    """Return the graphs of one period of a mode."""
-    return [MODES[mode].graph(t, n) for t in range(MODES[mode].period(n))]
 
 
 def verdict(found: Mixing, tolerance: float) -> str:
@@ -135,19 +143,13 @@ def _wrapped(items: list[str]) -> str:
     return "\n".join(f"  {line}" for line in lines).replace("\0", " ")
 
 
-def _receivers(graph: Graph) -> list[list[int]]:
-    """Return the ranks to which each rank sends."""
-    found: list[list[int]] = [[] for _ in graph]
+def _sends(graph: Graph) -> list[str]:
+    """Return senders and receivers in words; an exchange of two ranks, once."""
+    receivers: list[list[int]] = [[] for _ in graph]
     for receiver, row in enumerate(graph):
         for source, _ in row:
             if source != receiver:
-                found[source].append(receiver)
-    return found
-
-
-def _sends(graph: Graph) -> list[str]:
-    """Return senders and receivers in words; an exchange of two ranks, once."""
-    receivers = _receivers(graph)
+                receivers[source].append(receiver)
     if len(graph) > 8 and all(len(found) == len(graph) - 1 for found in receivers):
         return ["every rank -> every other rank"]
     words = []
@@ -167,22 +169,6 @@ def _matrix(graph: Graph) -> str:
         cells = ["." if source not in sources else "o" if source == receiver else "x" for source in range(n)]
         lines.append(f"  {'to' if not receiver else '':>2} {receiver:3}  {' '.join(cells)}")
     return "\n".join(lines)
-
-
-def _as_json(arguments: argparse.Namespace, graphs: list[Graph], found: Mixing) -> dict[str, Any]:
-    return {
-        "mode": arguments.mode,
-        "ranks": arguments.ranks,
-        "period": found.period,
-        "graphs": graphs,
-        "contraction": found.contraction,
-        "spectral_gap": found.spectral_gap,
-        "spectral_gap_per_round": found.gap_per_round,
-        "tolerance": arguments.tolerance,
-        "rounds_to_consensus": found.rounds,
-        "exact": found.exact,
-        "picture": None if arguments.png is None else str(arguments.png),
-    }
 
 
 def draw_graphs(graphs: Sequence[Graph], title: str) -> Any:

@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -175,10 +176,6 @@ def time_operations(repeat: int, links: LinkCosts) -> tuple[dict[str, Estimate],
     return {**rates, "": max(rates.values(), key=attrgetter("value"))}, operations
 
 
-def _module(side: int) -> torch.nn.Module:
-    return torch.nn.Sequential(*(torch.nn.Linear(side, side, bias=False) for _ in range(_BUCKETS)))
-
-
 def _exchange(algorithm: Algorithm, side: int, nodes: Cluster) -> Exchange:
     return plan_of(algorithm, torch.nn.Linear(side, side, bias=False, device="meta"), nodes).after_warmup(1)[0]
 
@@ -190,8 +187,8 @@ def _alone(algorithm: Algorithm, repeat: int, _: Communicator) -> list[list[floa
 
 def _beside_compute(algorithm: Algorithm, side: int, repeat: int) -> list[float]:
     """Return the seconds, for each bucket, of training steps without those that they take without communication."""
-    plain, module = _module(side), _module(side)
-    wrapped = DistributedDataParallel(module, bucket_cap_mb=1e-6, algorithm=algorithm)  # a bucket for each parameter
+    plain = torch.nn.Sequential(*(torch.nn.Linear(side, side, bias=False) for _ in range(_BUCKETS)))
+    wrapped = DistributedDataParallel(deepcopy(plain), bucket_cap_mb=1e-6, algorithm=algorithm)  # a bucket for each parameter
     x = torch.ones(1, side)
     compute, steps = (times_of(lambda model=model: model(x).sum().backward(), repeat) for model in (plain, wrapped))  # type: ignore[misc]
     return [(taken - median(compute)) / _BUCKETS for taken in steps]

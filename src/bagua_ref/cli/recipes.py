@@ -15,7 +15,6 @@ from torch.nn.utils import parameters_to_vector
 
 import bagua_ref
 from bagua_ref.algorithms import QAdamOptimizer
-from bagua_ref.base.utils import readable_bytes
 from bagua_ref.integrations.trained_module import Recipe, call_if_there
 from bagua_ref.observe.meter import PER_STEP
 
@@ -162,18 +161,6 @@ class TrainingOutcome:
     bytes_sent: list[float]
     warmup_steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the cells of its row in the table."""
-        return (
-            self.algorithm,
-            f"{self.test_accuracy:.1%}",
-            f"{self.final_loss:.4f}",
-            "-" if self.algorithm == ALONE else readable_bytes(self.bytes_per_step),
-            "-" if self.ratio is None else f"{self.ratio:.3f}",
-            "-" if self.algorithm == ALONE else f"{self.weight_difference:.2g}",
-            f"{1e3 / self.steps_per_second:.1f}",
-        )
 
 
 def train(name: str, settings: Settings, digits: Digits, report: Callable[..., None]) -> TrainingOutcome:

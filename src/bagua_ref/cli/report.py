@@ -12,7 +12,6 @@ from datetime import datetime, timezone
 from html import escape
 from io import BytesIO
 from itertools import accumulate
-from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,12 +20,13 @@ import torch
 
 import bagua_ref
 from bagua_ref.algorithms import GlobalAlgorithmRegistry
+from bagua_ref.base.utils import readable_bytes
 from bagua_ref.cli.command import machine, print_rows
 from bagua_ref.cli.recipes import ALONE, RECIPES, Settings, TrainingOutcome, make_model, make_optimizer
 from bagua_ref.data_parallel.wrapping import named
 from bagua_ref.planning import Estimate, MeasuredMachine, StepPlan, costs_of_job, plan_of, predict
 
-__all__ = ["COLUMNS", "cells_of", "draw_curves", "predict_times", "print_table", "trailing_mean", "verdicts_of", "write_report"]
+__all__ = ["cells_of", "draw_curves", "predict_times", "print_table", "trailing_mean", "verdicts_of", "write_report"]
 
 _HEADERS = {
     "algorithm": "algorithm",
@@ -37,11 +37,9 @@ _HEADERS = {
     "weight difference": "weight\ndiff.",
     "ms per step": "ms per\nstep",
 }
-"""The headers of the table's columns, and their narrow forms for terminals."""
+"""The page's columns that the terminal's table has, too, and their narrow headers there."""
 
 _RATES = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}
-COLUMNS = (*list(_HEADERS)[:5], "steps of warm-up", *list(_HEADERS)[5:], *(f"ms at {rate}" for rate in _RATES))
-"""The columns on the page: those of the table, warm-ups and predicted times."""
 _LATENCY = Estimate.within(50e-6, 0.0)
 _FULL = "gradient_allreduce"
 _FASTER = 1.1  # from here on an algorithm is called faster than full precision
@@ -55,8 +53,10 @@ _GRAY = "#808080"
 
 def print_table(outcomes: Sequence[TrainingOutcome], settings: Settings, console: Any = None) -> None:
     """Print the table and the verdicts."""
-    print_rows(_headline(settings), list(_HEADERS.values()), [outcome.cells() for outcome in outcomes], console)
-    for name, text in verdicts_of(outcomes, settings, predict_times(outcomes, settings)).items():
+    predicted = predict_times(outcomes, settings)
+    rows = [cells_of(outcome, settings, predicted) for outcome in outcomes]
+    print_rows(_headline(settings), list(_HEADERS.values()), [[row[column] for column in _HEADERS] for row in rows], console)
+    for name, text in verdicts_of(outcomes, settings, predicted).items():
         print(f"{name}: {text}", file=console and console.file)
 
 
@@ -99,7 +99,7 @@ def predict_times(outcomes: Sequence[TrainingOutcome], settings: Settings) -> di
 
     def seconds(plan: StepPlan, costs: MeasuredMachine, rate: float) -> float:
         links = _LATENCY, Estimate.within(8 / rate, 0.0)
-        return predict(plan, replace(costs, compute=compute, between=links).machine(attrgetter("value"))).seconds
+        return predict(plan, replace(costs, compute=compute, between=links).machine()).seconds
 
     return {name: {rate: seconds(*each, bits) for rate, bits in _RATES.items()} for name, each in found.items()}
 
@@ -110,11 +110,21 @@ def _plan(name: str, settings: Settings) -> StepPlan:
     return plan_of(algorithm, model, (1,) * settings.ranks)
 
 
-def cells_of(outcome: TrainingOutcome, settings: Settings, predicted: dict[str, dict[str, float]]) -> tuple[str, ...]:
-    """Return the cells of an outcome's row under `COLUMNS`."""
-    cells, times = outcome.cells(), predicted.get(outcome.algorithm, {})
+def cells_of(outcome: TrainingOutcome, settings: Settings, predicted: dict[str, dict[str, float]]) -> dict[str, str]:
+    """Return the cells of an outcome's row on the page, by column."""
+    alone, times = outcome.algorithm == ALONE, predicted.get(outcome.algorithm, {})
     warmup = f"{min(outcome.warmup_steps, settings.steps)} of {settings.steps}" if outcome.warmup_steps else "-"
-    return *cells[:5], warmup, *cells[5:], *(f"{1e3 * times[rate]:.1f}" if rate in times else "-" for rate in _RATES)
+    return {
+        "algorithm": outcome.algorithm,
+        "test accuracy": f"{outcome.test_accuracy:.1%}",
+        "final loss": f"{outcome.final_loss:.4f}",
+        "sent per step and rank": "-" if alone else readable_bytes(outcome.bytes_per_step),
+        "ratio to full precision": "-" if outcome.ratio is None else f"{outcome.ratio:.3f}",
+        "steps of warm-up": warmup,
+        "weight difference": "-" if alone else f"{outcome.weight_difference:.2g}",
+        "ms per step": f"{1e3 / outcome.steps_per_second:.1f}",
+        **{f"ms at {rate}": f"{1e3 * times[rate]:.1f}" if rate in times else "-" for rate in _RATES},
+    }
 
 
 def verdicts_of(outcomes: Sequence[TrainingOutcome], settings: Settings, predicted: dict[str, dict[str, float]]) -> dict[str, str]:
@@ -164,15 +174,16 @@ def _parameters() -> int:
 
 def _page(outcomes: Sequence[TrainingOutcome], settings: Settings, results: dict[str, Any]) -> str:
     predicted, where = results["predicted_seconds"], results["machine"]
-    rows = [[escape(cell) for cell in cells_of(outcome, settings, predicted)] for outcome in outcomes]
+    rows = [cells_of(outcome, settings, predicted) for outcome in outcomes]
     verdicts = {name: escape(text) for name, text in verdicts_of(outcomes, settings, predicted).items()}
     return _PAGE.format(
         headline=escape(_headline(settings)),
         workers=settings.ranks,
         cores=f"{where['cores']} core{'s' * (where['cores'] != 1)}",
-        headers="".join(f"<th scope=col>{escape(header)}</th>" for header in COLUMNS),
+        headers="".join(f"<th scope=col>{escape(header)}</th>" for header in rows[0]),
         rows="\n".join(
-            f"<tr><th scope=row>{first}</th>{''.join(f'<td>{cell}</td>' for cell in rest)}</tr>" for first, *rest in rows
+            f"<tr><th scope=row>{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in rest)}</tr>"
+            for first, *rest in (row.values() for row in rows)
         ),
         figures="\n".join(_figure(outcomes, settings, kind, caption) for kind, caption in _CAPTIONS.items()),
         algorithms="\n".join(

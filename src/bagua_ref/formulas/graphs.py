@@ -141,6 +141,10 @@ class Mode(NamedTuple):
     sizes: str = "any number"
     takes: Callable[[int], bool] = lambda n: True
 
+    def graphs(self, n: int) -> list[Graph]:
+        """Return the graphs of one period."""
+        return [self.graph(t, n) for t in range(self.period(n))]
+
 
 def _doublings(n: int) -> int:
     """Return ceil(log2 n), computed in integers."""

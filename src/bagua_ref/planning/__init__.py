@@ -1,8 +1,7 @@
 """Plans of trainings: what every algorithm sends in each step, and how long steps take, from formulas alone (S14)."""
 
-from bagua_ref.planning.measured import Estimate, Fit, MeasuredMachine, fit_link, median_of
+from bagua_ref.planning.measured import Estimate, Fit, MeasuredMachine, costs_of_job, fit_link, median_of
 from bagua_ref.planning.plans import plan_of
-from bagua_ref.planning.running import costs_of_job
 from bagua_ref.planning.shapes import BucketShape, Cluster, Parameters, module_of
 from bagua_ref.planning.steps import Exchange, StepPlan
 from bagua_ref.planning.timeline import Machine, Prediction, exchange_seconds, predict, step_seconds

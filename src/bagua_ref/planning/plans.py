@@ -47,56 +47,55 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _scattered(bucket: BucketShape, n: int, options: Any) -> Operation:
-    """Return S3.2 or S3.7: an all-to-all of n chunks, and an all-gather of them, compressed if the options name a codec."""
-    size, dtype = bucket.numel // n, torch.float32 if options.error_feedback else bucket.dtype
-    chunk = size * bucket.dtype.itemsize if options.compression is None else _payload(options.compression, size, dtype)
-    return costs.all_to_all([[chunk] * n] * n) + costs.all_gather([chunk] * n)
-
-
 def _turns(n: int) -> int:
     """Return the rounds of two all-to-alls or all-gathers of n ranks but for the first of each."""
     return 2 * max(0, n - 2)
 
 
-def _passes(bucket: BucketShape, n: int, options: Any) -> int:
-    """Return the elements of S3.2 that pass through a codec: all are encoded and decoded, and then one chunk and all of them.
+class _Scattered(StepPlan):
+    """Operations that scatter chunks, reduce them and gather the results, by a codec if the algorithm names one."""
 
-    Ranks with an error memory decode what they have sent, too (S11.1).
-    """
-    return (4 if options.error_feedback else 3) * bucket.numel + bucket.numel // n
+    def scattered(self, buckets: list[BucketShape], **about: Any) -> list[Exchange]:
+        """Return S3.2 or S3.7 of these buckets: an all-to-all of n chunks, and an all-gather of them.
 
+        All elements are encoded and decoded, and then one chunk and all of them; ranks with an error memory decode what they have
+        sent, too (S11.1).
+        """
+        codec, memory, n = self.algorithm.compression, self.algorithm.error_feedback, self.peers
 
-def _error_memory(buckets: list[BucketShape], n: int, options: Any) -> int:
-    """Return the bytes of e and f (S11.1)."""
-    return _WORD * sum(bucket.numel + bucket.numel // n for bucket in buckets) if options.error_feedback else 0
+        def averaged(bucket: BucketShape) -> Operation:
+            size, dtype = bucket.numel // n, torch.float32 if memory else bucket.dtype
+            chunk = size * bucket.dtype.itemsize if codec is None else _payload(codec, size, dtype)
+            chunks = costs.all_to_all([[chunk] * n] * n) + costs.all_gather([chunk] * n)
+            return self.among(chunks, bucket, in_rank_order=True)
 
-
-class _GradientAllReduce(StepPlan):
-    def after_warmup(self, step: int) -> list[Exchange]:
-        return self.all_reduced(hierarchical=self.hierarchical)
-
-
-class _ByteGrad(StepPlan):
-    def __init__(self, algorithm: Any, parameters: Parameters, cluster: Cluster) -> None:
-        super().__init__(algorithm, parameters, cluster)
-        self._chunks = len(cluster.nodes) if algorithm.hierarchical else cluster.n
-        self.buckets = parameters.buckets(math.lcm(cluster.n, self._chunks))  # S5.2
-
-    def after_warmup(self, step: int) -> list[Exchange]:
         return self.each(
-            lambda bucket: self.among(lambda n: _scattered(bucket, n, self.algorithm), bucket, self.hierarchical, True),
-            self.buckets,
-            codec=self.algorithm.compression,
-            elements=lambda bucket: _passes(bucket, self._chunks, self.algorithm),
-            turns=_turns(self._chunks),
+            averaged,
+            buckets,
+            codec=codec or "",
+            elements=lambda bucket: (4 if memory else 3) * bucket.numel + bucket.numel // n if codec else 0,
+            turns=_turns(n),
+            **about,
         )
 
+    def error_memory(self, buckets: list[BucketShape]) -> int:
+        """Return the bytes of e and f (S11.1)."""
+        return _WORD * sum(b.numel + b.numel // self.peers for b in buckets) if self.algorithm.error_feedback else 0
+
+
+class _ByteGrad(_Scattered):
+    def __init__(self, algorithm: Any, parameters: Parameters, cluster: Cluster) -> None:
+        super().__init__(algorithm, parameters, cluster)
+        self.buckets = parameters.buckets(math.lcm(cluster.n, self.peers))  # S5.2
+
+    def after_warmup(self, step: int) -> list[Exchange]:
+        return self.scattered(self.buckets)
+
     def memory(self) -> tuple[int, int]:
-        chunks, codec = self._chunks, self.algorithm.compression
-        scratch = 2 * max(chunks * _payload(codec, bucket.numel // chunks, bucket.dtype) for bucket in self.buckets)
-        own = max(_error_memory([bucket], chunks, self.algorithm) for bucket in self.buckets)  # those of a round, until it ends
-        return _error_memory(self.buckets, chunks, self.algorithm), scratch + own + self.gathered()
+        n, codec = self.peers, self.algorithm.compression
+        scratch = 2 * max(n * _payload(codec, bucket.numel // n, bucket.dtype) for bucket in self.buckets)
+        own = max(self.error_memory([bucket]) for bucket in self.buckets)  # those of a round, until it ends
+        return self.error_memory(self.buckets), scratch + own + self.gathered()
 
 
 class _QAdam(_ByteGrad):
@@ -113,18 +112,14 @@ class _Decentralized(StepPlan):
     def __init__(self, algorithm: Any, parameters: Parameters, cluster: Cluster) -> None:
         super().__init__(algorithm, parameters, cluster)
         self.buckets = parameters.whole()  # S5.3
-        self._n, self._mode = len(cluster.nodes) if algorithm.hierarchical else cluster.n, algorithm.peer_selection_mode
+        self._mode, n = algorithm.peer_selection_mode, self.peers
         named = MODES.get(self._mode) if isinstance(self._mode, str) else None
-        if named is not None and not named.takes(self._n):
-            raise ValueError(f"peer_selection_mode={self._mode!r} needs {named.sizes} of ranks, not {self._n}")
-        self.graphs = [] if named is None else [named.graph(t, self._n) for t in range(named.period(self._n))]
-
-    @property
-    def cycle(self) -> int:
-        return int(self.algorithm.communication_interval * max(len(self.graphs), 1))
+        if named is not None and not named.takes(n):
+            raise ValueError(f"peer_selection_mode={self._mode!r} needs {named.sizes} of ranks, not {n}")
+        self.graphs = [] if named is None else named.graphs(n)
 
     def _graph(self, number: int) -> Graph:
-        return self.graphs[number % len(self.graphs)] if self.graphs else self._mode(number, self._n)
+        return self.graphs[number % len(self.graphs)] if self.graphs else self._mode(number, self.peers)
 
     def after_warmup(self, step: int) -> list[Exchange]:
         number, rest = divmod(step - 1, self.algorithm.communication_interval)
@@ -133,7 +128,7 @@ class _Decentralized(StepPlan):
 
         def between(bucket: BucketShape) -> Operation:
             if self._mode == "all":
-                return costs.all_reduce(chunk_bytes(bucket.numel, bucket.dtype.itemsize, self._n))
+                return costs.all_reduce(chunk_bytes(bucket.numel, bucket.dtype.itemsize, self.peers))
             return one_round([(source, rank, bucket.nbytes) for rank, row in enumerate(self._graph(number)) for source, _ in row])
 
         if not self.hierarchical:
@@ -154,21 +149,17 @@ class _Decentralized(StepPlan):
 class _Ring(StepPlan):
     def __init__(self, algorithm: Any, parameters: Parameters, cluster: Cluster) -> None:
         super().__init__(algorithm, parameters, cluster)
-        self.graphs = [ring(0, len(cluster.nodes) if self.hierarchical else cluster.n)]
-
-    @property
-    def cycle(self) -> int:
-        return int(self.algorithm.communication_interval)
+        self.graphs = [ring(0, self.peers)]
 
     def after_warmup(self, step: int) -> list[Exchange]:
         if (step - 1) % self.cycle:
             return []
-        codec = self.algorithm.compression
+        codec, n = self.algorithm.compression, self.peers
 
         def traded(bucket: BucketShape) -> Operation:
             payload = _payload(codec, bucket.numel, bucket.dtype)
-            trade = lambda n: one_round([(r, peer % n, payload) for r in range(n) for peer in (r - 1, r + 1)])  # noqa: E731
-            return self.among(trade, bucket, self.hierarchical, True)
+            trade = one_round([(r, peer % n, payload) for r in range(n) for peer in (r - 1, r + 1)])
+            return self.among(trade, bucket, in_rank_order=True)
 
         return self.each(traded, self.buckets, when="step", codec=codec, elements=lambda bucket: 4 * bucket.numel)
 
@@ -207,7 +198,7 @@ class _LocalSGD(StepPlan):
         return 0, max(bucket.nbytes for bucket in self.buckets)
 
 
-class _DiLoCo(StepPlan):
+class _DiLoCo(_Scattered):
     def __init__(self, algorithm: Any, parameters: Parameters, cluster: Cluster) -> None:
         super().__init__(algorithm, parameters, cluster)
         self._schedule, self._fragments, known = algorithm.schedule(), list[list[BucketShape]](), dict(parameters.named)
@@ -216,22 +207,14 @@ class _DiLoCo(StepPlan):
             self._fragments.append([BucketShape.of(part, cluster.n) for part in by_dtype_and_device(copies)])
 
     def after_warmup(self, step: int) -> list[Exchange]:
-        place, n, codec = self._schedule.sent_after(step), self.cluster.n, self.algorithm.compression
-        return self.each(
-            lambda part: _scattered(part, n, self.algorithm),
-            [] if place is None else self._fragments[place],
-            when="step",
-            codec=codec or "",
-            elements=lambda part: _passes(part, n, self.algorithm) if codec else 0,
-            turns=_turns(n),
-            delay=self._schedule.delay,
-        )
+        place = self._schedule.sent_after(step)
+        return self.scattered([] if place is None else self._fragments[place], when="step", delay=self._schedule.delay)
 
     def memory(self) -> tuple[int, int]:
         parts = [part for fragment in self._fragments for part in fragment]
         sent = max(sum(part.nbytes for part in fragment) for fragment in self._fragments)
         kept = 2 * sum(part.nbytes for part in parts)  # g, and the momentum of the default outer optimizer
-        kept += _error_memory(parts, self.cluster.n, self.algorithm)
+        kept += self.error_memory(parts)
         return (kept + sent, sent) if self._schedule.delay else (kept, 2 * sent)  # the differences, and what arrives
 
 
@@ -286,7 +269,7 @@ class _TopK(StepPlan):
 
 
 _PLANS: dict[type, type[StepPlan]] = {
-    GradientAllReduceAlgorithm: _GradientAllReduce,
+    GradientAllReduceAlgorithm: StepPlan,
     ByteGradAlgorithm: _ByteGrad,
     QAdamAlgorithm: _QAdam,
     DecentralizedAlgorithm: _Decentralized,

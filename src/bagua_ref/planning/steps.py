@@ -66,6 +66,7 @@ class StepPlan:
 
     Attributes:
         buckets: in the order in which they become ready.
+        peers: the number of ranks, or of leaders if these alone exchange.
         interval: seconds from the end of a round in the background to the next; None: rounds belong to steps.
         graphs: a period of those along which ranks average with some others (S13); empty: they do not, or by a user's function.
     """
@@ -77,6 +78,7 @@ class StepPlan:
         self.algorithm, self.parameters, self.cluster = algorithm, parameters, cluster
         self.buckets = parameters.buckets()
         self.hierarchical: bool = getattr(algorithm, "hierarchical", False)
+        self.peers = len(cluster.nodes) if self.hierarchical else cluster.n
 
     @property
     def warmup(self) -> int:
@@ -86,15 +88,16 @@ class StepPlan:
     @property
     def cycle(self) -> int:
         """The number of steps after which operations repeat."""
-        return getattr(self.algorithm, "period", 1)
+        interval: int = getattr(self.algorithm, "communication_interval", getattr(self.algorithm, "period", 1))
+        return interval * max(len(self.graphs), 1)
 
     def exchanges(self, step: int) -> list[Exchange]:
         """Return the operations of a step, counted from 1, in the order in which they run."""
         return self.all_reduced() if step <= self.warmup else self.after_warmup(step - self.warmup)
 
     def after_warmup(self, step: int) -> list[Exchange]:
-        """Return the operations of a step after the warm-up, counted from 1."""
-        raise NotImplementedError
+        """Return the operations of a step after the warm-up, counted from 1; here, those of gradient_allreduce."""
+        return self.all_reduced(hierarchical=self.hierarchical)
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes on the busiest rank beyond weights, gradients and optimizer state: kept, and the most scratch."""
@@ -144,20 +147,19 @@ class StepPlan:
 
     def all_reduced(self, when: When = "backward", hierarchical: bool = False) -> list[Exchange]:
         """Return the all-reduces of all buckets (S3.1), or with ``hierarchical`` those between leaders (S3.3)."""
+        n = self.peers if hierarchical else self.cluster.n
 
         def reduced(bucket: BucketShape) -> Operation:
-            return self.among(lambda n: costs.all_reduce(chunk_bytes(bucket.numel, bucket.dtype.itemsize, n)), bucket, hierarchical)
+            operation = costs.all_reduce(chunk_bytes(bucket.numel, bucket.dtype.itemsize, n))
+            return self.among(operation, bucket) if hierarchical else operation
 
         return self.each(reduced, self.buckets, when=when)
 
-    def among(
-        self, operation: Callable[[int], Operation], bucket: BucketShape, hierarchical: bool, in_rank_order: bool = False
-    ) -> Operation:
-        """Return the operation of all ranks, or S3.3: to the leaders, that of so many leaders, and back."""
-        if not hierarchical:
-            return operation(self.cluster.n)
-        leaders = self.cluster.between(operation(len(self.cluster.nodes)))
-        return self.to_leaders(bucket, in_rank_order) + leaders + self.from_leaders(bucket)
+    def among(self, operation: Operation, bucket: BucketShape, in_rank_order: bool = False) -> Operation:
+        """Return an operation of `peers`: that of all ranks as it is, that of leaders between the ways to them and back (S3.3)."""
+        if not self.hierarchical:
+            return operation
+        return self.to_leaders(bucket, in_rank_order) + self.cluster.between(operation) + self.from_leaders(bucket)
 
     def to_leaders(self, bucket: BucketShape, in_rank_order: bool) -> Operation:
         """Return the way to the leaders: a gather where sums have an order or 16 bits, else a reduce (S3.3)."""

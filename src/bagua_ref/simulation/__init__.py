@@ -134,8 +134,9 @@ class SimulatedWorld:
                 have made them, and what cannot be simulated; programs cannot catch these.
             BaseException: the exception of the first rank to fail, unchanged; the other ranks are ended.
         """
-        node_of = tuple(node for node, size in enumerate(self.nodes) for _ in range(size))
-        identities = [self._identity(rank, node) for rank, node in enumerate(node_of)]
+        places = [(place, size, node) for node, size in enumerate(self.nodes) for place in range(size)]
+        identities = [Identity(rank, self.world_size, *place) for rank, place in enumerate(places)]
+        node_of = tuple(identity.node_rank for identity in identities)
         states: Any = None
         if self.torch_distributed:  # imported here, as it takes longer than the rest of this package
             from bagua_ref.simulation.torch_distributed import rank_states, run_process, simulated_torch
@@ -178,9 +179,3 @@ class SimulatedWorld:
             return self.schedule.choose
         drawn = random.Random(self.seed)  # nosec B311 # to repeat an order, not to hide one
         return lambda ready: int(drawn.random() * ready)
-
-    def _identity(self, rank: int, node: int) -> Identity:
-        first = sum(self.nodes[:node])
-        return Identity(
-            rank=rank, world_size=self.world_size, local_rank=rank - first, local_world_size=self.nodes[node], node_rank=node
-        )

@@ -74,7 +74,7 @@ def own_error(seen: Observation) -> Finding | None:
                 text += f"; {'; '.join(each)}"
         finding = Finding(seen.kind, text, call.rank, call.file, call.line)
     if finding is not None:
-        finding.schedule = seen.schedule
+        finding.schedule = seen.order.schedule
     return finding
 
 
@@ -138,7 +138,7 @@ def first_difference(first: Observation, seen: Observation, compares_stdout: boo
             found = [Finding("schedule", f"{_DEPEND}: rank {rank} {what} something else", rank) for rank in differ]
     finding = min(found, key=lambda finding: finding.step or 0, default=None)
     if finding is not None:
-        finding.schedule = seen.schedule
+        finding.schedule = seen.order.schedule
     return finding
 
 
@@ -160,7 +160,7 @@ def used_early(first: Observation, line: tuple[str, int] | None) -> Finding:
     call = calls[0]
     where = f"{call.operation} of rank {call.rank}, started at {place(call.file, call.line)}" if line else "several operations"
     text = f"results depend on when asynchronous operations act: a tensor of {where}, is used before wait()"
-    return Finding("early_use", text, call.rank, call.file, call.line, schedule=first.schedule)
+    return Finding("early_use", text, call.rank, call.file, call.line, schedule=first.order.schedule)
 
 
 def sends_otherwise(first: Observation, seen: Observation) -> bool:
@@ -183,9 +183,10 @@ def depends_on_hash_seed(first: Observation, seen: Observation) -> Finding | Non
     return None
 
 
-def after_fault(fault: Fault, first: Observation, seen: Observation) -> Finding | None:
+def after_fault(first: Observation, seen: Observation) -> Finding | None:
     """Return how a run with a fault went wrong: survivors must raise, or go on with equal and finite replicas."""
-    finding = own_error(seen)
+    fault, finding = seen.order.fault, own_error(seen)
+    assert fault is not None
     survivors = [step if rank != fault.rank or fault.kind == "slow" else [] for rank, step in enumerate(seen.steps)]
     if finding is None or finding.kind == "replicas":
         finding = _different_replicas(survivors)

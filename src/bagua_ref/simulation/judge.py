@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from bagua_ref.simulation.faults import Fault
 from bagua_ref.simulation.findings import (
@@ -121,7 +122,7 @@ class _Judge:
         self._first = first = self._one(Order(self._search.schedule or Schedule(), shows=True, fault=fault))
         self._report.hints = first.hints
         if fault is not None:
-            return after_fault(fault, self._one(Order()), first)
+            return after_fault(self._one(Order()), first)
         phases = (self._times, self._early_use, self._schedules, self._hash_seeds, self._faults)
         return own_error(first) or next(filter(None, (phase() for phase in phases)), None)
 
@@ -129,14 +130,14 @@ class _Judge:
         """Take the times of the first run, or of another whose compute is measured, which nothing else is compared with."""
         seen = self._first
         if self._program.link is not None and self._program.compute is None and not seen.kind:
-            seen = self._one(Order(seen.schedule, measures=True))
+            seen = self._one(Order(seen.order.schedule, measures=True))
             if seen.kind:
                 self._report.hints.append(f"no times: in the run that measures compute, {seen.message}")
         self._report.timeline = seen.timeline
 
     def _early_use(self) -> Finding | None:
         def differs(lines: set[tuple[str, int]]) -> bool:
-            seen = self._one(Order(self._first.schedule, prompt=lines))
+            seen = self._one(Order(self._first.order.schedule, prompt=lines))
             return self._differs(seen) is not None or sends_otherwise(self._first, seen)
 
         lines = {(call.file, call.line) for calls in self._first.log for call in calls}
@@ -147,33 +148,28 @@ class _Judge:
             return self._compared(self._one(Order()), self._first)
         if self._search.deviations is None:
             self._report.planned = self._report.runs + self._search.seeds
-            return self._search_in((Order(SeededSchedule(seed)) for seed in range(self._search.seeds)), self._examined)
+            runs = self._carry_out(Order(SeededSchedule(seed)) for seed in range(self._search.seeds))
+            return next(filter(None, map(self._examined, runs)), None)
         schedules = Schedules(self._search.deviations, 10**9)
-
-        def examined(order: Order, seen: Observation) -> Finding | None:
+        for seen in self._carry_out(Order(taken) if (taken := schedules.take()) else None for _ in repeat(None)):
             if not seen.kind:
-                schedules.add_variants(seen.schedule)
-            return self._examined(order, seen)
-
-        def orders() -> Iterator[Order | None]:
-            while True:
-                schedule = schedules.take()
-                yield None if schedule is None else Order(schedule)
-
-        return self._search_in(orders(), examined)
+                schedules.add_variants(seen.order.schedule)
+            finding = self._examined(seen)
+            if finding is not None:
+                return finding
+        return None
 
     def _hash_seeds(self) -> Finding | None:
         if self._program.function is not None or self._search.schedule is not None:
             return None
-
-        def examined(order: Order, seen: Observation) -> Finding | None:
+        for seen in self._carry_out(Order(hash_seed=seed) for seed in self._search.hash_seeds):
             finding = depends_on_hash_seed(self._first, seen)
-            if finding is not None and self._one(order).sent != seen.sent:
-                finding.kind = "not_repeatable"
-                finding.message = f"the program does not do the same twice in the same schedule: {finding.message}"
-            return finding
-
-        return self._search_in((Order(hash_seed=seed) for seed in self._search.hash_seeds), examined)
+            if finding is not None:
+                if self._one(seen.order).sent != seen.sent:
+                    finding.kind = "not_repeatable"
+                    finding.message = f"the program does not do the same twice in the same schedule: {finding.message}"
+                return finding
+        return None
 
     def _faults(self) -> Finding | None:
         struck = [
@@ -183,33 +179,19 @@ class _Judge:
             for number in range(1 if kind == "slow" else len(calls))
         ]
         self._report.planned = self._report.runs + len(struck)
-
-        def examined(order: Order, seen: Observation) -> Finding | None:
-            assert order.fault is not None
-            return after_fault(order.fault, self._first, seen)
-
-        return self._search_in((Order(fault=fault) for fault in struck), examined)
+        runs = self._carry_out(Order(fault=fault) for fault in struck)
+        return next(filter(None, (after_fault(self._first, seen) for seen in runs)), None)
 
     def _one(self, order: Order) -> Observation:
-        seen: list[Observation] = []
+        [seen] = self._carry_out(iter([order]))
+        return seen
 
-        def examined(order: Order, one: Observation) -> None:
-            seen.append(one)
-
-        self._search_in(iter([order]), examined)
-        return seen[0]
-
-    def _search_in(
-        self, orders: Iterator[Order | None], examined: Callable[[Order, Observation], Finding | None]
-    ) -> Finding | None:
-        """Carry out orders, several at a time, until there are no more or one has a finding."""
-        for order, seen in self._workers.carry_out(orders):
+    def _carry_out(self, orders: Iterator[Order | None]) -> Iterator[Observation]:
+        """Carry out orders, several at a time, and count the runs."""
+        for seen in self._workers.carry_out(orders):
             self._report.runs += 1
             self._progress(self._report)
-            finding = examined(order, seen)
-            if finding is not None:
-                return finding
-        return None
+            yield seen
 
     def _differs(self, seen: Observation) -> Finding | None:
         return own_error(seen) or self._compared(self._first, seen)
@@ -217,19 +199,19 @@ class _Judge:
     def _compared(self, first: Observation, seen: Observation) -> Finding | None:
         return first_difference(first, seen, self._search.compares_stdout)
 
-    def _examined(self, order: Order, seen: Observation) -> Finding | None:
+    def _examined(self, seen: Observation) -> Finding | None:
         """Return an error of the same kind as a schedule's, in one with as few of its deviations as possible."""
         finding = self._differs(seen)
         if finding is None:
             return None
         self._workers.end = max(self._workers.end, time.monotonic() + _EXTRA)
-        last, places = self._report.runs + _SHRINKING, seen.schedule.places()
+        last, places = self._report.runs + _SHRINKING, seen.order.schedule.places()
         size = len(places) // 2
         with suppress(TimeoutError):
             while size and self._report.runs < last:
                 parts = [places[start : start + size] for start in range(0, len(places), size)]
                 for fewer in parts + [[place for place in places if place not in part] for part in parts]:
-                    other = self._differs(self._one(Order(seen.schedule.only(fewer))))
+                    other = self._differs(self._one(Order(seen.order.schedule.only(fewer))))
                     if other is not None and other.kind == finding.kind:
                         finding, places, size = other, fewer, len(fewer)
                         break

@@ -21,14 +21,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from bagua_ref.base.runtime import current_world
 from bagua_ref.communicators.call_sites import call_site, place
 from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.errors import RankCall, SimulationError
 from bagua_ref.simulation import SimulatedWorld
 from bagua_ref.simulation.faults import Fault
 from bagua_ref.simulation.programs import Program, RankOutput
-from bagua_ref.simulation.rank_world import SimulatedRankWorld
+from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.schedules import Schedule
 from bagua_ref.simulation.timing import Timeline, after_steps
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
@@ -91,7 +90,7 @@ class Observation:
     """The record of a run.
 
     Attributes:
-        schedule: the run's, with its choices.
+        order: the run's, whose schedule has the choices made.
         steps: of each rank.
         log: of each rank, its communications.
         sent: of each rank, a digest of each communication and what it sent.
@@ -105,7 +104,7 @@ class Observation:
         exceptions: in a run with a fault, what ended each rank; empty: it returned.
     """
 
-    schedule: Schedule
+    order: Order
     steps: list[list[Step]] = field(default_factory=list)
     log: list[list[RankCall]] = field(default_factory=list)
     sent: list[list[str]] = field(default_factory=list)
@@ -121,10 +120,10 @@ class Observation:
 
 def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation:
     """Run a program once on simulated ranks, and return the record; show the output if the order says so."""
-    n, schedule = sum(nodes), order.schedule
+    n = sum(nodes)
     output, errors = (RankOutput(stream if order.shows else None, n) for stream in (sys.stdout, sys.stderr))
     seen = Observation(
-        schedule,
+        order,
         steps=[[] for _ in range(n)],
         log=[[] for _ in range(n)],
         sent=[[] for _ in range(n)],
@@ -133,7 +132,7 @@ def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation
     )
     watch = _RunWatch(seen, n, order.fault, program.loads_in_process)
     compute = "measured" if order.measures else program.compute
-    world = SimulatedWorld(n, nodes, schedule=schedule, torch_distributed=True, link=program.link, compute=compute)
+    world = SimulatedWorld(n, nodes, schedule=order.schedule, torch_distributed=True, link=program.link, compute=compute)
     world.observe = watch.communicates
     try:
         with watch.installed(), promptly(order.prompt), redirect_stdout(output), redirect_stderr(errors):
@@ -186,7 +185,7 @@ class _RunWatch:
         """Run the program on the calling rank; return a digest of its result."""
         if self._fault is None:
             return _digest(program.run())
-        rank, result = _rank_world().identity.rank, None
+        rank, result = rank_world().identity.rank, None
         try:
             result = program.run()
         except (Exception, SystemExit) as error:  # ends only this rank, as others go on with the fault
@@ -197,7 +196,7 @@ class _RunWatch:
     def communicates(self, call: Call) -> None:
         """Note a communication of the calling rank, before it takes place."""
         call.locate()
-        world = _rank_world()
+        world = rank_world()
         rank = world.identity.rank
         sends = [send for send in (call.send if isinstance(call.send, list) else [call.send]) if isinstance(send, Tensor)]
         source = _SOURCE.match(call.operation)
@@ -237,12 +236,12 @@ class _RunWatch:
         return original(loader)
 
     def _here(self) -> _RankWatch:
-        return self._ranks[_rank_world().identity.rank]
+        return self._ranks[rank_world().identity.rank]
 
     def _after_step(self, optimizer: Any) -> None:
         here = self._here()
         self._seen.steps[here.rank].append(here.after_step(optimizer))
-        _rank_world().check_invariants()
+        rank_world().check_invariants()
 
 
 class _RankWatch:
@@ -312,12 +311,6 @@ class _RankWatch:
             if sizes and (sum(sizes) in elements or not Counter(sizes) - elements):
                 return ranks
         return ()
-
-
-def _rank_world() -> SimulatedRankWorld:
-    world = current_world()
-    assert isinstance(world, SimulatedRankWorld)
-    return world
 
 
 def _place(call: Call) -> str:

@@ -13,7 +13,7 @@ from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.simulated import SimulatedTransport
 from bagua_ref.communicators.tasks import Task, Ticket
 
-__all__ = ["SimulatedEvent", "SimulatedLock", "SimulatedQueue", "SimulatedRankWorld", "SimulatedThread", "always"]
+__all__ = ["SimulatedEvent", "SimulatedLock", "SimulatedQueue", "SimulatedRankWorld", "SimulatedThread", "always", "rank_world"]
 
 
 class SimulatedRankWorld(World):
@@ -84,6 +84,13 @@ class SimulatedRankWorld(World):
                 self._scheduler.refuse("invariant", f"breaks an invariant: {name}{where} {wrong}", "a step or communication")
 
 
+def rank_world() -> SimulatedRankWorld:
+    """Return the world of the calling rank, which is a simulated one."""
+    world = current_world()
+    assert isinstance(world, SimulatedRankWorld)
+    return world
+
+
 def always(function: Callable[[], Any]) -> None:
     """Check ``function()`` after every optimizer step and before every communication of the calling rank, from now on.
 
@@ -140,13 +147,18 @@ class _WaitQueue:
 
 
 class SimulatedLock(_WaitQueue):
-    """A lock that is granted in the order of requests."""
+    """As `threading.Lock`, but granted in the order of requests."""
 
     _held = False
 
-    def acquire(self, timeout: float = -1) -> bool:
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Acquire the lock; return False if ``timeout`` seconds (negative: no limit) pass first."""
-        return self._wait_in_queue("for a lock", None if timeout < 0 else timeout).granted
+        limit = timeout if blocking else 0
+        return self._wait_in_queue("for a lock", None if limit < 0 else limit).granted
+
+    def locked(self) -> bool:
+        """Return whether the lock is held."""
+        return self._held
 
     def release(self) -> None:
         """Hand the lock to the first waiter, without switching threads, as finalizers may call this."""
@@ -159,6 +171,9 @@ class SimulatedLock(_WaitQueue):
         if self._waiting and not self._held:
             self._held = True
             self._scheduler.grant(self._waiting.popleft())
+
+    def _at_fork_reinit(self) -> None:
+        self._held = False
 
     def __enter__(self) -> SimulatedLock:
         self.acquire()

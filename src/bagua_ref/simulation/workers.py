@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -47,7 +47,7 @@ class Workers:
             process.join()
         self._folder.cleanup()
 
-    def carry_out(self, orders: Iterator[Order | None]) -> Generator[tuple[Order, Observation]]:
+    def carry_out(self, orders: Iterator[Order | None]) -> Iterator[Observation]:
         """Carry out orders, several at a time; yield their records, in the order of ending.
 
         Args:
@@ -74,8 +74,10 @@ class Workers:
                     self._idle[order.hash_seed].append((process, connection))
                 except (EOFError, ConnectionResetError):
                     process.join()
-                    seen = _crash(order, process.exitcode)
-                yield order, seen
+                    code = process.exitcode
+                    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                    seen = Observation(order, kind="crash", message=f"the process of the run ended with {how}")
+                yield seen
 
     def _new_worker(self, hash_seed: int | None) -> tuple[Any, Connection]:
         """Return a fork of this process, or a new interpreter with a hash seed."""
@@ -109,8 +111,3 @@ def _serve(connection: Connection, folder: str, program: Program, nodes: Sequenc
                 seen = observe(program, nodes, order)
                 os.chdir("/")
             connection.send(seen)
-
-
-def _crash(order: Order, code: int) -> Observation:
-    name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return Observation(order.schedule, kind="crash", message=f"the process of the run ended with {name}")

@@ -17,16 +17,17 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from bagua_ref.base.runtime import Identity, current_world
+from bagua_ref.base.runtime import Identity
 from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.simulated import SimulatedNetwork
 from bagua_ref.errors import SimulationError
+from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.torch_distributed import torch_hooks
 from bagua_ref.simulation.torch_distributed.process_group import SimulatedProcessGroup
 from bagua_ref.simulation.torch_distributed.processes import UserModules, replace_processes, run_script
 from bagua_ref.simulation.torch_distributed.rank_state import ProcessState, restore_environment
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
-from bagua_ref.simulation.torch_distributed.stores import SharedStores, SimulatedStore
+from bagua_ref.simulation.torch_distributed.stores import SimulatedStore, shared_stores
 from bagua_ref.simulation.torch_distributed.threads import as_current_thread, end_threads, replace_clocks, replace_threads
 from bagua_ref.simulation.torch_distributed.work import SimulatedWork, works_of_backward
 
@@ -61,7 +62,7 @@ def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork, states: Seq
     def connect(
         store: SimulatedStore, place: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
     ) -> SimulatedProcessGroup:
-        rank = current_world().identity.rank
+        rank = rank_world().identity.rank
         ranks = list(ranks) or (list(range(size)) if size == len(network.node_of) else [-1] * size)
         try:
             group = network.connect(
@@ -71,22 +72,13 @@ def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork, states: Seq
             scheduler.end(error)
         return SimulatedProcessGroup(group, place, store)
 
-    def not_in_group(operation: str) -> None:
-        scheduler.refuse("not_in_group", f"calls {operation} on a group that it is not in", operation)
-
-    modules = UserModules(lambda: current_world().process_state.modules if scheduler.is_calling() else None)  # type: ignore[attr-defined]
+    modules = UserModules(lambda: rank_world().process_state.modules if scheduler.is_calling() else None)
     for owner in (SimulatedProcessGroup, SimulatedWork, SimulatedStore):
         torch_hooks.hide_from_compiler(owner)
     with Replacements(scheduler.is_calling) as replacements:
-        for undo in (
-            _running.clear,
-            works_of_backward.clear,
-            torch_hooks.forget,
-            partial(restore_environment, states),
-            outside.restore,
-        ):
+        for undo in (_running.clear, works_of_backward.clear, partial(restore_environment, states), outside.restore):
             replacements.callback(undo)
-        torch_hooks.replace(replacements, connect, SharedStores(scheduler).open, not_in_group)
+        torch_hooks.replace(replacements, scheduler, connect, shared_stores(scheduler))
         replace_processes(replacements, scheduler)
         replace_threads(replacements, scheduler)
         replace_clocks(replacements, scheduler)

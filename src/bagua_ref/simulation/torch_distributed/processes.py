@@ -12,15 +12,15 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch.distributed.rpc
 import torch.multiprocessing
 
-from bagua_ref.base.runtime import current_world
 from bagua_ref.communicators.call_sites import is_user_code
 from bagua_ref.communicators.scheduler import Scheduler
+from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
 
 __all__ = ["UserModules", "replace_processes", "run_script"]
@@ -37,14 +37,15 @@ def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
         scheduler.refuse("unsupported", f"starts {what}", what, advice)
 
     def spawn(original: Any, fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **options: Any) -> Any:
-        identity = current_world().identity
+        identity = rank_world().identity
         if nprocs != identity.local_world_size:
             refuse(f"{nprocs} processes on a node of {identity.local_world_size} ranks")
         fn(identity.local_rank, *args)
-        return None if join else _Joined()
+        return None if join else SimpleNamespace(join=lambda timeout=None: True)  # they have ended
 
     def start(original: Callable[..., None], process: Any) -> None:
-        if not _is_data_loader():
+        modules = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
+        if "torch.utils.data.dataloader" not in modules:
             refuse(f"process {process.name!r}")
         original(process)
 
@@ -57,7 +58,7 @@ def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
         original(self, args, *rest, **options)
 
     def set_handler(original: Any, number: Any, handler: Any) -> Any:
-        handlers: dict[Any, Any] = current_world().signal_handlers  # type: ignore[attr-defined]
+        handlers = rank_world().signal_handlers
         previous = handlers.get(number, signal.SIG_DFL)
         handlers[number] = handler
         return previous
@@ -67,22 +68,7 @@ def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
     replacements.function(multiprocessing.process.BaseProcess, "start", start)
     replacements.function(subprocess.Popen, "__init__", popen)
     replacements.function(signal, "signal", set_handler)
-    replacements.function(
-        signal,
-        "getsignal",
-        lambda original, number: current_world().signal_handlers.get(number, signal.SIG_DFL),  # type: ignore[attr-defined]
-    )
-
-
-class _Joined:
-    """Stands for the context of processes that have ended."""
-
-    def join(self, timeout: float | None = None) -> bool:
-        return True
-
-
-def _is_data_loader() -> bool:
-    return any(frame.f_globals.get("__name__") == "torch.utils.data.dataloader" for frame, _ in traceback.walk_stack(None))
+    replacements.function(signal, "getsignal", lambda original, number: rank_world().signal_handlers.get(number, signal.SIG_DFL))
 
 
 class UserModules(importlib.abc.MetaPathFinder):
@@ -119,7 +105,7 @@ def run_script(path: str, arguments: Sequence[str] = ()) -> None:
     source = Path(path).read_bytes()
     main = ModuleType("__main__")
     main.__dict__.update(__file__=str(path), __builtins__=__builtins__)
-    current_world().process_state.modules["__main__"] = main  # type: ignore[attr-defined]
+    rank_world().process_state.modules["__main__"] = main
     sys.modules["__main__"] = main
     sys.argv = [str(path), *arguments]
     folder = str(Path(path).resolve().parent)

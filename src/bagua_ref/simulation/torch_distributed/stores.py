@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -15,31 +16,29 @@ from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.tasks import Ticket
 from bagua_ref.simulation.torch_distributed.work import seconds_of
 
-__all__ = ["SharedStores", "SimulatedStore"]
+__all__ = ["SimulatedStore", "shared_stores"]
 
 _READS = ("check", "list_keys", "num_keys", "queue_len")
 
 
-class SharedStores:
-    """The stores of one run, by address."""
+def shared_stores(scheduler: Scheduler) -> Callable[..., SimulatedStore]:
+    """Return a function that opens the stores of one run: it takes the name of torch's class, and its arguments."""
+    shared: dict[Any, tuple[Store, list[Ticket]]] = {}
+    ports = count(29_501)
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self._shared: dict[Any, tuple[Store, list[Ticket]]] = {}
-        self._ports = 29_500
-
-    def open(self, kind: str, *args: Any, **options: Any) -> SimulatedStore:
-        """Return a client of the store that torch's class ``kind`` opens with these arguments; it is made if there is none."""
+    def open_store(kind: str, *args: Any, **options: Any) -> SimulatedStore:
         if kind == "PrefixStore":
             opened = _PREFIXED(*args, **options)
         else:
-            self._ports += 1  # no store has this one
+            free = next(ports)  # no store has this one
             place, timeout = _ADDRESSES[kind](*args, **options)
-            address = (kind, *(self._ports if part == 0 else part for part in place))
-            store, waiting = self._shared.setdefault(address, (HashStore(), []))
-            opened = SimulatedStore(self.scheduler, store, waiting, address, timeout or timedelta(seconds=300))
+            address = (kind, *(free if part == 0 else part for part in place))
+            store, waiting = shared.setdefault(address, (HashStore(), []))
+            opened = SimulatedStore(scheduler, store, waiting, address, timeout or timedelta(seconds=300))
         opened.kind = kind
         return opened
+
+    return open_store
 
 
 _ADDRESSES: dict[str, Callable[..., tuple[tuple[Any, ...], Any]]] = {
@@ -53,7 +52,7 @@ _ADDRESSES: dict[str, Callable[..., tuple[tuple[Any, ...], Any]]] = {
 """Address, of which 0 stands for a free port, and timeout, from the arguments of torch's classes."""
 
 
-_PREFIXED: Callable[..., SimulatedStore] = lambda prefix, store: store.prefixed(prefix)  # noqa: E731
+_PREFIXED: Callable[..., SimulatedStore] = lambda prefix, store: store._client(f"{store._prefix}{prefix}/")  # noqa: E731
 
 
 class SimulatedStore(Store):
@@ -81,10 +80,6 @@ class SimulatedStore(Store):
 
     def __repr__(self) -> str:
         return f"SimulatedStore({self._address!r}, prefix={self._prefix!r})"
-
-    def prefixed(self, prefix: str) -> SimulatedStore:
-        """Return a client whose keys have another prefix before this one's."""
-        return self._client(f"{self._prefix}{prefix}/")
 
     def _client(self, prefix: str) -> SimulatedStore:
         return SimulatedStore(self._scheduler, self._root, self._waiting, self._address, self._timeout, prefix)

@@ -18,10 +18,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from bagua_ref.base.runtime import current_world
 from bagua_ref.communicators.call_sites import is_user_code
 from bagua_ref.communicators.scheduler import Scheduler
-from bagua_ref.simulation.rank_world import SimulatedLock, SimulatedThread
+from bagua_ref.simulation.rank_world import SimulatedLock, SimulatedThread, rank_world
 from bagua_ref.simulation.torch_distributed.replacements import Replacements, calling_frame, is_called_by_user
 
 __all__ = ["as_current_thread", "end_threads", "replace_clocks", "replace_threads"]
@@ -39,21 +38,6 @@ _LOCKS = ("threading.py", "queue.py", "threads.py")
 """Modules that make locks for their callers."""
 
 
-class _Lock(SimulatedLock):
-    """A simulated lock with the interface of `threading.Lock`."""
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:  # type: ignore[override]
-        """Acquire the lock; see `threading.Lock.acquire`."""
-        return super().acquire(timeout if blocking else 0)
-
-    def locked(self) -> bool:
-        """Return whether the lock is held."""
-        return self._held
-
-    def _at_fork_reinit(self) -> None:
-        self._held = False
-
-
 def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
     """Schedule the user's threads, and those of executors; make their locks, queues and joins let other threads go on."""
 
@@ -64,21 +48,21 @@ def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
             original(thread)
 
     for owner, name, make in (
-        (threading, "Lock", partial(_Lock, scheduler)),
-        (threading, "_allocate_lock", partial(_Lock, scheduler)),
+        (threading, "Lock", partial(SimulatedLock, scheduler)),
+        (threading, "_allocate_lock", partial(SimulatedLock, scheduler)),
         (threading, "RLock", _threading._PyRLock),
         (queue, "SimpleQueue", _queue._PySimpleQueue),
     ):
         replacements.function(owner, name, lambda original, make=make: make() if _makes_simulated_lock() else original())
     replacements.function(threading.Thread, "start", start)
-    replacements.function(threading, "main_thread", lambda original: _world().main_thread)
+    replacements.function(threading, "main_thread", lambda original: rank_world().main_thread)
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     if compiler is not None:  # a rank that compiles holds it while it lets others go on
         lock = _threading._PyRLock()
-        lock._block = _Lock(scheduler)
+        lock._block = SimulatedLock(scheduler)
         replacements.put(compiler, "compile_lock", lock)
     # It is held while a worker is started, which lets other threads go on.
-    replacements.put(concurrent.futures.thread, "_global_shutdown_lock", _Lock(scheduler))
+    replacements.put(concurrent.futures.thread, "_global_shutdown_lock", SimulatedLock(scheduler))
 
 
 def _makes_simulated_lock() -> bool:
@@ -88,14 +72,10 @@ def _makes_simulated_lock() -> bool:
         own = inner.f_locals.get("self") if inner.f_code.co_name == "wait" else None
         if isinstance(own, threading.Condition):  # a waiter of a condition is like the condition's lock
             lock = vars(own)["_lock"]
-            return isinstance(getattr(lock, "_block", lock), _Lock)
+            return isinstance(getattr(lock, "_block", lock), SimulatedLock)
         inner = inner.f_back
     file = frame.f_code.co_filename
     return is_user_code(file) or "concurrent" in file
-
-
-def _world() -> Any:
-    return current_world()
 
 
 def _is_scheduled(thread: threading.Thread) -> bool:
@@ -118,7 +98,7 @@ def _start(scheduler: Scheduler, thread: threading.Thread) -> None:
     simulated = SimulatedThread(scheduler, scheduler.spawn(run, thread.name, yields=False))
     thread.join, thread.is_alive = simulated.join, simulated.is_alive  # type: ignore[method-assign]
     vars(thread)["_started"].set()
-    _world().started_threads.append(thread)
+    rank_world().started_threads.append(thread)
 
 
 @contextmanager

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from bagua_ref.base.runtime import current_world
+from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.errors import SimulationError
+from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.torch_distributed.replacements import Replacements
 from bagua_ref.simulation.torch_distributed.work import works_of_backward
 
-__all__ = ["WORLD", "GroupNames", "GroupState", "check_version", "current_backward", "forget", "hide_from_compiler", "replace"]
+__all__ = ["WORLD", "GroupNames", "GroupState", "check_version", "current_backward", "hide_from_compiler", "replace"]
 
 rendezvous = sys.modules["torch.distributed.rendezvous"]  # the package has a function of this name
 
@@ -87,19 +88,14 @@ class GroupNames:
 _c10d: Any = torch._C._distributed_c10d
 
 
-def replace(
-    replacements: Replacements,
-    connect: Callable[..., Any],
-    open_store: Callable[..., Any],
-    not_in_group: Callable[[str], None],
-) -> None:
+def replace(replacements: Replacements, scheduler: Scheduler, connect: Callable[..., Any], open_store: Callable[..., Any]) -> None:
     """Replace torch's groups and stores by simulated ones.
 
     Args:
         replacements: undoes it.
+        scheduler: of the ranks.
         connect: takes torch's description of a new group, and returns the process group.
         open_store: takes the name of a store's class and its arguments.
-        not_in_group: called for an operation on a group that the rank is not in.
     """
     global _connect
     _connect = connect
@@ -118,7 +114,8 @@ def replace(
         return group, store
 
     def warn_not_in_group(original: Any, operation: Any) -> None:
-        not_in_group(operation if isinstance(operation, str) else operation.__name__)
+        name = operation if isinstance(operation, str) else operation.__name__
+        scheduler.refuse("not_in_group", f"calls {name} on a group that it is not in", name)
 
     def split_group(original: Any, parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, **options: Any) -> Any:
         parents = dist.get_process_group_ranks(parent_pg or dist.group.WORLD)
@@ -143,12 +140,8 @@ def replace(
         for module in (dist, distributed_c10d, rendezvous):
             if hasattr(module, name):
                 replacements.put(module, name, substitute)
+    replacements.callback(_c10d._set_thread_isolation_mode, False)  # all threads share the groups of the process again
     _c10d._set_thread_isolation_mode(True)
-
-
-def forget() -> None:
-    """Let all threads share the groups of the process again."""
-    _c10d._set_thread_isolation_mode(False)
 
 
 def hide_from_compiler(owner: type) -> None:
@@ -164,8 +157,7 @@ _connect: Callable[..., Any] | None = None
 
 
 def _change_names(change: Callable[..., object], *args: Any) -> None:
-    world: Any = current_world()
-    world.process_state.group_names.change(lambda groups: change(groups, *args))
+    rank_world().process_state.group_names.change(lambda groups: change(groups, *args))
 
 
 def _create(options: Any, backend_options: Any) -> Any:
