@@ -116,7 +116,7 @@ class Communicator(ABC):
         """Send ``tensor`` to rank ``dst``, which calls `recv` with a tensor of the same size and dtype."""
         self._check_peer("dst", dst)
         self._check("tensor", tensor)
-        self._bytes_sent += _nbytes(tensor)
+        self._bytes_sent += tensor.nbytes
         self._send(tensor, dst)
 
     @_collective
@@ -137,7 +137,7 @@ class Communicator(ABC):
         for tensor, peer in sends:
             self._check_rank("dst", peer)
             self._check("sends", tensor)
-            self._bytes_sent += _nbytes(tensor) if peer != self._rank else 0
+            self._bytes_sent += tensor.nbytes if peer != self._rank else 0
         for tensor, peer in recvs:
             self._check_rank("src", peer)
             self._check("recvs", tensor)
@@ -158,7 +158,7 @@ class Communicator(ABC):
         """Copy rank ``src``'s ``tensor`` into every rank's."""
         self._check_rank("src", src)
         self._check("tensor", tensor)
-        self._bytes_sent += _nbytes(tensor) * self._others
+        self._bytes_sent += tensor.nbytes * self._others
         self._broadcast(tensor, src)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
@@ -186,7 +186,7 @@ class Communicator(ABC):
         """Combine ``send_tensor`` over ranks into ``recv_tensor`` of rank ``dst``; on other ranks, it is unchanged."""
         self._check_rank("dst", dst)
         op = self._check_reduction(op, send_tensor, recv_tensor, 1, 1)
-        self._bytes_sent += _nbytes(send_tensor) * self._others
+        self._bytes_sent += send_tensor.nbytes * self._others
         if self._rank == dst:
             recv_tensor.copy_(send_tensor)
             self._reduce_inplace(recv_tensor, dst, op)
@@ -198,7 +198,7 @@ class Communicator(ABC):
         """Combine ``tensor`` over ranks into that of rank ``dst``; on other ranks, it is unchanged."""
         self._check_rank("dst", dst)
         op = self._check_reduction(op, tensor, tensor, 1, 1)
-        self._bytes_sent += _nbytes(tensor) * self._others
+        self._bytes_sent += tensor.nbytes * self._others
         # A library may use the senders' tensors as scratch space.
         self._reduce_inplace(tensor if self._rank == dst else tensor.clone(), dst, op)
 
@@ -210,14 +210,14 @@ class Communicator(ABC):
         if self._rank == dst:
             self._check_pair(send_tensor, recv_tensor, self._nranks, 1)
         else:
-            self._bytes_sent += _nbytes(send_tensor)
+            self._bytes_sent += send_tensor.nbytes
         self._gather(send_tensor, recv_tensor, dst)
 
     @_collective
     def gather_inplace(self, tensor: Tensor, count: int, dst: int) -> None:
         """As `gather`: rank ``dst``'s tensor has n*count elements, its own in chunk dst; the others send ``count`` elements."""
         own = self._check_inplace_chunk(tensor, count, "dst", dst)
-        self._bytes_sent += _nbytes(own) if self._rank != dst else 0
+        self._bytes_sent += own.nbytes if self._rank != dst else 0
         self._gather(own.clone() if self._rank == dst else own, tensor, dst)
 
     @_collective
@@ -227,14 +227,14 @@ class Communicator(ABC):
         self._check("recv_tensor", recv_tensor)
         if self._rank == src:
             self._check_pair(send_tensor, recv_tensor, 1, self._nranks)
-            self._bytes_sent += _nbytes(recv_tensor) * (self._nranks - 1)
+            self._bytes_sent += recv_tensor.nbytes * (self._nranks - 1)
         self._scatter(send_tensor, recv_tensor, src)
 
     @_collective
     def scatter_inplace(self, tensor: Tensor, count: int, src: int) -> None:
         """As `scatter`: rank ``src``'s tensor has n*count elements and is unchanged; the others receive ``count`` elements."""
         own = self._check_inplace_chunk(tensor, count, "src", src)
-        self._bytes_sent += _nbytes(own) * (self._nranks - 1) if self._rank == src else 0
+        self._bytes_sent += own.nbytes * (self._nranks - 1) if self._rank == src else 0
         self._scatter(tensor, own.clone() if self._rank == src else own, src)
 
     # All to all.
@@ -243,7 +243,7 @@ class Communicator(ABC):
     def allreduce(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``send_tensor`` over ranks into every rank's ``recv_tensor``."""
         op = self._check_reduction(op, send_tensor, recv_tensor, 1, 1)
-        self._bytes_sent += 2 * _nbytes(send_tensor) * self._others
+        self._bytes_sent += 2 * send_tensor.nbytes * self._others
         recv_tensor.copy_(send_tensor)
         self._allreduce_inplace(recv_tensor, op)
 
@@ -251,21 +251,21 @@ class Communicator(ABC):
     def allreduce_inplace(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``tensor`` over ranks, in place on every rank."""
         op = self._check_reduction(op, tensor, tensor, 1, 1)
-        self._bytes_sent += 2 * _nbytes(tensor) * self._others
+        self._bytes_sent += 2 * tensor.nbytes * self._others
         self._allreduce_inplace(tensor, op)
 
     @_collective
     def allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
         """Collect every rank's ``send_tensor``, in rank order, in every rank's ``recv_tensor``, which is n times as large."""
         self._check_pair(send_tensor, recv_tensor, self._nranks, 1)
-        self._bytes_sent += _nbytes(recv_tensor) * self._others
+        self._bytes_sent += recv_tensor.nbytes * self._others
         self._allgather(send_tensor, recv_tensor)
 
     @_collective
     def allgather_inplace(self, tensor: Tensor, overlap: Overlap | None = None) -> None:
         """As `allgather`; this rank sends chunk ``rank()`` of its tensor. ``overlap`` fills this chunk and reads the others."""
         own = self._own_chunk(tensor)
-        self._bytes_sent += _nbytes(tensor) * self._others
+        self._bytes_sent += tensor.nbytes * self._others
         if overlap is not None:
             self._allgather_overlapping(own, tensor, overlap)
             overlap.finish()
@@ -276,7 +276,7 @@ class Communicator(ABC):
     def reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``send_tensor``, n times as large as ``recv_tensor``, over ranks; rank r receives chunk r."""
         op = self._check_reduction(op, send_tensor, recv_tensor, 1, self._nranks)
-        self._bytes_sent += _nbytes(send_tensor) * self._others
+        self._bytes_sent += send_tensor.nbytes * self._others
         self._reduce_scatter(send_tensor, recv_tensor, op)
 
     @_collective
@@ -284,7 +284,7 @@ class Communicator(ABC):
         """As `reduce_scatter`; the result is chunk ``rank()`` of the tensor, whose other chunks are unchanged."""
         op = self._check_reduction(op, tensor, tensor, 1, 1)
         own = self._own_chunk(tensor)
-        self._bytes_sent += _nbytes(tensor) * self._others
+        self._bytes_sent += tensor.nbytes * self._others
         result = torch.empty_like(own)
         self._reduce_scatter(tensor, result, op)
         own.copy_(result)
@@ -300,7 +300,7 @@ class Communicator(ABC):
         """
         self._check_pair(send_tensor, recv_tensor, 1, 1)
         self._own_chunk(send_tensor)
-        self._bytes_sent += _nbytes(send_tensor) * self._others
+        self._bytes_sent += send_tensor.nbytes * self._others
         if overlap is not None:
             self._alltoall_overlapping(send_tensor, recv_tensor, overlap)
             overlap.finish()
@@ -311,7 +311,7 @@ class Communicator(ABC):
     def alltoall_inplace(self, tensor: Tensor) -> None:
         """As `alltoall`, sending from and receiving into one tensor."""
         self._own_chunk(tensor)
-        self._bytes_sent += _nbytes(tensor) * self._others
+        self._bytes_sent += tensor.nbytes * self._others
         self._alltoall(tensor.clone(), tensor)
 
     @_collective
@@ -352,12 +352,6 @@ class Communicator(ABC):
     # For a transport to implement. Arguments are valid: tensors contiguous, `op` never AVG on integers nor bitwise on floats.
 
     @abstractmethod
-    def _send(self, tensor: Tensor, dst: int) -> None: ...
-
-    @abstractmethod
-    def _recv(self, tensor: Tensor, src: int) -> None: ...
-
-    @abstractmethod
     def _exchange(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None: ...
 
     @abstractmethod
@@ -385,17 +379,23 @@ class Communicator(ABC):
     @abstractmethod
     def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None: ...
 
-    # A transport may override these to overlap computation with communication.
+    # A transport may override these: messages of their own, and computation that overlaps with communication.
+
+    def _send(self, tensor: Tensor, dst: int) -> None:
+        self._exchange([(tensor, dst)], [])
+
+    def _recv(self, tensor: Tensor, src: int) -> None:
+        self._exchange([], [(tensor, src)])
 
     def _allgather_overlapping(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
         """As `_allgather`, where ``send_tensor`` is this rank's chunk of ``recv_tensor``."""
-        size = _nbytes(send_tensor)
+        size = send_tensor.nbytes
         overlap.fill(size)
         self._allgather(send_tensor.clone(), recv_tensor)
         overlap.read(size)
 
     def _alltoall_overlapping(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
-        size = _nbytes(send_tensor) // self._nranks
+        size = send_tensor.nbytes // self._nranks
         overlap.fill(size)
         self._alltoall(send_tensor, recv_tensor)
         overlap.read(size)
@@ -425,8 +425,9 @@ class Communicator(ABC):
         if tensor.is_conj() or tensor.is_neg():
             raise ValueError(f"{argument} is a lazily conjugated or negated view; pass tensor.resolve_conj().resolve_neg()")
         if tensor.layout != torch.strided or not tensor.is_contiguous():
+            strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
             raise ValueError(
-                f"{argument} of shape {tuple(tensor.shape)} and strides {_strides(tensor)} must be contiguous; "
+                f"{argument} of shape {tuple(tensor.shape)} and strides {strides} must be contiguous; "
                 "pass tensor.contiguous() and copy the result back"
             )
 
@@ -525,11 +526,3 @@ class NonMember:
         if name == "broadcast_object":
             return lambda obj, src=0: obj
         return lambda *args, **kwargs: None
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _strides(tensor: Tensor) -> Any:
-    return tensor.stride() if tensor.layout == torch.strided else tensor.layout
