@@ -31,7 +31,10 @@ _T = TypeVar("_T")
 
 
 def _collective(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let ``method`` take the result of ``tensor.bagua_backend_tensor()`` wherever it takes a tensor, and show it in profiles."""
+    """Let ``method`` take the result of ``tensor.bagua_backend_tensor()`` wherever it takes a tensor; keep it out of autograd.
+
+    A profile shows it by its name.
+    """
     label = f"bagua_ref::wire/{method.__name__}"
 
     def effective(argument: Any) -> Any:
@@ -39,7 +42,7 @@ def _collective(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(method)
     def taking_backend_tensors(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with profiled(label):
+        with torch.no_grad(), profiled(label):
             return method(*map(effective, args), **{name: effective(argument) for name, argument in kwargs.items()})
 
     return taking_backend_tensors
@@ -267,7 +270,7 @@ class Communicator(ABC):
         own = self._own_chunk(tensor)
         self._bytes_sent += tensor.nbytes * self._others
         if overlap is not None:
-            self._allgather_overlapping(own, tensor, overlap)
+            self._overlapping("allgather", own, tensor, overlap)
             overlap.finish()
         else:
             self._allgather(own.clone(), tensor)
@@ -302,7 +305,7 @@ class Communicator(ABC):
         self._own_chunk(send_tensor)
         self._bytes_sent += send_tensor.nbytes * self._others
         if overlap is not None:
-            self._alltoall_overlapping(send_tensor, recv_tensor, overlap)
+            self._overlapping("alltoall", send_tensor, recv_tensor, overlap)
             overlap.finish()
         else:
             self._alltoall(send_tensor, recv_tensor)
@@ -387,17 +390,14 @@ class Communicator(ABC):
     def _recv(self, tensor: Tensor, src: int) -> None:
         self._exchange([], [(tensor, src)])
 
-    def _allgather_overlapping(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
-        """As `_allgather`, where ``send_tensor`` is this rank's chunk of ``recv_tensor``."""
-        size = send_tensor.nbytes
+    def _overlapping(self, collective: str, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
+        """As `_alltoall`; or as `_allgather`, where ``send_tensor`` is this rank's chunk of ``recv_tensor``."""
+        size = recv_tensor.nbytes // self._nranks
         overlap.fill(size)
-        self._allgather(send_tensor.clone(), recv_tensor)
-        overlap.read(size)
-
-    def _alltoall_overlapping(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
-        size = send_tensor.nbytes // self._nranks
-        overlap.fill(size)
-        self._alltoall(send_tensor, recv_tensor)
+        if collective == "alltoall":
+            self._alltoall(send_tensor, recv_tensor)
+        else:
+            self._allgather(send_tensor.clone(), recv_tensor)
         overlap.read(size)
 
     # Validation.

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -50,10 +51,6 @@ class FailureReports:
 
         ask(self._store, write, None, anew=anew)
 
-    def reported(self, limit: float = 5.0) -> str:
-        """Return the other ranks' reports; "" if there is none, or the store does not answer within ``limit`` seconds."""
-        return ask(self._store, self._read, "", limit)
-
     def reason_for_end(self, waits: Waiting, hung_up: Sequence[int]) -> str:
         """Return the reason for the end of a connection, "" if it is unknown.
 
@@ -66,7 +63,7 @@ class FailureReports:
         ended = waits.ended(others, 0)
         limit = _SHORT_REPLY if ended else _REPLY  # the store may have ended with the rank that served it
         began = time.monotonic()
-        reported = self.reported(limit)
+        reported = ask(self._store, self._read, "", limit)
         if not reported and time.monotonic() - began < limit:
             reported = waits.exit_reasons(self._ranks, limit)
         if not reported and not ended:  # sockets close a little before a last report is in the store and the process has ended
@@ -105,6 +102,7 @@ class FailureReports:
         return self._read(self._own_connection)
 
     def _read(self, store: Store) -> str:
+        """Return the other ranks' reports; "" if there is none."""
         reports: dict[int, str] = {}
         for place, rank in enumerate(self._ranks) if store.check([_ANYBODY]) else ():
             if place != self._rank and store.check([f"gave up/{place}"]):
@@ -147,7 +145,8 @@ class Watchdog:
         idle = 0
         while True:
             for give_up in self._late():
-                give_up()
+                with suppress(ReferenceError):  # the connection has gone
+                    give_up()
             with self._lock:
                 idle = 0 if self._under_way else idle + 1
                 if idle > _LINGER:

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Store
 from bagua_ref.base.launch_environment import Identity, read_launch
 from bagua_ref.base.runtime import RealWorld
 from bagua_ref.base.untrusted import NATURAL
+from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.gloo_sockets import sockets_of_server
 from bagua_ref.communicators.processes import Processes, leave_to_parent, node_name, this_process
 from bagua_ref.communicators.rendezvous import (
@@ -97,15 +98,14 @@ class TorchDistributedTransport:
             CommunicationTimeoutError: one of them has not called this within ``timeout`` seconds.
         """
         try:
-            connection = self._idle.pop()
+            store = self._idle.pop()
         except IndexError:  # another thread is connecting, perhaps to ranks that wait for this thread's group
-            connection = another_connection(self.store)
-        store = prefixed(name, connection)
+            store = another_connection(self.store)
         shares_memory = self._machine != "" and {self._places[rank] for rank in ranks} == {self._places[self.rank]}
-        communicator = TorchDistributedCommunicator(
-            store, name, ranks, self.rank, timeout, self.uses_nccl, self.waits, shares_memory
-        )
-        self._idle.append(connection)  # if that has failed, gloo may still wait in it
+        place, own = ranks.index(self.rank), prefixed(name, store)
+        connection = Connection(own, name, place, ranks, timeout, self.waits, shares_memory)
+        communicator = TorchDistributedCommunicator(connection, self.uses_nccl)
+        self._idle.append(store)  # if that has failed, gloo may still wait in it
         self._communicators.add(communicator)
         return communicator
 

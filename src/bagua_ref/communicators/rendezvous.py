@@ -27,7 +27,6 @@ __all__ = [
     "StoreLostError",
     "address_of",
     "another_connection",
-    "check_others",
     "connecting",
     "first_sentence",
     "host_of",
@@ -273,17 +272,32 @@ def _rendezvous(store: Store, rank: int, world_size: int, info: Any, timeout: fl
 
 
 @contextmanager
-def connecting(store: Store, rank: int, world_size: int) -> Iterator[None]:
+def connecting(
+    store: Store, rank: int, world_size: int, ended: Callable[[list[int], float], Collection[int]]
+) -> Iterator[Callable[[], None]]:
     """Let all ranks make torch's default group inside; if that fails, name the ranks that have not begun.
+
+    Yields a function that raises RuntimeError if another rank has reported a failure in the store, or has ``ended``.
 
     Raises:
         CommunicationTimeoutError: they did not come in time.
         CommunicationError: it failed otherwise; there is no default group then.
     """
-    began = time.monotonic()
+    began, connections = time.monotonic(), list[Store]()
+    others = [other for other in range(world_size) if other != rank]
+
+    def check() -> None:
+        if dead := ended(others, 0):
+            raise _OtherFailed(f"the process of {format_ranks(sorted(dead))} has ended")
+        if not connections:  # the other one is in use
+            connections.append(another_connection(store))
+        for other in others:
+            if connections[0].check([f"failed{other}"]):
+                raise _OtherFailed(f"rank {other} reported: {connections[0].get(f'failed{other}').decode(errors='replace')}")
+
     try:
         store.set(f"connecting{rank}", "")
-        yield
+        yield check
     except RuntimeError as error:
         waited = time.monotonic() - began
         if dist.is_initialized():
@@ -299,22 +313,3 @@ def connecting(store: Store, rank: int, world_size: int) -> Iterator[None]:
             f"{f'{format_ranks(missing)} of {world_size} did not come' if missing else 'a rank has died or left'} "
             f"({why})"
         ) from error
-
-
-def check_others(
-    store: Store, rank: int, world_size: int, ended: Callable[[list[int], float], Collection[int]]
-) -> Callable[[], None]:
-    """Return a function that raises RuntimeError if another rank has reported a failure in the store, or has ``ended``."""
-    others = [other for other in range(world_size) if other != rank]
-    connections: list[Store] = []
-
-    def check() -> None:
-        if dead := ended(others, 0):
-            raise _OtherFailed(f"the process of {format_ranks(sorted(dead))} has ended")
-        if not connections:  # the other one is in use
-            connections.append(another_connection(store))
-        for other in others:
-            if connections[0].check([f"failed{other}"]):
-                raise _OtherFailed(f"rank {other} reported: {connections[0].get(f'failed{other}').decode(errors='replace')}")
-
-    return check
