@@ -60,7 +60,8 @@ def ranks(store: dist.Store, monkeypatch: pytest.MonkeyPatch, no_thread_is_left:
     made = [Waiting(store, rank, 2, Processes([], 0)) for rank in range(2)]
     yield made
     for waits in made:
-        waits.close()
+        if not waits._stop.is_set():
+            waits.close()
 
 
 @pytest.fixture

@@ -188,19 +188,15 @@ class Communicator(ABC):
     def reduce(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``send_tensor`` over ranks into ``recv_tensor`` of rank ``dst``; on other ranks, it is unchanged."""
         self._check_rank("dst", dst)
-        op = self._check_reduction(op, send_tensor, recv_tensor, 1, 1)
+        op = self._check_reduction(op, send_tensor, recv_tensor)
         self._bytes_sent += send_tensor.nbytes * self._others
-        if self._rank == dst:
-            recv_tensor.copy_(send_tensor)
-            self._reduce_inplace(recv_tensor, dst, op)
-        else:
-            self._reduce_inplace(send_tensor.clone(), dst, op)
+        self._reduce_inplace(recv_tensor.copy_(send_tensor) if self._rank == dst else send_tensor.clone(), dst, op)
 
     @_collective
     def reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``tensor`` over ranks into that of rank ``dst``; on other ranks, it is unchanged."""
         self._check_rank("dst", dst)
-        op = self._check_reduction(op, tensor, tensor, 1, 1)
+        op = self._check_reduction(op, tensor, tensor)
         self._bytes_sent += tensor.nbytes * self._others
         # A library may use the senders' tensors as scratch space.
         self._reduce_inplace(tensor if self._rank == dst else tensor.clone(), dst, op)
@@ -245,7 +241,7 @@ class Communicator(ABC):
     @_collective
     def allreduce(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``send_tensor`` over ranks into every rank's ``recv_tensor``."""
-        op = self._check_reduction(op, send_tensor, recv_tensor, 1, 1)
+        op = self._check_reduction(op, send_tensor, recv_tensor)
         self._bytes_sent += 2 * send_tensor.nbytes * self._others
         recv_tensor.copy_(send_tensor)
         self._allreduce_inplace(recv_tensor, op)
@@ -253,7 +249,7 @@ class Communicator(ABC):
     @_collective
     def allreduce_inplace(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``tensor`` over ranks, in place on every rank."""
-        op = self._check_reduction(op, tensor, tensor, 1, 1)
+        op = self._check_reduction(op, tensor, tensor)
         self._bytes_sent += 2 * tensor.nbytes * self._others
         self._allreduce_inplace(tensor, op)
 
@@ -278,14 +274,14 @@ class Communicator(ABC):
     @_collective
     def reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``send_tensor``, n times as large as ``recv_tensor``, over ranks; rank r receives chunk r."""
-        op = self._check_reduction(op, send_tensor, recv_tensor, 1, self._nranks)
+        op = self._check_reduction(op, send_tensor, recv_tensor, self._nranks)
         self._bytes_sent += send_tensor.nbytes * self._others
         self._reduce_scatter(send_tensor, recv_tensor, op)
 
     @_collective
     def reduce_scatter_inplace(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """As `reduce_scatter`; the result is chunk ``rank()`` of the tensor, whose other chunks are unchanged."""
-        op = self._check_reduction(op, tensor, tensor, 1, 1)
+        op = self._check_reduction(op, tensor, tensor)
         own = self._own_chunk(tensor)
         self._bytes_sent += tensor.nbytes * self._others
         result = torch.empty_like(own)
@@ -450,14 +446,12 @@ class Communicator(ABC):
                 f"have {larger}{send_tensor.numel()} {divided}".rstrip()
             )
 
-    def _check_reduction(
-        self, op: ReduceOp, send_tensor: Tensor, recv_tensor: Tensor, send_times: int, recv_times: int
-    ) -> ReduceOp:
+    def _check_reduction(self, op: ReduceOp, send_tensor: Tensor, recv_tensor: Tensor, recv_times: int = 1) -> ReduceOp:
         try:
             op = ReduceOp(op)
         except ValueError:
             raise ValueError(f"op={op!r} must be one of {', '.join(f'{o.name}={o.value}' for o in ReduceOp)}") from None
-        self._check_pair(send_tensor, recv_tensor, send_times, recv_times)
+        self._check_pair(send_tensor, recv_tensor, 1, recv_times)
         if send_tensor.dtype not in REDUCIBLE:
             raise TypeError(f"a {send_tensor.dtype} tensor cannot be reduced; allowed are {', '.join(map(str, REDUCIBLE))}")
         if op is ReduceOp.AVG and not send_tensor.is_floating_point():

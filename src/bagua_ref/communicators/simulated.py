@@ -76,7 +76,7 @@ class SimulatedCommunicator(Communicator):
         self._run(what, tensor, tensor, lambda sends, recvs: collectives.reduce_inplace(recvs, dst, op))
 
     def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
-        self._run(f"gather(dst={dst})", send_tensor, recv_tensor, lambda sends, recvs: collectives.gather(sends, recvs[dst]))
+        self._run(f"gather(dst={dst})", send_tensor, recv_tensor, lambda sends, recvs: collectives.allgather(sends, [recvs[dst]]))
 
     def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
         scatter = lambda sends, recvs: collectives.scatter(sends[src], recvs)  # noqa: E731

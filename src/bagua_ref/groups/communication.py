@@ -169,7 +169,7 @@ def allreduce_coalesced_inplace(
     if _rank_not_in_comm(communicator):
         return
     for tensor in tensors:  # check all of them before the first is sent
-        communicator._check_reduction(op, tensor.new_empty(0), tensor.new_empty(0), 1, 1)
+        communicator._check_reduction(op, tensor.new_empty(0), tensor.new_empty(0))
     for flat, members in _coalesced(tensors):
         communicator.allreduce_inplace(flat, op)
         _scatter_flat(flat, members)
