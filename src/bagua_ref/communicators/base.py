@@ -137,22 +137,18 @@ class Communicator(ABC):
             sends: (tensor, dst) pairs; tensors for the same peer arrive in this order.
             recvs: (tensor, src) pairs.
         """
-        for tensor, peer in sends:
-            self._check_rank("dst", peer)
-            self._check("sends", tensor)
-            self._bytes_sent += tensor.nbytes if peer != self._rank else 0
-        for tensor, peer in recvs:
-            self._check_rank("src", peer)
-            self._check("recvs", tensor)
-        own_sends = [tensor for tensor, peer in sends if peer == self._rank]
-        own_recvs = [tensor for tensor, peer in recvs if peer == self._rank]
+        for argument, root, part in (("sends", "dst", sends), ("recvs", "src", recvs)):
+            for tensor, peer in part:
+                self._check_rank(root, peer)
+                self._check(argument, tensor)
+        own_sends, own_recvs = ([tensor for tensor, peer in part if peer == self._rank] for part in (sends, recvs))
         if [t.numel() for t in own_sends] != [t.numel() for t in own_recvs]:
             raise ValueError(f"exchange of rank {self._rank} with itself must receive what it sends")
         for sent, received in zip(own_sends, own_recvs, strict=True):
             received.view(-1).copy_(sent.view(-1))
-        self._exchange(
-            [(t, peer) for t, peer in sends if peer != self._rank], [(t, peer) for t, peer in recvs if peer != self._rank]
-        )
+        outgoing, incoming = ([(tensor, peer) for tensor, peer in part if peer != self._rank] for part in (sends, recvs))
+        self._bytes_sent += sum(tensor.nbytes for tensor, _ in outgoing)
+        self._exchange(outgoing, incoming)
 
     # One to all, all to one.
 

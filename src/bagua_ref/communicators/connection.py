@@ -27,7 +27,7 @@ from bagua_ref.communicators.int_sockets import IntSockets
 from bagua_ref.communicators.mesh import Sockets
 from bagua_ref.communicators.pipelining import ComputingError, OtherCallError
 from bagua_ref.communicators.processes import keep_forever
-from bagua_ref.communicators.rendezvous import another_connection, ask, first_sentence, host_of, interruptible, prefixed
+from bagua_ref.communicators.rendezvous import Prefixed, another_connection, ask, first_sentence, host_of, interruptible
 from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.communicators.shared_memory import SharedMemory
 from bagua_ref.communicators.waiting import Waiting
@@ -63,7 +63,7 @@ class Connection:
     def __init__(
         self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: float, waits: Waiting, shares_memory: bool = False
     ) -> None:
-        self._failures, self._waits = FailureReports(prefixed("gave up", store), ranks, rank), waits
+        self._failures, self._waits = FailureReports(Prefixed("gave up", store), ranks, rank), waits
         self._store, self.name, self.rank, self.ranks = store, name, rank, ranks
         self._title = f"rank {ranks[rank]} in group {name!r} of {format_ranks(ranks)}"
         self._collectives = self._exchanges = 0
@@ -86,7 +86,7 @@ class Connection:
         try:
             self._await_members()
             before = open_sockets()
-            make = partial(dist.ProcessGroupGloo, prefixed("gloo", store), rank, len(ranks), self._timeout)
+            make = partial(dist.ProcessGroupGloo, Prefixed("gloo", store), rank, len(ranks), self._timeout)
             with self._waiting("connect", None, "gloo", _PATIENCE):  # inside gloo, which cannot be interrupted
                 self._gloo = interruptible(make, lambda: self._check_open("connect"), _TICK.total_seconds())
             self._gloo_sockets = GlooSockets(before)
@@ -342,7 +342,7 @@ class Connection:
             options._timeout = 2 * self._timeout + timedelta(minutes=1)  # torch ends the process at its timeout; ours comes first
             options.is_high_priority_stream = True
             # Unlike gloo, NCCL uses the store again at its first collective, from its own threads.
-            store = prefixed("nccl", another_connection(self._store))
+            store = Prefixed("nccl", another_connection(self._store))
             self._nccl = dist.ProcessGroupNCCL(store, self.rank, len(self.ranks), options)
         return self._nccl
 

@@ -1,21 +1,24 @@
-"""Failures of a connection: reports of ranks that gave it up, and deadlines of collectives on a device (S2.5)."""
+"""Failures of connections: reports of ranks that gave one up, and deadlines of collectives on a device (S2.5)."""
 
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from bagua_ref.communicators.rendezvous import another_connection, ask
+from bagua_ref.communicators.rendezvous import Prefixed, address_of, another_connection, ask, first_sentence
 from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.communicators.waiting import Waiting, has_ended
+from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
-__all__ = ["FailureReports", "Watchdog"]
+__all__ = ["FailureReports", "Watchdog", "connecting"]
 
 _ANYBODY = "gave up"
 """A key that exists once any rank has reported a failure: one request to the store instead of one per rank."""
@@ -109,6 +112,50 @@ class FailureReports:
                 reports[rank] = store.get(f"gave up/{place}").decode()
         first = {rank: why for rank, why in reports.items() if "gave up" not in why}  # the others followed
         return "; ".join(f"rank {rank} gave up: {why}" for rank, why in (first or reports).items())
+
+
+class _OtherFailed(RuntimeError):  # noqa: N818  it is never raised to a user
+    """Another rank cannot connect."""
+
+
+@contextmanager
+def connecting(
+    store: Store, rank: int, world_size: int, ended: Callable[[list[int], float], Collection[int]]
+) -> Iterator[Callable[[], None]]:
+    """Let all ranks make torch's default group inside; if that fails, name the ranks that have not begun.
+
+    Yields a function that raises RuntimeError if another rank has reported a failure in the store, or has ``ended``.
+
+    Raises:
+        CommunicationTimeoutError: they did not come in time.
+        CommunicationError: it failed otherwise; there is no default group then.
+    """
+    began, reports = time.monotonic(), FailureReports(Prefixed("connecting", store), range(world_size), rank)
+
+    def check() -> None:
+        if dead := ended([other for other in range(world_size) if other != rank], 0):
+            raise _OtherFailed(f"the process of {format_ranks(sorted(dead))} has ended")
+        if reported := reports.poll():
+            raise _OtherFailed(reported)
+
+    try:
+        store.set(f"connecting{rank}", "")
+        yield check
+    except RuntimeError as error:
+        waited = time.monotonic() - began
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        missing, why = list[int](), first_sentence(error)
+        if not isinstance(error, _OtherFailed):  # or gloo still uses the store
+            reports.report(why, anew=False)
+            begun = lambda store: [r for r in range(world_size) if not store.check([f"connecting{r}"])]  # noqa: E731
+            missing = ask(store, begun, missing, anew=False)
+        timed_out = re.search(r"time(d )?out", str(error), re.IGNORECASE)
+        raise (CommunicationTimeoutError if timed_out else CommunicationError)(
+            f"rank {rank} could not connect to the ranks that it found in the store at {address_of(store)}, after {waited:.1f} s: "
+            f"{f'{format_ranks(missing)} of {world_size} did not come' if missing else 'a rank has died or left'} "
+            f"({why})"
+        ) from error
 
 
 _INTERVAL = 0.05

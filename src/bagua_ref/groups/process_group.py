@@ -20,9 +20,10 @@ import torch.distributed as dist
 from bagua_ref.base import runtime
 from bagua_ref.base.runtime import Identity, RealWorld, World, current_world
 from bagua_ref.communicators.base import Communicator, NonMember
+from bagua_ref.communicators.failures import connecting
 from bagua_ref.communicators.job_store import TorchDistributedTransport, connect_job
 from bagua_ref.communicators.processes import refuse_in_child
-from bagua_ref.communicators.rendezvous import connecting, interruptible
+from bagua_ref.communicators.rendezvous import interruptible
 from bagua_ref.env import checked_timeout, get_default_timeout
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.types import Transport
