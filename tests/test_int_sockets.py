@@ -86,7 +86,7 @@ def test_a_rank_may_be_one_exchange_ahead() -> None:
 
 def test_a_note_may_come_in_pieces() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    inet = IntSockets(0, {1: ours}, 20.0)
+    inet = IntSockets({1: ours}, 20.0)
     with theirs:
         message = int_sockets.array("q", [2, 7, -8]).tobytes()
         work = inet.send([5, 6])

@@ -63,14 +63,14 @@ class FailureReports:
         """
         others = [rank for place, rank in enumerate(self._ranks) if place != self._rank]
         closed = [self._ranks[place] for place in hung_up]
-        ended = waits.ended(others, 0)
+        ended = waits.processes.ended(others, 0)
         limit = _SHORT_REPLY if ended else _REPLY  # the store may have ended with the rank that served it
         began = time.monotonic()
         reported = ask(self._store, self._read, "", limit)
         if not reported and time.monotonic() - began < limit:
             reported = waits.exit_reasons(self._ranks, limit)
         if not reported and not ended:  # sockets close a little before a last report is in the store and the process has ended
-            ended = waits.ended(closed or others, _EXIT_DELAY)
+            ended = waits.processes.ended(closed or others, _EXIT_DELAY)
             reported = waits.exit_reasons(self._ranks, _SHORT_REPLY)
         if reported or ended:
             return reported or has_ended(ended)

@@ -22,14 +22,13 @@ class IntSockets(Sockets):
     """A socket to each other rank of a group, and one exchange at a time.
 
     Args:
-        rank: this rank.
         sockets: a connected socket to each other rank.
         timeout: seconds of waiting after which an exchange has failed.
     """
 
-    def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout: float) -> None:
+    def __init__(self, sockets: dict[int, socket.socket], timeout: float) -> None:
         super().__init__(sockets)
-        self._rank, self._timeout = rank, timeout
+        self._timeout = timeout
         self._values: Sequence[int] = []
         self._bytes: dict[int, bytes] = {}
         self._missing: dict[socket.socket, int] = {}
@@ -103,4 +102,4 @@ def connect(
         return None
     for connected in sockets.values() if host else ():
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return IntSockets(rank, sockets, timeout)
+    return IntSockets(sockets, timeout)

@@ -72,7 +72,7 @@ class Waiting:
 
     def __init__(self, store: Store, rank: int, world_size: int, processes: Processes) -> None:
         self._rank, self._world_size, self._job_store = rank, world_size, store
-        self._processes = processes
+        self.processes = processes
         self._waits: dict[int, _Wait] = {}
         self._foreground: set[int] = set()
         """Threads that have waited on behalf of the user's program."""
@@ -119,7 +119,7 @@ class Waiting:
         if not is_background:
             self._foreground.add(me)
         if not self._threads and not self._stop.is_set():
-            watches = {"waits": self._watch} | ({"processes": self._watch_processes} if self._processes else {})
+            watches = {"waits": self._watch} | ({"processes": self._watch_processes} if self.processes else {})
             self._threads = [
                 threading.Thread(target=watch, name=f"bagua_ref watch of {what}", daemon=True) for what, watch in watches.items()
             ]
@@ -171,10 +171,6 @@ class Waiting:
 
         return ask(self._job_store, read, "", limit)
 
-    def ended(self, members: Collection[int], seconds: float) -> set[int]:
-        """Return the ``members`` whose processes are known to have ended, waiting at most ``seconds`` for the first."""
-        return self._processes.ended(members, seconds)
-
     def report_exit(self, error: BaseException | None, steps: int | None = None) -> None:
         """Report the end of this rank to the others; may be called while the interpreter ends.
 
@@ -200,10 +196,10 @@ class Waiting:
         with self._with_store() as reached:
             if reached:
                 (self._store or self._job_store).set(f"waits/{self._rank}", _HAS_LEFT)
-        self._processes.wake()
+        self.processes.wake()
         for thread in self._threads:
             thread.join(_INTERVAL)
-        self._processes.close()
+        self.processes.close()
 
     @contextmanager
     def _with_store(self) -> Iterator[bool]:
@@ -236,7 +232,7 @@ class Waiting:
     def _watch_processes(self) -> None:
         others, ended = set(range(self._world_size)) - {self._rank}, dict[int, float]()
         while not self._stop.is_set():
-            for rank in self._processes.ended(others, _GRACE / 3 if ended else math.inf):
+            for rank in self.processes.ended(others, _GRACE / 3 if ended else math.inf):
                 others.remove(rank)
                 if not self._has_left(rank):
                     ended[rank] = time.monotonic()

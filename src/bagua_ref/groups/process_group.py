@@ -256,7 +256,7 @@ def _join(
         rank, world_size = transport.rank, len(transport.node_of)
         chosen = backend or ("nccl" if transport.owns_gpu else "gloo")
         own = transport.store  # a prefix that no earlier attempt of an elastic launch has written to
-        with connecting(own, rank, world_size, transport.waits.ended) as check_others:
+        with connecting(own, rank, world_size, transport.waits.processes.ended) as check_others:
             run = partial(dist.init_process_group, chosen, None, timedelta(seconds=timeout), world_size, rank, own)
             if chosen == "nccl":
                 run()  # on this thread, which may have chosen its device
