@@ -68,13 +68,11 @@ class InPieces:
         overlap.read(size)
 
     def patch(self):
-        def alltoall(comm, send, recv, overlap):
-            self.move(comm, send.view(comm.nranks(), -1), recv.view(comm.nranks(), -1), overlap, False)
+        def overlapping(comm, collective, send, recv, overlap):
+            gathers = collective == "allgather"
+            self.move(comm, send.view(1 if gathers else comm.nranks(), -1), recv.view(comm.nranks(), -1), overlap, gathers)
 
-        def allgather(comm, send, recv, overlap):
-            self.move(comm, send.view(1, -1), recv.view(comm.nranks(), -1), overlap, True)
-
-        return mock.patch.multiple(SimulatedCommunicator, _alltoall_overlapping=alltoall, _allgather_overlapping=allgather)
+        return mock.patch.object(SimulatedCommunicator, "_overlapping", overlapping)
 
 
 def in_whole(name, inputs, average):

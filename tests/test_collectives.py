@@ -72,7 +72,7 @@ def test_movement():
     assert lists(received) == [[1, 3], [2, 4]]
     collectives.broadcast(received, 1)
     assert lists(received) == [[2, 4], [2, 4]]
-    collectives.gather(ranks([7], [8]), received[0])
+    collectives.allgather(ranks([7], [8]), received[:1])
     assert lists(received) == [[7, 8], [2, 4]]
     collectives.scatter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), received)
     assert lists(received) == [[1, 2], [3, 4]]

@@ -27,6 +27,7 @@ from bagua_ref import ReduceOp
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.pipelining import exchange_pipelined
+from bagua_ref.communicators.processes import Processes
 from bagua_ref.communicators.torch_distributed import TorchDistributedCommunicator
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
@@ -190,7 +191,7 @@ def test_large_tensors_do_not_wait_for_each_other(nranks, over_gloo):
 def test_tensors_that_gloo_cannot_reach_go_through_the_hosts_memory(over_gloo):
     group = _get_default_group()
     transport = group._job.transport
-    comm = ThroughTheHost(transport.store, "host", group.ranks, transport.rank, 30.0, uses_nccl=False, waits=transport.waits)
+    comm = ThroughTheHost(Connection(transport.store, "host", transport.rank, group.ranks, 30.0, transport.waits), uses_nccl=False)
     for call in cases.calls(comm.nranks()):
         cases.check(comm, call)
     cases.large_reductions(comm)
@@ -646,7 +647,7 @@ def test_S2_5_a_store_that_is_gone_is_our_error():
         def set(self, *_):
             raise RuntimeError("Connection reset by peer")
 
-    waits = Waiting(dist.HashStore(), 0, 1)
+    waits = Waiting(dist.HashStore(), 0, 1, Processes([], 0))
     with pytest.raises(CommunicationError, match=r"connect on .*'alone'.* failed; .*Connection reset by peer"):
         Connection(Gone(), "alone", 0, [0], 30.0, waits)
     waits.close()
@@ -661,7 +662,7 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_works_are_freed_before_abort_can_have_the_turn_even_if_the_error_is_kept(end):
-    connection, freed = Connection(dist.HashStore(), "alone", 0, [0], 30.0, Waiting(dist.HashStore(), 0, 1)), []
+    connection, freed = Connection(dist.HashStore(), "alone", 0, [0], 30.0, Waiting(dist.HashStore(), 0, 1, Processes([], 0))), []
 
     class Work:
         @staticmethod  # as with torch's, no Python frame refers to the work
@@ -684,7 +685,7 @@ def test_works_are_freed_before_abort_can_have_the_turn_even_if_the_error_is_kep
 
 
 def test_S2_5_no_work_outlives_what_failed_between_two_pieces_even_if_the_error_is_kept():
-    connection, freed = Connection(dist.HashStore(), "alone", 0, [0], 30.0, Waiting(dist.HashStore(), 0, 1)), []
+    connection, freed = Connection(dist.HashStore(), "alone", 0, [0], 30.0, Waiting(dist.HashStore(), 0, 1, Processes([], 0))), []
 
     class Work:
         def __del__(self):

@@ -25,8 +25,9 @@ import bagua_ref
 from bagua_ref import ReduceOp
 from bagua_ref.communicators import shared_memory
 from bagua_ref.communicators.collectives import combine
+from bagua_ref.communicators.mesh import Until
 from bagua_ref.communicators.pipelining import ComputingError
-from bagua_ref.communicators.shared_memory import SharedMemory, Until
+from bagua_ref.communicators.shared_memory import SharedMemory
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.groups.communication import _get_default_group
 

@@ -21,6 +21,7 @@ from bagua_ref.comm_ops.asynchronous import WeightLock
 from bagua_ref.communicators import failures
 from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.failures import Watchdog
+from bagua_ref.communicators.processes import Processes
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.scheduling.engine import Engine
@@ -288,7 +289,7 @@ def test_S2_5_work_that_fails_is_given_up_and_a_watch_that_died_of_giving_up_is_
 
 @pytest.mark.usefixtures("watches_end")
 def test_S2_5_after_a_collective_that_does_not_end_the_next_one_raises_and_the_library_is_aborted(monkeypatch):
-    waits = Waiting(dist.HashStore(), 0, 1)
+    waits = Waiting(dist.HashStore(), 0, 1, Processes([], 0))
     connection = Connection(dist.HashStore(), "a group", 0, [0], 0.3, waits)
     aborted = []
     group = type("Group", (), {"abort": lambda self: aborted.append(self)})()
@@ -307,7 +308,7 @@ def test_S2_5_after_a_collective_that_does_not_end_the_next_one_raises_and_the_l
 
 
 def test_S2_5_where_nccl_refuses_ranks_that_share_a_card_the_error_names_gloo(monkeypatch):
-    waits = Waiting(dist.HashStore(), 0, 1)
+    waits = Waiting(dist.HashStore(), 0, 1, Processes([], 0))
     connection = Connection(dist.HashStore(), "a group", 0, [0], 5, waits)
     monkeypatch.setattr(connection, "_nccl_group", lambda: None)
 

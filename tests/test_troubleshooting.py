@@ -26,7 +26,7 @@ ROOMS = (
 )  # fmt: skip
 """Where a training, its launch or a cache can fail."""
 INSIDE = (
-    "communicators/int_sockets.py", "communicators/shared_memory.py", "communicators/simulated_group.py",
+    "communicators/int_sockets.py", "communicators/mesh.py", "communicators/shared_memory.py", "communicators/simulated_group.py",
 )  # fmt: skip
 """Files whose errors others catch and name."""
 

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from bagua_ref.communicators import waiting
+from bagua_ref.communicators.processes import Processes
 from bagua_ref.communicators.waiting import Waiting
 
 pytestmark = pytest.mark.slow
@@ -56,10 +57,11 @@ def store() -> dist.Store:
 def ranks(store: dist.Store, monkeypatch: pytest.MonkeyPatch, no_thread_is_left: None) -> Iterator[list[Waiting]]:
     monkeypatch.setattr(waiting, "_PATIENCE", 0.2)
     monkeypatch.setattr(waiting, "_INTERVAL", 0.05)
-    made = [Waiting(store, rank, 2) for rank in range(2)]
+    made = [Waiting(store, rank, 2, Processes([], 0)) for rank in range(2)]
     yield made
     for waits in made:
-        waits.close()
+        if not waits._stop.is_set():
+            waits.close()
 
 
 @pytest.fixture
@@ -144,7 +146,7 @@ def test_a_store_that_does_not_answer_keeps_no_wait_from_ending(monkeypatch: pyt
             answer.wait(60)
             return False
 
-    waits = Waiting(Hangs(), 0, 2)
+    waits = Waiting(Hangs(), 0, 2, Processes([], 0))
     with waits.waiting("in barrier", "barrier/7", (0, 1), print):
         assert asked.wait(10)
     waits.report_exit(ValueError("no data"))

@@ -31,7 +31,10 @@ _T = TypeVar("_T")
 
 
 def _collective(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let ``method`` take the result of ``tensor.bagua_backend_tensor()`` wherever it takes a tensor, and show it in profiles."""
+    """Let ``method`` take the result of ``tensor.bagua_backend_tensor()`` wherever it takes a tensor; keep it out of autograd.
+
+    A profile shows it by its name.
+    """
     label = f"bagua_ref::wire/{method.__name__}"
 
     def effective(argument: Any) -> Any:
@@ -39,7 +42,7 @@ def _collective(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(method)
     def taking_backend_tensors(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with profiled(label):
+        with torch.no_grad(), profiled(label):
             return method(*map(effective, args), **{name: effective(argument) for name, argument in kwargs.items()})
 
     return taking_backend_tensors
@@ -116,7 +119,7 @@ class Communicator(ABC):
         """Send ``tensor`` to rank ``dst``, which calls `recv` with a tensor of the same size and dtype."""
         self._check_peer("dst", dst)
         self._check("tensor", tensor)
-        self._bytes_sent += _nbytes(tensor)
+        self._bytes_sent += tensor.nbytes
         self._send(tensor, dst)
 
     @_collective
@@ -134,22 +137,18 @@ class Communicator(ABC):
             sends: (tensor, dst) pairs; tensors for the same peer arrive in this order.
             recvs: (tensor, src) pairs.
         """
-        for tensor, peer in sends:
-            self._check_rank("dst", peer)
-            self._check("sends", tensor)
-            self._bytes_sent += _nbytes(tensor) if peer != self._rank else 0
-        for tensor, peer in recvs:
-            self._check_rank("src", peer)
-            self._check("recvs", tensor)
-        own_sends = [tensor for tensor, peer in sends if peer == self._rank]
-        own_recvs = [tensor for tensor, peer in recvs if peer == self._rank]
+        for argument, root, part in (("sends", "dst", sends), ("recvs", "src", recvs)):
+            for tensor, peer in part:
+                self._check_rank(root, peer)
+                self._check(argument, tensor)
+        own_sends, own_recvs = ([tensor for tensor, peer in part if peer == self._rank] for part in (sends, recvs))
         if [t.numel() for t in own_sends] != [t.numel() for t in own_recvs]:
             raise ValueError(f"exchange of rank {self._rank} with itself must receive what it sends")
         for sent, received in zip(own_sends, own_recvs, strict=True):
             received.view(-1).copy_(sent.view(-1))
-        self._exchange(
-            [(t, peer) for t, peer in sends if peer != self._rank], [(t, peer) for t, peer in recvs if peer != self._rank]
-        )
+        outgoing, incoming = ([(tensor, peer) for tensor, peer in part if peer != self._rank] for part in (sends, recvs))
+        self._bytes_sent += sum(tensor.nbytes for tensor, _ in outgoing)
+        self._exchange(outgoing, incoming)
 
     # One to all, all to one.
 
@@ -158,7 +157,7 @@ class Communicator(ABC):
         """Copy rank ``src``'s ``tensor`` into every rank's."""
         self._check_rank("src", src)
         self._check("tensor", tensor)
-        self._bytes_sent += _nbytes(tensor) * self._others
+        self._bytes_sent += tensor.nbytes * self._others
         self._broadcast(tensor, src)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
@@ -185,20 +184,16 @@ class Communicator(ABC):
     def reduce(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``send_tensor`` over ranks into ``recv_tensor`` of rank ``dst``; on other ranks, it is unchanged."""
         self._check_rank("dst", dst)
-        op = self._check_reduction(op, send_tensor, recv_tensor, 1, 1)
-        self._bytes_sent += _nbytes(send_tensor) * self._others
-        if self._rank == dst:
-            recv_tensor.copy_(send_tensor)
-            self._reduce_inplace(recv_tensor, dst, op)
-        else:
-            self._reduce_inplace(send_tensor.clone(), dst, op)
+        op = self._check_reduction(op, send_tensor, recv_tensor)
+        self._bytes_sent += send_tensor.nbytes * self._others
+        self._reduce_inplace(recv_tensor.copy_(send_tensor) if self._rank == dst else send_tensor.clone(), dst, op)
 
     @_collective
     def reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``tensor`` over ranks into that of rank ``dst``; on other ranks, it is unchanged."""
         self._check_rank("dst", dst)
-        op = self._check_reduction(op, tensor, tensor, 1, 1)
-        self._bytes_sent += _nbytes(tensor) * self._others
+        op = self._check_reduction(op, tensor, tensor)
+        self._bytes_sent += tensor.nbytes * self._others
         # A library may use the senders' tensors as scratch space.
         self._reduce_inplace(tensor if self._rank == dst else tensor.clone(), dst, op)
 
@@ -210,14 +205,14 @@ class Communicator(ABC):
         if self._rank == dst:
             self._check_pair(send_tensor, recv_tensor, self._nranks, 1)
         else:
-            self._bytes_sent += _nbytes(send_tensor)
+            self._bytes_sent += send_tensor.nbytes
         self._gather(send_tensor, recv_tensor, dst)
 
     @_collective
     def gather_inplace(self, tensor: Tensor, count: int, dst: int) -> None:
         """As `gather`: rank ``dst``'s tensor has n*count elements, its own in chunk dst; the others send ``count`` elements."""
         own = self._check_inplace_chunk(tensor, count, "dst", dst)
-        self._bytes_sent += _nbytes(own) if self._rank != dst else 0
+        self._bytes_sent += own.nbytes if self._rank != dst else 0
         self._gather(own.clone() if self._rank == dst else own, tensor, dst)
 
     @_collective
@@ -227,14 +222,14 @@ class Communicator(ABC):
         self._check("recv_tensor", recv_tensor)
         if self._rank == src:
             self._check_pair(send_tensor, recv_tensor, 1, self._nranks)
-            self._bytes_sent += _nbytes(recv_tensor) * (self._nranks - 1)
+            self._bytes_sent += recv_tensor.nbytes * (self._nranks - 1)
         self._scatter(send_tensor, recv_tensor, src)
 
     @_collective
     def scatter_inplace(self, tensor: Tensor, count: int, src: int) -> None:
         """As `scatter`: rank ``src``'s tensor has n*count elements and is unchanged; the others receive ``count`` elements."""
         own = self._check_inplace_chunk(tensor, count, "src", src)
-        self._bytes_sent += _nbytes(own) * (self._nranks - 1) if self._rank == src else 0
+        self._bytes_sent += own.nbytes * (self._nranks - 1) if self._rank == src else 0
         self._scatter(tensor, own.clone() if self._rank == src else own, src)
 
     # All to all.
@@ -242,32 +237,32 @@ class Communicator(ABC):
     @_collective
     def allreduce(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``send_tensor`` over ranks into every rank's ``recv_tensor``."""
-        op = self._check_reduction(op, send_tensor, recv_tensor, 1, 1)
-        self._bytes_sent += 2 * _nbytes(send_tensor) * self._others
+        op = self._check_reduction(op, send_tensor, recv_tensor)
+        self._bytes_sent += 2 * send_tensor.nbytes * self._others
         recv_tensor.copy_(send_tensor)
         self._allreduce_inplace(recv_tensor, op)
 
     @_collective
     def allreduce_inplace(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``tensor`` over ranks, in place on every rank."""
-        op = self._check_reduction(op, tensor, tensor, 1, 1)
-        self._bytes_sent += 2 * _nbytes(tensor) * self._others
+        op = self._check_reduction(op, tensor, tensor)
+        self._bytes_sent += 2 * tensor.nbytes * self._others
         self._allreduce_inplace(tensor, op)
 
     @_collective
     def allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
         """Collect every rank's ``send_tensor``, in rank order, in every rank's ``recv_tensor``, which is n times as large."""
         self._check_pair(send_tensor, recv_tensor, self._nranks, 1)
-        self._bytes_sent += _nbytes(recv_tensor) * self._others
+        self._bytes_sent += recv_tensor.nbytes * self._others
         self._allgather(send_tensor, recv_tensor)
 
     @_collective
     def allgather_inplace(self, tensor: Tensor, overlap: Overlap | None = None) -> None:
         """As `allgather`; this rank sends chunk ``rank()`` of its tensor. ``overlap`` fills this chunk and reads the others."""
         own = self._own_chunk(tensor)
-        self._bytes_sent += _nbytes(tensor) * self._others
+        self._bytes_sent += tensor.nbytes * self._others
         if overlap is not None:
-            self._allgather_overlapping(own, tensor, overlap)
+            self._overlapping("allgather", own, tensor, overlap)
             overlap.finish()
         else:
             self._allgather(own.clone(), tensor)
@@ -275,16 +270,16 @@ class Communicator(ABC):
     @_collective
     def reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``send_tensor``, n times as large as ``recv_tensor``, over ranks; rank r receives chunk r."""
-        op = self._check_reduction(op, send_tensor, recv_tensor, 1, self._nranks)
-        self._bytes_sent += _nbytes(send_tensor) * self._others
+        op = self._check_reduction(op, send_tensor, recv_tensor, self._nranks)
+        self._bytes_sent += send_tensor.nbytes * self._others
         self._reduce_scatter(send_tensor, recv_tensor, op)
 
     @_collective
     def reduce_scatter_inplace(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """As `reduce_scatter`; the result is chunk ``rank()`` of the tensor, whose other chunks are unchanged."""
-        op = self._check_reduction(op, tensor, tensor, 1, 1)
+        op = self._check_reduction(op, tensor, tensor)
         own = self._own_chunk(tensor)
-        self._bytes_sent += _nbytes(tensor) * self._others
+        self._bytes_sent += tensor.nbytes * self._others
         result = torch.empty_like(own)
         self._reduce_scatter(tensor, result, op)
         own.copy_(result)
@@ -300,9 +295,9 @@ class Communicator(ABC):
         """
         self._check_pair(send_tensor, recv_tensor, 1, 1)
         self._own_chunk(send_tensor)
-        self._bytes_sent += _nbytes(send_tensor) * self._others
+        self._bytes_sent += send_tensor.nbytes * self._others
         if overlap is not None:
-            self._alltoall_overlapping(send_tensor, recv_tensor, overlap)
+            self._overlapping("alltoall", send_tensor, recv_tensor, overlap)
             overlap.finish()
         else:
             self._alltoall(send_tensor, recv_tensor)
@@ -311,7 +306,7 @@ class Communicator(ABC):
     def alltoall_inplace(self, tensor: Tensor) -> None:
         """As `alltoall`, sending from and receiving into one tensor."""
         self._own_chunk(tensor)
-        self._bytes_sent += _nbytes(tensor) * self._others
+        self._bytes_sent += tensor.nbytes * self._others
         self._alltoall(tensor.clone(), tensor)
 
     @_collective
@@ -352,12 +347,6 @@ class Communicator(ABC):
     # For a transport to implement. Arguments are valid: tensors contiguous, `op` never AVG on integers nor bitwise on floats.
 
     @abstractmethod
-    def _send(self, tensor: Tensor, dst: int) -> None: ...
-
-    @abstractmethod
-    def _recv(self, tensor: Tensor, src: int) -> None: ...
-
-    @abstractmethod
     def _exchange(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None: ...
 
     @abstractmethod
@@ -385,19 +374,22 @@ class Communicator(ABC):
     @abstractmethod
     def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None: ...
 
-    # A transport may override these to overlap computation with communication.
+    # A transport may override these: messages of their own, and computation that overlaps with communication.
 
-    def _allgather_overlapping(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
-        """As `_allgather`, where ``send_tensor`` is this rank's chunk of ``recv_tensor``."""
-        size = _nbytes(send_tensor)
-        overlap.fill(size)
-        self._allgather(send_tensor.clone(), recv_tensor)
-        overlap.read(size)
+    def _send(self, tensor: Tensor, dst: int) -> None:
+        self._exchange([(tensor, dst)], [])
 
-    def _alltoall_overlapping(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
-        size = _nbytes(send_tensor) // self._nranks
+    def _recv(self, tensor: Tensor, src: int) -> None:
+        self._exchange([], [(tensor, src)])
+
+    def _overlapping(self, collective: str, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
+        """As `_alltoall`; or as `_allgather`, where ``send_tensor`` is this rank's chunk of ``recv_tensor``."""
+        size = recv_tensor.nbytes // self._nranks
         overlap.fill(size)
-        self._alltoall(send_tensor, recv_tensor)
+        if collective == "alltoall":
+            self._alltoall(send_tensor, recv_tensor)
+        else:
+            self._allgather(send_tensor.clone(), recv_tensor)
         overlap.read(size)
 
     # Validation.
@@ -425,8 +417,9 @@ class Communicator(ABC):
         if tensor.is_conj() or tensor.is_neg():
             raise ValueError(f"{argument} is a lazily conjugated or negated view; pass tensor.resolve_conj().resolve_neg()")
         if tensor.layout != torch.strided or not tensor.is_contiguous():
+            strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
             raise ValueError(
-                f"{argument} of shape {tuple(tensor.shape)} and strides {_strides(tensor)} must be contiguous; "
+                f"{argument} of shape {tuple(tensor.shape)} and strides {strides} must be contiguous; "
                 "pass tensor.contiguous() and copy the result back"
             )
 
@@ -449,14 +442,12 @@ class Communicator(ABC):
                 f"have {larger}{send_tensor.numel()} {divided}".rstrip()
             )
 
-    def _check_reduction(
-        self, op: ReduceOp, send_tensor: Tensor, recv_tensor: Tensor, send_times: int, recv_times: int
-    ) -> ReduceOp:
+    def _check_reduction(self, op: ReduceOp, send_tensor: Tensor, recv_tensor: Tensor, recv_times: int = 1) -> ReduceOp:
         try:
             op = ReduceOp(op)
         except ValueError:
             raise ValueError(f"op={op!r} must be one of {', '.join(f'{o.name}={o.value}' for o in ReduceOp)}") from None
-        self._check_pair(send_tensor, recv_tensor, send_times, recv_times)
+        self._check_pair(send_tensor, recv_tensor, 1, recv_times)
         if send_tensor.dtype not in REDUCIBLE:
             raise TypeError(f"a {send_tensor.dtype} tensor cannot be reduced; allowed are {', '.join(map(str, REDUCIBLE))}")
         if op is ReduceOp.AVG and not send_tensor.is_floating_point():
@@ -525,11 +516,3 @@ class NonMember:
         if name == "broadcast_object":
             return lambda obj, src=0: obj
         return lambda *args, **kwargs: None
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _strides(tensor: Tensor) -> Any:
-    return tensor.stride() if tensor.layout == torch.strided else tensor.layout

@@ -20,7 +20,6 @@ __all__ = [
     "combine",
     "describe",
     "divide_",
-    "gather",
     "reduce_inplace",
     "reduce_scatter",
     "scatter",
@@ -100,11 +99,6 @@ def allreduce_inplace(tensors: Sequence[Tensor], op: ReduceOp) -> None:
     total = combine(tensors, op)
     for tensor in tensors:
         _fill(tensor, total)
-
-
-def gather(sends: Sequence[Tensor], recv: Tensor) -> None:
-    """Concatenate the tensors of all ranks, in rank order, into ``recv``, which is n times as large."""
-    _fill(recv, _concatenate(sends))
 
 
 def allgather(sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:

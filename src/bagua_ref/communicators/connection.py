@@ -27,7 +27,7 @@ from bagua_ref.communicators.int_sockets import IntSockets
 from bagua_ref.communicators.mesh import Sockets
 from bagua_ref.communicators.pipelining import ComputingError, OtherCallError
 from bagua_ref.communicators.processes import keep_forever
-from bagua_ref.communicators.rendezvous import another_connection, ask, first_sentence, host_of, interruptible, prefixed
+from bagua_ref.communicators.rendezvous import Prefixed, another_connection, ask, first_sentence, host_of, interruptible
 from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.communicators.shared_memory import SharedMemory
 from bagua_ref.communicators.waiting import Waiting
@@ -53,20 +53,18 @@ class Connection:
         timeout: seconds without progress after which a collective raises.
         waits: where waits for other ranks are registered.
         shares_memory: whether all ranks are processes of one machine that may share memory.
+
+    Attributes:
+        name: the communicator's.
+        rank: the rank of this process in it.
+        ranks: the global ranks.
     """
 
     def __init__(
-        self,
-        store: Store,
-        name: str,
-        rank: int,
-        ranks: Sequence[int],
-        timeout: float,
-        waits: Waiting,
-        shares_memory: bool = False,
+        self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: float, waits: Waiting, shares_memory: bool = False
     ) -> None:
-        self._failures, self._waits = FailureReports(prefixed("gave up", store), ranks, rank), waits
-        self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
+        self._failures, self._waits = FailureReports(Prefixed("gave up", store), ranks, rank), waits
+        self._store, self.name, self.rank, self.ranks = store, name, rank, ranks
         self._title = f"rank {ranks[rank]} in group {name!r} of {format_ranks(ranks)}"
         self._collectives = self._exchanges = 0
         self._begun: list[Any] = []
@@ -76,7 +74,7 @@ class Connection:
         self._shares_memory = shares_memory and len(ranks) > 1
         self.memory: SharedMemory | None = None
         """Replaces gloo for tensors on the host, once `share_memory` has succeeded."""
-        self._timeout = timedelta(seconds=timeout)
+        self._seconds, self._timeout = timeout, timedelta(seconds=timeout)
         self._turn = threading.Lock()
         self._closed = ""
         self._kind_of_end: type[CommunicationError] = CommunicationError
@@ -88,7 +86,9 @@ class Connection:
         try:
             self._await_members()
             before = open_sockets()
-            self._gloo = self._connect(partial(dist.ProcessGroupGloo, prefixed("gloo", store), rank, len(ranks), self._timeout))
+            make = partial(dist.ProcessGroupGloo, Prefixed("gloo", store), rank, len(ranks), self._timeout)
+            with self._waiting("connect", None, "gloo", _PATIENCE):  # inside gloo, which cannot be interrupted
+                self._gloo = interruptible(make, lambda: self._check_open("connect"), _TICK.total_seconds())
             self._gloo_sockets = GlooSockets(before)
         except CommunicationError:
             raise
@@ -107,8 +107,8 @@ class Connection:
         self.share_memory(collective)
         if not self._has_tried_sockets:
             host = "" if self.memory is not None else host_of(self._store)
-            share, limit = partial(self._share, collective), self._timeout.total_seconds()
-            self._sockets = int_sockets.connect(self._rank, len(self._ranks), host, share, limit)
+            share = partial(self._share, collective)
+            self._sockets = int_sockets.connect(self.rank, len(self.ranks), host, share, self._seconds)
             self._has_tried_sockets = True
         if (sockets := self._sockets) is None:
             return self._exchange_over_gloo(values, collective)
@@ -117,8 +117,7 @@ class Connection:
     def share_memory(self, collective: str) -> None:
         """Let the ranks share memory before their first ``collective``, if they can. Collective; errors as `run`."""
         if self._shares_memory:
-            share, limit = partial(self._share, collective), self._timeout.total_seconds()
-            self.memory = shared_memory.connect(self._rank, len(self._ranks), share, limit)
+            self.memory = shared_memory.connect(self.rank, len(self.ranks), partial(self._share, collective), self._seconds)
             self._shares_memory = False
 
     def compare(self, collective: str, call: str) -> None:
@@ -127,16 +126,16 @@ class Connection:
         if any(theirs != [number] for theirs in self.exchange_ints([number], collective)()):
             why = self._failures.describe_mismatch(call)
             self.abort(why)
-            raise CommunicationError(f"in group {self._name!r} {why}")
+            raise CommunicationError(f"in group {self.name!r} {why}")
 
     def _share(self, collective: str, values: Sequence[int]) -> list[list[int]]:
         return self._exchange_over_gloo(values, collective)()
 
     def _exchange_over_gloo(self, values: Sequence[int], collective: str = "agreement") -> Callable[[], list[list[int]]]:
         """Exchange integers by an interruptible all-to-all; unlike an all-gather, it does not pass them around a ring."""
-        copies = torch.tensor(values, dtype=torch.int64).repeat(len(self._ranks))
+        copies = torch.tensor(values, dtype=torch.int64).repeat(len(self.ranks))
         received = torch.empty_like(copies)
-        by_rank = received.view(len(self._ranks), -1)
+        by_rank = received.view(len(self.ranks), -1)
         return self._begin(lambda group: group.alltoall_base(received, copies, [], []), by_rank.tolist, collective)
 
     def _begin(
@@ -204,7 +203,7 @@ class Connection:
             if over_nccl:
                 for work in works:
                     work.wait()
-                    _watchdog.add(work, self._timeout.total_seconds(), _late(self, collective))
+                    _watchdog.add(work, self._seconds, partial(Connection.abort_late, weakref.proxy(self), collective))
                 return
             with self._waiting(collective, peers, place):
                 for work in works:
@@ -219,7 +218,7 @@ class Connection:
         except ComputingError as failed:
             own = failed.error
             if call and isinstance(failed, OtherCallError):
-                own = CommunicationError(f"in group {self._name!r} {self._failures.describe_mismatch(call)}")
+                own = CommunicationError(f"in group {self.name!r} {self._failures.describe_mismatch(call)}")
             self._closed = self._closed or f"it failed earlier, in {collective}"
             self._failures.report(f"{type(own).__name__}: {own}")
             del group, works, work
@@ -260,9 +259,9 @@ class Connection:
 
     def _await_members(self) -> None:
         """Wait until every rank is about to connect, as gloo would, but interruptibly."""
-        keys = {rank: f"here/{place}" for place, rank in enumerate(self._ranks)}
-        here = keys[self._ranks[self._rank]]
-        given_up, deadline = threading.Event(), time.monotonic() + self._timeout.total_seconds()
+        keys = {rank: f"here/{place}" for place, rank in enumerate(self.ranks)}
+        here = keys[self.ranks[self.rank]]
+        given_up, deadline = threading.Event(), time.monotonic() + self._seconds
 
         def watch() -> None:
             pause = 0.001
@@ -273,7 +272,9 @@ class Connection:
         def check() -> None:
             self._check_open("connect")
             if time.monotonic() >= deadline:
-                raise self._timed_out(keys)
+                missing: list[int] = ask(self._store, lambda store: [r for r, key in keys.items() if not store.check([key])], [])
+                who = self._waits.who_is_missing(self._place, missing) if missing else "the job's store does not answer"
+                raise CommunicationTimeoutError(f"connect on {self._title}: timed out after {self._seconds:g} s; {who}")
 
         try:
             with self._waiting("connect", None, ""):  # the store may not answer
@@ -284,29 +285,18 @@ class Connection:
             ask(self._store, lambda store: store.delete_key(here), False)
             raise
 
-    def _connect(self, make: Callable[[], Any]) -> Any:
-        """Return ``make()``, during which gloo waits for other ranks and cannot be interrupted."""
-        with self._waiting("connect", None, "gloo", _PATIENCE):
-            return interruptible(make, lambda: self._check_open("connect"), _TICK.total_seconds())
-
     def _check_open(self, collective: str) -> None:
         if self._closed:
             raise self._kind_of_end(f"{collective} on {self._title}: {self._closed}")
-
-    def _timed_out(self, keys: dict[int, str]) -> CommunicationTimeoutError:
-        missing: list[int] = ask(self._store, lambda store: [rank for rank, key in keys.items() if not store.check([key])], [])
-        who = self._waits.who_is_missing(self._place, missing) if missing else "the job's store does not answer"
-        limit = self._timeout.total_seconds()
-        return CommunicationTimeoutError(f"connect on {self._title}: timed out after {limit:g} s; {who}")
 
     def _waiting(
         self, collective: str, peers: Collection[int] | None, place: str, patience: float = math.inf
     ) -> AbstractContextManager[None]:
         if peers is None and not place:
             self._collectives += 1
-        members = self._ranks if peers is None else [self._ranks[peer] for peer in {self._rank, *peers}]
-        self._place = f"{self._name}/{place or ('exchange' if peers else self._collectives)}"
-        what, timeout = f"in {collective} of group {self._name!r}", min(self._timeout.total_seconds(), 2 * patience)
+        members = self.ranks if peers is None else [self.ranks[peer] for peer in {self.rank, *peers}]
+        self._place = f"{self.name}/{place or ('exchange' if peers else self._collectives)}"
+        what, timeout = f"in {collective} of group {self.name!r}", min(self._seconds, 2 * patience)
         who_gave_up = self._failures.poll
         return self._waits.waiting(what, self._place, members, self._interrupt, is_background_thread(), timeout, who_gave_up)
 
@@ -343,7 +333,7 @@ class Connection:
         """Abort the connection because ``collective`` has not finished within the timeout."""
         if not self._closed:
             self._kind_of_end = CommunicationTimeoutError
-            self._closed = f"{collective} timed out after {self._timeout.total_seconds():g} s; a rank has not come, or has died"
+            self._closed = f"{collective} timed out after {self._seconds:g} s; a rank has not come, or has died"
         self._drop()
 
     def _nccl_group(self) -> Any:
@@ -352,8 +342,8 @@ class Connection:
             options._timeout = 2 * self._timeout + timedelta(minutes=1)  # torch ends the process at its timeout; ours comes first
             options.is_high_priority_stream = True
             # Unlike gloo, NCCL uses the store again at its first collective, from its own threads.
-            store = prefixed("nccl", another_connection(self._store))
-            self._nccl = dist.ProcessGroupNCCL(store, self._rank, len(self._ranks), options)
+            store = Prefixed("nccl", another_connection(self._store))
+            self._nccl = dist.ProcessGroupNCCL(store, self.rank, len(self.ranks), options)
         return self._nccl
 
     def _failure(self, collective: str, error: RuntimeError) -> CommunicationError:
@@ -365,10 +355,8 @@ class Connection:
         if interrupted:
             return self._kind_of_end(f"{collective} on {self._title} failed; {interrupted} ({why})")
         if re.search(r"time(d )?out", why, re.IGNORECASE):
-            who = self._waits.who_is_missing(self._place, self._ranks) or "all ranks wait in it, but not all data arrived"
-            return CommunicationTimeoutError(
-                f"{collective} on {self._title}: timed out after {self._timeout.total_seconds():g} s; {who} ({why})"
-            )
+            who = self._waits.who_is_missing(self._place, self.ranks) or "all ranks wait in it, but not all data arrived"
+            return CommunicationTimeoutError(f"{collective} on {self._title}: timed out after {self._seconds:g} s; {who} ({why})")
         who = self._failures.reason_for_end(self._waits, hung_up) or f"this rank failed, or another one has died or left ({why})"
         if "Duplicate GPU" in str(error):
             who = "ranks share a GPU, which NCCL refuses; init_process_group(backend='gloo') moves data through the host's memory"
@@ -382,15 +370,3 @@ class Connection:
             self._gloo_sockets.shut_down()
         if nccl is not None:
             nccl.abort()
-
-
-def _late(connection: Connection, collective: str) -> Callable[[], None]:
-    """Return a function that aborts ``connection``, if it still exists, as timed out."""
-    weak = weakref.ref(connection)
-
-    def give_up() -> None:
-        found = weak()
-        if found is not None:
-            found.abort_late(collective)
-
-    return give_up

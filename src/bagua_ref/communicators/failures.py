@@ -1,20 +1,24 @@
-"""Failures of a connection: reports of ranks that gave it up, and deadlines of collectives on a device (S2.5)."""
+"""Failures of connections: reports of ranks that gave one up, and deadlines of collectives on a device (S2.5)."""
 
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from bagua_ref.communicators.rendezvous import another_connection, ask
+from bagua_ref.communicators.rendezvous import Prefixed, address_of, another_connection, ask, first_sentence
 from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.communicators.waiting import Waiting, has_ended
+from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
-__all__ = ["FailureReports", "Watchdog"]
+__all__ = ["FailureReports", "Watchdog", "connecting"]
 
 _ANYBODY = "gave up"
 """A key that exists once any rank has reported a failure: one request to the store instead of one per rank."""
@@ -50,10 +54,6 @@ class FailureReports:
 
         ask(self._store, write, None, anew=anew)
 
-    def reported(self, limit: float = 5.0) -> str:
-        """Return the other ranks' reports; "" if there is none, or the store does not answer within ``limit`` seconds."""
-        return ask(self._store, self._read, "", limit)
-
     def reason_for_end(self, waits: Waiting, hung_up: Sequence[int]) -> str:
         """Return the reason for the end of a connection, "" if it is unknown.
 
@@ -63,14 +63,14 @@ class FailureReports:
         """
         others = [rank for place, rank in enumerate(self._ranks) if place != self._rank]
         closed = [self._ranks[place] for place in hung_up]
-        ended = waits.ended(others, 0)
+        ended = waits.processes.ended(others, 0)
         limit = _SHORT_REPLY if ended else _REPLY  # the store may have ended with the rank that served it
         began = time.monotonic()
-        reported = self.reported(limit)
+        reported = ask(self._store, self._read, "", limit)
         if not reported and time.monotonic() - began < limit:
             reported = waits.exit_reasons(self._ranks, limit)
         if not reported and not ended:  # sockets close a little before a last report is in the store and the process has ended
-            ended = waits.ended(closed or others, _EXIT_DELAY)
+            ended = waits.processes.ended(closed or others, _EXIT_DELAY)
             reported = waits.exit_reasons(self._ranks, _SHORT_REPLY)
         if reported or ended:
             return reported or has_ended(ended)
@@ -105,12 +105,57 @@ class FailureReports:
         return self._read(self._own_connection)
 
     def _read(self, store: Store) -> str:
+        """Return the other ranks' reports; "" if there is none."""
         reports: dict[int, str] = {}
         for place, rank in enumerate(self._ranks) if store.check([_ANYBODY]) else ():
             if place != self._rank and store.check([f"gave up/{place}"]):
                 reports[rank] = store.get(f"gave up/{place}").decode()
         first = {rank: why for rank, why in reports.items() if "gave up" not in why}  # the others followed
         return "; ".join(f"rank {rank} gave up: {why}" for rank, why in (first or reports).items())
+
+
+class _OtherFailed(RuntimeError):  # noqa: N818  it is never raised to a user
+    """Another rank cannot connect."""
+
+
+@contextmanager
+def connecting(
+    store: Store, rank: int, world_size: int, ended: Callable[[list[int], float], Collection[int]]
+) -> Iterator[Callable[[], None]]:
+    """Let all ranks make torch's default group inside; if that fails, name the ranks that have not begun.
+
+    Yields a function that raises RuntimeError if another rank has reported a failure in the store, or has ``ended``.
+
+    Raises:
+        CommunicationTimeoutError: they did not come in time.
+        CommunicationError: it failed otherwise; there is no default group then.
+    """
+    began, reports = time.monotonic(), FailureReports(Prefixed("connecting", store), range(world_size), rank)
+
+    def check() -> None:
+        if dead := ended([other for other in range(world_size) if other != rank], 0):
+            raise _OtherFailed(f"the process of {format_ranks(sorted(dead))} has ended")
+        if reported := reports.poll():
+            raise _OtherFailed(reported)
+
+    try:
+        store.set(f"connecting{rank}", "")
+        yield check
+    except RuntimeError as error:
+        waited = time.monotonic() - began
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        missing, why = list[int](), first_sentence(error)
+        if not isinstance(error, _OtherFailed):  # or gloo still uses the store
+            reports.report(why, anew=False)
+            begun = lambda store: [r for r in range(world_size) if not store.check([f"connecting{r}"])]  # noqa: E731
+            missing = ask(store, begun, missing, anew=False)
+        timed_out = re.search(r"time(d )?out", str(error), re.IGNORECASE)
+        raise (CommunicationTimeoutError if timed_out else CommunicationError)(
+            f"rank {rank} could not connect to the ranks that it found in the store at {address_of(store)}, after {waited:.1f} s: "
+            f"{f'{format_ranks(missing)} of {world_size} did not come' if missing else 'a rank has died or left'} "
+            f"({why})"
+        ) from error
 
 
 _INTERVAL = 0.05
@@ -147,7 +192,8 @@ class Watchdog:
         idle = 0
         while True:
             for give_up in self._late():
-                give_up()
+                with suppress(ReferenceError):  # the connection has gone
+                    give_up()
             with self._lock:
                 idle = 0 if self._under_way else idle + 1
                 if idle > _LINGER:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
 from array import array
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from multiprocessing.connection import wait
 
-from bagua_ref.communicators.mesh import Sockets, Unreachable, connect_all, listen_locally, listen_towards
+from bagua_ref.communicators.mesh import Sockets, Unreachable, Until, connect_all, listen_locally, listen_towards
 
 __all__ = ["IntSockets", "connect"]
 
@@ -23,33 +21,29 @@ _logger = logging.getLogger(__name__)
 class IntSockets(Sockets):
     """A socket to each other rank of a group, and one exchange at a time.
 
-    `wait` and `is_completed` are those of a torch.distributed work.
-
     Args:
-        rank: this rank.
         sockets: a connected socket to each other rank.
-        timeout: seconds, from the first `wait` on, after which an exchange has failed.
+        timeout: seconds of waiting after which an exchange has failed.
     """
 
-    def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout: float) -> None:
+    def __init__(self, sockets: dict[int, socket.socket], timeout: float) -> None:
         super().__init__(sockets)
-        self._rank, self._timeout = rank, timeout
+        self._timeout = timeout
         self._values: Sequence[int] = []
         self._bytes: dict[int, bytes] = {}
         self._missing: dict[socket.socket, int] = {}
-        self._deadline: float | None = None
         self._failed = ""
         """The reason that the exchange will never be complete."""
 
-    def send(self, values: Sequence[int]) -> IntSockets:
-        """Send ``values``, a few int64, to every other rank, and begin to wait for theirs; return this.
+    def send(self, values: Sequence[int]) -> Until:
+        """Send ``values``, a few int64, to every other rank; return the wait for theirs.
 
         Raises:
             RuntimeError: a rank has left, or the last exchange has not been waited for.
         """
         if self._missing:
             raise RuntimeError("the last exchange has not been waited for")
-        self._values, self._deadline = values, None
+        self._values = values
         self._bytes, self._missing = dict.fromkeys(self._sockets, b""), {one: peer for peer, one in self._sockets.items()}
         message = array("q", [len(values), *values]).tobytes()
         try:
@@ -58,11 +52,7 @@ class IntSockets(Sockets):
                     raise RuntimeError("a rank does not read its messages")
         except OSError as error:
             raise RuntimeError(str(error)) from None
-        return self
-
-    def is_completed(self) -> bool:
-        """Return whether `wait` would return or raise at once."""
-        return bool(self._failed) or not self._missing
+        return Until(self.are_complete, lambda: self._failed, lambda left: wait(list(self._missing), left), self._timeout)
 
     def are_complete(self) -> bool:
         """Read without waiting; return whether the exchange is complete."""
@@ -85,25 +75,6 @@ class IntSockets(Sockets):
                     self._failed = f"rank {peer} of the group sent {length} numbers, this rank {len(self._values)}"
                     break
         return not self._failed and not self._missing
-
-    def wait(self, limit: timedelta = timedelta.max) -> None:
-        """Wait until the exchange is complete, for ``limit`` at most.
-
-        Raises:
-            RuntimeError: it is not complete in time; if `is_completed`, it never will be.
-        """
-        now = time.monotonic()
-        if self._deadline is None:
-            self._deadline = now + self._timeout
-        until = min(self._deadline, now + limit.total_seconds())
-        while not self.are_complete():
-            left = until - time.monotonic()
-            if not self._failed and (left <= 0 or not wait(list(self._missing), left)):
-                if until < self._deadline:
-                    raise RuntimeError("timed out")
-                self._failed = "timed out"
-            if self._failed:
-                raise RuntimeError(self._failed)
 
     def received(self) -> list[list[int]]:
         """Return the values of all ranks, once the exchange is complete."""
@@ -131,4 +102,4 @@ def connect(
         return None
     for connected in sockets.values() if host else ():
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return IntSockets(rank, sockets, timeout)
+    return IntSockets(sockets, timeout)

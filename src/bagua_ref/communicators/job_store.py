@@ -21,14 +21,15 @@ from torch._C._distributed_c10d import Store
 from bagua_ref.base.launch_environment import Identity, read_launch
 from bagua_ref.base.runtime import RealWorld
 from bagua_ref.base.untrusted import NATURAL
+from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.gloo_sockets import sockets_of_server
 from bagua_ref.communicators.processes import Processes, leave_to_parent, node_name, this_process
 from bagua_ref.communicators.rendezvous import (
     NoReply,
+    Prefixed,
     StoreLostError,
     another_connection,
     first_sentence,
-    prefixed,
     rendezvous,
     within,
 )
@@ -68,10 +69,10 @@ class TorchDistributedTransport:
         gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
         self._machine = shared_by()
         info = [node, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), this_process(), self._machine]
-        job, found = rendezvous(prefixed("bagua_ref", store), rank, world_size, info, timeout, _INFO_FORM)
+        job, found = rendezvous(Prefixed("bagua_ref", store), rank, world_size, info, timeout, _INFO_FORM)
         # The job's name is unique, so the caller's prefix is not needed; without it, `another_connection` works in every torch.
-        self.store = prefixed(f"bagua_ref/{job}", getattr(store, "_underlying_non_prefix_store", store))
-        self._idle = [self.store]
+        self.store = Prefixed(f"bagua_ref/{job}", getattr(store, "_underlying_non_prefix_store", store))
+        self._idle: list[Store] = [self.store]
         self.has_streams = True
         self.rank = rank
         self._communicators: weakref.WeakSet[TorchDistributedCommunicator] = weakref.WeakSet()
@@ -83,7 +84,7 @@ class TorchDistributedTransport:
             for peers in [[other for other in found if other[0] == name]]
         )
         self.waits = Waiting(
-            prefixed("waiting", self.store), rank, world_size, Processes([process for *_, process, _ in found], rank)
+            Prefixed("waiting", self.store), rank, world_size, Processes([process for *_, process, _ in found], rank)
         )
         self._places = [(node, where) for node, (*_, where) in zip(self.node_of, found, strict=True)]
         self.uses_nccl = False
@@ -97,15 +98,14 @@ class TorchDistributedTransport:
             CommunicationTimeoutError: one of them has not called this within ``timeout`` seconds.
         """
         try:
-            connection = self._idle.pop()
+            store = self._idle.pop()
         except IndexError:  # another thread is connecting, perhaps to ranks that wait for this thread's group
-            connection = another_connection(self.store)
-        store = prefixed(name, connection)
+            store = another_connection(self.store)
         shares_memory = self._machine != "" and {self._places[rank] for rank in ranks} == {self._places[self.rank]}
-        communicator = TorchDistributedCommunicator(
-            store, name, ranks, self.rank, timeout, self.uses_nccl, self.waits, shares_memory
-        )
-        self._idle.append(connection)  # if that has failed, gloo may still wait in it
+        place, own = ranks.index(self.rank), Prefixed(name, store)
+        connection = Connection(own, name, place, ranks, timeout, self.waits, shares_memory)
+        communicator = TorchDistributedCommunicator(connection, self.uses_nccl)
+        self._idle.append(store)  # if that has failed, gloo may still wait in it
         self._communicators.add(communicator)
         return communicator
 

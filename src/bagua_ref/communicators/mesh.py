@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import os
 import secrets
 import select
@@ -14,10 +15,11 @@ import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
 
-__all__ = ["Sockets", "Unreachable", "close_sockets", "connect_all", "listen_locally", "listen_towards"]
+__all__ = ["Sockets", "Unreachable", "Until", "close_sockets", "connect_all", "listen_locally", "listen_towards"]
 
 _LIMIT = 5.0
 """Seconds in which all sockets must be connected, or half of the group's timeout if that is less."""
@@ -62,12 +64,13 @@ def connect_all(
     token, server, place, why = secrets.token_bytes(_TOKEN), None, [], ""
     try:
         server = listen()
-        place = [int(server.family), *_address(server), token.hex()]
+        name = server.getsockname()
+        place = [int(server.family), *([name.decode()] if isinstance(name, bytes) else name[:2]), token.hex()]
     except OSError as error:
         why = f": {error}"
-    sockets = dict[int, socket.socket]()
+    sockets, own = dict[int, socket.socket](), json.dumps(place).encode().ljust(_LONGEST)
     with server or nullcontext(), ExitStack() as opened:
-        places = [json.loads(array("q", numbers).tobytes()) for numbers in share(_padded(place))]
+        places = [json.loads(array("q", numbers).tobytes()) for numbers in share(array("q", own))]
         deadline = time.monotonic() + min(_LIMIT, timeout / 2)
         try:
             if server is not None and all(places):
@@ -137,13 +140,41 @@ class Sockets:
         return [peers[file] for file, _ in poll.poll(0)]
 
 
-def _address(server: socket.socket) -> list[Any]:
-    name = server.getsockname()
-    return [name.decode()] if isinstance(name, bytes) else list(name[:2])
+class Until:
+    """A wait for messages; `wait` and `is_completed` are those of a torch.distributed work.
 
+    Args:
+        holds: reads messages, without waiting, and returns whether the wait is over.
+        end_reason: returns the reason that it never will be; "" while it may.
+        listen: waits for messages, for some seconds at most.
+        timeout: seconds, from the first `wait` on, after which it has failed.
+    """
 
-def _padded(place: Sequence[Any]) -> Sequence[int]:
-    return array("q", json.dumps(place).encode().ljust(_LONGEST))
+    def __init__(
+        self, holds: Callable[[], bool], end_reason: Callable[[], str], listen: Callable[[float], object], timeout: float
+    ) -> None:
+        self._holds, self._end_reason, self._listen, self._timeout = holds, end_reason, listen, timeout
+        self._deadline = math.inf
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return or raise at once."""
+        return self._holds() or bool(self._end_reason()) or time.monotonic() >= self._deadline
+
+    def wait(self, limit: timedelta = timedelta.max) -> None:
+        """Wait until it is over, for ``limit`` at most.
+
+        Raises:
+            RuntimeError: it is not over in time; if `is_completed`, it never will be.
+        """
+        now = time.monotonic()
+        self._deadline = min(self._deadline, now + self._timeout)
+        until = min(self._deadline, now + limit.total_seconds())
+        while not self._holds():
+            if why := self._end_reason():
+                raise RuntimeError(why)
+            if (left := until - time.monotonic()) <= 0:
+                raise RuntimeError("timed out")
+            self._listen(left)
 
 
 def _greet(where: Sequence[Any], greeting: bytes, deadline: float) -> socket.socket:

@@ -10,7 +10,7 @@ import select
 import socket
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bagua_ref.errors import CommunicationError
 
 __all__ = [
-    "Connected", "ParentsConnection", "Processes", "keep_forever", "leave_to_parent", "machine", "node_name", "refuse_in_child",
+    "ParentsConnection", "Processes", "keep_forever", "leave_to_parent", "machine", "node_name", "refuse_in_child",
     "this_process",
 ]  # fmt: skip
 
@@ -105,14 +105,8 @@ def _start_time(pid: int) -> int:
         return int(file.read().rpartition(")")[2].split()[19])
 
 
-_connected: WeakSet[Connected] = WeakSet()
-
-
-class Connected(Protocol):
-    """An owner of connections."""
-
-    def leave_to_parent(self) -> None:
-        """Replace every connection by `ParentsConnection`, and close its sockets here, so that they end with the parent."""
+_connected: WeakSet[Any] = WeakSet()
+"""Owners of connections."""
 
 
 class ParentsConnection:
@@ -128,8 +122,11 @@ class ParentsConnection:
         _refuse()
 
 
-def leave_to_parent(connected: Connected) -> None:
-    """Call ``connected.leave_to_parent()`` in every child that this process forks from now on."""
+def leave_to_parent(connected: Any) -> None:
+    """Call ``connected.leave_to_parent()`` in every child that this process forks from now on.
+
+    It replaces every connection by `ParentsConnection`, and closes its sockets there, so that they end with the parent.
+    """
     _connected.add(connected)
     _watch_forks()
 

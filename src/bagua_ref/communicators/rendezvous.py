@@ -8,9 +8,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -24,16 +24,14 @@ from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
 __all__ = [
     "NoReply",
+    "Prefixed",
     "StoreLostError",
     "address_of",
     "another_connection",
-    "check_others",
-    "connecting",
     "first_sentence",
     "host_of",
     "interruptible",
     "parse_message",
-    "prefixed",
     "rendezvous",
     "within",
 ]
@@ -43,17 +41,12 @@ _PAUSE = 0.2  # seconds between checks of the store, at most
 _GRACE = 2.0  # seconds after its timeout in which the rendezvous finds out who is missing
 
 
-class _Prefixed(dist.PrefixStore):  # type: ignore[name-defined,misc]
-    """A prefixed view of a store that remembers the store and the prefix; torch's PrefixStore does not reveal its prefix."""
+class Prefixed(dist.PrefixStore):  # type: ignore[name-defined,misc]
+    """A view of ``store`` in which all keys start with ``name``; torch's PrefixStore does not reveal its prefix."""
 
     def __init__(self, name: str, store: Store) -> None:
         super().__init__(name, store)
         self.prefix, self.whole = name, store
-
-
-def prefixed(name: str, store: Store) -> Store:
-    """Return a view of ``store`` in which all keys start with ``name``."""
-    return _Prefixed(name, store)
 
 
 def another_connection(store: Store) -> Store:
@@ -62,7 +55,7 @@ def another_connection(store: Store) -> Store:
     Connecting looks up the server's host name, which can take seconds, so reuse connections.
 
     Args:
-        store: a torch store, or a `prefixed` view of one.
+        store: a torch store, or a `Prefixed` view of one.
 
     Raises:
         CommunicationError: its server cannot be reached.
@@ -72,8 +65,8 @@ def another_connection(store: Store) -> Store:
             clone: Store = store.clone()
             return clone
         # torch 2.6 and similar versions
-        if isinstance(store, _Prefixed):
-            return prefixed(store.prefix, another_connection(store.whole))
+        if isinstance(store, Prefixed):
+            return Prefixed(store.prefix, another_connection(store.whole))
         if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
             return dist.TCPStore(store.host, store.port, timeout=store.timeout, wait_for_workers=False)  # type: ignore[attr-defined]
         return store  # stores in files and memory serve concurrent requests
@@ -85,7 +78,7 @@ def ask(store: Store, use: Callable[[Store], T], otherwise: T, limit: float = 5.
     """Return ``use`` of a connection of its own to ``store``, whose server may have died.
 
     Args:
-        store: a torch store, or a `prefixed` view of one.
+        store: a torch store, or a `Prefixed` view of one.
         use: reads or writes it.
         otherwise: returned if the store fails.
         limit: seconds after which ``otherwise`` is returned.
@@ -127,10 +120,6 @@ def first_sentence(error: Exception) -> str:
 
 class StoreLostError(CommunicationError):
     """The process that served this job's store has ended, or that of an earlier job, whose store was still there."""
-
-
-class _OtherFailed(RuntimeError):  # noqa: N818  it is never raised to a user
-    """Another rank cannot connect."""
 
 
 class NoReply(Exception):  # noqa: N818  it is never raised to a user
@@ -270,51 +259,3 @@ def _rendezvous(store: Store, rank: int, world_size: int, info: Any, timeout: fl
     if all(came):  # rank 0 has left, or its proposal is an earlier attempt's
         came[0] = False
     return answered, [[mark, info] if here else None for here in came]
-
-
-@contextmanager
-def connecting(store: Store, rank: int, world_size: int) -> Iterator[None]:
-    """Let all ranks make torch's default group inside; if that fails, name the ranks that have not begun.
-
-    Raises:
-        CommunicationTimeoutError: they did not come in time.
-        CommunicationError: it failed otherwise; there is no default group then.
-    """
-    began = time.monotonic()
-    try:
-        store.set(f"connecting{rank}", "")
-        yield
-    except RuntimeError as error:
-        waited = time.monotonic() - began
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        missing, why = list[int](), first_sentence(error)
-        with suppress(RuntimeError, NoReply):
-            if not isinstance(error, _OtherFailed):  # or gloo still uses the store
-                within(lambda: store.set(f"failed{rank}", why), _GRACE)
-                missing = within(lambda: [r for r in range(world_size) if not store.check([f"connecting{r}"])], _GRACE)
-        timed_out = re.search(r"time(d )?out", str(error), re.IGNORECASE)
-        raise (CommunicationTimeoutError if timed_out else CommunicationError)(
-            f"rank {rank} could not connect to the ranks that it found in the store at {address_of(store)}, after {waited:.1f} s: "
-            f"{f'{format_ranks(missing)} of {world_size} did not come' if missing else 'a rank has died or left'} "
-            f"({why})"
-        ) from error
-
-
-def check_others(
-    store: Store, rank: int, world_size: int, ended: Callable[[list[int], float], Collection[int]]
-) -> Callable[[], None]:
-    """Return a function that raises RuntimeError if another rank has reported a failure in the store, or has ``ended``."""
-    others = [other for other in range(world_size) if other != rank]
-    connections: list[Store] = []
-
-    def check() -> None:
-        if dead := ended(others, 0):
-            raise _OtherFailed(f"the process of {format_ranks(sorted(dead))} has ended")
-        if not connections:  # the other one is in use
-            connections.append(another_connection(store))
-        for other in others:
-            if connections[0].check([f"failed{other}"]):
-                raise _OtherFailed(f"rank {other} reported: {connections[0].get(f'failed{other}').decode(errors='replace')}")
-
-    return check

@@ -17,21 +17,20 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from bagua_ref.base.memory import bytes_of
 from bagua_ref.communicators.collectives import combine
-from bagua_ref.communicators.mesh import Sockets, Unreachable, close_sockets, connect_all, listen_locally
+from bagua_ref.communicators.mesh import Sockets, Unreachable, Until, close_sockets, connect_all, listen_locally
 from bagua_ref.communicators.pipelining import OtherCallError, compute
 from bagua_ref.communicators.processes import machine
 from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.types import ReduceOp
 
-__all__ = ["SharedMemory", "Until", "connect", "shared_by"]
+__all__ = ["SharedMemory", "connect", "shared_by"]
 
 _SLOTS = 4
 """Pieces that a rank may send to another one before that has taken the first; an all-reduce needs this many."""
@@ -47,31 +46,6 @@ _TAKEN = (0, 0)
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _logger = logging.getLogger(__name__)
-
-
-class Until:
-    """Waits for a condition; `wait` and `is_completed` are those of a torch.distributed work."""
-
-    def __init__(self, memory: SharedMemory, pipe: _Pipe, holds: Callable[[], bool], timeout: float) -> None:
-        self._memory, self._pipe, self._holds, self._deadline = memory, pipe, holds, time.monotonic() + timeout
-
-    def is_completed(self) -> bool:
-        """Return whether the condition holds, or never will."""
-        return self._holds() or bool(self._pipe.end_reason) or time.monotonic() >= self._deadline
-
-    def wait(self, limit: timedelta = timedelta.max) -> None:
-        """Wait until the condition holds, for ``limit`` at most.
-
-        Raises:
-            RuntimeError: it does not hold in time; if `is_completed`, it never will.
-        """
-        until = min(self._deadline, time.monotonic() + limit.total_seconds())
-        while not self._holds():
-            if self._pipe.end_reason:
-                raise RuntimeError(self._pipe.end_reason)
-            if (left := until - time.monotonic()) <= 0:
-                raise RuntimeError("timed out")
-            self._memory.listen(left)
 
 
 class _Pipe:
@@ -173,7 +147,7 @@ class SharedMemory(Sockets):
         for connected in sockets.values():
             self._poll.register(connected, select.POLLIN)
 
-    def listen(self, seconds: float) -> None:
+    def _listen(self, seconds: float) -> None:
         """Read messages of all ranks, after waiting for the first for ``seconds`` at most."""
         for file, _ in self._poll.poll(max(1, math.ceil(1000 * seconds))):
             pipe = self._by_file[file]
@@ -269,7 +243,7 @@ class SharedMemory(Sockets):
         if not holds():
             pipe.read()
             if not holds():
-                yield Until(self, pipe, holds, self._timeout)
+                yield Until(holds, lambda: pipe.end_reason, self._listen, self._timeout)
 
 
 def shared_by() -> str:

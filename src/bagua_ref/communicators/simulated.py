@@ -76,7 +76,7 @@ class SimulatedCommunicator(Communicator):
         self._run(what, tensor, tensor, lambda sends, recvs: collectives.reduce_inplace(recvs, dst, op))
 
     def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
-        self._run(f"gather(dst={dst})", send_tensor, recv_tensor, lambda sends, recvs: collectives.gather(sends, recvs[dst]))
+        self._run(f"gather(dst={dst})", send_tensor, recv_tensor, lambda sends, recvs: collectives.allgather(sends, [recvs[dst]]))
 
     def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
         scatter = lambda sends, recvs: collectives.scatter(sends[src], recvs)  # noqa: E731
@@ -133,17 +133,11 @@ class SimulatedCommunicator(Communicator):
         finally:
             self._running = None
 
-    def _send(self, tensor: Tensor, dst: int) -> None:
-        self._exchange([(tensor, dst)], [])
-
-    def _recv(self, tensor: Tensor, src: int) -> None:
-        self._exchange([], [(tensor, src)])
-
     def _exchange(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None:
         self._check_open()
         copies = {id(tensor): tensor.detach().clone() for tensor, _ in sends}  # one, however many receive it
         for tensor, dst in sends:
-            self._post(copies[id(tensor)], dst)
+            self._group.post_send(Call(self._group, self._rank, f"send(dst={dst})", copies[id(tensor)], None), dst)
         self._group.scheduler.yield_()
         group = self._group
         for other in group.recvs.get((self._rank, 0), ()):
@@ -152,9 +146,6 @@ class SimulatedCommunicator(Communicator):
                 raise SimulationError(f"two threads of rank {rank} receive from {other.source} of group {self.name!r} at once")
         for call in [self._take(tensor, src) for tensor, src in recvs]:
             call.wait()
-
-    def _post(self, message: Tensor, dst: int) -> None:
-        self._group.post_send(Call(self._group, self._rank, f"send(dst={dst})", message, None), dst)
 
     def _take(self, tensor: Tensor, src: int) -> Call:
         call = Call(self._group, self._rank, f"recv(src={src})", None, tensor, tensor)

@@ -164,14 +164,14 @@ class SimulatedGroup:
             call.locate()
             first = next(iter(calls.values()), call)
             if first.operation != call.operation:
-                self.scheduler.end(self.mismatch(first, call))
+                self.scheduler.end(self._mismatch(first, call))
         calls[call.rank] = call
         if len(calls) == len(self.ranks):
             del self.under_way[stream, number]
             self._complete([calls[rank] for rank in range(len(self.ranks))], function)
 
     def post_send(self, call: Call, dst: int, tag: int = 0) -> None:
-        """Take a message to rank ``dst`` of the group; ``call.send`` is read when the receiver is there."""
+        """Send a message to rank ``dst`` of the group; ``call.send`` is read when the receiver is there."""
         self.scheduler.on_communication(call)
         self.check()
         call.locate()
@@ -185,7 +185,7 @@ class SimulatedGroup:
         self.sends.setdefault((dst, tag), deque()).append(call)
 
     def post_recv(self, call: Call, src: int | None, tag: int = 0) -> None:
-        """Take a rank's wish for a message of rank ``src`` of the group, or of any rank if that is None."""
+        """Receive a message of rank ``src`` of the group, or of any rank if that is None; it may come later."""
         self.scheduler.on_communication(call)
         self.check()
         call.locate()
@@ -228,7 +228,7 @@ class SimulatedGroup:
         first = calls[0]
         for call in calls:
             if call.operation != first.operation:
-                return self.mismatch(first, call)
+                return self._mismatch(first, call)
             if call.alike is not None and first.alike is not None:
                 if call.alike.dtype != first.alike.dtype:
                     return TypeError(self._both(first, call, "use the same dtype"))
@@ -236,11 +236,9 @@ class SimulatedGroup:
                     return ValueError(self._both(first, call, "pass equally many elements"))
         return None
 
-    def mismatch(
-        self, first: Call, second: Call, rule: str = "call the same collective with the same arguments"
-    ) -> SimulationError:
-        """Return the error of two calls that do not fit together."""
-        return SimulationError(self._both(first, second, rule), kind="mismatch", calls=(first.facts(), second.facts()))
+    def _mismatch(self, first: Call, second: Call) -> SimulationError:
+        text = self._both(first, second, "call the same collective with the same arguments")
+        return SimulationError(text, kind="mismatch", calls=(first.facts(), second.facts()))
 
     def _both(self, first: Call, second: Call, rule: str) -> str:
         who, other = self.ranks[first.rank], self.ranks[second.rank]

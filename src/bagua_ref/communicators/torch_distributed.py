@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from bagua_ref.base.memory import bytes_of
 from bagua_ref.communicators.base import Communicator
@@ -21,7 +20,6 @@ from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.pipelining import Overlap, exchange_pipelined
 from bagua_ref.communicators.processes import ParentsConnection
 from bagua_ref.communicators.shared_memory import SharedMemory
-from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.errors import CommunicationError
 from bagua_ref.types import ReduceOp
 
@@ -42,33 +40,15 @@ class TorchDistributedCommunicator(Communicator):
     the communicator cannot be used any more.
 
     Args:
-        store: a store for the members only, through which they find each other.
-        name: the group's name, for messages.
-        ranks: the members as global ranks, in group order.
-        global_rank: the global rank of this process.
-        timeout: seconds without progress after which a collective raises.
+        connection: the connection of its ranks.
         uses_nccl: whether CUDA tensors go through NCCL.
-        waits: where waits for other ranks are registered.
-        shares_memory: whether all members are processes of one machine that may share memory.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        ranks: Sequence[int],
-        global_rank: int,
-        timeout: float,
-        uses_nccl: bool,
-        waits: Waiting,
-        shares_memory: bool = False,
-    ) -> None:
-        super().__init__(list(ranks).index(global_rank), len(ranks), name)
-        self.ranks, self._uses_nccl = tuple(ranks), uses_nccl
+    def __init__(self, connection: Connection, uses_nccl: bool) -> None:
+        super().__init__(connection.rank, len(connection.ranks), connection.name)
+        self.ranks, self._uses_nccl = connection.ranks, uses_nccl
         self._sent_to, self._received_from = [0] * self._nranks, [0] * self._nranks
-        self._connection: Connection | ParentsConnection = Connection(
-            store, name, self._rank, self.ranks, timeout, waits, shares_memory
-        )
+        self._connection: Connection | ParentsConnection = connection
 
     def leave_to_parent(self) -> None:
         """Leave the connection to the parent of this process, a forked child."""
@@ -192,29 +172,21 @@ class TorchDistributedCommunicator(Communicator):
         self._exchange([(chunk, peer) for peer, chunk in enumerate(chunks) if peer != src], [], call)
         bytes_of(recv_tensor).copy_(chunks[src])
 
-    def _allgather_overlapping(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
-        if not self._comes_in_pieces(recv_tensor):
-            super()._allgather_overlapping(send_tensor, recv_tensor, overlap)
+    def _overlapping(self, collective: str, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
+        if recv_tensor.device.type != "cpu" or self._nranks == 1 or not recv_tensor.numel():
+            super()._overlapping(collective, send_tensor, recv_tensor, overlap)
             return
-        call = self._agree("allgather()", send_tensor)
-        fill, read = (lambda piece: overlap.fill(piece.stop)), (lambda piece: overlap.read(piece.stop))
-        self._trade([send_tensor] * self._nranks, self._chunks(recv_tensor), call, fill, read)
-
-    def _alltoall_overlapping(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
-        if not self._comes_in_pieces(recv_tensor):
-            super()._alltoall_overlapping(send_tensor, recv_tensor, overlap)
-            return
-        call = self._agree("alltoall()", send_tensor)
-        outgoing, incoming = self._chunks(send_tensor), self._chunks(recv_tensor)
+        call = self._agree(f"{collective}()", send_tensor)
+        moves_own = collective == "alltoall"
+        outgoing = self._chunks(send_tensor) if moves_own else [send_tensor] * self._nranks
+        incoming = self._chunks(recv_tensor)
 
         def fill(piece: slice) -> None:
             overlap.fill(piece.stop)
-            incoming[self._rank][piece].copy_(outgoing[self._rank][piece])
+            if moves_own:
+                incoming[self._rank][piece].copy_(outgoing[self._rank][piece])
 
         self._trade(outgoing, incoming, call, fill, lambda piece: overlap.read(piece.stop))
-
-    def _comes_in_pieces(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "cpu" and self._nranks > 1 and tensor.numel() > 0
 
     def _trade(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], call: str, *how: Any) -> None:
         """Exchange a tensor with every other rank, both lists in rank order; ``how`` as for `_exchange`. Collective."""
@@ -255,12 +227,7 @@ class TorchDistributedCommunicator(Communicator):
             if self._rank == dst:
                 _flat(tensor).copy_(combine(inputs.chunk(self._nranks), op))
             return
-        here = self._reachable(tensor.detach())
-        native = self._native(op, here)
-        self._run("reduce", here, lambda group: [group.reduce(here, dst, native)])
-        if self._rank == dst:
-            self._finish(here, op)
-            _bring_back(tensor, here)
+        self._combine_natively("reduce", tensor, op, lambda group, here, native: group.reduce(here, dst, native), self._rank == dst)
 
     def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None:
         call = self._agree(f"allreduce(op={op.name})", tensor)
@@ -274,11 +241,20 @@ class TorchDistributedCommunicator(Communicator):
         if not self._library_reduces(tensor, op):
             self._allreduce_by_chunks(_flat(tensor), op, call)
             return
+        self._combine_natively("allreduce", tensor, op, lambda group, here, native: group.allreduce([here], native))
+
+    def _combine_natively(
+        self, collective: str, tensor: Tensor, op: ReduceOp, start: Callable[[Any, Tensor, Any], Any], receives: bool = True
+    ) -> None:
+        """Let the library combine ``tensor``, which only a rank that ``receives`` keeps; gloo has no mean."""
         here = self._reachable(tensor.detach())
-        native = self._native(op, here)
-        self._run("allreduce", here, lambda group: [group.allreduce([here], native)])
-        self._finish(here, op)
-        _bring_back(tensor, here)
+        sums = op is ReduceOp.AVG and not self._over_nccl(here)
+        native = getattr(dist.ReduceOp, "SUM" if sums else op.name)
+        self._run(collective, here, lambda group: [start(group, here, native)])
+        if receives:
+            if sums:
+                divide_(here, self._nranks)
+            _bring_back(tensor, here)
 
     def _allreduce_by_chunks(self, flat: Tensor, op: ReduceOp, call: str) -> None:
         """Reduce one chunk on each rank and all-gather the results: the traffic of an all-reduce, with our arithmetic."""
@@ -296,7 +272,7 @@ class TorchDistributedCommunicator(Communicator):
             return
         if self._over_nccl(send_tensor) and self._library_reduces(send_tensor, op):
             options = dist.ReduceScatterOptions()
-            options.reduceOp = self._native(op, send_tensor)
+            options.reduceOp = getattr(dist.ReduceOp, op.name)
             self._run(_name(call), send_tensor, lambda group: [group._reduce_scatter_base(recv_tensor, send_tensor, options)])
             return
         # gloo's reduce-scatter takes five times as long.
@@ -334,14 +310,6 @@ class TorchDistributedCommunicator(Communicator):
             return op not in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
         # gloo rounds 16-bit floats at every rank, and its MIN and MAX of a NaN depend on which rank has it.
         return tensor.element_size() != 2 and not (op in (ReduceOp.MIN, ReduceOp.MAX) and tensor.is_floating_point())
-
-    def _native(self, op: ReduceOp, tensor: Tensor) -> Any:
-        sums = op is ReduceOp.AVG and not self._over_nccl(tensor)
-        return getattr(dist.ReduceOp, "SUM" if sums else op.name)
-
-    def _finish(self, tensor: Tensor, op: ReduceOp) -> None:
-        if op is ReduceOp.AVG and not self._over_nccl(tensor):
-            divide_(tensor, self._nranks)
 
     def _over_nccl(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and self._uses_nccl

@@ -67,12 +67,12 @@ class Waiting:
         store: the job's store.
         rank: this rank.
         world_size: the number of ranks.
-        processes: those of the other ranks, as far as they can be watched.
+        processes: those of the ranks, as far as they can be watched.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, processes: Processes | None = None) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, processes: Processes) -> None:
         self._rank, self._world_size, self._job_store = rank, world_size, store
-        self._processes = processes
+        self.processes = processes
         self._waits: dict[int, _Wait] = {}
         self._foreground: set[int] = set()
         """Threads that have waited on behalf of the user's program."""
@@ -119,11 +119,10 @@ class Waiting:
         if not is_background:
             self._foreground.add(me)
         if not self._threads and not self._stop.is_set():
-            self._threads = [threading.Thread(target=self._watch, name="bagua_ref watch of waits", daemon=True)]
-            if self._processes:
-                self._threads.append(
-                    threading.Thread(target=self._watch_processes, name="bagua_ref watch of processes", daemon=True)
-                )
+            watches = {"waits": self._watch} | ({"processes": self._watch_processes} if self.processes else {})
+            self._threads = [
+                threading.Thread(target=watch, name=f"bagua_ref watch of {what}", daemon=True) for what, watch in watches.items()
+            ]
             for thread in self._threads:
                 thread.start()
         try:
@@ -172,13 +171,6 @@ class Waiting:
 
         return ask(self._job_store, read, "", limit)
 
-    def ended(self, members: Collection[int], seconds: float) -> set[int]:
-        """Return the ``members`` whose processes are known to have ended, waiting at most ``seconds`` for the first."""
-        if self._processes:
-            return self._processes.ended(members, seconds)
-        time.sleep(seconds)
-        return set()
-
     def report_exit(self, error: BaseException | None, steps: int | None = None) -> None:
         """Report the end of this rank to the others; may be called while the interpreter ends.
 
@@ -204,12 +196,10 @@ class Waiting:
         with self._with_store() as reached:
             if reached:
                 (self._store or self._job_store).set(f"waits/{self._rank}", _HAS_LEFT)
-        if self._processes is not None:
-            self._processes.wake()
+        self.processes.wake()
         for thread in self._threads:
             thread.join(_INTERVAL)
-        if self._processes is not None:
-            self._processes.close()
+        self.processes.close()
 
     @contextmanager
     def _with_store(self) -> Iterator[bool]:
@@ -240,10 +230,9 @@ class Waiting:
                         wait.interrupt(why)
 
     def _watch_processes(self) -> None:
-        assert self._processes is not None
         others, ended = set(range(self._world_size)) - {self._rank}, dict[int, float]()
         while not self._stop.is_set():
-            for rank in self._processes.ended(others, _GRACE / 3 if ended else math.inf):
+            for rank in self.processes.ended(others, _GRACE / 3 if ended else math.inf):
                 others.remove(rank)
                 if not self._has_left(rank):
                     ended[rank] = time.monotonic()
@@ -261,24 +250,23 @@ class Waiting:
         assert self._store is not None
         mine = self._blocked()
         self._publish(mine)
-        if (seen := self._failed + self._long_waits()) != self._seen:
+        seen = self._failed + [[wait.what, wait.place] for wait in self._long().values() if wait.place]
+        if seen != self._seen:
             self._store.set(f"seen/{self._rank}", json.dumps(seen))
             self._seen = seen
-        waits = self._published_waits() if mine else []
+        keys = [f"waits/{rank}" for rank in range(self._world_size)] if mine else []
+        waits = [json.loads(published) for published in self._store.multi_get(keys)] if keys and self._store.check(keys) else []
         verdict = self._verdict(self._store, mine) if mine else ""
-        if waits and waits == before and not verdict and (deadlock := describe_deadlock(waits)):
+        if waits and all(waits) and waits == before and not verdict and (deadlock := describe_deadlock(waits)):
             verdict = "; ".join([deadlock, *_ends(self._store, range(self._world_size))])
             for rank in range(self._world_size):
                 self._store.set(f"verdict/{rank}", json.dumps([waits[rank], verdict]))
         return waits, verdict
 
     def _long(self) -> dict[int, _Wait]:
+        """Return the waits of this rank's threads that have lasted for long."""
         now = time.monotonic()
         return {ident: wait for ident, wait in list(self._waits.items()) if now - wait.since > wait.patience}
-
-    def _long_waits(self) -> list[list[str]]:
-        """Return the collectives in which threads of this rank have been waiting for long."""
-        return [[wait.what, wait.place] for wait in self._long().values() if wait.place]
 
     def _blocked(self) -> list[Any]:
         """Return this rank's waits, as lists that JSON can hold; none if one of its threads may still go on."""
@@ -289,13 +277,6 @@ class Waiting:
         if not all(wait.place for wait in long.values()) and not any(wait.is_background for wait in long.values()):
             return []  # the background thread is not waiting
         return [[wait.what, wait.place, list(wait.members)] for wait in long.values()]
-
-    def _published_waits(self) -> list[Any]:
-        """Return every rank's waits; none if a rank waits for nothing."""
-        assert self._store is not None
-        keys = [f"waits/{rank}" for rank in range(self._world_size)]
-        waits = [json.loads(published) for published in self._store.multi_get(keys)] if self._store.check(keys) else []
-        return waits if all(waits) else []
 
     def _verdict(self, store: Store, mine: list[Any]) -> str:
         """Return the deadlock that another rank has found with these waits of mine; "" if none."""

@@ -108,19 +108,16 @@ def get_backend(model_name: str) -> Any:
     return engines[model_name]
 
 
-@torch.no_grad()
 def send(tensor: Tensor, dst: int, comm: MaybeCommunicator | None = None) -> None:
     """Send ``tensor`` to rank ``dst``, which calls `recv` (S3.9)."""
     _on(comm).send(tensor, dst)
 
 
-@torch.no_grad()
 def recv(tensor: Tensor, src: int, comm: MaybeCommunicator | None = None) -> None:
     """Receive ``tensor`` from rank ``src`` (S3.9)."""
     _on(comm).recv(tensor, src)
 
 
-@torch.no_grad()
 def broadcast(tensor: Tensor, src: int = 0, comm: MaybeCommunicator | None = None) -> None:
     """Copy rank ``src``'s ``tensor`` into every rank's (S3.9)."""
     _on(comm).broadcast(tensor, src)
@@ -141,7 +138,6 @@ def broadcast_object(obj: Any, src: int = 0, comm: MaybeCommunicator | None = No
     return _on(comm).broadcast_object(obj, src)
 
 
-@torch.no_grad()
 def reduce(
     send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None
 ) -> None:
@@ -149,19 +145,16 @@ def reduce(
     _on(comm).reduce(send_tensor, recv_tensor, dst, op)
 
 
-@torch.no_grad()
 def reduce_inplace(tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None) -> None:
     """Combine ``tensor`` over ranks into that of rank ``dst``; on other ranks, it is unchanged (S3.9)."""
     _on(comm).reduce_inplace(tensor, dst, op)
 
 
-@torch.no_grad()
 def allreduce(send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None) -> None:
     """Combine ``send_tensor`` over ranks into every ``recv_tensor`` (S3.9)."""
     _on(comm).allreduce(send_tensor, recv_tensor, op)
 
 
-@torch.no_grad()
 def allreduce_inplace(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None) -> None:
     """Combine ``tensor`` over ranks, in place on every rank (S3.9)."""
     _on(comm).allreduce_inplace(tensor, op)
@@ -176,49 +169,42 @@ def allreduce_coalesced_inplace(
     if _rank_not_in_comm(communicator):
         return
     for tensor in tensors:  # check all of them before the first is sent
-        communicator._check_reduction(op, tensor.new_empty(0), tensor.new_empty(0), 1, 1)
+        communicator._check_reduction(op, tensor.new_empty(0), tensor.new_empty(0))
     for flat, members in _coalesced(tensors):
         communicator.allreduce_inplace(flat, op)
         _scatter_flat(flat, members)
 
 
-@torch.no_grad()
 def allgather(send_tensor: Tensor, recv_tensor: Tensor, comm: MaybeCommunicator | None = None) -> None:
     """Collect every ``send_tensor``, in rank order, in every ``recv_tensor``, which is n times as large (S3.9)."""
     _on(comm).allgather(send_tensor, recv_tensor)
 
 
-@torch.no_grad()
 def allgather_inplace(tensor: Tensor, comm: MaybeCommunicator | None = None) -> None:
     """As `allgather`; this rank sends its own chunk of the tensor (S3.9)."""
     _on(comm).allgather_inplace(tensor)
 
 
-@torch.no_grad()
 def gather(send_tensor: Tensor, recv_tensor: Tensor, dst: int, comm: MaybeCommunicator | None = None) -> None:
     """Collect every ``send_tensor``, in rank order, in ``recv_tensor`` of rank ``dst``, which is n times as large (S3.9)."""
     _on(comm).gather(send_tensor, recv_tensor, dst)
 
 
-@torch.no_grad()
 def gather_inplace(tensor: Tensor, count: int, dst: int, comm: MaybeCommunicator | None = None) -> None:
     """As `gather`; rank ``dst``'s tensor has n * count elements, its own in place; the others send count elements (S3.9)."""
     _on(comm).gather_inplace(tensor, count, dst)
 
 
-@torch.no_grad()
 def scatter(send_tensor: Tensor, recv_tensor: Tensor, src: int, comm: MaybeCommunicator | None = None) -> None:
     """Send each rank its chunk of rank ``src``'s ``send_tensor``, which is n times as large as ``recv_tensor`` (S3.9)."""
     _on(comm).scatter(send_tensor, recv_tensor, src)
 
 
-@torch.no_grad()
 def scatter_inplace(tensor: Tensor, count: int, src: int, comm: MaybeCommunicator | None = None) -> None:
     """As `scatter`; rank ``src``'s tensor has n * count elements and is unchanged; the others receive count elements (S3.9)."""
     _on(comm).scatter_inplace(tensor, count, src)
 
 
-@torch.no_grad()
 def reduce_scatter(
     send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None
 ) -> None:
@@ -226,25 +212,21 @@ def reduce_scatter(
     _on(comm).reduce_scatter(send_tensor, recv_tensor, op)
 
 
-@torch.no_grad()
 def reduce_scatter_inplace(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None) -> None:
     """As `reduce_scatter` into this rank's own chunk; the other chunks are unchanged (S3.9)."""
     _on(comm).reduce_scatter_inplace(tensor, op)
 
 
-@torch.no_grad()
 def alltoall(send_tensor: Tensor, recv_tensor: Tensor, comm: MaybeCommunicator | None = None) -> None:
     """Send chunk d of n to rank d; chunk s of ``recv_tensor`` comes from rank s (S3.9)."""
     _on(comm).alltoall(send_tensor, recv_tensor)
 
 
-@torch.no_grad()
 def alltoall_inplace(tensor: Tensor, comm: MaybeCommunicator | None = None) -> None:
     """As `alltoall` on one tensor (S3.9)."""
     _on(comm).alltoall_inplace(tensor)
 
 
-@torch.no_grad()
 def alltoall_v(
     send_tensor: Tensor,
     send_counts: Sequence[int],
@@ -258,7 +240,6 @@ def alltoall_v(
     _on(comm).alltoall_v(send_tensor, send_counts, send_displs, recv_tensor, recv_counts, recv_displs)
 
 
-@torch.no_grad()
 def alltoall_v_inplace(tensor: Tensor, counts: Sequence[int], displs: Sequence[int], comm: MaybeCommunicator | None = None) -> None:
     """As `alltoall_v` on one tensor, with the same counts and displacements in both directions (S3.9)."""
     _on(comm).alltoall_v_inplace(tensor, counts, displs)
@@ -333,23 +314,19 @@ class BaguaProcessGroupPatch:
     @property
     def bagua_pg(self) -> BaguaProcessGroup:
         """The group that `bagua_patch` made."""
-        return _patched_group(self)
+        group = _patched.get(self)
+        if group is None:
+            raise NotInitializedError("this torch process group has no Bagua group yet; call its bagua_patch() first")
+        return group
 
     def bagua_get_global_communicator(self) -> Any:
         """As `BaguaProcessGroup.get_global_communicator`."""
-        return _patched_group(self).get_global_communicator()
+        return self.bagua_pg.get_global_communicator()
 
     def bagua_get_inter_node_communicator(self) -> Any:
         """As `BaguaProcessGroup.get_inter_node_communicator`."""
-        return _patched_group(self).get_inter_node_communicator()
+        return self.bagua_pg.get_inter_node_communicator()
 
     def bagua_get_intra_node_communicator(self) -> Any:
         """As `BaguaProcessGroup.get_intra_node_communicator`."""
-        return _patched_group(self).get_intra_node_communicator()
-
-
-def _patched_group(torch_group: Any) -> BaguaProcessGroup:
-    group = _patched.get(torch_group)
-    if group is None:
-        raise NotInitializedError("this torch process group has no Bagua group yet; call its bagua_patch() first")
-    return group
+        return self.bagua_pg.get_intra_node_communicator()

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from bagua_ref.base import runtime
 from bagua_ref.base.runtime import Identity, RealWorld, World, current_world
 from bagua_ref.communicators.base import Communicator, NonMember
+from bagua_ref.communicators.failures import connecting
 from bagua_ref.communicators.job_store import TorchDistributedTransport, connect_job
 from bagua_ref.communicators.processes import refuse_in_child
-from bagua_ref.communicators.rendezvous import check_others, connecting, interruptible
+from bagua_ref.communicators.rendezvous import interruptible
 from bagua_ref.env import checked_timeout, get_default_timeout
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.types import Transport
@@ -253,6 +254,15 @@ def _join(
     if owns_torch_group:
         transport = connect_job(world, store, rank, world_size, local_world_size, timeout)
         rank, world_size = transport.rank, len(transport.node_of)
+        chosen = backend or ("nccl" if transport.owns_gpu else "gloo")
+        own = transport.store  # a prefix that no earlier attempt of an elastic launch has written to
+        with connecting(own, rank, world_size, transport.waits.processes.ended) as check_others:
+            run = partial(dist.init_process_group, chosen, None, timedelta(seconds=timeout), world_size, rank, own)
+            if chosen == "nccl":
+                run()  # on this thread, which may have chosen its device
+            else:
+                interruptible(run, check_others, 0.2)
+                dist.barrier()  # a rank that exits at once must not make the others fail, which may still be connecting
     else:
         for name, given, known in (("rank", rank, dist.get_rank()), ("world_size", world_size, dist.get_world_size())):
             if given not in (-1, known):
@@ -262,16 +272,6 @@ def _join(
             raise ValueError(f"backend={backend!r} disagrees with torch.distributed, which is initialized with {existing!r}")
         store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
         transport = TorchDistributedTransport(store, rank, world_size, local_world_size, timeout)
-    if owns_torch_group:
-        chosen = backend or ("nccl" if transport.owns_gpu else "gloo")
-        own = transport.store  # a prefix that no earlier attempt of an elastic launch has written to
-        with connecting(own, rank, world_size):
-            run = partial(dist.init_process_group, chosen, None, timedelta(seconds=timeout), world_size, rank, own)
-            if chosen == "nccl":
-                run()  # on this thread, which may have chosen its device
-            else:
-                interruptible(run, check_others(own, rank, world_size, transport.waits.ended), 0.2)
-                dist.barrier()  # a rank that exits at once must not make the others fail, which may still be connecting
     transport.uses_nccl = "nccl" in dist.get_backend()
     node = transport.node_of[rank]
     world.known_identity = Identity(

@@ -45,12 +45,6 @@ class TorchGroup(Communicator):
         """Return once every rank has called it."""
         self._group.barrier().wait()
 
-    def _send(self, tensor: Tensor, dst: int) -> None:
-        self._group.send([bytes_of(tensor)], dst, 0).wait()
-
-    def _recv(self, tensor: Tensor, src: int) -> None:
-        self._group.recv([bytes_of(tensor)], src, 0).wait()
-
     def _exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> None:
         works = [self._group.recv([bytes_of(tensor)], peer, 0) for tensor, peer in recvs]
         works += [self._group.send([bytes_of(tensor)], peer, 0) for tensor, peer in sends]

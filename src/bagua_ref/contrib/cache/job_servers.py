@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 from bagua_ref.base.runtime import Identity, current_world
 from bagua_ref.communicators.processes import machine, node_name
-from bagua_ref.communicators.rendezvous import another_connection, parse_message, prefixed
+from bagua_ref.communicators.rendezvous import Prefixed, another_connection, parse_message
 from bagua_ref.contrib.cache.fake_server import start_fake_server
 from bagua_ref.contrib.cache.server import LOOPBACK, CacheServer, node_address, start_redis_server
 from bagua_ref.env import get_master_addr
@@ -136,9 +136,9 @@ def _start_and_announce(kind: str, capacity: int) -> tuple[list[dict[str, Any]],
         store = cast("Any", world.transport).store
         rank, nodes = world.identity.rank, list(world.transport.node_of)
     else:
-        store, rank = prefixed("bagua_ref", dist.distributed_c10d._get_default_store()), dist.get_rank()
+        store, rank = Prefixed("bagua_ref", dist.distributed_c10d._get_default_store()), dist.get_rank()
         nodes = []
-    store = prefixed(f"cache/{kind}/{_rounds.get(kind, 0)}", another_connection(store))
+    store = Prefixed(f"cache/{kind}/{_rounds.get(kind, 0)}", another_connection(store))
     if not nodes:
         names = _exchange(store, "rank", rank, range(dist.get_world_size()), node_name())
         nodes = [list(dict.fromkeys(names)).index(name) for name in names]
