@@ -241,7 +241,7 @@ class StopsServers(contrib.CacheLoader):
         StopsServers.accesses += 1
         if StopsServers.accesses == 12:
             for pool in servers._pools.values():
-                pool._servers[0]._server.stop()
+                pool[0]._server.stop()
         return super().get(key, load_fn)
 
 

@@ -51,7 +51,7 @@ LINES: dict[str, int] = {
     "property_tests": 3215,
     "scheduling": 624,
     "simulation": 3612,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
-    "tests": 40500,  # checks of graphs and streams in few words more
+    "tests": 40500,  # pictures that balance cannot write; events of streams in tests
     "tests/cuda_emulation": 487,
     "tests/integrations": 1167,  # a half-imported module is kept from other tests
     "tests/meta": 1220,  # what makes planted faults quicker: forks with the package imported
