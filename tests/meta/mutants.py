@@ -22,7 +22,6 @@ Left out, as no input distinguishes them from the reference:
 from __future__ import annotations
 
 import argparse
-import ast
 import gc
 import importlib.abc
 import importlib.machinery
@@ -81,7 +80,7 @@ def _module_of(mutant: Fault) -> str:
 
 def _change_code(mutant: Fault) -> bool:
     """Give the function that the mutant is about its new code; False if the change is to more than a function's body."""
-    code = compile(ast.fix_missing_locations(edit.edited(mutant.where, *mutant.edit)), mutant.where, "exec", dont_inherit=True)
+    code = compile(edit.planted(mutant.where, *mutant.edit), mutant.where, "exec", dont_inherit=True)
     found: Any = importlib.import_module(_module_of(mutant))
     for name in mutant.where.partition(":")[2].split("."):
         inside = [const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name]
