@@ -139,7 +139,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         return True
 
     def leave_alone(self, parameters: Sequence[torch.nn.Parameter]) -> Callable[[], None]:
-        """Return a function that puts back the momenta of ``parameters``, and what compression had left out of them (S2.5)."""
+        """Return a function that puts back the momenta of ``parameters``, and their errors of compression (S2.5)."""
         if not self._compressing:
             return super().leave_alone(parameters)
         unused, buckets = set(parameters), self.context.bagua_buckets

@@ -120,7 +120,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; return what ``closure``, which computes gradients anew, returns."""
+        """Take one step; return the result of ``closure``, which computes gradients anew."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

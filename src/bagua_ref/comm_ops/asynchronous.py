@@ -82,7 +82,7 @@ class WeightLock:
         self._lock.release()
 
     def wait_for_training(self) -> None:
-        """On CUDA, make the current stream wait for what training queued before it last released the weights."""
+        """On CUDA, make the current stream wait for work that training queued before it last released the weights."""
         runtime.order_after(self._used, self._device)
 
 

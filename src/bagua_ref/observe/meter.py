@@ -116,7 +116,7 @@ class Meter:
 
 
 _meter: ContextVar[Meter] = ContextVar("bagua_ref_meter", default=Meter(current_world(), ""))  # noqa: B039
-"""The meter of the training that this thread works for; what works for none counts in one that nobody reads."""
+"""The meter of the training that this thread works for. Without a training, times go to a meter that nobody reads."""
 
 
 @contextmanager

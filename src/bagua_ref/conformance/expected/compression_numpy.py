@@ -173,7 +173,7 @@ def gram(q: Array) -> Array:
 def error_feedback_round(
     inputs: list[Array], workers: list[Array], servers: list[Array], codec: str, dtype: str, filled: int, average: bool = True
 ) -> tuple[Array, list[Array], list[Array]]:
-    """Return the result, and what every rank keeps: e and f.
+    """Return the result, and the memories of every rank: e and f.
 
     Args:
         inputs: x by rank, m elements with padding, numbers of ``dtype`` held as float32.

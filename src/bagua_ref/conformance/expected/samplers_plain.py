@@ -26,7 +26,7 @@ def noise_limit(complexities: list[Any], random_level: float) -> int:
 def noise_and_chunks(
     complexities: list[Any], replicas: int, *, shuffle: bool, seed: int, epoch: int, drop_last: bool, random_level: float
 ) -> tuple[list[int], list[int]]:
-    """S7.2 and S7.3: what torch's generator draws, the noise of each sample and the numbers of the chunks in order."""
+    """S7.2 and S7.3: the draws of torch's generator, noise for each sample and then the numbers of the chunks in order."""
     length = len(complexities)
     count = max(1, num_samples(length, replicas, drop_last))
     if not shuffle:

@@ -256,7 +256,7 @@ def _work(work: Callable[[], Any], parent: int, outbox: Any, as_script: bool) ->
 
 
 def _become_script() -> None:
-    """Let this process pass for the main one, without the exit handlers of what it was forked from."""
+    """Let this process pass for the main one, without the exit handlers of its parent."""
     process = multiprocessing.current_process()
     process.name, process._config["daemon"] = "MainProcess", False  # type: ignore[attr-defined]
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]

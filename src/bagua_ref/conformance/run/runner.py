@@ -219,7 +219,7 @@ def _has(part: Any, name: str) -> bool:
 def _run(
     rows: list[_Row], target: Target, how: Search, time_limit: float, jobs: int
 ) -> Generator[list[tuple[_Row, Outcome]], None, None]:
-    """Run checks, ``jobs`` at a time; yield outcomes as they come, and stop what runs when closed."""
+    """Run checks, ``jobs`` at a time; yield outcomes as they come, and stop running checks when closed."""
     waiting: dict[Check, list[str | None]] = {}
     for check, dtype in rows:
         waiting.setdefault(check, []).append(dtype)

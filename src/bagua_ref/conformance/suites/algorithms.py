@@ -130,7 +130,7 @@ def _options_of_weights(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
 
 
 def _weights_after_steps(training: TrainingPlay) -> Iterator[tuple[list[list[Any]], Tolerance, Any]]:
-    """Yield what weights must be after each step, by rank and parameter, the tolerance, and the magnitudes."""
+    """Yield the expected weights after each step, by rank and parameter, the tolerance, and the magnitudes."""
     options, nodes = training.options, list(training.nodes)
     between, interval = options["hierarchical"], options["communication_interval"]
     mode = options.get("peer_selection_mode", options.get("graph"))

@@ -161,7 +161,7 @@ def judge(training: TrainingPlay, exact: bool = False) -> None:
 
 
 judge_exactly = partial(judge, exact=True)
-"""Means of what is not compressed do not depend on the order of sums."""
+"""Means of tensors that are not compressed do not depend on the order of sums."""
 
 POWERSGD = TrainedAlgorithm(
     "powersgd",

@@ -138,7 +138,7 @@ class ReferenceAlgorithms:
         self, algorithm: str, world: RankWorld, weights: list[Tensor], program: list[Action], *, lr: float, bucket_bytes: int,
         momentum: float = 0.0, shows_gradients: bool = False, **options: Any,
     ) -> History:  # fmt: skip
-        """Train with SGD by actions in order; return this rank's weights after each, or what is asked for.
+        """Train with SGD by actions in order; return this rank's weights after each, or its averaged gradients.
 
         With ``shows_gradients``, return the averaged gradients after steps, and no weights.
         """

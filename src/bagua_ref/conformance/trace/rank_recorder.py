@@ -52,7 +52,7 @@ class RankRecorder:
         return self._index is not None and self.stopped is None
 
     def _open_folder(self, about: dict[str, Any], resume: bool = False) -> None:
-        """Begin to write this rank's folder, with ``about`` in its manifest; ``resume`` what it may hold of the same kind."""
+        """Begin to write this rank's folder, with ``about`` in its manifest; ``resume`` a record of the same kind in it."""
         if self._index is not None:
             raise RuntimeError(f"this {type(self).__name__} is already in use; create another one")
         self._manifest = {
