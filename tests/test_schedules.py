@@ -261,7 +261,7 @@ def explore(
 
     def program(comm: Any, schedule: Schedule, ranks: list[Rank]) -> None:
         bagua_ref.init_process_group()
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed also formats the stack, for CUDA
         module = faults.network(layers=2)
         optimizer, made = ALGORITHMS[algorithm](module)
         training = Training(comm.rank(), module, optimizer, steps=2)
