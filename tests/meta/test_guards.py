@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from tests.meta.mutate import copy_of_checkout, planted_in
+from tests.meta.mutate import copy_of_checkout
 from tests.meta.planted import GUARDS, Guard
 from tests.meta.warm_pytest import WarmPytest
 
 
 @pytest.fixture(scope="module")
-def copy() -> Iterator[Path]:
-    with copy_of_checkout() as folder:
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def warm_pytest(copy: Path) -> Iterator[WarmPytest]:
-    with WarmPytest(copy) as runs:
+def warm_pytest() -> Iterator[WarmPytest]:
+    with copy_of_checkout() as copy, WarmPytest(copy) as runs:
         yield runs
 
 
@@ -31,7 +24,6 @@ def test_a_test_of_each_file_passes_without_a_mutant(warm_pytest: WarmPytest, te
 
 
 @pytest.mark.parametrize("guard", GUARDS, ids=[guard.name for guard in GUARDS])
-def test_without_the_guard_a_test_fails(copy: Path, warm_pytest: WarmPytest, guard: Guard) -> None:
-    with planted_in(copy, guard.where, *guard.edit):
-        code, output = warm_pytest.run(guard.test, guard.where, guard.limit)
+def test_without_the_guard_a_test_fails(warm_pytest: WarmPytest, guard: Guard) -> None:
+    code, output = warm_pytest.run(guard.test, guard.where, guard.edit, guard.limit)
     assert code in (1, None), output  # None: not even pytest's own time limit ended it

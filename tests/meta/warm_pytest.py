@@ -1,4 +1,4 @@
-"""Runs of tests in forks of a pytest that has collected them: ``python -m tests.meta.warm_pytest`` serves them."""
+"""Runs of tests in forks of a pytest that has collected them: ``python -m tests.meta.warm_pytest``, in a copy of the checkout."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 from tests.meta import edit
+from tests.meta.mutate import planted_in
 
 OPTIONS = [
     *("-o", "addopts=--import-mode=importlib", "--assert=plain", "-v", "-s", "-p", "no:cacheprovider", "-p", "no:xdist"),
@@ -34,7 +35,7 @@ BROKEN = 100
 
 
 class WarmPytest:
-    """Runs of tests in ``copy``, of which functions are changed between runs, one run at a time; a context."""
+    """Runs of tests in ``copy``, one at a time; a context."""
 
     def __init__(self, copy: Path) -> None:
         self._copy = copy
@@ -50,14 +51,14 @@ class WarmPytest:
         self._server.communicate()
         self._folder.cleanup()
 
-    def run(self, test: str, where: str = "", limit: int = 10) -> tuple[int | None, str]:
-        """Run a test after the function ``where``, if any, has changed; return pytest's exit code and its output.
+    def run(self, test: str, where: str = "", changes: Sequence[str] = (), limit: int = 10) -> tuple[int | None, str]:
+        """Run a test with ``changes`` in the function ``where``; return pytest's exit code and its output.
 
         The code is None if not even pytest's own time limit of so many seconds has ended the test.
         """
         pipes: tuple[IO[str], IO[str]] = self._server.stdin, self._server.stdout  # type: ignore[assignment]
         with tempfile.NamedTemporaryFile() as output:
-            order = {"test": test, "where": where, "limit": limit, "output": output.name}
+            order = {"test": test, "where": where, "changes": changes, "limit": limit, "output": output.name}
             print(json.dumps(order), file=pipes[0], flush=True)
             code = json.loads(pipes[1].readline())
             return code, output.read().decode(errors="replace")
@@ -77,11 +78,12 @@ class Served:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         for line in sys.stdin:
             order = json.loads(line)
-            items = session.perform_collect([order["test"]])
+            items = session.perform_collect([order["test"]])  # imports the package as it is
             gc.freeze()  # no run traverses what it shares with this process
-            code = _in_fork(_run, items, **order)
-            if code == 0 and order["where"]:  # other functions may have been built with the old code when they were imported
-                code = _in_fork(_run_anew, **order)
+            with planted_in(Path.cwd(), order["where"], *order.pop("changes")) if order["where"] else nullcontext():
+                code = _in_fork(_run, items, **order)
+                if code == 0 and order["where"]:  # other functions may have been built with the old code
+                    code = _in_fork(_run_anew, **order)
             print(json.dumps(code), file=self._answers, flush=True)
         return True
 
