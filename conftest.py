@@ -62,7 +62,6 @@ if sys.version_info < (3, 11):  # which transformers needs
 
 SKIPPED_IN_CI = (
     "needs a CUDA device",
-    "async asks for flat buckets",
     "may not create network namespaces",
     "may not mount file systems",
 )

@@ -33,7 +33,16 @@ import bagua_ref
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 _processes = multiprocessing.get_context("forkserver")
 # torch._dynamo takes as long to import as torch, and the first step of any optimizer does so.
-_processes.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "torch.distributed.checkpoint", "bagua_ref.conformance"])
+_preloaded = ["pytest", "torch", "torch._dynamo", "torch.distributed.checkpoint", "bagua_ref.conformance"]
+
+
+def preload(*modules: str) -> None:
+    """Let the server that forks all workers, which the first of them starts, import ``modules``, too."""
+    _preloaded.extend(modules)
+    _processes.set_forkserver_preload(_preloaded)
+
+
+preload()
 
 
 @dataclass

@@ -731,12 +731,9 @@ print(f"trained {{attempt}} {{bagua_ref.get_rank()}} {{weight[0].item():.4f}}\n"
 
 
 @pytest.mark.proof
-def test_a_restarted_worker_group_trains_again(tmp_path):
-    """As with ``torchrun --max-restarts=1`` when one rank fails once; tests/proof kills the rank."""
-    restart('raise RuntimeError("once")', tmp_path)
-
-
-def restart(fail, tmp_path):
+@pytest.mark.parametrize("fail", ['raise RuntimeError("once")', "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_restarted_worker_group_trains_again(fail, tmp_path):
+    """As with ``torchrun --max-restarts=1`` when one rank fails or is killed once; none meets what the failed attempt left."""
     script = tmp_path / "fails_once.py"
     script.write_text(FAILS_ONCE.format(fail=fail))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"]
