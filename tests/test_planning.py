@@ -464,9 +464,8 @@ def test_a_file_that_is_no_measurement_is_named(run: Any, tmp_path: Path, given:
     assert says in error
 
 
-@pytest.mark.parametrize("command", [["advise", *BASE], ["graph", "ring", "--ranks", "4"]], ids=["advise", "graph"])
-def test_a_reader_that_closes_the_output_gets_no_traceback(command: list[str]) -> None:
-    words = [sys.executable, "-m", "bagua_ref.cli", *command]
+def test_a_reader_that_closes_the_output_gets_no_traceback() -> None:
+    words = [sys.executable, "-m", "bagua_ref.cli", "advise", *BASE]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()  # type: ignore[union-attr]
         complaints = process.stderr.read()  # type: ignore[union-attr]

@@ -60,15 +60,13 @@ def test_a_planted_bug_is_found_and_its_line_named(script: Script, tmp_path: Pat
         assert f"script.py:{found.line}" in found.message
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_a_mended_twin_is_not_reported(script: Script, tmp_path: Path) -> None:
-    report = judged(tmp_path, script.text(broken=False), script.ranks)
-    assert (report.verdict, report.finding, report.hints) == ("agree", None, [])
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_right_program_is_not_reported(name: str, tmp_path: Path) -> None:
-    report = judged(tmp_path, right(name))
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [pytest.param(script.text(broken=False), script.ranks, id=script.name) for script in SCRIPTS]
+    + [pytest.param(right(name), 2, id=name) for name in RIGHT],
+)
+def test_a_mended_twin_and_a_right_program_are_not_reported(text: str, ranks: int, tmp_path: Path) -> None:
+    report = judged(tmp_path, text, ranks, seeds=3)
     assert (report.verdict, report.finding, report.hints) == ("agree", None, [])
 
 
@@ -109,12 +107,12 @@ def test_a_set_that_orders_collectives_is_found_by_other_hash_seeds(tmp_path: Pa
     report = judged(tmp_path, script.text(broken=True), seeds=1, hash_seeds=(1, 2))
     assert report.finding is not None
     assert (report.finding.kind, report.finding.line in script.bug_lines()) == ("hash_seed", True)
-    assert judged(tmp_path, script.text(broken=False), seeds=1, hash_seeds=(1,)).verdict == "agree"
 
 
 @pytest.mark.slow
 def test_a_program_without_a_seed_does_the_same_in_every_interpreter(tmp_path: Path) -> None:
     text = script_of("forgotten_no_sync").text(broken=False)
+    text += "for name in sorted({'weight', 'bias', 'scale'}):\n    dist.all_reduce(torch.ones(len(name)))\n"
     text += "dist.broadcast_object_list([{'weight', 'bias', 'scale'}, os.urandom(8)], src=0)\n"  # pickles that always differ
     assert judged(tmp_path, text, seeds=1, hash_seeds=(1,)).verdict == "agree"
 
