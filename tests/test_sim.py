@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.launch import run_script
 from tests.sim_scripts import RIGHT, SCRIPTS, Script, right
 
 from bagua_ref.cli import main
@@ -316,17 +316,23 @@ def test_a_run_that_ends_the_process_is_an_error_and_can_be_replayed(tmp_path: P
 def test_stopping_the_command_ends_its_workers(number: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENDS_IN_ONE_SCHEDULE.replace("os._exit(3)", "pass"))
-    words = [sys.executable, "-m", "bagua_ref.cli", "sim", str(script), "--ranks", "3", "--seeds", "100000"]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}  # a killed command leaves its folder
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    with process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "[rank 0] begun\n"
-        time.sleep(1)  # until there are several workers
-        process.send_signal(number)
-        _, err = process.communicate(timeout=60)  # which ends when no process has the pipes
-    assert process.returncode == (130 if number is signal.SIGINT else -number)
-    assert err == ("bagua-ref sim: interrupted\n" if number is signal.SIGINT else "")
+    os.mkfifo(tmp_path / "alive")
+    alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    command = (
+        "import os, signal, sys\n"
+        "from bagua_ref.cli import main\n"
+        f"os.open({str(tmp_path / 'alive')!r}, os.O_WRONLY)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), {int(number)}))\n"
+        "signal.alarm(1)\n"  # until there are several workers
+        f"sys.exit(main(['sim', {str(script)!r}, '--ranks', '3', '--seeds', '100000']))"
+    )
+    done = run_script(command, os.environ | {"TMPDIR": str(tmp_path)})  # a killed command leaves its folder
+    assert done.stdout.startswith("[rank 0] begun\n")
+    assert done.returncode == (130 if number is signal.SIGINT else -number)
+    assert done.stderr == ("bagua-ref sim: interrupted\n" if number is signal.SIGINT else "")
+    assert select.select([alive], [], [], 60)[0] == [alive]  # no process has it any more
+    os.close(alive)
 
 
 def test_data_loaders_may_do_without_worker_processes(tmp_path: Path, capsys: Any) -> None:
