@@ -80,16 +80,6 @@ SCRIPTS = [
         x = torch.ones(2)  # MENDED
         dist.all_reduce(x)  # HERE
     """),
-    Script("different_dtypes", ("mismatch",), """
-        x = torch.ones(2, dtype=torch.float64 if rank else torch.float32)  # BUG
-        x = torch.ones(2)  # MENDED
-        dist.all_reduce(x)  # HERE
-    """),
-    Script("wrong_root", ("mismatch",), """
-        x = torch.full((2,), float(rank))
-        dist.broadcast(x, src=rank)  # BUG
-        dist.broadcast(x, src=0)  # MENDED
-    """),
     Script("wrong_group", ("not_in_group",), """
         pair = dist.new_group([0, 1])
         x = torch.ones(2)
