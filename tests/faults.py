@@ -119,14 +119,14 @@ def begin(algorithm: str, steps: int = 3, **options: Any) -> Training:
     return training
 
 
-def abandons_a_backward(training: Training) -> None:
+def abandons_a_backward(training: Training, layer: int = 2) -> None:
     """Rank 1 catches its own exception in the middle of a backward pass and takes the next batch."""
     if training.rank == 1:
 
         def fail(grad: torch.Tensor) -> None:
             raise ZeroDivisionError
 
-        handle = training.module[2].weight.register_hook(fail)
+        handle = training.module[layer].weight.register_hook(fail)
         try:
             training.backward()
         except ZeroDivisionError:

@@ -237,32 +237,21 @@ def dies(training: Training) -> None:
 
 def abandons_the_last_bucket(training: Training) -> None:
     """As `faults.abandons_a_backward`, after the first bucket has been sent."""
-    if training.rank == 1:
-
-        def fail(grad: Tensor) -> None:
-            raise ZeroDivisionError
-
-        handle = training.module[0].weight.register_hook(fail)
-        with pytest.raises(ZeroDivisionError):
-            training.backward()
-        handle.remove()
-    training.go_on(fewer=training.rank)
+    faults.abandons_a_backward(training, layer=0)
 
 
 # Rounds of the first are compared while their buckets run, those of the second before; the others send other messages.
 ALIKE, COMPARED_FIRST, IN_TWO_PARTS, ASYNC = "gradient_allreduce", "qadam in warm-up", "bytegrad", "async in warm-up"
 IN_FORWARD = "decentralized"
 HARMFUL = [
-    *(pytest.param(fault, ALIKE, marks=pytest.mark.slow)
-      for fault in (faults.abandons_a_backward, faults.skips_an_optimizer_step, dies)),
-    *(pytest.param(fault, ALIKE, marks=pytest.mark.proof)
-      for fault in (abandons_the_last_bucket, faults.loads_other_weights, faults.freezes_a_parameter)),
-    *(pytest.param(fault, COMPARED_FIRST, marks=pytest.mark.proof)
-      for fault in (faults.abandons_a_backward, abandons_the_last_bucket, faults.skips_an_optimizer_step,
-                    faults.loads_other_weights, faults.freezes_a_parameter, dies)),
-    *(pytest.param(fault, algorithm, marks=pytest.mark.proof)
-      for fault in (abandons_the_last_bucket, dies) for algorithm in (IN_TWO_PARTS, ASYNC)),
+    faults.abandons_a_backward, abandons_the_last_bucket, faults.skips_an_optimizer_step, faults.loads_other_weights,
+    faults.freezes_a_parameter, dies,
 ]  # fmt: skip
+QUICK = [(fault, ALIKE) for fault in (faults.abandons_a_backward, faults.skips_an_optimizer_step, dies)]
+PAIRS = [
+    *itertools.product(HARMFUL, (ALIKE, COMPARED_FIRST)),
+    *itertools.product((abandons_the_last_bucket, dies), (IN_TWO_PARTS, ASYNC)),
+]
 
 
 def explore(
@@ -308,7 +297,10 @@ def _a_bucket_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "4096")
 
 
-@pytest.mark.parametrize(("fault", "algorithm"), HARMFUL)
+@pytest.mark.parametrize(
+    ("fault", "algorithm"),
+    [pytest.param(*pair, marks=pytest.mark.slow if pair in QUICK else pytest.mark.proof) for pair in PAIRS],
+)
 def test_a_fault_is_an_error_on_both_ranks_in_every_schedule_with_one_deviation(fault: Any, algorithm: str) -> None:
     """Few schedules follow a backward pass that fails before the other rank begins its own: that rank is told at once."""
     schedules, found = explore(fault, algorithm, 1)

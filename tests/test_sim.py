@@ -64,15 +64,13 @@ def test_a_planted_bug_is_found_and_its_line_named(script: Script, tmp_path: Pat
         assert f"script.py:{found.line}" in found.message
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_a_mended_twin_is_not_reported(script: Script, tmp_path: Path) -> None:
-    report = judged(tmp_path, script.text(broken=False), script.ranks)
-    assert (report.verdict, report.finding, report.hints) == ("agree", None, [])
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_right_program_is_not_reported(name: str, tmp_path: Path) -> None:
-    report = judged(tmp_path, right(name))
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [pytest.param(script.text(broken=False), script.ranks, id=script.name) for script in SCRIPTS]
+    + [pytest.param(right(name), 2, id=name) for name in RIGHT],
+)
+def test_a_mended_twin_and_a_right_program_are_not_reported(text: str, ranks: int, tmp_path: Path) -> None:
+    report = judged(tmp_path, text, ranks, seeds=3)
     assert (report.verdict, report.finding, report.hints) == ("agree", None, [])
 
 
