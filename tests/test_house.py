@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -93,9 +94,15 @@ def is_public_name(path: Path) -> bool:
     return "sys.modules[__name__]" in text or "\nraise not_provided(" in text
 
 
-def trees() -> Iterator[tuple[Path, ast.Module]]:
-    for path in SOURCE.rglob("*.py"):
-        yield path, ast.parse(path.read_text())
+@cache
+def trees() -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text())) for path in SOURCE.rglob("*.py")]
+
+
+@cache
+def nodes() -> list[tuple[Path, ast.AST]]:
+    """Return all statements and what they consist of."""
+    return [(path, node) for path, tree in trees() for node in ast.walk(tree)]
 
 
 def lines_by_room() -> dict[str, int]:
@@ -132,8 +139,9 @@ def members(node: ast.ClassDef) -> set[str]:
 
 
 def test_a_protocol_has_two_implementers() -> None:
-    classes = {node.name: node for _, tree in trees() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    classes = {node.name: node for _, node in nodes() if isinstance(node, ast.ClassDef)}
 
+    @cache
     def all_members(name: str) -> set[str]:
         node = classes.get(name)
         own = {item.attr for item in ast.walk(node) if isinstance(item, ast.Attribute)} if node else set()
@@ -157,8 +165,7 @@ def test_a_check_never_returns_early() -> None:
 
     early = [
         f"{path.relative_to(SOURCE)}:{returned.lineno}"
-        for path, tree in trees()
-        for node in ast.walk(tree)
+        for path, node in nodes()
         if isinstance(node, ast.FunctionDef) and any(ast.unparse(d).startswith("check(") for d in node.decorator_list)
         for returned in own_returns(node)
     ]
@@ -167,12 +174,9 @@ def test_a_check_never_returns_early() -> None:
 
 def test_tests_quote_no_source_text() -> None:
     """A planted fault names what it changes (tests/meta/edit.py), or a line could not be simplified without a test."""
-    code = set()
-    for path, tree in trees():
-        lines = path.read_text().splitlines()
-        statements = (node for node in ast.walk(tree) if isinstance(node, ast.stmt))
-        plain = (node for node in statements if isinstance(node, ast.Assign | ast.AugAssign | ast.Return | ast.If | ast.For))
-        code |= {line for node in plain if len(line := lines[node.lineno - 1].strip()) >= 24}
+    lines = {path: path.read_text().splitlines() for path, _ in trees()}
+    plain = ((path, node) for path, node in nodes() if isinstance(node, ast.Assign | ast.AugAssign | ast.Return | ast.If | ast.For))
+    code = {line for path, node in plain if len(line := lines[path][node.lineno - 1].strip()) >= 24}
     quoted = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in files()

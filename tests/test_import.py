@@ -71,6 +71,7 @@ def test_import_brings_no_optional_package() -> None:
     loaded = {name.split(".")[0] for name in probe("import bagua_ref")["loaded"]}
     assert "bagua_ref" in loaded
     assert not loaded & OPTIONAL
+    assert not [name for name in probe("import bagua_ref")["loaded"] if name.startswith("bagua_ref.cli")]
 
 
 def test_the_oracle_brings_no_optional_package() -> None:
