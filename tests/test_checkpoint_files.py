@@ -1294,6 +1294,12 @@ def elastic(arguments: list[str]) -> tuple[int, str]:
     return load_script("examples/elastic.py").main(arguments)
 
 
+def what_elastic_prints(arguments: list[str]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        elastic(arguments)
+    return printed.getvalue()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -1333,14 +1339,13 @@ def test_torchrun_restarts_a_training(tmp_path: Path, name: str, ranks: int, kil
 
 
 @pytest.mark.proof
-def test_S7_6_torchrun_shrinks_and_grows_a_job_that_uses_every_sample(tmp_path: Path) -> None:
+def test_S7_6_a_job_shrinks_and_grows_and_uses_every_sample(tmp_path: Path) -> None:
     """Continue the example with other ranks in the middle of epochs, once after a kill; it checks each epoch's samples itself."""
-    arguments = ["--folder", str(tmp_path / "checkpoints"), "--save-every", "3"]
-    printed = ""
-    for ranks, steps, more in ((4, 6, []), (3, 13, ["--kill-rank", "2", "--kill-step", "11"]), (2, 24, [])):
-        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--max-restarts=1", "examples/elastic.py"]
-        ended = run_python(*launcher, *arguments, "--steps", str(steps), *more, limit=200, TMPDIR=str(tmp_path))
-        assert ended.returncode == 0, ended.stderr
-        printed += ended.stdout
+    arguments = ["--folder", str(tmp_path / "checkpoints"), "--save-every", "3", "--steps"]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=3", "--max-restarts=1", "examples/elastic.py"]
+    printed = launch(what_elastic_prints, 4, [*arguments, "6"], init=False)
+    ended = run_python(*launcher, *arguments, "13", "--kill-rank", "2", "--kill-step", "11", limit=200, TMPDIR=str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    printed = "".join([*printed, ended.stdout, *launch(what_elastic_prints, 2, [*arguments, "24"], init=False)])
     assert re.findall(r"resuming from step (\d+) on (\d) ranks", printed) == [("6", "3"), ("9", "3"), ("12", "2")]
     assert set(re.findall(r"epoch (\d): all 96 samples used, 0 of them twice", printed)) == set("01234")  # it stops in the sixth

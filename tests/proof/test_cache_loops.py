@@ -11,7 +11,7 @@ from tests.cache_servers import eventually, every_backend, need, processes, serv
 from tests.test_cached_dataset import assert_each_sample_is_made_once, held_workers, job
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
-TIMES = 20
+TIMES = 10
 
 
 def started_by(rank: int) -> set[int]:
