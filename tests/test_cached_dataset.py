@@ -23,7 +23,7 @@ from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistribute
 pytestmark = pytest.mark.slow
 
 
-def fresh(backend: str, dataset=None, **options) -> CachedDataset:
+def fresh(dataset=None, backend: str = "fakeredis", **options) -> CachedDataset:
     need(backend)
     cached = CachedDataset(Numbers() if dataset is None else dataset, backend, **options)
     cached.cache_loader.store.clear()
@@ -62,7 +62,7 @@ def test_each_sample_is_made_once_whoever_asks(backend, batch_size, options):
 
 
 def assert_each_sample_is_made_once(backend, batch_size, options):
-    dataset = fresh(backend)
+    dataset = fresh(backend=backend)
     loader = DataLoader(dataset, batch_size=batch_size, **options)
     for number in range(2):
         assert epoch(loader) == list(range(100))
@@ -135,7 +135,7 @@ def test_the_server_is_killed_in_mid_epoch_and_comes_back():
 
 @every_backend
 def test_samplers_and_subsets_work_as_ever(backend):
-    dataset = fresh(backend)
+    dataset = fresh(backend=backend)
     balanced = LoadBalancingDistributedSampler(dataset, lambda sample: sample[1], num_replicas=2, rank=0)
     assert len(epoch(DataLoader(dataset, sampler=balanced, batch_size=5))) == 50
     assert epoch(DataLoader(dataset, batch_sampler=BatchSampler(RandomSampler(dataset), 7, False))) == list(range(100))
@@ -143,9 +143,8 @@ def test_samplers_and_subsets_work_as_ever(backend):
     assert dataset.dataset.made.tolist() == [1] * 100
 
 
-@every_backend
-def test_an_index_is_its_number_whatever_its_type(backend):
-    dataset = fresh(backend)
+def test_an_index_is_its_number_whatever_its_type():
+    dataset = fresh()
     for index in (5, np.int64(5), torch.tensor(5), np.array(5)):
         assert dataset[index][1] == 5
     assert dataset.dataset.made.sum() == 1
@@ -158,9 +157,8 @@ class Words(dict):
     """A dataset with strings as keys."""
 
 
-@every_backend
-def test_indices_may_be_words(backend):
-    dataset = fresh(backend, Words(a=1, b=[2]))
+def test_indices_may_be_words():
+    dataset = fresh(Words(a=1, b=[2]))
     assert [dataset["a"], dataset["b"], dataset["b"]] == [1, [2], [2]]
     assert dataset.stats().hits == 1
 
@@ -173,11 +171,10 @@ class Batched(Plain):
         return [self[index] for index in indices]
 
 
-@every_backend
-def test_a_dataset_that_makes_batches_makes_what_is_missing_in_one(backend):
+def test_a_dataset_that_makes_batches_makes_what_is_missing_in_one():
     inner = Batched()
     inner.calls = []
-    dataset = fresh(backend, inner)
+    dataset = fresh(inner)
     dataset[3]
     assert epoch(DataLoader(dataset, batch_size=5, sampler=range(10))) == list(range(10))
     assert inner.calls == [[0, 1, 2, 4], [5, 6, 7, 8, 9]]
@@ -236,24 +233,21 @@ class Generating(Plain):
         return (self[index] for index in indices)
 
 
-@every_backend
 @pytest.mark.parametrize("kind", [Unbatched, Generating])
-def test_a_dataset_may_have_no_batches_or_generate_them(backend, kind):
-    dataset = fresh(backend, kind(20))
+def test_a_dataset_may_have_no_batches_or_generate_them(kind):
+    dataset = fresh(kind(20))
     for _ in range(2):
         assert epoch(DataLoader(dataset, batch_size=5)) == list(range(20))
     assert (dataset.stats().hits, dataset.stats().misses) == (20, 20)
 
 
-@every_backend
-def test_an_index_without_a_number_needs_a_key(backend):
+def test_an_index_without_a_number_needs_a_key():
     with pytest.raises(TypeError, match=r"a key of a cache cannot be or have tensor\(\[1, 2\]\)"):
-        fresh(backend)[torch.tensor([1, 2])]
+        fresh()[torch.tensor([1, 2])]
 
 
-@every_backend
-def test_prefill_makes_what_is_missing_and_tells_how_much(backend, capfd):
-    dataset = fresh(backend)
+def test_prefill_makes_what_is_missing_and_tells_how_much(capfd):
+    dataset = fresh()
     dataset[7]
     dataset.flush()
     assert dataset.prefill() == 99
@@ -274,9 +268,8 @@ def test_ranks_that_prefill_together_share_the_work():
     assert inner.made.tolist() == [1] * 101
 
 
-@every_backend
-def test_a_dataset_as_context_is_written_at_its_end(backend):
-    with fresh(backend, writer_buffer_size=50) as dataset:
+def test_a_dataset_as_context_is_written_at_its_end():
+    with fresh(writer_buffer_size=50) as dataset:
         dataset[1]
         assert dataset.cache_loader.store.num_keys() == 0
     assert dataset.cache_loader.store.num_keys() == 1
@@ -293,9 +286,8 @@ def test_what_has_no_indices_is_refused():
             CachedDataset(dataset, "fakeredis")
 
 
-@every_backend
-def test_a_pickled_dataset_carries_no_connection(backend):
-    dataset = fresh(backend, Plain())
+def test_a_pickled_dataset_carries_no_connection():
+    dataset = fresh(Plain())
     dataset[3]
     data = pickle.dumps(dataset)
     assert b"socket" not in data.lower()
@@ -322,7 +314,7 @@ def test_a_worker_that_would_start_a_server_is_told_where_to():
 
 def test_the_example_trains_twice_and_the_second_time_from_the_cache(capsys):
     example = load_script("examples/cached_dataset.py")
-    fresh("fakeredis")
+    fresh()
     example.main(["--backend", "fakeredis", "--samples", "96"])
     printed = capsys.readouterr().out
     assert "epoch 1: " in printed

@@ -370,31 +370,23 @@ def test_a_step_without_change_plans_nothing_and_allocates_no_storage(monkeypatc
     assert storages.peak - storages.start <= 8  # one scalar of an operation
 
 
-@pytest.mark.parametrize("flags", [{}, {"fused": True}])
-@pytest.mark.parametrize("allow_inexact", [False, True])
-def test_a_value_that_is_in_a_graph_cannot_be_used_after_a_fused_step(flags: dict[str, bool], allow_inexact: bool) -> None:
-    ps = parameters((3, 5), (7,), (20_000,))
+@pytest.mark.parametrize(("flags", "allow_inexact"), [({}, False), ({"fused": True}, False), ({"fused": True}, True)])
+def test_a_graph_may_use_a_weight_after_a_fused_step_only_if_it_had_no_gradient(flags: Any, allow_inexact: bool) -> None:
+    ps = parameters((3, 5), (7,), (20_000,), (1,))  # a run, a large one, and a single element
     fused: Any = fuse_optimizer(torch.optim.SGD(ps, lr=0.1, **flags), allow_inexact=allow_inexact)
-    losses = [(p * p).sum() for p in ps]
-    give(0, ps)
-    fused.fuse_step()
-    for loss in losses:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
-@pytest.mark.parametrize("flags", [{}, {"fused": True}])
-def test_a_value_of_a_graph_can_be_used_where_a_fused_step_has_no_gradient(flags: dict[str, bool]) -> None:
-    ps = parameters((3, 5), (1,))  # a single element is never fused
-    fused: Any = fuse_optimizer(torch.optim.SGD(ps, lr=0.1, **flags))
-    for without in ((), (1,)):
+    for without in (None, 3):
         losses = [(p * p).sum() for p in ps]
         give(0, ps)
-        for place in without:
-            ps[place].grad = None
+        if without is not None:
+            ps[without].grad = None
         fused.fuse_step()
-    losses[1].backward()
-    assert torch.equal(ps[1].grad, 2 * ps[1])
+        for place, loss in enumerate(losses):
+            if place == without:
+                loss.backward()
+                assert torch.equal(ps[place].grad, 2 * ps[place])
+            else:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()
 
 
 class Storages(TorchDispatchMode):
@@ -540,7 +532,7 @@ def test_state_is_shared_by_two_optimizers_as_torch_shares_it() -> None:
 )
 def test_a_parameter_of_shape_nothing_has_the_bits_of_step_also_if_options_are_tensors(option: dict[str, Any]) -> None:
     """Torch combines two scalars in the wider of their dtypes, and a vector with a scalar in the vector's dtype."""
-    for seed in range(10):
+    for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         ps = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((), (3,), (2, 2), ())]
         qs = [torch.nn.Parameter(p.detach().clone()) for p in ps]
