@@ -14,7 +14,6 @@ import redis
 import xxhash
 from tests.cache_servers import Server, eventually, every_backend, free_port, need, servers
 
-import bagua_ref
 from bagua_ref.contrib import CacheLoader
 from bagua_ref.contrib.cache.server import start_redis_server
 from bagua_ref.contrib.utils.redis_store import (
@@ -410,14 +409,3 @@ def test_the_hosts_address_is_one_that_can_be_bound():
 
     with socket.socket() as probe:
         probe.bind((get_host_ip(), 0))
-
-
-def test_importing_contrib_brings_no_redis_and_starts_nothing():
-    from tests.test_import import probe
-
-    seen = probe("import bagua_ref.contrib")
-    assert seen["started"] == []
-    assert seen["changed"] == []
-    assert not {name.split(".")[0] for name in seen["loaded"]} & {"redis", "fakeredis", "hiredis", "rich"}
-    assert "bagua_ref.contrib.cache_loader" in seen["loaded"]
-    assert bagua_ref.contrib
