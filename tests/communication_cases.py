@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -203,8 +205,8 @@ def backend_tensors(comm) -> None:
 
 def refusals(comm) -> None:
     """Bad input is refused before anything is sent, and the communicator stays usable."""
-    n = comm.nranks()
-    x = torch.ones(2 * n)
+    n, rank = comm.nranks(), comm.rank()
+    x, two, three, zeros = torch.ones(2 * n), torch.ones(2), torch.ones(3), [0] * n
     bad = [
         (ValueError, "contiguous", lambda: bagua_ref.broadcast(torch.ones(3, 2).t(), 0, comm)),
         (ValueError, "contiguous", lambda: bagua_ref.allreduce_inplace(torch.ones(4)[::2], comm=comm)),
@@ -213,7 +215,7 @@ def refusals(comm) -> None:
         (ValueError, "src=-1", lambda: bagua_ref.broadcast(x, -1, comm)),
         (ValueError, f"src={n}", lambda: bagua_ref.broadcast_object(x, n, comm)),
         (ValueError, f"dst={n}", lambda: bagua_ref.send(x, n, comm)),
-        (ValueError, f"src={comm.rank()}", lambda: bagua_ref.recv(x, comm.rank(), comm)),
+        (ValueError, f"src={rank}", lambda: bagua_ref.recv(x, comm.rank(), comm)),
         (TypeError, "src=1.0", lambda: bagua_ref.broadcast(x, 1.0, comm)),
         (ValueError, "op=4", lambda: bagua_ref.allreduce_inplace(x, 4, comm)),
         (TypeError, "AVG", lambda: bagua_ref.allreduce_inplace(x.long(), ReduceOp.AVG, comm)),
@@ -228,7 +230,31 @@ def refusals(comm) -> None:
         (ValueError, "displs", lambda: bagua_ref.alltoall_v_inplace(x, [1] * n, [2 * n] * n, comm)),
         (TypeError, "Tensor", lambda: bagua_ref.broadcast([1.0], 0, comm)),
         (TypeError, "comm='global'", lambda: bagua_ref.broadcast(x, 0, "global")),
+        (ValueError, "'meta', which holds no values", lambda: bagua_ref.allreduce_inplace(torch.ones(2, device="meta"), comm=comm)),
+        (ValueError, f"exchange of rank {rank} with itself", lambda: comm.exchange([(two, rank)], [(three, rank)])),
+        (
+            ValueError,
+            rf"send_counts\[{rank}\]=2 and recv_counts\[{rank}\]=3 must be equal, as rank {rank} sends",
+            lambda: comm.alltoall_v(two, [2] * n, zeros, three, [3] * n, zeros),
+        ),
+        (
+            TypeError,
+            "^send_tensor must be a torch.Tensor, not list",
+            lambda: comm.alltoall_v([1.0], [1] * n, zeros, x, [1] * n, zeros),
+        ),
+        (ValueError, r"^displs((?!send).)*$", lambda: bagua_ref.alltoall_v_inplace(two, [3] * n, zeros, comm)),
     ]
+    for collective in (bagua_ref.allgather_inplace, bagua_ref.reduce_scatter_inplace):
+        bad += [
+            (
+                ValueError,
+                r"tensor of shape .* and strides .* must be contiguous",
+                partial(collective, torch.ones(2, 2 * n).t(), comm=comm),
+            ),
+            (TypeError, "tensor must be a torch.Tensor, not list", partial(collective, [1.0], comm=comm)),
+        ]
+    for collective, count in product((bagua_ref.gather_inplace, bagua_ref.scatter_inplace), (-1, 1.0)):
+        bad.append((ValueError, f"count={count} must be an int, 0 or more", partial(collective, torch.ones(1), count, 0, comm)))
     if n > 1:
         odd = torch.ones(2 * n + 1)
         bad += [
