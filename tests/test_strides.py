@@ -239,11 +239,14 @@ def test_S2_3_strides_of_axes_of_length_1_and_of_what_is_not_trained_may_differ(
     model.with_bagua([], Algorithm.init("gradient_allreduce"))
 
 
-@pytest.mark.parametrize("flatten", [True, False])
-@pytest.mark.parametrize("name", [*AS_PLAIN, "bytegrad", "powersgd", "qadam", "low_precision_decentralized"])
+@pytest.mark.parametrize(
+    ("name", "flatten"),
+    [
+        *((name, True) for name in (*AS_PLAIN, "bytegrad", "powersgd", "qadam", "low_precision_decentralized")),
+        *((name, False) for name in ("gradient_allreduce", "topk", "bytegrad", "qadam")),
+    ],
+)
 def test_S2_3_new_strides_make_new_buckets_or_are_refused(name: str, flatten: bool) -> None:
-    if name == "async":
-        flatten = True
     exact = name in AS_PLAIN
 
     def train(rank: int) -> list[Tensor]:
