@@ -75,7 +75,7 @@ def on_its_ranks(test: Any) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_restart_at_any_step_equals_an_undisturbed_run_to_the_bit(name: str) -> None:
-    do_flatten = bool(list(CASES).index(name) % 2)  # in turn, so that both occur with each algorithm
+    do_flatten = list(CASES).index(name) % 2 == 0  # in turn, so that both occur with each algorithm
     dtype = torch.float32 if do_flatten else torch.bfloat16
 
     def rank(r: int) -> None:
@@ -409,7 +409,9 @@ def test_a_forgotten_model_is_collected_and_takes_its_threads_along(name: str) -
         bagua_ref.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].takes((1,)) and not CASES[name].compresses and "diloco" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if CASES[name].takes((1,)) and not CASES[name].compresses and "diloco" not in name]
+)
 def test_a_rank_alone_trains_as_without(name: str) -> None:
     def rank(r: int) -> torch.Tensor:
         run = Run(name)

@@ -74,6 +74,11 @@ def test_import_brings_no_optional_package() -> None:
     assert not [name for name in probe("import bagua_ref")["loaded"] if name.startswith("bagua_ref.cli")]
 
 
+def test_import_brings_no_backend() -> None:
+    loaded = {name for name in probe("import bagua_ref")["loaded"] if name.startswith("bagua_ref.backends")}
+    assert loaded == {f"bagua_ref.backends{module}" for module in ("", ".base", ".codec")}
+
+
 def test_the_oracle_brings_no_optional_package() -> None:
     loaded = probe("import bagua_ref.conformance")["loaded"]
     assert not {name.split(".")[0] for name in loaded} & {*OPTIONAL, "pytest"}
