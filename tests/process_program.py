@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends import get_backend, get_codec
-from bagua_ref.conformance.expected import samplers_plain
-from bagua_ref.conformance.expected.collectives_plain import combine
+from bagua_ref.conformance.expected import collectives_plain, samplers_plain
 from bagua_ref.conformance.targets.process_link import DTYPES
 
 KERNELS = (
@@ -152,24 +151,21 @@ class Program:
             }
         dtype = DTYPES[header["dtype"]] if call == "scatter" else x.dtype
         parts = [tensor(part, dtype) for part in world.everyone(raw(x))]
-        root, chunk = header.get("root"), -(-x.numel() // world.n)
+        root = header.get("root", world.rank)
         if call == "barrier":
             return {}
-        if call == "broadcast":
-            return {"x": parts[root]}
         if call == "scatter":
-            size = header["elements"]
-            return {"out": parts[root][world.rank * size : (world.rank + 1) * size].clone()}
-        if call in ("gather", "allgather"):
-            return {"out": torch.cat(parts)} if call == "allgather" or root == world.rank else {}
-        if call == "alltoall":
-            return {"out": torch.cat([part[world.rank * chunk : (world.rank + 1) * chunk] for part in parts])}
-        total = combine(torch.stack(parts), header["op"])
-        if call == "reduce_scatter":
-            total = total[world.rank * chunk : (world.rank + 1) * chunk].clone()
-        if FAULT == "planted" and world.n > 2 and world.rank == 1:
-            total = total + 1
-        return {"out": total} if call != "reduce" or root == world.rank else {}
+            out = collectives_plain.scatter(parts[root], world.n)[world.rank]
+        elif call == "gather":
+            out = collectives_plain.gather(torch.stack(parts))
+        else:
+            given = {name: header[name] for name in ("op", "root") if name in header}
+            out = getattr(collectives_plain, call)(torch.stack(parts), **given)[world.rank]
+        if FAULT == "planted" and "op" in header and world.n > 2 and world.rank == 1:
+            out = out + 1
+        if call in ("gather", "reduce") and root != world.rank:
+            return {}
+        return {"x" if call == "broadcast" else "out": out}
 
 
 def main() -> None:

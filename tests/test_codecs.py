@@ -1,7 +1,8 @@
-"""Tests of the codecs of S12 and of the registry: pinned vectors, `ml_dtypes` as a second opinion, tiles, operations, refusals."""
+"""Tests of the codecs of S4 and S12 and of the registry: pinned vectors, `ml_dtypes`, tiles, operations, refusals."""
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import warnings
@@ -11,23 +12,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.launch import run_script
+from tests.scripts import ROOT
 from tests.trainings import by_name, network, on_every_rank, simulate, train, weights
 
 import bagua_ref
 import bagua_ref.backends as registry
 from bagua_ref.backends import Codec, get_backend, get_codec, list_codecs, register_codec
+from bagua_ref.backends.codec import COMPRESSIBLE
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.backends.reference.backend import BLOCK
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.comm_ops import CentralizedLowPrecision
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.conformance.expected import codecs_scalar
+from bagua_ref.conformance.expected.codecs_scalar import MINMAX
+from bagua_ref.conformance.expected.kernels_scalar import float32_of_bits
 from bagua_ref.errors import BackendUnavailableError
 from bagua_ref.simulation import SimulatedWorld
 
 MX = ("MXFP8", "MXFP4", "MXINT8")
 S12 = (*MX, "OneBit")
-every_codec = pytest.mark.parametrize("name", S12)
+minmax = get_codec(MINMAX, "reference")
 
 
 def codec(name: str) -> Codec:
@@ -74,26 +80,21 @@ def test_S12_2_pinned_payload():
     assert found[4:].tolist() == [0] * 28 + [0b10110111, 0b10000000] + [0] * 30
 
 
-def test_S12_an_empty_chunk_has_no_bytes():
-    for name in S12:
-        assert codec(name).payload_bytes(0, torch.float32) == 0
-        assert codec(name).compress(torch.empty(0), 3).numel() == 0
-        assert round_trip(name, torch.empty(0), 3).numel() == 0
+@pytest.mark.parametrize(
+    ("name", "counts", "sizes"),
+    [
+        ("MXFP8", (1, 32, 33), [32, 64, 64]), ("MXFP4", (1, 32, 33), [32, 32, 32]), ("MXINT8", (1, 32, 33), [32, 64, 64]),
+        ("OneBit", (1, 256, 257), [64, 64, 96]), ("MinMaxUInt8", (0, 1, 32, 33), [32, 64, 64, 96]),
+    ],
+)  # fmt: skip
+def test_S4_S12_payload_bytes(name, counts, sizes):
+    assert [codec(name).payload_bytes(c, torch.float16) for c in counts] == sizes
+    assert [codecs_scalar.payload_size(name, c) for c in counts] == sizes
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("MXFP8", [32, 64, 64]), ("MXFP4", [32, 32, 32]), ("MXINT8", [32, 64, 64])])
-def test_S12_1_payload_bytes(name, sizes):
-    assert [codec(name).payload_bytes(c, torch.float16) for c in (1, 32, 33)] == sizes
-    assert [codecs_scalar.payload_size(name, c) for c in (1, 32, 33)] == sizes
-
-
-def test_S12_2_payload_bytes():
-    assert [codec("OneBit").payload_bytes(c, torch.float32) for c in (1, 256, 257)] == [64, 64, 96]
-
-
-@every_codec
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("num_chunks", "size"), [(1, BLOCK + 5), (3, 1000), (5000, 33), (9000, 1)])
+@pytest.mark.parametrize("name", [*S12, MINMAX])
+@pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
+@pytest.mark.parametrize(("num_chunks", "size"), [(1, BLOCK + 5), (3, BLOCK + 7), (4, BLOCK // 2), (9000, 1)])
 def test_tiles_change_nothing(name, num_chunks, size, dtype):
     x = torch.randn(num_chunks * size, generator=torch.Generator().manual_seed(1)).to(dtype)
     payload, restored = (
@@ -105,15 +106,116 @@ def test_tiles_change_nothing(name, num_chunks, size, dtype):
             alone = x.view(num_chunks, size)[row].clone()
             assert_equal(payload[row], codec(name).compress(alone, 1), EXACT)
             assert_equal(restored[row], round_trip(name, alone), EXACT)
-    elif name != "OneBit":  # whose scale belongs to the chunk
-        tail = x[-69:].clone() if (size - 69) % 32 == 0 else x[size // 32 * 32 - 64 :].clone()
-        assert_equal(restored[0][-len(tail) :], round_trip(name, tail), EXACT)
+    elif name != "OneBit":  # whose scale depends on the whole chunk; levels depend on its ends only
+        ends = x[[int(x.argmin()), int(x.argmax())]] if name == MINMAX else x[:0]
+        tail = x[size // 32 * 32 - 64 :]
+        assert_equal(restored[0][-len(tail) :], round_trip(name, torch.cat([ends, tail]))[len(ends) :], EXACT)
 
 
 def test_S12_1_the_exponent_is_exact_just_below_a_power_of_two():
     below = torch.nextafter(torch.tensor([2.0**k for k in range(-120, 120, 7)]), torch.tensor(0.0))
     for value, k in zip(below, range(-120, 120, 7), strict=True):
         assert codec("MXINT8").compress(value.view(1), 1)[0].item() == k - 1 + 127
+
+
+# MinMaxUInt8 (S4)
+
+
+def minmax_block(header: str, levels: list[int]) -> bytes:
+    return (bytes.fromhex(header).ljust(32, b"\0") + bytes(levels)).ljust(minmax.payload_bytes(len(levels), torch.float32), b"\0")
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "header", "levels"),
+    [
+        ([0.0, 1.0, 2.0], torch.float32, "00000000 00000040", [0, 128, 255]),
+        ([-253.5, 1.5], torch.float32, "00807dc3 0000c03f", [0, 255]),  # S4.2: the lower clamp, -1 without it
+        ([1.0, 1.0], torch.float32, "0000803f 0000803f", [255, 255]),  # S4.2: the upper clamp, 256 without it
+        ([-0.0, -0.0], torch.float32, "00000000 00000000", [255, 255]),  # S4.1: a zero is written +0
+        ([-1.0, -0.0], torch.float16, "00bc 0000", [0, 255]),
+        ([-1.0, 3.0], torch.bfloat16, "80bf 4040", [0, 255]),
+        ([1e30, 1e30], torch.float32, "0000c07f 0000c07f", [0, 0]),  # S4.4: max*scale overflows
+        ([-3e38, 3e38], torch.float32, "0000c07f 0000c07f", [0, 0]),  # S4.4: max - min overflows
+        ([1.0, math.nan], torch.float32, "0000c07f 0000c07f", [0, 0]),
+        ([1.0, -math.inf], torch.float16, "007e 007e", [0, 0]),
+        ([math.nan, 2.0], torch.bfloat16, "c07f c07f", [0, 0]),
+        ([], torch.float32, "00000000 00000000", []),  # S4.4
+    ],
+)
+def test_S4_pinned_vectors(values, dtype, header, levels):
+    x = torch.tensor(values, dtype=dtype)
+    assert bytes(minmax.compress(x, 1).tolist()) == minmax_block(header, levels)
+    assert codecs_scalar.compress_minmax(x.tolist(), str(dtype).removeprefix("torch.")) == minmax_block(header, levels)
+
+
+def test_S4_3_what_lies_beyond_float16_is_its_largest_number():
+    # Levels 0 and 255 decode to -127 and 128 steps of 513.8; the upper one, 65760, would round to infinity.
+    x = torch.tensor([-65504.0, 65504.0], dtype=torch.float16)
+    assert_equal(round_trip(MINMAX, x), torch.tensor([-65248.0, 65504.0], dtype=torch.float16), EXACT)
+
+
+def test_S4_3_what_lies_beyond_float32_is_its_largest_number():
+    largest = torch.finfo(torch.float32).max
+    x = torch.tensor([-largest / 2, largest / 2])
+    restored = round_trip(MINMAX, x)
+    assert restored.isfinite().all()
+    payload = torch.zeros(64, dtype=torch.uint8)
+    payload[:8] = torch.tensor([-largest, largest]).view(torch.uint8)  # no compressor writes this: the difference overflows
+    payload[32:34] = torch.tensor([0, 200])
+    out = torch.zeros(2)
+    minmax.decompress(payload, 1, out)
+    assert_equal(out, torch.tensor([-largest, -largest]), EXACT)
+
+
+def test_S4_6_the_pinned_vector_needs_one_and_a_half_steps():
+    low, high = float32_of_bits(0xC018B111), float32_of_bits(0x4027C5B4)
+    x = torch.tensor([high, low])
+    errors = (round_trip(MINMAX, x).double() - x.double()).abs()
+    scale = codecs_scalar.grid(low, high)[0]
+    assert errors.max() > 0.5 / scale + 2.0**-22 * high
+    assert errors.max() <= codecs_scalar.error_bound(MINMAX, low, [low, high], 0.0, "float32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_chunks": 3}, ValueError, "num_chunks=3 must divide the number of elements, which is 4"),
+        ({"num_chunks": 0}, ValueError, "num_chunks=0 must be at least 1"),
+        ({"num_chunks": -2}, ValueError, "num_chunks=-2 must be at least 1"),
+        ({"num_chunks": 2.0}, TypeError, "num_chunks=2.0 must be an integer"),
+        ({"num_chunks": 2, "target_chunk": 2}, ValueError, "target_chunk=2 must be from 0 to num_chunks - 1 = 1"),
+        ({"num_chunks": 2, "target_chunk": -1}, ValueError, "target_chunk=-1 must be from 0 to num_chunks - 1 = 1"),
+        ({"num_chunks": 2, "target_chunk": "a"}, TypeError, "target_chunk='a' must be an integer"),
+        ({"num_chunks": 1, "out": torch.zeros(63, dtype=torch.uint8)}, ValueError, "out has 63 elements; .* must have 64"),
+        ({"num_chunks": 1, "out": torch.zeros(64)}, TypeError, "out is torch.float32; .* must be torch.uint8"),
+        ({"num_chunks": 1, "out": torch.zeros(128, dtype=torch.uint8)[::2]}, ValueError, "out .* must be 1-D and contiguous"),
+        ({"num_chunks": 1, "out": torch.zeros(64, dtype=torch.uint8, device="meta")}, ValueError, "out is on meta"),
+    ],
+)
+def test_compress_refuses(arguments, error, message):
+    with pytest.raises(error, match=message):
+        minmax.compress(torch.zeros(4), **arguments)
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_and_its_three_forms_of_S4_agree(tmp_path):
+    folder, table = ROOT / "benchmarks", tmp_path / "codec.json"
+    run = f"runpy.run_path({str(folder / 'codec.py')!r}, run_name='__main__')"
+    ended = run_script(
+        f"import runpy, sys; sys.path.insert(0, {str(folder)!r}); sys.argv[1:] = ['--quick', '--json', {str(table)!r}]; {run}"
+    )
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(table.read_text())
+    limits = [row["limit"] for row in result["rows"]]
+    assert limits == ["at most 5", *["-"] * 5, *["at most 5"] * 2, *["at most 8"] * 2, *["at most 5"] * 4]
+    assert all(row["ratio"] > 0 for row in result["rows"])
+    assert {"machine", "versions", "date"} <= set(result)
+
+
+def test_payload_and_tensor_must_lie_apart():
+    memory = torch.zeros(128, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="out overlaps x in memory"):
+        minmax.compress(memory[:64].view(torch.float32)[:8], 1, out=memory[16:80])
 
 
 # A second opinion (S12.4)
@@ -185,7 +287,7 @@ def test_S12_3_bounds_are_attained():
 # Operations and algorithms
 
 
-@pytest.mark.parametrize("name", [*S12, "MinMaxUInt8"])
+@pytest.mark.parametrize("name", [*S12, MINMAX])
 def test_S3_2_with_every_codec_all_ranks_end_with_the_bytes_of_the_sentence(name):
     n, size = 3, 35
     inputs = [torch.randn(n * size, generator=torch.Generator().manual_seed(rank)) for rank in range(n)]
@@ -205,7 +307,7 @@ def test_S3_2_with_every_codec_all_ranks_end_with_the_bytes_of_the_sentence(name
 
 
 @pytest.mark.filterwarnings("ignore:compression='OneBit' without error memory")
-@pytest.mark.parametrize("name", [*S12, "MinMaxUInt8"])
+@pytest.mark.parametrize("name", [*S12, MINMAX])
 @pytest.mark.parametrize("kind", ["bytegrad", "qadam", "low_precision_decentralized", "diloco"])
 def test_every_algorithm_trains_alike_on_all_ranks_with_every_codec(name, kind):
     def rank(r: int) -> torch.Tensor:
@@ -250,11 +352,11 @@ def test_one_bit_without_error_memory_warns(r: int):
         bucket.append_centralized_synchronous_op(scattergather=True, compression="MXFP4")
 
 
-@every_codec
+@pytest.mark.parametrize("name", [*S12, MINMAX])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32], ids=str)
-def test_S12_other_dtypes_are_refused_by_name_when_appended(name, dtype):
+def test_S4_5_S12_other_dtypes_are_refused_by_name_when_appended(name, dtype):
     x = torch.zeros(4, dtype=dtype)
-    with pytest.raises(TypeError, match=f"x is {dtype}; it must be one of torch.float16"):
+    with pytest.raises(TypeError, match=f"x is {dtype}; it must be one of torch.float16, torch.bfloat16, torch.float32"):
         codec(name).compress(x, 1)
     with pytest.raises(TypeError, match=f"out is {dtype}"):
         codec(name).decompress(torch.zeros(64, dtype=torch.uint8), 1, x)
@@ -267,10 +369,10 @@ def test_S12_other_dtypes_are_refused_by_name_when_appended(name, dtype):
     simulate(2, rank)
 
 
-@every_codec
+@pytest.mark.parametrize("name", [*S12, MINMAX])
 def test_a_payload_of_the_wrong_size_is_refused_and_out_stays(name):
     out = torch.ones(64)
-    with pytest.raises(ValueError, match="payload has 31 elements"):
+    with pytest.raises(ValueError, match="payload has 31 elements; with out of 64 it must have"):
         codec(name).decompress(torch.zeros(31, dtype=torch.uint8), 1, out)
     assert_equal(out, torch.ones(64), EXACT)
 

@@ -12,6 +12,7 @@ from tests.launch import run_script
 
 from bagua_ref.conformance import Report, run_conformance
 from bagua_ref.conformance.clauses import CLAUSES
+from bagua_ref.conformance.run.search import PROFILES
 
 GRADIENTS = "algorithms.S5.1.gradients[float32]"
 PEERS = "algorithms.S5.3.shift_one[float32]"
@@ -25,12 +26,17 @@ def on(target: Any, *checks: str, **options: Any) -> Report:
     return run_conformance(target, ["algorithms"], checks=checks, **{"time_limit": 3.0, **options})
 
 
+@pytest.fixture
+def four_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PROFILES, "quick", 4)
+
+
 def clauses_of(section: str) -> list[str]:
     return [clause for clause in CLAUSES if clause.partition(".")[0] == section]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("few_inputs")
+@pytest.mark.usefixtures("four_inputs")
 def test_a_trainer_of_its_own_passes_and_what_it_lacks_is_skipped():
     report = on(outside.Right(), "S5", "S5.1", "S5.3", "S5.5", "S2.4", "S2.5", seed=5)
     assert report.passed, report
@@ -88,7 +94,9 @@ def repeats(script: str, target: type, right: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("target", "right"), [(outside.StaysWithItsPeerTarget, "Right"), (outside.HalvesTwice, "ReferenceBackend")], ids=str
+    ("target", "right"),
+    [(outside.StaysWithItsPeerTarget, "Right"), (outside.HalvesTwice, "ReferenceBackend")],
+    ids=["trainer", "kernels"],
 )
 def test_a_counterexample_is_small_and_repeats_the_failure(target, right):
     (failed,) = on(target(), PEERS).failures()
@@ -109,13 +117,13 @@ def test_a_powersgd_with_another_basis_passes_but_for_its_messages() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("few_inputs")
+@pytest.mark.usefixtures("four_inputs")
 def test_a_topk_passes() -> None:
     assert on(compressed.target(topk=compressed.TopK), "S11.2", shrink=False, jobs=2, time_limit=10.0).passed
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("few_inputs")
+@pytest.mark.usefixtures("four_inputs")
 def test_local_updates_pass_and_what_they_lack_is_skipped() -> None:
     target = local_updates.target(local_updates.LocalSGD, local_updates.DiLoCo)
     report = on(target, *clauses_of("S9"), shrink=False, jobs=2, time_limit=10.0)

@@ -71,7 +71,7 @@ def target_of(fuse_optimizer):
 
 @pytest.mark.usefixtures("few_inputs")
 def test_an_optimizer_that_fuses_nothing_fails_only_where_something_must_be_fused():
-    report = on(target_of(unfused), "S6", jobs=2)
+    report = on(target_of(unfused), "S6", jobs=2, shrink=False)
     assert {result.id for result in report.failures()} == {f"fused_optimizer.S6.{name}" for name in ("count", "moved", "refuses")}
 
 
@@ -80,14 +80,15 @@ def test_an_optimizer_that_fuses_nothing_fails_only_where_something_must_be_fuse
     [
         (forgets_gradients, "zero_grad", "weights of parameter"),
         (raises, "bits", "out of cheese"),
-        (sleeps, "bits", "fuse_optimizer: no answer within 3 s"),
+        (sleeps, "bits", "fuse_optimizer: no answer within 1 s"),
         (dies, "bits", "crashed: exit code 7"),
         (returns_nothing, "identity", "must return the optimizer itself"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_faulty_fused_optimizer_is_a_verdict_with_a_script(fuse_optimizer, check, said):
-    failed = on(target_of(fuse_optimizer), f"fused_optimizer.S6.{check}").failures()[0]
+    limit = {"time_limit": 1.0} if fuse_optimizer is sleeps else {}
+    failed = on(target_of(fuse_optimizer), f"fused_optimizer.S6.{check}", **limit).failures()[0]
     assert said in failed.message
     script = failed.counterexample
     assert f"from tests.test_conformance_contrib import {fuse_optimizer.__name__} as fuse_optimizer" in script
@@ -207,8 +208,8 @@ def test_a_faulty_cache_is_a_verdict_with_a_script(target, check, said):
 @pytest.mark.parametrize("target", [TargetSleeps, TargetSleepsInWorkers], ids=lambda target: target.__name__)
 def test_a_cache_that_hangs_leaves_no_process_behind(target):
     check, before = "cache.S8.2.worker", set(processes("watchdog.py"))
-    report = on(target(), check, shrink=False)
-    assert "cache: no answer within 3 s" in report.failures()[0].message
+    report = on(target(), check, shrink=False, time_limit=1.0)
+    assert "cache: no answer within 1 s" in report.failures()[0].message
     assert "start_servers(1)" in report.failures()[0].counterexample
     assert eventually(lambda: not set(processes("watchdog.py", f" {os.getpid()} ")) - before)
 

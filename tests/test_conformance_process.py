@@ -19,7 +19,7 @@ from tests.scripts import ROOT
 
 from bagua_ref.cli import main
 from bagua_ref.conformance import run_conformance
-from bagua_ref.conformance.run.search import _is_of_connection
+from bagua_ref.conformance.run.search import PROFILES, _is_of_connection
 from bagua_ref.conformance.targets import process
 from bagua_ref.conformance.targets.process import ProcessTarget
 from bagua_ref.conformance.targets.process_link import DTYPES, ProgramError, Programs
@@ -75,15 +75,15 @@ def test_a_codec_in_another_program_is_judged() -> None:
     assert report.counts()["passed"] > 10
 
 
-@pytest.mark.usefixtures("few_inputs")
-def test_samplers_in_another_program_are_judged(tmp_path: Path) -> None:
-    assert run_conformance(ProcessTarget(SAMPLER), ["samplers"], time_limit=60.0).passed
+def test_samplers_in_another_program_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PROFILES, "quick", 4)
+    options: Any = {"checks": ["samplers.S7.3.indices", "samplers.S7.4.batches"], "shrink": False, "time_limit": 60.0}
+    assert run_conformance(ProcessTarget(SAMPLER), ["samplers"], **options).passed  # tests/outside has all checks
     program = tmp_path / "faulty.py"
     program.write_text(
         (ROOT / "tests" / "outside" / "plain_sampler.py").read_text().replace("place % mine", "min(place, mine - 1)")
     )
-    checks = ["samplers.S7.3.indices", "samplers.S7.4"]
-    report = run_conformance(ProcessTarget(f"{PYTHON} {program}"), checks=checks, shrink=False, time_limit=60.0)
+    report = run_conformance(ProcessTarget(f"{PYTHON} {program}"), ["samplers"], **options)
     assert {result.id for result in report.failures()} == {"samplers.S7.4.batches"}
 
 

@@ -1,4 +1,4 @@
-"""Tests of the emulated CUDA codecs beyond the properties: many blocks, alignments, thread orders, every code, huge indices.
+"""Tests of the emulated CUDA codecs beyond the suites: many blocks, alignments, thread orders, every code, huge indices.
 
 Payloads must equal the reference's to the bit, but for the last bit of OneBit's scales, whose sums have any order (S12.2).
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
+import math
 
 import pytest
 import torch
@@ -49,10 +51,7 @@ def same_values(
     assert_equal(restored, wanted, EXACT)
 
 
-SHAPES = [
-    (1, 1), (1, 31), (5, 33), (3, 1000), (2, 8187), (2, 8188), (2, 8189), (1, 16376), (1, 16377), (3, 20_001), (1, 200_003),
-    (70, 3), (300, 1),
-]  # fmt: skip
+SHAPES = [(5, 33), (2, 8187), (2, 8188), (2, 8189), (1, 16376), (1, 16377), (3, 20_001), (1, 200_003), (300, 1)]
 
 
 @every_compressible
@@ -60,38 +59,20 @@ SHAPES = [
 @pytest.mark.parametrize(("num_chunks", "size"), SHAPES, ids=str)
 def test_any_size_at_every_alignment(name, dtype, num_chunks, size):
     lanes = 128 // torch.finfo(dtype).bits
-    for skip, payload_skip in [(0, 0), (1, 0), (lanes - 1, 1), (2, 4), (0, 15)][: 2 if size > 10_000 else 5]:
+    many = size > 10_000 or num_chunks > 100  # for which the emulation takes long
+    for skip, payload_skip in [(0, 0), (1, 0), (lanes - 1, 1), (2, 4), (0, 15)][: 2 if many else 5]:
         x = placed(numbers(num_chunks * size, dtype), skip)
         x[::9], x[-1] = 0.0, -0.0
         payload = same_payload(name, x, num_chunks, payload_skip)
         same_values(name, placed(payload, payload_skip), num_chunks, x, skip)
 
 
-@every_codec
-def test_what_lies_around_payload_and_values_is_left_alone(name):
-    for size in (1, 9, 33, 41):
-        x = numbers(2 * size, torch.float16)
-        expected = get_codec(name, reference).compress(x, 2)
-        room = torch.full((len(expected) + 40,), 3, dtype=torch.uint8)
-        get_codec(name, emulated).compress(x, 2, out=room[13:-27])
-        assert torch.equal(torch.cat([room[:13], room[-27:]]), torch.full((40,), 3, dtype=torch.uint8))
-        values = torch.full((2 * size + 20,), 3.0, dtype=torch.float16)
-        get_codec(name, emulated).decompress(expected, 2, values[7:-13])
-        assert_equal(torch.cat([values[:7], values[-13:]]), torch.full((20,), 3.0, dtype=torch.float16), EXACT)
-
-
-@every_codec
-def test_S12_an_empty_chunk(name):
-    payload = same_payload(name, torch.empty(0), 3)
-    same_values(name, payload, 3, torch.empty(0))
-
-
 @every_compressible
 @every_codec
-@pytest.mark.parametrize("size", [100, 20_000])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
-def test_one_bad_value_anywhere_poisons_its_chunk_or_block_alone(name, dtype, size, value):
-    for position in (0, size - 1, size, size + size // 2, 2 * size - 1):
+def test_one_bad_value_anywhere_poisons_its_chunk_or_block_alone(name, dtype):
+    size = 20_000
+    positions, values = (0, size - 1, size, size + size // 2, 2 * size - 1), itertools.cycle([math.inf, math.nan, -math.inf])
+    for position, value in zip(positions, values, strict=False):
         x = numbers(3 * size, dtype)
         x[position] = value
         same_values(name, same_payload(name, x, 3), 3, x)
@@ -99,8 +80,8 @@ def test_one_bad_value_anywhere_poisons_its_chunk_or_block_alone(name, dtype, si
 
 @every_compressible
 @every_codec
-@pytest.mark.parametrize("size", [100, 9000, 20_000])
-def test_a_target_chunk_is_written_alone(name, dtype, size):
+def test_a_target_chunk_is_written_alone(name, dtype):
+    size = 9000
     x = placed(numbers(3 * size, dtype), 1)
     for target in range(3):
         payload, expected = (
@@ -142,14 +123,6 @@ def test_S12_1_every_code_with_every_scale(name, dtype, skip):
     scales = codes.repeat_interleave(size // 256 // 32)
     payload = torch.cat([scales, codes.repeat(256)])
     same_values(name, payload, 1, torch.empty(size, dtype=dtype), skip)
-
-
-@every_compressible
-@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-45, -2.5, 7e4, 3.4e38, float("inf"), float("-inf"), float("nan")])
-def test_S12_2_any_scale(dtype, scale):
-    payload = torch.arange(96, dtype=torch.uint8)
-    payload[:4] = torch.tensor([scale]).view(torch.uint8)
-    same_values("OneBit", payload, 1, torch.empty(501, dtype=dtype), 1)
 
 
 def test_S12_2_small_numbers_beside_a_large_one_count():
