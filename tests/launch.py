@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
 import pickle
+import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,19 +24,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import bagua_ref
+from bagua_ref.conformance.targets.process_link import Programs
 
 # torch looks up the name of each end of a store's connections; a name server that drops the request would take five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 _processes = multiprocessing.get_context("forkserver")
-# torch._dynamo takes as long to import as torch, and the first step of any optimizer does so.
-_processes.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "torch.distributed.checkpoint", "bagua_ref.conformance"])
+# Whatever is missing here, every worker of a test that uses it imports itself: torch._dynamo, which the first step of an optimizer
+# does, takes as long as torch, and Hypothesis longer than the two ranks of a small test.
+_preloaded = [
+    "pytest", "hypothesis.strategies", "redis", "torch", "torch._dynamo", "torch.distributed.checkpoint",
+    "bagua_ref.cli.command", "bagua_ref.contrib",
+    "bagua_ref.conformance.lab.play", "bagua_ref.conformance.targets.reference_target", "bagua_ref.conformance.trace",
+]  # fmt: skip
+
+
+def preload(*modules: str) -> None:
+    """Let the server that forks all workers, which the first of them starts, import ``modules``, too."""
+    _preloaded.extend(modules)
+    _processes.set_forkserver_preload(_preloaded)
+
+
+preload()
 
 
 @dataclass
@@ -162,6 +180,7 @@ def _collect(workers: list[Any], pipes: list[Connection], limit: float) -> list[
 def _work(
     pipe: Connection, environment: dict[str, Any], function: Callable[..., Any], args: Any, init: bool, collective_timeout: float
 ) -> None:
+    gc.freeze()  # otherwise the first collection traverses, and so copies, all that is shared with the server
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
     outcome = Outcome()
@@ -212,3 +231,21 @@ def _run_script(script: str, folder: str, cwd: str, environment: dict[str, str])
         exec(compile(script, "<string>", "exec"), main.__dict__)
     finally:
         atexit._run_exitfuncs()  # Interpreters run these at exit; processes of multiprocessing do not.
+
+
+def fork_program(programs: Programs, words: Sequence[str], ends: socket.socket, address: str = "") -> Any:
+    """Start a Python script as `Programs` does, in its place, but in a fork that has already imported torch."""
+    process = _processes.Process(target=_run_program, args=(words[1:], ends), daemon=True)
+    process.start()
+    programs._groups.append(process.pid)
+    return SimpleNamespace(pid=process.pid, wait=lambda limit=None: process.join(limit) or process.exitcode)
+
+
+def _run_program(words: Sequence[str], ends: socket.socket) -> None:
+    os.setsid()
+    for descriptor in (0, 1):
+        os.dup2(ends.fileno(), descriptor)
+    ends.close()
+    sys.stdin = open(0)  # noqa: SIM115 # as long as the process lives
+    sys.argv = list(words)
+    runpy.run_path(words[0], run_name="__main__")

@@ -26,7 +26,7 @@ from bagua_ref.groups.communication import (
 )
 from bagua_ref.simulation import SimulatedWorld
 
-WORLDS = {"one": (1,), "pair": (2,), "uneven": (1, 2), "three nodes": (2, 1, 2)}
+WORLDS = {"one": (1,), "uneven": (1, 2)}
 
 
 @pytest.fixture

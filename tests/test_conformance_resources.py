@@ -49,9 +49,8 @@ small.capabilities = {"max_ranks": 2}  # type: ignore[attr-defined]
 
 @pytest.mark.usefixtures("few_inputs")
 def test_worlds_are_as_small_as_the_target_says() -> None:
-    report = run_conformance(at_most(2, communicator=small), ["collectives"])
+    report = run_conformance(at_most(2, communicator=small), checks=["collectives.S3.9.allgather"])
     assert report.passed, str(report)
-    assert {result.status for result in report.results if result.suite} == {"passed"}
     assert report.max_ranks == 2
     assert "worlds of up to 2 ranks" in str(report)
     assert '"max_ranks": 2' in report.to_json()
@@ -81,7 +80,7 @@ def test_a_suite_for_pytest_skips_it_too() -> None:
 
 
 def test_without_a_limit_the_report_says_nothing() -> None:
-    report = run_conformance("reference", checks=["S4.5"])
+    report = run_conformance("reference", checks=["kernels.S1.add[float16]"])
     assert report.max_ranks is None
     assert "worlds" not in str(report)
 
@@ -320,33 +319,34 @@ class Closing:
     cache = SimpleNamespace(CacheLoader=SleepingClose)
 
 
-@pytest.mark.parametrize(
-    ("check", "last", "target"),
-    [
-        ("kernels.S1.add[float32]", "result = kernels.add_(x, y)", Target),
-        ("collectives.S3.9.allgather", "results = run_world(communicator, nodes, program, seed=0)", Target),
-        ("collectives.S3.9.refuses", "results = run_world(communicator, nodes, program, seed=0)", Target),
-        ("collectives.S3.9.every_dtype", "results = run_world(communicator, nodes, program, seed=0)", Target),
-        ("collectives.S3.9.barrier", "results = run_world(communicator, nodes, program, seed=0)", Target),
-        ("comm_ops.S3.2.low_precision[float32]", "results = run_world(own_communicator, nodes, program, seed=0)", Target),
-        ("algorithms.S5.2.gradients[float32]", "results = world.run(program)", Target),
-        ("cache.S8.2.num_keys", "found = loader0.num_keys()", Target),
-        ("cache.S8.2.none", "loader.close()", Closing),
-        ("cache.S8.3.counters", "loader.close()", Closing),  # after the check's own lines
-        ("samplers.S7.3.digits", "found = list(sampler)", Target),
-        ("samplers.S7.4.batches", "batches = samplers.LoadBalancingDistributedBatchSampler(sampler, ", Target),
-    ],
-    ids=lambda value: value if isinstance(value, str) and value[0] != "r" else "",
-)
-def test_a_call_that_does_not_return_ends_its_script(check: str, last: str, target: Any) -> None:
-    failed = run_conformance(target(), checks=[check], time_limit=1.0).failures()[0]
-    assert "no answer within 1 s" in failed.message
-    assert len(failed.message) < 200
-    lines = failed.counterexample.rstrip().splitlines()
-    line, comment = lines[-1].rsplit("  # ", 1)
-    assert comment == "does not return"
-    assert line.split("; ")[0].startswith(last.split("seed=")[0]), line
-    compile(failed.counterexample, "script", "exec")
+LAST = {
+    "kernels.S1.add[float32]": "result = kernels.add_(x, y)",
+    **dict.fromkeys(
+        (f"collectives.S3.9.{name}" for name in ("allgather", "refuses", "every_dtype", "barrier")),
+        "results = run_world(communicator, nodes, program, ",
+    ),
+    "comm_ops.S3.2.low_precision[float32]": "results = run_world(own_communicator, nodes, program, ",
+    "algorithms.S5.2.gradients[float32]": "results = world.run(program)",
+    "cache.S8.2.num_keys": "found = loader0.num_keys()",
+    "samplers.S7.3.digits": "found = list(sampler)",
+    "samplers.S7.4.batches": "batches = samplers.LoadBalancingDistributedBatchSampler(sampler, ",
+}
+"""The statement that does not return, by check."""
+CLOSING = dict.fromkeys(("cache.S8.2.none", "cache.S8.3.counters"), "loader.close()")
+"""The same for a cache that is not closed; the second is after the check's own lines."""
+
+
+@pytest.mark.parametrize(("target", "last"), [(Target, LAST), (Closing, CLOSING)], ids=["calls", "close"])
+def test_a_call_that_does_not_return_ends_its_script(target: Any, last: dict[str, str]) -> None:
+    found = {failed.id: failed for failed in run_conformance(target(), checks=[*last], time_limit=1.0).failures()}
+    assert found.keys() == last.keys()
+    for check, failed in found.items():
+        assert "no answer within 1 s" in failed.message
+        assert len(failed.message) < 200
+        line, comment = failed.counterexample.rstrip().splitlines()[-1].rsplit("  # ", 1)
+        assert comment == "does not return"
+        assert line.split("; ")[0].startswith(last[check]), line
+        compile(failed.counterexample, "script", "exec")
 
 
 def test_a_statement_of_several_lines_that_does_not_return_has_the_comment_above() -> None:

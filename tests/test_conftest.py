@@ -32,7 +32,8 @@ SKIPPING = """
 
 def run_pytest(*options: str) -> list[str]:
     """Return the lines that pytest prints in the current folder."""
-    return run_script(f"import pytest; pytest.main({[*options]})").stdout.splitlines()
+    quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # run_script has imported Hypothesis already
+    return run_script(f"import pytest; pytest.main({[*quiet, *options]})").stdout.splitlines()
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves
 import bagua_ref.contrib
 from bagua_ref.conformance.lab.twins import assert_twins, copies, give_gradients, no_warning
 from bagua_ref.conformance.lab.twins import parameters as lab_parameters
-from bagua_ref.contrib.fuse.optimizer import fuse_optimizer, fuse_step, is_fused_optimizer
-from bagua_ref.contrib.fuse.verify import ELEMENTWISE
+from bagua_ref.contrib.fuse.optimizer import ELEMENTWISE, fuse_optimizer, fuse_step, is_fused_optimizer
 
 Optimizer = torch.optim.Optimizer
 

@@ -13,8 +13,7 @@ from tests.scripts import load_script, run_python
 from tests.test_fuse import Plain, give, parameters
 from torch import Tensor
 
-from bagua_ref.contrib.fuse.optimizer import fuse_optimizer, is_fused_optimizer
-from bagua_ref.contrib.fuse.verify import ELEMENTWISE, NOT_ELEMENTWISE, try_on_clones
+from bagua_ref.contrib.fuse.optimizer import ELEMENTWISE, NOT_ELEMENTWISE, fuse_optimizer, is_fused_optimizer, try_on_clones
 
 pytestmark = pytest.mark.slow
 
@@ -227,7 +226,7 @@ def test_a_trial_makes_no_matrices_with_a_row_for_each_element(cls: Any) -> None
 
 
 def test_a_trial_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bagua_ref.contrib.fuse.verify.MOST_SECONDS", 0.1)
+    monkeypatch.setattr("bagua_ref.contrib.fuse.optimizer.MOST_SECONDS", 0.1)
     calls: list[int] = []
     monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: (calls.append(1), sleep(seconds)))
     optimizer = Slow(parameters())
@@ -263,8 +262,8 @@ class Stubborn(SlowInside):
 def test_a_trial_ends_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, cls: Any) -> None:
     steps: list[int] = []
     monkeypatch.setattr(SlowInside, "seconds", 0.0)
-    monkeypatch.setattr("bagua_ref.contrib.fuse.verify.time", SimpleNamespace(monotonic=lambda: SlowInside.seconds))
-    monkeypatch.setattr("bagua_ref.contrib.fuse.verify.MOST_SECONDS", 0.03)
+    monkeypatch.setattr("bagua_ref.contrib.fuse.optimizer.time", SimpleNamespace(monotonic=lambda: SlowInside.seconds))
+    monkeypatch.setattr("bagua_ref.contrib.fuse.optimizer.MOST_SECONDS", 0.03)
     monkeypatch.setattr(cls, "step", lambda self, step=Plain.step: (step(self), steps.append(1)))
     with pytest.raises(ValueError, match=rf"{cls.__name__} cannot be fused: .* more than 0.03 s\. .* pass verify=False"):
         fuse_optimizer(cls(parameters()))

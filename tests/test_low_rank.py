@@ -61,7 +61,7 @@ def beside_torchs(rank: int) -> list[tuple[list[torch.Tensor], list[torch.Tensor
     seen = []
     generator = torch.Generator().manual_seed(dist.get_rank())
     trend = [torch.randn(shape, generator=torch.Generator().manual_seed(99)) for shape in SHAPES]
-    for number in range(20):
+    for number in range(8):
         gradients = [t + torch.randn(t.shape, generator=generator) for t in trend]
         bucket = TorchsBucket(gradients)
         if number:  # in the first round, Q is random on both sides
@@ -86,7 +86,7 @@ def beside_torchs(rank: int) -> list[tuple[list[torch.Tensor], list[torch.Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "rank"), [(2, 1), (2, 4), (4, 4)])
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 4), (4, 1)])
 def test_S10_3_each_round_gives_what_torchs_hook_gives_from_equal_memories_and_factors(ranks: int, rank: int) -> None:
     for rounds in launch(beside_torchs, ranks, rank):
         for ours, theirs in rounds:

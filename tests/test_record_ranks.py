@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import launch
+from tests.trace_trainings import network
 from torch import nn
 
 import bagua_ref
@@ -19,18 +20,13 @@ from bagua_ref.simulation import SimulatedWorld
 STEPS, AT, RANKS = 5, 2, 2
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
 def learn(folder: Path, model: nn.Module, optimizer: Any, rank: int, change: Callable[..., int] = lambda *_: 0) -> None:
     """Train; ``change`` may do anything before a step, and returns a number that is added to that of the rank's data."""
     with bagua_ref.record(model, optimizer, folder, what="values") as recording:
         ranks = recording._manifest["world_size"]
         for step in range(STEPS):
             other = change(step, model, optimizer)
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + (rank + other) % ranks))
+            x = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + (rank + other) % ranks))
             recording.loss(model(x).square().mean()).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -37,8 +37,7 @@ EVERY = {"warmup_steps": 0, "min_compression_rate": 0.01}
 EACH_STEP: list[Training] = [
     (name, {"hierarchical": hierarchical}, nodes)
     for name in ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam")
-    for nodes in ((1,), (3,), (2, 2), (1, 3))
-    for hierarchical in (False, True)
+    for nodes, hierarchical in (((1,), False), ((3,), False), ((2, 2), True), ((1, 3), True))
 ] + [
     ("decentralized", on_graph(mode, hierarchical), nodes)
     for mode in MODES_AND_FUNCTION

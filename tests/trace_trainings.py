@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from tests.launch import let_gloo_end
 from torch import nn
 
 import bagua_ref
@@ -103,31 +101,3 @@ def train_each(directory: Path, cases: list[tuple[str, str, dict[str, Any]]]) ->
     """Train with several algorithms on one rank of real processes, one after the other."""
     for folder, name, options in cases:
         train(directory / folder, name, options)
-
-
-def train_torchs_ddp(directory: Path, compress: bool) -> None:
-    """Train with torch's DistributedDataParallel, recorded around its communication hook."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
-
-    hook = fp16_compress_hook if compress else allreduce_hook
-    model = nn.parallel.DistributedDataParallel(network())
-    with Recorder(directory) as recorder:
-
-        def recorded(state, bucket):  # torch inspects annotations, which are strings in this file
-            recorder.before_op(bucket.index(), bucket.buffer())
-
-            def ended(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-                recorder.after_op(bucket.index(), future.value())
-                return future.value()
-
-            return hook(None, bucket).then(ended)
-
-        model.register_comm_hook(None, recorded)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.randn(8, 7, generator=generator)).square().mean().backward()
-            optimizer.step()
-            recorder.step()
-    let_gloo_end()

@@ -12,13 +12,15 @@ from unittest.mock import Mock
 import torch
 from tests.integrations.language_model import BATCH, by_hand, language_model, sequences
 from tests.integrations.trainings import ALGORITHMS, STEPS, optimizer_of, weights_of
-from tests.launch import launch
+from tests.launch import launch, preload
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
 import bagua_ref
 from bagua_ref.integrations.transformers import use_bagua
+
+preload(__name__)
 
 
 def rank() -> int:

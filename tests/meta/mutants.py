@@ -26,7 +26,6 @@ import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import inspect
 import json
 import multiprocessing
 import sys
@@ -34,7 +33,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any
 
 from tests.meta import edit
@@ -74,37 +72,15 @@ class _Patched(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoade
         return compile(self.source, self.path, "exec")
 
 
-def _module_of(mutant: Fault) -> str:
-    return ".".join(edit.path_of(mutant.where).relative_to(edit.PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-
-
-def _change_code(mutant: Fault) -> bool:
-    """Give the function that the mutant is about its new code; False if the change is to more than a function's body."""
-    code = compile(edit.planted(mutant.where, *mutant.edit), mutant.where, "exec", dont_inherit=True)
-    found: Any = importlib.import_module(_module_of(mutant))
-    for name in mutant.where.partition(":")[2].split("."):
-        inside = [const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name]
-        if not inside:
-            return False
-        code, found = inside[-1], vars(found)[name]
-        if not isinstance(found, type):
-            break
-    function = inspect.unwrap(found.fget if isinstance(found, property) else getattr(found, "__func__", found))
-    if not isinstance(function, FunctionType) or function.__code__.co_freevars != code.co_freevars:
-        return False
-    function.__code__ = code
-    return True
-
-
 def _import_anew(mutant: Fault) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "bagua_ref"]:
         del sys.modules[name]
     source = edit.planted(mutant.where, *mutant.edit)
-    sys.meta_path.insert(0, _Patched(_module_of(mutant), str(edit.path_of(mutant.where)), source))
+    sys.meta_path.insert(0, _Patched(edit.module_of(mutant.where), str(edit.path_of(mutant.where)), source))
 
 
 def _try_in_child(mutant: Fault, seed: int, outbox: Any) -> None:
-    found = _change_code(mutant) and _failures(mutant, seed)
+    found = edit.change_code(mutant.where, edit.planted(mutant.where, *mutant.edit)) and _failures(mutant, seed)
     if not found:  # other functions of the module may have been built with the old code when it was imported
         _import_anew(mutant)
         found = _failures(mutant, seed)
