@@ -18,7 +18,7 @@ from torch import nn
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, LocalSGDAlgorithm
 from bagua_ref.backends.reference.backend import ReferenceBackend
-from bagua_ref.backends.reference.codecs.minmax_uint8 import MinMaxUInt8
+from bagua_ref.backends.reference.codecs import MinMaxUInt8
 from bagua_ref.base.runtime import current_world
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.env import shares_memory
