@@ -20,18 +20,18 @@ LINES: dict[str, int] = {
     "algorithms": 4030,
     "backends": 888,
     "backends/cuda": 879,
-    "backends/reference": 676,
+    "backends/reference": 639,
     "base": 1359,
     "buckets": 1152,
     "checkpoint": 1187,
-    "cli": 3217,  # the command sim, with links; trace diff; measure times operations by short trainings
+    "cli": 3207,  # the command sim, with links; trace diff; measure times operations by short trainings
     "comm_ops": 1158,
-    "communicators": 4652,
+    "communicators": 4653,  # torch's number of threads in each simulated thread
     "conformance": 97,
     "conformance/expected": 1845,  # what suites and traces said twice of PowerSGD's rounds
     "conformance/formats": 115,  # one way to read tensors or say why not
     "conformance/inputs": 1296,  # changes of gradients that suites wrote several times
-    "conformance/lab": 2017,  # refusals and parts of a bucket, which suites wrote several times
+    "conformance/lab": 2034,  # tensors of a journal as bytes, in a tenth of the time
     "conformance/run": 1274,
     "conformance/suites": 4411,
     "conformance/targets": 1542,
@@ -39,7 +39,7 @@ LINES: dict[str, int] = {
     "conformance/vectors": 2055,
     "contrib": 1544,
     "contrib/cache": 1582,
-    "contrib/fuse": 890,
+    "contrib/fuse": 862,
     "contrib/utils": 514,
     "data_parallel": 2882,
     "distributed": 155,
@@ -49,15 +49,15 @@ LINES: dict[str, int] = {
     "observe": 242,
     "package": 491,  # RankCall, what errors of simulated ranks tell
     "planning": 1290,  # what is sent at once; work of the processor that computes; words of a wrapped model
-    "property_tests": 3215,
+    "property_tests": 2981,
     "scheduling": 624,
-    "simulation": 3612,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
-    "tests": 40500,  # pictures that balance cannot write; events of streams in tests
+    "simulation": 3605,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
+    "tests": 39700,  # pictures that balance cannot write; events of streams in tests
     "tests/cuda_emulation": 487,
-    "tests/integrations": 1167,  # a half-imported module is kept from other tests
-    "tests/meta": 1220,  # what makes planted faults quicker: forks with the package imported
+    "tests/integrations": 1171,  # trainers are imported once, by the server that forks ranks
+    "tests/meta": 1304,  # guards and faults are planted in forks of processes that have collected or imported all
     "tests/outside": 246,
-    "tests/proof": 710,
+    "tests/proof": 712,  # scripts of a suite run in forks of one process
 }
 """The most lines of each room of src, and of the folders of tests."""
 
