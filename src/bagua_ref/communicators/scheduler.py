@@ -258,8 +258,7 @@ class Scheduler:
             if not self._ending:
                 self._states[task.rank].resumed()
                 torch.get_num_threads()  # brings torch's number, one, into this thread, in which MKL would start others
-                # A backward inside a rank stays on the rank's thread.
-                with torch.autograd.set_multithreading_enabled(False):
+                with torch.autograd.set_multithreading_enabled(False):  # a backward stays on the rank's thread
                     task.context.run(task.function)
         except Unwind:
             pass  # the run is over, and its reason is recorded

@@ -56,7 +56,7 @@ class Journal:
             ProcessDied: this call ended the rehearsal's process.
         """
         file = io.BytesIO()
-        _Pickler(file).dump(what)
+        _TensorPickler(file).dump(what)
         data = file.getbuffer() if file.tell() <= _SIZE else pickle.dumps((what[0], None))
         calls = self.calls + 1
         self._memory[_HEAD.size : _HEAD.size + len(data)] = data
@@ -110,13 +110,18 @@ class Journal:
         return pickle.loads(data) if length else None  # noqa: S301  # nosec B301 # written by us
 
 
-class _Pickler(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     """Pickles contiguous tensors as bytes: as torch pickles them takes longer than most kernels."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is not Tensor or value.device.type != "cpu" or value.requires_grad or not value.is_contiguous():
+        if type(value) is not Tensor or value.layout is not torch.strided or value.device.type != "cpu":
             return NotImplemented
-        return _tensor_of, (value.dtype, value.shape, value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        if value.requires_grad or value.is_conj() or value.is_neg() or value.is_nested or value.is_quantized:
+            return NotImplemented
+        if not value.is_contiguous():
+            return NotImplemented
+        data = value.as_strided((value.numel(),), (1,)).view(torch.uint8)  # one element may have any stride, and none 0
+        return _tensor_of, (value.dtype, value.shape, data.numpy().tobytes())
 
 
 def _tensor_of(dtype: torch.dtype, shape: torch.Size, data: bytes) -> Tensor:
