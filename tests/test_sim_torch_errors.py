@@ -313,8 +313,7 @@ def test_groups_split():
     assert run(main, 3) == [1, 1, 2]
 
 
-@pytest.mark.parametrize("runs", [100, pytest.param(1000, marks=pytest.mark.proof)])
-def test_many_runs_of_one_seed_have_one_result(runs):
+def test_many_runs_of_one_seed_have_one_result():
     def main():
         rank = init()
         work = dist.all_reduce(x := torch.tensor([rank + 0.1]), async_op=True)
@@ -322,4 +321,4 @@ def test_many_runs_of_one_seed_have_one_result(runs):
         work.wait()
         return x.item(), order, random.random(), time.monotonic()
 
-    assert len({repr(run(main, 3, seed=7)) for _ in range(runs)}) == 1
+    assert len({repr(run(main, 3, seed=7)) for _ in range(100)}) == 1

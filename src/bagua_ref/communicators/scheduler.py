@@ -62,7 +62,7 @@ class Scheduler:
         self._ready: list[Task] = []
         self._current: Task | None = None
         self._returned: list[int] = []
-        self._mains = self._polls = self._wake_ups = self._switches = self._steps = 0
+        self._polls = self._wake_ups = self._switches = self._steps = 0
         self._collect_at = _COLLECT
         self._switching = self._ending = self._abandoned = False
         self._failure: BaseException | None = None
@@ -92,7 +92,6 @@ class Scheduler:
         outside = RankState()
         if not self._states:
             self._states = [RankState() for _ in functions]
-        self._mains = len(functions)
         try:
             for rank, function in enumerate(functions):
                 self._start(Task(rank, f"rank {rank}", True, function))
@@ -284,8 +283,7 @@ class Scheduler:
             self.grant(ticket)
         if task.is_main:
             self._returned.append(task.rank)
-            self._mains -= 1
-            self._ending = self._ending or self._mains == 0
+            self._ending = self._ending or len(self._returned) == len(self._states)
         following = self._pick()
         if following is None:
             self._exchange_states(task, None)
