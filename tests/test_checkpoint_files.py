@@ -24,6 +24,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.launch import launch, outcomes
+from tests.launch import launch, outcomes, run_script
 from tests.scripts import ROOT, load_script, run_python
 from tests.trainings import on_every_rank, simulate, weights, wrap
 from torch import nn
@@ -1263,22 +1264,15 @@ def test_ranks_with_other_cpu_kernels_are_warned_and_their_checkpoints_load(tmp_
     code = f"from tests.test_checkpoint_files import *; train_with_kernels_of_this_process({str(tmp_path)!r})"
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**os.environ, **place, "RANK": str(r), "LOCAL_RANK": str(r), **kernels},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for r, kernels in enumerate(({}, {"ATEN_CPU_CAPABILITY": "default"}))
-    ]
-    try:
-        printed = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    kernels: list[dict[str, str]] = [{}, {"ATEN_CPU_CAPABILITY": "default"}]
+
+    def run(rank: int) -> Any:
+        environment = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), **kernels[rank]}
+        return json.loads(run_script(code, environment, limit=120).stdout)  # torch chooses its kernels when they are first used
+
+    with ThreadPoolExecutor() as threads:
+        printed = list(threads.map(run, range(2)))
     for (step, begun, ended, said), (_, others_begun, others_ended, others_said), steps in zip(*printed, (10, 20), strict=True):
         assert step == steps
         assert begun == others_begun

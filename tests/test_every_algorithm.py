@@ -199,9 +199,8 @@ def test_a_step_that_no_backward_pass_preceded_counts_as_none(r: int, name: str)
     return run.weights()
 
 
-@pytest.mark.parametrize("spoiled", [1, 5])
 @every(undone=True)
-def test_a_step_that_a_grad_scaler_skips_is_as_if_it_had_never_been(name: str, spoiled: int) -> None:
+def test_a_step_that_a_grad_scaler_skips_is_as_if_it_had_never_been(name: str) -> None:
     def rank(r: int, spoiled: int | None) -> list[Any]:
         run, scaler = Run(name), bagua_ref.GradScaler("cpu", init_scale=4.0, growth_interval=100)
         if name.startswith("qadam"):
@@ -217,7 +216,9 @@ def test_a_step_that_a_grad_scaler_skips_is_as_if_it_had_never_been(name: str, s
         return state
 
     ranks, nodes = sum(CASES[name].nodes), CASES[name].nodes
-    assert_same(*(simulate(ranks, lambda r, at=at: rank(r, at), nodes=nodes) for at in (spoiled, None)))
+    never, *skipped = (simulate(ranks, lambda r, at=at: rank(r, at), nodes=nodes) for at in (None, 1, 5))
+    for found in skipped:
+        assert_same(found, never)
 
 
 # Parameters

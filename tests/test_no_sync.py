@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import on_every_process
-from tests.trainings import by_name, on_every_rank, simulate, weights, wrap
+from tests.trainings import FailsInBackward, by_name, on_every_rank, simulate, weights, wrap
 from tests.trainings import small_batch as batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -313,20 +313,10 @@ def test_S5_what_a_backward_pass_has_reached_is_forgotten_at_its_end_though_an_e
     handle.remove()
 
 
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("fails")
-
-
 @on_every_rank(1)
 def test_S5_a_backward_pass_that_failed_half_way_does_not_disturb_a_reentrant_checkpoint_around_the_module(r: int) -> None:
     module, alone = Net().with_bagua([], GradientAllReduceAlgorithm()), Net()
-    x = Failing.apply(batch(r).requires_grad_())  # type: ignore[no-untyped-call]
+    x = FailsInBackward.apply(batch(r).requires_grad_())  # type: ignore[no-untyped-call]
     with pytest.raises(ArithmeticError):
         loss_of(module(x)).backward()
     module.zero_grad()
@@ -340,7 +330,7 @@ def test_S5_a_backward_pass_that_failed_half_way_does_not_disturb_a_reentrant_ch
 def test_S5_a_backward_pass_that_failed_leaves_nothing_to_the_next_one(r: int) -> list[torch.Tensor]:
     module = Net().with_bagua([], GradientAllReduceAlgorithm())
     with module.no_sync():
-        x = Failing.apply(batch(r).requires_grad_())  # type: ignore[no-untyped-call]
+        x = FailsInBackward.apply(batch(r).requires_grad_())  # type: ignore[no-untyped-call]
         failing = loss_of(module(x))
     synchronized = loss_of(module(batch(r, 1)))
     with pytest.raises(ArithmeticError):

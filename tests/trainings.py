@@ -131,6 +131,18 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps:
         optimizer.step()
 
 
+class FailsInBackward(torch.autograd.Function):
+    """The identity, whose backward pass raises ArithmeticError."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("in backward")
+
+
 class Given(nn.Module):
     """A module whose gradients are its inputs."""
 
