@@ -65,10 +65,7 @@ demo: $(VENV)/.demo  ## train on handwritten digits with every algorithm, 4 proc
 test: $(VENV)/.dev  ## everything that must be green: style, types, docs, examples, all properties (quick profile)
 	@$(MAKE) --jobs=3 --output-sync --no-print-directory lint types docs
 	$(pytest) -q tests/test_import.py  # alone: it measures time
-	$(pytest) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not proof" --ignore=tests/test_import.py $(PYTEST_ARGS)
-
-# Examples that start no other process; in random order they would show what one test leaves to another.
-in_process = $(shell grep -LE 'subprocess|multiprocessing|pytester|from findings|tests(\.| import )(launch|cache_servers|cache_jobs|oracle_c|cuda_emulation)' tests/test_*.py)
+	$(pytest) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not proof" --ignore=tests/test_import.py --shuffle=$(SEED) $(PYTEST_ARGS)
 
 # The MPI that tests/outside is run on.
 $(VENV)/.mpi: $(VENV)/.dev tests/outside/requirements.txt
@@ -82,7 +79,6 @@ proof: $(VENV)/.nvrtc $(VENV)/.trainers $(VENV)/.peers $(VENV)/.mpi  ## the slow
 	$(pytest) -n $(WORKERS) --dist worksteal tests/integrations $(PYTEST_ARGS)
 	BAGUA_REF_SHARED_MEMORY=0 $(pytest) -n $(WORKERS) --dist loadfile tests/test_gloo_training.py tests/test_uneven_gloo.py $(PYTEST_ARGS)
 	PYTHONPATH=$(VENV)/peers $(bin)/python -m findings --check
-	$(pytest) -n $(WORKERS) -m "not proof" --shuffle=$(SEED) $(in_process) $(PYTEST_ARGS)
 
 explore: $(VENV)/.dev  ## search for failing inputs of all properties for MINUTES (20); replay with the SEED that it prints
 	$(bin)/python property_tests/explore.py --minutes $(MINUTES) --seed $(SEED) --workers $(WORKERS)
@@ -124,7 +120,7 @@ report: $(VENV)/.dev  ## draw what benchmarks/results has, on one page: benchmar
 has_gpu = $(1) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
 # Only what imports with pytest, torch, CuPy and hypothesis alone; the samplers also want what contrib is installed with.
 gpu_tests = tests/test_cuda_gpu.py tests/test_nccl.py tests/test_streams.py tests/test_backends.py tests/test_gloo.py tests/test_ddp.py \
-	property_tests/test_suites.py property_tests/test_qadam.py property_tests/test_comm_ops.py
+	property_tests/test_suites.py property_tests/test_comm_ops.py
 gpu:  ## on a machine with a CUDA device: its tests, CUDA's own checkers where present, benchmarks/gpu_*.py; the log is gpu.log
 	@if $(call has_gpu,$(bin)/python); then python=$(bin)/python; \
 	elif $(call has_gpu,$(PYTHON)); then python=$(PYTHON); \

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -61,15 +62,19 @@ if sys.version_info < (3, 11):  # which transformers needs
 
 SKIPPED_IN_CI = (
     "needs a CUDA device",
-    "async asks for flat buckets",
     "may not create network namespaces",
     "may not mount file systems",
 )
 """Reasons for which CI may skip a test; any other skip fails there, as CI has every program and package."""
 
 
+_STARTS_PROCESSES = re.compile(
+    r"subprocess|multiprocessing|pytester|from findings|tests(\.| import )(launch|cache_servers|cache_jobs|oracle_c|cuda_emulation)"
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shuffle", metavar="SEED", help="run tests in the random order that this seed gives")
+    parser.addoption("--shuffle", metavar="SEED", help="run the tests of each file in the random order that this seed gives")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -80,11 +85,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.parent.name in ("meta", "proof"):
             item.add_marker("proof")
+    if seed := config.option.shuffle:
+
+        def chance(name: str) -> float:
+            return random.Random(f"{seed} {name}").random()
+
+        examples = {item.path for item in items if item.path.match("test*.py") and item.path.parent.name != "property_tests"}
+        free = {path for path in examples if not _STARTS_PROCESSES.search(path.read_text())}
+        # A file has the same order whatever runs beside it.
+        items.sort(key=lambda item: (chance(item.path.name), chance(item.nodeid)) if item.path in free else (0.0, 0.0))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     # Workers end together if what takes long comes first: tests with a time limit of their own, then files with slow tests.
     items.sort(key=lambda item: (item.get_closest_marker("timeout") is None, item.path not in slow))
-    if config.option.shuffle:
-        random.Random(config.option.shuffle).shuffle(items)
     if torch.cuda.is_available():
         return
     for item in items:

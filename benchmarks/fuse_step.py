@@ -170,7 +170,7 @@ def main() -> int:
     torch.set_num_threads(1)
     rows: list[common.Row] = []
     for model in ["small", "gpt2"] if args.quick else args.models:
-        for name in args.optimizers or OPTIMIZERS:
+        for name in args.optimizers or list(OPTIMIZERS)[: 1 if args.quick else None]:
             if model == "small":
                 rows += small_rows(name, 2 if args.quick else 7)
             else:

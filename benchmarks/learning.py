@@ -65,8 +65,9 @@ def measure(epochs: int, seeds: list[int]) -> dict[str, list[float]]:
 
 
 def main() -> int:
-    args = common.arguments(__doc__.partition("\n")[0])
-    epochs, seeds = (1, [0]) if args.quick else (EPOCHS, list(SEEDS))
+    options = {"type": int, "nargs": "+", "default": [*SEEDS], "metavar": "SEED", "help": "train with these alone"}
+    args = common.arguments(__doc__.partition("\n")[0], seeds=options)
+    epochs, seeds = (1, [0]) if args.quick else (EPOCHS, args.seeds)
     ranks = workers.launch(measure, PROCESSES, epochs, seeds)
     alone = statistics.mean(ranks[0][ALONE])
     rows = [common.Row(ALONE, "%", alone, {ALONE: alone}, ALONE, common.at_least(95 / alone), {"seeds": ranks[0][ALONE]})]

@@ -120,7 +120,7 @@ def judged(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def report(args: argparse.Namespace) -> int:
     rows, order = [], []
-    for ranks, (added, delay) in itertools.product(RANKS[: 1 if args.quick else None], DELAYS.items()):
+    for ranks, (added, delay) in list(itertools.product(RANKS, DELAYS.items()))[: 1 if args.quick else None]:
         named = {link: f"{ranks} ranks, {link}{added}" for link in LINKS}
         order += list(itertools.product(named.values(), CONTENDERS))
         chosen = [link for link, setting in named.items() if args.only in setting]

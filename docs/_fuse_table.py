@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from bagua_ref.contrib.fuse.optimizer import fuse_optimizer
-from bagua_ref.contrib.fuse.verify import try_on_clones
+from bagua_ref.contrib.fuse.optimizer import fuse_optimizer, try_on_clones
 
 PAGE = Path(__file__).with_name("fuse.md")
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"

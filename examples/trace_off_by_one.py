@@ -13,7 +13,7 @@ from torch import nn
 import bagua_ref
 from bagua_ref.algorithms import Algorithm
 from bagua_ref.backends.reference import ReferenceBackend
-from bagua_ref.backends.reference.codecs.minmax_uint8 import MinMaxUInt8
+from bagua_ref.backends.reference.codecs import MinMaxUInt8
 from bagua_ref.conformance.trace import Recorder, TraceReport, check_trace
 from bagua_ref.simulation import SimulatedWorld
 

@@ -12,7 +12,10 @@ from hypothesis import settings
 from bagua_ref.backends import available_backends, register_backend
 from bagua_ref.conformance.inputs.strategies import adversarial, name_of
 
-__all__ = ["COMPRESSIBLE", "FLOATS", "Seeded", "adversarial", "every_backend", "every_backend_in_proof", "inputs", "name_of"]
+__all__ = [
+    "COMPRESSIBLE", "FLOATS", "Seeded", "adversarial", "every_backend", "every_backend_but", "every_backend_in_proof", "inputs",
+    "name_of",
+]  # fmt: skip
 
 COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
 FLOATS = (*COMPRESSIBLE, torch.float64)
@@ -37,6 +40,11 @@ def _backends(*marks: pytest.MarkDecorator) -> list[ParameterSet | str]:
 every_backend = pytest.mark.parametrize("backend", _backends())
 every_backend_in_proof = pytest.mark.parametrize("backend", _backends(pytest.mark.proof))
 """As `every_backend`, but `make test` leaves the emulated CUDA sources to `make proof`."""
+
+
+def every_backend_but(name: str) -> pytest.MarkDecorator:
+    """Return `every_backend` without one, with which another test does the same in another way."""
+    return pytest.mark.parametrize("backend", [row for row in _backends() if name not in (row, *getattr(row, "values", ()))])
 
 
 def inputs(of_100: int) -> settings:

@@ -57,13 +57,13 @@ def test_S9_4_mixing_rounds_each_operation_for_any_numbers(dtype, mix, data):
 
 
 @inputs(3)
-@given(nodes=st.sampled_from([(64,), (16, 48), (1, 31, 32)]), seed=st.integers(0, 2**16))
-def test_S9_4_sixty_four_ranks_agree_on_g_to_the_bit(nodes, seed):
+@given(nodes=st.sampled_from([(16,), (4, 12), (1, 7, 8)]), seed=st.integers(0, 2**16))
+def test_S9_4_many_ranks_agree_on_g_to_the_bit(nodes, seed):
     def rank(r):
         module, optimizer = wrap(network(seed), DiLoCoAlgorithm(period=4, fragments=2, delay=1, mix=0.0), lr=0.1)
         train(module, optimizer, r, range(7))
         return torch.cat([g.flatten() for g in module.bagua_algorithm.state_dict()["global_weights"].values()])
 
-    first, *others = simulate(64, rank, nodes, seed)
+    first, *others = simulate(16, rank, nodes, seed)
     for other in others:
         assert_equal(other, first, EXACT)

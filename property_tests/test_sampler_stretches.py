@@ -20,10 +20,54 @@ from bagua_ref.contrib import BudgetBatchSampler, LoadBalancingDistributedBatchS
 replica_counts = st.integers(1, 5)
 
 
-def assert_each_stretch_is_planned(
-    data: st.DataObject, start: Callable[[int, int], Any], plan: Callable[[list[tuple[int, int]], int], Any]
-) -> None:
-    """Draw a history with samplers that ``start(replicas, rank)`` makes; compare each stretch with the expected plan."""
+def _quadratic(size: int, largest: Any) -> Any:
+    return size * largest * largest
+
+
+Makers = tuple[Callable[[int, int], Any], Callable[[list[tuple[int, int]], int], Any]]
+"""What makes a sampler of some replicas and a rank, and what plans the stretches after a history."""
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Makers:
+    values, _, options = draw(cases())
+    return (
+        lambda replicas, rank: make(values, replicas, rank, options, complexities=values),
+        lambda history, replicas: samplers_plain.stretches_of(values, history, replicas, **options),
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Makers:
+    values, _, options = draw(cases())
+    rule, options = (draw(st.sampled_from([cut(2), cut(3), few_or_many])), draw(st.booleans())), {**options, "drop_last": False}
+    return (
+        lambda replicas, rank: LoadBalancingDistributedBatchSampler(
+            make(values, replicas, rank, options, complexities=values), *rule
+        ),
+        lambda history, replicas: samplers_plain.stretches_of(values, history, replicas, *rule, **options),
+    )
+
+
+@st.composite
+def batches_under_a_budget(draw: st.DrawFn) -> Makers:
+    costs, most, options = draw(budgets())
+    options["drop_last"] = False
+    if draw(st.booleans()):
+        most, options["padded"] = max(1, most * max(costs)), _quadratic
+    given = {name: value for name, value in options.items() if name != "epoch"}
+
+    def start(replicas: int, rank: int) -> BudgetBatchSampler:
+        sampler = BudgetBatchSampler(costs, most, num_replicas=replicas, rank=rank, **given)
+        sampler.set_epoch(options["epoch"])
+        return sampler
+
+    return start, lambda history, replicas: samplers_plain.budget_stretches(costs, most, history, replicas, **options)
+
+
+@given(makers=st.one_of(samples(), batches(), batches_under_a_budget()), data=st.data())
+def test_S7_6_S7_7_a_stretch_draws_what_earlier_ones_have_left_whatever_the_history(makers, data):
+    start, plan = makers
     history: list[tuple[int, int]] = []
     state: Any = None
     for _ in range(data.draw(st.integers(1, 4))):
@@ -53,31 +97,6 @@ def assert_each_stretch_is_planned(
 
 
 @given(case=cases(), data=st.data())
-def test_S7_6_a_stretch_draws_what_earlier_ones_have_left(case, data):
-    values, _, options = case
-    assert_each_stretch_is_planned(
-        data,
-        lambda replicas, rank: make(values, replicas, rank, options, complexities=values),
-        lambda history, replicas: samplers_plain.stretches_of(values, history, replicas, **options),
-    )
-
-
-@given(case=cases(), data=st.data(), drop_last=st.booleans(), batch_fn=st.sampled_from([cut(2), cut(3), few_or_many]))
-def test_S7_6_a_stretch_of_batches_cuts_what_earlier_ones_have_left(case, data, drop_last, batch_fn):
-    values, _, options = case
-    options = {**options, "drop_last": False}
-
-    def start(replicas: int, rank: int) -> LoadBalancingDistributedBatchSampler:
-        return LoadBalancingDistributedBatchSampler(make(values, replicas, rank, options, complexities=values), batch_fn, drop_last)
-
-    assert_each_stretch_is_planned(
-        data,
-        start,
-        lambda history, replicas: samplers_plain.stretches_of(values, history, replicas, batch_fn, drop_last, **options),
-    )
-
-
-@given(case=cases(), data=st.data())
 def test_S7_6_every_sample_is_drawn_and_few_twice(case, data):
     values, _, options = case
     drawn: Counter[int] = Counter()
@@ -102,28 +121,6 @@ def test_S7_6_every_sample_is_drawn_and_few_twice(case, data):
     else:
         assert len(drawn) == len(values)
         assert drawn.total() - len(values) <= sum(number - 1 for number in replica_numbers)
-
-
-def _quadratic(size: int, largest: Any) -> Any:
-    return size * largest * largest
-
-
-@given(case=budgets(), data=st.data(), attention=st.booleans())
-def test_S7_7_steps_are_those_of_the_clause_whatever_the_history(case, data, attention):
-    costs, most, options = case
-    options["drop_last"] = False
-    if attention:
-        most, options["padded"] = max(1, most * max(costs)), _quadratic
-    given = {name: value for name, value in options.items() if name != "epoch"}
-
-    def start(replicas: int, rank: int) -> BudgetBatchSampler:
-        sampler = BudgetBatchSampler(costs, most, num_replicas=replicas, rank=rank, **given)
-        sampler.set_epoch(options["epoch"])
-        return sampler
-
-    assert_each_stretch_is_planned(
-        data, start, lambda history, replicas: samplers_plain.budget_stretches(costs, most, history, replicas, **options)
-    )
 
 
 @given(case=budgets(), replicas=replica_counts, drop_last=st.booleans())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from property_tests.strategies import Seeded, every_backend, every_backend_in_proof
+from property_tests.strategies import Seeded, every_backend, every_backend_but
 
 from bagua_ref.conformance.run.pytest_suites import AlgorithmSuite, CodecSuite, CommOpSuite, KernelSuite
 from bagua_ref.conformance.suites.checks import checks_of
@@ -25,7 +25,7 @@ class TestKernels(Seeded, KernelSuite, CodecSuite):
         return backend
 
 
-@every_backend_in_proof
+@every_backend_but("cuda-emulated")
 class TestOperations(Seeded, CommOpSuite, AlgorithmSuite):
     @pytest.fixture
     def target(self, backend):
@@ -33,7 +33,7 @@ class TestOperations(Seeded, CommOpSuite, AlgorithmSuite):
 
 
 @pytest.mark.proof
-@every_backend
+@every_backend_but("reference")
 class TestUnflattened(Seeded, CommOpSuite, AlgorithmSuite):
     """Buckets without flat storage, whose operations gather tensors and copy results back."""
 

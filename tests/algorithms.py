@@ -123,9 +123,9 @@ CASES: dict[str, Case] = {
     "diloco, compressed": _local(DiLoCoAlgorithm(6, _adam, fragments=3, delay=1, compression="MinMaxUInt8"), compresses=True),
     "diloco with memory": _local(DiLoCoAlgorithm(2, fragments=2, **ONE_BIT), True, memory=True),
     "diloco with memory, streaming": _local(DiLoCoAlgorithm(2, delay=1, mix=0.5, **MXFP4), True, memory=True),
-    "powersgd": _powersgd(2, warmup_steps=2),
     "powersgd, averaged": _powersgd(memory="averaged", warm_start=False),
     "powersgd without memory": _powersgd(memory=None, warmup_steps=3),
+    "powersgd": _powersgd(2, warmup_steps=2),
     "topk": _compressed(lambda o: TopKAlgorithm(0.2), memory=True, counts=True),
     "topk with warm-up": _compressed(lambda o: TopKAlgorithm(0.2, warmup_steps=2), memory=True, counts=True, fixed_sums=False),
     "async in warm-up": Case(

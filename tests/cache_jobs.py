@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+from multiprocessing.connection import Connection
 
 import torch
 from tests.cache_values import Sample
@@ -69,18 +70,16 @@ def epoch(loader) -> list[int]:
     return sorted(seen)
 
 
-def held_worker_job(host: str, port: str, password: str, batch_size: str, context: str) -> None:
+def held_worker_job(host: dict[str, str], batch_size: int | None, context: str) -> None:
     """Exit while persistent workers still hold values to be written."""
     global kept  # Lives until the interpreter exits, as a script's variables do.
-    hosts = [{"host": host, "port": port, "password": password}]
-    dataset = CachedDataset(Plain(30), hosts=hosts, writer_buffer_size=1000)
-    size = None if batch_size == "None" else int(batch_size)
-    kept = DataLoader(dataset, batch_size=size, num_workers=2, persistent_workers=True, multiprocessing_context=context)
+    dataset = CachedDataset(Plain(30), hosts=[host], writer_buffer_size=1000)
+    kept = DataLoader(dataset, batch_size=batch_size, num_workers=2, persistent_workers=True, multiprocessing_context=context)
     assert epoch(kept) == list(range(30))
 
 
-def waiting_main_job(host: str, port: str, password: str) -> None:
-    loader = CacheLoader(hosts=[{"host": host, "port": port, "password": password}], writer_buffer_size=1000)
+def waiting_main_job(host: dict[str, str]) -> None:
+    loader = CacheLoader(hosts=[host], writer_buffer_size=1000)
     for i in range(30):
         loader.get(i, str)
     if os.fork() == 0:  # A child that exits as scripts do writes its own values, not its parent's.
@@ -89,7 +88,7 @@ def waiting_main_job(host: str, port: str, password: str) -> None:
     os.wait()
 
 
-def filled_while_forking_job(host: str, port: str, password: str, batch_size: str) -> None:
+def filled_while_forking_job(host: str, port: str, password: str) -> None:
     """Start workers while a thread asks the cache for the first time; print what was imported in the meantime, slowly."""
     hosts = [{"host": host, "port": port, "password": password}]
     dataset = CachedDataset(Objects(60), hosts=hosts, writer_buffer_size=5, allow_pickle=True)
@@ -110,17 +109,17 @@ def filled_while_forking_job(host: str, port: str, password: str, batch_size: st
     filler.start()
     time.sleep(0.1)
     for _ in range(3):
-        loader = DataLoader(dataset, int(batch_size), num_workers=2, multiprocessing_context="fork", timeout=30, collate_fn=list)
+        loader = DataLoader(dataset, 8, num_workers=2, multiprocessing_context="fork", timeout=30, collate_fn=list)
         assert [sample.label for batch in loader for sample in batch] == list(range(60))
     filler.join()
     print(imported)
 
 
-def daemon_job(host: str, port: str, password: str) -> None:
+def daemon_job(host: dict[str, str]) -> None:
     """Start a daemon process outside any DataLoader that holds unwritten values; print how it ended."""
     context = multiprocessing.get_context("fork")
     ready = context.Event()
-    child = context.Process(target=fill_and_wait, args=(host, port, password, ready), daemon=True)
+    child = context.Process(target=fill_and_wait, args=(host, ready), daemon=True)
     child.start()
     ready.wait()
     child.terminate()
@@ -128,30 +127,40 @@ def daemon_job(host: str, port: str, password: str) -> None:
     print(child.exitcode)
 
 
-def fill_and_wait(host: str, port: str, password: str, ready) -> None:
-    loader = CacheLoader(hosts=[{"host": host, "port": port, "password": password}], writer_buffer_size=1000)
+def fill_and_wait(host: dict[str, str], ready) -> None:
+    loader = CacheLoader(hosts=[host], writer_buffer_size=1000)
     for i in range(30):
         loader.get(i, str)
     ready.set()
     time.sleep(60)
 
 
-def server_job(backend: str) -> None:
-    """Start a server, print its port, and wait to be killed or told to end."""
+def server_job(pipe: Connection, has_child: bool) -> None:
+    """Start a server, send its port and the id of a child, if it has one, and wait to be killed or told to end."""
     made: list[CacheLoader] = []
     # A parent-death signal would fire when this thread ends.
-    thread = threading.Thread(target=lambda: made.append(CacheLoader(backend)))
+    thread = threading.Thread(target=lambda: made.append(CacheLoader("redis")))
     thread.start()
     thread.join()
     (loader,) = made
     loader.get("a", str)
     assert loader.num_keys() == 1
-    children = os.environ.get("TEST_CHILDREN")
-    if children and os.fork() == 0:  # Keeps every open file of its parent.
+    child = os.fork() if has_child else None
+    if child == 0:  # Keeps every open file of its parent.
         time.sleep(60)
         os._exit(0)
-    print(loader.store.stores[0]._options["port"], flush=True)
-    sys.stdin.read()
+    pipe.send((loader.store.stores[0]._options["port"], child))
+    pipe.recv()
+
+
+def start_server_job(has_child: bool = False) -> tuple[multiprocessing.Process, Connection]:
+    """Return a fork of the server process of `tests.launch` that runs `server_job`, and the other end of its pipe."""
+    context = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe()
+    process = context.Process(target=server_job, args=(there, has_child))
+    process.start()
+    there.close()
+    return process, here
 
 
 def writer_job(host: str, port: str, password: str) -> None:

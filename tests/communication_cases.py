@@ -5,8 +5,11 @@ Each takes the communicator under test and returns nothing; a failed assertion o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -29,6 +32,9 @@ from bagua_ref.conformance.inputs.collective_cases import (
 from bagua_ref.conformance.lab.play import copies_of
 
 EVERY_METHOD = [*METHODS, *(f"{name}_inplace" for name in METHODS if name != "broadcast")]
+
+
+collective_call = functools.lru_cache(maxsize=64)(collective_call)  # the ranks of a simulated world make the same calls
 
 
 def calls(n: int, count: int = 2, op: ReduceOp = ReduceOp.AVG) -> list[CollectiveCall]:
@@ -82,8 +88,10 @@ def other_dtypes(comm) -> None:
 
 
 def large_reductions(comm) -> None:
-    """Sizes at which transports switch algorithms, and that no number of ranks divides."""
+    """Sizes at which transports switch algorithms, and that no number of ranks divides: every dtype and every operation."""
     for op, name in REDUCTIONS:
+        if op is not ReduceOp.SUM and name not in ("float32", "int32"):
+            continue
         dtype = getattr(torch, name)
         check(comm, collective_call("allreduce_inplace", op, comm.nranks(), 300_007 // dtype.itemsize, dtype, 0))
 
@@ -133,6 +141,16 @@ def coalesced(comm) -> None:
         with pytest.raises(ValueError, match=r"shape \(4,\) and strides \(0,\) is expanded.*tensor.clone\(\)"):
             bagua_ref.broadcast_coalesced([apart, torch.ones(2)], 0, comm)
         assert apart.tolist() == [0.0] * 4
+
+
+def single_elements(comm) -> None:
+    """Of a single element, any stride is contiguous."""
+    n = comm.nranks()
+    for dtype in (torch.float32, torch.bfloat16):
+        x, y = (torch.full((2,), comm.rank() + 1.0, dtype=dtype)[::2] for _ in range(2))
+        bagua_ref.broadcast(x, 0, comm)
+        bagua_ref.allreduce_inplace(y, comm=comm)
+        assert (x.item(), y.item()) == (1.0, n * (n + 1) / 2)
 
 
 def parameters(comm) -> None:
@@ -187,8 +205,8 @@ def backend_tensors(comm) -> None:
 
 def refusals(comm) -> None:
     """Bad input is refused before anything is sent, and the communicator stays usable."""
-    n = comm.nranks()
-    x = torch.ones(2 * n)
+    n, rank = comm.nranks(), comm.rank()
+    x, two, three, zeros = torch.ones(2 * n), torch.ones(2), torch.ones(3), [0] * n
     bad = [
         (ValueError, "contiguous", lambda: bagua_ref.broadcast(torch.ones(3, 2).t(), 0, comm)),
         (ValueError, "contiguous", lambda: bagua_ref.allreduce_inplace(torch.ones(4)[::2], comm=comm)),
@@ -197,7 +215,7 @@ def refusals(comm) -> None:
         (ValueError, "src=-1", lambda: bagua_ref.broadcast(x, -1, comm)),
         (ValueError, f"src={n}", lambda: bagua_ref.broadcast_object(x, n, comm)),
         (ValueError, f"dst={n}", lambda: bagua_ref.send(x, n, comm)),
-        (ValueError, f"src={comm.rank()}", lambda: bagua_ref.recv(x, comm.rank(), comm)),
+        (ValueError, f"src={rank}", lambda: bagua_ref.recv(x, comm.rank(), comm)),
         (TypeError, "src=1.0", lambda: bagua_ref.broadcast(x, 1.0, comm)),
         (ValueError, "op=4", lambda: bagua_ref.allreduce_inplace(x, 4, comm)),
         (TypeError, "AVG", lambda: bagua_ref.allreduce_inplace(x.long(), ReduceOp.AVG, comm)),
@@ -212,7 +230,31 @@ def refusals(comm) -> None:
         (ValueError, "displs", lambda: bagua_ref.alltoall_v_inplace(x, [1] * n, [2 * n] * n, comm)),
         (TypeError, "Tensor", lambda: bagua_ref.broadcast([1.0], 0, comm)),
         (TypeError, "comm='global'", lambda: bagua_ref.broadcast(x, 0, "global")),
+        (ValueError, "'meta', which holds no values", lambda: bagua_ref.allreduce_inplace(torch.ones(2, device="meta"), comm=comm)),
+        (ValueError, f"exchange of rank {rank} with itself", lambda: comm.exchange([(two, rank)], [(three, rank)])),
+        (
+            ValueError,
+            rf"send_counts\[{rank}\]=2 and recv_counts\[{rank}\]=3 must be equal, as rank {rank} sends",
+            lambda: comm.alltoall_v(two, [2] * n, zeros, three, [3] * n, zeros),
+        ),
+        (
+            TypeError,
+            "^send_tensor must be a torch.Tensor, not list",
+            lambda: comm.alltoall_v([1.0], [1] * n, zeros, x, [1] * n, zeros),
+        ),
+        (ValueError, r"^displs((?!send).)*$", lambda: bagua_ref.alltoall_v_inplace(two, [3] * n, zeros, comm)),
     ]
+    for collective in (bagua_ref.allgather_inplace, bagua_ref.reduce_scatter_inplace):
+        bad += [
+            (
+                ValueError,
+                r"tensor of shape .* and strides .* must be contiguous",
+                partial(collective, torch.ones(2, 2 * n).t(), comm=comm),
+            ),
+            (TypeError, "tensor must be a torch.Tensor, not list", partial(collective, [1.0], comm=comm)),
+        ]
+    for collective, count in product((bagua_ref.gather_inplace, bagua_ref.scatter_inplace), (-1, 1.0)):
+        bad.append((ValueError, f"count={count} must be an int, 0 or more", partial(collective, torch.ones(1), count, 0, comm)))
     if n > 1:
         odd = torch.ones(2 * n + 1)
         bad += [
@@ -250,4 +292,14 @@ def outsiders_see_nothing(outside) -> None:
     assert (x.tolist(), y.tolist()) == ([0.0, 1.0, 2.0, 3.0], [float(i) for i in range(8)])
 
 
-CASES = (functions, other_dtypes, large_reductions, coalesced, parameters, extremes_of_nan, backend_tensors, refusals)
+CASES = (
+    functions,
+    other_dtypes,
+    large_reductions,
+    coalesced,
+    single_elements,
+    parameters,
+    extremes_of_nan,
+    backend_tensors,
+    refusals,
+)

@@ -119,14 +119,14 @@ def begin(algorithm: str, steps: int = 3, **options: Any) -> Training:
     return training
 
 
-def abandons_a_backward(training: Training) -> None:
+def abandons_a_backward(training: Training, layer: int = 2) -> None:
     """Rank 1 catches its own exception in the middle of a backward pass and takes the next batch."""
     if training.rank == 1:
 
         def fail(grad: torch.Tensor) -> None:
             raise ZeroDivisionError
 
-        handle = training.module[2].weight.register_hook(fail)
+        handle = training.module[layer].weight.register_hook(fail)
         try:
             training.backward()
         except ZeroDivisionError:
@@ -195,13 +195,13 @@ def looks_at_a_batch(training: Training) -> None:
     training.go_on(fewer=forwards)
 
 
-def ends_early(training: Training) -> None:
-    """Rank 1 takes one step less and waits in a barrier, to which rank 0 does not come when its step fails."""
+def ends_early(training: Training, pause: float = 3.0) -> None:
+    """Rank 1 takes one step less and waits in a barrier, to which rank 0 does not come when its step fails, before a pause."""
     training.go_on(fewer=training.rank)
     if training.rank == 1:
         training.try_to(bagua_ref.barrier)
     else:
-        current_world().sleep(3)
+        current_world().sleep(pause)
 
 
 def dies(training: Training) -> None:

@@ -9,7 +9,7 @@ import time
 import torch
 
 from bagua_ref.backends.reference import ReferenceBackend
-from bagua_ref.backends.reference.codecs.minmax_uint8 import MinMaxUInt8
+from bagua_ref.backends.reference.codecs import MinMaxUInt8
 
 
 class Raises(ReferenceBackend):

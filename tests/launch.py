@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -35,8 +36,22 @@ from bagua_ref.conformance.targets.process_link import Programs
 # torch looks up the name of each end of a store's connections; a name server that drops the request would take five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 _processes = multiprocessing.get_context("forkserver")
-# torch._dynamo takes as long to import as torch, and the first step of any optimizer does so.
-_processes.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "torch.distributed.checkpoint", "bagua_ref.conformance"])
+# Whatever is missing here, every worker of a test that uses it imports itself: torch._dynamo, which the first step of an optimizer
+# does, takes as long as torch, and Hypothesis longer than the two ranks of a small test.
+_preloaded = [
+    "pytest", "hypothesis.strategies", "redis", "torch", "torch._dynamo", "torch.distributed.checkpoint",
+    "bagua_ref.cli.command", "bagua_ref.contrib",
+    "bagua_ref.conformance.lab.play", "bagua_ref.conformance.targets.reference_target", "bagua_ref.conformance.trace",
+]  # fmt: skip
+
+
+def preload(*modules: str) -> None:
+    """Let the server that forks all workers, which the first of them starts, import ``modules``, too."""
+    _preloaded.extend(modules)
+    _processes.set_forkserver_preload(_preloaded)
+
+
+preload()
 
 
 @dataclass
@@ -165,6 +180,7 @@ def _collect(workers: list[Any], pipes: list[Connection], limit: float) -> list[
 def _work(
     pipe: Connection, environment: dict[str, Any], function: Callable[..., Any], args: Any, init: bool, collective_timeout: float
 ) -> None:
+    gc.freeze()  # otherwise the first collection traverses, and so copies, all that is shared with the server
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
     outcome = Outcome()

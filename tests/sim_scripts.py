@@ -318,7 +318,7 @@ SCRIPTS = [
         torch.optim.SGD(model.parameters(), lr=0.1).step()  # HERE
     """, ranks=3),
     Script("set_ordered_collectives", ("hash_seed",), """
-        values = {name: torch.ones(i + 1) for i, name in enumerate(["weight", "bias", "scale", "shift", "mean"])}
+        values = {str(i): torch.ones(i + 1) for i in range(10)}
         for name in set(values):  # BUG
         for name in sorted(values):  # MENDED
             dist.all_reduce(values[name])  # HERE

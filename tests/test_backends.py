@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from importlib.metadata import EntryPoint
 
+import numpy as np
 import pytest
 import torch
 from tests.threads import assert_right_on_threads
@@ -190,14 +190,6 @@ class TestChoice:
         assert available_backends()["third"] is None
 
 
-@pytest.mark.slow
-def test_importing_the_registry_imports_no_backend():
-    script = "import sys, bagua_ref.backends; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
-    loaded = {name for name in run.stdout.split() if name.startswith(("bagua_ref.backends.", "cupy"))}
-    assert loaded == {"bagua_ref.backends.base", "bagua_ref.backends.codec"}
-
-
 SMALL = torch.zeros(4)
 
 
@@ -294,9 +286,7 @@ def test_S3_7_many_chunks_are_added_in_order(num_chunks, size, average, dtype):
     x = torch.randn(num_chunks * size, generator=torch.Generator().manual_seed(2)).to(dtype)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     chunks = x.view(num_chunks, size).to(wide)
-    total = torch.zeros(size, dtype=wide)
-    for chunk in chunks:
-        total = total + chunk
+    total = torch.from_numpy(np.add.accumulate(chunks.numpy())[-1])
     expected = x.clone().view(num_chunks, size)
     expected[num_chunks // 2] = (total / num_chunks if average else total).to(dtype)
     kernels.reduce_chunks_(x, num_chunks, num_chunks // 2, average)

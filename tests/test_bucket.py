@@ -77,12 +77,14 @@ def test_S2_2_padding_is_cleared_before_every_execution(flatten: bool) -> None:
 
 
 @pytest.mark.parametrize("flatten", [True, False])
-@pytest.mark.parametrize("how", ["replaced", "removed", "stays", "transposed"])
+@pytest.mark.parametrize("how", ["replaced", "with other data", "removed", "stays", "transposed"])
 def test_S2_3_an_operation_never_works_on_stale_storage(flatten: bool, how: str) -> None:
     made = parameters((2, 2), (3,))
     bucket = BaguaBucket(made, "0", flatten=flatten)
     if how == "replaced":
         made[0].grad = torch.full((2, 2), 7.0)
+    elif how == "with other data":
+        made[0].grad.data = torch.full((2, 2), 7.0)
     elif how == "transposed":
         made[0].grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t()
     elif how == "removed":

@@ -37,8 +37,7 @@ def wrapped(algorithm: str = "gradient_allreduce", **options: Any) -> tuple[Net,
     return module.with_bagua([optimizer], made_for), optimizer
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("trained_before", [False, True])
+@pytest.mark.parametrize(("algorithm", "trained_before"), [*((name, True) for name in ALGORITHMS), ("gradient_allreduce", False)])
 @on_every_rank(2)
 def test_a_step_after_a_method_was_called_instead_of_the_module_raises(r: int, algorithm: str, trained_before: bool) -> None:
     module, optimizer = wrapped(algorithm)

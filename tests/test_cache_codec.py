@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -161,8 +160,8 @@ OBJECTS = {
         (lambda data: data[7], torch.float32),
         (lambda data: data.T[7], torch.bfloat16),
         (lambda data: data[::2, 3], torch.complex64),
-        (lambda data: data[5:5], torch.bfloat16),
-        (lambda data: data[1:2].expand(3, -1), torch.float32),
+        (lambda data: data[5:5], torch.float32),
+        (lambda data: data[1:2].expand(3, -1), torch.bfloat16),
     ],
     ids=["row", "column", "strided", "empty", "expanded"],
 )
@@ -246,22 +245,29 @@ def test_nesting_deeper_than_python_reads_is_damage():
         decode(frame + deep, allow_pickle=False)
 
 
-def test_S8_3_keys_that_all_have_one_hash_are_damage():
-    """A dict of 100,000 such keys, of about 1 MB, would take more than half a minute; test_untrusted.py has other such keys."""
-    parts: list = [b"{" + (100_000).to_bytes(4, "little")]
-    for number in range(100_000):
-        codec._write((None, number * (2**61 - 1)), parts, allow_pickle=False)
+@pytest.mark.parametrize(
+    "key",
+    [
+        lambda number: number * (2**61 - 1),
+        lambda number: (None, number * (2**61 - 1)),
+        lambda number: complex(-1000003 * number, number),
+    ],
+    ids=["int", "tuple", "complex"],
+)
+def test_S8_3_keys_that_all_have_one_hash_are_damage(key):
+    """A dict of 100,000 such keys, of about 1 MB, would take more than half a minute; 10,000 show it."""
+    parts: list = [b"{" + (10_000).to_bytes(4, "little")]
+    for number in range(10_000):
+        codec._write(key(number), parts, allow_pickle=False)
         parts.append(b"N")
     entry = b"".join(parts)
     frame = codec._FRAME.pack(codec.VERSION, len(entry) + 16, codec.xxhash.xxh3_64_intdigest(entry))
-    started = time.process_time()
     with pytest.raises(DamagedValueError, match="more than 100 of its keys have the hash"):
         decode(frame + entry, allow_pickle=False)
-    assert time.process_time() - started < 10
 
 
 def test_S8_5_many_numbers_are_keys():
-    value = {key: None for number in range(20_000) for key in (number, -number, number / 7, (number, 1.0), number << 40)}
+    value = {key: None for number in range(4_000) for key in (number, -number, number / 7, (number, 1.0), number << 40)}
     assert round_trip(value) == value
 
 

@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from tests.cache_jobs import Plain, epoch
+from tests.cache_jobs import Plain, epoch, start_server_job
 from tests.cache_servers import PROGRAM, eventually, every_backend, need, processes, zombies_of
 from tests.launch import launch, on_every_process, outcomes
-from tests.test_cached_dataset import finish, job
 
 import bagua_ref
 from bagua_ref.contrib import CachedDataset, CacheLoader
@@ -50,36 +49,24 @@ def temporary_files() -> set[str]:
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("children", ["", "1"])
-def test_the_server_ends_with_the_process_that_started_it(number, children):
+@pytest.mark.parametrize(("number", "has_child"), [(signal.SIGKILL, True), (signal.SIGTERM, False)])
+def test_the_server_ends_with_the_process_that_started_it(number, has_child):
     need()
     before = temporary_files()
-    process = job("server_job", "redis", TEST_CHILDREN=children)
+    process, pipe = start_server_job(has_child)
+    port, child = pipe.recv()
     try:
-        port = int(process.stdout.readline())
         mine = servers_of(process.pid)
         assert len(mine) == 2
-        process.send_signal(number)
-        process.wait()
+        os.kill(process.pid, number)
+        process.join()
         assert eventually(lambda: not any(pid in processes("") for pid in mine))
         assert not any(f":{port}" in line for line in processes("-server").values())
     finally:
         process.kill()
-        for pid in processes("tests.cache_jobs", "server_job"):
-            os.kill(pid, signal.SIGKILL)  # the child that stayed alive
-        process.communicate()
+        if child is not None:
+            os.kill(child, signal.SIGKILL)  # it stayed alive
     assert {path for path in temporary_files() - before if "redis" in path or "dump" in path} == set()
-
-
-@pytest.mark.redis
-def test_the_server_ends_at_the_end_of_a_script_and_leaves_no_zombie():
-    need()
-    process = job("server_job", "redis")
-    assert int(process.stdout.readline())
-    mine = servers_of(process.pid)
-    finish(process)
-    assert not any(pid in processes("") for pid in mine)
 
 
 @pytest.mark.redis
@@ -171,16 +158,18 @@ def test_a_worker_that_is_forked_while_a_thread_starts_a_server_finds_the_others
 
 
 @pytest.mark.redis
-def test_two_jobs_on_one_node_have_servers_of_their_own():
+def test_two_jobs_on_one_node_have_servers_of_their_own_that_end_with_them():
     need()
-    jobs = [job("server_job", "redis") for _ in range(2)]
-    ports = [int(process.stdout.readline()) for process in jobs]
+    jobs = [start_server_job() for _ in range(2)]
+    ports = [pipe.recv()[0] for _, pipe in jobs]
     assert ports[0] != ports[1]
-    assert [len(servers_of(process.pid)) for process in jobs] == [2, 2]
-    finish(jobs[0])
-    assert len(servers_of(jobs[1].pid)) == 2
-    finish(jobs[1])
-    assert servers_of(jobs[1].pid) == []
+    theirs = [servers_of(process.pid) for process, _ in jobs]
+    assert [len(one) for one in theirs] == [2, 2]
+    for number, (process, pipe) in enumerate(jobs):
+        pipe.send("end")
+        process.join()
+        assert process.exitcode == 0
+        assert [pid in processes("") for one in theirs for pid in one] == [number < 0] * 2 + [number < 1] * 2
 
 
 @every_backend
@@ -274,8 +263,7 @@ def sync() -> None:
         dist.barrier()
 
 
-@every_backend
-@pytest.mark.parametrize("cluster_mode", [True, False])
+@pytest.mark.parametrize(("backend", "cluster_mode"), [pytest.param("redis", True, marks=pytest.mark.redis), ("fakeredis", False)])
 def test_ranks_of_a_node_share_a_server_and_nodes_share_a_cluster(backend, cluster_mode):
     need(backend)
     found = launch(place_of_server, 3, backend, cluster_mode, nodes=(2, 1))
@@ -352,7 +340,7 @@ def test_kill_9_of_the_first_rank_ends_the_server_and_the_others_go_on(tmp_path)
 
 
 @on_every_process(2)
-def test_ranks_that_shut_down_together_meet_at_a_new_server():
+def test_ranks_that_shut_down_together_meet_at_a_new_server_and_a_new_group_finds_the_one_that_runs():
     loader = CacheLoader("fakeredis")
     loader.get(bagua_ref.get_rank(), str)
     bagua_ref.barrier()
@@ -362,11 +350,7 @@ def test_ranks_that_shut_down_together_meet_at_a_new_server():
     again = CacheLoader("fakeredis")
     assert again.store.status()
     assert again.num_keys() == 0
-
-
-@on_every_process(2)
-def test_a_group_that_is_made_again_finds_the_server_that_still_runs():
-    loader = CacheLoader("fakeredis")
+    loader = again
     bagua_ref.barrier()
     bagua_ref.destroy_process_group()
     bagua_ref.init_process_group(timeout=60)

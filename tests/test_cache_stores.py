@@ -14,7 +14,6 @@ import redis
 import xxhash
 from tests.cache_servers import Server, eventually, every_backend, free_port, need, servers
 
-import bagua_ref
 from bagua_ref.contrib import CacheLoader
 from bagua_ref.contrib.cache.server import start_redis_server
 from bagua_ref.contrib.utils.redis_store import (
@@ -187,14 +186,14 @@ def test_a_wrong_password_is_no_status_and_an_error():
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("password", [{}, {"password": None}, {"password": ""}])
-def test_a_forgotten_password_is_asked_for(password):
+def test_a_forgotten_password_is_asked_for():
     with servers(1) as (server,):
-        host = {"host": "127.0.0.1", "port": server.port, **password}
-        with pytest.raises(
-            ValueError, match=rf"redis at 127.0.0.1:{server.port} needs a password; add 'password' to its entry in hosts"
-        ):
-            CacheLoader(hosts=[host])
+        for password in ({}, {"password": None}, {"password": ""}):
+            host = {"host": "127.0.0.1", "port": server.port, **password}
+            with pytest.raises(
+                ValueError, match=rf"redis at 127.0.0.1:{server.port} needs a password; add 'password' to its entry in hosts"
+            ):
+                CacheLoader(hosts=[host])
         server.kill()
         store = RedisStore(hosts=[host])
         server.start()
@@ -264,22 +263,21 @@ def test_a_user_of_its_own(tmp_path):
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("name", ["unix_socket", "unix_socket_path"])
-def test_a_unix_socket(tmp_path, name):
+def test_a_unix_socket(tmp_path):
     path = tmp_path / "redis.sock"
     server = Server(f"unixsocket {path}", port=0, password=None)
     try:
-        store = RedisStore(hosts=[{name: str(path)}])
-        assert eventually(store.status)
+        for name in ("unix_socket", "unix_socket_path"):
+            store = RedisStore(hosts=[{name: str(path)}])
+            assert eventually(store.status)
+            assert repr(store) == f"RedisStore(redis at {path})"
         check_contract(store)
-        assert repr(store) == f"RedisStore(redis at {path})"
     finally:
         server.kill()
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("name", ["tls", "ssl"])
-def test_tls(tmp_path, name):
+def test_tls(tmp_path):
     need()
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl to make a certificate")
@@ -291,11 +289,13 @@ def test_tls(tmp_path, name):
     settings = [f"tls-port {port}", f"tls-cert-file {certificate}", f"tls-key-file {key}", f"tls-ca-cert-file {certificate}"]
     server = Server(*settings, "tls-auth-clients no", port=0, password="secret")
     try:
-        host = {"host": "127.0.0.1", "port": port, "password": "secret", name: True}
+        host = {"host": "127.0.0.1", "port": port, "password": "secret", "ssl": True}
         trusting = RedisStore(hosts=[{**host, "ssl_ca_certs": str(certificate)}])
         assert eventually(trusting.status)
         check_contract(trusting)
         assert not RedisStore(hosts=[host]).status()  # the certificate is self-signed
+        del host["ssl"]
+        assert RedisStore(hosts=[{**host, "tls": True, "ssl_ca_certs": str(certificate)}]).status()
     finally:
         server.kill()
 
@@ -330,7 +330,9 @@ def daemon(*args, process=False):
     port = free_port()
     try:
         if process:
-            starter = multiprocessing.get_context("spawn").Process(target=start_redis_server_cli, args=(port, 50_000_000, *args))
+            starter = multiprocessing.get_context("forkserver").Process(
+                target=start_redis_server_cli, args=(port, 50_000_000, *args)
+            )
             starter.start()
             starter.join(60)
             assert starter.exitcode == 0
@@ -407,14 +409,3 @@ def test_the_hosts_address_is_one_that_can_be_bound():
 
     with socket.socket() as probe:
         probe.bind((get_host_ip(), 0))
-
-
-def test_importing_contrib_brings_no_redis_and_starts_nothing():
-    from tests.test_import import probe
-
-    seen = probe("import bagua_ref.contrib")
-    assert seen["started"] == []
-    assert seen["changed"] == []
-    assert not {name.split(".")[0] for name in seen["loaded"]} & {"redis", "fakeredis", "hiredis", "rich"}
-    assert "bagua_ref.contrib.cache_loader" in seen["loaded"]
-    assert bagua_ref.contrib

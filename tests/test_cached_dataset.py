@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
-import subprocess
-import sys
 import tempfile
 
 import numpy as np
@@ -15,65 +12,57 @@ import torch
 from tests.cache_jobs import Numbers, Plain, epoch, writer_job
 from tests.cache_servers import Server, eventually, every_backend, need, servers
 from tests.cache_values import same
-from tests.launch import launch
-from tests.scripts import ROOT
+from tests.launch import launch, run_script
+from tests.scripts import load_script, run_python
 from tests.trainings import simulate
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Subset
 
-from bagua_ref.base.utils import tracked_in_lines
 from bagua_ref.contrib import CachedDataset
 from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistributedSampler
 
 pytestmark = pytest.mark.slow
 
 
-def fresh(backend: str, dataset=None, **options) -> CachedDataset:
+def fresh(dataset=None, backend: str = "fakeredis", **options) -> CachedDataset:
     need(backend)
     cached = CachedDataset(Numbers() if dataset is None else dataset, backend, **options)
     cached.cache_loader.store.clear()
     return cached
 
 
-def job(*words: str, **environment: str) -> subprocess.Popen[str]:
-    variables = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **environment}
-    command = [sys.executable, "-W", "error::UserWarning", "-m", "tests.cache_jobs", *words]
-    return subprocess.Popen(
-        command, env=variables, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def run_job(call: str) -> str:
+    """Return what a script prints that calls one of `tests.cache_jobs`."""
+    imports = "import tempfile, warnings\nfrom tests import cache_jobs\nwarnings.simplefilter('error', UserWarning)\n"
+    ended = run_script(f"{imports}{call}")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return ended.stdout
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    printed, errors = process.communicate(timeout=100)
-    assert process.returncode == 0, errors
-    assert errors == ""
-    return printed
-
-
-def held_workers(server: Server, context: str, batch_size: str) -> None:
+def held_workers(server: Server, context: str, batch_size: int | None) -> None:
     """Run a job that ends while its workers hold values; multiprocessing terminates them and leaves their temporary folders."""
     with tempfile.TemporaryDirectory() as folder:
-        finish(job("held_worker_job", *map(str, server.host.values()), batch_size, context, TMPDIR=folder))
+        run_job(f"tempfile.tempdir = {folder!r}\ncache_jobs.held_worker_job({server.host}, {batch_size}, {context!r})")
 
 
-@every_backend
-@pytest.mark.parametrize("batch_size", [16, None])
 @pytest.mark.parametrize(
-    "options",
+    ("backend", "batch_size", "options"),
     [
-        {"num_workers": 0},
-        {"num_workers": 2, "multiprocessing_context": "fork"},
-        {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True},
+        ("fakeredis", None, {}),
+        ("fakeredis", 16, {"multiprocessing_context": "fork"}),
+        ("fakeredis", None, {"multiprocessing_context": "fork", "persistent_workers": True}),
+        pytest.param("redis", 16, {}, marks=pytest.mark.redis),
+        pytest.param("redis", None, {"multiprocessing_context": "fork"}, marks=pytest.mark.redis),
         # forkserver pickles the workers' arguments, as spawn does; `make proof` tries spawn.
-        {"num_workers": 2, "multiprocessing_context": "forkserver", "persistent_workers": True},
+        pytest.param("redis", 16, {"multiprocessing_context": "forkserver", "persistent_workers": True}, marks=pytest.mark.redis),
     ],
-    ids=["no workers", "fork", "fork, persistent", "forkserver, persistent"],
+    ids=str,
 )
 def test_each_sample_is_made_once_whoever_asks(backend, batch_size, options):
-    assert_each_sample_is_made_once(backend, batch_size, options)
+    assert_each_sample_is_made_once(backend, batch_size, {"num_workers": 2 if options else 0, **options})
 
 
 def assert_each_sample_is_made_once(backend, batch_size, options):
-    dataset = fresh(backend)
+    dataset = fresh(backend=backend)
     loader = DataLoader(dataset, batch_size=batch_size, **options)
     for number in range(2):
         assert epoch(loader) == list(range(100))
@@ -86,32 +75,32 @@ def assert_each_sample_is_made_once(backend, batch_size, options):
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize(("context", "batch_size"), [("fork", "None"), ("fork", "8"), ("spawn", "8")])
-def test_persistent_workers_that_nobody_ends_lose_nothing(context, batch_size):
+@pytest.mark.parametrize("batch_size", [None, 8])
+def test_persistent_workers_that_nobody_ends_lose_nothing(batch_size):
     with servers(1) as (server,):
-        held_workers(server, context, batch_size)
+        held_workers(server, "fork", batch_size)
         assert sorted(server.client().keys("*")) == sorted(f"_{i}".encode() for i in range(30))
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("batch_size", ["1", "8"])
-def test_workers_that_are_forked_while_a_thread_fills_the_cache_do_not_hang(batch_size):
-    with servers(1) as (server,):
-        assert finish(job("filled_while_forking_job", *map(str, server.host.values()), batch_size)) == "[]\n"
+def test_workers_that_are_forked_while_a_thread_fills_the_cache_do_not_hang():
+    with servers(1) as (server,):  # a fork would have imported what the thread imports
+        ended = run_python("-W", "error::UserWarning", "-m", "tests.cache_jobs", "filled_while_forking_job", *server.host.values())
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[]\n", "")
         assert server.client().dbsize() == 60
 
 
 @pytest.mark.redis
 def test_a_daemon_process_that_is_terminated_writes_what_waits_and_ends_by_the_signal():
     with servers(1) as (server,):
-        assert finish(job("daemon_job", *map(str, server.host.values()))) == "-15\n"
+        assert run_job(f"cache_jobs.daemon_job({server.host})") == "-15\n"
         assert server.client().dbsize() == 30
 
 
 @pytest.mark.redis
 def test_what_waits_is_written_when_the_interpreter_ends_by_each_process_its_own():
     with servers(1) as (server,):
-        finish(job("waiting_main_job", *map(str, server.host.values())))
+        run_job(f"cache_jobs.waiting_main_job({server.host})")
         assert sorted(server.client().keys("*")) == sorted([b"_child", *(f"_{i}".encode() for i in range(30))])
         assert server.calls("mset") == 2
 
@@ -146,7 +135,7 @@ def test_the_server_is_killed_in_mid_epoch_and_comes_back():
 
 @every_backend
 def test_samplers_and_subsets_work_as_ever(backend):
-    dataset = fresh(backend)
+    dataset = fresh(backend=backend)
     balanced = LoadBalancingDistributedSampler(dataset, lambda sample: sample[1], num_replicas=2, rank=0)
     assert len(epoch(DataLoader(dataset, sampler=balanced, batch_size=5))) == 50
     assert epoch(DataLoader(dataset, batch_sampler=BatchSampler(RandomSampler(dataset), 7, False))) == list(range(100))
@@ -154,9 +143,8 @@ def test_samplers_and_subsets_work_as_ever(backend):
     assert dataset.dataset.made.tolist() == [1] * 100
 
 
-@every_backend
-def test_an_index_is_its_number_whatever_its_type(backend):
-    dataset = fresh(backend)
+def test_an_index_is_its_number_whatever_its_type():
+    dataset = fresh()
     for index in (5, np.int64(5), torch.tensor(5), np.array(5)):
         assert dataset[index][1] == 5
     assert dataset.dataset.made.sum() == 1
@@ -169,9 +157,8 @@ class Words(dict):
     """A dataset with strings as keys."""
 
 
-@every_backend
-def test_indices_may_be_words(backend):
-    dataset = fresh(backend, Words(a=1, b=[2]))
+def test_indices_may_be_words():
+    dataset = fresh(Words(a=1, b=[2]))
     assert [dataset["a"], dataset["b"], dataset["b"]] == [1, [2], [2]]
     assert dataset.stats().hits == 1
 
@@ -184,11 +171,10 @@ class Batched(Plain):
         return [self[index] for index in indices]
 
 
-@every_backend
-def test_a_dataset_that_makes_batches_makes_what_is_missing_in_one(backend):
+def test_a_dataset_that_makes_batches_makes_what_is_missing_in_one():
     inner = Batched()
     inner.calls = []
-    dataset = fresh(backend, inner)
+    dataset = fresh(inner)
     dataset[3]
     assert epoch(DataLoader(dataset, batch_size=5, sampler=range(10))) == list(range(10))
     assert inner.calls == [[0, 1, 2, 4], [5, 6, 7, 8, 9]]
@@ -217,8 +203,7 @@ class SingleSamples(CachedDataset):
     __getitems__ = None
 
 
-@every_backend
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("backend", "workers"), [("fakeredis", 1), pytest.param("redis", 0, marks=pytest.mark.redis)])
 @pytest.mark.parametrize(
     ("kind", "wanted"),
     [
@@ -248,24 +233,21 @@ class Generating(Plain):
         return (self[index] for index in indices)
 
 
-@every_backend
 @pytest.mark.parametrize("kind", [Unbatched, Generating])
-def test_a_dataset_may_have_no_batches_or_generate_them(backend, kind):
-    dataset = fresh(backend, kind(20))
+def test_a_dataset_may_have_no_batches_or_generate_them(kind):
+    dataset = fresh(kind(20))
     for _ in range(2):
         assert epoch(DataLoader(dataset, batch_size=5)) == list(range(20))
     assert (dataset.stats().hits, dataset.stats().misses) == (20, 20)
 
 
-@every_backend
-def test_an_index_without_a_number_needs_a_key(backend):
+def test_an_index_without_a_number_needs_a_key():
     with pytest.raises(TypeError, match=r"a key of a cache cannot be or have tensor\(\[1, 2\]\)"):
-        fresh(backend)[torch.tensor([1, 2])]
+        fresh()[torch.tensor([1, 2])]
 
 
-@every_backend
-def test_prefill_makes_what_is_missing_and_tells_how_much(backend, capfd):
-    dataset = fresh(backend)
+def test_prefill_makes_what_is_missing_and_tells_how_much(capfd):
+    dataset = fresh()
     dataset[7]
     dataset.flush()
     assert dataset.prefill() == 99
@@ -274,11 +256,6 @@ def test_prefill_makes_what_is_missing_and_tells_how_much(backend, capfd):
     assert capfd.readouterr().err == ""
     assert dataset.dataset.made.tolist() == [1] * 100
     assert dataset.cache_loader.num_keys() == 100
-
-
-def test_progress_without_rich_is_a_line_for_each_tenth(capsys):
-    assert list(tracked_in_lines([1, 2, 3], "work")) == [1, 2, 3]
-    assert capsys.readouterr().err == "work: 30 %\nwork: 60 %\nwork: 100 %\n"
 
 
 def test_ranks_that_prefill_together_share_the_work():
@@ -291,9 +268,8 @@ def test_ranks_that_prefill_together_share_the_work():
     assert inner.made.tolist() == [1] * 101
 
 
-@every_backend
-def test_a_dataset_as_context_is_written_at_its_end(backend):
-    with fresh(backend, writer_buffer_size=50) as dataset:
+def test_a_dataset_as_context_is_written_at_its_end():
+    with fresh(writer_buffer_size=50) as dataset:
         dataset[1]
         assert dataset.cache_loader.store.num_keys() == 0
     assert dataset.cache_loader.store.num_keys() == 1
@@ -310,9 +286,8 @@ def test_what_has_no_indices_is_refused():
             CachedDataset(dataset, "fakeredis")
 
 
-@every_backend
-def test_a_pickled_dataset_carries_no_connection(backend):
-    dataset = fresh(backend, Plain())
+def test_a_pickled_dataset_carries_no_connection():
+    dataset = fresh(Plain())
     dataset[3]
     data = pickle.dumps(dataset)
     assert b"socket" not in data.lower()
@@ -337,14 +312,10 @@ def test_a_worker_that_would_start_a_server_is_told_where_to():
     assert first.cache_loader.num_keys() == 5
 
 
-@every_backend
-def test_the_example_trains_twice_and_the_second_time_from_the_cache(backend, capsys):
-    need(backend)
-    from tests.scripts import load_script
-
+def test_the_example_trains_twice_and_the_second_time_from_the_cache(capsys):
     example = load_script("examples/cached_dataset.py")
-    fresh(backend)
-    example.main(["--backend", backend, "--samples", "96"])
+    fresh()
+    example.main(["--backend", "fakeredis", "--samples", "96"])
     printed = capsys.readouterr().out
     assert "epoch 1: " in printed
     assert "hits=96, misses=96 (50.0% hits), errors=0" in printed

@@ -15,10 +15,12 @@ import pickletools
 import random
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -61,7 +63,6 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "powersgd": ("powersgd", {"warmup_steps": 2, "min_compression_rate": 0.5}),
     "topk": ("topk", {"ratio": 0.2, "warmup_steps": 1}),
 }
-DETERMINISTIC = [name for name in ALGORITHMS if name != "async"]
 
 
 class Run:
@@ -116,23 +117,30 @@ class Run:
         return torch.cat([weights(self.model).double(), *buffers])
 
 
-def trained(
-    folder: Path, ranks: int, name: str = "gradient_allreduce", steps: tuple[int, ...] = (2, 4), **options: Any
-) -> list[Any]:
-    """Train in a simulated world and save at ``steps``; return each rank's states there."""
+def trained(folder: Path, ranks: int, name: str = "gradient_allreduce", steps: tuple[int, ...] = (2, 4)) -> list[Any]:
+    """Copy the checkpoints of a training to ``folder``; return each rank's states when they were saved."""
+    made, states = checkpoints(ranks, name, steps)
+    shutil.copytree(made.name, folder, dirs_exist_ok=True)
+    return states
+
+
+@functools.cache
+def checkpoints(ranks: int, name: str, steps: tuple[int, ...]) -> tuple[tempfile.TemporaryDirectory[str], list[Any]]:
+    """Train in a simulated world and save at ``steps``; return the folder and each rank's states there."""
+    folder = tempfile.TemporaryDirectory()
 
     def rank(r: int) -> list[torch.Tensor]:
-        run = Run(name, **options)
+        run = Run(name)
         states = []
         for step in steps:
             run.train(step)
-            run.save(folder)
+            run.save(Path(folder.name))
             states.append(run.state())
         if name == "async":
             run.model.bagua_algorithm.abort(run.model)
         return states
 
-    return simulate(ranks, rank)
+    return folder, simulate(ranks, rank)
 
 
 def loaded(
@@ -151,9 +159,8 @@ def loaded(
 @pytest.mark.parametrize(
     ("name", "saved", "wrapper"),
     [
-        *((name, 5, False) for name in DETERMINISTIC),
-        ("qadam", 2, False),  # in its warm-up
-        ("qadam", 4, False),  # at its end
+        *((name, 5, False) for name in ("bytegrad with memory", "decentralized_shift_one", "diloco", "powersgd")),
+        ("qadam", 4, False),  # at the end of its warm-up
         ("gradient_allreduce", 5, True),
         ("low_precision_decentralized", 5, True),
     ],
@@ -175,7 +182,7 @@ def test_S5_a_training_continues_bit_for_bit(tmp_path: Path, name: str, saved: i
         run.train(11)
         return run.state()
 
-    for whole, continued in zip(simulate(4, in_one_go), simulate(4, resumed, seed=1), strict=True):
+    for whole, continued in zip(simulate(2, in_one_go), simulate(2, resumed, seed=1), strict=True):
         assert torch.equal(whole, continued)
 
 
@@ -236,12 +243,12 @@ def test_the_state_of_an_optimizer_keeps_its_dtype_and_a_schedulers_goes_into_ex
 
 @on_every_rank(1)
 def test_the_checkpoint_of_either_kind_of_model_loads_into_the_other(r: int, tmp_path: Path) -> None:
-    (state,) = trained(tmp_path / "wrapper", 1, wrapper=True, steps=(3,))
-    assert torch.equal(loaded(tmp_path / "wrapper", 1)[0][1], state[0])
-    (state,) = trained(tmp_path / "plain", 1, steps=(3,))
-    run = Run(wrapper=True)
-    run.load(tmp_path / "plain")
-    assert torch.equal(run.state(), state[0])
+    for wrapper in (False, True):
+        saved, loaded = Run(wrapper=wrapper), Run(wrapper=not wrapper)
+        saved.train(3 + wrapper)
+        saved.save(tmp_path)
+        loaded.load(tmp_path)
+        assert torch.equal(loaded.state(), saved.state())
 
 
 def test_an_empty_folder_has_no_checkpoint_and_one_step_can_be_asked_for(tmp_path: Path) -> None:
@@ -274,8 +281,11 @@ def append(path: Path) -> None:
 DAMAGES: list[Callable[[Path], object]] = [flip, truncate, append, Path.unlink, lambda path: path.write_bytes(b"")]
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "common", "rank0", "rank1"])
-@pytest.mark.parametrize("damage", DAMAGES, ids=["flipped", "truncated", "longer", "missing", "empty"])
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [*((file, damage) for file in ("manifest.json", "rank1") for damage in DAMAGES), ("common", flip), ("rank0", append)],
+    ids=itertools.count(),
+)
 def test_all_ranks_fall_back_to_the_checkpoint_before_a_damaged_one(
     tmp_path: Path, file: str, damage: Callable[[Path], object], recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -564,7 +574,6 @@ def test_what_is_equal_on_all_ranks_loads_at_another_number_of_ranks(tmp_path: P
         ("local_sgd", r"model \(1.running_mean, 1.running_var\), optimizers \(0\), rng \(torch\)\. "),  # step 4 averages
         ("diloco", r"model \(0.weight, .*\), optimizers \(0\), rng \(torch\)\. "),
         ("powersgd", r"algorithm \(memories\)"),
-        ("topk", r"algorithm \(memories\)"),
         ("bytegrad with memory", r"algorithm \(memories\)"),
     ],
 )
@@ -997,8 +1006,8 @@ EACH = [name for name in ALGORITHMS if "shift_one" not in name]
 @pytest.mark.parametrize(
     ("names", "component", "per_place"),
     [
-        (["gradient_allreduce"], None, 2),
-        (EACH, "algorithm", 2),
+        (["gradient_allreduce"], None, 1),
+        (EACH, "algorithm", 1),
         *(pytest.param([name], None, 4, marks=pytest.mark.proof) for name in EACH),
     ],
     ids=str,
@@ -1232,46 +1241,45 @@ def test_ranks_at_different_steps_cannot_save(r: int, tmp_path: Path) -> None:
 # Real processes
 
 
-def train_with_kernels_of_this_process(folder: str, name: str) -> None:
-    """Load, train ten steps, save, and print the digests of the weights that were loaded and trained, and the warnings, as JSON."""
+def train_with_kernels_of_this_process(folder: str) -> None:
+    """Twice load, train ten steps and save; print steps, weights that were loaded and trained, and warnings, as JSON."""
     bagua_ref.init_process_group()
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        run = Run(name, seed=0)
-        run.load(Path(folder))
-        begun = weights(run.model).tolist()
-        run.train(run.step + 10)
-        run.save(Path(folder))
-    said = [str(warning.message) for warning in warned]
-    print(json.dumps([run.step, begun, weights(run.model).tolist(), said]))
+    found = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            run = Run(seed=0)
+            run.load(Path(folder))
+            begun = weights(run.model).tolist()
+            run.train(run.step + 10)
+            run.save(Path(folder))
+        found.append([run.step, begun, weights(run.model).tolist(), [str(warning.message) for warning in warned]])
+    print(json.dumps(found))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gradient_allreduce"])
-def test_ranks_with_other_cpu_kernels_are_warned_and_their_checkpoints_load(tmp_path: Path, name: str) -> None:
+def test_ranks_with_other_cpu_kernels_are_warned_and_their_checkpoints_load(tmp_path: Path) -> None:
     """Weights drift apart in torch's optimizer, which uses other kernels on rank 1."""
-    code = f"from tests.test_checkpoint_files import *; train_with_kernels_of_this_process({str(tmp_path)!r}, {name!r})"
-    for steps in (10, 20):
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", code],
-                env={**os.environ, **place, "RANK": str(r), "LOCAL_RANK": str(r), **kernels},
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for r, kernels in enumerate(({}, {"ATEN_CPU_CAPABILITY": "default"}))
-        ]
-        try:
-            (step, begun, ended, said), (_, others_begun, others_ended, others_said) = (
-                json.loads(rank.communicate(timeout=120)[0]) for rank in ranks
-            )
-        finally:
-            for rank in ranks:
-                rank.kill()
+    code = f"from tests.test_checkpoint_files import *; train_with_kernels_of_this_process({str(tmp_path)!r})"
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, **place, "RANK": str(r), "LOCAL_RANK": str(r), **kernels},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for r, kernels in enumerate(({}, {"ATEN_CPU_CAPABILITY": "default"}))
+    ]
+    try:
+        printed = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for (step, begun, ended, said), (_, others_begun, others_ended, others_said), steps in zip(*printed, (10, 20), strict=True):
         assert step == steps
         assert begun == others_begun
         assert ended != others_ended
@@ -1279,15 +1287,27 @@ def test_ranks_with_other_cpu_kernels_are_warned_and_their_checkpoints_load(tmp_
         at_wrapping, at_saving = said
         here = torch.backends.cpu.get_cpu_capability()
         assert f"though gradients are equal: CPU kernels: {here} on rank 0, DEFAULT on rank 1. Use one torch" in at_wrapping
-        assert f"differ from those of rank 0, though {Algorithm.init(name).implementation.__name__}" in at_saving
+        assert "differ from those of rank 0, though GradientAllReduceAlgorithmImpl" in at_saving
 
 
 def elastic(arguments: list[str]) -> tuple[int, str]:
     return load_script("examples/elastic.py").main(arguments)
 
 
+def what_elastic_prints(arguments: list[str]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        elastic(arguments)
+    return printed.getvalue()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["low_precision_decentralized", "async"])  # proofs have the others
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("low_precision_decentralized", "async"),
+        *(pytest.param(name, marks=pytest.mark.proof) for name in ("gradient_allreduce", "bytegrad", "decentralized", "qadam")),
+    ],
+)
 def test_processes_resume_after_one_was_killed(tmp_path: Path, name: str) -> None:
     arguments = ["--algorithm", name, "--folder", str(tmp_path / "killed"), "--kill-step", "8"]
     _, killed = outcomes(elastic, 2, [*arguments, "--kill-rank", "1"], init=False, limit=60)
@@ -1302,18 +1322,9 @@ def test_processes_resume_after_one_was_killed(tmp_path: Path, name: str) -> Non
 @pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "ranks", "kill_step"),
-    [
-        ("gradient_allreduce", 2, 13),
-        ("gradient_allreduce", 4, 13),
-        ("bytegrad", 4, 13),
-        ("decentralized", 4, 13),
-        ("low_precision_decentralized", 4, 13),
-        ("qadam", 4, 13),
-        ("qadam", 2, 7),  # it resumes in its warm-up
-        ("async", 4, 13),
-    ],
+    [("bytegrad", 4, 13), ("qadam", 2, 13)],  # above, qadam resumes in its warm-up
 )
-def test_torchrun_restarts_every_algorithm(tmp_path: Path, name: str, ranks: int, kill_step: int) -> None:
+def test_torchrun_restarts_a_training(tmp_path: Path, name: str, ranks: int, kill_step: int) -> None:
     """Kill the last rank of the example; torchrun restarts all, and the final weights are those of an undisturbed run."""
     arguments = ["--algorithm", name, "--folder", str(tmp_path / "killed")]
     kill = ["--kill-rank", str(ranks - 1), "--kill-step", str(kill_step)]
@@ -1323,20 +1334,18 @@ def test_torchrun_restarts_every_algorithm(tmp_path: Path, name: str, ranks: int
     assert ended.stdout.count(f"resuming from step {kill_step // 5 * 5}") == 1
     final = dict(re.findall(r"rank (\d): weights (\w+) after step 20", ended.stdout))
     assert len(final) == ranks
-    if name != "async":
-        arguments[3] = str(tmp_path / "undisturbed")
-        assert launch(elastic, ranks, arguments, init=False) == [(0, final[str(rank)]) for rank in range(ranks)]
+    arguments[3] = str(tmp_path / "undisturbed")
+    assert launch(elastic, ranks, arguments, init=False) == [(0, final[str(rank)]) for rank in range(ranks)]
 
 
 @pytest.mark.proof
-def test_S7_6_torchrun_shrinks_and_grows_a_job_that_uses_every_sample(tmp_path: Path) -> None:
+def test_S7_6_a_job_shrinks_and_grows_and_uses_every_sample(tmp_path: Path) -> None:
     """Continue the example with other ranks in the middle of epochs, once after a kill; it checks each epoch's samples itself."""
-    arguments = ["--folder", str(tmp_path / "checkpoints"), "--save-every", "3"]
-    printed = ""
-    for ranks, steps, more in ((4, 6, []), (3, 13, ["--kill-rank", "2", "--kill-step", "11"]), (2, 24, [])):
-        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--max-restarts=1", "examples/elastic.py"]
-        ended = run_python(*launcher, *arguments, "--steps", str(steps), *more, limit=200, TMPDIR=str(tmp_path))
-        assert ended.returncode == 0, ended.stderr
-        printed += ended.stdout
+    arguments = ["--folder", str(tmp_path / "checkpoints"), "--save-every", "3", "--steps"]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=3", "--max-restarts=1", "examples/elastic.py"]
+    printed = launch(what_elastic_prints, 4, [*arguments, "6"], init=False)
+    ended = run_python(*launcher, *arguments, "13", "--kill-rank", "2", "--kill-step", "11", limit=200, TMPDIR=str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    printed = "".join([*printed, ended.stdout, *launch(what_elastic_prints, 2, [*arguments, "24"], init=False)])
     assert re.findall(r"resuming from step (\d+) on (\d) ranks", printed) == [("6", "3"), ("9", "3"), ("12", "2")]
     assert set(re.findall(r"epoch (\d): all 96 samples used, 0 of them twice", printed)) == set("01234")  # it stops in the sixth

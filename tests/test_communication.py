@@ -26,7 +26,7 @@ from bagua_ref.groups.communication import (
 )
 from bagua_ref.simulation import SimulatedWorld
 
-WORLDS = {"one": (1,), "pair": (2,), "uneven": (1, 2), "three nodes": (2, 1, 2)}
+WORLDS = {"one": (1,), "uneven": (1, 2)}
 
 
 @pytest.fixture
@@ -278,47 +278,10 @@ def test_S1_arguments_of_another_type_are_named(arguments):
     assert not bagua_ref.is_initialized()
 
 
-def test_S3_9_tensors_without_values_are_refused(world_of_one):
-    with pytest.raises(ValueError, match="'meta', which holds no values"):
-        bagua_ref.allreduce_inplace(torch.ones(2, device="meta"))
-
-
-def test_S3_9_what_a_rank_sends_to_itself_must_be_what_it_receives(world_of_one):
-    comm = _get_default_group().get_global_communicator()
-    two, three = torch.ones(2), torch.ones(3)
-    with pytest.raises(ValueError, match="exchange of rank 0 with itself"):
-        comm.exchange([(two, 0)], [(three, 0)])
-    with pytest.raises(ValueError, match=r"send_counts\[0\]=2 and recv_counts\[0\]=3 must be equal, as rank 0 sends"):
-        comm.alltoall_v(two, [2], [0], three, [3], [0])
-
-
-def test_S3_9_arguments_of_alltoall_v_are_refused_by_their_names(world_of_one):
-    with pytest.raises(TypeError, match=r"^send_tensor must be a torch.Tensor, not list"):
-        bagua_ref.alltoall_v([1.0], [1], [0], torch.ones(1), [1], [0])
-    with pytest.raises(ValueError, match=r"^displs") as refused:
-        bagua_ref.alltoall_v_inplace(torch.ones(2), [3], [0])
-    assert "send" not in str(refused.value)
-
-
-@pytest.mark.parametrize("count", [-1, 1.0])
-def test_S3_9_counts_are_numbers_of_elements(count, world_of_one):
-    for collective in (bagua_ref.gather_inplace, bagua_ref.scatter_inplace):
-        with pytest.raises(ValueError, match=f"count={count} must be an int, 0 or more"):
-            collective(torch.ones(1), count, 0)
-
-
 def test_S1_a_rank_that_is_no_number_is_named(monkeypatch):
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(ValueError, match="RANK='first' must be an integer"):
         bagua_ref.get_rank()
-
-
-@pytest.mark.parametrize("collective", [bagua_ref.allgather_inplace, bagua_ref.reduce_scatter_inplace], ids=lambda f: f.__name__)
-def test_S3_9_a_collective_in_place_takes_contiguous_tensors_only(collective, world_of_one):
-    with pytest.raises(ValueError, match=r"tensor of shape \(2, 2\) and strides .* must be contiguous"):
-        collective(torch.ones(2, 2).t())
-    with pytest.raises(TypeError, match=r"tensor must be a torch.Tensor, not list"):
-        collective([1.0])
 
 
 def test_S1_a_world_of_one_comes_and_goes(monkeypatch):

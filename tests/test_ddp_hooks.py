@@ -88,17 +88,12 @@ MODES: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-def train_in_each_mode(name: str, modes: list[str]) -> dict[str, Any]:
-    return {mode: train_both(name, None if mode == "plain" else ONE, *MODES[mode]) for mode in modes}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_hook_gives_what_with_bagua_gives_for_the_same_buckets_to_the_bit(name: str) -> None:
-    modes = list(MODES) if name in ("powersgd", "topk", "bytegrad with memory") else ["plain"]
-    for seen in launch(train_in_each_mode, 3, name, modes):  # 893 elements, which bytegrad has to pad
-        for mode, pairs in seen.items():
-            for number, (ours, theirs) in enumerate(pairs):
-                assert torch.equal(ours, theirs), f"{mode}, step {number}"
+@on_every_process(3)  # 893 elements, which bytegrad has to pad
+def test_a_hook_gives_what_with_bagua_gives_for_the_same_buckets_to_the_bit() -> None:
+    for name in NAMES:
+        for mode in MODES if name in ("powersgd", "topk", "bytegrad with memory") else ["plain"]:
+            for number, (ours, theirs) in enumerate(train_both(name, None if mode == "plain" else ONE, *MODES[mode])):
+                assert torch.equal(ours, theirs), f"{name}, {mode}, step {number}"
 
 
 def restart(name: str) -> list[torch.Tensor]:
@@ -117,9 +112,10 @@ def restart(name: str) -> list[torch.Tensor]:
     return [torch.stack(whole), torch.stack([step(module, optimizer, number) for number in range(4, 7)])]
 
 
-@pytest.mark.parametrize("name", ["bytegrad with memory", "powersgd", "topk"])
-def test_a_hook_goes_on_from_its_state_as_if_nothing_had_happened(name: str) -> None:
-    for whole, continued in launch(restart, 2, name):
+@on_every_process(2)
+def test_a_hook_goes_on_from_its_state_as_if_nothing_had_happened() -> None:
+    for name in ("bytegrad with memory", "powersgd", "topk"):
+        whole, continued = restart(name)
         assert_equal(continued, whole, EXACT)
 
 

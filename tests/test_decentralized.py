@@ -256,8 +256,9 @@ def test_S5_3_the_context_refuses_a_graph_of_before_the_copy_back(r: int, use: A
     assert not module._forward_hooks
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])  # nothing shows it to the context
-@pytest.mark.parametrize("form", ["flat", "not flat", "wrapper"])
+@pytest.mark.parametrize(  # nothing shows a checkpoint to the context
+    ("form", "checkpointed"), [("flat", False), ("flat", True), ("not flat", False), ("wrapper", True)]
+)
 @pytest.mark.parametrize("use", [twice, in_order, reversed_order, penalty_first])
 @on_every_rank(2)
 def test_S5_3_a_graph_of_before_the_copy_back_is_refused_with_the_remedy(r: int, use: Any, form: str, checkpointed: bool) -> None:
@@ -462,6 +463,3 @@ def test_S5_a_failed_attempt_to_wrap_anew_leaves_replicas_right() -> None:
     for r, (_, left, right) in enumerate(results):
         assert_equal(left, results[r - 1][0], EXACT)
         assert_equal(right, results[(r + 1) % 3][0], EXACT)
-
-
-"""Algorithms, and whether the order of every sum is fixed."""

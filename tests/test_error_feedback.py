@@ -89,33 +89,6 @@ def test_memories_start_at_zero_in_buckets_of_other_tensors(
     train(module, optimizer, r, range(4, 5))
 
 
-def given(shape: tuple[int, ...], **options: Any) -> Any:
-    module = Given([torch.zeros(shape)])
-    algorithm = ByteGradAlgorithm(hierarchical=False, **{**ONE_BIT, **options})
-    return module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.0)], algorithm)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@on_every_rank(2)
-def test_S11_1_elements_whose_result_is_nan_leave_the_memories_of_every_rank(r: int, bad: float) -> None:
-    module, generator = given((10,)), torch.Generator().manual_seed(r)
-    module([torch.randn(10, generator=generator)]).backward()
-    worker, server = kept(module)
-    spoiled = torch.randn(10, generator=generator)
-    if r == 1:
-        spoiled[2] = bad  # in the chunk of rank 0
-    module.zero_grad()
-    module([spoiled]).backward()
-    assert module.weights[0].grad.isnan().tolist() == [True] * 5 + [False] * 5
-    new_worker, new_server = kept(module)
-    assert_equal(new_worker[:5], worker[:5], EXACT)
-    assert not torch.equal(new_worker[5:], worker[5:])
-    assert torch.equal(new_server, server) is (r == 0)
-    module.zero_grad()
-    module([torch.randn(10, generator=generator)]).backward()
-    assert module.weights[0].grad.isfinite().all()
-
-
 @on_every_rank(2)
 def test_S11_1_what_16_bit_dtypes_round_away_is_not_remembered_and_payloads_are_float32(r: int) -> None:
     module = Given([torch.zeros(4)]).to(torch.float16)
@@ -129,19 +102,6 @@ def test_S11_1_what_16_bit_dtypes_round_away_is_not_remembered_and_payloads_are_
     worker, server = kept(module)
     assert not worker.any()
     assert server.any()  # of the mean as float32; the float16 nearest to it has no error
-
-
-@on_every_rank(4)
-def test_S11_1_padding_is_never_remembered(r: int) -> None:
-    module, generator = given((5,)), torch.Generator().manual_seed(r)
-    for _ in range(3):
-        module.zero_grad()
-        module([torch.randn(5, generator=generator)]).backward()
-    worker, server = kept(module)  # eight elements in four chunks: OneBit gives zeros the chunk's magnitude
-    assert len(worker) == 8
-    assert worker[:5].all()
-    assert not worker[5:].any()
-    assert server.count_nonzero() == (2, 2, 1, 0)[r]
 
 
 @pytest.mark.parametrize("delay", [0, 1])

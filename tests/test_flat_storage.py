@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,54 +12,6 @@ import bagua_ref
 from bagua_ref.algorithms import Algorithm
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.simulation import SimulatedWorld
-
-Change = Callable[[torch.nn.Parameter, BaguaBucket], None]
-
-
-def parameter_in_storage(flatten: bool) -> tuple[torch.nn.Parameter, BaguaBucket]:
-    parameter = torch.nn.Parameter(torch.zeros(2, 3))
-    parameter.bagua_ensure_grad().ensure_bagua_tensor(
-        "p", getter_closure=lambda p: p.grad, setter_closure=lambda p, grad: setattr(p, "grad", grad)
-    )
-    return parameter, BaguaBucket([parameter], "0", flatten, alignment=4)
-
-
-def fresh(parameter: torch.nn.Parameter, storage: BaguaBucket) -> None:
-    parameter.grad = torch.full((2, 3), 5.0)
-
-
-def add(parameter: torch.nn.Parameter, storage: BaguaBucket) -> None:
-    if parameter.grad is not None:
-        parameter.grad.add_(7)
-
-
-def remove(parameter: torch.nn.Parameter, storage: BaguaBucket) -> None:
-    parameter.grad = None
-
-
-def transpose(parameter: torch.nn.Parameter, storage: BaguaBucket) -> None:
-    parameter.grad = torch.arange(6.0).reshape(3, 2).t()
-
-
-def replace_data(parameter: torch.nn.Parameter, storage: BaguaBucket) -> None:
-    if parameter.grad is not None:
-        parameter.grad.data = torch.arange(6.0).reshape(2, 3)
-
-
-@pytest.mark.parametrize("flatten", [True, False])
-@pytest.mark.parametrize("value", [fresh, add, remove, transpose, replace_data])
-@pytest.mark.parametrize("change", [None, fresh, add, remove, transpose, replace_data])
-def test_S2_4_each_value_is_loaded_as_it_is_now(value: Change, change: Change | None, flatten: bool) -> None:
-    parameter, storage = parameter_in_storage(flatten)
-    for round_ in range(2):  # the second one begins with the gradient inside
-        for step in (value, *([change] if change else [])):
-            step(parameter, storage)
-        expected = torch.zeros(6) if parameter.grad is None else parameter.grad.reshape(-1).clone()
-        flat = storage.load()
-        assert torch.equal(flat, torch.cat([expected, torch.zeros(2)])), round_
-        if flatten:
-            assert parameter.grad.data_ptr() == flat.data_ptr()
-            assert torch.equal(parameter.grad.reshape(-1), expected)
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")

@@ -75,22 +75,20 @@ def wrapped(
 
 
 @pytest.mark.parametrize(
-    ("fuse_first", "set_to_none"),
-    [(True, True), (False, False), *(pytest.param(first, not first, marks=pytest.mark.proof) for first in (True, False))],
-)
-@pytest.mark.parametrize(
-    ("name", "do_flatten"),
+    ("name", "do_flatten", "fuse_first", "set_to_none"),
     [
-        *(
-            (name, do_flatten)
-            for name in ("gradient_allreduce", "bytegrad", "decentralized", "qadam")
-            for do_flatten in (False, True)
-        ),
-        ("async", True),
-        ("local_sgd", True),
-        ("diloco", True),
-        ("powersgd", True),
-        ("topk", True),
+        ("gradient_allreduce", True, True, True),
+        ("gradient_allreduce", False, False, False),
+        ("gradient_allreduce", True, False, False),
+        ("bytegrad", False, True, False),
+        *(("decentralized", flatten, first, first) for flatten in (False, True) for first in (False, True)),
+        ("qadam", False, True, True),
+        ("qadam", True, False, False),
+        ("async", True, False, True),
+        ("local_sgd", True, True, False),
+        ("diloco", True, False, True),
+        ("powersgd", True, True, False),
+        ("topk", True, False, True),
     ],
 )
 def test_S6_a_wrapped_module_trains_as_with_the_unfused_optimizer(

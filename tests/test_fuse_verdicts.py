@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.scripts import load_script, run_python
+from tests.scripts import load_script
 from tests.test_fuse import Plain, give, parameters
 from torch import Tensor
 
-from bagua_ref.contrib.fuse.optimizer import fuse_optimizer, is_fused_optimizer
-from bagua_ref.contrib.fuse.verify import ELEMENTWISE, NOT_ELEMENTWISE, try_on_clones
+from bagua_ref.contrib.fuse.optimizer import ELEMENTWISE, NOT_ELEMENTWISE, fuse_optimizer, is_fused_optimizer, try_on_clones
 
 pytestmark = pytest.mark.slow
 
@@ -26,15 +25,11 @@ def test_the_page_is_current_and_has_every_optimizer_of_torch() -> None:
     assert verdicts.classes().keys() <= {*ELEMENTWISE, *NOT_ELEMENTWISE}
     page = verdicts.PAGE.read_text().splitlines()
     for name, cls in verdicts.classes().items():  # older versions of torch have fewer
-        assert verdicts.row(name, cls) in page, "run: python docs/_fuse_table.py"
+        row = verdicts.row(name, cls)
+        assert row in page, "run: python docs/_fuse_table.py"
+        assert ("| equal in every bit |" in row) == ("| fused |" in row) == (name in ELEMENTWISE)  # a trial agrees
     listed = [line.split("`")[1] for line in page if line.startswith("| `")]
     assert sorted(listed) == sorted([*ELEMENTWISE, *NOT_ELEMENTWISE])
-
-
-@pytest.mark.parametrize("name", verdicts.classes())
-def test_trying_agrees_with_the_table(name: str) -> None:
-    cls = verdicts.classes()[name]
-    assert (try_on_clones(verdicts.make(cls)) is None) == (name in ELEMENTWISE)
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -227,7 +222,7 @@ def test_a_trial_makes_no_matrices_with_a_row_for_each_element(cls: Any) -> None
 
 
 def test_a_trial_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bagua_ref.contrib.fuse.verify.MOST_SECONDS", 0.1)
+    monkeypatch.setattr("bagua_ref.contrib.fuse.optimizer.MOST_SECONDS", 0.1)
     calls: list[int] = []
     monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: (calls.append(1), sleep(seconds)))
     optimizer = Slow(parameters())
@@ -263,8 +258,8 @@ class Stubborn(SlowInside):
 def test_a_trial_ends_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, cls: Any) -> None:
     steps: list[int] = []
     monkeypatch.setattr(SlowInside, "seconds", 0.0)
-    monkeypatch.setattr("bagua_ref.contrib.fuse.verify.time", SimpleNamespace(monotonic=lambda: SlowInside.seconds))
-    monkeypatch.setattr("bagua_ref.contrib.fuse.verify.MOST_SECONDS", 0.03)
+    monkeypatch.setattr("bagua_ref.contrib.fuse.optimizer.time", SimpleNamespace(monotonic=lambda: SlowInside.seconds))
+    monkeypatch.setattr("bagua_ref.contrib.fuse.optimizer.MOST_SECONDS", 0.03)
     monkeypatch.setattr(cls, "step", lambda self, step=Plain.step: (step(self), steps.append(1)))
     with pytest.raises(ValueError, match=rf"{cls.__name__} cannot be fused: .* more than 0.03 s\. .* pass verify=False"):
         fuse_optimizer(cls(parameters()))
@@ -368,13 +363,13 @@ def test_an_optimizer_that_was_stepped_before_is_tried_from_where_it_is() -> Non
     assert fused._bagua_fused_count == 1
 
 
-def test_a_third_party_optimizer_passes_and_the_example_runs() -> None:
+def test_a_third_party_optimizer_passes_and_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     if "CI" not in os.environ:  # CI must have it
         pytest.importorskip("lion_pytorch")
     from lion_pytorch import Lion
 
     assert try_on_clones(Lion(parameters())) is None
-    ended = run_python("examples/fuse_third_party.py")
-    assert ended.returncode == 0, ended.stderr
-    assert "240 parameters, 53 fused steps" in ended.stdout
-    assert "weights equal in every bit" in ended.stdout
+    load_script("examples/fuse_third_party.py").main()
+    printed = capsys.readouterr().out
+    assert "240 parameters, 53 fused steps" in printed
+    assert "weights equal in every bit" in printed

@@ -51,10 +51,8 @@ def train_each(dtype: torch.dtype | None, names: list[str], do_flatten: bool) ->
 @pytest.mark.parametrize(
     ("nodes", "dtype", "do_flatten"),
     [
-        ((2,), torch.float32, True),
-        ((1, 1), torch.float32, False),
-        ((1, 3), torch.float32, True),
-        ((2, 1), torch.bfloat16, True),
+        ((1, 2), torch.float32, True),
+        ((2,), torch.bfloat16, False),
         ((1, 1), None, True),
     ],
     ids=str,

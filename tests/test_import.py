@@ -71,6 +71,12 @@ def test_import_brings_no_optional_package() -> None:
     loaded = {name.split(".")[0] for name in probe("import bagua_ref")["loaded"]}
     assert "bagua_ref" in loaded
     assert not loaded & OPTIONAL
+    assert not [name for name in probe("import bagua_ref")["loaded"] if name.startswith("bagua_ref.cli")]
+
+
+def test_import_brings_no_backend() -> None:
+    loaded = {name for name in probe("import bagua_ref")["loaded"] if name.startswith("bagua_ref.backends")}
+    assert loaded == {f"bagua_ref.backends{module}" for module in ("", ".base", ".codec")}
 
 
 def test_the_oracle_brings_no_optional_package() -> None:
@@ -139,8 +145,11 @@ def test_import_takes_little_time_of_its_own() -> None:
     assert statistics.median(times) <= LIMIT_S, f"seconds of five imports: {times}"
 
 
-def test_contrib_is_there_without_an_import_of_its_own() -> None:
-    statement = (
-        "import bagua_ref; before = 'bagua_ref.contrib' in sys.modules; print(before, bagua_ref.contrib.fuse_optimizer.__name__)"
+def test_contrib_is_there_without_an_import_of_its_own_and_brings_no_redis() -> None:
+    seen = probe(
+        "import bagua_ref; assert 'bagua_ref.contrib' not in sys.modules; assert bagua_ref.contrib.fuse_optimizer is not None"
     )
-    assert run_python("-c", "import sys; " + statement).stdout.split() == ["False", "fuse_optimizer"]
+    assert seen["started"] == []
+    assert seen["changed"] == []
+    assert not {name.split(".")[0] for name in seen["loaded"]} & {"redis", "fakeredis", "hiredis", "rich"}
+    assert "bagua_ref.contrib.cache_loader" in seen["loaded"]

@@ -185,7 +185,7 @@ def test_where_a_rank_cannot_listen_no_rank_uses_sockets(
 
 @pytest.mark.parametrize("broken", [1, 2])
 def test_where_a_rank_cannot_be_reached_no_rank_uses_sockets(broken: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh, "_LIMIT", 1.0)
+    monkeypatch.setattr(mesh, "_LIMIT", 0.5)
     greet: Callable[..., socket.socket] = mesh._greet
 
     def fail(where: Sequence[Any], greeting: bytes, deadline: float) -> socket.socket:
@@ -420,7 +420,7 @@ def test_a_rank_that_gives_up_is_noticed_by_those_that_wait_for_its_note() -> No
     module(batch(bagua_ref.get_rank(), 0)).square().mean().backward()
     optimizer.step()
     if bagua_ref.get_rank() == 1:
-        time.sleep(1)
+        time.sleep(0.5)
         module._bagua.process_group.abort("it has had enough")
     else:
         began = time.monotonic()

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,9 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+parse = cache(ast.parse)
+
+
 def sources() -> dict[str, Path]:
     return {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
@@ -135,7 +139,7 @@ def imports_of(source: str, module: str, is_package: bool, modules: set[str], *,
         for child in ast.iter_child_nodes(node):
             yield from visit(child, inside)
 
-    yield from visit(ast.parse(source), False)
+    yield from visit(parse(source), False)
 
 
 def is_ours(module: str) -> bool:

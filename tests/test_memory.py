@@ -72,7 +72,7 @@ COPIES = ("local_sgd", "diloco")
 
 @pytest.mark.parametrize(
     ("name", "options", "expected", "do_flatten"),
-    [(*row, flat) for row in FOR_GOOD for flat in (True, False) if flat or row[0] != "async"],  # async needs flat buckets
+    [*((*row, True) for row in FOR_GOOD), *((*row, False) for row in FOR_GOOD[1::4])],  # without async, which needs flat buckets
 )
 def test_memory_over_plain_training_in_copies_of_the_weights(
     name: str, options: dict[str, Any], expected: int, do_flatten: bool

@@ -18,7 +18,7 @@ from torch import nn
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, LocalSGDAlgorithm
 from bagua_ref.backends.reference.backend import ReferenceBackend
-from bagua_ref.backends.reference.codecs.minmax_uint8 import MinMaxUInt8
+from bagua_ref.backends.reference.codecs import MinMaxUInt8
 from bagua_ref.base.runtime import current_world
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.env import shares_memory
@@ -66,8 +66,8 @@ def trained(name: str, options: dict[str, Any], steps: int = 5) -> dict[str, Any
 
 
 @pytest.mark.parametrize(("name", "options", "rounds"), SENT)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_sent_are_those_of_the_page_times_rounds(name: str, options: dict[str, Any], rounds: int, ranks: int) -> None:
+def test_bytes_sent_are_those_of_the_page_times_rounds(name: str, options: dict[str, Any], rounds: int) -> None:
+    ranks = 4
     patterns = load_script("docs/_patterns.py")
     sent = rounds * patterns.bytes_per_step(name, SIZE, ranks, **options)
     if name == "qadam":  # its warm-up averages gradients
@@ -334,14 +334,14 @@ def come_late(folder: str, timeout: float | None) -> None:
     module, optimizer = wrap(line(), GradientAllReduceAlgorithm(), lr=0.01, timeout=timeout)
     for step in range(3):
         if step == 2 and bagua_ref.get_rank() == 2:
-            time.sleep(4)
+            time.sleep(2.5)
         module(torch.ones(1, SIZE)).sum().backward()
         optimizer.step()
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_in_the_files_of_the_others(tmp_path: Path) -> None:
-    ended = outcomes(come_late, 3, str(tmp_path), None, collective_timeout=2.0)
+    ended = outcomes(come_late, 3, str(tmp_path), None, collective_timeout=1.0)
     assert all(isinstance(outcome.error, CommunicationError) for outcome in ended)
     for r in (0, 1):
         assert isinstance(ended[r].error, CommunicationTimeoutError)

@@ -79,17 +79,17 @@ def refused_without_change(module: nn.Module, optimizer: Any, act: Callable[[], 
 # An optimizer made after wrapping
 
 
+LATER: list[Callable[[nn.Module], Any]] = [
+    lambda module: torch.optim.Adam(module.parameters(), fused=True),
+    lambda module: torch.optim.Adam([{"params": [p]} for p in module.parameters()]),
+    lambda module: torch.optim.SGD([module[2].bias], lr=0.1),
+    lambda module: fuse_optimizer(sgd(module), do_flatten=False),
+]
+
+
 @pytest.mark.parametrize(
-    "make",
-    [
-        sgd,
-        lambda module: torch.optim.Adam(module.parameters(), fused=True),
-        lambda module: torch.optim.Adam([{"params": [p]} for p in module.parameters()]),
-        lambda module: torch.optim.SGD([module[2].bias], lr=0.1),
-        lambda module: fuse_optimizer(sgd(module), do_flatten=False),
-    ],
+    ("algorithm", "make"), [*((algorithm, sgd) for algorithm in NEEDING), *zip(NEEDING, 2 * LATER, strict=True)]
 )
-@pytest.mark.parametrize("algorithm", NEEDING)
 @on_every_rank(2)
 def test_an_optimizer_made_after_wrapping_is_refused_where_steps_count_or_weights_are_sent(
     r: int, algorithm: str, make: Any
@@ -302,7 +302,7 @@ def step_in_backward(module: nn.Module, make: Callable[[list[nn.Parameter]], tor
         (algorithm, when)
         for algorithm in (*NEEDING, "gradient_allreduce", "bytegrad")
         for when in ("before", "after", "passed")
-        if algorithm != "qadam" or when == "after"
+        if (when == "after" if algorithm == "qadam" else when == "before" or algorithm in ("local_sgd", "gradient_allreduce"))
     ],
 )
 @on_every_rank(2)

@@ -25,6 +25,7 @@ from bagua_ref.simulation import SimulatedWorld
 pytestmark = pytest.mark.slow
 
 transports = pytest.mark.parametrize("over_gloo", [True, False], ids=["gloo", "memory"])
+worlds = pytest.mark.parametrize(("over_gloo", "nranks"), [(True, 2), (False, 3)], ids=["gloo-2", "memory-3"])
 
 SIZES = (0, 1, 33, 5000, 70_000)
 """Elements of a chunk: no piece, one piece and many, also more than a tile."""
@@ -60,8 +61,7 @@ def reduce_all_in_small_pieces() -> list[torch.Tensor]:
     return reduce_all()
 
 
-@pytest.mark.parametrize("nranks", [2, 3])
-@transports
+@worlds
 def test_S3_2_S11_1_processes_give_the_bits_of_the_simulation_however_many_pieces_there_are(nranks: int, over_gloo: bool) -> None:
     real = launch(reduce_all_in_small_pieces, nranks, over_gloo=over_gloo)
     simulated = SimulatedWorld(nranks).run(lambda comm: reduce_all_at_once())
@@ -132,8 +132,7 @@ def reduce_with_a_failing_codec() -> str:
     return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("nranks", [2, 3])
-@transports
+@worlds
 def test_S2_5_a_codec_that_fails_in_the_middle_of_a_payload_is_an_error_on_every_rank_at_once(nranks: int, over_gloo: bool) -> None:
     ended = outcomes(reduce_with_a_failing_codec, nranks, collective_timeout=30, limit=60, over_gloo=over_gloo)
     assert ended[1].result == "RuntimeError: the codec is broken"
@@ -146,7 +145,7 @@ def train_beside_a_rank_that_hangs() -> str:
     pipelining.PIECE = 4099
     shared_memory._LARGEST = 4096
     Failing.pause = 12
-    module, optimizer = wrap(torch.nn.Linear(1200, 1200), ByteGradAlgorithm(hierarchical=False), lr=0.1, timeout=3)
+    module, optimizer = wrap(torch.nn.Linear(1200, 1200), ByteGradAlgorithm(hierarchical=False), lr=0.1, timeout=1)
     for bucket in module.bagua_buckets:
         for op in bucket._ops:
             op.codec = Failing(get_backend("reference"))
@@ -160,7 +159,7 @@ def train_beside_a_rank_that_hangs() -> str:
 
 @transports
 def test_S2_5_a_payload_that_stops_in_the_middle_times_out_and_names_bucket_and_operation(over_gloo: bool) -> None:
-    ended = outcomes(train_beside_a_rank_that_hangs, 2, collective_timeout=6, limit=90, over_gloo=over_gloo)
+    ended = outcomes(train_beside_a_rank_that_hangs, 2, collective_timeout=3, limit=90, over_gloo=over_gloo)
     for outcome in ended:
         assert outcome.result is not None, outcome.traceback
         assert CommunicationTimeoutError.__name__ in outcome.result

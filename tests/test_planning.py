@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch import launch
+from tests.launch import launch, run_script
 from tests.test_memory import FOR_GOOD
 
 import bagua_ref
@@ -466,11 +465,9 @@ def test_a_file_that_is_no_measurement_is_named(run: Any, tmp_path: Path, given:
 
 @pytest.mark.parametrize("command", [["advise", *BASE], ["graph", "ring", "--ranks", "4"]], ids=["advise", "graph"])
 def test_a_reader_that_closes_the_output_gets_no_traceback(command: list[str]) -> None:
-    words = [sys.executable, "-m", "bagua_ref.cli", *command]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdout.close()  # type: ignore[union-attr]
-        complaints = process.stderr.read()  # type: ignore[union-attr]
-    assert (process.returncode, complaints) == (1, "")
+    script = "import os, sys\nfrom bagua_ref.cli import main\nends = os.pipe()\nos.close(ends[0])\nos.dup2(ends[1], 1)\n"
+    done = run_script(f"{script}sys.exit(main({command!r}))")
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_async_without_rounds_sends_nothing(run: Any) -> None:

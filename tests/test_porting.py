@@ -7,7 +7,8 @@ import importlib.util
 from typing import Any
 
 import pytest
-from tests.scripts import load_script, run_python
+from tests.launch import run_script
+from tests.scripts import load_script
 
 import bagua_ref
 from bagua_ref.base.not_provided import MISSING, REPLACEMENTS
@@ -124,7 +125,7 @@ def test_a_misspelt_name_of_a_module_is_an_ordinary_error(module: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["launch", "run"])
 def test_the_old_launcher_names_torchrun(name: str) -> None:
-    ended = run_python("-m", f"bagua_ref.distributed.{name}", "--nproc_per_node=2", "train.py")
+    ended = run_script(f"import runpy; runpy.run_module('bagua_ref.distributed.{name}', run_name='__main__')")
     assert ended.returncode == 1
     assert "use" not in ended.stdout
     assert "torchrun --nproc_per_node=4 train.py" in ended.stderr

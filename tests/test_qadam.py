@@ -141,12 +141,11 @@ def train_scaled(r: int, scaler: Any, hand_over: bool, spoiled: int | None, step
     return weights, (weights[-1], momenta(module, optimizer), flat(p.grad for p in module.parameters()))
 
 
-@pytest.mark.parametrize("hand_over", [True, False])
 @pytest.mark.parametrize("spoiled", [1, WARMUP - 1, WARMUP, WARMUP + 2])
 @on_every_rank(3)
-def test_S5_5_a_grad_scaler_skips_the_same_step_on_every_rank(r: int, spoiled: int, hand_over: bool) -> Any:
+def test_S5_5_a_grad_scaler_skips_the_same_step_on_every_rank(r: int, spoiled: int) -> Any:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    weights, (*end, _) = train_scaled(r, scaler, hand_over, spoiled, list(range(WARMUP + 5)))
+    weights, (*end, _) = train_scaled(r, scaler, False, spoiled, list(range(WARMUP + 5)))
     assert scaler.get_scale() == 2.0
     assert torch.equal(weights[spoiled], weights[spoiled - 1])
     assert weights[-1].isfinite().all()
@@ -184,21 +183,6 @@ def test_S5_5_without_a_scaler_an_overflow_makes_nan_on_every_rank(r: int) -> No
     optimizer.step()
     train(module, optimizer, r, range(1))
     assert flat(module.parameters()).isnan().all()
-
-
-@pytest.mark.parametrize("hierarchical", [True, False])
-@on_every_rank(3, nodes=(2, 1))
-def test_S5_5_the_loss_falls_in_both_phases(r: int, hierarchical: bool) -> None:
-    module, optimizer = wrapped(hierarchical, warmup_steps=20)
-    losses = []
-    for step in range(60):
-        optimizer.zero_grad()
-        loss = module(batch(r, step % 4)).sub(1).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[20] < losses[0]
-    assert losses[-1] < 0.5 * losses[0]
 
 
 @on_every_rank(2)
@@ -395,8 +379,10 @@ class Rows(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:qadam freezes v:UserWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("compression", bagua_ref.list_codecs())
+@pytest.mark.parametrize(
+    ("compression", "dtype"),
+    [*((codec, torch.float32) for codec in bagua_ref.list_codecs()), ("OneBit", torch.bfloat16), ("MinMaxUInt8", torch.float16)],
+)
 @on_every_rank(2)
 def test_S5_5_where_v_froze_at_zero_weights_do_not_move(r: int, compression: str, dtype: torch.dtype) -> None:
     module = Rows(dtype)

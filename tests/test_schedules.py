@@ -89,11 +89,11 @@ def test_what_comes_before_the_beginning_is_not_varied() -> None:
         for schedule in schedules:
             world = SimulatedWorld(2, schedule=schedule)
             world.run(program, schedule if begins else Schedule())
-            if schedules.runs > 1000:
+            if schedules.runs > 200:
                 break
         counts.append(schedules.runs)
     assert counts[0] < 50
-    assert counts[1] > 1000
+    assert counts[1] > 200
 
 
 def test_ranks_that_poll_do_not_keep_the_others_from_running() -> None:
@@ -171,13 +171,15 @@ def flat(tensors: Any) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1).clone() for tensor in tensors])
 
 
-def watch(training: Training, rank: Rank, averages_weights: bool) -> None:
+def watch(training: Training, rank: Rank, averages_weights: bool, schedule: Schedule) -> None:
     """Write down what the training brings and uses."""
     module, parameters = training.module, list(training.module.parameters())
     rank.training, rank.errors = training, training.errors
     local: dict[int, Tensor] = {}
 
     def begin(*_: Any) -> None:
+        if rank.brought:
+            schedule.begin()
         rank.brought.append((flat(parameters), flat(parameters) if averages_weights else torch.zeros(0)))
         local.clear()
 
@@ -187,6 +189,7 @@ def watch(training: Training, rank: Rank, averages_weights: bool) -> None:
             rank.brought[-1] = rank.brought[-1][0], flat(local[place] for place in range(len(parameters)))
 
     def use(*_: Any) -> None:
+        schedule.begin()
         values = parameters if averages_weights else [parameter.grad for parameter in parameters]
         rank.used.append((len(rank.brought), flat(values)))
 
@@ -210,7 +213,7 @@ def check_no_step_is_mixed(ranks: list[Rank], algorithm: str) -> None:
             weights, mine = rank.brought[passes - 1]
             partners = [place for place, (_, theirs) in enumerate(ranks[1 - me].brought) if is_mean(value, mine, theirs, algorithm)]
             assert partners, f"rank {me} used what is not the mean of its pass {passes} and one of the other rank"
-            if algorithm != "decentralized":
+            if algorithm != IN_FORWARD:
                 other_weights = ranks[1 - me].brought[partners[0]][0]
                 assert torch.equal(weights, other_weights), f"rank {me} used a gradient that the other rank took at other weights"
 
@@ -234,42 +237,43 @@ def dies(training: Training) -> None:
 
 def abandons_the_last_bucket(training: Training) -> None:
     """As `faults.abandons_a_backward`, after the first bucket has been sent."""
-    if training.rank == 1:
-
-        def fail(grad: Tensor) -> None:
-            raise ZeroDivisionError
-
-        handle = training.module[0].weight.register_hook(fail)
-        with pytest.raises(ZeroDivisionError):
-            training.backward()
-        handle.remove()
-    training.go_on(fewer=training.rank)
+    faults.abandons_a_backward(training, layer=0)
 
 
-HARMLESS = [faults.forgets_a_batch, faults.looks_at_a_batch, faults.raises_before_backward]
+# Rounds of the first are compared while their buckets run, those of the second before; the others send other messages.
+ALIKE, COMPARED_FIRST, IN_TWO_PARTS, ASYNC = "gradient_allreduce", "qadam in warm-up", "bytegrad", "async in warm-up"
+IN_FORWARD = "decentralized"
 HARMFUL = [
-    faults.abandons_a_backward, abandons_the_last_bucket, faults.raises_after_backward, faults.skips_an_optimizer_step,
-    faults.loads_other_weights, faults.freezes_a_parameter, dies,
+    faults.abandons_a_backward, abandons_the_last_bucket, faults.skips_an_optimizer_step, faults.loads_other_weights,
+    faults.freezes_a_parameter, dies,
 ]  # fmt: skip
-GRADIENTS = ["gradient_allreduce", "bytegrad", "qadam in warm-up", "async in warm-up"]
+QUICK = [(fault, ALIKE) for fault in (faults.abandons_a_backward, faults.skips_an_optimizer_step, dies)]
+PAIRS = [
+    *itertools.product(HARMFUL, (ALIKE, COMPARED_FIRST)),
+    *itertools.product((abandons_the_last_bucket, dies), (IN_TWO_PARTS, ASYNC)),
+]
 
 
 def explore(
-    fault: Callable[[Training], None], algorithm: str, deviations: int, ends: type[Exception] | None = None
+    fault: Callable[[Training], None], algorithm: str, deviations: int, ends: type[Exception] | None = None, layers: int = 2
 ) -> tuple[Schedules, list[list[Rank]]]:
-    """Run a training with a fault under all schedules with so many deviations; return what the ranks of each run did."""
+    """Run a training with a fault under all schedules with so many deviations; return what the ranks of each run did.
+
+    Choices vary from the beginning of the fault: of a step that is skipped, after the backward pass before it.
+    """
 
     def program(comm: Any, schedule: Schedule, ranks: list[Rank]) -> None:
         bagua_ref.init_process_group()
-        torch.manual_seed(0)
-        module = faults.network(layers=2)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed also formats the stack, for CUDA
+        module = faults.network(layers)
         optimizer, made = ALGORITHMS[algorithm](module)
         training = Training(comm.rank(), module, optimizer, steps=2)
-        watch(training, ranks[comm.rank()], algorithm == "decentralized")
+        watch(training, ranks[comm.rank()], algorithm == IN_FORWARD, schedule)
         module.with_bagua([optimizer], made)
-        assert len(module.bagua_buckets) == (1 if algorithm == "decentralized" else 2)
+        assert len(module.bagua_buckets) == (1 if algorithm == IN_FORWARD else layers)
         bagua_ref.barrier()
-        schedule.begin()
+        if fault is not faults.skips_an_optimizer_step:
+            schedule.begin()
         fault(training)
 
     schedules, found = Schedules(deviations, limit=100_000), []
@@ -293,39 +297,37 @@ def _a_bucket_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "4096")
 
 
-def check_everybody_learns_of_it(fault: Callable[[Training], None], algorithm: str, deviations: int) -> Schedules:
-    schedules, found = explore(fault, algorithm, deviations)
-    for ranks in found:
-        assert all(rank.errors for rank in ranks)
-    return schedules
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "more_than"), [(faults.abandons_a_backward, 10), (faults.skips_an_optimizer_step, 20), (dies, 20)]
+    ("fault", "algorithm"),
+    [pytest.param(*pair, marks=pytest.mark.slow if pair in QUICK else pytest.mark.proof) for pair in PAIRS],
 )
-def test_a_fault_is_an_error_on_both_ranks_in_every_schedule_with_one_deviation(fault: Any, more_than: int) -> None:
+def test_a_fault_is_an_error_on_both_ranks_in_every_schedule_with_one_deviation(fault: Any, algorithm: str) -> None:
     """Few schedules follow a backward pass that fails before the other rank begins its own: that rank is told at once."""
-    assert check_everybody_learns_of_it(fault, "gradient_allreduce", 1).runs > more_than
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("algorithm", GRADIENTS)
-@pytest.mark.parametrize("fault", HARMFUL)
-def test_every_fault_is_an_error_on_both_ranks_in_every_schedule_with_one_deviation(fault: Any, algorithm: str) -> None:
-    check_everybody_learns_of_it(fault, algorithm, 1)
+    schedules, found = explore(fault, algorithm, 1)
+    assert all(rank.errors for ranks in found for rank in ranks)
+    assert schedules.runs > 10
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("fault", [abandons_the_last_bucket, faults.skips_an_optimizer_step, faults.loads_other_weights, dies])
-def test_a_fault_is_an_error_on_both_ranks_in_every_schedule_with_two_deviations(fault: Any) -> None:
-    assert check_everybody_learns_of_it(fault, "gradient_allreduce", 2).runs > 500
+@pytest.mark.parametrize(
+    ("fault", "layers"),
+    [(abandons_the_last_bucket, 2), (faults.skips_an_optimizer_step, 1), (faults.loads_other_weights, 1), (dies, 2)],
+)
+def test_a_fault_is_an_error_on_both_ranks_in_every_schedule_with_two_deviations(fault: Any, layers: int) -> None:
+    schedules, found = explore(fault, ALIKE, 2, layers=layers)
+    assert all(rank.errors for ranks in found for rank in ranks)
+    assert schedules.runs > 500
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("algorithm", [*GRADIENTS, "decentralized"])
-@pytest.mark.parametrize("fault", HARMLESS)
+@pytest.mark.parametrize(
+    ("fault", "algorithm"),
+    [
+        *((faults.raises_before_backward, algorithm) for algorithm in (ALIKE, COMPARED_FIRST, IN_TWO_PARTS, ASYNC, IN_FORWARD)),
+        (faults.looks_at_a_batch, IN_FORWARD),
+    ],
+)
 def test_what_mixes_nothing_is_right_in_every_schedule_with_one_deviation(fault: Any, algorithm: str) -> None:
     for ranks in explore(fault, algorithm, 1)[1]:
         assert [rank.errors for rank in ranks] == [[], []]
@@ -333,7 +335,7 @@ def test_what_mixes_nothing_is_right_in_every_schedule_with_one_deviation(fault:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("algorithm", [*GRADIENTS, "decentralized"])
+@pytest.mark.parametrize("algorithm", [ALIKE, COMPARED_FIRST, IN_FORWARD])
 @pytest.mark.parametrize(("fault", "error"), [(faults.ends_early, SimulationError), (faults.ends_by_an_exception, ValueError)])
 def test_a_rank_that_ends_ends_the_run_in_every_schedule_with_one_deviation(fault: Any, error: Any, algorithm: str) -> None:
     explore(fault, algorithm, 1, error)

@@ -345,15 +345,15 @@ def wait_for_a_message(seconds: float) -> float:
         time.sleep(seconds)
         return 0.0
     begin = time.monotonic()
-    with pytest.raises(CommunicationTimeoutError, match=r"timed out after 2 s; rank 1"):
+    with pytest.raises(CommunicationTimeoutError, match=r"timed out after 1 s; rank 1"):
         bagua_ref.recv(torch.ones(3), 1)
     return time.monotonic() - begin
 
 
 def test_waiting_for_a_message_ends_at_the_timeout() -> None:
-    ended = outcomes(wait_for_a_message, 2, 4.0, collective_timeout=2.0)
+    ended = outcomes(wait_for_a_message, 2, 2.0, collective_timeout=1.0)
     assert ended[0].result is not None, ended[0].traceback
-    assert 1.5 < ended[0].result < 4
+    assert 0.7 < ended[0].result < 3
 
 
 def wait_for_one_that_gives_up() -> float:
@@ -375,29 +375,6 @@ def wait_for_one_that_gives_up() -> float:
 
 def test_a_rank_that_gives_up_is_noticed_at_once_though_it_lives_on() -> None:
     assert outcomes(wait_for_one_that_gives_up, 2)[0].result < 3
-
-
-def abort_while_waiting_for_a_message() -> float:
-    bagua_ref.allreduce_inplace(torch.ones(1))
-    communicator = _get_default_group().get_global_communicator()
-    store = communicator._connection._store  # type: ignore[union-attr]
-    if bagua_ref.get_rank() == 1:
-        store.wait(["aborted"])
-        return 0.0
-    begin = time.monotonic()
-    threading.Timer(0.3, lambda: communicator.abort("enough")).start()
-    with pytest.raises(CommunicationError, match="enough"):
-        communicator.recv(torch.ones(3), 1)
-    waited = time.monotonic() - begin
-    store.set("aborted", "")
-    return waited
-
-
-@pytest.mark.parametrize("over_gloo", [False, True], ids=["memory", "gloo"])
-def test_abort_ends_a_wait_for_a_message_at_once(over_gloo: bool) -> None:
-    ended = outcomes(abort_while_waiting_for_a_message, 2, over_gloo=over_gloo)[0]
-    assert ended.result is not None, ended.traceback
-    assert ended.result < 8
 
 
 @on_every_process(2)

@@ -237,9 +237,10 @@ def test_measured_compute_passes_and_results_do_not_depend_on_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compute", [0.25, "measured"])
-def test_results_of_programs_do_not_depend_on_time(compute: Any) -> None:
-    names = [name for name in torch_programs.PROGRAMS if "compiled" not in name]
+@pytest.mark.parametrize(("compute", "first"), [(0.25, 0), ("measured", 1)])
+def test_results_of_programs_do_not_depend_on_time(compute: Any, first: int) -> None:
+    """Every other program takes the compute that is given, and the rest what is measured."""
+    names = [name for name in torch_programs.PROGRAMS if "compiled" not in name][first::2]
     plain = SimulatedWorld(2, torch_distributed=True).run(torch_programs.run, names, True)
     world = SimulatedWorld(2, (1, 1), torch_distributed=True, link="1Gbit,1ms", compute=compute)
     assert_same(world.run(torch_programs.run, names, True), plain)

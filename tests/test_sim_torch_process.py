@@ -21,19 +21,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.multiprocessing
+from tests.test_sim_torch_errors import init, run
 
 from bagua_ref.errors import SimulationError
-from bagua_ref.simulation import SimulatedWorld
 from bagua_ref.simulation.torch_distributed import run_script
-
-
-def run(function, n: int = 2, **options):
-    return SimulatedWorld(n, torch_distributed=True, **options).run(function)
-
-
-def init() -> int:
-    dist.init_process_group("gloo")
-    return dist.get_rank()
 
 
 def test_generators_environment_and_arguments_belong_to_the_rank():

@@ -6,8 +6,8 @@ import gc
 import re
 
 import pytest
-import torch
 from tests.disagreements import DIFFERENT_CALLS
+from tests.test_simulation import one
 
 from bagua_ref.base.runtime import current_world
 from bagua_ref.communicators.simulated_group import Call, SimulatedGroup
@@ -15,10 +15,6 @@ from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, Simu
 from bagua_ref.simulation import SimulatedWorld
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
-
-
-def one(value=0.0, count=1):
-    return torch.full((count,), float(value))
 
 
 def caught(function, *args):

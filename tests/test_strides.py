@@ -118,8 +118,7 @@ def make_run(
     return module.with_bagua([made_for], algorithm, do_flatten=flatten), made_for  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("flatten", [True, False])
-@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize(("name", "flatten"), [*((name, True) for name in COMPRESSED), ("bytegrad", False), ("powersgd", False)])
 def test_S2_3_a_single_chunk_is_compressed_as_if_it_was_row_major(name: str, flatten: bool) -> None:
     def train(rank: int, row_major: bool) -> list[Tensor]:
         module, made = make_run(name, row_major, flatten)
@@ -240,11 +239,14 @@ def test_S2_3_strides_of_axes_of_length_1_and_of_what_is_not_trained_may_differ(
     model.with_bagua([], Algorithm.init("gradient_allreduce"))
 
 
-@pytest.mark.parametrize("flatten", [True, False])
-@pytest.mark.parametrize("name", [*AS_PLAIN, "bytegrad", "powersgd", "qadam", "low_precision_decentralized"])
+@pytest.mark.parametrize(
+    ("name", "flatten"),
+    [
+        *((name, True) for name in (*AS_PLAIN, "bytegrad", "powersgd", "qadam", "low_precision_decentralized")),
+        *((name, False) for name in ("gradient_allreduce", "topk", "bytegrad", "qadam")),
+    ],
+)
 def test_S2_3_new_strides_make_new_buckets_or_are_refused(name: str, flatten: bool) -> None:
-    if name == "async":
-        flatten = True
     exact = name in AS_PLAIN
 
     def train(rank: int) -> list[Tensor]:
@@ -536,7 +538,7 @@ def test_S2_3_memories_of_other_strides_are_refused_by_name(rank: int, name: str
     assert repr(again.bagua_algorithm.state_dict()) == repr(before)
 
 
-@pytest.mark.parametrize("name", [*COMPRESSED, "local_sgd", "decentralized", "gradient_allreduce"])
+@pytest.mark.parametrize("name", ["bytegrad", "powersgd", "qadam", "low_precision_decentralized", "diloco"])
 def test_S2_3_traces_of_weights_that_are_not_row_major_pass(name: str, tmp_path: Path) -> None:
     def run(rank: int) -> None:
         chunks = {"error_feedback": False} if name in ("bytegrad", "qadam", "diloco") else {}  # their memories cannot be recorded

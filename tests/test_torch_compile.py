@@ -154,13 +154,13 @@ def _train(algorithm: str, form: Any, fullgraph: bool, backend: Any = "eager") -
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
-    [name if name in ("gradient_allreduce", "qadam") else pytest.param(name, marks=pytest.mark.proof) for name in ALGORITHMS],
+    [name if name == "gradient_allreduce" else pytest.param(name, marks=pytest.mark.proof) for name in ALGORITHMS],
 )
 @on_every_process(2)
 def test_compiled_modules_train_bit_for_bit_as_others(algorithm: str) -> None:
     expected, _ = _train(algorithm, None, fullgraph=False)
     for form in FORMS if algorithm == "gradient_allreduce" else (_after, _before, _method_after, _container):
-        for fullgraph in (form is not _container, False) if algorithm == "gradient_allreduce" else (form is not _container,):
+        for fullgraph in (True, False) if form is _after else (form is not _container,):
             weights, steps = _train(algorithm, form, fullgraph)
             assert steps == 6, (form, fullgraph, steps)
             if algorithm != "async":  # its rounds depend on timing
@@ -254,7 +254,8 @@ def test_graphs_break_no_more_often_than_with_torchs_ddp() -> None:
 @on_every_process(2)
 def test_a_training_step_can_be_compiled_as_a_whole(algorithm: str) -> None:
     """It ends with the weights of others, and dynamo traces nothing of this package."""
-    os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = "200"
+    os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = "100"
+    torch._dynamo.config.recompile_limit = 2  # fewer variants of a function than there are hooks
     traced: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
@@ -263,7 +264,7 @@ def test_a_training_step_can_be_compiled_as_a_whole(algorithm: str) -> None:
 
     def train(compiled: Callable[[Callable[..., None]], Callable[..., None]]) -> torch.Tensor:
         torch.manual_seed(0)
-        module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))  # more hooks than dynamo compiles variants of a function
+        module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         module.with_bagua([optimizer], Algorithm.init(algorithm, **ALGORITHMS[algorithm]))
 

@@ -159,13 +159,14 @@ def test_real_threads_bring_what_their_ranks_return_and_raise_what_one_raises():
         run_world(gloo, (2,), lambda comm: 1 / comm.rank())
 
 
+@pytest.mark.usefixtures("few_inputs")
 def test_the_command_judges_a_torch_group(capsys):
     command = [
         "verify",
         "--communicator",
         "bagua_ref.conformance.targets.torch_group:gloo",
         "--check",
-        "collectives.S3.9.broadcast",
+        "collectives.S3.9.barrier",
     ]
     assert main(command) == 0
     assert "1 passed" in capsys.readouterr().out

@@ -26,7 +26,7 @@ import bagua_ref
 from bagua_ref.algorithms import Algorithm
 from bagua_ref.backends import get_codec
 from bagua_ref.backends.reference import ReferenceBackend
-from bagua_ref.backends.reference.codecs.minmax_uint8 import MinMaxUInt8
+from bagua_ref.backends.reference.codecs import MinMaxUInt8
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.base.runtime import current_world
 from bagua_ref.buckets.bucket import BaguaBucket

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.trainings import batch, by_name, network, on_every_rank, simulate, weights, wrap
 from torch import nn
@@ -69,7 +69,7 @@ def without_join(name: str) -> None:
     train(module, optimizer, rank := bagua_ref.get_rank(), 4 if rank else 2)
 
 
-@pytest.mark.parametrize("name", [*ALGORITHMS, "qadam"])
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad, hierarchical", "low_precision_decentralized", "qadam"])
 def test_an_error_outside_of_join_says_to_use_it(name: str) -> None:
     with pytest.raises(SimulationError, match=ENDED) as raised:
         simulate(2, lambda r: without_join(name))
@@ -110,7 +110,6 @@ epochs = st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(st.integers(0, 4)
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
 @given(counts=epochs, by_active=st.booleans(), flat=st.booleans(), seed=st.integers(0, 2**16))
 def test_ranks_without_batches_contribute_zeros_or_do_not_count(
     counts: list[Counts], by_active: bool, flat: bool, seed: int
@@ -150,8 +149,8 @@ def joined(algorithm: str, counts: list[Counts], r: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("nodes", [(4,), (2, 2)])
-def test_it_equals_training_in_which_ranks_without_batches_have_a_loss_of_zero(algorithm: str, nodes: tuple[int, ...]) -> None:
+def test_it_equals_training_in_which_ranks_without_batches_have_a_loss_of_zero(algorithm: str) -> None:
+    nodes = (2, 2) if "hierarchical" in algorithm else (4,)
     counts = [[3, 1, 0, 5], [0, 2, 2, 1], [2, 2, 2, 2]]
     expected = simulate(4, lambda r: with_zero_losses(algorithm, counts, r), nodes=nodes)
     ours = simulate(4, lambda r: joined(algorithm, counts, r), nodes=nodes)

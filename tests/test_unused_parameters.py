@@ -68,9 +68,8 @@ def adam(module: nn.Module, name: str = "") -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
 
 
-@FLATTEN
 @pytest.mark.filterwarnings("ignore:compression='OneBit'")
-@pytest.mark.parametrize("name", averaging())
+@pytest.mark.parametrize(("name", "do_flatten"), [*((name, True) for name in averaging()), ("bytegrad", False), ("topk", False)])
 def test_S2_5_what_no_rank_reaches_keeps_its_gradient_and_does_not_move(name: str, do_flatten: bool) -> None:
     def rank(r: int) -> list[torch.Tensor]:
         module = Partly()
@@ -140,8 +139,7 @@ WITH_MEMORY: dict[str, Any] = {
 }
 
 
-@FLATTEN
-@pytest.mark.parametrize("name", WITH_MEMORY)
+@pytest.mark.parametrize(("name", "do_flatten"), [*((name, True) for name in WITH_MEMORY), ("bytegrad", False), ("topk", False)])
 def test_S2_5_what_an_error_memory_delivers_is_a_gradient(name: str, do_flatten: bool) -> None:
     """What was applied, and the mean of the memories, is the sum of the mean gradients, also where no rank reached anything."""
 
@@ -179,9 +177,10 @@ def test_S2_5_what_an_error_memory_delivers_is_a_gradient(name: str, do_flatten:
     torch.testing.assert_close(results[0][1] + sum(left for _, _, left, _ in results), want, rtol=1e-5, atol=1e-5)
 
 
-@FLATTEN
-@pytest.mark.parametrize("error_feedback", [False, True])
-@pytest.mark.parametrize("hierarchical", [False, True])
+@pytest.mark.parametrize(
+    ("hierarchical", "error_feedback", "do_flatten"),
+    [(False, False, False), (False, True, True), (True, False, True), (True, True, False)],
+)
 @on_every_rank(4, nodes=(2, 2))
 def test_S2_5_qadam_leaves_the_momentum_and_memory_of_what_no_rank_reaches(
     r: int, hierarchical: bool, error_feedback: bool, do_flatten: bool

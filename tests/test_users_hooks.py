@@ -89,8 +89,7 @@ def check(found: list[Any], hook: Hook, make: Callable[[], nn.Module] = Net) -> 
         torch.testing.assert_close(mine, expected)
 
 
-@pytest.mark.parametrize("hook", [scale, drop])
-@pytest.mark.parametrize("do_flatten", [True, False])
+@pytest.mark.parametrize(("do_flatten", "hook"), [(True, scale), (False, drop)])
 @pytest.mark.parametrize("order", ["before", "after", "both"])
 @pytest.mark.parametrize("form", ["with_bagua", "wrapper", "train"])
 @on_every_rank(2)

@@ -94,13 +94,13 @@ def test_ranks_that_wait_in_different_collectives_are_all_interrupted_with_the_s
 
 def test_a_collective_that_all_have_reached_may_take_its_time(enter: Enter) -> None:
     waits = [enter(0, "gradients/3"), enter(1, "gradients/3")]
-    time.sleep(0.8)
+    time.sleep(0.5)
     assert not any(wait.reasons for wait in waits)
 
 
 def test_a_rank_that_does_not_wait_may_still_come(enter: Enter) -> None:
     wait = enter(0, "gradients/3")
-    time.sleep(0.8)
+    time.sleep(0.5)
     assert not wait.reasons
 
 
@@ -180,7 +180,7 @@ def test_a_wait_with_a_short_timeout_is_published_before_it_ends(
     ranks: list[Waiting], store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "_PATIENCE", 60)
-    with ranks[1].waiting("in gradients/3", "gradients/3", (0, 1), print, timeout=2):
+    with ranks[1].waiting("in gradients/3", "gradients/3", (0, 1), print, timeout=0.6):
         until(lambda: store.check(["seen/1"]))
     assert ranks[0].who_is_missing("gradients/3", (0, 1)) == ""
 
@@ -225,7 +225,7 @@ def test_a_wait_that_ends_while_it_is_being_published_is_taken_back(
 def test_a_rank_whose_background_thread_computes_does_not_count_as_waiting(enter: Enter) -> None:
     ours = enter(0, "")  # the training thread waits for its background thread
     theirs = enter(1, "barrier/7")
-    time.sleep(0.8)
+    time.sleep(0.5)
     assert not ours.reasons + theirs.reasons
     enter(0, "gradients/3", is_background=True)
     until(lambda: ours.reasons and theirs.reasons)
@@ -239,5 +239,5 @@ def test_a_rank_whose_training_goes_on_beside_a_background_collective_does_not_c
         with ranks[0].waiting("in earlier", "earlier/1", (0, 1), print):
             pass
     background, theirs = enter(0, "average/2", is_background=True), enter(1, "barrier/7")
-    time.sleep(0.8)
+    time.sleep(0.5)
     assert not background.reasons + theirs.reasons

@@ -68,8 +68,7 @@ def numbers_of_bytes(text: str) -> list[int]:
     return [int(found.replace(",", "")) for found in re.findall(r"(\d[\d,]*) B\b", text)]
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("name", ["bytegrad", "low_precision_decentralized", "qadam", "local_sgd"])
+@pytest.mark.parametrize(("name", "n"), [("bytegrad", 2), ("low_precision_decentralized", 3), ("qadam", 4), ("local_sgd", 3)])
 def test_one_rank_warns_where_the_option_costs_bytes(name: str, n: int) -> None:
     options = {"period": PERIOD} if name == "local_sgd" else {}
     warned, _, sent = simulate((n,), name, hierarchical=True, **options)

@@ -11,14 +11,16 @@ from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from tests import torch_programs
 from tests.integrations.language_model import BATCH, by_hand, language_model, sequences
-from tests.integrations.trainings import ALGORITHMS, STEPS, optimizer_of, weights_of
-from tests.launch import launch
+from tests.integrations.trainings import ALGORITHMS, CASES, STEPS, optimizer_of, weights_of
+from tests.launch import launch, preload
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm
 from bagua_ref.conformance.inputs.cache_values import assert_same
 from bagua_ref.simulation import SimulatedWorld
+
+preload(__name__)
 
 
 def rank() -> int:
@@ -79,9 +81,8 @@ def test_a_hook_under_accelerate_gives_what_it_gives_by_hand() -> None:
 
 def wrap_each() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     found = {}
-    for name in ALGORITHMS:
-        for accumulate in (1, 2):
-            found[f"{name}, {accumulate}"] = with_wrapping(name, accumulate), by_hand(rank(), name, accumulate)
+    for name, accumulate in CASES:
+        found[f"{name}, {accumulate}"] = with_wrapping(name, accumulate), by_hand(rank(), name, accumulate)
     return found
 
 

@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.launch import launch
 from tests.scripts import load_script, run_python
 
@@ -55,11 +54,10 @@ def by_hand(algorithm: str, folder: str) -> dict[str, Any]:
     return script.train({"algorithm": algorithm, "epochs": 3, "checkpoints": folder, "kill_rank": None})
 
 
-@pytest.mark.parametrize(("algorithm", "killed"), [("bytegrad", ("--kill-rank", "1")), ("local_sgd", ())])
-def test_ray_train_trains_to_the_weights_of_a_loop_by_hand(algorithm: str, killed: tuple[str, ...], tmp_path: Path) -> None:
-    command = ("examples/ray_train.py", "--algorithm", algorithm, "--epochs", "3", "--folder", str(tmp_path), *killed)
+def test_ray_train_trains_to_the_weights_of_a_loop_by_hand_though_a_worker_dies(tmp_path: Path) -> None:
+    options = ("--algorithm", "local_sgd", "--epochs", "3", "--kill-rank", "1")
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:  # Ray makes sockets there, whose paths may not be long
-        printed = run(*command, temporary=Path(short))
+        printed = run("examples/ray_train.py", *options, "--folder", str(tmp_path), temporary=Path(short))
     found = json.loads(printed.splitlines()[-1].split("workers: ")[1])
-    expected = launch(by_hand, 2, algorithm, str(tmp_path / "by hand"), init=False)[0]
-    assert found == expected | {"resumed_after": 1 if killed else 0}
+    expected = launch(by_hand, 2, "local_sgd", str(tmp_path / "by hand"), init=False)[0]
+    assert found == expected | {"resumed_after": 1}

@@ -11,14 +11,16 @@ from unittest.mock import Mock
 
 import torch
 from tests.integrations.language_model import BATCH, by_hand, language_model, sequences
-from tests.integrations.trainings import ALGORITHMS, STEPS, optimizer_of, weights_of
-from tests.launch import launch
+from tests.integrations.trainings import ALGORITHMS, CASES, STEPS, optimizer_of, weights_of
+from tests.launch import launch, preload
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
 import bagua_ref
 from bagua_ref.integrations.transformers import use_bagua
+
+preload(__name__)
 
 
 def rank() -> int:
@@ -49,13 +51,12 @@ def trainer_of(name: str, folder: Path, accumulate: int = 1, **options: Any) -> 
 
 def train_with_each(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     found = {}
-    for name, options in ALGORITHMS.items():
-        for accumulate in (1, 2):
-            trainer = trainer_of(name, folder, accumulate)
-            use_bagua(trainer, name, **options)
-            trainer.train()
-            assert trainer.model_wrapped is trainer.model
-            found[f"{name}, {accumulate} batches"] = weights_of(trainer.model), by_hand(rank(), name, accumulate)
+    for name, accumulate in CASES:
+        trainer = trainer_of(name, folder, accumulate)
+        use_bagua(trainer, name, **ALGORITHMS[name])
+        trainer.train()
+        assert trainer.model_wrapped is trainer.model
+        found[f"{name}, {accumulate} batches"] = weights_of(trainer.model), by_hand(rank(), name, accumulate)
     return found
 
 

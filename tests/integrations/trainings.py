@@ -21,6 +21,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "powersgd": {"warmup_steps": 2, "matrix_approximation_rank": 2, "min_compression_rate": 1.0},
     "topk": {"ratio": 0.1, "warmup_steps": 2},
 }
+CASES = [*((name, 2) for name in ALGORITHMS), ("bytegrad", 1), ("local_sgd", 1)]
+"""Algorithms and the number of batches whose gradients accumulate."""
 STEPS = 6
 
 

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 PACKAGE = Path(__file__).parents[2] / "src/bagua_ref"
@@ -38,6 +41,31 @@ def tree_of(where: str) -> ast.Module:
 
 def path_of(where: str) -> Path:
     return PACKAGE / f"{where.partition(':')[0]}.py"
+
+
+def module_of(where: str) -> str:
+    """Return the name by which the module of ``where`` is imported."""
+    return ".".join(path_of(where).relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def change_code(where: str, text: str) -> bool:
+    """Give the imported function its code from the module's changed ``text``; False if the change is to more than its body."""
+    code = compile(text, str(path_of(where)), "exec", dont_inherit=True)
+    found: Any = importlib.import_module(module_of(where))
+    for name in where.partition(":")[2].split("."):
+        inside = [const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name]
+        if not inside:
+            return False
+        code, found = inside[-1], vars(found)[name]
+        if not isinstance(found, type):
+            break
+    for inner in ("fget", "func", "__func__"):  # of properties, cached ones and class methods
+        found = getattr(found, inner, found)
+    function = inspect.unwrap(found)
+    if not isinstance(function, FunctionType) or function.__code__.co_freevars != code.co_freevars:
+        return False
+    function.__code__ = code
+    return True
 
 
 def planted(where: str, *changes: str) -> str:

@@ -26,16 +26,17 @@ import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import inspect
 import json
 import multiprocessing
 import sys
 import time
+import warnings
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any
+from unittest import mock
 
 from tests.meta import edit
 from tests.meta.planted import FAULTS, Fault
@@ -74,81 +75,94 @@ class _Patched(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoade
         return compile(self.source, self.path, "exec")
 
 
-def _module_of(mutant: Fault) -> str:
-    return ".".join(edit.path_of(mutant.where).relative_to(edit.PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-
-
-def _change_code(mutant: Fault) -> bool:
-    """Give the function that the mutant is about its new code; False if the change is to more than a function's body."""
-    code = compile(edit.planted(mutant.where, *mutant.edit), mutant.where, "exec", dont_inherit=True)
-    found: Any = importlib.import_module(_module_of(mutant))
-    for name in mutant.where.partition(":")[2].split("."):
-        inside = [const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name]
-        if not inside:
-            return False
-        code, found = inside[-1], vars(found)[name]
-        if not isinstance(found, type):
-            break
-    function = inspect.unwrap(found.fget if isinstance(found, property) else getattr(found, "__func__", found))
-    if not isinstance(function, FunctionType) or function.__code__.co_freevars != code.co_freevars:
-        return False
-    function.__code__ = code
-    return True
-
-
 def _import_anew(mutant: Fault) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "bagua_ref"]:
         del sys.modules[name]
     source = edit.planted(mutant.where, *mutant.edit)
-    sys.meta_path.insert(0, _Patched(_module_of(mutant), str(edit.path_of(mutant.where)), source))
+    sys.meta_path.insert(0, _Patched(edit.module_of(mutant.where), str(edit.path_of(mutant.where)), source))
 
 
-def _try_in_child(mutant: Fault, seed: int, outbox: Any) -> None:
-    found = _change_code(mutant) and _failures(mutant, seed)
+def _try_in_child(mutant: Fault, seed: int, checks: list[str], outbox: Any) -> None:
+    found = edit.change_code(mutant.where, edit.planted(mutant.where, *mutant.edit)) and _failure(mutant, seed, checks)
     if not found:  # other functions of the module may have been built with the old code when it was imported
         _import_anew(mutant)
-        found = _failures(mutant, seed)
+        found = _failure(mutant, seed, checks)
     outbox.send(found)
 
 
-def _failures(mutant: Fault, seed: int) -> list[tuple[str, int, str]]:
-    """Return the checks that fail, the inputs that they needed and their messages."""
-    from bagua_ref.conformance import run_conformance
-    from bagua_ref.conformance.run.search import PROFILES
-    from bagua_ref.conformance.suites.checks import checks_of
+def _failure(mutant: Fault, seed: int, checks: list[str]) -> tuple[str, int, str] | None:
+    """Return the first check that fails, the inputs that it needed and its message; all are tried with few inputs first."""
+    from bagua_ref.conformance.run.runner import OneByOne, reason_to_skip, row_id
+    from bagua_ref.conformance.run.search import PROFILES, Search
+    from bagua_ref.conformance.suites.checks import checks_of, variants
     from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
-    checks = [check.id for check in checks_of([mutant.suite]).values() if check.clause == mutant.clause]
-    assert checks, f"{mutant.name}: no check of {mutant.suite} is about {mutant.clause}"
+    table, tried, ran = checks_of([mutant.suite]), dict[str, int](), False
     for inputs in (*FEW, PROFILES[mutant.profile]):
         PROFILES[mutant.profile] = inputs
-        report = run_conformance(
-            ReferenceTarget(), [mutant.suite], checks=checks, profile=mutant.profile, seed=seed,
-            fail_fast=True, shrink=False, jobs=1, time_limit=10,
-        )  # fmt: skip
-        if report.failures():
-            break
-    assert report.ran, f"{mutant.name}: all checks were skipped"
-    return [(result.id, result.examples, result.message) for result in report.failures()]
+        runs = OneByOne()
+        target = runs.resolve(ReferenceTarget())
+        for check in map(table.__getitem__, checks):
+            before, tried[check.id] = tried.get(check.id), max(1, round(inputs * check.effort))
+            for dtype in variants(check) if before != tried[check.id] else []:
+                if not reason_to_skip(target, check, dtype):
+                    outcome = runs.run(target, check, dtype, Search(mutant.profile, seed, shrink=False))
+                    ran |= not outcome.skipped
+                    if not outcome.passed:
+                        return row_id(check, dtype), outcome.examples, outcome.message
+        runs.stop()
+    assert ran, f"{mutant.name}: all checks were skipped"
+    return None
 
 
 def run(mutant: Fault, seed: int = 0) -> Kill:
-    """Run the checks of the mutant's clause."""
+    """Run the checks of the mutant's clause, first those that are quick and have found many of the earlier mutants."""
+    from bagua_ref.conformance.suites.checks import checks_of
+
     edit.planted(mutant.where, *mutant.edit)  # an error here says more
+    checks = [check.id for check in checks_of([mutant.suite]).values() if check.clause == mutant.clause]
+    assert checks, f"{mutant.name}: no check of {mutant.suite} is about {mutant.clause}"
+    checks.sort(key=lambda name: _seconds[name] / (1 + _found_by[name]))
     context = multiprocessing.get_context("fork")
     inbox, outbox = context.Pipe(duplex=False)
     begun = time.perf_counter()
-    process = context.Process(target=_try_in_child, args=(mutant, seed, outbox))
+    process = context.Process(target=_try_in_child, args=(mutant, seed, checks, outbox))
     process.start()
     outbox.close()
     try:
-        failures = inbox.recv()
+        by, examples, message = inbox.recv() or ("", 0, "")
     except EOFError:
         raise RuntimeError(f"{mutant.name}: its process ended without a verdict") from None
     finally:
         process.join(timeout=60)
-    by, examples, message = failures[0] if failures else ("", 0, "")
+    _found_by[by.partition("[")[0]] += 1
     return Kill(mutant.name, mutant.suite, mutant.clause, by, examples, time.perf_counter() - begun, message)
+
+
+_found_by = Counter[str]()
+"""Check -> number of mutants that it has found."""
+
+_seconds: dict[str, float] = {}
+"""Check -> duration with one input."""
+
+
+def warm_up(suites: list[str]) -> None:
+    """Let each check try an input in this process, so that children need not import, compile and cache the same again."""
+    from bagua_ref.conformance.lab.journal import Journal
+    from bagua_ref.conformance.run.search import PROFILES, Search, search
+    from bagua_ref.conformance.suites.checks import checks_of, prepare, variants
+    from bagua_ref.conformance.targets.reference_target import ReferenceTarget
+    from bagua_ref.conformance.targets.target import resolve
+
+    target, journal = resolve(ReferenceTarget()), Journal()
+    with mock.patch.dict(PROFILES, quick=1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for suite in suites:
+            prepare(suite)
+        for check in checks_of(suites).values():
+            _seconds[check.id] = search(check, variants(check)[0], target, Search(shrink=False), journal).seconds
+    gc.collect()
+    gc.freeze()  # no child traverses what it shares with this process
 
 
 def table(kills: list[Kill]) -> str:
@@ -169,6 +183,7 @@ def main() -> int:
     chosen = [
         m for m in FAULTS if m.suite in (arguments.suite or [m.suite]) and any(name in m.name for name in arguments.name or [""])
     ]
+    warm_up(sorted({mutant.suite for mutant in chosen}))
     begun = time.perf_counter()
     with ThreadPoolExecutor(arguments.jobs) as pool:
         kills = list(pool.map(lambda mutant: run(mutant, arguments.seed), chosen))
@@ -184,11 +199,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(edit.PACKAGE.parent))
-    from bagua_ref.conformance.clauses import SUITES
-    from bagua_ref.conformance.suites.checks import prepare
-    from bagua_ref.conformance.targets.reference_target import ReferenceTarget  # noqa: F401 - once, here, not in every child
-
-    for suite in SUITES:
-        prepare(suite)
-    gc.freeze()  # no child traverses what it shares with this process
     raise SystemExit(main())

@@ -153,7 +153,7 @@ def all_mutants(room: str) -> dict[str, Mutant]:
 def copy_of_checkout() -> Iterator[Path]:
     """Yield a copy of this checkout, so that no mutant is ever in the checkout itself."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "site", "dist", "demo-report")
+        left_out = shutil.ignore_patterns(".*", "build", "site", "dist", "demo-report")
         yield Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=left_out))
 
 

@@ -37,12 +37,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class Guard:
-    """A guard without which ``test`` must fail."""
+    """A guard without which ``test`` must fail, or not end in ``limit`` seconds."""
 
     name: str
     where: str
     edit: list[str]
     test: str
+    limit: int = 10
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 
 import pytest
+from tests.cache_jobs import start_server_job
 from tests.cache_servers import eventually, every_backend, need, processes, servers
-from tests.test_cached_dataset import assert_each_sample_is_made_once, held_workers, job
+from tests.test_cached_dataset import assert_each_sample_is_made_once, held_workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
-TIMES = 20
+TIMES = 10
 
 
 def started_by(rank: int) -> set[int]:
@@ -25,14 +25,14 @@ def test_a_rank_killed_at_any_moment_leaves_no_server():
     before = set(processes("-server 127.0.0.1:"))
     seen = 0
     for _ in range(TIMES):
-        process = job("server_job", "redis")
+        process, _ = start_server_job()
         moment = chance.uniform(0.0, 0.3)
         # Importing takes seconds; the moment that matters is just after the watchdog was started.
         assert eventually(lambda pid=process.pid: started_by(pid))
         time.sleep(moment)
         seen += len(set(processes("-server 127.0.0.1:")) - before)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.kill()
+        process.join()
         assert eventually(lambda pid=process.pid: not started_by(pid))
         assert eventually(lambda: set(processes("-server 127.0.0.1:")) <= before)
     assert seen >= TIMES // 4, "most were killed before there was a server"
@@ -43,7 +43,7 @@ def test_workers_that_nobody_ends_never_lose_a_value(context):
     with servers(1) as (server,):
         for _ in range(TIMES // 4):
             server.client().flushall()
-            held_workers(server, context, "None")
+            held_workers(server, context, None)
             assert server.client().dbsize() == 30
 
 

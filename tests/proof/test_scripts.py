@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-from tests.launch import run_script
+from tests.launch import launch
 from tests.scripts import run_python
 from tests.wrong_target import Wrong, healed
 
 from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.clauses import SUITES
+from bagua_ref.conformance.lab.journal import end_with
 from bagua_ref.conformance.run.runner import row_id
-from bagua_ref.conformance.suites.checks import all_checks, checks_of, variants
+from bagua_ref.conformance.suites.checks import checks_of, prepare, variants
+
+pytestmark = pytest.mark.slow
 
 RIGHT = {"collectives.S3.9.barrier", "cache.S8.3.back", "algorithms.S10.5.messages", "algorithms.S10.5.same_bits"}
 """Checks of what `Wrong` does right: it sends what the reference sends, and its ranks are wrong alike."""
@@ -22,21 +29,39 @@ OF_PIECES = {
 }  # fmt: skip
 """Checks that expect of a long input what the target makes of its pieces, which is wrong in `Wrong`'s script for the reference."""
 
-REAL = [*all_checks()][:: len(all_checks()) // 20]
-"""Checks whose scripts run as processes of their own; the others run in forks that have imported torch."""
+
+def exit_codes(suite: str, scripts: list[str]) -> list[int]:
+    """Return the exit code of each script, run in a fork of this process, which has imported what scripts of the suite import."""
+    prepare(suite)
+    return [exit_code(script) for script in scripts]
 
 
-def exit_code(check: str, script: str, folder: Path) -> int:
-    path = folder / f"{check}.py"
-    path.write_text(script)
-    return (run_python(path) if check in REAL else run_script(script)).returncode
+def exit_code(script: str) -> int:
+    parent, pid = os.getpid(), os.fork()
+    if pid == 0:
+        end_with(parent)
+        code, main = 1, ModuleType("__main__")
+        sys.modules["__main__"] = main
+        try:
+            exec(compile(script, "<script>", "exec"), main.__dict__)
+            code = 0
+        finally:
+            atexit._run_exitfuncs()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_a_script_fails_on_a_wrong_target_and_passes_on_the_reference(suite: str, tmp_path: Path) -> None:
     checks = {row_id(check, variants(check)[0]): name for name, check in checks_of([suite]).items()}
-    report = run_conformance(Wrong(), [suite], checks=list(checks), jobs=2, time_limit=60.0)
+    report = run_conformance(Wrong(), [suite], checks=list(checks), jobs=2, shrink=False, time_limit=60.0)
     scripts = {result.id: result.counterexample for result in report.failures()}
     assert {name for row, name in checks.items() if row not in scripts} <= RIGHT
-    codes = {row: [exit_code(checks[row], text, tmp_path) for text in (script, healed(script))] for row, script in scripts.items()}
-    assert codes == {row: [1, int(checks[row] in OF_PIECES)] for row in scripts}
+    both = [text for script in scripts.values() for text in (script, healed(script))]
+    codes = launch(exit_codes, 1, suite, both, init=False, limit=900)[0]
+    assert dict(zip(scripts, zip(codes[::2], codes[1::2], strict=True), strict=True)) == {
+        row: (1, int(checks[row] in OF_PIECES)) for row in scripts
+    }
+    alone = tmp_path / "counterexample.py"
+    alone.write_text(both[1])
+    assert run_python(alone).returncode == 0  # also where nothing is imported

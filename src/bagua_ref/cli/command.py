@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bagua_ref.base.not_provided import install_command
+from bagua_ref.conformance.targets.target import load
 
 __all__ = [
     "COLORS", "CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "add_older_name", "call_object",
@@ -124,8 +125,6 @@ def load_object(path: str) -> Any:
     Raises:
         CommandError: it cannot be imported.
     """
-    from bagua_ref.conformance.targets.target import load
-
     sys.path.insert(0, os.getcwd())  # it is usually in the current folder
     try:
         return load(path)

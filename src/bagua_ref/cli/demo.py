@@ -101,9 +101,11 @@ def run_demo(settings: Settings, output: Path) -> int:
 def _train(settings: Settings) -> Generator[dict[str, Any], None, None]:
     """Run the workers and yield rank 0's reports; raise ProcessException if one fails; end all if this is closed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    events = multiprocessing.get_context("spawn").SimpleQueue()
+    processes = multiprocessing.get_context("forkserver")  # which imports torch once for all workers
+    processes.set_forkserver_preload(["torch._dynamo", "bagua_ref.cli"])
+    events = processes.SimpleQueue()
     arguments = store.port, settings, [tensor.numpy() for tensor in Digits.load()], events
-    running = start_processes(work, arguments, settings.ranks, join=False)
+    running = start_processes(work, arguments, settings.ranks, join=False, start_method="forkserver")
     assert running is not None
     try:
         ended = False

@@ -18,7 +18,10 @@ from bagua_ref.cli.command import (
     write_json,
     write_picture,
 )
-from bagua_ref.conformance.trace import RankTrace
+from bagua_ref.conformance.trace import RankTrace, TraceError, check_trace, diff_records, read_trace
+from bagua_ref.conformance.trace.differences import draw_distances
+from bagua_ref.conformance.trace.replay import parse_options
+from bagua_ref.conformance.trace.report import draw_errors
 
 __all__ = ["add_parser"]
 
@@ -86,10 +89,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from bagua_ref.conformance.trace import TraceError, check_trace
-    from bagua_ref.conformance.trace.replay import parse_options
-    from bagua_ref.conformance.trace.report import draw_errors
-
     try:
         options = parse_options(arguments.option)
         report = check_trace(arguments.directory, arguments.algorithm, options, buckets=arguments.bucket, progress=_progress)
@@ -108,9 +107,6 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 
 def _diff(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from bagua_ref.conformance.trace import TraceError, diff_records
-    from bagua_ref.conformance.trace.differences import draw_distances
-
     try:
         report = diff_records(arguments.a, arguments.b)
     except (TraceError, OSError) as error:
@@ -128,8 +124,6 @@ def _progress(done: int, total: int) -> None:
 
 
 def _show(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from bagua_ref.conformance.trace import TraceError, read_trace
-
     try:
         ranks = read_trace(arguments.directory)
         if not arguments.json:

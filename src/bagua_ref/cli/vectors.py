@@ -10,7 +10,7 @@ from typing import Any
 from bagua_ref.base.untrusted import one_line
 from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, write_json
 from bagua_ref.conformance.clauses import VECTORS_VERSION
-from bagua_ref.conformance.vectors import VectorsReport, Verdict
+from bagua_ref.conformance.vectors import VectorsError, VectorsReport, Verdict, check_outputs, export_vectors
 
 __all__ = ["add_parser"]
 
@@ -65,8 +65,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from bagua_ref.conformance.vectors import VectorsError, export_vectors
-
     try:
         count = export_vectors(arguments.directory)
     except VectorsError as error:
@@ -78,8 +76,6 @@ def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from bagua_ref.conformance.vectors import VectorsError, check_outputs
-
     for folder in (arguments.directory, arguments.outputs):
         if not folder.is_dir():
             parser.error(f"no such folder: {str(folder)!r}")

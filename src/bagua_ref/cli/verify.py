@@ -21,6 +21,11 @@ from bagua_ref.cli.command import (
 )
 from bagua_ref.conformance.clauses import SUITES
 from bagua_ref.conformance.run.report import Result, write_requests, write_scripts
+from bagua_ref.conformance.run.runner import check_ids, read_xfails, run_conformance
+from bagua_ref.conformance.suites.checks import all_checks
+from bagua_ref.conformance.targets.process import ProcessTarget
+from bagua_ref.conformance.targets.reference_target import ReferenceTarget
+from bagua_ref.conformance.targets.target import assemble, resolve
 from bagua_ref.errors import BaguaError
 
 __all__ = ["add_parser"]
@@ -147,12 +152,6 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: the target cannot be imported or made, or Hypothesis is missing.
     """
-    from bagua_ref.conformance.run.runner import check_ids, read_xfails, run_conformance
-    from bagua_ref.conformance.suites.checks import all_checks
-    from bagua_ref.conformance.targets.process import ProcessTarget
-    from bagua_ref.conformance.targets.reference_target import ReferenceTarget
-    from bagua_ref.conformance.targets.target import assemble, resolve
-
     time_limit = arguments.time_limit or (10.0 if arguments.command_line is None else 60.0)
     sys.path.insert(0, os.getcwd())  # pkg.mod:Class is usually in the current folder
     try:

@@ -257,6 +257,7 @@ class Scheduler:
         try:
             if not self._ending:
                 self._states[task.rank].resumed()
+                torch.get_num_threads()  # brings torch's number, one, into this thread, in which MKL would start others
                 # A backward inside a rank stays on the rank's thread.
                 with torch.autograd.set_multithreading_enabled(False):
                     task.context.run(task.function)

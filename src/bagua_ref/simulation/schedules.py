@@ -206,10 +206,9 @@ class Schedules:
         """Go on with the variants of a schedule, or of its copy, that has been run."""
         self._running -= 1
         self.runs += 1
-        variants = list(schedule.variants())
         if self._deviations is None or schedule.deviations() < self._deviations:
-            self._waiting += variants
+            self._waiting += schedule.variants()
         else:
-            self._left_out += len(variants)
+            self._left_out += next(schedule.variants(), None) is not None
         self.complete = not self._waiting and not self._running
         self.exhausted = self.complete and not self._left_out

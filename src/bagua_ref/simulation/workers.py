@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import torch._dynamo  # noqa: F401 # used by optimizers and DDP; importing it takes seconds, once here or in each worker
 
@@ -84,15 +85,8 @@ class Workers:
         ours, theirs = multiprocessing.Pipe()
         context: Any = multiprocessing.get_context("fork" if hash_seed is None else "spawn")
         process = context.Process(target=_serve, args=(theirs, self._folder.name, self._program, self._nodes))
-        before = os.environ.get("PYTHONHASHSEED")
-        try:
-            if hash_seed is not None:
-                os.environ["PYTHONHASHSEED"] = str(hash_seed)
+        with mock.patch.dict(os.environ, {} if hash_seed is None else {"PYTHONHASHSEED": str(hash_seed)}):
             process.start()
-        finally:
-            if hash_seed is not None:
-                os.environ.pop("PYTHONHASHSEED")
-                os.environ |= {} if before is None else {"PYTHONHASHSEED": before}
         theirs.close()
         self._processes.append(process)
         return process, ours

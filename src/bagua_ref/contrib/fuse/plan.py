@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -14,7 +15,10 @@ from bagua_ref.base.memory import overlapping
 from bagua_ref.base.utils import flatten, unflatten
 from bagua_ref.buckets.storage import held_by_bucket
 
-__all__ = ["NUMBERS", "FusionPlan", "attributes", "has_overlap", "kind_of", "neighbours", "options"]
+__all__ = ["NUMBERS", "FusionPlan", "attributes", "has_overlap", "is_small", "kind_of", "neighbours", "options"]
+
+SMALL_ON_CPU, SMALL = 2**14, 2**20
+"""Up to so many elements, an operation's launch costs more than copying a new gradient beside others, measured with SGD."""
 
 LONGEST_ON_CPU, LONGEST = 2**19, 2**24
 """About so many elements are stepped at once, as more of them fit no cache: without it, Adam takes 2.5 times as long."""
@@ -31,6 +35,11 @@ NUMBERS = (int, float, bool, str, type(None))
 def are_same(found: Collection[Any], expected: Collection[Any]) -> bool:
     """Return whether two collections have the same objects in the same order."""
     return len(found) == len(expected) and all(map(is_, found, expected))
+
+
+def is_small(parameter: Tensor) -> bool:
+    """Return whether fusing ``parameter`` pays on its device."""
+    return parameter.numel() <= (SMALL_ON_CPU if parameter.device.type == "cpu" else SMALL)
 
 
 def has_overlap(parameters: Iterable[Tensor]) -> bool:
@@ -149,55 +158,57 @@ class Run:
     ``states`` are their entries of the optimizer's state, if there are any; the tensors in them are put beside each other.
     """
 
-    def __init__(self, parameters: list[Tensor], flat: Tensor, states: list[dict[Any, Any]]) -> None:
-        self.parameters, self.states = parameters, states
+    def __init__(self, parameters: list[Tensor], flats: Sequence[Tensor], store: Mapping[Any, Any]) -> None:
+        flat = flat_view(parameters, flats)
+        assert flat is not None, "parameters are not adjacent"
         self.flat = torch.nn.Parameter(flat, requires_grad=parameters[0].requires_grad)
         for name, _, value in attributes(parameters[0]) or ():
             setattr(self.flat, name, value)
+        self.parameters, self.states = parameters, [store[p] for p in parameters if p in store]
         self.state: dict[Any, Any] = {}  # that of the flat parameter
-        self._parts: dict[Any, tuple[list[Any], list[int]]] = {}  # for each key: the parameters' entries, addresses of tensors
+        self._parts: dict[Any, Sequence[Any]] = {}  # for each key, the parameters' entries
+        self._addresses: dict[Any, list[int]] = {}  # of those that are tensors
         self._vectors: dict[Any, Tensor] = {}  # for tensors of one number, such as ``step``: those of all parameters
-        for key, value in states[0].items() if states else ():
-            entries, kind = [state[key] for state in states], _kind(value, parameters[0])
-            whole = flat_view(entries) if kind == ELEMENTS else None
-            joined = whole if whole is not None else flatten(entries) if kind == ELEMENTS else value
-            self._set_state(key, joined.clone() if kind == ONE else joined, entries)
-        self._offsets = [p.data_ptr() - parameters[0].data_ptr() for p in parameters]
-        self._places = self._offsets  # the addresses of gradients that lie as the weights do
+        for key, value in self.states[0].items() if self.states else ():
+            kind, parts = _kind(value, parameters[0]), [state[key] for state in self.states]
+            self._set_state(key, flatten(parts) if kind == ELEMENTS else value.clone() if kind == ONE else value, parts)
+        self._places = list(map(data_ptr, parameters))  # the addresses of gradients that lie as the weights do
         self._one_dimensional = all(p.ndim == 1 for p in parameters)
         self._first: Tensor = self.flat  # the first gradient of the last step; there was none yet
 
-    def _set_state(self, key: Any, value: Any, entries: Sequence[Any] = ()) -> None:
-        """Make ``value`` the flat parameter's state, and its parts those of the parameters, which may have ``entries`` already."""
+    def _set_state(self, key: Any, value: Any, known: Sequence[Any] = ()) -> None:
+        """Make ``value`` the flat parameter's state, and its parts those of the parameters: of the tensors ``known``, if any."""
         kind = _kind(value, self.flat)
         if kind is None:
             what = f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             count = f"{self.flat.numel()} elements in {len(self.parameters)} parameters"
             raise RuntimeError(f"state {key!r} of {count} is a {what}, which cannot be split: this optimizer cannot be fused")
-        parts: Sequence[Any] = unflatten(value, self.parameters) if kind == ELEMENTS else [value] * len(self.parameters)
+        self._addresses.pop(key, None)
         self._vectors.pop(key, None)
+        parts: Sequence[Any] = [value] * len(self.parameters)
         if kind == ONE:
             self._vectors[key] = torch.stack(list(parts))
             parts = self._vectors[key].unbind()
-        if entries and kind != NUMBER:
-            for entry, part in zip(entries, parts, strict=True):
-                entry.data = part
-            parts = entries
+        elif kind == ELEMENTS:
+            parts = unflatten(value, self.parameters)
+        if kind != NUMBER:
+            for tensor, part in zip(known, parts, strict=False):
+                tensor.data = part
+            self._addresses[key] = list(map(data_ptr, parts))
+            parts = known or parts
         for state, part in zip(self.states, parts, strict=True):
             state[key] = part
-        self._parts[key] = list(parts), [] if kind == NUMBER else list(map(data_ptr, parts))
-        self.state[key] = value
+        self.state[key], self._parts[key] = value, parts
 
     def take_state(self) -> bool:
         """Read the numbers of the state; return False if anything else in it has changed since the last step."""
         if _is_state_held(self.parameters[0]) or sum(map(len, self.states)) != len(self.states) * len(self.state):
             return False
-        for key, (parts, addresses) in self._parts.items():
-            if not all(map(is_, map(itemgetter(key), self.states), parts)):
-                return False
-            if addresses and list(map(data_ptr, parts)) != addresses:
-                return False
-        return all(torch.equal(of_all, self.state[key].copy_(of_all[0]).expand_as(of_all)) for key, of_all in self._vectors.items())
+        return (
+            all(all(map(is_, map(itemgetter(key), self.states), parts)) for key, parts in self._parts.items())
+            and all(list(map(data_ptr, self._parts[key])) == addresses for key, addresses in self._addresses.items())
+            and all(torch.equal(all_, self.state[key].copy_(all_[0]).expand_as(all_)) for key, all_ in self._vectors.items())
+        )
 
     def give_state_back(self, store: MutableMapping[Any, Any]) -> None:
         """Move the flat parameter's state after a step out of ``store``, to the entries of the parameters."""
@@ -209,7 +220,7 @@ class Run:
         elif not self.states:
             self.states = [store.setdefault(parameter, {}) for parameter in self.parameters]
         if self.state.keys() - found.keys():
-            for kept in (self.state, self._parts, self._vectors, *self.states):
+            for kept in (self.state, self._parts, self._addresses, self._vectors, *self.states):
                 kept.clear()
         for key, value in found.items():
             if key not in self.state or value is not self.state[key]:
@@ -235,11 +246,8 @@ class Run:
             return False
         is_kept, self._first = self._first is grads[0], grads[0]
         if row_major and self._lie_as_weights(grads):
-            try:
+            with contextlib.suppress(RuntimeError):  # neighbours by chance: the first one's storage ends before the second
                 self.flat.grad = grads[0].detach().as_strided(self.flat.shape, (1,))
-            except RuntimeError:  # neighbours by chance: the first one's storage ends before the second
-                pass
-            else:
                 return True
         with torch.no_grad():
             self.flat.grad = torch.cat(grads) if self._one_dimensional else flatten(grads)  # cat is twice as fast
@@ -249,11 +257,11 @@ class Run:
         return True
 
     def _lie_as_weights(self, grads: list[Tensor]) -> bool:
-        first = grads[0].data_ptr()
-        if grads[-1].data_ptr() - first != self._offsets[-1]:  # so end most comparisons of new gradients
+        moved = grads[0].data_ptr() - self._places[0]
+        if grads[-1].data_ptr() - self._places[-1] != moved:  # so end most comparisons of new gradients
             return False
-        if self._places[0] != first:
-            self._places = [first + offset for offset in self._offsets]
+        if moved:
+            self._places = [place + moved for place in self._places]
         return list(map(data_ptr, grads)) == self._places
 
     def give_gradient_back(self) -> None:
@@ -279,21 +287,21 @@ def _may_join(p: Tensor) -> bool:
 
 
 class FusionPlan:
-    """Runs of parameters, and a cheap check whether they are still valid.
+    """Runs of small parameters, and a cheap check whether they are still valid.
 
     The check looks at identities, addresses and lengths, not at versions, which torch's fused steps do not increase. It does not
     loop in Python over single parameters, as that would take longer than the step.
 
-    Parameters that ``is_small`` are fused; ``flats`` are flat tensors of weights, None if none move.
+    ``flats`` are flat tensors of weights, None if none move; then gradients do not move, either.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, is_small: Callable[[Tensor], bool], allow_inexact: bool, flats: list[Tensor] | None
-    ) -> None:
+    @torch.no_grad()
+    def __init__(self, optimizer: torch.optim.Optimizer, allow_inexact: bool, flats: Sequence[Tensor] | None) -> None:
         self.parameters: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
         self.runs: list[Run] = []
         self.stepped: list[list[Tensor]] = []  # for each group, the parameters that are stepped in place of its own
         self.num_fused_groups = 0
+        self._keeps_gradients = flats is not None
         single: list[Tensor] = []
         overlap = has_overlap(itertools.chain.from_iterable(self.parameters))
         for group, parameters in zip(optimizer.param_groups, self.parameters, strict=True):
@@ -308,39 +316,61 @@ class FusionPlan:
             self.stepped.append([*(run.flat for run in runs), *alone])
             self.runs += runs
             single += alone
-        self.members = [p for run in self.runs for p in run.parameters]
-        self.single = [p for p in single if p.grad is not None and type(p) in PLAIN_TYPES]  # if one moves, it may overlap a run
+        self._members = [p for run in self.runs for p in run.parameters]
+        self._single = [p for p in single if p.grad is not None and type(p) in PLAIN_TYPES]  # if one moves, it may overlap a run
         self._idle = [p for p in single if p.grad is None]  # if one gets a gradient, it may join a run
-        self._views = [p.detach() for p in self.members]  # of the memory in which they are stepped
-        self._attributes = list(map(vars, self.members))
+        self._views = [p.detach() for p in self._members]  # of the memory in which they are stepped
+        self._attributes = list(map(vars, self._members))
         # Only these can change their dtype in place without changing their size: the others are floats that need gradients.
-        self._convertible = [p for p in self.members if p.dtype in SHORT or not p.requires_grad]
-        self.states = list(optimizer.state.values())
-        """The entries that the optimizer's state had after the last step."""
+        self._convertible = [p for p in self._members if p.dtype in SHORT or not p.requires_grad]
+        self._states = list(optimizer.state.values())  # after the last step
         self._expected = self._describe(optimizer), list(map(dict, self._attributes))
+        current = self.is_current(optimizer)
+        assert current, "a new plan is out of date"
 
     def _describe(self, optimizer: torch.optim.Optimizer) -> tuple[list[Any], ...]:
-        dtypes, addresses = list(map(get_dtype, self._convertible)), list(map(data_ptr, self.single))
+        dtypes, addresses = list(map(get_dtype, self._convertible)), list(map(data_ptr, self._single))
         return list(map(options, optimizer.param_groups)), dtypes, addresses
 
-    def is_current(self, optimizer: torch.optim.Optimizer, keep_gradients: bool) -> bool:
+    def is_current(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take gradients and state of each run; return False, with the optimizer unchanged, if the plan is out of date."""
         groups = optimizer.param_groups
         try:
             return (
-                are_same(optimizer.state.values(), self.states)
+                are_same(optimizer.state.values(), self._states)
                 and (self._describe(optimizer), self._attributes) == self._expected
                 and all(are_same(group["params"], known) for group, known in zip(groups, self.parameters, strict=True))
                 and all(p.grad is None for p in self._idle)
-                and all(map(Tensor.is_set_to, self.members, self._views))
-                and all(run.take_state() and run.take_gradient(keep_gradients) for run in self.runs)
+                and all(map(Tensor.is_set_to, self._members, self._views))
+                and all(run.take_state() and run.take_gradient(self._keeps_gradients) for run in self.runs)
             )
         except (KeyError, TypeError, RuntimeError):  # a value is missing, is not a dense tensor, or has no truth value, as tensors
             return False
 
+    def give_back(self, store: MutableMapping[Any, Any]) -> None:
+        """Move gradients and state of runs back to their parameters after a step, whose state is in ``store``.
+
+        New entries get the order of ``step()``, that of parameters in groups, as ``state_dict()`` keeps it.
+        """
+        stepped = list(itertools.islice(store, len(self._states), None))
+        for run in self.runs:
+            run.give_gradient_back()
+            run.give_state_back(store)
+        # Autograd must know of changes, as a graph may have saved weights: fused=True does not tell.
+        if changed := [*self._members, *(p for p in self._single if p.grad is not None)]:
+            torch.autograd.graph.increment_version(changed)
+        if new := set(itertools.islice(store, len(self._states), None)):
+            members = {run.flat: run.parameters for run in self.runs}
+            keys = [key for one in stepped for key in members.get(one, [one]) if key in new]
+            places = dict.fromkeys(p for p in itertools.chain.from_iterable(self.parameters) if p in new)
+            in_order = iter(places)
+            for key in [next(in_order) if key in places else key for key in keys]:  # others, as strings, keep their places
+                store[key] = store.pop(key)
+        self._states = list(store.values())
+
 
 def _find_runs(
-    parameters: Sequence[Tensor], kinds: Mapping[Tensor, Any], store: MutableMapping[Any, Any], flats: Sequence[Tensor]
+    parameters: Sequence[Tensor], kinds: Mapping[Tensor, Any], store: Mapping[Any, Any], flats: Sequence[Tensor]
 ) -> Iterator[Run]:
     """Yield the runs among ``parameters`` of one group, which have gradients, and maybe state in ``store``."""
     for chain in neighbours(parameters, flats):
@@ -348,8 +378,5 @@ def _find_runs(
         blocks = [total // longest for total in itertools.accumulate(p.numel() for p in chain)]
         alike = {p: (_state_signature(p, store.get(p)), kinds[p], block) for p, block in zip(chain, blocks, strict=True)}
         for (signature, *_), members in itertools.groupby(chain, key=alike.__getitem__):
-            part = list(members)
-            if len(part) > 1 and signature is not None:
-                flat = flat_view(part, flats)
-                assert flat is not None, "neighbours are not adjacent"
-                yield Run(part, flat, [store[p] for p in part if p in store])
+            if len(part := list(members)) > 1 and signature is not None:
+                yield Run(part, flats, store)

@@ -1,4 +1,4 @@
-"""Codecs of blocks of 32 elements that share a power of two: MXFP8, MXFP4 and MXINT8 in NumPy (S12.1)."""
+"""Codecs in tiled NumPy: MinMaxUInt8 (S4), blocks of 32 elements that share a power of two (S12.1), and OneBit (S12.2)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,91 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends import codec
-from bagua_ref.backends.codec import BLOCK_SIZE, Microscaling
+from bagua_ref.backends.codec import BLOCK_SIZE, HEADER_BYTES, Microscaling
 from bagua_ref.backends.reference.backend import Array, RowCodec, Scratch, reader, tiles, writer
 
-__all__ = ["MXFP4", "MXFP8", "MXINT8", "BlockCodec", "FloatCodec", "scaled"]
+__all__ = ["CODECS", "MXFP4", "MXFP8", "MXINT8", "BlockCodec", "FloatCodec", "MinMaxUInt8", "OneBit", "scaled"]
 
-_POISON = 255
+_POISON = {
+    torch.float16: np.frombuffer(bytes.fromhex("007e007e"), np.uint8),
+    torch.bfloat16: np.frombuffer(bytes.fromhex("c07fc07f"), np.uint8),
+    torch.float32: np.frombuffer(bytes.fromhex("0000c07f0000c07f"), np.uint8),
+}
+"""The bytes of the header NaN, NaN (S4.4), as the bits of a converted NaN are not specified."""
+
+_NAN_SCALE = 255
 _BIAS = 127
 _INFINITY_BITS = 0x7F800000
+_NAN = np.uint32(0x7FC00000)
+_SCALE_BYTES = 4
+
+
+class MinMaxUInt8(RowCodec, codec.MinMaxUInt8):
+    """S4 with a matrix row for each chunk."""
+
+    def encode(self, x: Tensor, payload: Tensor, buffers: Scratch) -> Iterator[int]:
+        """Write the blocks of x's rows to payload's rows (S4.1, S4.2, S4.4); yield the number of final bytes of each."""
+        low, high = _ends(x)
+        scale, lower = grid_between(low, high)
+        poisoned = ~np.isfinite(np.hstack([low, high, high - low, high * scale, low * scale])).all(axis=1, keepdims=True)
+        payload_rows = payload.numpy()
+        header = torch.from_numpy(np.hstack([low, high])).to(x.dtype).view(torch.uint8).numpy()
+        payload_rows[:, :HEADER_BYTES] = 0
+        payload_rows[:, : header.shape[1]] = np.where(poisoned, _POISON[x.dtype], header)
+        payload_rows[:, HEADER_BYTES + x.shape[1] :] = 0
+        levels = payload_rows[:, HEADER_BYTES : HEADER_BYTES + x.shape[1]]
+        # Rounding is monotonic: if both ends are on the grid, all values are, and nothing needs to be clipped.
+        fits = (np.rint(low * scale) >= lower).all() and (np.rint(high * scale) - lower <= 255).all()
+        read = reader(x, buffers, 0)
+        for rows, columns in tiles(*x.shape):
+            tile = read((rows, columns))
+            level = buffers.like(1, tile)
+            np.multiply(tile, scale[rows], out=level)
+            np.rint(level, out=level)
+            # S4.2 takes the minimum with upper here. Rounding is monotonic, so x <= max implies x*scale <= upper.
+            np.subtract(level, lower[rows], out=level)
+            if not fits:
+                np.clip(level, 0, 255, out=level)
+            np.copyto(levels[rows, columns], level, casting="unsafe")
+            levels[rows, columns][poisoned[rows, 0]] = 0
+            if rows.stop == len(levels):
+                yield HEADER_BYTES + columns.stop
+
+    def decode(self, payload: Tensor, out: Tensor, buffers: Scratch) -> Iterator[int]:
+        """Write the values of payload's rows to out's rows (S4.3); yield the number of bytes of each that are needed next."""
+        yield HEADER_BYTES
+        item = out.element_size()
+        header = payload[:, : 2 * item].clone(memory_format=torch.contiguous_format).view(out.dtype).float().numpy()
+        scale, lower = grid_between(header[:, :1], header[:, 1:])
+        levels = payload.numpy()[:, HEADER_BYTES : HEADER_BYTES + out.shape[1]]
+        largest = np.float32(torch.finfo(out.dtype).max)
+        fits = (np.abs(lower / scale) <= largest).all() and (np.abs((lower + np.float32(255)) / scale) <= largest).all()
+        target, write = reader(out, buffers, 0, fill=False), writer(out)
+        for rows, columns in tiles(*out.shape):
+            yield HEADER_BYTES + columns.stop
+            value = target((rows, columns))
+            np.copyto(value, levels[rows, columns])
+            np.add(value, lower[rows], out=value)
+            np.divide(value, scale[rows], out=value)
+            if not fits:
+                np.clip(value, -largest, largest, out=value)
+            write((rows, columns), value)
+
+
+def grid_between(low: Array, high: Array) -> tuple[Array, Array]:
+    """Return scale and lower of the grids between minima and maxima, each operation in float32 (S4.2)."""
+    scale = np.float32(255) / ((high - low) + np.float32(1e-7))
+    upper = np.rint(high * scale)
+    return scale, upper - np.float32(255)
+
+
+def _ends(x: Tensor) -> tuple[Array, Array]:
+    """Return each row's minimum and maximum as float32 columns, NaN where the row has one; a zero is +0; no columns: 0."""
+    if x.shape[1] == 0:
+        return np.zeros((x.shape[0], 1), np.float32), np.zeros((x.shape[0], 1), np.float32)
+    low, high = (end(x, dim=1, keepdim=True).float().cpu().numpy() for end in (torch.amin, torch.amax))
+    zero = np.float32(0)
+    return low + zero, high + zero
 
 
 class BlockCodec(RowCodec, Microscaling):
@@ -55,7 +132,7 @@ class BlockCodec(RowCodec, Microscaling):
             scale = np.maximum((largest >> 23) - self.emax, 0)
             codes = self.quantise(tile, magnitude, scale - _BIAS, buffers)
             if poisoned.any():
-                scale[poisoned], codes[poisoned[:, 0]] = _POISON, 0
+                scale[poisoned], codes[poisoned[:, 0]] = _NAN_SCALE, 0
             count = rows.stop - rows.start
             scales[rows, blocks] = scale.reshape(count, -1)
             self.store(codes.reshape(count, -1), elements[rows], columns)
@@ -77,8 +154,8 @@ class BlockCodec(RowCodec, Microscaling):
             if codes.size != tile.size:
                 codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % BLOCK_SIZE)))
             self.restore(codes.reshape(tile.shape), exponent, tile, buffers)
-            if (scale == _POISON).any():
-                tile[scale[:, 0] == _POISON] = np.nan
+            if (scale == _NAN_SCALE).any():
+                tile[scale[:, 0] == _NAN_SCALE] = np.nan
             if exponent.max() + self.emax + 1 >= math.frexp(largest)[1]:
                 np.clip(tile, np.float32(-largest), np.float32(largest), out=tile)
             if tile.size != value.size:
@@ -234,3 +311,50 @@ class MXINT8(BlockCodec, codec.MXINT8):
         """Scale the integers."""
         np.copyto(out, codes.view(np.int8))
         scaled(out, exponent - _FRACTION, out=out)
+
+
+class OneBit(RowCodec, codec.OneBit):
+    """Signs, and the root of the mean square."""
+
+    def encode(self, x: Tensor, payload: Tensor, buffers: Scratch) -> Iterator[int]:
+        """Write the blocks of x's rows to payload's rows."""
+        array, (count, c) = payload.numpy(), x.shape
+        squares = np.zeros(count)
+        bits = array[:, HEADER_BYTES : HEADER_BYTES + -(-c // 8)]
+        read = reader(x, buffers, 0)
+        for rows, columns in tiles(count, c):
+            tile = read((rows, columns))
+            wide: Array = buffers.tensor(1, tile.size, torch.float64).numpy().reshape(tile.shape)
+            np.copyto(wide, tile)
+            squares[rows] += np.einsum("ij,ij->i", wide, wide)
+            bits[rows, columns.start // 8 : -(-columns.stop // 8)] = np.packbits(tile >= 0, axis=1)
+        if not c:
+            return
+        poisoned = ~np.isfinite(squares)  # float64 holds the square of every float32
+        scale = np.sqrt(squares / c).astype(np.float32)
+        array[:, :HEADER_BYTES], array[:, HEADER_BYTES + bits.shape[1] :] = 0, 0
+        header = np.where(poisoned, _NAN, scale.view(np.uint32)).astype("<u4")
+        array[:, :_SCALE_BYTES] = header.view(np.uint8).reshape(count, _SCALE_BYTES)
+        bits[poisoned] = 0
+        yield payload.shape[1]
+
+    def decode(self, payload: Tensor, out: Tensor, buffers: Scratch) -> Iterator[int]:
+        """Write the values of payload's rows to out's rows."""
+        yield payload.shape[1]
+        array, c = payload.numpy(), out.shape[1]
+        scale = np.ascontiguousarray(array[:, :_SCALE_BYTES]).view("<f4")
+        largest = np.float32(torch.finfo(out.dtype).max)
+        positive = np.clip(scale, -largest, largest).view(np.uint32)
+        target, write = reader(out, buffers, 0, fill=False), writer(out)
+        for rows, columns in tiles(*out.shape):
+            value = target((rows, columns))
+            part = array[rows, HEADER_BYTES + columns.start // 8 : HEADER_BYTES + -(-columns.stop // 8)]
+            negative = value.view(np.uint32)
+            np.copyto(negative, np.unpackbits(~part, axis=1, count=min(columns.stop, c) - columns.start))
+            np.left_shift(negative, 31, out=negative)
+            np.bitwise_xor(negative, positive[rows], out=negative)
+            write((rows, columns), value)
+
+
+CODECS = {each.name: each for each in (MinMaxUInt8, MXFP8, MXFP4, MXINT8, OneBit)}
+"""The codecs of the reference backend by name."""
