@@ -108,39 +108,26 @@ class LeavesOneRankWaiting(PlainAlgorithms):
         return super().gradient_allreduce(world, weights, gradients, **options)
 
 
-class ReturnsNothing(PlainAlgorithms):
+def returns(name, change):
+    """Return a trainer whose gradient_allreduce returns something else than its history."""
+
     def gradient_allreduce(self, *arguments, **options):
-        return None
+        return change(PlainAlgorithms.gradient_allreduce(self, *arguments, **options))
+
+    return type(name, (PlainAlgorithms,), {"gradient_allreduce": gradient_allreduce})
 
 
-class ReturnsTooFewSteps(PlainAlgorithms):
-    def gradient_allreduce(self, *arguments, **options):
-        return super().gradient_allreduce(*arguments, **options)[1:]
+def each_weight(change):
+    return lambda history: [[change(w) for w in tensors] for tensors in history]
 
 
-class ReturnsTooFewParameters(PlainAlgorithms):
-    def gradient_allreduce(self, *arguments, **options):
-        return [tensors[1:] for tensors in super().gradient_allreduce(*arguments, **options)]
-
-
-class ReturnsOneDimension(PlainAlgorithms):
-    def gradient_allreduce(self, *arguments, **options):
-        return [[w.reshape(-1)[:, None] for w in tensors] for tensors in super().gradient_allreduce(*arguments, **options)]
-
-
-class ReturnsAnotherDtype(PlainAlgorithms):
-    def gradient_allreduce(self, *arguments, **options):
-        return [[w.to(torch.complex64) for w in tensors] for tensors in super().gradient_allreduce(*arguments, **options)]
-
-
-class ReturnsNumbers(PlainAlgorithms):
-    def gradient_allreduce(self, *arguments, **options):
-        return [[w.tolist() for w in tensors] for tensors in super().gradient_allreduce(*arguments, **options)]
-
-
-class ReturnsNaN(PlainAlgorithms):
-    def gradient_allreduce(self, *arguments, **options):
-        return [[w * torch.nan for w in tensors] for tensors in super().gradient_allreduce(*arguments, **options)]
+ReturnsNothing = returns("ReturnsNothing", lambda history: None)
+ReturnsTooFewSteps = returns("ReturnsTooFewSteps", lambda history: history[1:])
+ReturnsTooFewParameters = returns("ReturnsTooFewParameters", lambda history: [tensors[1:] for tensors in history])
+ReturnsOneDimension = returns("ReturnsOneDimension", each_weight(lambda w: w.reshape(-1)[:, None]))
+ReturnsAnotherDtype = returns("ReturnsAnotherDtype", each_weight(lambda w: w.to(torch.complex64)))
+ReturnsNumbers = returns("ReturnsNumbers", each_weight(torch.Tensor.tolist))
+ReturnsNaN = returns("ReturnsNaN", each_weight(lambda w: w * torch.nan))
 
 
 class UsesUpItsArguments(PlainAlgorithms):

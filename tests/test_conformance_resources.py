@@ -253,34 +253,32 @@ def test_a_server_of_the_checks_that_dies_is_said_and_replaced() -> None:
 # Calls that do not return
 
 
+def sleeps(*arguments: Any, **options: Any) -> Any:
+    time.sleep(1000)
+
+
 class Sleeps(ReferenceBackend):
-    def _add_(self, x, y):
-        time.sleep(1000)
+    _add_ = sleeps
 
 
 class SleepingLoader(contrib.CacheLoader):
-    def num_keys(self):
-        time.sleep(1000)
+    num_keys = sleeps
 
 
 class SleepingGet(contrib.CacheLoader):
-    def get(self, key, load_fn):
-        time.sleep(1000)
+    get = sleeps
 
 
 class SleepingClose(contrib.CacheLoader):
-    def close(self):
-        time.sleep(1000)
+    close = sleeps
 
 
 class SleepingSampler(contrib.LoadBalancingDistributedSampler):
-    def __iter__(self):
-        time.sleep(1000)
+    __iter__ = sleeps
 
 
 class SleepingBatchSampler(contrib.LoadBalancingDistributedBatchSampler):
-    def __init__(self, *arguments, **options):
-        time.sleep(1000)
+    __init__ = sleeps
 
 
 class Target:
@@ -293,15 +291,14 @@ class Target:
     @staticmethod
     def communicator(world):
         comm = own_communicator(world)
-        comm.allgather = comm.allreduce_inplace = comm.barrier = lambda *arguments: time.sleep(1000)
+        comm.allgather = comm.allreduce_inplace = comm.barrier = sleeps
         return comm
 
     class comm_ops(reference_target.ReferenceCommOps):  # noqa: N801
         def __init__(self):
             super().__init__(ReferenceBackend())
 
-        def centralized(self, *arguments, **options):
-            time.sleep(1000)
+        centralized = sleeps
 
     comm_ops = comm_ops()  # type: ignore[assignment,misc]
 
@@ -309,8 +306,7 @@ class Target:
         def __init__(self):
             super().__init__(ReferenceBackend())
 
-        def bytegrad(self, *arguments, **options):
-            time.sleep(1000)
+        bytegrad = sleeps
 
     algorithms = algorithms()  # type: ignore[assignment,misc]
 
