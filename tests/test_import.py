@@ -74,8 +74,8 @@ def test_import_brings_no_optional_package() -> None:
     assert not [name for name in probe("import bagua_ref")["loaded"] if name.startswith("bagua_ref.cli")]
 
 
-def test_the_oracle_brings_no_optional_package() -> None:
-    loaded = probe("import bagua_ref.conformance")["loaded"]
+def test_the_oracle_and_the_command_line_bring_no_optional_package() -> None:
+    loaded = probe("import bagua_ref.conformance, bagua_ref.cli")["loaded"]
     assert not {name.split(".")[0] for name in loaded} & {*OPTIONAL, "pytest"}
     assert not [name for name in loaded if name.startswith(f"{ORACLE}.suites.") and name != f"{ORACLE}.suites.checks"]
 
