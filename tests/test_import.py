@@ -79,8 +79,8 @@ def test_import_brings_no_backend() -> None:
     assert loaded == {f"bagua_ref.backends{module}" for module in ("", ".base", ".codec")}
 
 
-def test_the_oracle_brings_no_optional_package() -> None:
-    loaded = probe("import bagua_ref.conformance")["loaded"]
+def test_the_oracle_and_the_command_line_bring_no_optional_package() -> None:
+    loaded = probe("import bagua_ref.conformance, bagua_ref.cli")["loaded"]
     assert not {name.split(".")[0] for name in loaded} & {*OPTIONAL, "pytest"}
     assert not [name for name in loaded if name.startswith(f"{ORACLE}.suites.") and name != f"{ORACLE}.suites.checks"]
 
