@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import redis
+import torch
 from hypothesis import find
 
 from bagua_ref import contrib
@@ -18,6 +19,7 @@ from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.inputs.graph_cases import graph_cases, sized_worlds, sizes_of
 from bagua_ref.conformance.inputs.strategies import worlds
 from bagua_ref.conformance.lab import servers
+from bagua_ref.conformance.lab.journal import Journal
 from bagua_ref.conformance.run import runner
 from bagua_ref.conformance.run.search import PROFILES
 from bagua_ref.conformance.suites.checks import all_checks
@@ -351,3 +353,23 @@ def test_a_statement_of_several_lines_that_does_not_return_has_the_comment_above
     target = SimpleNamespace(cache=SimpleNamespace(CacheLoader=SleepingGet))
     script = run_conformance(target, checks=["cache.S8.1.keys"], time_limit=1.0).failures()[0].counterexample
     assert script.endswith("# does not return:\nfor key in [0]:\n    loader.get(key, load)\n"), script
+
+
+# The journal of calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.reshape(2, 3, 4), lambda x: x.reshape(4, 6).T, lambda x: x[:0].expand(0), lambda x: x[::5][:1], lambda x: x[3],
+        lambda x: x[:1].expand(3), lambda x: x.as_strided((1,), (0,)), lambda x: x.conj(), lambda x: x.to_sparse(),
+    ],
+    ids=["whole", "transposed", "empty", "one_strided", "scalar", "expanded", "stride_0", "conjugate", "sparse"],
+)  # fmt: skip
+def test_a_journal_keeps_any_tensor(view: Any, dtype: torch.dtype) -> None:
+    journal, x = Journal(), view((torch.arange(24) % 7).to(dtype))
+    with journal.call(("kernel", {"x": x})):
+        _, kept = journal.last()
+    assert (kept["x"].dtype, kept["x"].shape, kept["x"].layout) == (x.dtype, x.shape, x.layout)
+    assert torch.equal(kept["x"].to_dense(), x.to_dense())
