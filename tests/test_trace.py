@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.launch import launch, outcomes, run_script
-from tests.scripts import load_script
+from tests.launch import launch, outcomes
+from tests.scripts import load_script, run_python
 from tests.trace_trainings import learn, network, record_steps, simulate, train, train_and_die
 from tests.trainings import wrap
 from torch import Tensor
@@ -467,7 +467,8 @@ def test_nothing_is_observed_after_the_recorder_has_ended(tmp_path: Path) -> Non
 def test_recording_needs_nothing_that_is_optional_and_checking_only_safetensors(tmp_path: Path) -> None:
     simulate(tmp_path / "ours", "bytegrad", FLAT, (2,), steps=1)
     ours, alone = str(tmp_path / "ours"), str(tmp_path / "alone")
-    ended = run_script(
+    ended = run_python(
+        "-c",
         "import sys, torch\n"
         "absent = ['hypothesis', 'jsonschema', 'matplotlib', 'rich', 'sklearn']\n"
         "assert not sys.modules.keys() & {*absent, 'bagua_ref.conformance.trace'}\n"
@@ -478,7 +479,7 @@ def test_recording_needs_nothing_that_is_optional_and_checking_only_safetensors(
         "print(r.steps_written)\n"
         "sys.modules.update({name: None for name in sys.modules if name.partition('.')[0] == 'safetensors'})\n"
         f"try: check_trace({alone!r}, 'bytegrad')\n"
-        "except TraceError as error: print(error)\n"
+        "except TraceError as error: print(error)\n",
     )
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"NO DIVERGENCE(.|\n)*\n1\n.*install safetensors: pip install", ended.stdout), ended.stdout

@@ -201,7 +201,7 @@ def _in_blocks(values: Array, buffers: Scratch, *, fill: bool) -> Array:
     return padded.reshape(-1, BLOCK_SIZE)
 
 
-_BIAS, _MANTISSA, _EXPONENT_BITS = 127, 23, 0x7F800000  # of float32
+_MANTISSA, _EXPONENT_BITS = 23, 0x7F800000  # of float32
 _HALF_BIAS, _HALF_MANTISSA = 15, 10
 
 
@@ -256,7 +256,7 @@ class FloatCodec(BlockCodec):
             scaled(out, np.maximum(exponent - 127, 0), out=out)
 
 
-_NAN = 0x7F
+_NAN_CODE = 0x7F
 
 
 class MXFP8(FloatCodec, codec.MXFP8):
@@ -267,7 +267,7 @@ class MXFP8(FloatCodec, codec.MXFP8):
     def restore(self, codes: Array, exponent: Array, out: Array, buffers: Scratch) -> None:
         """Restore also the NaN of foreign payloads."""
         super().restore(codes, exponent, out, buffers)
-        is_nan = (codes & _NAN) == _NAN
+        is_nan = (codes & _NAN_CODE) == _NAN_CODE
         if is_nan.any():
             out[is_nan] = np.nan
 
