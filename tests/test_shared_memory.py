@@ -377,6 +377,29 @@ def test_a_rank_that_gives_up_is_noticed_at_once_though_it_lives_on() -> None:
     assert outcomes(wait_for_one_that_gives_up, 2)[0].result < 3
 
 
+def abort_while_waiting_for_a_message() -> float:
+    bagua_ref.allreduce_inplace(torch.ones(1))
+    communicator = _get_default_group().get_global_communicator()
+    store = communicator._connection._store  # type: ignore[union-attr]
+    if bagua_ref.get_rank() == 1:
+        store.wait(["aborted"])
+        return 0.0
+    begin = time.monotonic()
+    threading.Timer(0.3, lambda: communicator.abort("enough")).start()
+    with pytest.raises(CommunicationError, match="enough"):
+        communicator.recv(torch.ones(3), 1)
+    waited = time.monotonic() - begin
+    store.set("aborted", "")
+    return waited
+
+
+@pytest.mark.parametrize("over_gloo", [False, True], ids=["memory", "gloo"])
+def test_abort_ends_a_wait_for_a_message_at_once(over_gloo: bool) -> None:
+    ended = outcomes(abort_while_waiting_for_a_message, 2, over_gloo=over_gloo)[0]
+    assert ended.result is not None, ended.traceback
+    assert ended.result < 8
+
+
 @on_every_process(2)
 def test_a_forked_child_leaves_the_memory_to_its_parent() -> None:
     x = torch.ones(5)

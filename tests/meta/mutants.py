@@ -29,6 +29,7 @@ import importlib.util
 import json
 import multiprocessing
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -119,7 +120,8 @@ def run(mutant: Fault, seed: int = 0) -> Kill:
     """Run the checks of the mutant's clause, first those that are quick and have found many of the earlier mutants."""
     from bagua_ref.conformance.suites.checks import checks_of
 
-    edit.planted(mutant.where, *mutant.edit)  # an error here says more
+    with _parsing:
+        edit.planted(mutant.where, *mutant.edit)  # an error here says more
     checks = [check.id for check in checks_of([mutant.suite]).values() if check.clause == mutant.clause]
     assert checks, f"{mutant.name}: no check of {mutant.suite} is about {mutant.clause}"
     checks.sort(key=lambda name: _seconds[name] / (1 + _found_by[name]))
@@ -138,6 +140,9 @@ def run(mutant: Fault, seed: int = 0) -> Kill:
     _found_by[by.partition("[")[0]] += 1
     return Kill(mutant.name, mutant.suite, mutant.clause, by, examples, time.perf_counter() - begun, message)
 
+
+_parsing = threading.Lock()
+"""As Python 3.11 counts the depth of a tree that it makes once for all threads."""
 
 _found_by = Counter[str]()
 """Check -> number of mutants that it has found."""
