@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -353,6 +354,13 @@ def test_a_statement_of_several_lines_that_does_not_return_has_the_comment_above
     target = SimpleNamespace(cache=SimpleNamespace(CacheLoader=SleepingGet))
     script = run_conformance(target, checks=["cache.S8.1.keys"], time_limit=1.0).failures()[0].counterexample
     assert script.endswith("# does not return:\nfor key in [0]:\n    loader.get(key, load)\n"), script
+
+
+def test_connections_that_are_closed_at_once_are_counted() -> None:
+    with servers.Refusals({"host": "127.0.0.1", "port": 0}) as refusals:
+        for _ in range(100):
+            socket.create_connection(refusals._listener.getsockname()).close()
+    assert refusals.count == 100
 
 
 # The journal of calls

@@ -31,7 +31,7 @@ LINES: dict[str, int] = {
     "conformance/expected": 1845,  # what suites and traces said twice of PowerSGD's rounds
     "conformance/formats": 115,  # one way to read tensors or say why not
     "conformance/inputs": 1296,  # changes of gradients that suites wrote several times
-    "conformance/lab": 2039,  # tensors of a journal as bytes, in a tenth of the time
+    "conformance/lab": 2046,  # tensors of a journal as bytes, in a tenth of the time
     "conformance/run": 1274,
     "conformance/suites": 4411,
     "conformance/targets": 1542,
@@ -52,10 +52,10 @@ LINES: dict[str, int] = {
     "property_tests": 2975,
     "scheduling": 624,
     "simulation": 3605,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
-    "tests": 39679,  # pictures that balance cannot write; events of streams in tests
+    "tests": 39711,  # pictures that balance cannot write; events of streams in tests
     "tests/cuda_emulation": 487,
     "tests/integrations": 1171,  # trainers are imported once, by the server that forks ranks
-    "tests/meta": 1304,  # guards and faults are planted in forks of processes that have collected or imported all
+    "tests/meta": 1309,  # guards and faults are planted in forks of processes that have collected or imported all
     "tests/outside": 246,
     "tests/proof": 712,  # scripts of a suite run in forks of one process
 }

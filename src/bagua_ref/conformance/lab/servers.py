@@ -164,6 +164,7 @@ class Refusals:
 
     def __init__(self, host: dict[str, Any]) -> None:
         self.count = 0
+        self._last: Any = None
         self._listener = socket.create_server((host["host"], host["port"]))
 
     def __enter__(self) -> Refusals:
@@ -172,15 +173,21 @@ class Refusals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept(), which close() does not
-        self._thread.join()
+        address = self._listener.getsockname()
+        with socket.socket() as last:  # accepted after all that still wait to be
+            last.bind((address[0], 0))
+            self._last = last.getsockname()
+            last.connect(address)
+            self._thread.join()
         self._listener.close()
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                self._listener.accept()[0].close()
-                self.count += 1
+        while True:
+            connection, address = self._listener.accept()
+            connection.close()
+            if address == self._last:
+                return
+            self.count += 1
 
 
 def start_servers(count: int) -> list[ScriptedServer]:
