@@ -28,7 +28,8 @@ def environment(folder: Path, **variables: object) -> dict[str, str]:
     }
     programs = folder / "programs"
     programs.mkdir(exist_ok=True)
-    program(programs / "torchrun", f'exec "{sys.executable}" -m torch.distributed.run "$@"')
+    if not (programs / "torchrun").exists():  # it may be running
+        program(programs / "torchrun", f'exec "{sys.executable}" -m torch.distributed.run "$@"')
     path = f"{programs}{os.pathsep}{clean['PATH']}"
     return {**clean, "PATH": path, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(folder)} | {
         name: str(value) for name, value in variables.items()
