@@ -49,7 +49,7 @@ LINES: dict[str, int] = {
     "observe": 242,
     "package": 491,  # RankCall, what errors of simulated ranks tell
     "planning": 1290,  # what is sent at once; work of the processor that computes; words of a wrapped model
-    "property_tests": 2975,
+    "property_tests": 3036,
     "scheduling": 624,
     "simulation": 3605,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
     "tests": 39712,  # pictures that balance cannot write; events of streams in tests
