@@ -136,7 +136,7 @@ class SeededSchedule(Schedule):
         """Begin a run: draw the same choices again."""
         super().restart()
         self._choices = []
-        self._drawn = random.Random(self.seed)  # nosec B311 # to repeat an order, not to hide one
+        self._drawn = random.Random(self.seed)  # noqa: S311 # to repeat an order, not to hide one
 
     def choose(self, ready: int) -> int:
         """Draw the index of the thread to run next, and keep the choice."""

@@ -253,7 +253,7 @@ _BLOBS: dict[int, Callable[[memoryview], Any]] = {
     ord("u"): lambda view: np.str_(str(view, "utf-8", "surrogatepass")),
     ord("y"): lambda view: np.bytes_(bytes(view)),
     ord("I"): lambda view: int.from_bytes(view, "little", signed=True),
-    ord("p"): lambda view: pickle.loads(view),  # noqa: S301  # nosec B301 # only with permission: see _read
+    ord("p"): lambda view: pickle.loads(view),  # noqa: S301 # only with permission: see _read
 }
 _CONTAINERS: dict[int, Callable[[list[Any]], Any]] = {
     ord("("): tuple,

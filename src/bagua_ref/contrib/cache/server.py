@@ -147,7 +147,7 @@ def start_redis_daemon(port: int, capacity: int, *arguments: str) -> None:
     settings = _settings(LOOPBACK, port, capacity)
     command = [program, *(word for name, value in settings.items() for word in (f"--{name}", str(value))), *arguments]
     # The shell exits at once, which detaches the server; the server's own --daemonize would not report why it fails.
-    shell = subprocess.Popen(  # nosec B603 # the script is constant, all else are its arguments
+    shell = subprocess.Popen(  # noqa: S603 # the script is constant, all else are its arguments
         ["/bin/sh", "-c", '"$@" &', "sh", *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -178,7 +178,7 @@ def _listens(port: int) -> bool:
 
 def _start(program: str, host: str, port: int, capacity: int, password: str, arguments: tuple[str, ...]) -> RedisServer:
     settings = {**_settings(host, port, capacity), "requirepass": password}
-    watchdog = subprocess.Popen(  # nosec B603 # this interpreter, our own file and the program found on PATH
+    watchdog = subprocess.Popen(  # noqa: S603 # this interpreter, our own file and the program found on PATH
         [sys.executable, "-I", "-S", str(Path(__file__).with_name("watchdog.py")), str(os.getpid()), program, "-", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

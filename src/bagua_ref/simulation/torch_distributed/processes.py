@@ -7,7 +7,7 @@ import importlib.machinery
 import multiprocessing.process
 import os
 import signal
-import subprocess  # nosec B404 # to refuse launches
+import subprocess  # to refuse launches
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -111,4 +111,4 @@ def run_script(path: str, arguments: Sequence[str] = ()) -> None:
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    exec(compile(source, str(path), "exec"), main.__dict__)  # noqa: S102 # nosec B102 # the user's own script
+    exec(compile(source, str(path), "exec"), main.__dict__)  # noqa: S102 # the user's own script
