@@ -104,6 +104,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of what catches warnings and logs
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    if "PYTEST_XDIST_WORKER" in os.environ and (launch := sys.modules.get("tests.launch")):
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # for what workers write
+        launch.fork_server()  # the test files are imported, and all that they need
+        capture.suspend_global_capture()
+    return (yield)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     return _fail_if_ci_lacks_something((yield))
