@@ -41,7 +41,7 @@ EACH_STEP: list[Training] = [
 ] + [
     ("decentralized", on_graph(mode, hierarchical), nodes)
     for mode in MODES_AND_FUNCTION
-    for nodes, hierarchical in (((1,), False), ((4,), False), ((2, 1), True), ((1, 2, 1, 1), True))
+    for nodes, hierarchical in (((1,), False), ((2, 2), False), ((2, 1), True), ((1, 2, 1, 1), True))
 ]
 PERIODIC: list[Training] = [
     ("local_sgd", {"period": 2, "warmup_steps": 2}, (2, 1)),
