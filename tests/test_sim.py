@@ -23,9 +23,9 @@ from tests.sim_scripts import RIGHT, SCRIPTS, Script, right
 from bagua_ref.cli import main
 from bagua_ref.conformance.run.pytest_plugin import sim_world
 from bagua_ref.simulation import Schedule, Schedules, always
-from bagua_ref.simulation.faults import Fault
 from bagua_ref.simulation.judge import Exploration, Judgement, judge
 from bagua_ref.simulation.programs import Program
+from bagua_ref.simulation.schedules import Fault
 
 assert sim_world  # a fixture
 assert launch  # whose server forks

@@ -15,7 +15,7 @@ from bagua_ref.checkpoint.folder import Manifest, Part, checked_step, commit, di
 from bagua_ref.checkpoint.plain import digest, plain
 from bagua_ref.checkpoint.training_state import State, TrainingState, listed
 from bagua_ref.communicators.base import Communicator
-from bagua_ref.communicators.scheduler import format_ranks
+from bagua_ref.communicators.tasks import format_ranks
 from bagua_ref.errors import CheckpointError, CommunicationError
 
 __all__ = ["save"]

@@ -24,11 +24,18 @@ from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.torch_distributed import torch_hooks
 from bagua_ref.simulation.torch_distributed.process_group import SimulatedProcessGroup
-from bagua_ref.simulation.torch_distributed.processes import UserModules, replace_processes, run_script
+from bagua_ref.simulation.torch_distributed.processes import (
+    Replacements,
+    UserModules,
+    as_current_thread,
+    end_threads,
+    replace_clocks,
+    replace_processes,
+    replace_threads,
+    run_script,
+)
 from bagua_ref.simulation.torch_distributed.rank_state import ProcessState, restore_environment
-from bagua_ref.simulation.torch_distributed.replacements import Replacements
 from bagua_ref.simulation.torch_distributed.stores import SimulatedStore, shared_stores
-from bagua_ref.simulation.torch_distributed.threads import as_current_thread, end_threads, replace_clocks, replace_threads
 from bagua_ref.simulation.torch_distributed.work import SimulatedWork, works_of_backward
 
 __all__ = ["ProcessState", "SimulatedProcessGroup", "SimulatedStore", "run_script", "simulated_torch"]
