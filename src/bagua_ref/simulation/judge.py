@@ -130,6 +130,15 @@ class _Judge:
         self._report.hints = first.hints
         if fault is not None:
             return after_fault(self._one(Order()), first)
+        self._hash_seed_orders = [Order(hash_seed=seed) for seed in self._search.hash_seeds]
+        if self._program.function is not None or self._search.schedule is not None:
+            self._hash_seed_orders = []
+        self._faulty_orders = [
+            Order(fault=Fault(kind, rank, number))
+            for kind in self._search.faults
+            for rank, calls in enumerate(first.log)
+            for number in range(1 if kind == "slow" else len(calls))
+        ]
         phases = (self._times, self._early_use, self._schedules, self._hash_seeds, self._faults)
         return own_error(first) or next(filter(None, (phase() for phase in phases)), None)
 
@@ -154,7 +163,7 @@ class _Judge:
         if self._search.schedule is not None:
             return self._compared(self._one(Order()), self._first)
         if self._search.deviations is None:
-            self._report.planned = self._report.runs + self._search.seeds
+            self._plan(self._search.seeds)
             runs = self._carry_out(Order(SeededSchedule(seed)) for seed in range(self._search.seeds))
             return next(filter(None, map(self._examined, runs)), None)
         schedules = Schedules(self._search.deviations, 10**9)
@@ -166,12 +175,16 @@ class _Judge:
                 return finding
         return None
 
+    def _plan(self, runs: int) -> None:
+        """Note that so many runs are left before those of the last two phases."""
+        self._report.planned = self._report.runs + runs + len(self._hash_seed_orders) + len(self._faulty_orders)
+
     def _hash_seeds(self) -> Finding | None:
-        if self._program.function is not None or self._search.schedule is not None:
-            return None
-        for seen in self._carry_out(Order(hash_seed=seed) for seed in self._search.hash_seeds):
+        self._plan(0)
+        for seen in self._carry_out(iter(self._hash_seed_orders)):
             finding = depends_on_hash_seed(self._first, seen)
             if finding is not None:
+                self._report.planned = self._report.runs + 1
                 if self._one(seen.order).sent != seen.sent:
                     finding.kind = "not_repeatable"
                     finding.message = f"the program does not do the same twice in the same schedule: {finding.message}"
@@ -179,14 +192,7 @@ class _Judge:
         return None
 
     def _faults(self) -> Finding | None:
-        struck = [
-            Fault(kind, rank, number)
-            for kind in self._search.faults
-            for rank, calls in enumerate(self._first.log)
-            for number in range(1 if kind == "slow" else len(calls))
-        ]
-        self._report.planned = self._report.runs + len(struck)
-        runs = self._carry_out(Order(fault=fault) for fault in struck)
+        runs = self._carry_out(iter(self._faulty_orders))
         return next(filter(None, (after_fault(self._first, seen) for seen in runs)), None)
 
     def _one(self, order: Order) -> Observation:
