@@ -22,7 +22,7 @@ from tests.cache_values import Pair, Sample, same
 from bagua_ref.contrib import CacheLoader
 from bagua_ref.contrib.cache import codec, counters
 from bagua_ref.contrib.cache.codec import encode
-from bagua_ref.contrib.cache.counters import CacheStats, Counters
+from bagua_ref.contrib.cache.guard import CacheStats, Counters
 from bagua_ref.errors import BackendUnavailableError
 
 
