@@ -12,12 +12,14 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
 from bagua_ref.base.runtime import find_free_port
+from bagua_ref.communicators.mesh import routes_towards
 from bagua_ref.errors import BackendUnavailableError
 
 __all__ = [
@@ -232,13 +234,8 @@ def _stop(watchdog: subprocess.Popen[bytes]) -> None:
 def node_address(master: str) -> str:
     """Return the address by which other nodes reach this one: that of the route to ``master``, or of the default route."""
     for target in (master, "192.0.2.1"):  # an address that is not in use: nothing is sent, only the route is looked up
-        try:
-            family, kind, protocol, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(place)
-                address: str = probe.getsockname()[0]
-        except OSError:
-            continue
-        if not address.startswith("127.") and address != "::1":
-            return address
+        with suppress(OSError):
+            for _, address in routes_towards(target):
+                if not address.startswith("127.") and address != "::1":
+                    return address
     return LOOPBACK
