@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected.algorithms_plain import buckets
+from bagua_ref.conformance.expected.algorithms_numpy import Array, buckets
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.inputs.strategies import Draw, name_of, seeds, worlds
 from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, ByRank, any_gradients, any_weights, array, exact_gradients, wide
@@ -93,6 +93,27 @@ class TrainingPlay(Play):
     def layout(self) -> list[list[int]]:
         """Return the places of the parameters in each bucket."""
         return buckets([w.numel() for w in self.weights], self.dtypes, self.options["bucket_bytes"])
+
+    def leaders(self) -> list[int] | None:
+        """Return the number of ranks on each node if node leaders communicate, None if all ranks do."""
+        return list(self.nodes) if self.options["hierarchical"] else None
+
+    def of_buckets(
+        self, layout: list[list[int]], train: Callable[[Array, list[list[Array]], str], list[list[Array]]]
+    ) -> list[list[list[Any]]]:
+        """Return the weights by step, rank and parameter.
+
+        ``train`` takes a bucket's weights, its gradients by step and rank, and its dtype, and returns its weights by step and rank.
+        """
+        found: list[list[list[Any]]] = [[[None] * len(self.start) for _ in range(self.n)] for _ in range(self.steps)]
+        for bucket in layout:
+            start = np.concatenate([self.start[place] for place in bucket])
+            history = train(start, [self.flat(step, bucket) for step in range(self.steps)], self.dtypes[bucket[0]])
+            for expected, of_ranks in zip(found, history, strict=True):
+                for mine, flat in zip(expected, of_ranks, strict=True):
+                    for place, numbers in self.by_place(flat, bucket).items():
+                        mine[place] = numbers
+        return found
 
     def flat(self, step: int, bucket: list[int]) -> list[Any]:
         """Return every rank's gradients of a bucket, one after another, as `tensors` has them."""

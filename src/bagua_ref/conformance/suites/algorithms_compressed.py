@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected.algorithms_plain import Exchange, Parameters
+from bagua_ref.conformance.expected.algorithms_numpy import Exchange
 from bagua_ref.conformance.expected.compression_numpy import ErrorFeedback, kept, sent_count, topk_round
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, Draw, seeds, worlds
@@ -58,8 +58,7 @@ def _options(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
 
 def _rounds_of(training: TrainingPlay, bucket: list[int]) -> ErrorFeedback:
     options, dtype = training.options, training.dtypes[bucket[0]]
-    flags = options["hierarchical"], options["compression"], dtype, options.get("average", True)
-    return ErrorFeedback(list(training.nodes), *flags)
+    return ErrorFeedback(training.leaders(), options["compression"], dtype, options.get("average", True))
 
 
 def _follow(training: TrainingPlay) -> None:
@@ -104,16 +103,12 @@ def not_finite(lab: Lab, draw: Draw) -> None:
     )  # fmt: skip
 
 
-def _exchange(memory: ErrorFeedback) -> Exchange:
-    def run(ranks: Parameters, dtype: str) -> Parameters:
-        result = memory.round([np.array(x, np.float32) for x in ranks]).tolist()
-        return [list(result) for _ in ranks]
-
-    return run
-
-
 def _follow_momenta(training: TrainingPlay) -> None:
-    follow_qadam(training, [_exchange(_rounds_of(training, bucket)) for bucket in training.layout()])
+    def exchange_of(bucket: list[int]) -> Exchange:
+        memory = _rounds_of(training, bucket)
+        return lambda ranks, dtype: memory.round(ranks)
+
+    follow_qadam(training, exchange_of)
 
 
 _QADAM_WITH_MEMORY = replace(QADAM, method="qadam_with_memory", follow=_follow_momenta)

@@ -176,7 +176,7 @@ def decentralized(records: Sequence[Record], nodes: Sequence[int], mode: str, hi
     graph = [_shared_json(records, "graph", lambda rows: checked_graph(rows, members))] if mode == "function" else mode
     dtype = xs[0].dtype
     arrays = [(x if dtype is torch.float64 else x.float()).numpy() for x in xs]
-    results = decentralized_numpy.average(arrays, name_of(dtype), graph, hierarchical, list(nodes), t)
+    results = decentralized_numpy.average(arrays, name_of(dtype), graph, list(nodes) if hierarchical else None, t)
     values = [torch.from_numpy(result).to(dtype) for result in results]
     return Expected("x", values, *((SUM(len(xs) + hierarchical), _magnitude(xs, len(xs))) if mode == "all" else ()))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.conformance.expected import (
-    algorithms_plain,
+    algorithms_numpy,
     codecs_scalar,
     collectives_plain,
     compression_numpy,
@@ -46,6 +46,12 @@ class Given:
 
     def __getattr__(self, name: str) -> Any:
         return self.parameters[name] if name in self.parameters else self.inputs[name]
+
+    @property
+    def leaders(self) -> list[int] | None:
+        """The number of ranks on each node if node leaders communicate, None if all ranks do."""
+        nodes: list[int] = self.parameters["nodes"]
+        return nodes if self.parameters["hierarchical"] else None
 
     def options(self, *names: str) -> dict[str, Any]:
         """Return these parameters."""
@@ -131,27 +137,22 @@ def _roundtrip(c: Given) -> Tensors:
     return {**payload, **_decompress(Given(c.operation, c.dtype, {**c.parameters, "num_elements": c.x.numel()}, payload))}
 
 
-def _centralized(c: Given) -> Tensors:
-    return {"x": _reduced(c, c.x.tolist())}
-
-
-def _reduced(c: Given, xs: list[list[float]]) -> Tensor:
+def _reduced(c: Given, ranks: Any) -> Tensor:
     one_byte, average = c.operation in ("centralized_low_precision", "qadam_momentum"), c.parameters.get("average", True)
-    nodes = c.nodes if c.hierarchical else None
-    return _tensor(algorithms_plain.centralized(xs, c.dtype, average, one_byte, nodes), c.dtype)
+    return _rows([algorithms_numpy.centralized(list(ranks), c.dtype, average, one_byte, c.leaders)] * sum(c.nodes), c.dtype)
 
 
 def _qadam_momentum(c: Given) -> Tensors:
     m, update = c.m.tolist(), kernels_scalar.update_momentum
     xs = [[update(c.dtype, old, new, c.beta1) for old, new in zip(m, grad, strict=True)] for grad in c.grad.tolist()]
-    return {"m": _reduced(c, xs)}
+    return {"m": _reduced(c, np.array(xs, np.float32))}
 
 
 def _on_updates(c: Given, step: Callable[[list[Any], int], list[Any]]) -> Tensor:
     """Return all ranks' weights after each step, before which the updates are added."""
     ranks, after = list(_array(c.x)), []
     for t, update in enumerate(c.updates):
-        ranks = step([decentralized_numpy.stored(x + u, c.dtype) for x, u in zip(ranks, _array(update), strict=True)], t)
+        ranks = step([algorithms_numpy.stored(x + u, c.dtype) for x, u in zip(ranks, _array(update), strict=True)], t)
         after.append(_rows(ranks, c.dtype))
     return torch.stack(after)
 
@@ -159,17 +160,17 @@ def _on_updates(c: Given, step: Callable[[list[Any], int], list[Any]]) -> Tensor
 def _decentralized(c: Given) -> Tensors:
     mode = c.parameters.get("graph", "shift_one")
     average = decentralized_numpy.average
-    return {"x": _on_updates(c, lambda ranks, t: average(ranks, c.dtype, mode, c.hierarchical, c.nodes, t))}
+    return {"x": _on_updates(c, lambda ranks, t: average(ranks, c.dtype, mode, c.leaders, t))}
 
 
 def _ring(c: Given) -> Tensors:
-    members, between = c.nodes if c.hierarchical else [1] * sum(c.nodes), decentralized_numpy.between_leaders
-    ring = decentralized_numpy.Ring.of([group[0] for group in decentralized_numpy.split(list(_array(c.x)), members)])
+    members, between = c.leaders or [1] * sum(c.nodes), decentralized_numpy.between_leaders
+    ring = decentralized_numpy.Ring.of([group[0] for group in algorithms_numpy.split(list(_array(c.x)), members)])
 
     def average(ranks: list[Any]) -> list[Any]:
         return ring.step(ranks, c.dtype)
 
-    x = _on_updates(c, lambda ranks, t: between(average, ranks, c.dtype, c.hierarchical, c.nodes))
+    x = _on_updates(c, lambda ranks, t: between(average, ranks, c.dtype, c.leaders))
     return {"x": x, **{name: _rows(rows, c.dtype) for name, rows in {"weight": ring.W, "left": ring.L, "right": ring.R}.items()}}
 
 
@@ -210,19 +211,17 @@ def _alltoall_v(c: Given) -> Tensors:
     return {"out": torch.stack(collectives_plain.alltoall_v(list(c.x), list(c.before), *layout))}
 
 
-def _on_gradients(c: Given, exchange: algorithms_plain.Exchange) -> Tensors:
-    gradients: Any = [[_split(rank, c.sizes) for rank in ranks] for ranks in c.gradients.tolist()]
-    weights, dtypes = _split(c.x.tolist(), c.sizes), [c.dtype] * len(c.sizes)
-    history = algorithms_plain.train_on_gradients(weights, gradients, c.lr, dtypes, 10 * 2**20, exchange)
-    after = _tensor([[w for weights in parameters for w in weights] for parameters in history], c.dtype)
-    return {"x": after.unsqueeze(1).repeat(1, sum(c.nodes), 1)}
+def _on_gradients(c: Given, exchange: algorithms_numpy.Exchange) -> Tensors:
+    order = np.concatenate(_split(np.arange(c.x.numel()), c.sizes)[::-1])  # of parameters in their bucket (S2.1)
+    gradients = [list(_array(ranks)[:, order]) for ranks in c.gradients]
+    history = algorithms_numpy.train_on_gradients(_array(c.x)[order], gradients, c.lr, c.dtype, exchange)
+    return {"x": _rows([[weights[np.argsort(order)]] * sum(c.nodes) for weights in history], c.dtype)}
 
 
 def _on_weights(c: Given, mode: str | None) -> Tensors:
     gradients, interval = [list(_array(ranks)) for ranks in c.gradients], c.communication_interval
     train = decentralized_numpy.train_decentralized
-    history = train(_array(c.x), gradients, c.lr, c.dtype, c.nodes, mode, c.hierarchical, interval)
-    return {"x": torch.stack([_rows(ranks, c.dtype) for ranks in history])}
+    return {"x": _rows(train(_array(c.x), gradients, c.lr, c.dtype, c.leaders, mode, interval), c.dtype)}
 
 
 def _local_training(c: Given) -> tuple[list[Any], Any, list[str]]:
@@ -255,7 +254,7 @@ def _diloco(c: Given) -> Tensors:
     for of_ranks in gradients:
         model.step(of_ranks)
         xs.append(_joined(model.ranks, c.dtype))
-        shown = model.ranks if model.g is None else [[decentralized_numpy.stored(g, c.dtype) for g in model.g]] * n
+        shown = model.ranks if model.g is None else [[algorithms_numpy.stored(g, c.dtype) for g in model.g]] * n
         gs.append(_joined(shown, c.dtype))
     return {"x": torch.stack(xs), "g": torch.stack(gs)}
 
@@ -298,15 +297,15 @@ def _topk(c: Given) -> Tensors:
 
 
 def _error_feedback(c: Given) -> Tensors:
-    memory = compression_numpy.ErrorFeedback(c.nodes, c.hierarchical, c.codec, c.dtype, c.average)
+    memory = compression_numpy.ErrorFeedback(c.leaders, c.codec, c.dtype, c.average)
     rounds = [(memory.round(list(_array(step))), memory.workers, memory.servers) for step in c.gradients]
     xs, workers, servers = zip(*rounds, strict=True)
     return {"x": _rows(xs, c.dtype), "e": _rows(workers, "float32"), "f": _rows(servers, "float32")}
 
 
 def _qadam_step(c: Given) -> Tensors:
-    (p, m, v), betas = (x.tolist() for x in (c.p, c.m, c.v)), (c.beta1, c.beta2)
-    return {"p": _tensor(algorithms_plain.step_along_momentum(c.dtype, p, m, v, c.s, lr=c.lr, betas=betas, eps=c.eps), c.dtype)}
+    (p, m, v), betas = map(_array, (c.p, c.m, c.v)), (c.beta1, c.beta2)
+    return {"p": _rows(algorithms_numpy.step_along_momentum(c.dtype, p, m, v, c.s, lr=c.lr, betas=betas, eps=c.eps), c.dtype)}
 
 
 def _items_of_replicas(c: Given, **cut: Any) -> list[list[Any]]:
@@ -359,7 +358,7 @@ _ANSWERS: dict[str, Answer] = {
     "codec/roundtrip_minmax_uint8": _roundtrip,
     "codecs/codec_compress": _compress,
     "codecs/codec_decompress": _decompress,
-    "comm_ops": _centralized,
+    "comm_ops": lambda c: {"x": _reduced(c, _array(c.x))},
     "comm_ops/decentralized_shift_one": _decentralized,
     "comm_ops/low_precision_decentralized": _ring,
     "comm_ops/async_average": _async_average,
@@ -369,8 +368,8 @@ _ANSWERS: dict[str, Answer] = {
     "graphs/graph_sources": _graph_sources,
     "collectives": _collective,
     "collectives/alltoall_v": _alltoall_v,
-    "algorithms/gradient_allreduce": lambda c: _on_gradients(c, algorithms_plain.full_precision(c.average)),
-    "algorithms/bytegrad": lambda c: _on_gradients(c, algorithms_plain.one_byte(c.average, c.nodes, c.hierarchical)),
+    "algorithms/gradient_allreduce": lambda c: _on_gradients(c, algorithms_numpy.full_precision(c.average)),
+    "algorithms/bytegrad": lambda c: _on_gradients(c, algorithms_numpy.one_byte(c.average, c.leaders)),
     "algorithms/decentralized": lambda c: _on_weights(c, c.peer_selection_mode),
     "algorithms/low_precision_decentralized": lambda c: _on_weights(c, None),
     "algorithms/qadam_frozen_step": _qadam_step,
