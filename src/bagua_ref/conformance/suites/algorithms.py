@@ -221,11 +221,13 @@ def _gradients_of_qadam(draw: Draw, weights: list[Tensor], ranks: int, steps: in
     return [mine[:warmup_steps] + others[warmup_steps:] for mine, others in zip(exact, own, strict=True)]
 
 
-def follow_qadam(training: TrainingPlay, exchange_of: Callable[[list[int]], plain.Exchange] | None = None) -> None:
+def follow_qadam(
+    training: TrainingPlay,
+    exchange_of: Callable[[TrainingPlay], plain.Exchange] = lambda training: plain.one_byte(True, training.leaders()),
+) -> None:
     """Take steps and expect qadam's weights; ``exchange_of`` returns that of a bucket's momenta, by default S5.2's."""
     groups, warmup_steps = training.options["groups"], training.options["warmup_steps"]
-    exchange_of = exchange_of or (lambda bucket: plain.one_byte(True, training.leaders()))
-    exchanges = [(bucket, exchange_of(bucket)) for bucket in training.layout()]
+    exchanges = [(bucket, exchange_of(training)) for bucket in training.layout()]
     model = plain.QAdam(training.start, groups, warmup_steps, exchanges, training.dtypes[0])
     # S1 leaves it to optimizers how they round, in Adam's steps all take torch's. Weights have no say in the momenta.
     rounded, before = [np.zeros(w.size) for w in training.start], training.start

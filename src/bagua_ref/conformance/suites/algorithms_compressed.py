@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected.algorithms_numpy import Exchange
+from bagua_ref.conformance.expected.algorithms_numpy import Array, Exchange
 from bagua_ref.conformance.expected.compression_numpy import ErrorFeedback, kept, sent_count, topk_round
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, Draw, seeds, worlds
@@ -56,20 +57,19 @@ def _options(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
     return {"lr": 0.5, **flags, "compression": "MinMaxUInt8"}
 
 
-def _rounds_of(training: TrainingPlay, bucket: list[int]) -> ErrorFeedback:
-    options, dtype = training.options, training.dtypes[bucket[0]]
+def _memory_of(training: TrainingPlay, dtype: str) -> ErrorFeedback:
+    options = training.options
     return ErrorFeedback(training.leaders(), options["compression"], dtype, options.get("average", True))
 
 
 def _follow(training: TrainingPlay) -> None:
-    memories = [(bucket, _rounds_of(training, bucket)) for bucket in training.layout()]
+    def average(start: Array, gradients: list[list[Array]], dtype: str) -> list[list[Array]]:
+        memory = _memory_of(training, dtype)
+        return [[memory.round(ranks)] * training.n for ranks in gradients]
+
     tolerance = SUM(16) if training.options["compression"] == "OneBit" else EXACT
-    for step in range(training.steps):
-        results: list[Any] = [ANYTHING] * len(training.weights)
-        for bucket, memory in memories:
-            for place, mine in training.by_place(memory.round(training.flat(step, bucket)), bucket).items():
-                results[place] = mine
-        training.step([results] * training.n, tolerance)
+    for results in training.of_buckets(training.layout(), average):
+        training.step(results, tolerance)
 
 
 _BYTEGRAD_WITH_MEMORY = TrainedAlgorithm(
@@ -103,15 +103,12 @@ def not_finite(lab: Lab, draw: Draw) -> None:
     )  # fmt: skip
 
 
-def _follow_momenta(training: TrainingPlay) -> None:
-    def exchange_of(bucket: list[int]) -> Exchange:
-        memory = _rounds_of(training, bucket)
-        return lambda ranks, dtype: memory.round(ranks)
-
-    follow_qadam(training, exchange_of)
+def _with_memory(training: TrainingPlay) -> Exchange:
+    memory = _memory_of(training, training.dtypes[0])
+    return lambda ranks, dtype: memory.round(ranks)
 
 
-_QADAM_WITH_MEMORY = replace(QADAM, method="qadam_with_memory", follow=_follow_momenta)
+_QADAM_WITH_MEMORY = replace(QADAM, method="qadam_with_memory", follow=partial(follow_qadam, exchange_of=_with_memory))
 
 
 # Top-k.
