@@ -19,7 +19,6 @@ from torch import Tensor
 from bagua_ref.conformance.expected import algorithms_numpy as plain
 from bagua_ref.conformance.expected import decentralized_numpy
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
-from bagua_ref.conformance.inputs.graph_cases import graph_cases
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, dtype_named, paired_worlds, seeds, worlds
 from bagua_ref.conformance.inputs.training_cases import (
     ONE_BUCKET,
@@ -28,6 +27,7 @@ from bagua_ref.conformance.inputs.training_cases import (
     any_kind,
     each_gradient,
     exact_gradients,
+    graph_cases,
     grid_weights,
 )
 from bagua_ref.conformance.lab.lab import Lab

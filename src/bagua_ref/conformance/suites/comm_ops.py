@@ -13,9 +13,8 @@ from torch import Tensor
 
 from bagua_ref.conformance.expected import algorithms_numpy, decentralized_numpy
 from bagua_ref.conformance.expected.tolerances import SUM
-from bagua_ref.conformance.inputs.graph_cases import doubly_stochastic, flawed, graph_cases, sized_worlds, sizes_of
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, bulk, mixed, paired_worlds, seeds, tensors, worlds
-from bagua_ref.conformance.inputs.training_cases import array
+from bagua_ref.conformance.inputs.training_cases import array, doubly_stochastic, flawed, graph_cases, sizes_of, worlds_of
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import RankScript
 from bagua_ref.conformance.lab.violation import literal
@@ -197,7 +196,7 @@ _NAMED_GRAPHS = {
 
 def _on_graph(lab: Lab, draw: Draw, graph: str) -> None:
     between = draw(st.booleans())
-    _decentralized(lab, draw, graph, lab.world(draw, sized_worlds(between, sizes_of(graph, 9))), between)
+    _decentralized(lab, draw, graph, lab.world(draw, worlds_of(between, sizes_of(graph, 9))), between)
 
 
 for _name, (_clause, _graph, _sentence) in _NAMED_GRAPHS.items():
@@ -210,7 +209,7 @@ for _name, (_clause, _graph, _sentence) in _NAMED_GRAPHS.items():
 def weighted(lab: Lab, draw: Draw) -> None:
     """Weighted sums are formed in the order of the row, each product rounded."""
     between = draw(st.booleans())
-    nodes = lab.world(draw, sized_worlds(between, st.integers(1, 9)))
+    nodes = lab.world(draw, worlds_of(between, st.integers(1, 9)))
     n = len(nodes) if between else sum(nodes)
     graphs = [doubly_stochastic(n, draw(seeds)) for _ in range(draw(st.integers(1, 3)))]
     _decentralized(lab, draw, graphs, nodes, between)
