@@ -28,6 +28,17 @@ Exchange = Callable[[list[Array], str], Array]
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of ``dtype`` are computed."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def array(x: torch.Tensor) -> Array:
+    """Return a tensor's numbers as float32 (float64 for float64)."""
+    found: Array = x.to(wide(x.dtype)).numpy()
+    return found
+
+
 def stored(values: Array, dtype: str) -> Array:
     """Round to the dtype."""
     if dtype == "float16":

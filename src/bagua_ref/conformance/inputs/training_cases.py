@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,7 +23,6 @@ __all__ = [
     "Graph",
     "any_gradients",
     "any_weights",
-    "array",
     "doubly_stochastic",
     "each_gradient",
     "exact_gradients",
@@ -47,7 +45,6 @@ __all__ = [
     "tame",
     "used_parts",
     "usual",
-    "wide",
     "worlds_of",
 ]
 
@@ -64,17 +61,6 @@ def sized_worlds(dtype: torch.dtype) -> st.SearchStrategy[tuple[int, ...]]:
     """Worlds; for 16 bits of at most 2 ranks, whose sums are the same in any order."""
     most = 2 if dtype.itemsize == 2 else 4
     return st.sampled_from([nodes for nodes in ((2,), (1, 1), (1,), (2, 1), (3,), (1, 2, 1)) if sum(nodes) <= most])
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers of ``dtype`` are computed."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def array(x: Tensor) -> npt.NDArray[Any]:
-    """Return the numbers flat, as float32 (float64 for float64)."""
-    found: npt.NDArray[Any] = x.reshape(-1).to(wide(x.dtype)).numpy()
-    return found
 
 
 # Weights.

@@ -11,10 +11,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected.algorithms_numpy import Array, buckets
+from bagua_ref.conformance.expected.algorithms_numpy import Array, array, buckets, wide
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.inputs.strategies import Draw, name_of, seeds, worlds
-from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, ByRank, any_gradients, any_weights, array, exact_gradients, wide
+from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, ByRank, any_gradients, any_weights, exact_gradients
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import Play
 
@@ -84,7 +84,7 @@ class TrainingPlay(Play):
         self.looks, self._exact = looks, self.n <= 2 if exact is None else exact
         self._starts = [weights] * self.n if starts is None else starts
         self.dtypes = [name_of(w.dtype) for w in weights]
-        self.start = [array(w) for w in weights]
+        self.start = [array(w).ravel() for w in weights]
         self.steps, self.taken = len(gradients[0]) if gradients else 0, 0
         self.index: dict[tuple[str, int], int] = {}
         self._programs: list[list[Any]] = [[] for _ in range(self.n)]
@@ -118,7 +118,7 @@ class TrainingPlay(Play):
     def flat(self, step: int, bucket: list[int]) -> list[Any]:
         """Return every rank's gradients of a bucket, one after another, as `tensors` has them."""
         parts = zip(*(self.tensors(step, place) for place in bucket), strict=True)
-        return [np.concatenate([array(x) for x in of_rank]) for of_rank in parts]
+        return [np.concatenate([array(x).ravel() for x in of_rank]) for of_rank in parts]
 
     def by_place(self, flat: Any, bucket: list[int]) -> dict[int, Any]:
         """Return each parameter's part of a bucket's numbers."""
@@ -127,7 +127,8 @@ class TrainingPlay(Play):
 
     def gradients(self, step: int) -> list[list[Any]]:
         """Return a step's gradients as arrays by rank and parameter, None for those that are not used."""
-        return [[array(rank[step][p]) if p in rank[step] else None for p in range(len(self.weights))] for rank in self.given]
+        places = range(len(self.weights))
+        return [[array(rank[step][p]).ravel() if p in rank[step] else None for p in places] for rank in self.given]
 
     def nearly(self) -> Tolerance:
         """Return the tolerance of weights after the next step.
@@ -140,6 +141,10 @@ class TrainingPlay(Play):
         """Return every rank's gradient of a parameter, zero where it is not used, in the dtype of the arithmetic."""
         w = self.weights[place]
         return [rank[step].get(place, torch.zeros_like(w)).to(wide(w.dtype)) for rank in self.given]
+
+    def mean(self, step: int, place: int) -> Tensor:
+        """Return the mean over ranks of a parameter's gradients."""
+        return torch.stack(self.tensors(step, place)).double().mean(0).to(self.weights[place].dtype)
 
     def step(self, expected: Any = ANYTHING, tolerance: Tolerance = EXACT, magnitude: Any = None, how: str = "step") -> None:
         """Let every rank take its next step.

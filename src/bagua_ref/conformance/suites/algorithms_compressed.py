@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected.algorithms_numpy import Array, Exchange
+from bagua_ref.conformance.expected.algorithms_numpy import Array, Exchange, array
 from bagua_ref.conformance.expected.compression_numpy import ErrorFeedback, kept, sent_count, topk_round
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, Draw, seeds, worlds
@@ -20,7 +20,6 @@ from bagua_ref.conformance.inputs.training_cases import (
     ONE_BUCKET,
     ByRank,
     any_kind,
-    array,
     each_gradient,
     grid_weights,
     multi_rank_worlds,
@@ -133,8 +132,7 @@ def _follow_topk(training: TrainingPlay) -> None:
         results: list[list[Any]] = [[ANYTHING] * len(training.weights) for _ in range(training.n)]
         memories: list[list[Any]] = [[ANYTHING] * len(training.weights) for _ in range(training.n)]
         if step < options["warmup_steps"]:
-            mean = [torch.stack(training.tensors(step, p)).double().mean(0).to(w.dtype) for p, w in enumerate(training.weights)]
-            results = [mean] * training.n
+            results = [[training.mean(step, place) for place in range(len(training.weights))]] * training.n
         for number, bucket in enumerate(layout if step >= options["warmup_steps"] else []):
             given = training.flat(step, bucket)
             if options["error_feedback"] and errors[number] is None:
@@ -216,8 +214,9 @@ def messages(lab: Lab, draw: Draw) -> None:
     for step, bucket in itertools.product(range(2), _layout(training)):
         sent = training.flat(step, bucket)
         if training.options["error_feedback"]:
-            known = [[training.seen("memories", rank, 0, p) for p in bucket] if step else [] for rank in range(training.n)]
-            sent = [p + (np.concatenate([*map(array, e)]) if step else np.float32(0)) for p, e in zip(sent, known, strict=True)]
+            zeros = [torch.zeros_like(training.weights[place]) for place in bucket]
+            known = [[training.seen("memories", rank, 0, p) for p in bucket] if step else zeros for rank in range(training.n)]
+            sent = [p + np.concatenate([array(e).ravel() for e in mine]) for p, mine in zip(sent, known, strict=True)]
         places = [torch.tensor(kept(p, sent_count(p.size, training.options["ratio"])), dtype=torch.int32) for p in sent]
         wanted += [places, [torch.from_numpy(p)[place.long()] for p, place in zip(sent, places, strict=True)]]
     training.do("gathered = [sends for what, sends in messages if what == 'allgather()' and sends[0].numel()]")

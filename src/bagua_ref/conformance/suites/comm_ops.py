@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bagua_ref.conformance.expected import algorithms_numpy, decentralized_numpy
+from bagua_ref.conformance.expected.algorithms_numpy import array
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, bulk, mixed, paired_worlds, seeds, tensors, worlds
-from bagua_ref.conformance.inputs.training_cases import array, doubly_stochastic, flawed, graph_cases, sizes_of, worlds_of
+from bagua_ref.conformance.inputs.training_cases import doubly_stochastic, flawed, graph_cases, sizes_of, worlds_of
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import RankScript
 from bagua_ref.conformance.lab.violation import literal

@@ -25,6 +25,7 @@ from bagua_ref.conformance.expected import (
     local_updates_numpy,
     samplers_plain,
 )
+from bagua_ref.conformance.expected.algorithms_numpy import array
 
 __all__ = ["Given", "answer", "stretches_of"]
 
@@ -75,11 +76,6 @@ def _tensor(values: Any, dtype: str) -> Tensor:
 
 def _integers(values: Iterable[int]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.int64)
-
-
-def _array(x: Tensor) -> Any:
-    """Return an array of float32, or of float64."""
-    return (x if x.dtype is torch.float64 else x.float()).numpy()
 
 
 def _rows(arrays: Any, dtype: str) -> Tensor:
@@ -150,9 +146,9 @@ def _qadam_momentum(c: Given) -> Tensors:
 
 def _on_updates(c: Given, step: Callable[[list[Any], int], list[Any]]) -> Tensor:
     """Return all ranks' weights after each step, before which the updates are added."""
-    ranks, after = list(_array(c.x)), []
+    ranks, after = list(array(c.x)), []
     for t, update in enumerate(c.updates):
-        ranks = step([algorithms_numpy.stored(x + u, c.dtype) for x, u in zip(ranks, _array(update), strict=True)], t)
+        ranks = step([algorithms_numpy.stored(x + u, c.dtype) for x, u in zip(ranks, array(update), strict=True)], t)
         after.append(_rows(ranks, c.dtype))
     return torch.stack(after)
 
@@ -165,7 +161,7 @@ def _decentralized(c: Given) -> Tensors:
 
 def _ring(c: Given) -> Tensors:
     members, between = c.leaders or [1] * sum(c.nodes), decentralized_numpy.between_leaders
-    ring = decentralized_numpy.Ring.of([group[0] for group in algorithms_numpy.split(list(_array(c.x)), members)])
+    ring = decentralized_numpy.Ring.of([group[0] for group in algorithms_numpy.split(list(array(c.x)), members)])
 
     def average(ranks: list[Any]) -> list[Any]:
         return ring.step(ranks, c.dtype)
@@ -213,21 +209,21 @@ def _alltoall_v(c: Given) -> Tensors:
 
 def _on_gradients(c: Given, exchange: algorithms_numpy.Exchange) -> Tensors:
     order = np.concatenate(_split(np.arange(c.x.numel()), c.sizes)[::-1])  # of parameters in their bucket (S2.1)
-    gradients = [list(_array(ranks)[:, order]) for ranks in c.gradients]
-    history = algorithms_numpy.train_on_gradients(_array(c.x)[order], gradients, c.lr, c.dtype, exchange)
+    gradients = [list(array(ranks)[:, order]) for ranks in c.gradients]
+    history = algorithms_numpy.train_on_gradients(array(c.x)[order], gradients, c.lr, c.dtype, exchange)
     return {"x": _rows([[weights[np.argsort(order)]] * sum(c.nodes) for weights in history], c.dtype)}
 
 
 def _on_weights(c: Given, mode: str | None) -> Tensors:
-    gradients, interval = [list(_array(ranks)) for ranks in c.gradients], c.communication_interval
+    gradients, interval = [list(array(ranks)) for ranks in c.gradients], c.communication_interval
     train = decentralized_numpy.train_decentralized
-    return {"x": _rows(train(_array(c.x), gradients, c.lr, c.dtype, c.leaders, mode, interval), c.dtype)}
+    return {"x": _rows(train(array(c.x), gradients, c.lr, c.dtype, c.leaders, mode, interval), c.dtype)}
 
 
 def _local_training(c: Given) -> tuple[list[Any], Any, list[str]]:
     """Return the weights, the gradients by step, rank and parameter, and the dtypes."""
-    gradients = [[_split(_array(g), c.sizes) for g in ranks] for ranks in c.gradients]
-    return _split(_array(c.x), c.sizes), gradients, [c.dtype] * len(c.sizes)
+    gradients = [[_split(array(g), c.sizes) for g in ranks] for ranks in c.gradients]
+    return _split(array(c.x), c.sizes), gradients, [c.dtype] * len(c.sizes)
 
 
 def _joined(ranks: list[list[Any]], dtype: str) -> Tensor:
@@ -290,7 +286,7 @@ def _topk(c: Given) -> Tensors:
     errors = [np.zeros(size, np.float32) for _ in range(ranks)] if c.error_feedback else None
     xs, kept = [], []
     for step in c.gradients:
-        result, errors = compression_numpy.topk_round(list(_array(step)), errors, c.ratio, c.dtype)
+        result, errors = compression_numpy.topk_round(list(array(step)), errors, c.ratio, c.dtype)
         xs.append(result)
         kept.append(errors)
     return {"x": _rows(xs, c.dtype)} | ({"errors": _rows(kept, "float32")} if c.error_feedback else {})
@@ -298,13 +294,13 @@ def _topk(c: Given) -> Tensors:
 
 def _error_feedback(c: Given) -> Tensors:
     memory = compression_numpy.ErrorFeedback(c.leaders, c.codec, c.dtype, c.average)
-    rounds = [(memory.round(list(_array(step))), memory.workers, memory.servers) for step in c.gradients]
+    rounds = [(memory.round(list(array(step))), memory.workers, memory.servers) for step in c.gradients]
     xs, workers, servers = zip(*rounds, strict=True)
     return {"x": _rows(xs, c.dtype), "e": _rows(workers, "float32"), "f": _rows(servers, "float32")}
 
 
 def _qadam_step(c: Given) -> Tensors:
-    (p, m, v), betas = map(_array, (c.p, c.m, c.v)), (c.beta1, c.beta2)
+    (p, m, v), betas = map(array, (c.p, c.m, c.v)), (c.beta1, c.beta2)
     return {"p": _rows(algorithms_numpy.step_along_momentum(c.dtype, p, m, v, c.s, lr=c.lr, betas=betas, eps=c.eps), c.dtype)}
 
 
@@ -358,7 +354,7 @@ _ANSWERS: dict[str, Answer] = {
     "codec/roundtrip_minmax_uint8": _roundtrip,
     "codecs/codec_compress": _compress,
     "codecs/codec_decompress": _decompress,
-    "comm_ops": lambda c: {"x": _reduced(c, _array(c.x))},
+    "comm_ops": lambda c: {"x": _reduced(c, array(c.x))},
     "comm_ops/decentralized_shift_one": _decentralized,
     "comm_ops/low_precision_decentralized": _ring,
     "comm_ops/async_average": _async_average,
@@ -381,7 +377,7 @@ _ANSWERS: dict[str, Answer] = {
         "averages": _integers(local_updates_numpy.is_averaged(t, **c.parameters) for t in c.step.tolist())
     },
     "local_updates/diloco_schedule": lambda c: {"sent": _fragments_due(c, c.delay), "applied": _fragments_due(c, 0)},
-    "local_updates/mix": lambda c: {"x": _rows(local_updates_numpy.mixed(_array(c.x), _array(c.g), c.mix, c.dtype), c.dtype)},
+    "local_updates/mix": lambda c: {"x": _rows(local_updates_numpy.mixed(array(c.x), array(c.g), c.mix, c.dtype), c.dtype)},
     "local_updates/local_sgd": _local_sgd,
     "local_updates/diloco": _diloco,
     "compressed_gradients/powersgd_rank": _powersgd_rank,
