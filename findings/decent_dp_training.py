@@ -52,7 +52,7 @@ def complaint(topology: str, mode: Any, views: bool) -> str | None:
     """Return where the weights leave those of a mode of S13; each step averages before it applies the gradients."""
     given = [[np.concatenate([g.numpy() for g in rank]) for rank in step] for step in gradients(SIZES, STEPS, RANKS)]
     start = np.ones(sum(SIZES), np.float32)
-    history = train_decentralized(start, given, LR, "float32", [1] * RANKS, mode, hierarchical=False, interval=1)
+    history = train_decentralized(start, given, LR, "float32", None, mode, interval=1)
     wanted = [[np.split(x, np.cumsum(SIZES)[:-1]) for x in ranks] for ranks in history[1:]]
     return first_difference(launch(train, RANKS, topology, views), wanted, SUM(32))
 

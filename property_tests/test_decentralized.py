@@ -12,7 +12,7 @@ from property_tests.strategies import every_backend_in_proof
 
 from bagua_ref.comm_ops import shift_one_peer
 from bagua_ref.conformance.expected import decentralized_numpy as oracle
-from bagua_ref.conformance.inputs.graph_cases import NAMES
+from bagua_ref.conformance.inputs.training_cases import GRAPHS
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.formulas import graphs
 from bagua_ref.simulation import SimulatedWorld
@@ -34,7 +34,7 @@ def test_S3_4_shift_one_meets_every_rank_of_the_other_half_in_half_as_many_steps
     assert met == set(range(half, 2 * half) if rank < half else range(half))
 
 
-@given(n=st.integers(1, 64), t=st.integers(0, 2**40), mode=st.sampled_from([*NAMES, "shift_one", "all"]))
+@given(n=st.integers(1, 64), t=st.integers(0, 2**40), mode=st.sampled_from([*GRAPHS, "shift_one", "all"]))
 def test_S13_every_mode_is_doubly_stochastic(n, t, mode):
     if graphs.MODES[mode].takes(n):
         graph = graphs.MODES[mode].graph(t, n)

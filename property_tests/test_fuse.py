@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bagua_ref.conformance.lab.twin_play import OPTIONS, options_of
 from bagua_ref.conformance.lab.twins import (
     assert_same_state_dict,
     assert_twins,
@@ -18,6 +17,7 @@ from bagua_ref.conformance.lab.twins import (
     parameters,
     takes_later_parameters,
 )
+from bagua_ref.conformance.suites.fused_optimizer import OPTIONS, options_of
 from bagua_ref.contrib.fuse.optimizer import fuse_optimizer
 
 shapes = st.sampled_from([(), (1,), (0,), (3,), (2, 3), (17,), (5, 1), (3, 3), (3, 3), (2, 3, 2, 2)])

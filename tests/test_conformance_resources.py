@@ -17,8 +17,8 @@ from hypothesis import find
 from bagua_ref import contrib
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.conformance import run_conformance
-from bagua_ref.conformance.inputs.graph_cases import graph_cases, sized_worlds, sizes_of
 from bagua_ref.conformance.inputs.strategies import worlds
+from bagua_ref.conformance.inputs.training_cases import graph_cases, sizes_of, worlds_of
 from bagua_ref.conformance.lab import servers
 from bagua_ref.conformance.lab.journal import Journal
 from bagua_ref.conformance.run import runner
@@ -126,7 +126,7 @@ def test_the_pages_say_how_many_ranks_there_are() -> None:
 def test_there_are_worlds_of_so_many_ranks() -> None:
     """That there are no larger ones is asserted for every world."""
     assert sum(find(worlds(), lambda nodes: sum(nodes) >= MOST_RANKS["collectives"])) == MOST_RANKS["collectives"]
-    nodes = find(sized_worlds(True, sizes_of("ring", 9)), lambda nodes: sum(nodes) >= MOST_RANKS["comm_ops"])
+    nodes = find(worlds_of(True, sizes_of("ring", 9)), lambda nodes: sum(nodes) >= MOST_RANKS["comm_ops"])
     assert sum(nodes) == MOST_RANKS["comm_ops"]
     _, nodes, _ = find(graph_cases(6), lambda case: sum(case[1]) >= MOST_RANKS["algorithms"])
     assert sum(nodes) == MOST_RANKS["algorithms"]

@@ -35,8 +35,7 @@ from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 from bagua_ref.conformance.targets.world import RankWorld, run_world
 from bagua_ref.conformance.vectors import VECTORS_VERSION, VectorsError, answers, check_outputs, export_vectors, read_manifest
 from bagua_ref.conformance.vectors.case import Numbers, canonical
-from bagua_ref.conformance.vectors.check import tolerance_named
-from bagua_ref.conformance.vectors.files import manifest_text, read_vectors, schema_text
+from bagua_ref.conformance.vectors.files import manifest_text, read_vectors, schema_text, tolerance_named
 from bagua_ref.contrib.utils.store import ClusterStore
 from bagua_ref.formulas.graphs import MODES
 from bagua_ref.types import ReduceOp

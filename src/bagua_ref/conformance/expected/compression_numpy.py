@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bagua_ref.conformance.expected.algorithms_plain import node_sum
-from bagua_ref.conformance.expected.decentralized_numpy import Array, added, restored, split, stored
+from bagua_ref.conformance.expected.algorithms_numpy import Array, added, inputs_of_leaders, padded, restored, stored
 
 __all__ = [
     "ErrorFeedback", "LowRankRound", "added", "compressed_rank", "error_feedback_round", "gram", "is_tame", "kept", "norm",
@@ -203,35 +202,30 @@ def error_feedback_round(
 
 
 class ErrorFeedback:
-    """All rounds of a bucket with error memory (S11.1), between all ranks or, hierarchical, between node leaders (S3.3).
+    """All rounds of a bucket with error memory (S11.1), between all ranks or between node leaders (S3.3).
 
     Args:
-        nodes: number of ranks on each node.
-        hierarchical: the memories are the leaders'.
+        nodes: number of ranks on each node, whose leaders then have the memories; None: all ranks have.
         codec: its name.
         dtype: of the bucket.
         average: the mean instead of the sum.
     """
 
-    def __init__(self, nodes: list[int], hierarchical: bool, codec: str, dtype: str, average: bool = True) -> None:
-        self.nodes, self.hierarchical, self.codec, self.dtype, self.average = nodes, hierarchical, codec, dtype, average
+    def __init__(self, nodes: list[int] | None, codec: str, dtype: str, average: bool = True) -> None:
+        self.nodes, self.codec, self.dtype, self.average = nodes, codec, dtype, average
         self.workers: list[Array] = []
         self.servers: list[Array] = []
 
     def round(self, ranks: list[Array]) -> Array:
         """Return what every rank has after a round of these elements, without padding, which S5.2 adds."""
-        n, talking = len(ranks), len(self.nodes) if self.hierarchical else len(ranks)
-        filled = ranks[0].size
-        padded = [np.concatenate([x, np.zeros(-filled % math.lcm(n, talking), np.float32)]) for x in ranks]
-        if self.hierarchical:
-            divisor = n / talking if self.average else None
-            sums = [node_sum([x.tolist() for x in node], self.dtype, divisor) for node in split(padded, self.nodes)]
-            padded = [np.array(total, np.float32) for total in sums]
+        given, filled = padded(ranks, self.nodes), ranks[0].size
+        if self.nodes is not None:
+            given = inputs_of_leaders(given, self.dtype, self.average, self.nodes)
         if not self.workers:
-            self.workers = [np.zeros_like(x) for x in padded]
-            self.servers = [np.zeros(x.size // talking, np.float32) for x in padded]
+            self.workers = [np.zeros_like(x) for x in given]
+            self.servers = [np.zeros(x.size // len(given), np.float32) for x in given]
         result, self.workers, self.servers = error_feedback_round(
-            padded, self.workers, self.servers, self.codec, self.dtype, filled, self.average
+            given, self.workers, self.servers, self.codec, self.dtype, filled, self.average
         )
         return result[:filled]
 

@@ -1,8 +1,7 @@
 """Training of n ranks on averaged weights (S3.4, S3.5, S5.3, S5.4, S13), in one loop over all ranks.
 
-Gradients go in, weights come out. Weights and gradients are NumPy arrays of numbers of the dtype, held as float32 (float64 for
-float64), of which every operation rounds to nearest-even; ``stored`` then rounds to the dtype. ``nodes`` holds how many ranks
-each node has, in rank order. Averages along graphs (S13.1 to S13.4) are of arrays whose row r belongs to rank r.
+Gradients go in, weights come out: NumPy arrays as in `algorithms_numpy`, and so is ``nodes``. Averages along graphs (S13.1 to
+S13.4) are of arrays whose row r belongs to rank r.
 """
 
 from __future__ import annotations
@@ -13,64 +12,22 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from bagua_ref.conformance.expected.codecs_scalar import MINMAX, compress_chunk, decompress_chunk
+from bagua_ref.conformance.expected.algorithms_numpy import Array, restored, scatter_gather, split, step_of_sgd, stored
 
-Array: TypeAlias = npt.NDArray[Any]
 Weights: TypeAlias = Sequence[Sequence[Sequence[Any]]]
 """A graph: for each receiving rank, (source, weight) pairs."""
 Mode: TypeAlias = "str | Sequence[Weights]"
 """How ranks choose whom they average with: a name, or graphs that follow each other in a cycle."""
 
 
-def stored(values: Array, dtype: str) -> Array:
-    """Round to the dtype."""
-    if dtype == "float16":
-        return values.astype(np.float16).astype(np.float32)
-    if dtype == "bfloat16":
-        bits = values.view(np.uint32)
-        up = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-        rounded = ((bits + up) & np.uint32(0xFFFF0000)).view(np.float32)
-        return np.where(np.isfinite(values), rounded, values)
-    return values
-
-
-def step_of_sgd(x: Array, grad: Array, lr: float, dtype: str) -> Array:
-    """Take a step of plain SGD; equals torch's if lr * grad is a number of the dtype."""
-    return stored(x - x.dtype.type(lr) * grad, dtype)
-
-
-def restored(x: Array, dtype: str, codec: str = MINMAX) -> Array:
-    """Return x after compression as one chunk and decompression."""
-    return np.array(decompress_chunk(codec, compress_chunk(codec, x.tolist(), dtype), x.size, dtype), x.dtype)
-
-
-def added(ranks: list[Array]) -> Array:
-    """Return ``((+0 + rank 0's) + rank 1's) + ...`` (S3.7)."""
-    total: Array = functools.reduce(np.add, ranks, np.zeros_like(ranks[0]))
-    return total
-
-
-def node_mean(node: list[Array], dtype: str) -> Array:
-    """Return the mean over a node, added in rank order and rounded once."""
-    total = added(node)
-    return stored(total / total.dtype.type(len(node)), dtype)
-
-
-def split(ranks: list[Any], nodes: list[int]) -> list[list[Any]]:
-    """Return the ranks node by node."""
-    ends = np.cumsum(nodes)
-    return [ranks[end - size : end] for end, size in zip(ends, nodes, strict=True)]
-
-
 def between_leaders(
-    operation: Callable[[list[Array]], list[Array]], ranks: list[Array], dtype: str, hierarchical: bool, nodes: list[int]
+    operation: Callable[[list[Array]], list[Array]], ranks: list[Array], dtype: str, nodes: list[int] | None
 ) -> list[Array]:
-    """Return what an operation makes of all ranks' arrays; ``hierarchical``: of the means of nodes, for each of their ranks."""
-    if not hierarchical:
+    """Return what an operation makes of all ranks' arrays; with ``nodes``, of the means of nodes, for each of their ranks."""
+    if nodes is None:
         return operation(ranks)
-    results = operation([node_mean(node, dtype) for node in split(ranks, nodes)])
+    results = operation([scatter_gather(node, dtype) for node in split(ranks, nodes)])
     return [x.copy() for x, size in zip(results, nodes, strict=True) for _ in range(size)]
 
 
@@ -87,7 +44,7 @@ def pairs(n: int, step: int) -> dict[int, int]:
     return found | {b: a for a, b in found.items()}
 
 
-def average(ranks: list[Array], dtype: str, mode: Mode, hierarchical: bool, nodes: list[int], step: int) -> list[Array]:
+def average(ranks: list[Array], dtype: str, mode: Mode, nodes: list[int] | None, step: int) -> list[Array]:
     """Average the weights for the ``step``-th time (S3.4, S13)."""
     if mode == "all":
         return [library_mean(ranks, dtype) for _ in ranks]
@@ -95,7 +52,7 @@ def average(ranks: list[Array], dtype: str, mode: Mode, hierarchical: bool, node
     def of_some(talking: list[Array]) -> list[Array]:
         return [stored(x, dtype) for x in averaged(np.stack(talking), mode, step)]
 
-    return between_leaders(of_some, ranks, dtype, hierarchical, nodes)
+    return between_leaders(of_some, ranks, dtype, nodes)
 
 
 @dataclass
@@ -134,24 +91,23 @@ def train_decentralized(
     gradients: list[list[Array]],
     lr: float,
     dtype: str,
-    nodes: list[int],
+    nodes: list[int] | None,
     mode: Mode | None,
-    hierarchical: bool,
     interval: int,
 ) -> list[list[Array]]:
     """Return the weights after each step, by rank; ``gradients[step][rank]`` were computed before the averaging (S5.3).
 
     Without a mode, averaging is that on the ring, and follows the optimizer's step (S5.4).
     """
-    ranks, history = [start.copy() for _ in range(sum(nodes))], []
-    ring = Ring.of([start for _ in nodes] if hierarchical else ranks)
+    ranks, history = [start.copy() for _ in gradients[0]], []
+    ring = Ring.of([start for _ in nodes or ranks])
     for step, grads in enumerate(gradients):
         averages = step % interval == 0
         if averages and mode is not None:
-            ranks = average(ranks, dtype, mode, hierarchical, nodes, step // interval)
+            ranks = average(ranks, dtype, mode, nodes, step // interval)
         ranks = [step_of_sgd(x, grad, lr, dtype) for x, grad in zip(ranks, grads, strict=True)]
         if averages and mode is None:
-            ranks = between_leaders(lambda x: ring.step(x, dtype), ranks, dtype, hierarchical, nodes)
+            ranks = between_leaders(lambda x: ring.step(x, dtype), ranks, dtype, nodes)
         history.append(ranks)
     return history
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagua_ref.conformance.expected.algorithms_plain import one_byte
-from bagua_ref.conformance.expected.decentralized_numpy import Array, added, library_mean, step_of_sgd, stored
+from bagua_ref.conformance.expected.algorithms_numpy import Array, added, one_byte, step_of_sgd, stored
+from bagua_ref.conformance.expected.decentralized_numpy import library_mean
 
 Weights = list[Array]
 """One rank's parameters."""
@@ -214,8 +214,7 @@ class DiLoCo:
 
 def compressed_mean(flats: list[Array]) -> Array:
     """Return the mean with one byte per element on the wire (S3.2)."""
-    exchange = one_byte(average=True, nodes=[len(flats)], between_leaders=False)
-    return np.array(exchange([flat.tolist() for flat in flats], "float32")[0], np.float32)
+    return one_byte(average=True, nodes=None)(flats, "float32")
 
 
 def mixed(x: Array, g: Array, mix: float, dtype: str) -> Array:

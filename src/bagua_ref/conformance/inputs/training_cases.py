@@ -1,4 +1,4 @@
-"""Worlds, weights, gradients and options of the trainings that are checked."""
+"""Worlds, weights, gradients and options of the trainings that are checked, and graphs for decentralized averaging (S13)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,15 +16,19 @@ from bagua_ref.conformance.inputs.strategies import Draw, bulk, seeds
 __all__ = [
     "BOUNDARY",
     "EVERY_MATRIX",
+    "GRAPHS",
     "ONE_BUCKET",
     "PLAIN",
     "ByRank",
+    "Graph",
     "any_gradients",
     "any_weights",
-    "array",
+    "doubly_stochastic",
     "each_gradient",
     "exact_gradients",
+    "flawed",
     "given_fragments",
+    "graph_cases",
     "grid_weights",
     "matrices",
     "matrix_weights",
@@ -38,10 +41,11 @@ __all__ = [
     "poisoned_at",
     "schedules",
     "sized_worlds",
+    "sizes_of",
     "tame",
     "used_parts",
     "usual",
-    "wide",
+    "worlds_of",
 ]
 
 ONE_BUCKET = 2**20
@@ -57,17 +61,6 @@ def sized_worlds(dtype: torch.dtype) -> st.SearchStrategy[tuple[int, ...]]:
     """Worlds; for 16 bits of at most 2 ranks, whose sums are the same in any order."""
     most = 2 if dtype.itemsize == 2 else 4
     return st.sampled_from([nodes for nodes in ((2,), (1, 1), (1,), (2, 1), (3,), (1, 2, 1)) if sum(nodes) <= most])
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers of ``dtype`` are computed."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def array(x: Tensor) -> npt.NDArray[Any]:
-    """Return the numbers flat, as float32 (float64 for float64)."""
-    found: npt.NDArray[Any] = x.reshape(-1).to(wide(x.dtype)).numpy()
-    return found
 
 
 # Weights.
@@ -230,3 +223,81 @@ def schedules(
         fragments = draw(given_fragments(parameters, count, count))
     gap = draw(st.integers(smallest_gap, 3) if gaps is None else gaps)
     return {"period": gap * count, "fragments": fragments, "delay": draw(st.integers(0, gap - 1))}
+
+
+# Graphs.
+
+Graph = list[list[tuple[int, float]]]
+
+GRAPHS = ("one_peer_exponential", "hypercube", "ring", "exponential")
+
+
+def worlds_of(between: bool, sizes: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, ...]]:
+    """Ranks per node, for as many ranks (``between``: leaders) as ``sizes`` draws."""
+
+    def nodes(n: int) -> st.SearchStrategy[tuple[int, ...]]:
+        if between:
+            return st.tuples(*[st.integers(1, 2)] * n)
+        return st.sampled_from(sorted({(n,), (1,) * n, (n - n // 2, n // 2) if n > 1 else (n,)}))
+
+    return sizes.flatmap(nodes)
+
+
+def sizes_of(name: str, largest: int, smallest: int = 1) -> st.SearchStrategy[int]:
+    """Numbers of ranks that a mode takes."""
+    return st.sampled_from([n for n in range(smallest, largest + 1) if name != "hypercube" or n & (n - 1) == 0])
+
+
+def doubly_stochastic(n: int, seed: int) -> Graph:
+    """Return a mixture of a few permutations (Birkhoff), in which each rank has its sources in an order of its own."""
+    generator = np.random.default_rng([seed, 13])
+    permutations = [generator.permutation(n) for _ in range(generator.integers(1, 4))]
+    shares = generator.dirichlet(np.ones(len(permutations))) if seed % 2 else np.full(len(permutations), 1 / len(permutations))
+    matrix = np.zeros((n, n))
+    for permutation, share in zip(permutations, shares, strict=True):
+        matrix[np.arange(n), permutation] += share
+    rows = []
+    for rank in range(n):
+        sources = generator.permutation([source for source in range(n) if matrix[rank, source] or source == rank])
+        # Numbers of float32, which all implementations read alike.
+        rows.append([(int(source), float(np.float32(matrix[rank, source]))) for source in sources])
+    return rows
+
+
+@st.composite
+def graph_cases(draw: st.DrawFn, largest: int, changing: bool = False) -> tuple[str | list[Graph], tuple[int, ...], bool]:
+    """A mode or graphs in a cycle, a world that it takes, and whether to average between leaders.
+
+    Args:
+        draw: Hypothesis's.
+        largest: the largest number of ranks or leaders that talk.
+        changing: only such that consecutive graphs differ.
+    """
+    between = draw(st.booleans())
+    name = draw(st.sampled_from(["", *(GRAPHS[:2] if changing else GRAPHS)]))
+    nodes = draw(worlds_of(between, sizes_of(name, largest, 3 if changing else 1)))
+    if name:
+        return name, nodes, between
+    n = len(nodes) if between else sum(nodes)
+    return [doubly_stochastic(n, draw(seeds)) for _ in range(draw(st.integers(1 + changing, 3)))], nodes, between
+
+
+def flawed(n: int, a: int) -> list[Graph]:
+    """Return graphs of n ranks that are doubly stochastic but for one flaw, at rank a."""
+    b = (a + 1) % n
+    rows = [[(rank, 1.0)] for rank in range(n)]
+    flaws: list[dict[int, list[tuple[int, float]]]] = [
+        {a: [(a, 1 + 2e-6)]},
+        {a: [(a, 1 - 2e-6)]},
+        {a: [(a, 1.0), (a, 0.0)]},
+        {a: [(a, 1.0), (n, 0.0)]},
+        {a: [(a, 1.0), (-1, 0.0)]},
+        {a: [(a, float("nan"))]},
+        {a: []},
+    ]
+    if n > 1:
+        flaws.append({a: [(b, 1.0)], b: [(a, 1.0)]})  # own ranks missing
+        flaws.append({a: [(a, 0.5), (b, 0.5)]})  # columns
+        flaws.append({a: [(a, 1.0), (b, 0.5)], b: [(b, 0.5)]})  # rows
+        flaws.append({a: [(a, 2.0), (b, -1.0)], b: [(b, 2.0), (a, -1.0)]})
+    return [rows[1:], [*rows, [(n, 1.0)]]] + [[flaw.get(rank, row) for rank, row in enumerate(rows)] for flaw in flaws]

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance, assert_equal
-from bagua_ref.conformance.inputs.long_sizes import LONG, sizes_beyond
 from bagua_ref.conformance.lab.journal import Journal
 from bagua_ref.conformance.lab.violation import NotProvided, Script, Skipped, Violation, literal
-from bagua_ref.conformance.targets.target import Target
+from bagua_ref.conformance.targets.target import LONG, Target, sizes_beyond
 
 __all__ = ["KERNELS", "Canary", "CountedPart", "KernelCall", "Lab", "script_of_call"]
 

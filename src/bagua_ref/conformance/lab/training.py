@@ -11,10 +11,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected.algorithms_plain import buckets
+from bagua_ref.conformance.expected.algorithms_numpy import Array, array, buckets, wide
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.inputs.strategies import Draw, name_of, seeds, worlds
-from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, ByRank, any_gradients, any_weights, array, exact_gradients, wide
+from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, ByRank, any_gradients, any_weights, exact_gradients
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import Play
 
@@ -84,7 +84,7 @@ class TrainingPlay(Play):
         self.looks, self._exact = looks, self.n <= 2 if exact is None else exact
         self._starts = [weights] * self.n if starts is None else starts
         self.dtypes = [name_of(w.dtype) for w in weights]
-        self.start = [array(w) for w in weights]
+        self.start = [array(w).ravel() for w in weights]
         self.steps, self.taken = len(gradients[0]) if gradients else 0, 0
         self.index: dict[tuple[str, int], int] = {}
         self._programs: list[list[Any]] = [[] for _ in range(self.n)]
@@ -94,10 +94,31 @@ class TrainingPlay(Play):
         """Return the places of the parameters in each bucket."""
         return buckets([w.numel() for w in self.weights], self.dtypes, self.options["bucket_bytes"])
 
+    def leaders(self) -> list[int] | None:
+        """Return the number of ranks on each node if node leaders communicate, None if all ranks do."""
+        return list(self.nodes) if self.options["hierarchical"] else None
+
+    def of_buckets(
+        self, layout: list[list[int]], train: Callable[[Array, list[list[Array]], str], list[list[Array]]]
+    ) -> list[list[list[Any]]]:
+        """Return the weights by step, rank and parameter.
+
+        ``train`` takes a bucket's weights, its gradients by step and rank, and its dtype, and returns its weights by step and rank.
+        """
+        found: list[list[list[Any]]] = [[[None] * len(self.start) for _ in range(self.n)] for _ in range(self.steps)]
+        for bucket in layout:
+            start = np.concatenate([self.start[place] for place in bucket])
+            history = train(start, [self.flat(step, bucket) for step in range(self.steps)], self.dtypes[bucket[0]])
+            for expected, of_ranks in zip(found, history, strict=True):
+                for mine, flat in zip(expected, of_ranks, strict=True):
+                    for place, numbers in self.by_place(flat, bucket).items():
+                        mine[place] = numbers
+        return found
+
     def flat(self, step: int, bucket: list[int]) -> list[Any]:
         """Return every rank's gradients of a bucket, one after another, as `tensors` has them."""
         parts = zip(*(self.tensors(step, place) for place in bucket), strict=True)
-        return [np.concatenate([array(x) for x in of_rank]) for of_rank in parts]
+        return [np.concatenate([array(x).ravel() for x in of_rank]) for of_rank in parts]
 
     def by_place(self, flat: Any, bucket: list[int]) -> dict[int, Any]:
         """Return each parameter's part of a bucket's numbers."""
@@ -106,7 +127,8 @@ class TrainingPlay(Play):
 
     def gradients(self, step: int) -> list[list[Any]]:
         """Return a step's gradients as arrays by rank and parameter, None for those that are not used."""
-        return [[array(rank[step][p]) if p in rank[step] else None for p in range(len(self.weights))] for rank in self.given]
+        places = range(len(self.weights))
+        return [[array(rank[step][p]).ravel() if p in rank[step] else None for p in places] for rank in self.given]
 
     def nearly(self) -> Tolerance:
         """Return the tolerance of weights after the next step.
@@ -119,6 +141,10 @@ class TrainingPlay(Play):
         """Return every rank's gradient of a parameter, zero where it is not used, in the dtype of the arithmetic."""
         w = self.weights[place]
         return [rank[step].get(place, torch.zeros_like(w)).to(wide(w.dtype)) for rank in self.given]
+
+    def mean(self, step: int, place: int) -> Tensor:
+        """Return the mean over ranks of a parameter's gradients."""
+        return torch.stack(self.tensors(step, place)).double().mean(0).to(self.weights[place].dtype)
 
     def step(self, expected: Any = ANYTHING, tolerance: Tolerance = EXACT, magnitude: Any = None, how: str = "step") -> None:
         """Let every rank take its next step.

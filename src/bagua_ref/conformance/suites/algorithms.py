@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,10 +16,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected import algorithms_plain as plain
+from bagua_ref.conformance.expected import algorithms_numpy as plain
 from bagua_ref.conformance.expected import decentralized_numpy
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
-from bagua_ref.conformance.inputs.graph_cases import graph_cases
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, dtype_named, paired_worlds, seeds, worlds
 from bagua_ref.conformance.inputs.training_cases import (
     ONE_BUCKET,
@@ -28,6 +27,7 @@ from bagua_ref.conformance.inputs.training_cases import (
     any_kind,
     each_gradient,
     exact_gradients,
+    graph_cases,
     grid_weights,
 )
 from bagua_ref.conformance.lab.lab import Lab
@@ -54,22 +54,27 @@ def _options_of_gradients(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
 
 
 def _follow_gradients(training: TrainingPlay) -> None:
-    options, nodes = training.options, list(training.nodes)
-    between, average = options["hierarchical"], options["average"]
-    compresses = training.method == "bytegrad"
-    exchange = plain.one_byte(average, nodes, between) if compresses else plain.full_precision(average)
-    given = [
-        [[None if g is None else g.tolist() for g in rank] for rank in training.gradients(step)] for step in range(training.steps)
-    ]
-    start = [w.tolist() for w in training.start]
-    history = plain.train_on_gradients(start, given, options["lr"], training.dtypes, options["bucket_bytes"], exchange)
+    average, leaders, compresses = training.options["average"], training.leaders(), training.method == "bytegrad"
+    exchange = plain.one_byte(average, leaders) if compresses else plain.full_precision(average)
+
+    def train(start: plain.Array, gradients: list[list[plain.Array]], dtype: str) -> list[list[plain.Array]]:
+        history = plain.train_on_gradients(start, gradients, training.options["lr"], dtype, exchange)
+        return [[weights] * training.n for weights in history]
+
     tolerance, mass = EXACT, None
-    if not compresses and between and average:  # n/L may not be a float32 number; then the leaders' inputs are not exact
+    if not compresses and leaders and average:  # n/L may not be a float32 number; then the leaders' inputs are not exact
         tolerance = SUM((training.n + 2) * training.steps)
-        taken = [[x.abs() for s in range(training.steps) for x in training.tensors(s, p)] for p in range(len(start))]
-        mass = [torch.stack([w.abs(), *of_place]).double().sum(0) for w, of_place in zip(training.weights, taken, strict=True)]
-    for weights in history:
-        training.step([weights] * training.n, tolerance, mass)
+        mass = _mass(training, lambda gradients: gradients.sum(0))
+    for expected in training.of_buckets(training.layout(), train):
+        training.step(expected, tolerance, mass)
+
+
+def _mass(training: TrainingPlay, of_ranks: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return the absolute values of a parameter and of its gradients in all steps, added up, by parameter."""
+    return [
+        sum((of_ranks(torch.stack(training.tensors(step, p)).abs().double()) for step in range(training.steps)), w.abs().double())
+        for p, w in enumerate(training.weights)
+    ]
 
 
 GRADIENT_ALLREDUCE = TrainedAlgorithm(
@@ -131,29 +136,17 @@ def _options_of_weights(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
 
 def _weights_after_steps(training: TrainingPlay) -> Iterator[tuple[list[list[Any]], Tolerance, Any]]:
     """Yield the expected weights after each step, by rank and parameter, the tolerance, and the magnitudes."""
-    options, nodes = training.options, list(training.nodes)
-    between, interval = options["hierarchical"], options["communication_interval"]
+    options, leaders = training.options, training.leaders()
     mode = options.get("peer_selection_mode", options.get("graph"))
-    layout = [[place] for place in range(len(training.weights))]  # averages do not depend on buckets, compression does
-    if mode is None:
-        layout = training.layout()
-    expected: list[list[list[Any]]] = [[[...] * len(training.weights) for _ in range(training.n)] for _ in range(training.steps)]
-    mass: list[Any] = [None] * len(training.weights)
-    for places in layout:
-        dtype = training.dtypes[places[0]]
-        start = np.concatenate([training.start[place] for place in places])
-        given = [training.flat(step, places) for step in range(training.steps)]
-        history = decentralized_numpy.train_decentralized(start, given, 1.0, dtype, nodes, mode, between, interval)
-        for step, ranks in enumerate(history):
-            for rank, flat in enumerate(ranks):
-                for place, numbers in training.by_place(flat, places).items():
-                    expected[step][rank][place] = numbers
-        if mode == "all":
-            size = np.abs(start) + np.abs(np.asarray(given)).max(1).sum(0)
-            mass[places[0]] = torch.from_numpy(size).double().view(training.weights[places[0]].shape)
-    for step, of_ranks in enumerate(expected):
+
+    def train(start: plain.Array, gradients: list[list[plain.Array]], dtype: str) -> list[list[plain.Array]]:
+        interval = options["communication_interval"]
+        return decentralized_numpy.train_decentralized(start, gradients, 1.0, dtype, leaders, mode, interval)
+
+    mass = _mass(training, lambda gradients: gradients.amax(0)) if mode == "all" else None
+    for step, expected in enumerate(training.of_buckets(training.layout(), train)):
         # Each mean may be rounded in another order, and the difference stays in the weights.
-        yield of_ranks, SUM((step + 1) * (training.n + 2)) if mode == "all" else EXACT, mass if mode == "all" else None
+        yield expected, SUM((step + 1) * (training.n + 2)) if mode == "all" else EXACT, mass
 
 
 def _follow_weights(training: TrainingPlay) -> None:
@@ -228,22 +221,21 @@ def _gradients_of_qadam(draw: Draw, weights: list[Tensor], ranks: int, steps: in
     return [mine[:warmup_steps] + others[warmup_steps:] for mine, others in zip(exact, own, strict=True)]
 
 
-def follow_qadam(training: TrainingPlay, exchanges: list[plain.Exchange] | None = None) -> None:
-    """Take steps and expect qadam's weights; ``exchanges`` are those of each bucket's momenta, by default S5.2's."""
-    options = training.options
-    start, groups, warmup_steps = [w.tolist() for w in training.start], options["groups"], options["warmup_steps"]
-    model = plain.QAdam(
-        start, groups, warmup_steps, list(training.nodes), training.layout(), options["hierarchical"], training.dtypes[0], exchanges
-    )
+def follow_qadam(
+    training: TrainingPlay,
+    exchange_of: Callable[[TrainingPlay], plain.Exchange] = lambda training: plain.one_byte(True, training.leaders()),
+) -> None:
+    """Take steps and expect qadam's weights; ``exchange_of`` returns that of a bucket's momenta, by default S5.2's."""
+    groups, warmup_steps = training.options["groups"], training.options["warmup_steps"]
+    exchanges = [(bucket, exchange_of(training)) for bucket in training.layout()]
+    model = plain.QAdam(training.start, groups, warmup_steps, exchanges, training.dtypes[0])
     # S1 leaves it to optimizers how they round, in Adam's steps all take torch's. Weights have no say in the momenta.
-    rounded, before = [np.zeros(w.size) for w in training.start], start
+    rounded, before = [np.zeros(w.size) for w in training.start], training.start
     for step in range(training.steps):
-        model.step([[g.tolist() for g in rank] for rank in training.gradients(step)])
-        after = [list(numbers) for numbers in model.weights]
+        model.step(training.gradients(step))
+        after = list(model.weights)
         if step + 1 >= warmup_steps:
-            rounded = [
-                mass + np.abs(old) + np.abs(np.subtract(new, old)) for mass, old, new in zip(rounded, before, after, strict=True)
-            ]
+            rounded = [mass + np.abs(old) + np.abs(new - old) for mass, old, new in zip(rounded, before, after, strict=True)]
         before = after
         mass = [torch.from_numpy(mass).view_as(w) for mass, w in zip(rounded, training.weights, strict=True)]
         training.step([after] * training.n, SUM(4), mass)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected.algorithms_plain import Exchange, Parameters
+from bagua_ref.conformance.expected.algorithms_numpy import Array, Exchange, array
 from bagua_ref.conformance.expected.compression_numpy import ErrorFeedback, kept, sent_count, topk_round
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, Draw, seeds, worlds
@@ -19,7 +20,6 @@ from bagua_ref.conformance.inputs.training_cases import (
     ONE_BUCKET,
     ByRank,
     any_kind,
-    array,
     each_gradient,
     grid_weights,
     multi_rank_worlds,
@@ -56,21 +56,19 @@ def _options(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
     return {"lr": 0.5, **flags, "compression": "MinMaxUInt8"}
 
 
-def _rounds_of(training: TrainingPlay, bucket: list[int]) -> ErrorFeedback:
-    options, dtype = training.options, training.dtypes[bucket[0]]
-    flags = options["hierarchical"], options["compression"], dtype, options.get("average", True)
-    return ErrorFeedback(list(training.nodes), *flags)
+def _memory_of(training: TrainingPlay, dtype: str) -> ErrorFeedback:
+    options = training.options
+    return ErrorFeedback(training.leaders(), options["compression"], dtype, options.get("average", True))
 
 
 def _follow(training: TrainingPlay) -> None:
-    memories = [(bucket, _rounds_of(training, bucket)) for bucket in training.layout()]
+    def average(start: Array, gradients: list[list[Array]], dtype: str) -> list[list[Array]]:
+        memory = _memory_of(training, dtype)
+        return [[memory.round(ranks)] * training.n for ranks in gradients]
+
     tolerance = SUM(16) if training.options["compression"] == "OneBit" else EXACT
-    for step in range(training.steps):
-        results: list[Any] = [ANYTHING] * len(training.weights)
-        for bucket, memory in memories:
-            for place, mine in training.by_place(memory.round(training.flat(step, bucket)), bucket).items():
-                results[place] = mine
-        training.step([results] * training.n, tolerance)
+    for results in training.of_buckets(training.layout(), average):
+        training.step(results, tolerance)
 
 
 _BYTEGRAD_WITH_MEMORY = TrainedAlgorithm(
@@ -104,19 +102,12 @@ def not_finite(lab: Lab, draw: Draw) -> None:
     )  # fmt: skip
 
 
-def _exchange(memory: ErrorFeedback) -> Exchange:
-    def run(ranks: Parameters, dtype: str) -> Parameters:
-        result = memory.round([np.array(x, np.float32) for x in ranks]).tolist()
-        return [list(result) for _ in ranks]
-
-    return run
+def _with_memory(training: TrainingPlay) -> Exchange:
+    memory = _memory_of(training, training.dtypes[0])
+    return lambda ranks, dtype: memory.round(ranks)
 
 
-def _follow_momenta(training: TrainingPlay) -> None:
-    follow_qadam(training, [_exchange(_rounds_of(training, bucket)) for bucket in training.layout()])
-
-
-_QADAM_WITH_MEMORY = replace(QADAM, method="qadam_with_memory", follow=_follow_momenta)
+_QADAM_WITH_MEMORY = replace(QADAM, method="qadam_with_memory", follow=partial(follow_qadam, exchange_of=_with_memory))
 
 
 # Top-k.
@@ -141,8 +132,7 @@ def _follow_topk(training: TrainingPlay) -> None:
         results: list[list[Any]] = [[ANYTHING] * len(training.weights) for _ in range(training.n)]
         memories: list[list[Any]] = [[ANYTHING] * len(training.weights) for _ in range(training.n)]
         if step < options["warmup_steps"]:
-            mean = [torch.stack(training.tensors(step, p)).double().mean(0).to(w.dtype) for p, w in enumerate(training.weights)]
-            results = [mean] * training.n
+            results = [[training.mean(step, place) for place in range(len(training.weights))]] * training.n
         for number, bucket in enumerate(layout if step >= options["warmup_steps"] else []):
             given = training.flat(step, bucket)
             if options["error_feedback"] and errors[number] is None:
@@ -224,8 +214,9 @@ def messages(lab: Lab, draw: Draw) -> None:
     for step, bucket in itertools.product(range(2), _layout(training)):
         sent = training.flat(step, bucket)
         if training.options["error_feedback"]:
-            known = [[training.seen("memories", rank, 0, p) for p in bucket] if step else [] for rank in range(training.n)]
-            sent = [p + (np.concatenate([*map(array, e)]) if step else np.float32(0)) for p, e in zip(sent, known, strict=True)]
+            zeros = [torch.zeros_like(training.weights[place]) for place in bucket]
+            known = [[training.seen("memories", rank, 0, p) for p in bucket] if step else zeros for rank in range(training.n)]
+            sent = [p + np.concatenate([array(e).ravel() for e in mine]) for p, mine in zip(sent, known, strict=True)]
         places = [torch.tensor(kept(p, sent_count(p.size, training.options["ratio"])), dtype=torch.int32) for p in sent]
         wanted += [places, [torch.from_numpy(p)[place.long()] for p, place in zip(sent, places, strict=True)]]
     training.do("gathered = [sends for what, sends in messages if what == 'allgather()' and sends[0].numel()]")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bagua_ref.conformance.expected import local_updates_numpy as plain
-from bagua_ref.conformance.expected.decentralized_numpy import stored
+from bagua_ref.conformance.expected.algorithms_numpy import stored
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, dtype_named, seeds, worlds
 from bagua_ref.conformance.inputs.training_cases import (
     PLAIN,

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bagua_ref.conformance.expected import compression_numpy as plain
+from bagua_ref.conformance.expected.algorithms_numpy import wide
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.inputs.strategies import FLOATS, Draw, bulk, seeds, worlds
 from bagua_ref.conformance.inputs.training_cases import (
@@ -29,7 +30,6 @@ from bagua_ref.conformance.inputs.training_cases import (
     of_rank,
     poisoned_at,
     usual,
-    wide,
 )
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import TrainedAlgorithm, TrainingPlay, exactly, of_kinds
@@ -100,10 +100,9 @@ def same_on_all_ranks(training: TrainingPlay, action: str, step: int, place: int
 
 def judge_mean(training: TrainingPlay, step: int, place: int, exact: bool = False) -> None:
     """Expect the mean."""
-    given = torch.stack(training.tensors(step, place)).double()
-    want = given.mean(0).to(training.weights[place].dtype)
+    want, size = training.mean(step, place), torch.stack(training.tensors(step, place)).double().abs().mean(0)
     for rank in range(training.n):
-        training.expect_seen("step", rank, step, place, want, EXACT if exact else SUM(training.n + 1), given.abs().mean(0))
+        training.expect_seen("step", rank, step, place, want, EXACT if exact else SUM(training.n + 1), size)
 
 
 def judge_round(training: TrainingPlay, step: int, place: int, exact: bool = False) -> None:
@@ -203,12 +202,11 @@ def rounds(lab: Lab, draw: Draw) -> None:
 def _judge_as_mean(training: TrainingPlay, ranks_of_steps: Sequence[int]) -> None:
     """Expect the mean of every step up to rounding, given each one's rank, unless rounding decides what Q spans."""
     for step, rank in enumerate(ranks_of_steps):
-        want = torch.stack(training.tensors(step, 0)).double().mean(0).to(training.weights[0].dtype)
         given, (_, _, columns) = _matrices(training, step, 0), _start(training, step, 0)
         values = np.linalg.svd(plain.added(given) @ columns, compute_uv=False)
         if not rank or values[rank - 1] > 1e-2 * values[0]:
             for number in range(training.n):
-                training.expect_seen("step", number, step, 0, want, ROUNDED, plain.norm(given))
+                training.expect_seen("step", number, step, 0, training.mean(step, 0), ROUNDED, plain.norm(given))
 
 
 def _products(ranks_of_steps: Sequence[int], seed: int, factors: Sequence[float]) -> Any:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from bagua_ref.conformance.expected.compression_numpy import norm
 from bagua_ref.conformance.expected.tolerances import SUM
-from bagua_ref.conformance.inputs.graph_cases import graph_cases
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, seeds, worlds
 from bagua_ref.conformance.inputs.training_cases import (
     PLAIN,
     ByRank,
     any_weights,
+    graph_cases,
     grid_weights,
     momenta,
     multi_rank_worlds,

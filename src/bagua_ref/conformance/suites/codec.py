@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 
 from bagua_ref.conformance.expected import codecs_scalar
 from bagua_ref.conformance.expected.codecs_scalar import BLOCK, FORMATS, HEADER, MINMAX, payload_size
-from bagua_ref.conformance.inputs.long_sizes import TAIL
 from bagua_ref.conformance.inputs.strategies import (
     COMPRESSIBLE,
     Draw,
@@ -29,6 +28,7 @@ from bagua_ref.conformance.lab.lab import KernelCall, Lab
 from bagua_ref.conformance.lab.payloads import compare_payload, is_payload, script_of_bound
 from bagua_ref.conformance.lab.violation import Violation
 from bagua_ref.conformance.suites.checks import check
+from bagua_ref.conformance.targets.target import TAIL
 
 MX = tuple(FORMATS)
 S12 = (*MX, "OneBit")

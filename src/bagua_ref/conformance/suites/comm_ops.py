@@ -11,11 +11,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected import algorithms_plain, decentralized_numpy
+from bagua_ref.conformance.expected import algorithms_numpy, decentralized_numpy
+from bagua_ref.conformance.expected.algorithms_numpy import array
 from bagua_ref.conformance.expected.tolerances import SUM
-from bagua_ref.conformance.inputs.graph_cases import doubly_stochastic, flawed, graph_cases, sized_worlds, sizes_of
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, bulk, mixed, paired_worlds, seeds, tensors, worlds
-from bagua_ref.conformance.inputs.training_cases import array
+from bagua_ref.conformance.inputs.training_cases import doubly_stochastic, flawed, graph_cases, sizes_of, worlds_of
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import RankScript
 from bagua_ref.conformance.lab.violation import literal
@@ -48,7 +48,7 @@ def _run(
     return script
 
 
-def _compare_rounds(lab: Lab, script: RankScript, what: str, wanted: Iterable[list[decentralized_numpy.Array]]) -> None:
+def _compare_rounds(lab: Lab, script: RankScript, what: str, wanted: Iterable[list[algorithms_numpy.Array]]) -> None:
     """Compare each rank's elements after each round."""
     for step, ranks in enumerate(wanted):
         for rank, want in enumerate(ranks):
@@ -63,10 +63,11 @@ def _centralized(
     inputs = _inputs(lab, draw, sum(nodes), len(nodes) if hierarchical else sum(nodes)) if given is None else given
     options = {"average": mean, "scattergather": True, "compression": compression, "hierarchical": hierarchical}
     script = _run(lab, draw, nodes, "centralized", inputs, **options)
-    leading, lists = list(nodes) if hierarchical else None, [x.tolist() for x in inputs]
-    for rank, want in enumerate(algorithms_plain.centralized(lists, lab.dtype_name, mean, compression is not None, leading)):
-        tensor = torch.tensor(want, dtype=torch.float64).to(lab.dtype)
-        script.expect(f"results[{rank}]", tensor, f"centralized({options}) on nodes {nodes}, rank {rank}")
+    one_byte, leading = compression is not None, list(nodes) if hierarchical else None
+    with np.errstate(all="ignore"):
+        want = torch.from_numpy(algorithms_numpy.centralized([*map(array, inputs)], lab.dtype_name, mean, one_byte, leading))
+    for rank in range(sum(nodes)):
+        script.expect(f"results[{rank}]", want.to(lab.dtype), f"centralized({options}) on nodes {nodes}, rank {rank}")
 
 
 @check("comm_ops", "S3.1", "scatter_gather", dtypes=FLOATS, effort=0.5)
@@ -138,7 +139,7 @@ def _decentralized(
     script = _run(lab, draw, nodes, method, by_rank, **{name: mode}, hierarchical=between)
     with np.errstate(all="ignore"):
         wanted = [
-            decentralized_numpy.average([*map(array, ranks)], lab.dtype_name, mode, between, list(nodes), step)
+            decentralized_numpy.average([*map(array, ranks)], lab.dtype_name, mode, list(nodes) if between else None, step)
             for step, ranks in enumerate(rounds)
         ]
     _compare_rounds(lab, script, f"{method}({literal(mode)}, hierarchical={between})", wanted)
@@ -165,9 +166,7 @@ def many_steps(lab: Lab, draw: Draw) -> None:
     nodes, count = lab.world(draw, st.sampled_from([(6,), (3, 3)])), draw(st.sampled_from([260, 520]))
     first = [torch.full((1,), float(2**rank)) for rank in range(6)]  # the sum names the ranks
     script = _run(lab, draw, nodes, "decentralized", [[x] * count for x in first], mode="shift_one", hierarchical=False)
-    averages = (
-        decentralized_numpy.average([*map(array, first)], "float32", "shift_one", False, list(nodes), step) for step in range(count)
-    )
+    averages = (decentralized_numpy.average([*map(array, first)], "float32", "shift_one", None, step) for step in range(count))
     _compare_rounds(lab, script, "decentralized(shift_one)", averages)
 
 
@@ -198,7 +197,7 @@ _NAMED_GRAPHS = {
 
 def _on_graph(lab: Lab, draw: Draw, graph: str) -> None:
     between = draw(st.booleans())
-    _decentralized(lab, draw, graph, lab.world(draw, sized_worlds(between, sizes_of(graph, 9))), between)
+    _decentralized(lab, draw, graph, lab.world(draw, worlds_of(between, sizes_of(graph, 9))), between)
 
 
 for _name, (_clause, _graph, _sentence) in _NAMED_GRAPHS.items():
@@ -211,7 +210,7 @@ for _name, (_clause, _graph, _sentence) in _NAMED_GRAPHS.items():
 def weighted(lab: Lab, draw: Draw) -> None:
     """Weighted sums are formed in the order of the row, each product rounded."""
     between = draw(st.booleans())
-    nodes = lab.world(draw, sized_worlds(between, st.integers(1, 9)))
+    nodes = lab.world(draw, worlds_of(between, st.integers(1, 9)))
     n = len(nodes) if between else sum(nodes)
     graphs = [doubly_stochastic(n, draw(seeds)) for _ in range(draw(st.integers(1, 3)))]
     _decentralized(lab, draw, graphs, nodes, between)
@@ -273,10 +272,10 @@ def _ring(lab: Lab, draw: Draw, nodes: tuple[int, ...], count: int, first: list[
     script = _run(lab, draw, nodes, "low_precision_decentralized", inputs, hierarchical=between)
     model = decentralized_numpy.Ring.of([array(start)] * (len(nodes) if between else sum(nodes)))
 
-    def step(ranks: list[decentralized_numpy.Array]) -> list[decentralized_numpy.Array]:
+    def step(ranks: list[algorithms_numpy.Array]) -> list[algorithms_numpy.Array]:
         return model.step(ranks, lab.dtype_name)
 
-    leading = decentralized_numpy.between_leaders
+    leading, run = list(nodes) if between else None, decentralized_numpy.between_leaders
     with np.errstate(all="ignore"):
-        wanted = [leading(step, [*map(array, ranks)], lab.dtype_name, between, list(nodes)) for ranks in rounds]
+        wanted = [run(step, [*map(array, ranks)], lab.dtype_name, leading) for ranks in rounds]
     _compare_rounds(lab, script, f"low_precision_decentralized(hierarchical={between})", wanted)

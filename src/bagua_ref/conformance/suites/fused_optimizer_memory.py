@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.twin_play import FLAGS, MOMENTA, OPTIONS, TwinPlay, any_twins, options_of, seeds
 from bagua_ref.conformance.lab.twins import LAYOUTS
 from bagua_ref.conformance.suites.checks import check
+from bagua_ref.conformance.suites.fused_optimizer import FLAGS, MOMENTA, OPTIONS, TwinPlay, any_twins, options_of, seeds
 
 SHARING = LAYOUTS[-3:]
 """Layouts in which elements share memory."""

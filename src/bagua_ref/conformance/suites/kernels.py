@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bagua_ref.conformance.expected import kernels_scalar
+from bagua_ref.conformance.expected.algorithms_numpy import wide
 from bagua_ref.conformance.expected.tolerances import EXACT, where_equal
 from bagua_ref.conformance.inputs.strategies import FLOATS, Draw, bulk, chunked, dtype_named, numbers, operands, seeds, tensors
-from bagua_ref.conformance.inputs.training_cases import wide
 from bagua_ref.conformance.lab.lab import KernelCall, Lab
 from bagua_ref.conformance.lab.violation import Violation
 from bagua_ref.conformance.suites.checks import check

@@ -1,10 +1,12 @@
-"""Targets: a backend's name, a KernelBackend, or any object with some of the parts that suites check."""
+"""Targets: a backend's name, a KernelBackend, or any object with some of the parts that suites check; and long inputs for them."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -13,12 +15,23 @@ from bagua_ref.backends import get_backend
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.errors import BackendUnavailableError
 
-__all__ = ["PARTS", "Target", "assemble", "load", "resolve"]
+__all__ = ["LONG", "PARTS", "TAIL", "Target", "assemble", "load", "resolve", "sizes_beyond"]
 
 PARTS = ("kernels", "communicator", "comm_ops", "algorithms", "samplers", "cache", "fuse_optimizer")
 """The attributes of a target that suites check."""
 
 _NOT_HERE = "<locals>"
+
+TAIL = 7
+"""Elements beyond a block: fewer than any vector has, and no multiple of one."""
+
+LONG = (2**17 + TAIL,)
+"""Numbers of elements of long inputs in all profiles but "large"."""
+
+_SHORTEST, _LONGEST = 65, 2**20
+_OURS = tuple(
+    f"bagua_ref.{name}" for name in ("backends.codec", "backends.reference", "comm_ops", "communicators", "contrib.complexities")
+)
 
 
 @dataclass
@@ -184,3 +197,39 @@ def _capabilities(part: Any) -> dict[str, Any]:
 def _device(kernels: Any) -> torch.device:
     types = getattr(kernels, "device_types", None)
     return torch.device("cpu" if not types or "cpu" in types else types[0])
+
+
+def sizes_beyond(tile_sizes: Sequence[int], parts: Sequence[Any]) -> tuple[int, ...]:
+    """Return sizes that end `TAIL` elements beyond a tile.
+
+    Tiles are those that a target declares, and as many elements as any integer from 65 to 2^20 in the code of the reference or of
+    the modules of a target's parts says, as any of them may be one.
+
+    >>> 262_151 in sizes_beyond([], [])
+    True
+    """
+    modules = {getattr(part, "__module__", None) or type(part).__module__ for part in parts}
+    loaded = [name for name in list(sys.modules) if name in modules or name.startswith(_OURS)]
+    integers = {number for name in loaded for number in _integers_of(name)}
+    found = {
+        *tile_sizes,
+        *(number for number in integers if _SHORTEST <= number <= _LONGEST),
+        *(size - TAIL for size in LONG),
+        _LONGEST,
+    }
+    return tuple(size + TAIL for size in sorted(found))
+
+
+def _integers_of(name: str) -> Iterator[int]:
+    loader = getattr(sys.modules[name], "__loader__", None)
+    try:
+        code = loader.get_code(name)  # type: ignore[union-attr]
+    except (AttributeError, ImportError, OSError):  # it has none, as a module in C
+        return
+    waiting = [code]
+    while waiting:
+        for constant in getattr(waiting.pop(), "co_consts", ()):
+            if isinstance(constant, CodeType):
+                waiting.append(constant)
+            elif type(constant) is int:
+                yield constant

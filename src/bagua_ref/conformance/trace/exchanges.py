@@ -17,6 +17,7 @@ from bagua_ref.backends.codec import COMPRESSIBLE
 from bagua_ref.base.untrusted import NATURAL, check_form, load_json
 from bagua_ref.comm_ops.low_rank import Matrix
 from bagua_ref.conformance.expected import compression_numpy, decentralized_numpy
+from bagua_ref.conformance.expected.algorithms_numpy import array, wide
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.formats.safetensors_file import name_of
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
@@ -175,8 +176,7 @@ def decentralized(records: Sequence[Record], nodes: Sequence[int], mode: str, hi
         raise NotReplayable(f"{mode} needs {MODES[mode].sizes} of {what}, and there are {members}")
     graph = [_shared_json(records, "graph", lambda rows: checked_graph(rows, members))] if mode == "function" else mode
     dtype = xs[0].dtype
-    arrays = [(x if dtype is torch.float64 else x.float()).numpy() for x in xs]
-    results = decentralized_numpy.average(arrays, name_of(dtype), graph, hierarchical, list(nodes), t)
+    results = decentralized_numpy.average([*map(array, xs)], name_of(dtype), graph, list(nodes) if hierarchical else None, t)
     values = [torch.from_numpy(result).to(dtype) for result in results]
     return Expected("x", values, *((SUM(len(xs) + hierarchical), _magnitude(xs, len(xs))) if mode == "all" else ()))
 
@@ -210,14 +210,14 @@ def on_ring(
 def async_round(records: Sequence[Record]) -> list[Expected]:
     """Return the sum of the snapshots (S3.6); and where x was recorded before and after, x with what the round has added to it."""
     snapshots = inputs(records, "snapshot", FLOATS)
-    wide = torch.stack(snapshots).to(torch.float64 if snapshots[0].dtype is torch.float64 else torch.float32)
+    total, n = torch.stack(snapshots).to(wide(snapshots[0].dtype)).sum(0), len(snapshots)
     found = []
     if all("reduced" in record.outputs for record in records):
-        found.append(Expected("reduced", [wide.sum(0)] * len(wide), SUM(len(wide)), _magnitude(snapshots, 1)))
+        found.append(Expected("reduced", [total] * n, SUM(n), _magnitude(snapshots, 1)))
     if all("before" in r.inputs | r.outputs and {"reduced", "x"} <= r.outputs.keys() for r in records):
         results = [(record.inputs | record.outputs)["before"].clone() for record in records]
         for x, record, snapshot in zip(results, records, snapshots, strict=True):
-            get_backend("reference").async_average_(x, record.outputs["reduced"], snapshot, len(records))
+            get_backend("reference").async_average_(x, record.outputs["reduced"], snapshot, n)
         found.append(Expected("x", results))
     if not found:
         raise NotReplayable("a round needs at least the input snapshot and the output reduced")
@@ -231,13 +231,12 @@ def powersgd_round(records: Sequence[Record], options: Mapping[str, Any]) -> lis
     """
     xs, k = _undivided(records, FLOATS), shared(records, "k")
     matrices = _shared_json(records, "matrices", lambda rows: _matrices(rows, xs[0].numel()))
-    n, dtype = len(xs), xs[0].dtype
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    n, dtype, kind = len(xs), xs[0].dtype, wide(xs[0].dtype)
     remembers, fresh = options["memory"] is not None, k == 0
-    qs = _kept(records, "q", [(a.m, a.r) for a in matrices], wide, fresh or not options["warm_start"])[0]
-    es = _kept(records, "e", [(a.n, a.m) for a in matrices], wide, fresh or not remembers)
+    qs = _kept(records, "q", [(a.m, a.r) for a in matrices], kind, fresh or not options["warm_start"])[0]
+    es = _kept(records, "e", [(a.n, a.m) for a in matrices], kind, fresh or not remembers)
     part = max(n + 1, 4) / _SPAN  # of what is only added up, and of what is rounded to 16 bits
-    arrays = [x.to(wide).numpy() for x in xs]
+    arrays = [*map(array, xs)]
     mean, mass = compression_numpy.added(arrays) / arrays[0].dtype.type(n), np.abs(np.stack(arrays).astype(float)).mean(0) * part
     left: list[list[Any]] = [[] for _ in xs]
     factors, of_errors, of_factors = [], [], []
@@ -277,7 +276,7 @@ def topk_round(records: Sequence[Record], options: Mapping[str, Any]) -> list[Ex
     errors = None
     if options["error_feedback"]:
         errors = [e for (e,) in _kept(records, "e", [(size,)], torch.float32, shared(records, "k", 1) == 0)]
-    gradients = [x[:size].float().numpy() for x in xs]
+    gradients = [array(x[:size]) for x in xs]
     result, left = compression_numpy.topk_round(gradients, errors, options["ratio"], name_of(xs[0].dtype))
     mean = torch.from_numpy(result).to(xs[0].dtype)
     found = [Expected("x", [torch.cat([mean, x[size:]]) for x in xs])]

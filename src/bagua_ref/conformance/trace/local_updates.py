@@ -13,6 +13,7 @@ from torch import Tensor
 from bagua_ref.algorithms.fragments import FragmentSchedule
 from bagua_ref.backends.base import FLOATS
 from bagua_ref.conformance.expected import local_updates_numpy
+from bagua_ref.conformance.expected.algorithms_numpy import array, wide
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, where_equal
 from bagua_ref.conformance.formats.safetensors_file import name_of
 from bagua_ref.conformance.trace.exchanges import Expected, NotReplayable, full_precision, inputs, low_precision, shared
@@ -189,10 +190,9 @@ def _mixed(records: Sequence[Record], mix: float) -> Expected:
     gs, values = [record.outputs["g"] for record in records], []
     for rank, (record, g) in enumerate(zip(records, gs, strict=True)):
         x = record.outputs["before"]
-        wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-        if x.dtype not in FLOATS or g.dtype is not wide or x.shape != g.shape:
+        if x.dtype not in FLOATS or g.dtype is not wide(x.dtype) or x.shape != g.shape:
             raise NotReplayable(f"output g of rank {rank} has {g.numel()} elements of {g.dtype}, before {x.numel()} of {x.dtype}")
-        mixed = local_updates_numpy.mixed(x.to(wide).numpy(), g.numpy(), mix, name_of(x.dtype))
+        mixed = local_updates_numpy.mixed(array(x), g.numpy(), mix, name_of(x.dtype))
         values.append(torch.from_numpy(mixed).to(x.dtype))
     return Expected("weights", values)
 

@@ -2,8 +2,15 @@
 
 from bagua_ref.conformance.clauses import VECTORS_VERSION
 from bagua_ref.conformance.vectors.case import Case
-from bagua_ref.conformance.vectors.check import VectorsReport, Verdict, check_outputs
-from bagua_ref.conformance.vectors.files import VectorsError, all_cases, export_vectors, read_manifest
+from bagua_ref.conformance.vectors.files import (
+    VectorsError,
+    VectorsReport,
+    Verdict,
+    all_cases,
+    check_outputs,
+    export_vectors,
+    read_manifest,
+)
 
 __all__ = [
     "VECTORS_VERSION",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.conformance.expected import (
-    algorithms_plain,
+    algorithms_numpy,
     codecs_scalar,
     collectives_plain,
     compression_numpy,
@@ -25,6 +25,7 @@ from bagua_ref.conformance.expected import (
     local_updates_numpy,
     samplers_plain,
 )
+from bagua_ref.conformance.expected.algorithms_numpy import array
 
 __all__ = ["Given", "answer", "stretches_of"]
 
@@ -46,6 +47,12 @@ class Given:
 
     def __getattr__(self, name: str) -> Any:
         return self.parameters[name] if name in self.parameters else self.inputs[name]
+
+    @property
+    def leaders(self) -> list[int] | None:
+        """The number of ranks on each node if node leaders communicate, None if all ranks do."""
+        nodes: list[int] = self.parameters["nodes"]
+        return nodes if self.parameters["hierarchical"] else None
 
     def options(self, *names: str) -> dict[str, Any]:
         """Return these parameters."""
@@ -69,11 +76,6 @@ def _tensor(values: Any, dtype: str) -> Tensor:
 
 def _integers(values: Iterable[int]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.int64)
-
-
-def _array(x: Tensor) -> Any:
-    """Return an array of float32, or of float64."""
-    return (x if x.dtype is torch.float64 else x.float()).numpy()
 
 
 def _rows(arrays: Any, dtype: str) -> Tensor:
@@ -131,27 +133,22 @@ def _roundtrip(c: Given) -> Tensors:
     return {**payload, **_decompress(Given(c.operation, c.dtype, {**c.parameters, "num_elements": c.x.numel()}, payload))}
 
 
-def _centralized(c: Given) -> Tensors:
-    return {"x": _reduced(c, c.x.tolist())}
-
-
-def _reduced(c: Given, xs: list[list[float]]) -> Tensor:
+def _reduced(c: Given, ranks: Any) -> Tensor:
     one_byte, average = c.operation in ("centralized_low_precision", "qadam_momentum"), c.parameters.get("average", True)
-    nodes = c.nodes if c.hierarchical else None
-    return _tensor(algorithms_plain.centralized(xs, c.dtype, average, one_byte, nodes), c.dtype)
+    return _rows([algorithms_numpy.centralized(list(ranks), c.dtype, average, one_byte, c.leaders)] * sum(c.nodes), c.dtype)
 
 
 def _qadam_momentum(c: Given) -> Tensors:
     m, update = c.m.tolist(), kernels_scalar.update_momentum
     xs = [[update(c.dtype, old, new, c.beta1) for old, new in zip(m, grad, strict=True)] for grad in c.grad.tolist()]
-    return {"m": _reduced(c, xs)}
+    return {"m": _reduced(c, np.array(xs, np.float32))}
 
 
 def _on_updates(c: Given, step: Callable[[list[Any], int], list[Any]]) -> Tensor:
     """Return all ranks' weights after each step, before which the updates are added."""
-    ranks, after = list(_array(c.x)), []
+    ranks, after = list(array(c.x)), []
     for t, update in enumerate(c.updates):
-        ranks = step([decentralized_numpy.stored(x + u, c.dtype) for x, u in zip(ranks, _array(update), strict=True)], t)
+        ranks = step([algorithms_numpy.stored(x + u, c.dtype) for x, u in zip(ranks, array(update), strict=True)], t)
         after.append(_rows(ranks, c.dtype))
     return torch.stack(after)
 
@@ -159,17 +156,17 @@ def _on_updates(c: Given, step: Callable[[list[Any], int], list[Any]]) -> Tensor
 def _decentralized(c: Given) -> Tensors:
     mode = c.parameters.get("graph", "shift_one")
     average = decentralized_numpy.average
-    return {"x": _on_updates(c, lambda ranks, t: average(ranks, c.dtype, mode, c.hierarchical, c.nodes, t))}
+    return {"x": _on_updates(c, lambda ranks, t: average(ranks, c.dtype, mode, c.leaders, t))}
 
 
 def _ring(c: Given) -> Tensors:
-    members, between = c.nodes if c.hierarchical else [1] * sum(c.nodes), decentralized_numpy.between_leaders
-    ring = decentralized_numpy.Ring.of([group[0] for group in decentralized_numpy.split(list(_array(c.x)), members)])
+    members, between = c.leaders or [1] * sum(c.nodes), decentralized_numpy.between_leaders
+    ring = decentralized_numpy.Ring.of([group[0] for group in algorithms_numpy.split(list(array(c.x)), members)])
 
     def average(ranks: list[Any]) -> list[Any]:
         return ring.step(ranks, c.dtype)
 
-    x = _on_updates(c, lambda ranks, t: between(average, ranks, c.dtype, c.hierarchical, c.nodes))
+    x = _on_updates(c, lambda ranks, t: between(average, ranks, c.dtype, c.leaders))
     return {"x": x, **{name: _rows(rows, c.dtype) for name, rows in {"weight": ring.W, "left": ring.L, "right": ring.R}.items()}}
 
 
@@ -210,25 +207,23 @@ def _alltoall_v(c: Given) -> Tensors:
     return {"out": torch.stack(collectives_plain.alltoall_v(list(c.x), list(c.before), *layout))}
 
 
-def _on_gradients(c: Given, exchange: algorithms_plain.Exchange) -> Tensors:
-    gradients: Any = [[_split(rank, c.sizes) for rank in ranks] for ranks in c.gradients.tolist()]
-    weights, dtypes = _split(c.x.tolist(), c.sizes), [c.dtype] * len(c.sizes)
-    history = algorithms_plain.train_on_gradients(weights, gradients, c.lr, dtypes, 10 * 2**20, exchange)
-    after = _tensor([[w for weights in parameters for w in weights] for parameters in history], c.dtype)
-    return {"x": after.unsqueeze(1).repeat(1, sum(c.nodes), 1)}
+def _on_gradients(c: Given, exchange: algorithms_numpy.Exchange) -> Tensors:
+    order = np.concatenate(_split(np.arange(c.x.numel()), c.sizes)[::-1])  # of parameters in their bucket (S2.1)
+    gradients = [list(array(ranks)[:, order]) for ranks in c.gradients]
+    history = algorithms_numpy.train_on_gradients(array(c.x)[order], gradients, c.lr, c.dtype, exchange)
+    return {"x": _rows([[weights[np.argsort(order)]] * sum(c.nodes) for weights in history], c.dtype)}
 
 
 def _on_weights(c: Given, mode: str | None) -> Tensors:
-    gradients, interval = [list(_array(ranks)) for ranks in c.gradients], c.communication_interval
+    gradients, interval = [list(array(ranks)) for ranks in c.gradients], c.communication_interval
     train = decentralized_numpy.train_decentralized
-    history = train(_array(c.x), gradients, c.lr, c.dtype, c.nodes, mode, c.hierarchical, interval)
-    return {"x": torch.stack([_rows(ranks, c.dtype) for ranks in history])}
+    return {"x": _rows(train(array(c.x), gradients, c.lr, c.dtype, c.leaders, mode, interval), c.dtype)}
 
 
 def _local_training(c: Given) -> tuple[list[Any], Any, list[str]]:
     """Return the weights, the gradients by step, rank and parameter, and the dtypes."""
-    gradients = [[_split(_array(g), c.sizes) for g in ranks] for ranks in c.gradients]
-    return _split(_array(c.x), c.sizes), gradients, [c.dtype] * len(c.sizes)
+    gradients = [[_split(array(g), c.sizes) for g in ranks] for ranks in c.gradients]
+    return _split(array(c.x), c.sizes), gradients, [c.dtype] * len(c.sizes)
 
 
 def _joined(ranks: list[list[Any]], dtype: str) -> Tensor:
@@ -255,7 +250,7 @@ def _diloco(c: Given) -> Tensors:
     for of_ranks in gradients:
         model.step(of_ranks)
         xs.append(_joined(model.ranks, c.dtype))
-        shown = model.ranks if model.g is None else [[decentralized_numpy.stored(g, c.dtype) for g in model.g]] * n
+        shown = model.ranks if model.g is None else [[algorithms_numpy.stored(g, c.dtype) for g in model.g]] * n
         gs.append(_joined(shown, c.dtype))
     return {"x": torch.stack(xs), "g": torch.stack(gs)}
 
@@ -291,22 +286,22 @@ def _topk(c: Given) -> Tensors:
     errors = [np.zeros(size, np.float32) for _ in range(ranks)] if c.error_feedback else None
     xs, kept = [], []
     for step in c.gradients:
-        result, errors = compression_numpy.topk_round(list(_array(step)), errors, c.ratio, c.dtype)
+        result, errors = compression_numpy.topk_round(list(array(step)), errors, c.ratio, c.dtype)
         xs.append(result)
         kept.append(errors)
     return {"x": _rows(xs, c.dtype)} | ({"errors": _rows(kept, "float32")} if c.error_feedback else {})
 
 
 def _error_feedback(c: Given) -> Tensors:
-    memory = compression_numpy.ErrorFeedback(c.nodes, c.hierarchical, c.codec, c.dtype, c.average)
-    rounds = [(memory.round(list(_array(step))), memory.workers, memory.servers) for step in c.gradients]
+    memory = compression_numpy.ErrorFeedback(c.leaders, c.codec, c.dtype, c.average)
+    rounds = [(memory.round(list(array(step))), memory.workers, memory.servers) for step in c.gradients]
     xs, workers, servers = zip(*rounds, strict=True)
     return {"x": _rows(xs, c.dtype), "e": _rows(workers, "float32"), "f": _rows(servers, "float32")}
 
 
 def _qadam_step(c: Given) -> Tensors:
-    (p, m, v), betas = (x.tolist() for x in (c.p, c.m, c.v)), (c.beta1, c.beta2)
-    return {"p": _tensor(algorithms_plain.step_along_momentum(c.dtype, p, m, v, c.s, lr=c.lr, betas=betas, eps=c.eps), c.dtype)}
+    (p, m, v), betas = map(array, (c.p, c.m, c.v)), (c.beta1, c.beta2)
+    return {"p": _rows(algorithms_numpy.step_along_momentum(c.dtype, p, m, v, c.s, lr=c.lr, betas=betas, eps=c.eps), c.dtype)}
 
 
 def _items_of_replicas(c: Given, **cut: Any) -> list[list[Any]]:
@@ -359,7 +354,7 @@ _ANSWERS: dict[str, Answer] = {
     "codec/roundtrip_minmax_uint8": _roundtrip,
     "codecs/codec_compress": _compress,
     "codecs/codec_decompress": _decompress,
-    "comm_ops": _centralized,
+    "comm_ops": lambda c: {"x": _reduced(c, array(c.x))},
     "comm_ops/decentralized_shift_one": _decentralized,
     "comm_ops/low_precision_decentralized": _ring,
     "comm_ops/async_average": _async_average,
@@ -369,8 +364,8 @@ _ANSWERS: dict[str, Answer] = {
     "graphs/graph_sources": _graph_sources,
     "collectives": _collective,
     "collectives/alltoall_v": _alltoall_v,
-    "algorithms/gradient_allreduce": lambda c: _on_gradients(c, algorithms_plain.full_precision(c.average)),
-    "algorithms/bytegrad": lambda c: _on_gradients(c, algorithms_plain.one_byte(c.average, c.nodes, c.hierarchical)),
+    "algorithms/gradient_allreduce": lambda c: _on_gradients(c, algorithms_numpy.full_precision(c.average)),
+    "algorithms/bytegrad": lambda c: _on_gradients(c, algorithms_numpy.one_byte(c.average, c.leaders)),
     "algorithms/decentralized": lambda c: _on_weights(c, c.peer_selection_mode),
     "algorithms/low_precision_decentralized": lambda c: _on_weights(c, None),
     "algorithms/qadam_frozen_step": _qadam_step,
@@ -382,7 +377,7 @@ _ANSWERS: dict[str, Answer] = {
         "averages": _integers(local_updates_numpy.is_averaged(t, **c.parameters) for t in c.step.tolist())
     },
     "local_updates/diloco_schedule": lambda c: {"sent": _fragments_due(c, c.delay), "applied": _fragments_due(c, 0)},
-    "local_updates/mix": lambda c: {"x": _rows(local_updates_numpy.mixed(_array(c.x), _array(c.g), c.mix, c.dtype), c.dtype)},
+    "local_updates/mix": lambda c: {"x": _rows(local_updates_numpy.mixed(array(c.x), array(c.g), c.mix, c.dtype), c.dtype)},
     "local_updates/local_sgd": _local_sgd,
     "local_updates/diloco": _diloco,
     "compressed_gradients/powersgd_rank": _powersgd_rank,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bagua_ref.backends.base import FLOATS
 from bagua_ref.backends.codec import COMPRESSIBLE
+from bagua_ref.conformance.expected.algorithms_numpy import wide
 from bagua_ref.conformance.expected.compression_numpy import fresh, product
 from bagua_ref.conformance.vectors.case import KINDS, Case, numbers_of, tensor_of
 
@@ -190,13 +191,12 @@ def _schedules() -> Iterator[Case]:
 
 def _mixes(dtype: torch.dtype) -> Iterator[Case]:
     """Yield weights after mixing with g, which is float32 (float64 for float64)."""
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
     for kind in ("plain", "wide", "denormal", "huge", "special", "zeros"):
         for mix in (0.0, 0.3, 0.5, 0.9, 1.0):
             numbers = numbers_of("local_updates", "mix", dtype, f"{kind}-{mix:g}")
-            x, g = numbers.of(kind, 33, dtype), numbers.of(kind, 33, dtype).to(wide)
+            x, g = numbers.of(kind, 33, dtype), numbers.of(kind, 33, dtype).to(wide(dtype))
             if kind in ("plain", "wide"):  # bits that x has no room for
-                g = g + g * numbers.uniform(33, wide, -1e-3, 1e-3)
+                g = g + g * numbers.uniform(33, wide(dtype), -1e-3, 1e-3)
             yield Case("local_updates", "mix", "S9.4", dtype, f"{kind}-{mix:g}", {"x": x, "g": g}, {"mix": mix}, (KINDS[kind],))
 
 

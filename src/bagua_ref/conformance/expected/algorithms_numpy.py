@@ -1,0 +1,226 @@
+"""Exchange of gradients between n ranks (S3.1 to S3.3), and training on it (S2.1, S2.2, S2.5, S5.1, S5.2, S5.5), of all ranks.
+
+A rank's numbers are a flat NumPy array of numbers of the dtype, held as float32 (float64 for float64), of which every operation
+rounds to nearest-even; ``stored`` then rounds to the dtype. ``nodes`` holds how many ranks each node has, in rank order, if node
+leaders communicate; None: all ranks do. What operations return is the same on all ranks.
+
+QAdam's warm-up is the installed ``torch.optim.Adam``, because that is how S5.5 defines it: its fused operations are not the same on
+every processor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bagua_ref.conformance.expected.codecs_scalar import MINMAX, compress_chunk, decompress_chunk
+
+Array: TypeAlias = npt.NDArray[Any]
+Exchange = Callable[[list[Array], str], Array]
+"""Each rank's numbers of one bucket, and their dtype -> what every rank has after the operation."""
+
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of ``dtype`` are computed."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def array(x: torch.Tensor) -> Array:
+    """Return a tensor's numbers as float32 (float64 for float64)."""
+    found: Array = x.to(wide(x.dtype)).numpy()
+    return found
+
+
+def stored(values: Array, dtype: str) -> Array:
+    """Round to the dtype."""
+    if dtype == "float16":
+        return values.astype(np.float16).astype(np.float32)
+    if dtype == "bfloat16":
+        bits = values.view(np.uint32)
+        up = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        rounded = ((bits + up) & np.uint32(0xFFFF0000)).view(np.float32)
+        return np.where(np.isfinite(values), rounded, values)
+    return values
+
+
+def step_of_sgd(x: Array, grad: Array, lr: float, dtype: str) -> Array:
+    """Take a step of plain SGD; equals torch's if lr * grad is a number of the dtype."""
+    return stored(x - x.dtype.type(lr) * grad, dtype)
+
+
+def restored(x: Array, dtype: str, codec: str = MINMAX) -> Array:
+    """Return x after compression as one chunk and decompression."""
+    return np.array(decompress_chunk(codec, compress_chunk(codec, x.tolist(), dtype), x.size, dtype), x.dtype)
+
+
+def added(ranks: list[Array]) -> Array:
+    """Return ``((+0 + rank 0's) + rank 1's) + ...`` (S3.7)."""
+    total: Array = functools.reduce(np.add, ranks, np.zeros_like(ranks[0]))
+    return total
+
+
+def split(ranks: list[Any], nodes: list[int]) -> list[list[Any]]:
+    """Return the ranks node by node."""
+    ends = np.cumsum(nodes)
+    return [ranks[end - size : end] for end, size in zip(ends, nodes, strict=True)]
+
+
+def padded(ranks: list[Array], nodes: list[int] | None) -> list[Array]:
+    """Return each rank's numbers with zeros after them, for whole chunks (S2.2, S5.2)."""
+    return [np.pad(x, (0, -x.size % math.lcm(len(ranks), len(nodes or ranks)))) for x in ranks]
+
+
+def scatter_gather(ranks: list[Array], dtype: str, average: bool = True) -> Array:
+    """Return the sum in rank order, for the mean divided by n, rounded once (S3.1, S3.7)."""
+    return stored(added(ranks) / ranks[0].dtype.type(len(ranks) if average else 1), dtype)
+
+
+def low_precision(ranks: list[Array], dtype: str, average: bool) -> Array:
+    """Send chunk t of every rank to rank t as one byte per element, reduce it there, and send back the result (S3.2)."""
+    chunks = zip(*(np.split(x, len(ranks)) for x in ranks), strict=True)
+    reduced = [scatter_gather([restored(x, dtype) for x in chunk], dtype, average) for chunk in chunks]
+    return np.concatenate([restored(x, dtype) for x in reduced])
+
+
+def inputs_of_leaders(ranks: list[Array], dtype: str, average: bool, nodes: list[int]) -> list[Array]:
+    """Return the leaders' inputs: the sums of nodes in float32, for the mean divided by float32(n/L), rounded once (S3.3)."""
+    divisor = len(ranks) / len(nodes) if average else 1
+    return [stored(added(node) / ranks[0].dtype.type(divisor), dtype) for node in split(ranks, nodes)]
+
+
+def centralized(ranks: list[Array], dtype: str, average: bool, one_byte: bool, nodes: list[int] | None) -> Array:
+    """Reduce all ranks' numbers, as one byte per element or in full (S3.1 to S3.3)."""
+    operation = low_precision if one_byte else scatter_gather
+    return operation(ranks if nodes is None else inputs_of_leaders(ranks, dtype, average, nodes), dtype, average)
+
+
+def buckets(sizes: list[int], dtypes: list[str], bucket_bytes: int) -> list[list[int]]:
+    """Return which parameters share a bucket, in the order in which they lie there (S2.1)."""
+    found = []
+    for dtype in ("bfloat16", "float16", "float32", "float64"):
+        places, filled = [], 0
+        for place in range(len(sizes) - 1, -1, -1):
+            if dtypes[place] == dtype:
+                places.append(place)
+                filled += sizes[place] * _BYTES[dtype]
+                if filled >= bucket_bytes:
+                    found.append(places)
+                    places, filled = [], 0
+        if places:
+            found.append(places)
+    return found
+
+
+def full_precision(average: bool) -> Exchange:
+    """Return the sum or mean over all ranks (S5.1)."""
+    return lambda ranks, dtype: scatter_gather(ranks, dtype, average)
+
+
+def one_byte(average: bool, nodes: list[int] | None) -> Exchange:
+    """Return the exchange of S5.2: pad with zeros, then send one byte per element."""
+    return lambda ranks, dtype: centralized(padded(ranks, nodes), dtype, average, True, nodes)[: ranks[0].size]
+
+
+def train_on_gradients(start: Array, gradients: list[list[Array]], lr: float, dtype: str, exchange: Exchange) -> list[Array]:
+    """Return a bucket's weights after each step, which are the same on all ranks; gradients come by step and rank (S5.1, S5.2)."""
+    weights, history = start, []
+    for ranks in gradients:
+        weights = step_of_sgd(weights, exchange(ranks, dtype), lr, dtype)
+        history.append(weights)
+    return history
+
+
+class QAdam:
+    """QAdam on n ranks at once, which hold the same weights and moments at every step.
+
+    Args:
+        weights: each parameter's numbers.
+        options: each parameter's ``lr``, ``betas``, ``eps`` and ``weight_decay``.
+        warmup_steps: the last step with exact gradients.
+        exchanges: places of the parameters in each bucket, in order, and the exchange of its momenta.
+        dtype: of all parameters.
+    """
+
+    def __init__(
+        self,
+        weights: list[Array],
+        options: list[dict[str, Any]],
+        warmup_steps: int,
+        exchanges: list[tuple[list[int], Exchange]],
+        dtype: str = "float32",
+    ) -> None:
+        self.weights, self.options, self.warmup_steps = list(weights), options, warmup_steps
+        self.dtype, self._exchanges = dtype, exchanges
+        self.m, self.v = ([np.zeros_like(w) for w in weights] for _ in range(2))
+        self.s = 0
+        self._in_torch = [torch.nn.Parameter(torch.tensor(w).to(getattr(torch, dtype))) for w in weights]
+        groups = [{"params": [p], **o} for p, o in zip(self._in_torch, options, strict=True)]
+        self._adam = torch.optim.Adam(groups, foreach=False)
+
+    @np.errstate(all="ignore")
+    def step(self, gradients: list[list[Array]]) -> None:
+        """Take a step with every rank's gradients."""
+        self.s += 1
+        if self.s > self.warmup_steps:
+            self._exchange_momenta(gradients)
+        if self.s < self.warmup_steps:
+            self._step_adam(gradients)
+            return
+        for place, w in enumerate(self.weights):
+            options = {name: self.options[place][name] for name in ("lr", "betas", "eps")}
+            self.weights[place] = step_along_momentum(
+                self.dtype, w, self.m[place], self.v[place], self.s, keeps_zeros=self.s > self.warmup_steps, **options
+            )
+
+    def _step_adam(self, gradients: list[list[Array]]) -> None:
+        for place, parameter in enumerate(self._in_torch):
+            parameter.grad = torch.tensor(scatter_gather([rank[place] for rank in gradients], self.dtype)).to(parameter.dtype)
+        self._adam.step()
+        for place, parameter in enumerate(self._in_torch):
+            state, kind = self._adam.state[parameter], self.weights[place].dtype
+            kept = (parameter, state["exp_avg"], state["exp_avg_sq"])
+            self.weights[place], self.m[place], self.v[place] = (np.array(x.tolist(), kind) for x in kept)
+
+    def _exchange_momenta(self, gradients: list[list[Array]]) -> None:
+        for bucket, exchange in self._exchanges:
+            momenta = [[self._updated(place, rank[place]) for place in bucket] for rank in gradients]
+            result = exchange([np.concatenate(of_rank) for of_rank in momenta], self.dtype)
+            ends = np.cumsum([self.m[place].size for place in bucket])[:-1]
+            for place, m in zip(bucket, np.split(result, ends), strict=True):
+                self.m[place] = m
+
+    def _updated(self, place: int, grad: Array) -> Array:
+        """Return a rank's m with its own gradient, ``beta1*m + (1-beta1)*grad``."""
+        m, beta1 = self.m[place], self.options[place]["betas"][0]
+        return stored(m.dtype.type(beta1) * m + m.dtype.type(1 - beta1) * grad, self.dtype)
+
+
+def step_along_momentum(
+    dtype: str,
+    weights: Array,
+    m: Array,
+    v: Array,
+    s: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    keeps_zeros: bool = True,
+) -> Array:
+    """Return one parameter's weights after step s of S5.5; where v is 0, they stay as they are if ``keeps_zeros``."""
+    number = weights.dtype.type
+    step_size, correction = number(-lr / (1 - betas[0] ** s)), number((1 - betas[1] ** s) ** 0.5)
+    # A float16 denominator is formed in float32, where eps does not vanish.
+    wide = "float32" if dtype == "float16" else dtype
+    root = np.array(torch.tensor(v).to(getattr(torch, wide)).sqrt().tolist(), v.dtype)  # its last bit is torch's own (S1)
+    denominator = stored(stored(root / correction, wide) + stored(np.full(1, eps, v.dtype), wide), wide)
+    moved = stored(weights + step_size * m / denominator, dtype)
+    return np.where((root == 0) & keeps_zeros, weights, moved)
