@@ -64,8 +64,7 @@ demo: $(VENV)/.demo  ## train on handwritten digits with every algorithm, 4 proc
 
 test: $(VENV)/.dev  ## everything that must be green: style, types, docs, examples, all properties (quick profile)
 	@$(MAKE) --jobs=3 --output-sync --no-print-directory lint types docs
-	$(pytest) -q tests/test_import.py  # alone: it measures time
-	$(pytest) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not proof" --ignore=tests/test_import.py --shuffle=$(SEED) $(PYTEST_ARGS)
+	$(pytest) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not proof" --shuffle=$(SEED) $(PYTEST_ARGS)
 
 # The MPI that tests/outside is run on.
 $(VENV)/.mpi: $(VENV)/.dev tests/outside/requirements.txt
@@ -144,7 +143,6 @@ docs: $(VENV)/.dev  ## build the documentation into site/, strictly
 lint: $(VENV)/.dev
 	$(bin)/ruff format --check .
 	$(bin)/ruff check .
-	$(bin)/bandit -q -c pyproject.toml -r src examples
 
 types: $(VENV)/.dev
 	$(bin)/mypy

@@ -81,6 +81,13 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [f"random order: --shuffle={config.option.shuffle}"] if config.option.shuffle else []
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without proofs where only these are wanted, as each process would import all files for them."""
+    if config.option.markexpr != "proof" or collection_path.suffix != ".py" or collection_path.parent.name in ("meta", "proof"):
+        return None
+    return "proof" not in collection_path.read_text(encoding="utf-8") or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name in ("meta", "proof"):
@@ -102,6 +109,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of what catches warnings and logs
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    if "PYTEST_XDIST_WORKER" in os.environ and (launch := sys.modules.get("tests.launch")):
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # for what workers write
+        launch.fork_server()  # the test files are imported, and all that they need
+        capture.suspend_global_capture()
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -36,7 +36,7 @@ from bagua_ref.algorithms import (
     QAdamAlgorithm,
     QAdamOptimizer,
 )
-from bagua_ref.scheduling.rounds import Round
+from bagua_ref.scheduling.engine import Round
 
 BATCH = 32
 Loss = Callable[[nn.Module], Tensor]

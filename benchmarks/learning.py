@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 import bagua_ref
 from bagua_ref.cli.recipes import ALONE, RECIPES, make_model, make_optimizer
-from bagua_ref.integrations.trained_module import Recipe
+from bagua_ref.data_parallel.wrapping import Recipe
 
 PROCESSES, BATCH, EPOCHS, SEEDS = 4, 64, 10, range(5)
 

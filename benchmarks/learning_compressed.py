@@ -18,7 +18,7 @@ from learning import EPOCHS, PROCESSES, accuracies
 
 import bagua_ref
 from bagua_ref.cli.recipes import RECIPES
-from bagua_ref.integrations.trained_module import Recipe
+from bagua_ref.data_parallel.wrapping import Recipe
 
 BASELINE = "gradient_allreduce"
 

@@ -7,10 +7,12 @@ Workers are forked from a server process that has imported torch; each ends with
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
-import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import pickle
 import runpy
@@ -27,6 +29,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -52,6 +55,27 @@ def preload(*modules: str) -> None:
 
 
 preload()
+
+
+def fork_server() -> None:
+    """Start the server that forks all workers as a fork of this process, which has imported all that they need."""
+
+    def fork(_path: bytes, command: list[str], passed: list[int]) -> int:
+        if server := os.fork():
+            return server
+        try:
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not a test's file
+            for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *passed}:
+                with contextlib.suppress(OSError):  # that of the list itself
+                    os.close(descriptor)
+            exec(command[-1], {})
+        finally:
+            os._exit(0)
+
+    multiprocessing.resource_tracker.ensure_running()  # starts an interpreter of its own
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing.util, "spawnv_passfds", fork)
+        multiprocessing.forkserver.ensure_running()
 
 
 @dataclass

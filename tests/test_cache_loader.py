@@ -20,9 +20,9 @@ from tests.cache_servers import Server, eventually, every_backend, need, servers
 from tests.cache_values import Pair, Sample, same
 
 from bagua_ref.contrib import CacheLoader
-from bagua_ref.contrib.cache import codec, counters
+from bagua_ref.contrib.cache import codec, guard
 from bagua_ref.contrib.cache.codec import encode
-from bagua_ref.contrib.cache.counters import CacheStats, Counters
+from bagua_ref.contrib.cache.guard import CacheStats, Counters
 from bagua_ref.errors import BackendUnavailableError
 
 
@@ -381,9 +381,9 @@ def test_counts_read_well():
 
 def test_counters_outlive_more_processes_than_there_are_rows(monkeypatch):
     shared = Counters()
-    monkeypatch.setattr(counters, "_is_alive", lambda pid: False)
+    monkeypatch.setattr(guard, "_is_alive", lambda pid: False)
     for pid in range(1000, 1000 + 3 * 256):
-        monkeypatch.setattr(counters, "os", SimpleNamespace(getpid=lambda pid=pid: pid))
+        monkeypatch.setattr(guard, "os", SimpleNamespace(getpid=lambda pid=pid: pid))
         shared.add(hits=1, bytes_read=10)
         shared.add(errors=2)
     assert shared.total() == CacheStats(hits=768, misses=0, errors=1536, bytes_read=7680, bytes_written=0)

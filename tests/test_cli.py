@@ -35,7 +35,7 @@ from bagua_ref.cli import _parser, balance, demo, doctor, main
 from bagua_ref.cli.command import Commands
 from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Settings, TrainingOutcome, train
 from bagua_ref.cli.report import draw_curves, print_table, trailing_mean, write_report
-from bagua_ref.integrations.trained_module import Recipe
+from bagua_ref.data_parallel.wrapping import Recipe
 from bagua_ref.simulation import SimulatedWorld
 
 SOURCE = Path(__file__).parents[1] / "src"

@@ -13,8 +13,7 @@ from tests.trainings import on_every_rank
 from bagua_ref.base.runtime import RealWorld, current_world
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
-from bagua_ref.scheduling.engine import Engine, Readiness
-from bagua_ref.scheduling.rounds import Round
+from bagua_ref.scheduling.engine import Engine, Readiness, Round
 from bagua_ref.simulation import SimulatedWorld
 
 

@@ -53,7 +53,7 @@ HOUSE = (
             "communicators.failures", "communicators.job_store", "communicators.processes", "communicators.failures",
             "communicators.waiting", "communicators.pipelining", "communicators.int_sockets", "communicators.mesh",
             "communicators.shared_memory", "communicators.gloo_sockets", "communicators.processes",
-            "communicators.call_sites", "communicators.tasks", "communicators.simulated", "communicators.scheduler",
+            "communicators.tasks", "communicators.simulated", "communicators.scheduler",
             "communicators.simulated_group",
         ),
         layers(range(3)),

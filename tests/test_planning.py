@@ -44,7 +44,7 @@ from bagua_ref.planning import (
     predict,
 )
 from bagua_ref.planning.advice import changed, compare, first_of, turning_point
-from bagua_ref.planning.timeline import own_seconds
+from bagua_ref.planning.steps import own_seconds
 from bagua_ref.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld
 

@@ -327,7 +327,9 @@ def test_the_command_line(right: Path, tmp_path: Path, capsys: pytest.CaptureFix
     training.build()
     training.run(tmp_path / "b")
     assert main(["trace", "diff", str(right), str(right)]) == 0
-    assert capsys.readouterr().out.endswith("EQUAL\n")
+    out = capsys.readouterr().out
+    assert ", 1 rank, " in out
+    assert out.endswith("EQUAL\n")
     assert main(["trace", "diff", str(right), str(tmp_path / "b"), "--png", str(tmp_path / "x.png")]) == 1
     text = capsys.readouterr().out
     assert "random state" in text

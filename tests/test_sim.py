@@ -23,9 +23,9 @@ from tests.sim_scripts import RIGHT, SCRIPTS, Script, right
 from bagua_ref.cli import main
 from bagua_ref.conformance.run.pytest_plugin import sim_world
 from bagua_ref.simulation import Schedule, Schedules, always
-from bagua_ref.simulation.faults import Fault
 from bagua_ref.simulation.judge import Exploration, Judgement, judge
 from bagua_ref.simulation.programs import Program
+from bagua_ref.simulation.schedules import Fault
 
 assert sim_world  # a fixture
 assert launch  # whose server forks
@@ -118,7 +118,14 @@ def test_a_program_without_a_seed_does_the_same_in_every_interpreter(tmp_path: P
     text = script_of("forgotten_no_sync").text(broken=False)
     text += "dist.broadcast_object_list([{'weight', 'bias', 'scale'}, os.urandom(8)], src=0)\n"  # pickles that always differ
     text += script_of("set_ordered_collectives").text(broken=False).partition("world_size()\n")[2]
-    assert judged(tmp_path, text, seeds=1, hash_seeds=(1,)).verdict == "agree"
+    planned: list[int | None] = []
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    search = Exploration((2,), seeds=1, faults=("slow",), limit=120.0, hash_seeds=(1,), processes=1)
+    report = judge(Program(str(script)), search, lambda report: planned.append(report.planned))
+    assert report.verdict == "agree"
+    # Of the default schedule, early use, the seed, the other interpreter, and a slow rank each.
+    assert planned == [None, None, 6, 6, 6, 6]
 
 
 def test_the_schedule_of_a_finding_repeats_it_and_has_few_deviations(tmp_path: Path) -> None:

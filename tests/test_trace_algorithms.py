@@ -37,11 +37,11 @@ EVERY = {"warmup_steps": 0, "min_compression_rate": 0.01}
 EACH_STEP: list[Training] = [
     (name, {"hierarchical": hierarchical}, nodes)
     for name in ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam")
-    for nodes, hierarchical in (((1,), False), ((3,), False), ((2, 2), True), ((1, 3), True))
+    for nodes, hierarchical in (((1,), False), ((3,), True), ((2, 2), False), ((1, 3), True))
 ] + [
     ("decentralized", on_graph(mode, hierarchical), nodes)
     for mode in MODES_AND_FUNCTION
-    for nodes, hierarchical in (((1,), False), ((4,), False), ((2, 1), True), ((1, 2, 1, 1), True))
+    for nodes, hierarchical in (((1,), False), ((2, 2), False), ((2, 1), True), ((1, 2, 1, 1), True))
 ]
 PERIODIC: list[Training] = [
     ("local_sgd", {"period": 2, "warmup_steps": 2}, (2, 1)),
@@ -95,6 +95,7 @@ def test_our_training_over_gloo_does_not_diverge(tmp_path: Path) -> None:
     assert check_trace(tmp_path / "2").options["hierarchical"]
 
 
+@pytest.mark.filterwarnings("ignore:with hierarchical=True")  # which saves no bytes on one node
 @pytest.mark.parametrize(("name", "options", "nodes"), EACH_STEP, ids=names(EACH_STEP))
 def test_our_training_does_not_diverge_on_any_nodes(tmp_path: Path, name: str, options: dict[str, Any], nodes: Any) -> None:
     simulate(tmp_path, name, options, nodes)

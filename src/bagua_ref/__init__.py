@@ -137,7 +137,7 @@ def _install(mixin: type, target: type) -> None:
 
 
 def _describe_training(training: data_parallel.training.ModuleTraining) -> None:
-    from bagua_ref.planning.wrapped import describe  # 20 ms to import, which only trainings need
+    from bagua_ref.planning.plans import describe  # 20 ms to import, which only trainings need
 
     describe(training)
 

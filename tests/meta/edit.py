@@ -80,9 +80,8 @@ def edited(where: str, *changes: str) -> ast.Module:
         LookupError: the place or a part does not exist, or is not the only one of its name.
     """
     tree = tree_of(where)
-    place = _place(tree, where)
-    found = [(select(place, part, where), part, new) for part, new in zip(changes[::2], changes[1::2], strict=True)]
-    for node, part, new in found:
+    place, nodes = parts(tree, where, *changes[::2])
+    for node, part, new in zip(nodes, changes[::2], changes[1::2], strict=True):
         swap = _Swap(node, _replacement(node, new))
         swap.visit(place)
         if not swap.done or [ast.dump(node)] == [ast.dump(other) for other in swap.new]:
@@ -90,14 +89,15 @@ def edited(where: str, *changes: str) -> ast.Module:
     return tree
 
 
-def _place(tree: ast.Module, where: str) -> ast.AST:
+def parts(tree: ast.Module, where: str, *names: str) -> tuple[ast.AST, list[ast.AST]]:
+    """Return the place of ``where`` in its module's tree, and the nodes there that have these names."""
     place: Any = tree
     for name in filter(None, where.partition(":")[2].split(".")):
         inside = [n for n in _nodes(place) if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name == name]
         if not inside:
             raise LookupError(f"{where}: there is no {name!r}")
         place = inside[-1]  # the implementation, after its overloads
-    return place
+    return place, [select(place, name, where) for name in names]
 
 
 def select(place: ast.AST, part: str, where: str = "") -> ast.AST:

@@ -20,8 +20,7 @@ from bagua_ref.base.utils import NotCopied
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.optimizer_state import with_aligned_grad
 from bagua_ref.buckets.storage import register
-from bagua_ref.scheduling.engine import Engine
-from bagua_ref.scheduling.rounds import Fact
+from bagua_ref.scheduling.engine import Engine, Fact
 from bagua_ref.types import Group
 
 __all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "TrainingContext"]

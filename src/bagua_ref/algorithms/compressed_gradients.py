@@ -11,7 +11,7 @@ from torch import Tensor
 from bagua_ref.algorithms.base import AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import check_join_with_memory
 from bagua_ref.algorithms.state import TensorStore, check_saved_here
-from bagua_ref.scheduling.rounds import Fact
+from bagua_ref.scheduling.engine import Fact
 from bagua_ref.types import Group
 
 __all__ = ["CompressedGradientsImpl"]

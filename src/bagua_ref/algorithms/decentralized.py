@@ -25,7 +25,7 @@ from bagua_ref.base.utils import OwnHook, inside_backward, tensors_with_graph
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.storage import register
 from bagua_ref.formulas.graphs import PeerSelection, check_mode
-from bagua_ref.scheduling.rounds import Fact
+from bagua_ref.scheduling.engine import Fact
 from bagua_ref.types import Group
 
 __all__ = [

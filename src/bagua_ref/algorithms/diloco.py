@@ -23,7 +23,7 @@ from bagua_ref.buckets.storage import register
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.observe.meter import profiled
-from bagua_ref.scheduling.rounds import Fact
+from bagua_ref.scheduling.engine import Fact
 from bagua_ref.types import Group
 
 __all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl"]

@@ -17,7 +17,7 @@ from bagua_ref.base.memory import Layout
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.storage import register, registration
 from bagua_ref.comm_ops import CentralizedFullPrecision
-from bagua_ref.scheduling.rounds import Fact
+from bagua_ref.scheduling.engine import Fact
 from bagua_ref.types import Group
 
 __all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl", "LocalUpdatesImpl", "norms_of"]

@@ -15,7 +15,7 @@ from bagua_ref.algorithms.state import check_names, check_tensors, communicator_
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.buckets.storage import register, registration
 from bagua_ref.comm_ops.decentralized import trade_with_neighbours
-from bagua_ref.scheduling.rounds import Fact
+from bagua_ref.scheduling.engine import Fact
 from bagua_ref.types import Group
 
 __all__ = ["LowPrecisionDecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithmImpl"]

@@ -228,7 +228,7 @@ def _check_random_states(states: dict[str, Any]) -> None:
     """Raise unless the generators can take these states."""
     if "python" in states:
         version, numbers, gauss = states["python"]
-        random.Random().setstate((version, numbers, gauss))  # nosec B311 # no secret depends on it
+        random.Random().setstate((version, numbers, gauss))  # noqa: S311 # no secret depends on it
         if not isinstance(gauss, float | None):
             raise ValueError("the state of Python's generator is not one that random.getstate() returns")
     if "torch" in states:

@@ -11,6 +11,8 @@ from contextlib import nullcontext, redirect_stdout
 import bagua_ref
 from bagua_ref.cli import advise, balance, demo, doctor, graph, measure, sim, trace, vectors, verify
 from bagua_ref.cli.command import CommandError, PrintCompletion, require
+from bagua_ref.conformance.trace import TraceError
+from bagua_ref.conformance.vectors import VectorsError
 
 __all__ = ["main"]
 
@@ -38,15 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         with redirect_stdout(sys.stderr) if arguments.json else nullcontext():
             exit_code: int = arguments.command(parser, arguments)
         sys.stdout.flush()
-    except CommandError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else flushing at exit fails again
         return 1  # as rich's tables do
+    except (CommandError, TraceError, VectorsError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
     return exit_code
 
 

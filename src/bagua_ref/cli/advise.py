@@ -152,8 +152,7 @@ def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     warnings += warnings_of(ranked)
     if not arguments.json:
         _print(ranked, costs, verdicts, warnings)
-    if arguments.png is not None:
-        write_picture(lambda: draw(ranked, costs, **stragglers), arguments.png)
+    write_picture(lambda: draw(ranked, costs, **stragglers), arguments.png)
     write_json(arguments, _as_json(arguments, ranked, costs, verdicts, warnings))
     return 0
 

@@ -121,8 +121,7 @@ def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         picture = None
     if not arguments.json:
         print_epochs(epochs, changed, arguments.steps)
-    if picture is not None:
-        write_picture(lambda: draw_epochs(epochs), picture)
+    write_picture(lambda: draw_epochs(epochs), picture)
     write_json(arguments, as_json(epochs, changed, picture))
     return 0
 

@@ -8,7 +8,8 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from bagua_ref.conformance.targets.target import load
 
 __all__ = [
     "COLORS", "CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "add_older_name", "call_object",
-    "end_progress", "load_object", "machine", "number", "print_rows", "require", "show_progress", "write_file", "write_json",
-    "write_picture",
+    "end_progress", "foreign_code", "load_object", "machine", "number", "print_rows", "require", "show_progress", "write_file",
+    "write_json", "write_picture",
 ]  # fmt: skip
 
 COLORS = ("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#000000")
@@ -106,12 +107,14 @@ def write_file(path: Path, text: str) -> None:
         raise CommandError(f"cannot write {str(path)!r}: {error.strerror}") from None
 
 
-def write_picture(draw: Callable[[], Any], path: Path) -> None:
-    """Save the matplotlib Figure that ``draw()`` returns, and print its path.
+def write_picture(draw: Callable[[], Any], path: Path | None) -> None:
+    """Save the matplotlib Figure that ``draw()`` returns, if there is a path, and print the path.
 
     Raises:
         CommandError: the file cannot be written.
     """
+    if path is None:
+        return
     try:
         draw().savefig(path, dpi=120, metadata={"Software": None})
     except (OSError, ValueError) as error:  # no such folder or format
@@ -119,30 +122,28 @@ def write_picture(draw: Callable[[], Any], path: Path) -> None:
     print(f"Picture: {path}")
 
 
-def load_object(path: str) -> Any:
-    """Return the object that a user names as ``pkg.mod:name``.
-
-    Raises:
-        CommandError: it cannot be imported.
-    """
-    sys.path.insert(0, os.getcwd())  # it is usually in the current folder
+@contextmanager
+def foreign_code(failure: str) -> Iterator[None]:
+    """Import or call foreign code, which may raise anything, in this context; raise CommandError, with the failure, if it does."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # it is usually in the current folder
     try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise CommandError(f"{failure}: {type(error).__name__}: {error}") from None
+
+
+def load_object(path: str) -> Any:
+    """Return the object that a user names as ``pkg.mod:name``; raise CommandError if it cannot be imported."""
+    with foreign_code(f"cannot load {path}"):
         return load(path)
-    except (Exception, SystemExit) as error:  # importing foreign code may raise anything
-        raise CommandError(f"cannot load {path}: {type(error).__name__}: {error}") from None
 
 
 def call_object(path: str) -> Any:
-    """Call the function that a user names as ``pkg.mod:name``, and return its result.
-
-    Raises:
-        CommandError: it cannot be imported, or raises.
-    """
+    """Return the result of the function that a user names as ``pkg.mod:name``; raise CommandError if there is none."""
     function = load_object(path)
-    try:
+    with foreign_code(f"{path}() failed"):
         return function()
-    except (Exception, SystemExit) as error:  # foreign code may raise anything
-        raise CommandError(f"{path}() failed: {type(error).__name__}: {error}") from None
 
 
 def number(least: float, most: float, whole: bool = False) -> Callable[[str], Any]:

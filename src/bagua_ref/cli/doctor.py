@@ -137,7 +137,7 @@ def _installed(package: str) -> str:
 
 def _first_line(*command: str) -> str:
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=10)  # nosec B603 # PROGRAM --version
+        run = subprocess.run(command, capture_output=True, text=True, timeout=10)  # noqa: S603 # PROGRAM --version
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]} does not run: {error}"
     return f"{(run.stdout or run.stderr).partition(chr(10))[0]} ({command[0]})"

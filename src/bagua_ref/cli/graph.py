@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, load_object, write_json, write_picture
+from bagua_ref.cli.command import Commands, add_command, add_json_options, foreign_code, load_object, write_json, write_picture
 from bagua_ref.formulas.graphs import MODES, Graph, checked_graph
 from bagua_ref.formulas.mixing import Mixing, mixing
 
@@ -73,11 +73,10 @@ def _graph(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     found = mixing(graphs, arguments.tolerance)
     if not arguments.json:
         _print(arguments.mode, graphs, found, arguments.tolerance)
-    if arguments.png is not None:
-        title = f"{arguments.mode}, {arguments.ranks} ranks: {verdict(found, arguments.tolerance)}"
-        title += f", spectral gap {found.spectral_gap:.3g}"
-        title += f" per period of {found.period} rounds" if found.period > 1 else ""
-        write_picture(lambda: draw_graphs(graphs, title), arguments.png)
+    title = f"{arguments.mode}, {arguments.ranks} ranks: {verdict(found, arguments.tolerance)}"
+    title += f", spectral gap {found.spectral_gap:.3g}"
+    title += f" per period of {found.period} rounds" if found.period > 1 else ""
+    write_picture(lambda: draw_graphs(graphs, title), arguments.png)
     result = {
         "mode": arguments.mode,
         "ranks": arguments.ranks,
@@ -107,10 +106,8 @@ def _of_function(path: str, n: int, period: int) -> list[Graph]:
     function = load_object(path)
     graphs = []
     for t in range(period):
-        try:
+        with foreign_code(f"{path}(t={t}, n={n})"):
             graphs.append(checked_graph(function(t, n), n))
-        except Exception as error:
-            raise CommandError(f"{path}(t={t}, n={n}): {type(error).__name__}: {error}") from None
     return graphs
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parameters_to_vector
 
 import bagua_ref
 from bagua_ref.algorithms import QAdamOptimizer
-from bagua_ref.integrations.trained_module import Recipe, call_if_there
+from bagua_ref.data_parallel.wrapping import Recipe, call_if_there
 from bagua_ref.observe.meter import PER_STEP
 
 __all__ = ["ALONE", "RECIPES", "Digits", "Settings", "TrainingOutcome", "make_model", "make_optimizer", "train"]

@@ -68,10 +68,9 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     # Here, as importing torch.distributed takes a second.
-    from bagua_ref.simulation.faults import FAULTS, Fault
     from bagua_ref.simulation.judge import Exploration, Judgement, judge
     from bagua_ref.simulation.programs import Program
-    from bagua_ref.simulation.schedules import Schedule
+    from bagua_ref.simulation.schedules import FAULTS, Fault, Schedule
 
     nodes = arguments.nodes or (arguments.ranks or 2,)
     if arguments.ranks not in (None, sum(nodes)):

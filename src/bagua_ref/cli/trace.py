@@ -9,7 +9,6 @@ from typing import Any
 
 from bagua_ref.base.untrusted import one_line
 from bagua_ref.cli.command import (
-    CommandError,
     Commands,
     add_command,
     add_json_options,
@@ -18,7 +17,7 @@ from bagua_ref.cli.command import (
     write_json,
     write_picture,
 )
-from bagua_ref.conformance.trace import RankTrace, TraceError, check_trace, diff_records, read_trace
+from bagua_ref.conformance.trace import RankTrace, check_trace, diff_records, read_trace
 from bagua_ref.conformance.trace.differences import draw_distances
 from bagua_ref.conformance.trace.replay import parse_options
 from bagua_ref.conformance.trace.report import draw_errors
@@ -92,30 +91,24 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     try:
         options = parse_options(arguments.option)
         report = check_trace(arguments.directory, arguments.algorithm, options, buckets=arguments.bucket, progress=_progress)
-    except (ValueError, TraceError) as error:
+    except ValueError as error:
         end_progress()
-        if isinstance(error, TraceError):
-            raise CommandError(error) from None
         parser.error(str(error))
-    end_progress()
+    finally:
+        end_progress()
     if not arguments.json:
         print(report)
     write_json(arguments, report.as_json())
-    if arguments.png is not None:
-        write_picture(lambda: draw_errors(report), arguments.png)
+    write_picture(lambda: draw_errors(report), arguments.png)
     return 0 if report.passed else 1
 
 
 def _diff(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    try:
-        report = diff_records(arguments.a, arguments.b)
-    except (TraceError, OSError) as error:
-        raise CommandError(error) from None
+    report = diff_records(arguments.a, arguments.b)
     if not arguments.json:
         print("\n".join(report.window()) if arguments.window else report)
     write_json(arguments, report.as_json())
-    if arguments.png is not None:
-        write_picture(lambda: draw_distances(report), arguments.png)
+    write_picture(lambda: draw_distances(report), arguments.png)
     return 0 if report.first is None else 1
 
 
@@ -124,13 +117,10 @@ def _progress(done: int, total: int) -> None:
 
 
 def _show(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    try:
-        ranks = read_trace(arguments.directory)
-        if not arguments.json:
-            print(_summary(ranks))
-        write_json(arguments, _as_json(ranks))
-    except (TraceError, OSError) as error:
-        raise CommandError(error) from None
+    ranks = read_trace(arguments.directory)
+    if not arguments.json:
+        print(_summary(ranks))
+    write_json(arguments, _as_json(ranks))
     return 0
 
 

@@ -14,6 +14,7 @@ from bagua_ref.cli.command import (
     add_command,
     add_json_options,
     end_progress,
+    foreign_code,
     number,
     show_progress,
     write_file,
@@ -153,17 +154,14 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         CommandError: the target cannot be imported or made, or Hypothesis is missing.
     """
     time_limit = arguments.time_limit or (10.0 if arguments.command_line is None else 60.0)
-    sys.path.insert(0, os.getcwd())  # pkg.mod:Class is usually in the current folder
-    try:
+    named = arguments.command_line or arguments.target or arguments.backend or arguments.communicator
+    with foreign_code(f"cannot load {named}"):
         if arguments.command_line is not None:
             target = resolve(ProcessTarget(arguments.command_line, arguments.launch, arguments.ranks, time_limit))
         elif arguments.target is not None and ":" not in arguments.target:
             target = assemble(ReferenceTarget(arguments.target), arguments.communicator)
         else:
             target = assemble(arguments.target or arguments.backend, arguments.communicator)
-    except Exception as error:  # importing or creating a foreign target may raise anything
-        named = arguments.command_line or arguments.target or arguments.backend or arguments.communicator
-        raise CommandError(f"cannot load {named}: {type(error).__name__}: {error}") from None
     try:
         known = [*all_checks(), *check_ids()]
         report = run_conformance(

@@ -174,7 +174,7 @@ class Communicator(ABC):
         self.broadcast(payload, src)
         if self._rank == src:
             return obj
-        return pickle.loads(payload.cpu().numpy().tobytes())  # noqa: S301  # nosec B301 # ranks trust each other: SECURITY.md
+        return pickle.loads(payload.cpu().numpy().tobytes())  # noqa: S301 # ranks trust each other: SECURITY.md
 
     def object_device(self) -> torch.device:
         """Return the device of the bytes that `broadcast_object` sends."""

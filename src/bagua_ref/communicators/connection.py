@@ -28,8 +28,8 @@ from bagua_ref.communicators.mesh import Sockets
 from bagua_ref.communicators.pipelining import ComputingError, OtherCallError
 from bagua_ref.communicators.processes import keep_forever
 from bagua_ref.communicators.rendezvous import Prefixed, another_connection, ask, first_sentence, host_of, interruptible
-from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.communicators.shared_memory import SharedMemory
+from bagua_ref.communicators.tasks import format_ranks
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from bagua_ref.communicators.rendezvous import Prefixed, address_of, another_connection, ask, first_sentence
-from bagua_ref.communicators.scheduler import format_ranks
+from bagua_ref.communicators.tasks import format_ranks
 from bagua_ref.communicators.waiting import Waiting, has_ended
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 

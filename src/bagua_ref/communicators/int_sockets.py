@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 
-from bagua_ref.communicators.mesh import Sockets, Unreachable, Until, connect_all, listen_locally, listen_towards
+from bagua_ref.communicators.mesh import Sockets, Unreachable, Until, connect_all, listen_locally, listen_towards, receive
 
 __all__ = ["IntSockets", "connect"]
 
@@ -58,22 +58,14 @@ class IntSockets(Sockets):
         """Read without waiting; return whether the exchange is complete."""
         size = 8 * (1 + len(self._values))
         for connected, peer in [] if self._failed else list(self._missing.items()):
-            try:
-                more = connected.recv(size - len(self._bytes[peer]))
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                self._failed = str(error)
-                break
-            if not more:
-                self._failed = "connection closed by peer"
-                break
+            more, self._failed = receive(connected, size - len(self._bytes[peer]))
             self._bytes[peer] += more
             if len(self._bytes[peer]) == size:
                 del self._missing[connected]
                 if (length := array("q", self._bytes[peer])[0]) != len(self._values):
                     self._failed = f"rank {peer} of the group sent {length} numbers, this rank {len(self._values)}"
-                    break
+            if self._failed:
+                break
         return not self._failed and not self._missing
 
     def received(self) -> list[list[int]]:

@@ -13,13 +13,16 @@ import struct
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
 
-__all__ = ["Sockets", "Unreachable", "Until", "close_sockets", "connect_all", "listen_locally", "listen_towards"]
+__all__ = [
+    "Sockets", "Unreachable", "Until", "close_sockets", "connect_all", "listen_locally", "listen_towards", "receive",
+    "routes_towards",
+]  # fmt: skip
 
 _LIMIT = 5.0
 """Seconds in which all sockets must be connected, or half of the group's timeout if that is less."""
@@ -89,11 +92,18 @@ def connect_all(
 
 def listen_towards(host: str) -> socket.socket:
     """Return a socket that listens on the address with which this rank would talk to ``host``."""
-    for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-        with socket.socket(family, kind) as probe, suppress(OSError):
-            probe.connect(address)  # this sends nothing, but chooses the address
-            return socket.create_server((probe.getsockname()[0], 0), family=family, backlog=socket.SOMAXCONN)
+    for family, address in routes_towards(host):
+        with suppress(OSError):
+            return socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
     raise OSError(f"no route to {host!r}")
+
+
+def routes_towards(host: str) -> Iterator[tuple[socket.AddressFamily, str]]:
+    """Yield families and addresses from which this machine would talk to ``host``; raise OSError if nobody knows its name."""
+    for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind) as probe, suppress(OSError):
+            probe.connect(place)  # this sends nothing, but chooses the address
+            yield family, probe.getsockname()[0]
 
 
 def listen_locally() -> socket.socket:
@@ -209,8 +219,8 @@ def _welcome(
                 with suppress(BlockingIOError, ConnectionError):  # it has already disconnected
                     _accept(server, greetings)
             for connected in list(greetings):
-                more = _received(connected, _TOKEN + 4 - len(greetings[connected])) if connected in ready else None
-                greetings[connected] += more or b""
+                more, ended = receive(connected, _TOKEN + 4 - len(greetings[connected])) if connected in ready else (b"", "")
+                greetings[connected] += more
                 if len(greetings[connected]) == _TOKEN + 4:
                     greeting = greetings.pop(connected)
                     peer = int.from_bytes(greeting[_TOKEN:], "big")
@@ -219,7 +229,7 @@ def _welcome(
                         sockets[peer] = opened.enter_context(connected)
                     else:
                         connected.close()
-                elif more == b"" or len(greetings) > len(missing) + _STRANGERS:
+                elif ended or len(greetings) > len(missing) + _STRANGERS:
                     del greetings[connected]
                     connected.close()
     finally:
@@ -238,11 +248,15 @@ def _accept(server: socket.socket, greetings: dict[socket.socket, bytes]) -> Non
         greetings[connected] = b""
 
 
-def _received(connected: socket.socket, size: int) -> bytes:
+def receive(connected: socket.socket, size: int) -> tuple[bytes, str]:
+    """Return up to ``size`` bytes that have come, without waiting, and the reason that no more will; "" while they may."""
     try:
-        return connected.recv(size)
-    except OSError:
-        return b""
+        received = connected.recv(size)
+    except BlockingIOError:
+        return b"", ""
+    except OSError as error:
+        return b"", str(error)
+    return received, "" if received else "connection closed by peer"
 
 
 def _check_user(connected: socket.socket) -> None:

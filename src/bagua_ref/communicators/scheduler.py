@@ -16,11 +16,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from bagua_ref.communicators.call_sites import call_site, place, raise_site
-from bagua_ref.communicators.tasks import RankState, Task, Ticket, Unwind, blocked, describe_ends, format_ranks, who_waits
+from bagua_ref.communicators.tasks import RankState, Task, Ticket, Unwind, blocked, call_site, place, raise_site, who_waits
 from bagua_ref.errors import RankCall, SimulationError
 
-__all__ = ["Scheduler", "format_ranks"]
+__all__ = ["Scheduler"]
 
 _POLLS = 10_000
 """Consecutive polls after which sleeping threads are woken, so that a polling loop ends."""
@@ -385,9 +384,8 @@ class Scheduler:
     def _deadlock(self, text: str = "deadlock: every simulated rank is waiting for another") -> SimulationError:
         calls = tuple(blocked(task) for task in sorted(self._tasks, key=lambda task: task.rank) if task.ticket is not None)
         ended = any(rank in self._returned for call in calls for rank in call.waits_for)
-        steps = self.steps_at_end if ended else {}
-        waits = [who_waits(self._tasks, [rank for rank in self._returned if rank not in steps]), describe_ends(steps)]
-        return SimulationError(f"{text}: {'; '.join(filter(None, waits))}", "ended" if ended else "deadlock", calls)
+        waits = who_waits(self._tasks, self._returned, self.steps_at_end if ended else {})
+        return SimulationError(f"{text}: {waits}", "ended" if ended else "deadlock", calls)
 
     def _unyielding(self) -> SimulationError:
         task = self._current

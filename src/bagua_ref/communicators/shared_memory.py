@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bagua_ref.base.memory import bytes_of
 from bagua_ref.communicators.collectives import combine
-from bagua_ref.communicators.mesh import Sockets, Unreachable, Until, close_sockets, connect_all, listen_locally
+from bagua_ref.communicators.mesh import Sockets, Unreachable, Until, close_sockets, connect_all, listen_locally, receive
 from bagua_ref.communicators.pipelining import OtherCallError, compute
 from bagua_ref.communicators.processes import machine
 from bagua_ref.env import shares_memory
@@ -95,15 +95,8 @@ class _Pipe:
 
     def read(self) -> None:
         """Read the peer's messages, without waiting."""
-        try:
-            received = self.socket.recv(4096)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self.end_reason = str(error)
-            return
-        if not received:
-            self.end_reason = "connection closed by peer"
+        received, why = receive(self.socket, 4096)
+        self.end_reason = why or self.end_reason
         whole = self._received + received
         end = len(whole) - len(whole) % _MESSAGE.size
         self._received = whole[end:]

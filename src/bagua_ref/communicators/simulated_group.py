@@ -12,9 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from bagua_ref.communicators import collectives
-from bagua_ref.communicators.call_sites import call_site
 from bagua_ref.communicators.scheduler import Scheduler
-from bagua_ref.communicators.tasks import Ticket, format_ranks
+from bagua_ref.communicators.tasks import Ticket, call_site, format_ranks
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, RankCall, SimulationError
 
 __all__ = ["Call", "Function", "SimulatedGroup"]

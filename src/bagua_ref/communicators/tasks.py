@@ -1,21 +1,28 @@
-"""The threads of a simulation: what they wait for, and the part of the process's state that belongs to their rank."""
+"""The threads of a simulation: what they wait for, their rank's part of the process's state, and the user's lines that they run."""
 
 from __future__ import annotations
 
 import contextvars
+import functools
 import math
+import os
 import random
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
-from bagua_ref.communicators.call_sites import call_site
 from bagua_ref.errors import RankCall
 
-__all__ = ["USE_JOIN", "RankState", "Task", "Ticket", "Unwind", "blocked", "describe_ends", "format_ranks", "who_waits"]
+__all__ = [
+    "USE_JOIN", "RankState", "Task", "Ticket", "Unwind", "blocked", "call_site", "describe_ends", "format_ranks", "is_user_code",
+    "place", "raise_site", "who_waits",
+]  # fmt: skip
 
 USE_JOIN = "if ranks have different numbers of batches, use bagua_ref.join"
 
@@ -126,8 +133,8 @@ def blocked(task: Task) -> RankCall:
     return facts._replace(thread=task.thread, file=site[0], line=site[1])
 
 
-def who_waits(tasks: Iterable[Task], returned: Sequence[int]) -> str:
-    """Describe each waiting rank with its call, and the ranks that have ``returned``."""
+def who_waits(tasks: Iterable[Task], returned: Sequence[int], steps: Mapping[int, int | None]) -> str:
+    """Describe each waiting rank with its call, and the ranks that have ``returned``: those in ``steps`` as `describe_ends`."""
     waits: dict[str, list[int]] = {}
     for task in sorted(tasks, key=lambda task: task.rank):
         if task.ticket is not None:
@@ -136,6 +143,44 @@ def who_waits(tasks: Iterable[Task], returned: Sequence[int]) -> str:
     sentences = [f"{format_ranks(ranks)} wait{'s' * (len(ranks) == 1)} {what}" for what, ranks in waits.items()]
     if len(sentences) > _SENTENCES:
         sentences[_SENTENCES:] = [f"{len(sentences) - _SENTENCES} more wait"]
-    if returned:
-        sentences.append(f"{format_ranks(sorted(returned))} {'has' if len(returned) == 1 else 'have'} returned")
-    return "; ".join(sentences)
+    if others := sorted(rank for rank in returned if rank not in steps):
+        sentences.append(f"{format_ranks(others)} {'has' if len(others) == 1 else 'have'} returned")
+    return "; ".join([*sentences, describe_ends(steps)] if steps else sentences)
+
+
+_LIBRARIES = tuple(str(Path(file).resolve().parent) + os.sep for file in (os.__file__, torch.__file__, Path(__file__).parent))
+
+
+@functools.cache
+def is_user_code(file: str) -> bool:
+    """Return whether a file belongs neither to Python, nor to an installed package, nor to this one."""
+    if file.startswith("<"):
+        return not file.startswith("<frozen ")
+    path = Path(file).resolve()
+    return not str(path).startswith(_LIBRARIES) and not any(map(_has_packages, path.parents))
+
+
+@functools.cache
+def _has_packages(folder: Path) -> bool:
+    """Return whether packages have been installed into a folder."""
+    return folder.name in ("site-packages", "dist-packages") or any(folder.glob("*.dist-info"))
+
+
+def call_site(frame: FrameType | None) -> tuple[str, int]:
+    """Return file and line of the innermost frame of the user's code, from ``frame`` outwards; ("", 0) if there is none."""
+    while frame is not None:
+        if is_user_code(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+def place(file: str, line: int) -> str:
+    """Return a line of a file as text."""
+    return f"{file}:{line}" if file else "an unknown line"
+
+
+def raise_site(error: BaseException) -> tuple[str, int]:
+    """Return file and line of the innermost frame of the user's code in an exception's traceback, or of any frame."""
+    sites = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return ([site for site in sites if is_user_code(site[0])] or sites or [("", 0)])[-1]

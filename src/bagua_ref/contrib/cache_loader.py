@@ -13,8 +13,7 @@ import numpy as np
 
 from bagua_ref.base.not_provided import explain_missing
 from bagua_ref.contrib.cache.codec import DamagedValueError, TooLargeError, decode, encode
-from bagua_ref.contrib.cache.counters import CacheStats, Counters
-from bagua_ref.contrib.cache.guard import Guard
+from bagua_ref.contrib.cache.guard import CacheStats, Counters, Guard
 from bagua_ref.contrib.cache.write_buffer import WriteBuffer
 from bagua_ref.contrib.utils.redis_store import FakeRedisStore, RedisStore
 from bagua_ref.contrib.utils.store import ClusterStore

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from bagua_ref.base.runtime import RealWorld, current_world
-from bagua_ref.communicators.scheduler import format_ranks
+from bagua_ref.communicators.tasks import format_ranks
 from bagua_ref.groups.process_group import _get_default_group
 
 __all__ = ["EpochPlan", "ResumableSampler", "Stretch", "replica_of", "whole"]

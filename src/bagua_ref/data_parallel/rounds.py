@@ -22,7 +22,7 @@ from bagua_ref.data_parallel.sharding import local, whole
 from bagua_ref.errors import CommunicationError
 from bagua_ref.observe.flight_recorder import explain
 from bagua_ref.observe.meter import Meter, Operation
-from bagua_ref.scheduling.rounds import UNSAID, Fact, Round, describe_differences
+from bagua_ref.scheduling.engine import UNSAID, Fact, Round, describe_differences
 from bagua_ref.types import Group
 
 __all__ = ["BUFFERS", "JOINED", "PLAN", "ROUND", "STEP", "AgreedRound", "AgreedRounds", "Announced", "Comparison", "ModuleRounds"]

@@ -1,4 +1,4 @@
-"""Validation and wrapping of a module, shared by ``with_bagua``, `train` and `DistributedDataParallel`."""
+"""Validation and wrapping of a module, shared by ``with_bagua``, `train`, `DistributedDataParallel` and trainers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bagua_ref.env import checked_timeout
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.types import Group
 
-__all__ = ["context_of", "named", "resynchronize", "train", "wrap", "wrapped"]
+__all__ = ["Recipe", "call_if_there", "context_of", "named", "resynchronize", "train", "wrap", "wrapped"]
 
 wrapped: list[Callable[[ModuleTraining], None]] = []
 """Called with each new training before its first step; rooms above this one append to it."""
@@ -230,3 +230,45 @@ def _check(
                     f"parameter {name!r} takes part in the training of {type(other.module).__name__} "
                     f"({other.bagua_module_name!r}) already; wrap the whole module once, or only its parts"
                 )
+
+
+class Recipe:
+    """An algorithm's name and options, before there is a module and its optimizers.
+
+    Args:
+        algorithm: a registered name.
+        options: the algorithm's.
+        caller: what the user called, for messages.
+        do_flatten: as for `bagua_ref.distributed.BaguaModule.with_bagua`; so is find_unused_parameters.
+
+    Raises:
+        ValueError: there is no such algorithm, or an option is out of range; raised here rather than in processes that start later.
+        TypeError: the algorithm has no such option.
+    """
+
+    def __init__(
+        self, algorithm: str, options: dict[str, Any], caller: str, *, do_flatten: bool = True, find_unused_parameters: bool = False
+    ) -> None:
+        GlobalAlgorithmRegistry.get(algorithm)
+        if algorithm != "qadam":  # which needs its optimizer
+            Algorithm.init(algorithm, **options)
+        self.algorithm, self.options, self._caller = algorithm, options, caller
+        self.do_flatten, self.find_unused_parameters = do_flatten, find_unused_parameters
+
+    def wrap(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Wrap ``module``; "qadam" takes the one optimizer.
+
+        Raises:
+            ValueError: "qadam" has another optimizer than one QAdamOptimizer.
+        """
+        algorithm = named(self.algorithm, optimizers, **self.options)
+        of_training = Options(self.do_flatten, find_unused_parameters=self.find_unused_parameters)
+        wrap(module, list(optimizers), algorithm, None, of_training, self._caller)
+
+
+def call_if_there(name: str, module: torch.nn.Module) -> None:
+    """Call ``abort`` or ``resume`` of the algorithm of ``module``, if it is wrapped and its algorithm has such a method."""
+    context = context_of(module)
+    method = None if context is None else getattr(context.bagua_algorithm, name, None)
+    if method is not None:
+        method(context)

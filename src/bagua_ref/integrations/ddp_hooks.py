@@ -23,8 +23,7 @@ from bagua_ref.buckets.storage import register
 from bagua_ref.data_parallel.rounds import AgreedRound, AgreedRounds
 from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.groups.communication import from_torch_group, init_process_group, is_initialized
-from bagua_ref.scheduling.engine import Engine
-from bagua_ref.scheduling.rounds import Fact
+from bagua_ref.scheduling.engine import Engine, Fact
 from bagua_ref.scheduling.worker import BucketRun
 from bagua_ref.types import Group
 

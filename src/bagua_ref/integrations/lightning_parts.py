@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from bagua_ref.data_parallel.training import ModuleTraining
-from bagua_ref.data_parallel.wrapping import context_of
+from bagua_ref.data_parallel.wrapping import Recipe, call_if_there, context_of
 from bagua_ref.groups.communication import init_process_group, is_initialized
 from bagua_ref.integrations.metrics_logger import prefixed
-from bagua_ref.integrations.trained_module import Recipe, call_if_there
 
 __all__ = ["FabricPart", "MonitorPart", "TrainerPart"]
 

@@ -8,9 +8,9 @@ from typing import Any
 from transformers import TrainerCallback
 
 from bagua_ref import checkpoint
+from bagua_ref.data_parallel.wrapping import Recipe, call_if_there
 from bagua_ref.groups.communication import init_process_group, is_initialized
 from bagua_ref.integrations.metrics_logger import prefixed
-from bagua_ref.integrations.trained_module import Recipe, call_if_there
 
 __all__ = ["BaguaCallback", "use_bagua"]
 

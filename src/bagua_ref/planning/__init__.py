@@ -3,8 +3,7 @@
 from bagua_ref.planning.measured import Estimate, Fit, MeasuredMachine, costs_of_job, fit_link, median_of
 from bagua_ref.planning.plans import plan_of
 from bagua_ref.planning.shapes import BucketShape, Cluster, Parameters, module_of
-from bagua_ref.planning.steps import Exchange, StepPlan
-from bagua_ref.planning.timeline import Machine, Prediction, exchange_seconds, predict, step_seconds
+from bagua_ref.planning.steps import Exchange, Machine, Prediction, StepPlan, exchange_seconds, predict, step_seconds
 
 __all__ = [
     "BucketShape", "Cluster", "Estimate", "Exchange", "Fit", "Machine", "MeasuredMachine", "Parameters", "Prediction", "StepPlan",

@@ -14,8 +14,7 @@ from bagua_ref.base.utils import readable_bytes
 from bagua_ref.formulas.costs import LinkCost
 from bagua_ref.formulas.mixing import mixing
 from bagua_ref.planning.measured import Estimate, MeasuredMachine
-from bagua_ref.planning.steps import StepPlan
-from bagua_ref.planning.timeline import Machine, Prediction, predict
+from bagua_ref.planning.steps import Machine, Prediction, StepPlan, predict
 
 __all__ = ["Candidate", "changed", "compare", "first_of", "learnt", "turning_point", "warnings_of"]
 

@@ -14,8 +14,7 @@ import numpy as np
 
 from bagua_ref.base.untrusted import check_form
 from bagua_ref.formulas.costs import LinkCost, LinkCosts
-from bagua_ref.planning.steps import StepPlan
-from bagua_ref.planning.timeline import Machine, predict
+from bagua_ref.planning.steps import Machine, StepPlan, predict
 
 __all__ = ["Estimate", "Fit", "MeasuredMachine", "costs_of_job", "fit_link", "median_of"]
 

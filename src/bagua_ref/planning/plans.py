@@ -1,8 +1,14 @@
-"""Plans of the registered algorithms: the operations of every step, from shapes alone (S3, S5, S9 to S11, S14.1)."""
+"""Plans of the registered algorithms: the operations of every step, from shapes alone (S3, S5, S9 to S11, S14.1).
+
+`describe` says of a training that begins what its plan costs.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +30,7 @@ from bagua_ref.algorithms.fragments import named_fragments
 from bagua_ref.backends import get_codec
 from bagua_ref.base.memory import by_dtype_and_device
 from bagua_ref.comm_ops.top_k import count_of
+from bagua_ref.data_parallel.training import ModuleTraining
 from bagua_ref.formulas import costs
 from bagua_ref.formulas.costs import Operation, chunk_bytes, one_round
 from bagua_ref.formulas.graphs import MODES, Graph, ring
@@ -31,7 +38,9 @@ from bagua_ref.formulas.low_rank import matrix_shape
 from bagua_ref.planning.shapes import BucketShape, Cluster, Parameters
 from bagua_ref.planning.steps import Exchange, StepPlan
 
-__all__ = ["plan_of"]
+__all__ = ["describe", "plan_of"]
+
+_logger = logging.getLogger("bagua_ref.planning.wrapped")  # of `describe`; users may have set its level
 
 _MOST_STEPS = 10_000
 """The longest cycle of a plan, which is added up step by step."""
@@ -316,3 +325,50 @@ def plan_of(algorithm: Any, module: torch.nn.Module | Parameters, nodes: Cluster
     if plan.cycle > _MOST_STEPS:
         raise ValueError(f"{type(algorithm).__name__} repeats after {plan.cycle:,} steps; plans have up to {_MOST_STEPS:,}")
     return plan
+
+
+def describe(training: ModuleTraining) -> None:
+    """Warn if ``hierarchical=True`` costs bytes on one node, and log bytes and memory at INFO; on the group's first rank alone.
+
+    Bytes are those that the busiest rank sends, after the warm-up by the mean of a period. Left out are trainings without a plan
+    and graphs by a user's function, which is called for steps that are trained only.
+
+    Args:
+        training: of two ranks or more.
+    """
+    algorithm: Any = training.algorithm
+    if training.world.identity.rank != training.given_group.ranks[0]:
+        return
+    nodes = tuple(len(ranks) for ranks in training.given_group.nodes.values())
+    costs_bytes = len(nodes) == 1 and getattr(algorithm, "hierarchical", False)
+    asked = costs_bytes or _logger.isEnabledFor(logging.INFO)
+    if sum(nodes) < 2 or not asked or callable(getattr(algorithm, "peer_selection_mode", None)):
+        return
+    try:
+        parameters, cluster = Parameters(training.module, training.bucket_bytes), Cluster(nodes)
+        plan = plan_of(algorithm, parameters, cluster)
+        flat = plan_of(replace(algorithm, hierarchical=False), parameters, cluster) if costs_bytes else plan
+    except (TypeError, ValueError, NotImplementedError):  # an algorithm of the user's, or an odd number of ranks in pairs
+        return
+    if plan.sent[0] > flat.sent[0]:
+        warnings.warn(
+            f"with hierarchical=True, {type(algorithm).__name__} saves no bytes on one node: a rank sends up to "
+            f"{plan.sent[0]:,.0f} B per step, and {flat.sent[0]:,.0f} B if you pass hierarchical=False to it",
+            stacklevel=5,
+        )
+    if _logger.isEnabledFor(logging.INFO):
+        _logger.info("%s", _summary(plan, parameters, cluster))
+
+
+def _summary(plan: StepPlan, parameters: Parameters, cluster: Cluster) -> str:
+    """Return the bytes of a step now and after the warm-up, the ratio to gradient_allreduce, and the memory."""
+    dense, (kept, scratch) = plan_of(GradientAllReduceAlgorithm(), parameters, cluster).sent[0], plan.memory()
+    several = len(cluster.nodes) > 1
+    first = max(sent["between" if several else "inside"].bytes_sent for sent in plan.traffic(1))
+    unit = "step" if plan.interval is None else "round"
+    now = f"{first:,} B per {unit} now, {plan.sent[0]:,.0f} B after {plan.warmup:,} steps of warm-up"
+    return (
+        f"{GlobalAlgorithmRegistry.name_of(plan.algorithm)}, {cluster.n} ranks on {len(cluster.nodes)} node{'s' * several}: a rank "
+        f"sends {'other nodes ' * several}up to {now if plan.warmup else f'{plan.sent[0]:,.0f} B per {unit}'} "
+        f"({plan.sent[0] / dense:.3f} of gradient_allreduce); extra memory: {kept:,} B, and {scratch:,} B during communication"
+    )

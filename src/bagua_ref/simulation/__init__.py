@@ -177,5 +177,5 @@ class SimulatedWorld:
         if self.schedule is not None:
             self.schedule.restart()
             return self.schedule.choose
-        drawn = random.Random(self.seed)  # nosec B311 # to repeat an order, not to hide one
+        drawn = random.Random(self.seed)  # noqa: S311 # to repeat an order, not to hide one
         return lambda ready: int(drawn.random() * ready)

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from bagua_ref.communicators.call_sites import place
-from bagua_ref.communicators.tasks import USE_JOIN, format_ranks
+from bagua_ref.communicators.tasks import USE_JOIN, format_ranks, place
 from bagua_ref.errors import RankCall
-from bagua_ref.simulation.faults import Fault
 from bagua_ref.simulation.observation import Observation, Step
-from bagua_ref.simulation.schedules import Schedule
+from bagua_ref.simulation.schedules import Fault, Schedule
 
 __all__ = ["Finding", "after_fault", "depends_on_hash_seed", "first_difference", "own_error", "used_early"]
 

@@ -1,15 +1,23 @@
-"""Verdicts on programs of `torch.distributed`: runs under many schedules, and the first error in words."""
+"""Verdicts on programs of `torch.distributed`: runs under many schedules in other processes, and the first error in words."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import repeat
+from multiprocessing.connection import Connection, wait
+from typing import Any
+from unittest import mock
 
-from bagua_ref.simulation.faults import Fault
+import torch._dynamo  # noqa: F401 # used by optimizers and DDP; importing it takes seconds, once here or in each worker
+
 from bagua_ref.simulation.findings import (
     Finding,
     after_fault,
@@ -19,11 +27,10 @@ from bagua_ref.simulation.findings import (
     sends_otherwise,
     used_early,
 )
-from bagua_ref.simulation.observation import Observation, Order
+from bagua_ref.simulation.observation import Observation, Order, observe
 from bagua_ref.simulation.programs import Program
-from bagua_ref.simulation.schedules import Schedule, Schedules, SeededSchedule
+from bagua_ref.simulation.schedules import Fault, Schedule, Schedules, SeededSchedule
 from bagua_ref.simulation.timing import Timeline
-from bagua_ref.simulation.workers import Workers
 
 __all__ = ["Exploration", "Judgement", "judge"]
 
@@ -123,6 +130,15 @@ class _Judge:
         self._report.hints = first.hints
         if fault is not None:
             return after_fault(self._one(Order()), first)
+        self._hash_seed_orders = [Order(hash_seed=seed) for seed in self._search.hash_seeds]
+        if self._program.function is not None or self._search.schedule is not None:
+            self._hash_seed_orders = []
+        self._faulty_orders = [
+            Order(fault=Fault(kind, rank, number))
+            for kind in self._search.faults
+            for rank, calls in enumerate(first.log)
+            for number in range(1 if kind == "slow" else len(calls))
+        ]
         phases = (self._times, self._early_use, self._schedules, self._hash_seeds, self._faults)
         return own_error(first) or next(filter(None, (phase() for phase in phases)), None)
 
@@ -147,7 +163,7 @@ class _Judge:
         if self._search.schedule is not None:
             return self._compared(self._one(Order()), self._first)
         if self._search.deviations is None:
-            self._report.planned = self._report.runs + self._search.seeds
+            self._plan(self._search.seeds)
             runs = self._carry_out(Order(SeededSchedule(seed)) for seed in range(self._search.seeds))
             return next(filter(None, map(self._examined, runs)), None)
         schedules = Schedules(self._search.deviations, 10**9)
@@ -159,12 +175,16 @@ class _Judge:
                 return finding
         return None
 
+    def _plan(self, runs: int) -> None:
+        """Note that so many runs are left before those of the last two phases."""
+        self._report.planned = self._report.runs + runs + len(self._hash_seed_orders) + len(self._faulty_orders)
+
     def _hash_seeds(self) -> Finding | None:
-        if self._program.function is not None or self._search.schedule is not None:
-            return None
-        for seen in self._carry_out(Order(hash_seed=seed) for seed in self._search.hash_seeds):
+        self._plan(0)
+        for seen in self._carry_out(iter(self._hash_seed_orders)):
             finding = depends_on_hash_seed(self._first, seen)
             if finding is not None:
+                self._report.planned = self._report.runs + 1
                 if self._one(seen.order).sent != seen.sent:
                     finding.kind = "not_repeatable"
                     finding.message = f"the program does not do the same twice in the same schedule: {finding.message}"
@@ -172,14 +192,7 @@ class _Judge:
         return None
 
     def _faults(self) -> Finding | None:
-        struck = [
-            Fault(kind, rank, number)
-            for kind in self._search.faults
-            for rank, calls in enumerate(self._first.log)
-            for number in range(1 if kind == "slow" else len(calls))
-        ]
-        self._report.planned = self._report.runs + len(struck)
-        runs = self._carry_out(Order(fault=fault) for fault in struck)
+        runs = self._carry_out(iter(self._faulty_orders))
         return next(filter(None, (after_fault(self._first, seen) for seen in runs)), None)
 
     def _one(self, order: Order) -> Observation:
@@ -217,3 +230,88 @@ class _Judge:
                         break
                 size //= 2
         return finding
+
+
+class Workers:
+    """Worker processes that observe runs of one program, each run in an empty working folder of its own.
+
+    Args:
+        program: to run.
+        nodes: the number of ranks on each node.
+        count: the most runs at a time.
+        end: when to end, by `time.monotonic`.
+    """
+
+    def __init__(self, program: Program, nodes: Sequence[int], count: int, end: float) -> None:
+        self.end = end
+        self._program, self._nodes, self._count = program, tuple(nodes), count
+        self._processes: list[Any] = []
+        self._idle: dict[int | None, list[tuple[Any, Connection]]] = defaultdict(list)
+        self._folder = tempfile.TemporaryDirectory(prefix="bagua-ref-sim-", ignore_cleanup_errors=True)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    def carry_out(self, orders: Iterator[Order | None]) -> Iterator[Observation]:
+        """Carry out orders, several at a time; yield their records, in the order of ending.
+
+        Args:
+            orders: gives None if the next order depends on those under way.
+
+        Raises:
+            TimeoutError: the time is up.
+        """
+        running: dict[Any, tuple[Any, Connection, Order]] = {}
+        while True:
+            while len(running) < self._count and (order := next(orders, None)) is not None:
+                idle = self._idle[order.hash_seed]
+                process, connection = idle.pop() if idle else self._new_worker(order.hash_seed)
+                connection.send(order)
+                running[connection] = process, connection, order
+            if not running:
+                return
+            ended = wait(list(running), max(0.0, self.end - time.monotonic()))
+            if not ended:
+                raise TimeoutError
+            for process, connection, order in map(running.pop, ended):
+                try:
+                    seen = connection.recv()
+                    self._idle[order.hash_seed].append((process, connection))
+                except (EOFError, ConnectionResetError):
+                    process.join()
+                    code = process.exitcode
+                    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                    seen = Observation(order, kind="crash", message=f"the process of the run ended with {how}")
+                yield seen
+
+    def _new_worker(self, hash_seed: int | None) -> tuple[Any, Connection]:
+        """Return a fork of this process, or a new interpreter with a hash seed."""
+        ours, theirs = multiprocessing.Pipe()
+        context: Any = multiprocessing.get_context("fork" if hash_seed is None else "spawn")
+        process = context.Process(target=_serve, args=(theirs, self._folder.name, self._program, self._nodes))
+        with mock.patch.dict(os.environ, {} if hash_seed is None else {"PYTHONHASHSEED": str(hash_seed)}):
+            process.start()
+        theirs.close()
+        self._processes.append(process)
+        return process, ours
+
+
+def _serve(connection: Connection, folder: str, program: Program, nodes: Sequence[int]) -> None:
+    """Carry out orders until the parent has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    parent: Any = multiprocessing.parent_process()
+    program = program.absolute()
+    with suppress(EOFError, ConnectionResetError, BrokenPipeError):
+        while connection in wait([connection, parent.sentinel]):
+            order: Order = connection.recv()
+            with tempfile.TemporaryDirectory(dir=folder) as own:
+                os.chdir(own)
+                seen = observe(program, nodes, order)
+                os.chdir("/")
+            connection.send(seen)

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from bagua_ref.base.runtime import Identity, World, current_world
-from bagua_ref.communicators.call_sites import place
 from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.simulated import SimulatedTransport
-from bagua_ref.communicators.tasks import Task, Ticket
+from bagua_ref.communicators.tasks import Task, Ticket, place
 
 __all__ = ["SimulatedEvent", "SimulatedLock", "SimulatedQueue", "SimulatedRankWorld", "SimulatedThread", "always", "rank_world"]
 

@@ -255,7 +255,7 @@ def near_ties(codec: str, dtype: torch.dtype, seed: int) -> Tensor:
 
     Scales reach both ends of the dtype's range. Some blocks are of zeros of both signs, or of numbers below the last tie.
     """
-    drawn = random.Random(seed)  # nosec B311 # reproducible, not secret
+    drawn = random.Random(seed)  # noqa: S311 # reproducible, not secret
     form, values = FORMATS[codec], []
     for _ in range(drawn.randint(1, 4)):
         top = drawn.choice([_LOWEST[dtype], _HIGHEST[dtype], drawn.randint(_LOWEST[dtype], _HIGHEST[dtype]), drawn.randint(-3, 3)])

@@ -107,7 +107,7 @@ class Journal:
         """Return what the last call noted, without arguments that are too large; None if there was no call."""
         length = _HEAD.unpack(self._memory[: _HEAD.size])[1]
         data = self._memory[_HEAD.size : _HEAD.size + length]
-        return pickle.loads(data) if length else None  # noqa: S301  # nosec B301 # written by us
+        return pickle.loads(data) if length else None  # noqa: S301 # written by us
 
 
 class _TensorPickler(pickle.Pickler):

@@ -85,12 +85,12 @@ class Play:
 
     def _run(self, source: str | ast.Module) -> None:
         code = _compiled(source, "exec") if isinstance(source, str) else compile(source, "<counterexample>", "exec")
-        exec(code, self.names)  # noqa: S102  # nosec B102 # written by the check, line by line
+        exec(code, self.names)  # noqa: S102 # written by the check, line by line
 
     def value(self, source: str) -> Any:
         """Return the value of an expression; raise `Violation` for any exception."""
         try:
-            return eval(_compiled(source, "eval"), self.names)  # noqa: S307  # nosec B307 # written by the check
+            return eval(_compiled(source, "eval"), self.names)  # noqa: S307 # written by the check
         except Exception as error:
             raise self.violation(f"{source} raised {type(error).__name__}: {error}", source) from error
 

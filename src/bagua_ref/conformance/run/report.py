@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from xml.etree import ElementTree  # nosec B405 # XML is written here, never read
+from xml.etree import ElementTree  # XML is written here, never read
 
 from bagua_ref.conformance.targets.process_link import REQUESTS
 
@@ -233,7 +233,7 @@ def write_requests(report: Report, folder: str | Path, time_limit: float) -> Non
         requests.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), REQUESTS: str(requests)}
         with contextlib.suppress(subprocess.TimeoutExpired):  # a program that hangs has had its requests
-            subprocess.run(  # nosec B603 # the script fails, as it must
+            subprocess.run(  # noqa: S603 # the script fails, as it must
                 [sys.executable, str(path)],
                 env=environment, timeout=time_limit + _START, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip

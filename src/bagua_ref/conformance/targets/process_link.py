@@ -239,7 +239,7 @@ class Programs:
 
     def _start(self, words: Sequence[str], ends: Any, address: str = "") -> subprocess.Popen[bytes]:
         environment = {**os.environ, "TMPDIR": str(self.folder), **({"BAGUA_REF_CONNECT": address} if address else {})}
-        process = subprocess.Popen(  # nosec B603 # the user's own command, without a shell
+        process = subprocess.Popen(  # noqa: S603 # the user's own command, without a shell
             words, stdin=ends, stdout=ends, stderr=self._errors, start_new_session=True, env=environment
         )
         os.write(self._watcher, f"{process.pid}\n".encode())
@@ -297,7 +297,7 @@ def _watcher(folder: Path) -> int:
     )
     watched, ours = os.pipe()
     try:
-        subprocess.Popen(  # nosec B603 # the script is constant, the folder its argument
+        subprocess.Popen(  # noqa: S603 # the script is constant, the folder its argument
             ["/bin/sh", "-c", script, "sh", str(folder)],
             stdin=watched, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip

@@ -142,7 +142,7 @@ class DifferenceReport:
     def __str__(self) -> str:
         lines = [f"A: {self.a}", f"B: {self.b}"]
         steps = f"{len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]}"
-        lines.append(f"Compared: {steps}, {len(self.ranks)} ranks, {self.records:,} records")
+        lines.append(f"Compared: {steps}, {len(self.ranks)} rank{'s' * (len(self.ranks) != 1)}, {self.records:,} records")
         lines += [f"Note: {note}" for note in self.notes]
         if self.first is None:
             return "\n".join([*map(one_line, lines), "EQUAL"])

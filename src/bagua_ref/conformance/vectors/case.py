@@ -114,7 +114,7 @@ class Numbers:
     """
 
     def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)  # nosec B311 # the same numbers on every machine
+        self._random = random.Random(seed)  # noqa: S311 # the same numbers on every machine
 
     def unit(self) -> float:
         """Return a number from 0 up to 1, a multiple of 2**-53."""

@@ -12,12 +12,14 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
 from bagua_ref.base.runtime import find_free_port
+from bagua_ref.communicators.mesh import routes_towards
 from bagua_ref.errors import BackendUnavailableError
 
 __all__ = [
@@ -147,7 +149,7 @@ def start_redis_daemon(port: int, capacity: int, *arguments: str) -> None:
     settings = _settings(LOOPBACK, port, capacity)
     command = [program, *(word for name, value in settings.items() for word in (f"--{name}", str(value))), *arguments]
     # The shell exits at once, which detaches the server; the server's own --daemonize would not report why it fails.
-    shell = subprocess.Popen(  # nosec B603 # the script is constant, all else are its arguments
+    shell = subprocess.Popen(  # noqa: S603 # the script is constant, all else are its arguments
         ["/bin/sh", "-c", '"$@" &', "sh", *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -178,7 +180,7 @@ def _listens(port: int) -> bool:
 
 def _start(program: str, host: str, port: int, capacity: int, password: str, arguments: tuple[str, ...]) -> RedisServer:
     settings = {**_settings(host, port, capacity), "requirepass": password}
-    watchdog = subprocess.Popen(  # nosec B603 # this interpreter, our own file and the program found on PATH
+    watchdog = subprocess.Popen(  # noqa: S603 # this interpreter, our own file and the program found on PATH
         [sys.executable, "-I", "-S", str(Path(__file__).with_name("watchdog.py")), str(os.getpid()), program, "-", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -232,13 +234,8 @@ def _stop(watchdog: subprocess.Popen[bytes]) -> None:
 def node_address(master: str) -> str:
     """Return the address by which other nodes reach this one: that of the route to ``master``, or of the default route."""
     for target in (master, "192.0.2.1"):  # an address that is not in use: nothing is sent, only the route is looked up
-        try:
-            family, kind, protocol, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(place)
-                address: str = probe.getsockname()[0]
-        except OSError:
-            continue
-        if not address.startswith("127.") and address != "::1":
-            return address
+        with suppress(OSError):
+            for _, address in routes_towards(target):
+                if not address.startswith("127.") and address != "::1":
+                    return address
     return LOOPBACK

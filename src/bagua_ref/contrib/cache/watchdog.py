@@ -33,7 +33,7 @@ def main() -> None:
             os._exit(1)
 
     configuration = sys.stdin.buffer.read()
-    server = subprocess.Popen(  # nosec B603 # the command is that of server.py, without a shell
+    server = subprocess.Popen(  # noqa: S603 # the command is that of server.py, without a shell
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/", preexec_fn=die_with_watchdog
     )
     try:

@@ -101,7 +101,7 @@ def _terminate(number: int, frame: Any) -> None:
     for buffer in list(_waiting):
         if buffer._values and buffer._pid == os.getpid():
             # The interrupted code may hold locks and wait for a reply on its connection, so use a copy, which has neither.
-            copy: Store = pickle.loads(pickle.dumps(buffer._store))  # noqa: S301  # nosec B301 # our own object
+            copy: Store = pickle.loads(pickle.dumps(buffer._store))  # noqa: S301 # our own object
             copy.mset(dict(buffer._values))
     if get_worker_info() is not None:
         os._exit(0)

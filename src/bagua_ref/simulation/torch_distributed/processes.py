@@ -1,31 +1,211 @@
-"""What a simulated rank does with its process: start others, handle signals, and import modules."""
+"""What a simulated rank does with its process: threads, locks and clocks, other processes, signals, and modules.
+
+What belongs to the process is replaced for the time of a run. Threads that the user's modules or executors start are scheduled, and
+the locks that they make let other threads go on. Threads and locks of libraries stay as they are: a data loader's threads talk to
+real processes.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures.thread
+import contextlib
 import importlib.abc
 import importlib.machinery
 import multiprocessing.process
 import os
+import queue
+import selectors
 import signal
-import subprocess  # nosec B404 # to refuse launches
+import subprocess  # to refuse launches
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch.distributed.rpc
 import torch.multiprocessing
 
-from bagua_ref.communicators.call_sites import is_user_code
 from bagua_ref.communicators.scheduler import Scheduler
-from bagua_ref.simulation.rank_world import rank_world
-from bagua_ref.simulation.torch_distributed.replacements import Replacements
+from bagua_ref.communicators.tasks import is_user_code
+from bagua_ref.simulation.rank_world import SimulatedLock, SimulatedThread, rank_world
 
-__all__ = ["UserModules", "replace_processes", "run_script"]
+__all__ = [
+    "Replacements", "UserModules", "as_current_thread", "end_threads", "replace_clocks", "replace_processes", "replace_threads",
+    "run_script",
+]  # fmt: skip
+
+_threading: Any = threading
+_queue: Any = queue
+
+_START = 1_700_000_000.0
+"""`time.time()` at the start of a run."""
+
+_CLOCK_STEP = 1e-5
+"""Virtual seconds that reading a clock takes, so that a loop that polls it ends."""
+
+_LOCKS = ("threading.py", "queue.py")
+"""Modules that make locks for their callers."""
 
 _LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed", "mpirun", "srun")
+
+
+class Replacements(ExitStack):
+    """Attributes of modules and classes that are replaced while this context lasts.
+
+    Args:
+        is_simulated: whether the calling thread is a simulated rank's; others use what was there before.
+    """
+
+    def __init__(self, is_simulated: Callable[[], bool]) -> None:
+        super().__init__()
+        self.is_simulated = is_simulated
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Replace an attribute for all threads."""
+        self.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    def function(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Replace a function for simulated threads by ``function(original, ...)``."""
+        original, is_simulated = getattr(owner, name), self.is_simulated
+
+        def call(*args: Any, **options: Any) -> Any:
+            return function(original, *args, **options) if is_simulated() else original(*args, **options)
+
+        call.__name__, call.__doc__ = getattr(original, "__name__", name), original.__doc__
+        self.put(owner, name, call)
+
+
+def calling_frame(*modules: str) -> FrameType:
+    """Return the innermost frame of a module that is neither here nor, by the ends of their files' names, in ``modules``."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.endswith((__file__, *modules)) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def is_called_by_user(*modules: str) -> bool:
+    """Return whether that frame is one of the user's code."""
+    return is_user_code(calling_frame(*modules).f_code.co_filename)
+
+
+def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
+    """Schedule the user's threads, and those of executors; make their locks, queues and joins let other threads go on."""
+
+    def start(original: Callable[..., None], thread: threading.Thread) -> None:
+        if _is_scheduled(thread):
+            _start(scheduler, thread)
+        else:
+            original(thread)
+
+    for owner, name, make in (
+        (threading, "Lock", partial(SimulatedLock, scheduler)),
+        (threading, "_allocate_lock", partial(SimulatedLock, scheduler)),
+        (threading, "RLock", _threading._PyRLock),
+        (queue, "SimpleQueue", _queue._PySimpleQueue),
+    ):
+        replacements.function(owner, name, lambda original, make=make: make() if _makes_simulated_lock() else original())
+    replacements.function(threading.Thread, "start", start)
+    replacements.function(threading, "main_thread", lambda original: rank_world().main_thread)
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    if compiler is not None:  # a rank that compiles holds it while it lets others go on
+        lock = _threading._PyRLock()
+        lock._block = SimulatedLock(scheduler)
+        replacements.put(compiler, "compile_lock", lock)
+    # It is held while a worker is started, which lets other threads go on.
+    replacements.put(concurrent.futures.thread, "_global_shutdown_lock", SimulatedLock(scheduler))
+
+
+def _makes_simulated_lock() -> bool:
+    frame = calling_frame(*_LOCKS)
+    inner: Any = sys._getframe(2)
+    while inner is not frame:
+        own = inner.f_locals.get("self") if inner.f_code.co_name == "wait" else None
+        if isinstance(own, threading.Condition):  # a waiter of a condition is like the condition's lock
+            lock = vars(own)["_lock"]
+            return isinstance(getattr(lock, "_block", lock), SimulatedLock)
+        inner = inner.f_back
+    file = frame.f_code.co_filename
+    return is_user_code(file) or "concurrent" in file
+
+
+def _is_scheduled(thread: threading.Thread) -> bool:
+    target = getattr(thread, "_target", None)
+    if target is concurrent.futures.thread._worker:
+        return True
+    run = type(thread).run.__code__.co_filename
+    return is_called_by_user(*_LOCKS) or is_user_code(run) or is_user_code(getattr(target, "__code__", _start.__code__).co_filename)
+
+
+def _start(scheduler: Scheduler, thread: threading.Thread) -> None:
+    def run() -> None:
+        with as_current_thread(thread):
+            try:
+                with contextlib.suppress(SystemExit):  # as Python's threads do
+                    thread.run()
+            except Exception as error:
+                threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
+
+    simulated = SimulatedThread(scheduler, scheduler.spawn(run, thread.name, yields=False))
+    thread.join, thread.is_alive = simulated.join, simulated.is_alive  # type: ignore[method-assign]
+    vars(thread)["_started"].set()
+    rank_world().started_threads.append(thread)
+
+
+@contextmanager
+def as_current_thread(thread: threading.Thread) -> Iterator[None]:
+    """Make ``thread`` the one that `threading.current_thread` returns here."""
+    ident = threading.get_ident()
+    carrier = _threading._active[ident]
+    _threading._active[ident] = thread
+    vars(thread)["_ident"] = ident
+    try:
+        yield
+    finally:
+        _threading._active[ident] = carrier
+
+
+def end_threads(threads: list[threading.Thread]) -> None:
+    """Wait for a rank's threads as a process does at its end: for those that are not daemons, and for executors' work."""
+    for thread in threads:
+        if getattr(thread, "_target", None) is concurrent.futures.thread._worker:
+            executor = vars(thread)["_args"][0]()
+            if executor is not None:
+                executor.shutdown(wait=True)
+        elif not thread.daemon:
+            thread.join()
+
+
+def replace_clocks(replacements: Replacements, scheduler: Scheduler) -> None:
+    """Make Python's clocks virtual, and sleeping take virtual time."""
+
+    def now(start: float) -> float:
+        if is_called_by_user():
+            scheduler.poll()
+        scheduler.time += _CLOCK_STEP
+        return start + scheduler.time
+
+    def select(original: Any, selector: Any, timeout: float | None = None) -> Any:
+        events = original(selector, 0)
+        if events or not timeout or timeout < 0:
+            return events or (original(selector) if timeout is None else events)
+        scheduler.sleep(timeout)
+        return original(selector, 0)
+
+    for name, start in (("time", _START), ("monotonic", 0.0), ("perf_counter", 0.0)):
+        replacements.function(time, name, lambda original, start=start: now(start))
+        replacements.function(time, f"{name}_ns", lambda original, start=start: int(now(start) * 1e9))
+    replacements.function(time, "sleep", lambda original, seconds: scheduler.sleep(seconds))
+    replacements.function(selectors.DefaultSelector, "select", select)
+    # These modules' own names for `time.monotonic`, for timeouts of locks and queues.
+    for module, name in ((threading, "_time"), (queue, "time")):
+        replacements.function(module, name, lambda original: scheduler.time)
 
 
 def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
@@ -111,4 +291,4 @@ def run_script(path: str, arguments: Sequence[str] = ()) -> None:
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    exec(compile(source, str(path), "exec"), main.__dict__)  # noqa: S102 # nosec B102 # the user's own script
+    exec(compile(source, str(path), "exec"), main.__dict__)  # noqa: S102 # the user's own script

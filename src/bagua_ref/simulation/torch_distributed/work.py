@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bagua_ref.communicators.call_sites import call_site
 from bagua_ref.communicators.simulated_group import Call
+from bagua_ref.communicators.tasks import call_site
 from bagua_ref.errors import SimulationError
 
 __all__ = ["SimulatedFuture", "SimulatedWork", "is_prompt", "promptly", "seconds_of", "works_of_backward"]
