@@ -32,7 +32,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.launch import launch, outcomes, run_script
+from tests.launch import launch, outcomes
 from tests.scripts import ROOT, load_script, run_python
 from tests.trainings import on_every_rank, simulate, weights, wrap
 from torch import nn
@@ -1268,8 +1268,8 @@ def test_ranks_with_other_cpu_kernels_are_warned_and_their_checkpoints_load(tmp_
     kernels: list[dict[str, str]] = [{}, {"ATEN_CPU_CAPABILITY": "default"}]
 
     def run(rank: int) -> Any:
-        environment = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), **kernels[rank]}
-        return json.loads(run_script(code, environment, limit=120).stdout)  # torch chooses its kernels when they are first used
+        environment = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank), **kernels[rank]}
+        return json.loads(run_python("-c", code, **environment).stdout)  # torch chooses its kernels when they are first used
 
     with ThreadPoolExecutor() as threads:
         printed = list(threads.map(run, range(2)))

@@ -93,8 +93,9 @@ def test_the_tables_of_variables_and_loggers_are_complete() -> None:
         "PYTHONHASHSEED"  # which simulated programs are given
     } <= others
     loggers = {
-        "bagua_ref." + path.removesuffix(".py").replace("/", ".")
+        ast.unparse(node.args[0]).strip("'").replace("__name__", "bagua_ref." + path.removesuffix(".py").replace("/", "."))
         for path, tree in trees().items()
-        if any(ast.unparse(node) == "logging.getLogger(__name__)" for node in ast.walk(tree) if isinstance(node, ast.Call))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and re.match(r"logging\.getLogger\((__name__|'bagua_ref\.)", ast.unparse(node))
     }
     assert loggers == set(re.findall(r"`(bagua_ref\.[\w.]+)`", SECTIONS["Loggers"]))

@@ -26,6 +26,7 @@ import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import sys
@@ -40,7 +41,7 @@ from typing import Any
 from unittest import mock
 
 from tests.meta import edit
-from tests.meta.planted import FAULTS, Fault
+from tests.meta.planted import FAULTS, Fault, note
 
 FEW = (4, 12)
 """Inputs of each check that are tried first: most faults need few, and the checks before the one that finds them would try all."""
@@ -76,41 +77,47 @@ class _Patched(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoade
         return compile(self.source, self.path, "exec")
 
 
-def _import_anew(mutant: Fault) -> None:
+def _import_anew(mutant: Fault, text: str) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "bagua_ref"]:
         del sys.modules[name]
-    source = edit.planted(mutant.where, *mutant.edit)
-    sys.meta_path.insert(0, _Patched(edit.module_of(mutant.where), str(edit.path_of(mutant.where)), source))
+    sys.meta_path.insert(0, _Patched(edit.module_of(mutant.where), str(edit.path_of(mutant.where)), text))
 
 
-def _try_in_child(mutant: Fault, seed: int, checks: list[str], outbox: Any) -> None:
-    found = edit.change_code(mutant.where, edit.planted(mutant.where, *mutant.edit)) and _failure(mutant, seed, checks)
+def _try_in_child(mutant: Fault, text: str, seed: int, checks: list[str], outbox: Any) -> None:
+    found = edit.change_code(mutant.where, text) and _failure(mutant, seed, checks, alone=bool(mutant.by))
     if not found:  # other functions of the module may have been built with the old code when it was imported
-        _import_anew(mutant)
+        _import_anew(mutant, text)
         found = _failure(mutant, seed, checks)
     outbox.send(found)
 
 
-def _failure(mutant: Fault, seed: int, checks: list[str]) -> tuple[str, int, str] | None:
-    """Return the first check that fails, the inputs that it needed and its message; all are tried with few inputs first."""
+def _failure(mutant: Fault, seed: int, checks: list[str], alone: bool = False) -> tuple[str, int, str] | None:
+    """Return the first check that fails, the inputs that it needed and its message.
+
+    The check that has found the fault before is tried first, and unless it is tried ``alone`` all are then, with few inputs first.
+    """
     from bagua_ref.conformance.run.runner import OneByOne, reason_to_skip, row_id
     from bagua_ref.conformance.run.search import PROFILES, Search
     from bagua_ref.conformance.suites.checks import checks_of, variants
     from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
     table, tried, ran = checks_of([mutant.suite]), dict[str, int](), False
-    for inputs in (*FEW, PROFILES[mutant.profile]):
+    rows = [(table[name], dtype) for name in checks for dtype in variants(table[name])]
+    known = [row for row in rows if row_id(*row) == f"{mutant.suite}.{mutant.clause}.{mutant.by}"]
+    assert known or not mutant.by, f"{mutant.name}: no check is called {mutant.by}"
+    numbers = (*FEW, PROFILES[mutant.profile])
+    for chosen, inputs in itertools.product([known] if alone else [known, rows], numbers):
         PROFILES[mutant.profile] = inputs
         runs = OneByOne()
         target = runs.resolve(ReferenceTarget())
-        for check in map(table.__getitem__, checks):
-            before, tried[check.id] = tried.get(check.id), max(1, round(inputs * check.effort))
-            for dtype in variants(check) if before != tried[check.id] else []:
-                if not reason_to_skip(target, check, dtype):
-                    outcome = runs.run(target, check, dtype, Search(mutant.profile, seed, shrink=False))
-                    ran |= not outcome.skipped
-                    if not outcome.passed:
-                        return row_id(check, dtype), outcome.examples, outcome.message
+        for check, dtype in chosen:
+            name = row_id(check, dtype)
+            before, tried[name] = tried.get(name, 0), max(1, round(inputs * check.effort))
+            if before < tried[name] and not reason_to_skip(target, check, dtype):
+                outcome = runs.run(target, check, dtype, Search(mutant.profile, seed, shrink=False))
+                ran |= not outcome.skipped
+                if not outcome.passed:
+                    return name, outcome.examples, outcome.message
         runs.stop()
     assert ran, f"{mutant.name}: all checks were skipped"
     return None
@@ -121,14 +128,14 @@ def run(mutant: Fault, seed: int = 0) -> Kill:
     from bagua_ref.conformance.suites.checks import checks_of
 
     with _parsing:
-        edit.planted(mutant.where, *mutant.edit)  # an error here says more
+        text = edit.planted(mutant.where, *mutant.edit)
     checks = [check.id for check in checks_of([mutant.suite]).values() if check.clause == mutant.clause]
     assert checks, f"{mutant.name}: no check of {mutant.suite} is about {mutant.clause}"
     checks.sort(key=lambda name: _seconds[name] / (1 + _found_by[name]))
     context = multiprocessing.get_context("fork")
     inbox, outbox = context.Pipe(duplex=False)
     begun = time.perf_counter()
-    process = context.Process(target=_try_in_child, args=(mutant, seed, checks, outbox))
+    process = context.Process(target=_try_in_child, args=(mutant, text, seed, checks, outbox))
     process.start()
     outbox.close()
     try:
@@ -184,6 +191,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the table there too")
+    parser.add_argument("--note", action="store_true", help="write into planted.jsonl which check has found each fault")
     arguments = parser.parse_args()
     chosen = [
         m for m in FAULTS if m.suite in (arguments.suite or [m.suite]) and any(name in m.name for name in arguments.name or [""])
@@ -199,6 +207,8 @@ def main() -> int:
         print(f"alive: {name}")
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(kill) for kill in kills], indent=1) + "\n")
+    if arguments.note:
+        note({kill.mutant: kill.by.removeprefix(f"{kill.suite}.{kill.clause}.") for kill in kills})
     return bool(alive)
 
 

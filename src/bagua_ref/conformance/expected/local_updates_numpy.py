@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagua_ref.conformance.expected.algorithms_numpy import Array, added, one_byte, step_of_sgd, stored
+from bagua_ref.conformance.expected.algorithms_numpy import Array, full_precision, one_byte, step_of_sgd, stored
 from bagua_ref.conformance.expected.decentralized_numpy import library_mean
 
 Weights = list[Array]
@@ -181,13 +181,14 @@ class DiLoCo:
     def _mean_difference(self, p: int) -> Weights:
         """Return D of a fragment, the mean over ranks of g - x, by parameter (S9.5)."""
         assert self.g is not None
+        exchange = full_precision(average=True) if self.compression is None else one_byte(average=True, nodes=None)
         found: dict[int, Array] = {}
         for wide in (np.float32, np.float64):  # a flat buffer for each dtype of g
             places = [place for place in self.fragments[p] if self.g[place].dtype == wide]
             if not places:
                 continue
             flats = [np.concatenate([self.g[place] - x[place] for place in places]) for x in self.ranks]
-            mean = added(flats) / wide(len(flats)) if self.compression is None else compressed_mean(flats)
+            mean = exchange(flats, str(flats[0].dtype))
             for place in places:
                 found[place], mean = mean[: self.g[place].size], mean[self.g[place].size :]
         return [found[place] for place in self.fragments[p]]
@@ -210,11 +211,6 @@ class DiLoCo:
             ]
             for weights in self.ranks
         ]
-
-
-def compressed_mean(flats: list[Array]) -> Array:
-    """Return the mean with one byte per element on the wire (S3.2)."""
-    return one_byte(average=True, nodes=None)(flats, "float32")
 
 
 def mixed(x: Array, g: Array, mix: float, dtype: str) -> Array:

@@ -215,12 +215,10 @@ def _small(pair: Pair, step: int, found: Sequence[Mismatch]) -> str | None:
         if values is not None:
             x, y = (side.double() for side in values)
             error = float((x - y).abs().max()) / (float(torch.cat([x, y]).abs().max()) or 1.0)
-        elif m.b is not None and m.a.norm is not None and m.b.norm is not None:
-            error, exact = abs(m.a.norm - m.b.norm) / (max(abs(m.a.norm), abs(m.b.norm)) or 1.0), False
+        elif (far := m.distance()) is not None or kind_of(m.name) == "state":  # of which norms are not kept
+            error, exact = far or 0.0, False
         else:
-            error, exact = 0.0, False
-            if kind_of(m.name) != "state":
-                return None
+            return None
         if not error <= _ORDER * eps:
             return None
         largest = max(largest, error / eps)

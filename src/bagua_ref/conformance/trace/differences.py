@@ -192,7 +192,7 @@ def diff_records(a: str | Path, b: str | Path) -> DifferenceReport:
         kinds = dict(pair.mismatches(step))
         report.records += sum(kind_of(name) in pair.kinds for rank in pair.ranks for name in pair.at(0, rank, step))
         report.differing[step] = list(kinds)
-        report.distances[step] = {kind: _distance(kinds.get(kind, [])) for kind in ("loss", "grad", "weight")}
+        report.distances[step] = {kind: max([m.distance() or 0.0 for m in kinds.get(kind, [])], default=0.0) for kind in _COLORS}
         random = kinds.pop("rng", [])
         for mismatch in random:
             other_random.setdefault((mismatch.rank, mismatch.name), step)
@@ -253,17 +253,6 @@ def _notes(pair: Pair) -> list[str]:
         if first[0].get(name) != first[1].get(name):
             notes.append(f"{name}: {first[0].get(name)} in A, {first[1].get(name)} in B")
     return notes
-
-
-def _distance(found: list[Mismatch]) -> float:
-    """Return the largest relative difference of norms."""
-    largest = 0.0
-    for m in found:
-        if m.a is not None and m.b is not None and m.a.norm is not None and m.b.norm is not None:
-            if not math.isfinite(m.a.norm + m.b.norm):
-                return math.inf
-            largest = max(largest, abs(m.a.norm - m.b.norm) / (max(abs(m.a.norm), abs(m.b.norm)) or 1.0))
-    return largest
 
 
 def _describe(pair: Pair, step: int, kind: str, found: list[Mismatch]) -> Difference:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -69,6 +70,13 @@ class Mismatch(NamedTuple):
     name: str
     a: Digested | None
     b: Digested | None
+
+    def distance(self) -> float | None:
+        """Return the relative difference of norms, inf if one is not finite; None if they are not recorded."""
+        if self.a is None or self.b is None or self.a.norm is None or self.b.norm is None:
+            return None
+        a, b = self.a.norm, self.b.norm
+        return abs(a - b) / (max(abs(a), abs(b)) or 1.0) if math.isfinite(a + b) else math.inf
 
 
 class Pair:
