@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from tests.scripts import run_python
 
 from bagua_ref.cli.recipes import ALONE, RECIPES
 
 
+@pytest.mark.timeout(1800)
 def test_every_algorithm_reaches_the_accuracy_of_a_single_process(tmp_path: Path) -> None:
     ended = run_python("benchmarks/learning.py", "--seeds", 0, 1, 2, "--json", tmp_path / "learning.json", limit=1500)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -15,6 +15,7 @@ from tests.scripts import ROOT, load_script
 BLOCK = re.compile(r"^```(console|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.timeout(1800)
 def test_the_commands_of_the_tutorial_more_than_double_the_speed(tmp_path: Path) -> None:
     namespaces = load_script("benchmarks/namespaces.py")
     try:
