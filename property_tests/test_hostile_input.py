@@ -32,7 +32,7 @@ from bagua_ref.cli import main
 from bagua_ref.cli.balance import read_lengths
 from bagua_ref.comm_ops import CentralizedLowPrecision, LowPrecisionDecentralized
 from bagua_ref.communicators.rendezvous import rendezvous
-from bagua_ref.conformance.formats.safetensors_file import DamagedFileError, read_safetensors, write_safetensors
+from bagua_ref.conformance.formats import DamagedFileError, read_safetensors, write_safetensors
 from bagua_ref.conformance.run.runner import read_xfails
 from bagua_ref.conformance.trace import Recorder
 from bagua_ref.contrib.cache import fake_server, job_servers

@@ -71,7 +71,7 @@ HOUSE = (
     Floor(9, ("planning", "planning.*"), layers(range(10))),
     Floor(10, ("", *MOVED), layers(range(11))),  # the public names
     Floor(11, ("conformance.clauses", "conformance.expected", "conformance.expected.*", "conformance.vectors.answers"), layers(11)),
-    Floor(11, ("conformance.formats", "conformance.formats.*"), layers(0, 11)),
+    Floor(11, ("conformance.formats",), layers(0, 11)),
     Floor(12, ("conformance.inputs", "conformance.inputs.*", "conformance.targets", "conformance.targets.*"), layers(range(13))),
     Floor(13, ("conformance.lab", "conformance.lab.*"), layers(range(14))),
     Floor(14, ("conformance.suites", "conformance.suites.*"), layers(range(15))),

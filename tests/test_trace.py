@@ -33,7 +33,7 @@ from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.cli import main
 from bagua_ref.comm_ops import LowPrecisionDecentralized, decentralized, shift_one_peer
 from bagua_ref.comm_ops.base import reduce_to_leader
-from bagua_ref.conformance.formats.safetensors_file import read_safetensors, write_safetensors
+from bagua_ref.conformance.formats import read_safetensors, write_safetensors
 from bagua_ref.conformance.trace import Divergence, Recorder, TraceError, TraceReport, check_trace, read_trace
 from bagua_ref.errors import CommunicationError
 from bagua_ref.simulation import SimulatedWorld

@@ -35,7 +35,7 @@ from bagua_ref.base.untrusted import (
 from bagua_ref.cli import main
 from bagua_ref.communicators.job_store import TorchDistributedTransport
 from bagua_ref.communicators.rendezvous import rendezvous
-from bagua_ref.conformance.formats.safetensors_file import write_safetensors
+from bagua_ref.conformance.formats import write_safetensors
 from bagua_ref.conformance.run.runner import read_xfails
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace
 from bagua_ref.conformance.vectors import VectorsError, check_outputs, read_manifest

@@ -30,7 +30,7 @@ from bagua_ref.comm_ops import shift_one_peer
 from bagua_ref.comm_ops.top_k import count_of, largest
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.conformance.expected import samplers_plain
-from bagua_ref.conformance.formats.safetensors_file import CODES, DamagedFileError, name_of, read_safetensors, write_safetensors
+from bagua_ref.conformance.formats import CODES, DamagedFileError, name_of, read_safetensors, write_safetensors
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 from bagua_ref.conformance.targets.world import RankWorld, run_world
 from bagua_ref.conformance.vectors import VECTORS_VERSION, VectorsError, answers, check_outputs, export_vectors, read_manifest

@@ -19,7 +19,7 @@ from bagua_ref.comm_ops.low_rank import Matrix
 from bagua_ref.conformance.expected import compression_numpy, decentralized_numpy
 from bagua_ref.conformance.expected.algorithms_numpy import array, wide
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
-from bagua_ref.conformance.formats.safetensors_file import name_of
+from bagua_ref.conformance.formats import name_of
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.conformance.targets.world import run_world
 from bagua_ref.conformance.trace.files import Record

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.base.untrusted import NATURAL, SCALAR, check_form, load_json, read_file
-from bagua_ref.conformance.formats.safetensors_file import CODES, read_tensors
+from bagua_ref.conformance.formats import CODES, read_tensors
 
 __all__ = [
     "FORMAT", "INDEX", "MANIFEST", "TRACE_VERSION",

@@ -15,7 +15,7 @@ from bagua_ref.backends.base import FLOATS
 from bagua_ref.conformance.expected import local_updates_numpy
 from bagua_ref.conformance.expected.algorithms_numpy import array, wide
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, where_equal
-from bagua_ref.conformance.formats.safetensors_file import name_of
+from bagua_ref.conformance.formats import name_of
 from bagua_ref.conformance.trace.exchanges import Expected, NotReplayable, full_precision, inputs, low_precision, shared
 from bagua_ref.conformance.trace.files import Record
 

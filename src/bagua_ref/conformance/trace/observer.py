@@ -25,7 +25,7 @@ from bagua_ref.comm_ops import (
     PythonOp,
     TopK,
 )
-from bagua_ref.conformance.formats.safetensors_file import name_of
+from bagua_ref.conformance.formats import name_of
 
 __all__ = ["TraceObserver"]
 

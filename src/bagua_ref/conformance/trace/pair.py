@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from bagua_ref.base.untrusted import NATURAL
-from bagua_ref.conformance.formats.safetensors_file import read_tensors
+from bagua_ref.conformance.formats import read_tensors
 from bagua_ref.conformance.trace.files import RankTrace, TraceError, read_lines, read_trace
 
 __all__ = ["KINDS", "Digested", "Mismatch", "Pair", "StepDigests", "kind_of"]

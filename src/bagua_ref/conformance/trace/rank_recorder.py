@@ -19,7 +19,7 @@ from bagua_ref import __version__
 from bagua_ref.base.runtime import World, current_world
 from bagua_ref.base.untrusted import load_json, read_file
 from bagua_ref.conformance.clauses import SPEC_VERSION
-from bagua_ref.conformance.formats.safetensors_file import write_safetensors
+from bagua_ref.conformance.formats import write_safetensors
 from bagua_ref.conformance.trace.files import FORMAT, INDEX, MANIFEST, TRACE_VERSION, check_int
 
 __all__ = ["RankRecorder"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.base.runtime import World, current_world
-from bagua_ref.conformance.formats.safetensors_file import name_of
+from bagua_ref.conformance.formats import name_of
 from bagua_ref.conformance.trace.files import Record, check_int, json_values, line_of, named_tensors
 from bagua_ref.conformance.trace.observer import TraceObserver
 from bagua_ref.conformance.trace.rank_recorder import RankRecorder

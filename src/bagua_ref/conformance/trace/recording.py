@@ -20,8 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from bagua_ref.base.utils import uncompiled
 from bagua_ref.checkpoint.training_state import random_states
-from bagua_ref.conformance.formats.safetensors_file import CODES, name_of
-from bagua_ref.conformance.trace.digest import digest, digest_of_text
+from bagua_ref.conformance.formats import CODES, digest, digest_of_text, name_of
 from bagua_ref.conformance.trace.files import check_int
 from bagua_ref.conformance.trace.rank_recorder import RankRecorder
 

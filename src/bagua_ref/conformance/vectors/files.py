@@ -22,7 +22,7 @@ from bagua_ref.base.not_provided import install_command
 from bagua_ref.base.untrusted import load_json, read_file
 from bagua_ref.conformance.clauses import SPEC_VERSION, VECTORS_VERSION
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, ULP, Tolerance, assert_equal
-from bagua_ref.conformance.formats.safetensors_file import (
+from bagua_ref.conformance.formats import (
     DamagedFileError,
     name_of,
     read_safetensors,

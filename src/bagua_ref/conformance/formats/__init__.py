@@ -1,1 +1,0 @@
-"""File formats that golden vectors and traces share."""
