@@ -7,7 +7,6 @@ Workers are forked from a server process that has imported torch; each ends with
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import gc
 import importlib
@@ -65,9 +64,9 @@ def fork_server() -> None:
             return server
         try:
             sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not a test's file
-            for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *passed}:
-                with contextlib.suppress(OSError):  # that of the list itself
-                    os.close(descriptor)
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, nothing, *passed}:
+                os.dup2(nothing, descriptor)  # not closed: libraries' handlers may write there, and the number would be reused
             exec(command[-1], {})
         finally:
             os._exit(0)
