@@ -180,10 +180,12 @@ def test_large_tensors_do_not_wait_for_each_other(over_gloo):
 def test_tensors_that_gloo_cannot_reach_go_through_the_hosts_memory():
     group = _get_default_group()
     transport = group._job.transport
-    comm = ThroughTheHost(Connection(transport.store, "host", transport.rank, group.ranks, 30.0, transport.waits), uses_nccl=False)
-    for call in cases.calls(comm.nranks()):
-        cases.check(comm, call)
-    cases.large_reductions(comm)
+    for name, shares_memory in (("gloo", False), ("memory", True)):
+        place = (dist.PrefixStore(name, transport.store), name, transport.rank, group.ranks, 30.0, transport.waits, shares_memory)
+        comm = ThroughTheHost(Connection(*place), uses_nccl=False)
+        for call in cases.calls(comm.nranks()):
+            cases.check(comm, call)
+        cases.large_reductions(comm)
 
 
 def on_a_gpu(backend):
