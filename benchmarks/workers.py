@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -19,6 +21,7 @@ import bagua_ref
 def launch(function: Callable[..., Any], processes: int, *args: Any) -> list[Any]:
     """Return what ``function(*args)`` returns in each of ``processes`` workers that have a process group, in rank order."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "bagua_ref"])  # imported once, not by each worker of each launch
     with tempfile.TemporaryDirectory() as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -29,12 +32,14 @@ def launch(function: Callable[..., Any], processes: int, *args: Any) -> list[Any
             rdzv_endpoint="localhost:0",
             max_restarts=0,
             monitor_interval=0.1,
+            start_method="forkserver",
         )
         results = elastic_launch(config, _work)(folder, function, args)
         return [torch.load(results[rank], weights_only=False) for rank in range(processes)]
 
 
 def _work(folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    gc.freeze()  # otherwise the first collection would copy all that is shared with the server
     torch.set_num_threads(1)
     bagua_ref.init_process_group()
     path = os.path.join(folder, f"{bagua_ref.get_rank()}.pt")
