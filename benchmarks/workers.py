@@ -39,7 +39,7 @@ def launch(function: Callable[..., Any], processes: int, *args: Any) -> list[Any
 
 
 def _work(folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    gc.freeze()  # otherwise the first collection would copy all that is shared with the server
+    gc.collect()  # copies what is shared with the server, which a collection that is measured would do otherwise
     torch.set_num_threads(1)
     bagua_ref.init_process_group()
     path = os.path.join(folder, f"{bagua_ref.get_rank()}.pt")
