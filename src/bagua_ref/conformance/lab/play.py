@@ -6,6 +6,7 @@ Ranks of a world run the script's ``program``, with the target's communicators o
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import math
 import textwrap
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance, assert_equal
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.violation import Script, Violation, literal
+from bagua_ref.conformance.lab.violation import Definition, Script, Violation, literal
 from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.conformance.targets.target import Target, load
@@ -53,10 +54,10 @@ class Play:
             self._run(f"{first}\n{last}")
 
     def give(self, **values: Any) -> None:
-        """Define names; the source of their values, which may be long, is only written."""
+        """Define names."""
         for name, value in values.items():
             self.names[name] = value
-            self.script.body.append(f"{name} = {literal(value)}")
+            self.script.body.append(Definition(name, copy.deepcopy(value)))  # calls may change it
 
     def do(self, line: str) -> None:
         """Append a line, or a few that belong together, and run it; raise `Violation` for any exception.

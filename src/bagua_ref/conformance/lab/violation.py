@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["NotProvided", "Script", "Skipped", "Violation", "literal"]
+__all__ = ["Definition", "NotProvided", "Script", "Skipped", "Violation", "literal"]
 
 
 class Skipped(Exception):  # noqa: N818 - no fault
@@ -66,6 +66,17 @@ def literal(value: Any) -> str:
     return str(int(value)) if isinstance(value, IntEnum) else repr(value)
 
 
+@dataclass(frozen=True)
+class Definition:
+    """A line that defines a name; the source of its value, which may be long, is written only where the line is shown."""
+
+    name: str
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} = {literal(self.value)}"
+
+
 @dataclass
 class Script:
     """A script under construction.
@@ -76,14 +87,14 @@ class Script:
     """
 
     setup: list[str]
-    body: list[str] = field(default_factory=list)
+    body: list[str | Definition] = field(default_factory=list)
 
     def and_then(self, line: str) -> Script:
         """Return the script with one more line."""
         return Script(self.setup, [*self.body, line])
 
     def __str__(self) -> str:
-        text = "\n".join([*self.setup, *self.body])
+        text = "\n".join(map(str, [*self.setup, *self.body]))
         imports = ["import torch"]
         names = [name for name in ("inf", "nan") if re.search(rf"[-\[ (]{name}\b", text)]
         if names:
