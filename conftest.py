@@ -113,7 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of what catches warnings and logs
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    if "PYTEST_XDIST_WORKER" in os.environ and (launch := sys.modules.get("tests.launch")):
+    if hasattr(session.config, "workerinput") and (launch := sys.modules.get("tests.launch")):  # a worker of xdist
         capture = session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()  # for what workers write
         launch.fork_server()  # the test files are imported, and all that they need

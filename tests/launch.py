@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -67,6 +68,8 @@ def fork_server() -> None:
             nothing = os.open(os.devnull, os.O_RDWR)
             for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, nothing, *passed}:
                 os.dup2(nothing, descriptor)  # not closed: libraries' handlers may write there, and the number would be reused
+            for finalizer in list(weakref.finalize._registry):
+                finalizer.detach()  # folders of this process, which scripts would remove when they end
             exec(command[-1], {})
         finally:
             os._exit(0)
