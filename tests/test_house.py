@@ -30,9 +30,9 @@ LINES: dict[str, int] = {
     "conformance": 294,  # formats, a folder before, and digests of traces
     "conformance/expected": 1776,  # what suites and traces said twice of PowerSGD's rounds
     "conformance/inputs": 1225,  # changes of gradients that suites wrote several times
-    "conformance/lab": 1946,  # tensors of a journal as bytes, in a tenth of the time
+    "conformance/lab": 1958,  # tensors of a journal as bytes, in a tenth of the time
     "conformance/run": 1274,
-    "conformance/suites": 4507,  # scripts of twins, which only they use
+    "conformance/suites": 4506,  # scripts of twins, which only they use
     "conformance/targets": 1591,  # which sizes are beyond a target's tiles
     "conformance/trace": 3485,  # records of whole trainings, and their comparison
     "conformance/vectors": 2055,
@@ -51,7 +51,7 @@ LINES: dict[str, int] = {
     "property_tests": 3037,  # one row more of an oracle's options
     "scheduling": 613,
     "simulation": 3551,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
-    "tests": 39750,  # pictures that balance cannot write; events of streams in tests; faults that dropped tests alone had found
+    "tests": 39753,  # pictures that balance cannot write; events of streams in tests; faults that dropped tests alone had found
     "tests/cuda_emulation": 487,
     "tests/integrations": 1171,  # trainers are imported once, by the server that forks ranks
     "tests/meta": 1327,  # guards and faults are planted in forks of processes that have collected or imported all
