@@ -177,7 +177,7 @@ def other_settings(lab: Lab, draw: Draw) -> None:
     script.do("saved = sampler.state_dict()")
     changes = {"shuffle": False, "seed": options["seed"] + 1, "drop_last": True, "random_level": 0.75}
     for change in (*changes, "samples", "costs"):
-        others = {"samples": [*values, values[0]], "costs": values[::-1]}.get(change, values)
+        others = {"samples": [*values, values[0]], "costs": values[::-1]}.get(change) or values
         other = {**options, **({change: changes[change]} if change in changes else {})}
         script.sampler(others, 2, 0, other)
         script.refuses("sampler.load_state_dict(saved)", said=repr(f"a position with other {change} must raise a ValueError"))
