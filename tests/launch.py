@@ -63,6 +63,7 @@ def fork_server() -> None:
     def fork(_path: bytes, command: list[str], passed: list[int]) -> int:
         if server := os.fork():
             return server
+        patch.undo()
         try:
             sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not a test's file
             nothing = os.open(os.devnull, os.O_RDWR)
