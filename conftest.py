@@ -113,10 +113,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of what catches warnings and logs
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    if hasattr(session.config, "workerinput") and (launch := sys.modules.get("tests.launch")):  # a worker of xdist
+    if hasattr(session.config, "workerinput") and "tests.launch" in sys.modules:  # a worker of xdist
+        from tests.fork_server import fork_server
+
         capture = session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()  # for what workers write
-        launch.fork_server()  # the test files are imported, and all that they need
+        fork_server()  # the test files are imported, and all that they need
         capture.suspend_global_capture()
     return (yield)
 

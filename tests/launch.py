@@ -10,8 +10,7 @@ import atexit
 import functools
 import gc
 import importlib
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
+import multiprocessing
 import os
 import pickle
 import runpy
@@ -21,7 +20,6 @@ import sys
 import tempfile
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -29,7 +27,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -55,30 +52,6 @@ def preload(*modules: str) -> None:
 
 
 preload()
-
-
-def fork_server() -> None:
-    """Start the server that forks all workers as a fork of this process, which has imported all that they need."""
-
-    def fork(_path: bytes, command: list[str], passed: list[int]) -> int:
-        if server := os.fork():
-            return server
-        patch.undo()
-        try:
-            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not a test's file
-            nothing = os.open(os.devnull, os.O_RDWR)
-            for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, nothing, *passed}:
-                os.dup2(nothing, descriptor)  # not closed: libraries' handlers may write there, and the number would be reused
-            for finalizer in list(weakref.finalize._registry):
-                finalizer.detach()  # folders of this process, which scripts would remove when they end
-            exec(command[-1], {})
-        finally:
-            os._exit(0)
-
-    multiprocessing.resource_tracker.ensure_running()  # starts an interpreter of its own
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multiprocessing.util, "spawnv_passfds", fork)
-        multiprocessing.forkserver.ensure_running()
 
 
 @dataclass

@@ -6,8 +6,6 @@ import gc
 import importlib
 import json
 import multiprocessing.forkserver
-import multiprocessing.resource_tracker
-import multiprocessing.util
 import os
 import select
 import signal
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from tests.fork_server import fork_server
 from tests.meta import edit
 from tests.meta.mutate import planted_in
 
@@ -123,7 +122,8 @@ def _run(items: list[pytest.Item], where: str, limit: int, **_: Any) -> int:
     """Run collected tests, up to the first that fails, with the changed function."""
     if where and not edit.change_code(where, edit.path_of(where).read_text(encoding="utf-8")):
         return 0
-    _start_fork_server()
+    multiprocessing.forkserver.set_forkserver_preload(["bagua_ref.conformance"])
+    fork_server()
     for item, following in zip(items, [*items[1:], None], strict=True):
         item.add_marker(pytest.mark.timeout(limit))
         item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -136,28 +136,9 @@ def _run_anew(test: str, limit: int, **_: Any) -> int:
     """Run a test with everything of the copy imported anew."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("bagua_ref", "conftest", "property_tests", "tests")]:
         del sys.modules[name]
-    _start_fork_server()
-    return int(pytest.main([*OPTIONS, "-x", f"--timeout={limit}", test]))
-
-
-def _start_fork_server() -> None:
-    """Fork the server that forks the ranks of tests, as a new interpreter would import torch again."""
-
-    def start(path: bytes, command: Sequence[str], pipes: Sequence[int]) -> int:
-        if pid := os.fork():
-            return pid
-        low, high = sorted(pipes)
-        for first, last in ((3, low), (low + 1, high), (high + 1, 65536)):  # one of them would keep it from ending with the run
-            os.closerange(first, last)
-        if pipes[0] in select.select(pipes, [], [])[0]:  # the first process is asked for; otherwise the run has ended
-            exec(command[-1])
-        os._exit(0)
-
-    multiprocessing.resource_tracker.ensure_running()
     multiprocessing.forkserver.set_forkserver_preload(["bagua_ref.conformance"])
-    spawn, multiprocessing.util.spawnv_passfds = multiprocessing.util.spawnv_passfds, start
-    multiprocessing.forkserver.ensure_running()
-    multiprocessing.util.spawnv_passfds = spawn
+    fork_server()
+    return int(pytest.main([*OPTIONS, "-x", f"--timeout={limit}", test]))
 
 
 if __name__ == "__main__":
