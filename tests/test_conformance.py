@@ -428,4 +428,5 @@ def test_every_planted_fault_still_has_its_place_in_the_source():
     faults = [*FAULTS, *GUARDS, *WRONG_ANSWERS]
     trees = {where: tree_of(where) for where in {fault.where.partition(":")[0] for fault in faults}}
     for fault in faults:
-        parts(trees[fault.where.partition(":")[0]], fault.where, *fault.edit[::2])
+        _, nodes = parts(trees[fault.where.partition(":")[0]], fault.where, *fault.edit[::2])
+        assert len(nodes) == len(fault.edit) // 2

@@ -90,12 +90,12 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     try:
         options = parse_options(arguments.option)
-        report = check_trace(arguments.directory, arguments.algorithm, options, buckets=arguments.bucket, progress=_progress)
+        try:
+            report = check_trace(arguments.directory, arguments.algorithm, options, buckets=arguments.bucket, progress=_progress)
+        finally:
+            end_progress()
     except ValueError as error:
-        end_progress()
         parser.error(str(error))
-    finally:
-        end_progress()
     if not arguments.json:
         print(report)
     write_json(arguments, report.as_json())

@@ -219,8 +219,8 @@ def step_along_momentum(
     number = weights.dtype.type
     step_size, correction = number(-lr / (1 - betas[0] ** s)), number((1 - betas[1] ** s) ** 0.5)
     # A float16 denominator is formed in float32, where eps does not vanish.
-    wide = "float32" if dtype == "float16" else dtype
-    root = np.array(torch.tensor(v).to(getattr(torch, wide)).sqrt().tolist(), v.dtype)  # its last bit is torch's own (S1)
-    denominator = stored(stored(root / correction, wide) + stored(np.full(1, eps, v.dtype), wide), wide)
+    wider = "float32" if dtype == "float16" else dtype
+    root = np.array(torch.tensor(v).to(getattr(torch, wider)).sqrt().tolist(), v.dtype)  # its last bit is torch's own (S1)
+    denominator = stored(stored(root / correction, wider) + stored(np.full(1, eps, v.dtype), wider), wider)
     moved = stored(weights + step_size * m / denominator, dtype)
     return np.where((root == 0) & keeps_zeros, weights, moved)

@@ -217,7 +217,7 @@ class ErrorFeedback:
         self.servers: list[Array] = []
 
     def round(self, ranks: list[Array]) -> Array:
-        """Return what every rank has after a round of these elements, without padding, which S5.2 adds."""
+        """Return the elements of every rank after a round, without the padding that S5.2 adds."""
         given, filled = padded(ranks, self.nodes), ranks[0].size
         if self.nodes is not None:
             given = inputs_of_leaders(given, self.dtype, self.average, self.nodes)

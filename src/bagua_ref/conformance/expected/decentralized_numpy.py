@@ -24,7 +24,7 @@ Mode: TypeAlias = "str | Sequence[Weights]"
 def between_leaders(
     operation: Callable[[list[Array]], list[Array]], ranks: list[Array], dtype: str, nodes: list[int] | None
 ) -> list[Array]:
-    """Return what an operation makes of all ranks' arrays; with ``nodes``, of the means of nodes, for each of their ranks."""
+    """Return the results of an operation on the arrays of ranks; with ``nodes``, on the means of nodes, for each of their ranks."""
     if nodes is None:
         return operation(ranks)
     results = operation([scatter_gather(node, dtype) for node in split(ranks, nodes)])

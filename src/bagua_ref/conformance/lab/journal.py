@@ -104,7 +104,7 @@ class Journal:
         return time.monotonic() - since if since else 0.0
 
     def last(self) -> Any:
-        """Return what the last call noted, without arguments that are too large; None if there was no call."""
+        """Return the note of the last call, without arguments that are too large; None if there was no call."""
         length = _HEAD.unpack(self._memory[: _HEAD.size])[1]
         data = self._memory[_HEAD.size : _HEAD.size + length]
         return pickle.loads(data) if length else None  # noqa: S301 # written by us

@@ -200,7 +200,7 @@ def rounds(lab: Lab, draw: Draw) -> None:
 
 
 def _judge_as_mean(training: TrainingPlay, ranks_of_steps: Sequence[int]) -> None:
-    """Expect the mean of every step up to rounding, given each one's rank, unless rounding decides what Q spans."""
+    """Expect the mean of every step up to rounding, given each one's rank, unless rounding decides the span of Q."""
     for step, rank in enumerate(ranks_of_steps):
         given, (_, _, columns) = _matrices(training, step, 0), _start(training, step, 0)
         values = np.linalg.svd(plain.added(given) @ columns, compute_uv=False)

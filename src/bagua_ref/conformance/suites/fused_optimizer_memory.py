@@ -153,7 +153,7 @@ def sparse(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "interrupted", effort=0.4)
 def interrupted(lab: Lab, draw: Draw) -> None:
-    """After a closure or hook that raised, weights, gradients and state are what step() leaves, and so are those of later steps."""
+    """After a closure or hook that raised, weights, gradients and state equal those of step(), and so do those of later steps."""
     twins = any_twins(lab, draw)
     twins.take_steps(0, 2)
     for where in draw(st.permutations(["closure", "pre", "post"])):

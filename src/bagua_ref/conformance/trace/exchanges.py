@@ -208,7 +208,7 @@ def on_ring(
 
 
 def async_round(records: Sequence[Record]) -> list[Expected]:
-    """Return the sum of the snapshots (S3.6); and where x was recorded before and after, x with what the round has added to it."""
+    """Return the sum of the snapshots (S3.6); and where x was recorded before and after, x with the round's change added."""
     snapshots = inputs(records, "snapshot", FLOATS)
     total, n = torch.stack(snapshots).to(wide(snapshots[0].dtype)).sum(0), len(snapshots)
     found = []
