@@ -17,7 +17,7 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 pytest := $(bin)/python -m pytest
 
-.PHONY: help env demo test proof explore faults soak findings release-check bench report gpu docs lint types format clean
+.PHONY: help env demo test proof explore faults soak findings release-check bench report gpu docs lint types bytecode format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -63,7 +63,7 @@ demo: $(VENV)/.demo  ## train on handwritten digits with every algorithm, 4 proc
 	@$(bin)/bagua-ref demo
 
 test: $(VENV)/.dev  ## everything that must be green: style, types, docs, examples, all properties (quick profile)
-	@$(MAKE) --jobs=3 --output-sync --no-print-directory lint types docs
+	@$(MAKE) --jobs=4 --output-sync --no-print-directory lint types docs bytecode
 	$(pytest) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not proof" --shuffle=$(SEED) $(PYTEST_ARGS)
 
 # The MPI that tests/outside is run on.
@@ -143,6 +143,10 @@ docs: $(VENV)/.dev  ## build the documentation into site/, strictly
 lint: $(VENV)/.dev
 	$(bin)/ruff format --check .
 	$(bin)/ruff check .
+
+# While mypy leaves a core idle: otherwise each of the workers of `test` would compile all tests, and what they import.
+bytecode: $(VENV)/.dev
+	@found=$$($(pytest) --collect-only --quiet) || { echo "$$found"; exit 1; }
 
 types: $(VENV)/.dev
 	$(bin)/mypy

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -102,8 +103,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # A file has the same order whatever runs beside it.
         items.sort(key=lambda item: (chance(item.path.name), chance(item.nodeid)) if item.path in free else (0.0, 0.0))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    # Workers end together if what takes long comes first: tests with a time limit of their own, then files with slow tests.
-    items.sort(key=lambda item: (item.get_closest_marker("timeout") is None, item.path not in slow))
+    # Workers end together if what takes long comes first: tests with a time limit of their own, files with slow tests, large files.
+    size = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.get_closest_marker("timeout") is None, item.path not in slow, -size[item.path]))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -54,7 +54,7 @@ LINES: dict[str, int] = {
     "tests": 39767,  # pictures that balance cannot write; events of streams in tests; faults that dropped tests alone had found
     "tests/cuda_emulation": 487,
     "tests/integrations": 1171,  # trainers are imported once, by the server that forks ranks
-    "tests/meta": 1308,  # guards and faults are planted in forks of processes that have collected or imported all
+    "tests/meta": 1309,  # guards and faults are planted in forks of processes that have collected or imported all
     "tests/outside": 246,
     "tests/proof": 716,  # scripts of a suite run in forks of one process
 }

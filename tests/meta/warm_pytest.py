@@ -26,6 +26,7 @@ from tests.meta.mutate import planted_in
 OPTIONS = [
     *("-o", "addopts=--import-mode=importlib", "--assert=plain", "-v", "-s", "-p", "no:cacheprovider", "-p", "no:xdist"),
     "--hypothesis-profile=no_shrinking",
+    *("-o", "timeout_func_only=true"),  # where the limit ended the report of a failure, the failure would not count
 ]
 LIMIT = 60
 """Seconds after which a run is killed that not even pytest's own time limit has ended."""
