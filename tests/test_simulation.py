@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -149,6 +150,21 @@ def test_ranks_have_their_own_random_generators():
         torch.manual_seed(rank)
         random.seed(rank)
         assert numbers == [first] + [draw() for _ in range(4)]
+
+
+def test_ranks_share_a_core_on_which_neither_their_caller_nor_forked_processes_are_kept():
+    allowed = os.sched_getaffinity(0)
+
+    def cores(comm):
+        if (child := os.fork()) == 0:
+            os._exit(os.sched_getaffinity(0) != allowed)
+        return os.sched_getaffinity(0), os.waitpid(child, 0)[1]
+
+    first, second = SimulatedWorld(2).run(cores)
+    assert first == second
+    assert len(first[0]) == 1
+    assert first[1] == 0
+    assert os.sched_getaffinity(0) == allowed
 
 
 def test_torch_uses_one_thread_within_and_as_many_as_before_after():

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from bagua_ref.communicators.tasks import RankState, Task, Ticket, Unwind, blocked, call_site, place, raise_site, who_waits
+from bagua_ref.communicators.tasks import Core, RankState, Task, Ticket, Unwind, blocked, call_site, place, raise_site, who_waits
 from bagua_ref.errors import RankCall, SimulationError
 
 __all__ = ["Scheduler"]
@@ -88,7 +88,7 @@ class Scheduler:
         # Finalizers may wake threads. Automatic garbage collection would make the interleaving depend on earlier allocations.
         collects = gc.isenabled()
         gc.disable()
-        outside = RankState()
+        outside, self._core = RankState(), Core()
         if not self._states:
             self._states = [RankState() for _ in functions]
         try:
@@ -252,6 +252,7 @@ class Scheduler:
     def _main(self, task: Task) -> None:
         task.baton.acquire()
         task.ident = threading.get_ident()
+        self._core.keep()
         try:
             if not self._ending:
                 self._states[task.rank].resumed()
