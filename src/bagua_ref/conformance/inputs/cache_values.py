@@ -16,8 +16,8 @@ import torch
 from hypothesis import strategies as st
 
 __all__ = [
-    "NO_KEYS", "TENSORS", "Source", "Thing", "Trap", "array", "array_sources", "assert_same", "double", "key_sources",
-    "long_sources", "objects", "plain_sources", "spoil", "tensor", "tensor_sources", "value_sources", "without_pickle",
+    "ARRAYS", "LONG", "NO_KEYS", "PLAIN", "TENSORS", "Source", "Thing", "Trap", "array", "assert_same", "double", "key_sources",
+    "objects", "spoil", "tensor", "tensor_sources", "value_sources", "without_pickle",
 ]  # fmt: skip
 
 
@@ -171,6 +171,7 @@ TENSORS = (
 
 _NUMPY = [">f8", "<f4", ">i4", "<f2", "?", ">u2", "|u1", "<i8", "<c8", "<U2", "|S3", "<M8[s]"]
 _shapes = st.one_of(st.sampled_from([(), (2, 3), (4,)]), st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple))
+_matrices = st.sampled_from([(2, 3), (3, 2), (2, 2)])
 
 
 def _hex(draw: Any, count: int, size: int, is_bool: bool) -> str:
@@ -194,35 +195,38 @@ def tensor_sources(draw: st.DrawFn, name: str) -> str:
 
 
 @st.composite
-def array_sources(draw: st.DrawFn) -> str:
-    """Source of arrays."""
-    dtype, shape = np.dtype(draw(st.sampled_from(_NUMPY))), draw(_shapes)
+def _array_sources(draw: st.DrawFn, turned: str) -> str:
+    dtype, shape = np.dtype(draw(st.sampled_from(_NUMPY))), draw(_matrices if turned == ".T" else _shapes)
     bits = _hex(draw, prod(shape), dtype.itemsize, dtype.kind == "b")
     if dtype.kind == "U":  # not every code point is a character
         bits = "".join(draw(st.sampled_from(["41000000", "00000000", "e4000000"])) for _ in range(2 * prod(shape)))
-    turned = draw(st.sampled_from(["", ".T", "[::-1]"])) if shape else ""
-    return f"array({dtype.str!r}, {shape}, {bits!r}){turned}"
+    return f"array({dtype.str!r}, {shape}, {bits!r}){turned if shape else ''}"
+
+
+ARRAYS = tuple(map(_array_sources, ("", ".T", "[::-1]")))
+"""Sources of arrays: in order, transposed, and from the end."""
 
 
 def _float(number: float) -> str:
     return repr(number) if isfinite(number) else f"float({str(number)!r})"
 
 
-plain_sources = st.one_of(
-    st.sampled_from(["None", "True", "False", "0", "1", "0.0", "-0.0", "''", "b''", r"'\ud800'", r"'a\udfff\U0001f600'"]),
+def _around_powers(sign: int) -> st.SearchStrategy[str]:
+    powers, more = st.sampled_from([31, 53, 63, 64, 99]), st.integers(-2, 2)
+    return st.builds(lambda power, more: repr(sign * (2**power + more)), powers, more)
+
+
+_CONSTANTS = ("None", "True", "False", "0", "1", "0.0", "-0.0", "''", "b''", r"'\ud800'", r"'a\udfff\U0001f600'")
+_DRAWN = (
     st.integers(-(2**70), 2**70).map(repr),
-    st.builds(
-        lambda power, more, sign: repr(sign * (2**power + more)),
-        st.sampled_from([31, 53, 63, 64, 99]),
-        st.integers(-2, 2),
-        st.sampled_from([1, -1]),
-    ),
+    *map(_around_powers, (1, -1)),
     st.floats().map(_float),
     st.sampled_from(["double('7ff8000000000001')", "double('fff0000000000001')"]),  # NaNs of other bits
     st.text(max_size=6).map(repr),
     st.binary(max_size=6).map(repr),
 )
-"""Source of None, bool, int, float, str and bytes."""
+PLAIN = (*map(st.just, _CONSTANTS), *_DRAWN)
+"""Sources of None, bool, int, float, str and bytes."""
 
 _labels = st.one_of(st.text(max_size=3), st.integers(-2, 2), st.none(), st.binary(max_size=2), st.tuples(st.integers(0, 3))).map(
     repr
@@ -243,15 +247,19 @@ def _containers(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 def value_sources(dtypes: Sequence[str] = TENSORS) -> st.SearchStrategy[str]:
     """Source of values that need no pickle: tensors of these dtypes, arrays, None, bool, numbers, str, bytes and containers."""
     tensors = st.sampled_from(dtypes).flatmap(tensor_sources)
-    return st.recursive(st.one_of(plain_sources, tensors, array_sources()), _containers, max_leaves=4)
+    return st.recursive(st.one_of(st.sampled_from(_CONSTANTS), *_DRAWN, tensors, *ARRAYS), _containers, max_leaves=4)
 
 
-def long_sources() -> st.SearchStrategy[str]:
-    """Source of values that are longer than a length of one or two bytes can say."""
-    kinds = ["b'ab' * {}", "'xy' * {}", "'\\udce9' * {}", "tensor('int16', ({},), '0102' * {})", "array('<i2', ({},), '0102' * {})"]
-    count = st.sampled_from([127, 128, 129, 300, 40_000])
-    whole = st.builds(lambda kind, count: kind.format(*[count] * kind.count("{}")), st.sampled_from(kinds), count)
-    return st.one_of(whole, st.sampled_from(["[*range(300)]", "dict.fromkeys(range(300))", "(None,) * 70_000"]))
+def _of_many(kind: str) -> st.SearchStrategy[str]:
+    return st.sampled_from([127, 128, 129, 300, 40_000]).map(lambda count: kind.format(*[count] * kind.count("{}")))
+
+
+LONG = (
+    *map(_of_many, ("b'ab' * {}", "'xy' * {}", "'\\udce9' * {}")),
+    *map(_of_many, ("tensor('int16', ({},), '0102' * {})", "array('<i2', ({},), '0102' * {})")),
+    st.sampled_from(["[*range(300)]", "dict.fromkeys(range(300))", "(None,) * 70_000"]),
+)
+"""Sources of values that are longer than a length of one or two bytes can say."""
 
 
 def objects() -> st.SearchStrategy[str]:

@@ -232,10 +232,10 @@ def ends_near_half_a_level(draw: st.DrawFn) -> tuple[float, float]:
 
 
 @st.composite
-def worlds(draw: st.DrawFn, max_ranks: int = 9) -> tuple[int, ...]:
+def worlds(draw: st.DrawFn, max_ranks: int = 9, least_nodes: int = 1) -> tuple[int, ...]:
     """Ranks per node: 1 to ``max_ranks`` ranks on 1 to 4 uneven nodes."""
-    n = draw(st.integers(1, max_ranks))
-    cuts = sorted(draw(st.sets(st.integers(1, n - 1), max_size=3))) if n > 1 else []
+    n = draw(st.integers(least_nodes, max_ranks))
+    cuts = sorted(draw(st.sets(st.integers(1, n - 1), min_size=least_nodes - 1, max_size=3))) if n > 1 else []
     return tuple(end - start for start, end in zip([0, *cuts], [*cuts, n], strict=True))
 
 

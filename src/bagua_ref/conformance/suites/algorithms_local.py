@@ -186,12 +186,12 @@ def schedule(lab: Lab, draw: Draw) -> None:
     DILOCO.train(lab, draw, nodes=draw(sized_worlds(lab.dtype)), weights=weights, steps=steps, **drawn)
 
 
-@check("algorithms", "S9.4", "mix", dtypes=FLOATS, needs=_DILOCO, effort=0.6)
+@check("algorithms", "S9.4", "mix", dtypes=FLOATS, needs=_DILOCO)
 def mix(lab: Lab, draw: Draw) -> None:
     """Applying moves weights to g + mix*(x - g), for mix from 0.5 on to x - (x - g)*(1 - mix), each operation rounded."""
     weights = grid_weights(draw, [lab.dtype] * 2, [(170,), (3, 2)])
     drawn = schedules(draw, len(weights), gaps=st.integers(1, 2), most=2)
-    share = draw(st.sampled_from([0.25, 0.3, 0.5, 0.5, 0.7, 0.9, 1.0]))
+    share = draw(st.sampled_from([0.25, 0.3, 0.3, 0.5, 0.7, 0.7, 0.9, 1.0]))
     DILOCO.train(lab, draw, weights=weights, gradients=of_kinds(tame), steps=drawn["period"] + 1, **drawn, mix=share)
 
 

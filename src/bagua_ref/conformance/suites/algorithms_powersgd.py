@@ -226,10 +226,10 @@ def _products(ranks_of_steps: Sequence[int], seed: int, factors: Sequence[float]
     return gradients
 
 
-@check("algorithms", "S10.2", "dead_columns", needs=_NEEDS, effort=0.5)
+@check("algorithms", "S10.2", "dead_columns", needs=_NEEDS)
 def dead_columns(lab: Lab, draw: Draw) -> None:
     """A gradient of zero gives zero, never NaN; columns of Q that became 0 are replaced, and later gradients come through."""
-    shape, r = draw(st.sampled_from([(6, 5), (4, 8), (9, 6)])), draw(st.integers(1, 3))
+    shape, r = draw(st.sampled_from([(6, 5), (4, 8), (9, 6)])), draw(st.sampled_from([1, 2, 3, 2, 3]))
     ranks_of_steps = draw(st.sampled_from([(0, 1, 0, 1), (1, 0, 0, 1), (1, r, 1, r), (0, 0, r), (1, 1, 0, r)]))
 
     def judge_all(training: TrainingPlay) -> None:

@@ -84,7 +84,12 @@ def warm_up(algorithm: TrainedAlgorithm, lab: Lab, draw: Draw, **given: Any) -> 
 
 def restart(algorithm: TrainedAlgorithm, lab: Lab, draw: Draw, **given: Any) -> None:
     """Save weights and states somewhere in a training, and continue with a new one that has loaded them."""
-    algorithm.train(lab, draw, before=lambda steps: {draw(st.integers(1, steps - 1)): "restart"}, **given)
+    some = draw(st.sampled_from(["one", "all"]))
+
+    def before(steps: int) -> dict[int, str]:
+        return dict.fromkeys([draw(st.integers(1, steps - 1))] if some == "one" else range(1, steps), "restart")
+
+    algorithm.train(lab, draw, before=before, **given)
 
 
 def new_buckets(algorithm: TrainedAlgorithm, lab: Lab, draw: Draw, **given: Any) -> None:
@@ -179,6 +184,7 @@ def _in_flight(lab: Lab, draw: Draw) -> dict[str, Any]:
     drawn = schedules(draw, len(weights), smallest_gap=2) | _some_warm_up(lab, draw)
     drawn["steps"] = drawn["warmup_steps"] + drawn["period"] + draw(st.integers(2, 5))  # so fragments are applied twice
     drawn["outer_optimizer"] = draw(outer_optimizers.filter(lambda outer: outer is not PLAIN))
+    drawn["delay"] = max(drawn["delay"], draw(st.integers(0, 1)))
     return {"weights": weights, "mix": mix, "momentum": draw(momenta), "gradients": tame_after_warm_up, **drawn}
 
 
@@ -210,12 +216,12 @@ check_trainings(
     (restart, ON_GRAPH, 0.5, "S13.restart", (), _on_graphs,
      "Training that continues from a saved state goes on with the next graph, as if it had never stopped."),
     (restart, RING, 0.15, "S5.4.restart", (), nothing, f"{_AS_IF}, with the same replicas."),
-    (restart, QADAM, 0.15, "S5.5.restart", (), nothing, f"{_AS_IF}, in the warm-up and after it."),
+    (restart, QADAM, 0.3, "S5.5.restart", (), nothing, f"{_AS_IF}, in the warm-up and after it."),
     (restart, LOCAL_SGD, 0.3, "S9.restart_of_local_sgd", (), _some_warm_up,
      "Training that continues from saved weights and states averages at the steps at which it would have."),
-    (restart, DILOCO, 0.5, "S9.restart", (), _in_flight, f"{_AS_IF}, whatever was in flight."),
+    (restart, DILOCO, 1, "S9.restart", (), _in_flight, f"{_AS_IF}, whatever was in flight."),
     (restart, POWERSGD, 0.3, "S10.1.restart", (), _some_warm_up, f"{_AS_IF}."),
-    (restart, TOPK, 0.2, "S11.2.restart", (), lambda lab, draw: {"gradients": exactly, **_some_warm_up(lab, draw)}, f"{_AS_IF}."),
+    (restart, TOPK, 0.3, "S11.2.restart", (), lambda lab, draw: {"gradients": exactly, **_some_warm_up(lab, draw)}, f"{_AS_IF}."),
 
     (new_buckets, POWERSGD, 0.3, "S10.1.new_buckets", (), nothing,
      "Memories and factors belong to parameters, and outlive new buckets."),

@@ -24,10 +24,11 @@ from bagua_ref.conformance.suites.checks import check
 
 def _inputs(lab: Lab, draw: Draw, ranks: int, multiple: int, finite: bool = False) -> list[Tensor]:
     """Return each rank's elements; their number is a multiple of ``multiple``."""
-    size = multiple * draw(st.integers(0, 40 // multiple + 1))
-    if draw(st.booleans()):
+    kind, few = draw(st.sampled_from(["drawn", "mixed", "tame", "tame"])), st.integers(0, 40 // multiple + 1)
+    size = multiple * draw(few if kind == "drawn" else st.one_of(few, st.just(200 // multiple)))  # room for all pairs of edges
+    if kind == "mixed":
         return mixed(lab.dtype, ranks, draw(seeds), size, finite=finite)
-    if draw(st.booleans()):  # tame numbers that differ between ranks, as in training
+    if kind == "tame":  # numbers that differ between ranks, as in training
         return [bulk(lab.dtype, "tame", draw(seeds), size, finite=finite) for _ in range(ranks)]
     return [draw(tensors(lab.dtype, size, finite=finite)) for _ in range(ranks)]
 
@@ -82,10 +83,10 @@ def low_precision(lab: Lab, draw: Draw) -> None:
     _centralized(lab, draw, lab.world(draw, worlds()), "MinMaxUInt8", False)
 
 
-@check("comm_ops", "S3.3", "hierarchical", dtypes=COMPRESSIBLE, effort=0.5)
+@check("comm_ops", "S3.3", "hierarchical", dtypes=COMPRESSIBLE, effort=1)
 def hierarchical(lab: Lab, draw: Draw) -> None:
     """Leaders operate on node sums divided by n/L, so that every rank counts once, even on uneven nodes."""
-    _centralized(lab, draw, lab.world(draw, worlds()), "MinMaxUInt8", True)
+    _centralized(lab, draw, lab.world(draw, st.one_of(worlds(), worlds(least_nodes=3), worlds(least_nodes=2))), "MinMaxUInt8", True)
 
 
 def _long_inputs(lab: Lab, draw: Draw, ranks: int) -> list[Tensor]:

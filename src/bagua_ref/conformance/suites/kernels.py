@@ -246,12 +246,11 @@ def order_by_complexity(lab: Lab, draw: Draw) -> None:
         keys = draw(st.one_of(_mostly(few, lab.dtype), operands(lab.dtype, 1).map(lambda found: found[0])))
     else:
         limits = torch.iinfo(lab.dtype)
-        near_powers = st.tuples(st.integers(0, limits.bits - 2), st.integers(-2, 2)).map(
-            lambda pair: min(2 ** pair[0] + pair[1], limits.max)
-        )
+        powers = st.integers(0, limits.bits - 2) | st.integers(limits.bits * 53 // 64, limits.bits - 2)  # often large ones
+        near_powers = st.tuples(powers, st.integers(-2, 2)).map(lambda pair: min(2 ** pair[0] + pair[1], limits.max))
         few = draw(
             st.lists(
-                st.one_of(st.integers(limits.min, limits.max), near_powers.filter(lambda key: key >= 0)), min_size=1, max_size=5
+                st.one_of(st.integers(limits.min, limits.max), near_powers.filter(lambda key: key >= 0)), min_size=3, max_size=6
             )
         )
         few += [key - 1 for key in few if key > limits.min]  # neighbours, which a float64 may not tell apart
