@@ -17,7 +17,7 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 pytest := $(bin)/python -m pytest
 
-.PHONY: help env demo test proof explore faults soak findings release-check bench report gpu docs lint types bytecode format clean
+.PHONY: help env demo test proof explore faults soak findings release-check bench report gpu docs lint types bytecode without-memory verdicts format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -76,7 +76,12 @@ proof: $(VENV)/.nvrtc $(VENV)/.trainers $(VENV)/.peers $(VENV)/.mpi  ## the slow
 	$(pytest) -n $(WORKERS) --hypothesis-profile=proof --timeout=1800 property_tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist worksteal -m proof --timeout=1800 -o norecursedirs=integrations tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist worksteal tests/integrations $(PYTEST_ARGS)
+	@$(MAKE) --jobs=2 --output-sync --no-print-directory without-memory verdicts
+
+without-memory:
 	BAGUA_REF_SHARED_MEMORY=0 $(pytest) -n $(WORKERS) --dist loadfile tests/test_gloo_training.py tests/test_uneven_gloo.py $(PYTEST_ARGS)
+
+verdicts:
 	PYTHONPATH=$(VENV)/peers $(bin)/python -m findings --check
 
 explore: $(VENV)/.dev  ## search for failing inputs of all properties for MINUTES (20); replay with the SEED that it prints

@@ -1258,7 +1258,7 @@ def train_with_kernels_of_this_process(folder: str) -> None:
     print(json.dumps(found))
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_ranks_with_other_cpu_kernels_are_warned_and_their_checkpoints_load(tmp_path: Path) -> None:
     """Weights drift apart in torch's optimizer, which uses other kernels on rank 1."""
     code = f"from tests.test_checkpoint_files import *; train_with_kernels_of_this_process({str(tmp_path)!r})"

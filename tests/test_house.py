@@ -26,15 +26,15 @@ LINES: dict[str, int] = {
     "checkpoint": 1180,
     "cli": 3186,  # the command sim, with links; trace diff; measure times operations by short trainings
     "comm_ops": 1158,
-    "communicators": 4641,  # torch's number of threads in each simulated thread
+    "communicators": 4673,  # the core that simulated threads share
     "conformance": 294,  # formats, a folder before, and digests of traces
     "conformance/expected": 1776,  # what suites and traces said twice of PowerSGD's rounds
-    "conformance/inputs": 1225,  # changes of gradients that suites wrote several times
+    "conformance/inputs": 1233,  # a value of each kind in every input
     "conformance/lab": 1958,  # tensors of a journal as bytes, in a tenth of the time
     "conformance/run": 1274,
-    "conformance/suites": 4506,  # scripts of twins, which only they use
+    "conformance/suites": 4505,  # scripts of twins, which only they use
     "conformance/targets": 1591,  # which sizes are beyond a target's tiles
-    "conformance/trace": 3485,  # records of whole trainings, and their comparison
+    "conformance/trace": 3486,  # records of whole trainings, and their comparison; nouns in the singular
     "conformance/vectors": 2055,
     "contrib": 1638,  # the buffer of the cache's loader, which only it uses
     "contrib/cache": 1442,
@@ -51,7 +51,7 @@ LINES: dict[str, int] = {
     "property_tests": 3037,  # one row more of an oracle's options
     "scheduling": 613,
     "simulation": 3551,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
-    "tests": 39767,  # pictures that balance cannot write; events of streams in tests; faults that dropped tests alone had found
+    "tests": 39778,  # pictures that balance cannot write; events of streams in tests; faults that dropped tests alone had found
     "tests/cuda_emulation": 487,
     "tests/integrations": 1171,  # trainers are imported once, by the server that forks ranks
     "tests/meta": 1309,  # guards and faults are planted in forks of processes that have collected or imported all

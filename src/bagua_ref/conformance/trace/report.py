@@ -157,10 +157,11 @@ class TraceReport:
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        buckets = len({execution.bucket for execution in self.executions})
+        counts = (sum(self.nodes), len(self.steps), len({execution.bucket for execution in self.executions}))
+        ranks, steps, buckets = (f"{n} {noun}{'s' * (n != 1)}" for n, noun in zip(counts, ("rank", "step", "bucket"), strict=True))
         lines = [
-            f"Replayed as {self.algorithm}({options}) on {sum(self.nodes)} ranks, nodes {list(self.nodes)}",
-            f"Compared: {len(self.steps)} steps, {buckets} buckets, {self.values:,} values",
+            f"Replayed as {self.algorithm}({options}) on {ranks}, nodes {list(self.nodes)}",
+            f"Compared: {steps}, {buckets}, {self.values:,} values",
         ]
         lines += [f"Note: {note}" for note in self.notes]
         if self.not_checked:
