@@ -152,18 +152,21 @@ def test_ranks_have_their_own_random_generators():
         assert numbers == [first] + [draw() for _ in range(4)]
 
 
-def test_ranks_share_a_core_on_which_neither_their_caller_nor_forked_processes_are_kept():
+def test_ranks_may_run_on_the_same_cores_as_without_a_simulation():
+    """Waiting threads are kept on one core, so that they wake faster, but running ones are not."""
     allowed = os.sched_getaffinity(0)
+    own = {min(allowed)}
 
     def cores(comm):
-        if (child := os.fork()) == 0:
-            os._exit(os.sched_getaffinity(0) != allowed)
-        return os.sched_getaffinity(0), os.waitpid(child, 0)[1]
+        found = [os.sched_getaffinity(0)]
+        for given in (own, allowed):
+            comm.barrier()
+            found.append(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, given)
+        comm.barrier()
+        return [*found, os.sched_getaffinity(0)]
 
-    first, second = SimulatedWorld(2).run(cores)
-    assert first == second
-    assert len(first[0]) == 1
-    assert first[1] == 0
+    assert SimulatedWorld(3).run(cores) == [[allowed, allowed, own, allowed]] * 3
     assert os.sched_getaffinity(0) == allowed
 
 

@@ -12,11 +12,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
-from bagua_ref.communicators.tasks import Core, RankState, Task, Ticket, Unwind, blocked, call_site, place, raise_site, who_waits
+from bagua_ref.communicators.tasks import RankState, Task, Ticket, Unwind, blocked, call_site, place, raise_site, who_waits
 from bagua_ref.errors import RankCall, SimulationError
 
 __all__ = ["Scheduler"]
@@ -88,7 +89,7 @@ class Scheduler:
         # Finalizers may wake threads. Automatic garbage collection would make the interleaving depend on earlier allocations.
         collects = gc.isenabled()
         gc.disable()
-        outside, self._core = RankState(), Core()
+        outside = RankState()
         if not self._states:
             self._states = [RankState() for _ in functions]
         try:
@@ -250,9 +251,8 @@ class Scheduler:
         self._make_ready(task)
 
     def _main(self, task: Task) -> None:
-        task.baton.acquire()
+        task.wait_for_turn()
         task.ident = threading.get_ident()
-        self._core.keep()
         try:
             if not self._ending:
                 self._states[task.rank].resumed()
@@ -304,8 +304,7 @@ class Scheduler:
             if following is None or following is task:
                 self._switching = False
             else:
-                self._resume(following)
-                task.baton.acquire()
+                task.wait_for_turn(partial(self._resume, following))
                 self._states[task.rank].resumed()
         if (self._ending or task.killed) and ends:
             task.unwinding = True
@@ -337,7 +336,7 @@ class Scheduler:
             self._collect_at = self._switches + _COLLECT * (1 + len(self._tasks) // _FEW)
         self._current = task
         self._switching = False
-        task.baton.release()
+        task.give_turn()
 
     def _exchange_states(self, before: Task | None, after: Task | None) -> None:
         if self._abandoned:  # the process is its caller's again

@@ -22,7 +22,7 @@ import torch
 from bagua_ref.errors import RankCall
 
 __all__ = [
-    "USE_JOIN", "Core", "RankState", "Task", "Ticket", "Unwind", "blocked", "call_site", "describe_ends", "format_ranks",
+    "USE_JOIN", "RankState", "Task", "Ticket", "Unwind", "blocked", "call_site", "describe_ends", "format_ranks",
     "is_user_code", "place", "raise_site", "who_waits",
 ]  # fmt: skip
 
@@ -30,6 +30,10 @@ USE_JOIN = "if ranks have different numbers of batches, use bagua_ref.join"
 
 _SENTENCES = 16
 """The most waits that a message lists."""
+
+
+_this_core: Any = getattr(ctypes.CDLL(None), "sched_getcpu", None) if hasattr(os, "sched_setaffinity") else None
+"""Returns the core that the calling thread runs on; None outside of Linux."""
 
 
 class Unwind(BaseException):
@@ -60,8 +64,9 @@ class Task:
     def __init__(self, rank: int, name: str, is_main: bool, function: Callable[[], None]) -> None:
         self.rank, self.name, self.is_main, self.function = rank, name, is_main, function
         self.context = contextvars.copy_context()
-        self.baton = threading.Lock()
-        self.baton.acquire()
+        self._baton = threading.Lock()
+        self._baton.acquire()
+        self._system_id = 0
         self.ident: int | None = None
         self.ticket: Ticket | None = None
         self.ready = self.unwinding = self.done = self.killed = False
@@ -70,6 +75,23 @@ class Task:
 
     def __repr__(self) -> str:
         return f"rank {self.rank}" if self.is_main else f"rank {self.rank}'s thread {self.name!r}"
+
+    def wait_for_turn(self, let_another_run: Callable[[], None] = lambda: None) -> None:
+        """Let the calling thread, which is the task's, wait until it may run."""
+        cores = os.sched_getaffinity(0) if _this_core else ()  # asked before another thread can change them
+        self._system_id = threading.get_native_id()
+        let_another_run()
+        self._baton.acquire()
+        if cores:
+            with suppress(OSError):
+                os.sched_setaffinity(0, cores)
+
+    def give_turn(self) -> None:
+        """Let the task's thread run, on this core until it does: waking another one takes as long as most turns."""
+        if self._system_id and _this_core:
+            with suppress(OSError):
+                os.sched_setaffinity(self._system_id, {_this_core()})
+        self._baton.release()
 
 
 class RankState:
@@ -92,35 +114,6 @@ class RankState:
 
     def resumed(self) -> None:
         """Prepare the calling thread, which goes on after another one."""
-
-
-class Core:
-    """The core of the thread that makes this, for all threads of a run: one runs at a time, and another core's is slower to wake.
-
-    Where threads cannot be kept on a core, it does nothing.
-    """
-
-    def __init__(self) -> None:
-        with suppress(AttributeError):  # outside of Linux
-            self._allowed, self._own = os.sched_getaffinity(0), {ctypes.CDLL(None).sched_getcpu()}
-
-    def keep(self) -> None:
-        """Keep the calling thread on it, but none of the processes that it forks."""
-        with suppress(AttributeError, OSError):
-            os.sched_setaffinity(0, self._own)
-            _kept.allowed = self._allowed
-
-
-_kept = threading.local()
-
-
-def _leave_core() -> None:
-    if allowed := getattr(_kept, "allowed", None):
-        os.sched_setaffinity(0, allowed)
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_leave_core)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

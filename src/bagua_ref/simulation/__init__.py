@@ -126,7 +126,7 @@ class SimulatedWorld:
         With ``torch_distributed=True`` it is ``function(*args)``, called as a process's main function.
 
         Each run starts in a new world, without groups and at time 0. Every rank has its own state of torch's CPU generator and of
-        Python's `random`, which starts as the caller's. Meanwhile torch uses one thread, and all ranks one core.
+        Python's `random`, which starts as the caller's. torch uses one thread meanwhile.
 
         Raises:
             SimulationError: deadlock: every rank is waiting for another; the message names the waits, and ``kind`` and ``calls``
