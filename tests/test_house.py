@@ -29,7 +29,7 @@ LINES: dict[str, int] = {
     "communicators": 4665,  # the core on which simulated threads wake
     "conformance": 294,  # formats, a folder before, and digests of traces
     "conformance/expected": 1776,  # what suites and traces said twice of PowerSGD's rounds
-    "conformance/inputs": 1233,  # a value of each kind in every input
+    "conformance/inputs": 1235,  # a value of each kind in every input
     "conformance/lab": 1958,  # tensors of a journal as bytes, in a tenth of the time
     "conformance/run": 1274,
     "conformance/suites": 4505,  # scripts of twins, which only they use

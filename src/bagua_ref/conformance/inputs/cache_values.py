@@ -16,8 +16,8 @@ import torch
 from hypothesis import strategies as st
 
 __all__ = [
-    "ARRAYS", "LONG", "NO_KEYS", "PLAIN", "TENSORS", "Source", "Thing", "Trap", "array", "assert_same", "double", "key_sources",
-    "objects", "spoil", "tensor", "tensor_sources", "value_sources", "without_pickle",
+    "ARRAYS", "NO_KEYS", "PLAIN", "TENSORS", "Source", "Thing", "Trap", "array", "assert_same", "double", "key_sources",
+    "long_sources", "objects", "spoil", "tensor", "tensor_sources", "value_sources", "without_pickle",
 ]  # fmt: skip
 
 
@@ -254,12 +254,14 @@ def _of_many(kind: str) -> st.SearchStrategy[str]:
     return st.sampled_from([127, 128, 129, 300, 40_000]).map(lambda count: kind.format(*[count] * kind.count("{}")))
 
 
-LONG = (
-    *map(_of_many, ("b'ab' * {}", "'xy' * {}", "'\\udce9' * {}")),
-    *map(_of_many, ("tensor('int16', ({},), '0102' * {})", "array('<i2', ({},), '0102' * {})")),
-    st.sampled_from(["[*range(300)]", "dict.fromkeys(range(300))", "(None,) * 70_000"]),
-)
-"""Sources of values that are longer than a length of one or two bytes can say."""
+def long_sources(dtypes: Sequence[str]) -> tuple[st.SearchStrategy[str], ...]:
+    """Sources of values, one a tensor of these dtypes, that are longer than a length of one or two bytes can say."""
+    tensors = [f"tensor({name!r}, ({{}},), '{'01' * getattr(torch, name).itemsize}' * {{}})" for name in dtypes]
+    return (
+        *map(_of_many, ("b'ab' * {}", "'xy' * {}", "'\\udce9' * {}", "array('<i2', ({},), '0102' * {})")),
+        st.sampled_from(tensors).flatmap(_of_many),
+        st.sampled_from(["[*range(300)]", "dict.fromkeys(range(300))", "(None,) * 70_000"]),
+    )
 
 
 def objects() -> st.SearchStrategy[str]:

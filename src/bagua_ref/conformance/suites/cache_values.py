@@ -7,7 +7,7 @@ from functools import partial
 
 from hypothesis import strategies as st
 
-from bagua_ref.conformance.inputs.cache_values import ARRAYS, LONG, PLAIN, TENSORS, objects, tensor_sources, value_sources
+from bagua_ref.conformance.inputs.cache_values import ARRAYS, PLAIN, TENSORS, long_sources, objects, tensor_sources, value_sources
 from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.servers import LOADER, cache_script
@@ -46,7 +46,7 @@ _OTHERS: dict[str, tuple[Callable[[Lab], tuple[st.SearchStrategy[str], ...]], st
         "None, bool, int, float, str and bytes come back unchanged, without pickle.",
     ),
     "long": (
-        lambda lab: LONG,
+        lambda lab: long_sources(lab.dtypes(TENSORS)),
         "Values of more bytes, or entries, than 255 or 65,535 come back unchanged, without pickle.",
     ),
     "containers": (
