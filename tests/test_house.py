@@ -32,7 +32,7 @@ LINES: dict[str, int] = {
     "conformance/inputs": 1235,  # a value of each kind in every input
     "conformance/lab": 1958,  # tensors of a journal as bytes, in a tenth of the time
     "conformance/run": 1274,
-    "conformance/suites": 4505,  # scripts of twins, which only they use
+    "conformance/suites": 4507,  # scripts of twins, which only they use
     "conformance/targets": 1591,  # which sizes are beyond a target's tiles
     "conformance/trace": 3486,  # records of whole trainings, and their comparison; nouns in the singular
     "conformance/vectors": 2055,

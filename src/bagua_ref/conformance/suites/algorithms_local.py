@@ -147,7 +147,7 @@ def _apart(lab: Lab, draw: Draw, weights: list[Tensor], fragments: int | list[li
     DILOCO.train(lab, draw, nodes=nodes, weights=weights, steps=count + 1, period=count, fragments=fragments, delay=0)
 
 
-@check("algorithms", "S9.3", "fragments", needs=_DILOCO, effort=0.6)
+@check("algorithms", "S9.3", "fragments", needs=_DILOCO)
 def fragments(lab: Lab, draw: Draw) -> None:
     """A number of fragments cuts the parameters, in their order, where their middles lie by bytes, and leaves none empty."""
     generator = np.random.default_rng(draw(seeds))

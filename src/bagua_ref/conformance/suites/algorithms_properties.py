@@ -220,7 +220,7 @@ check_trainings(
     (restart, LOCAL_SGD, 0.3, "S9.restart_of_local_sgd", (), _some_warm_up,
      "Training that continues from saved weights and states averages at the steps at which it would have."),
     (restart, DILOCO, 1, "S9.restart", (), _in_flight, f"{_AS_IF}, whatever was in flight."),
-    (restart, POWERSGD, 0.3, "S10.1.restart", (), _some_warm_up, f"{_AS_IF}."),
+    (restart, POWERSGD, 0.6, "S10.1.restart", (), _some_warm_up, f"{_AS_IF}."),
     (restart, TOPK, 0.3, "S11.2.restart", (), lambda lab, draw: {"gradients": exactly, **_some_warm_up(lab, draw)}, f"{_AS_IF}."),
 
     (new_buckets, POWERSGD, 0.3, "S10.1.new_buckets", (), nothing,
