@@ -78,10 +78,10 @@ proof: $(VENV)/.nvrtc $(VENV)/.trainers $(VENV)/.peers $(VENV)/.mpi  ## the slow
 	$(pytest) -n $(WORKERS) --dist worksteal tests/integrations $(PYTEST_ARGS)
 	@$(MAKE) --jobs=2 --output-sync --no-print-directory without-memory verdicts
 
-without-memory:
+without-memory: $(VENV)/.dev
 	BAGUA_REF_SHARED_MEMORY=0 $(pytest) -n $(WORKERS) --dist loadfile tests/test_gloo_training.py tests/test_uneven_gloo.py $(PYTEST_ARGS)
 
-verdicts:
+verdicts: $(VENV)/.peers
 	PYTHONPATH=$(VENV)/peers $(bin)/python -m findings --check
 
 explore: $(VENV)/.dev  ## search for failing inputs of all properties for MINUTES (20); replay with the SEED that it prints

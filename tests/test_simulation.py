@@ -153,7 +153,7 @@ def test_ranks_have_their_own_random_generators():
 
 
 def test_ranks_may_run_on_the_same_cores_as_without_a_simulation():
-    """Waiting threads are kept on one core, so that they wake faster, but running ones are not."""
+    """A thread that is about to run is kept on one core, so that it wakes faster; one that runs is not."""
     allowed = os.sched_getaffinity(0)
     own = {min(allowed)}
 

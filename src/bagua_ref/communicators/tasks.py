@@ -87,7 +87,7 @@ class Task:
                 os.sched_setaffinity(0, cores)
 
     def give_turn(self) -> None:
-        """Let the task's thread run, on this core until it does: waking another one takes as long as most turns."""
+        """Let the task's thread run. Until it does, it is kept on this core, as waking another one takes as long as most turns."""
         if self._system_id and _this_core:
             with suppress(OSError):
                 os.sched_setaffinity(self._system_id, {_this_core()})
