@@ -126,7 +126,7 @@ def test_S14_1_a_plan_has_the_messages_that_communicators_send(name, data):
         for kind, count in kinds.items():
             assert count == tuple(map(sum, zip(*[per_step[rank][kind] for per_step in counts], strict=True)))
     total = sum(count[rank][kind].bytes_sent for count in counts for rank in range(sum(nodes)) for kind in count[rank])
-    assert abs(nbytes - total) <= sum(nodes)  # each rank's mean over ranks is rounded
+    assert abs(nbytes - total) <= sum(nodes) / 2  # each rank's mean over ranks is rounded once
 
 
 @given(shapes=st.lists(st.integers(1, 40), min_size=1, max_size=6), nodes=st.lists(st.integers(1, 3), min_size=2, max_size=3))

@@ -11,6 +11,7 @@ from tests.trainings import FailsInBackward, batch, network, on_every_rank, sgd,
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import bagua_ref
 from bagua_ref.algorithms import (
     Algorithm,
     AlgorithmImpl,
@@ -589,3 +590,11 @@ def test_a_models_group_counts_the_bytes_of_everything_it_sends(r: int) -> None:
     sibling.get_global_communicator().broadcast(torch.zeros(8), 0)
     # All-reduce sends 2 (n-1)/n of 96 bytes, three times; broadcast (n-1)/n of 32.
     assert (one, group.bytes_sent - before - one) == (3 * 2 * 72, 24)
+
+
+@on_every_rank(3)
+def test_means_over_ranks_are_rounded_once_for_all_communicators(r: int) -> None:
+    group = bagua_ref.new_group()
+    for comm in (group.get_global_communicator(), group.get_intra_node_communicator()):
+        comm.broadcast(torch.zeros(1), 0)  # 8/3 bytes
+    assert group.bytes_sent == 5

@@ -75,6 +75,11 @@ class Group(Protocol):
         ...
 
     @property
+    def unrounded_bytes(self) -> float:
+        """`bytes_sent` before rounding, for sums."""
+        ...
+
+    @property
     def nodes(self) -> dict[int, list[int]]:
         """The group's ranks by node, in group order."""
         ...

@@ -60,6 +60,7 @@ class Communicator(ABC):
         bytes_sent: the bytes that this rank has sent so far, by formula: 2(n-1)/n of the tensor for all-reduce; (n-1)/n of the
             full buffer for all-gather, reduce-scatter and all-to-all; (n-1)/n for reduce and broadcast (the mean over ranks of
             n-1 copies); the bytes that leave this rank for send, gather and scatter.
+        unrounded_bytes: the same before rounding, for sums.
         compares_calls: whether ranks compare their collectives and arguments before anything is sent. Off where they have compared
             them already; equal on all ranks.
     """
@@ -68,7 +69,7 @@ class Communicator(ABC):
 
     def __init__(self, rank: int, nranks: int, name: str) -> None:
         self._rank, self._nranks, self.name = rank, nranks, name
-        self._bytes_sent = 0.0
+        self.unrounded_bytes = 0.0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, rank {self._rank} of {self._nranks})"
@@ -84,7 +85,7 @@ class Communicator(ABC):
     @property
     def bytes_sent(self) -> int:
         """Return the bytes that this rank has sent, by formula."""
-        return round(self._bytes_sent)
+        return round(self.unrounded_bytes)
 
     @abstractmethod
     def abort(self, reason: str = "") -> None:
@@ -119,7 +120,7 @@ class Communicator(ABC):
         """Send ``tensor`` to rank ``dst``, which calls `recv` with a tensor of the same size and dtype."""
         self._check_peer("dst", dst)
         self._check("tensor", tensor)
-        self._bytes_sent += tensor.nbytes
+        self.unrounded_bytes += tensor.nbytes
         self._send(tensor, dst)
 
     @_collective
@@ -147,7 +148,7 @@ class Communicator(ABC):
         for sent, received in zip(own_sends, own_recvs, strict=True):
             received.view(-1).copy_(sent.view(-1))
         outgoing, incoming = ([(tensor, peer) for tensor, peer in part if peer != self._rank] for part in (sends, recvs))
-        self._bytes_sent += sum(tensor.nbytes for tensor, _ in outgoing)
+        self.unrounded_bytes += sum(tensor.nbytes for tensor, _ in outgoing)
         self._exchange(outgoing, incoming)
 
     # One to all, all to one.
@@ -157,7 +158,7 @@ class Communicator(ABC):
         """Copy rank ``src``'s ``tensor`` into every rank's."""
         self._check_rank("src", src)
         self._check("tensor", tensor)
-        self._bytes_sent += tensor.nbytes * self._others
+        self.unrounded_bytes += tensor.nbytes * self._others
         self._broadcast(tensor, src)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
@@ -185,7 +186,7 @@ class Communicator(ABC):
         """Combine ``send_tensor`` over ranks into ``recv_tensor`` of rank ``dst``; on other ranks, it is unchanged."""
         self._check_rank("dst", dst)
         op = self._check_reduction(op, send_tensor, recv_tensor)
-        self._bytes_sent += send_tensor.nbytes * self._others
+        self.unrounded_bytes += send_tensor.nbytes * self._others
         self._reduce_inplace(recv_tensor.copy_(send_tensor) if self._rank == dst else send_tensor.clone(), dst, op)
 
     @_collective
@@ -193,7 +194,7 @@ class Communicator(ABC):
         """Combine ``tensor`` over ranks into that of rank ``dst``; on other ranks, it is unchanged."""
         self._check_rank("dst", dst)
         op = self._check_reduction(op, tensor, tensor)
-        self._bytes_sent += tensor.nbytes * self._others
+        self.unrounded_bytes += tensor.nbytes * self._others
         # A library may use the senders' tensors as scratch space.
         self._reduce_inplace(tensor if self._rank == dst else tensor.clone(), dst, op)
 
@@ -205,14 +206,14 @@ class Communicator(ABC):
         if self._rank == dst:
             self._check_pair(send_tensor, recv_tensor, self._nranks, 1)
         else:
-            self._bytes_sent += send_tensor.nbytes
+            self.unrounded_bytes += send_tensor.nbytes
         self._gather(send_tensor, recv_tensor, dst)
 
     @_collective
     def gather_inplace(self, tensor: Tensor, count: int, dst: int) -> None:
         """As `gather`: rank ``dst``'s tensor has n*count elements, its own in chunk dst; the others send ``count`` elements."""
         own = self._check_inplace_chunk(tensor, count, "dst", dst)
-        self._bytes_sent += own.nbytes if self._rank != dst else 0
+        self.unrounded_bytes += own.nbytes if self._rank != dst else 0
         self._gather(own.clone() if self._rank == dst else own, tensor, dst)
 
     @_collective
@@ -222,14 +223,14 @@ class Communicator(ABC):
         self._check("recv_tensor", recv_tensor)
         if self._rank == src:
             self._check_pair(send_tensor, recv_tensor, 1, self._nranks)
-            self._bytes_sent += recv_tensor.nbytes * (self._nranks - 1)
+            self.unrounded_bytes += recv_tensor.nbytes * (self._nranks - 1)
         self._scatter(send_tensor, recv_tensor, src)
 
     @_collective
     def scatter_inplace(self, tensor: Tensor, count: int, src: int) -> None:
         """As `scatter`: rank ``src``'s tensor has n*count elements and is unchanged; the others receive ``count`` elements."""
         own = self._check_inplace_chunk(tensor, count, "src", src)
-        self._bytes_sent += own.nbytes * (self._nranks - 1) if self._rank == src else 0
+        self.unrounded_bytes += own.nbytes * (self._nranks - 1) if self._rank == src else 0
         self._scatter(tensor, own.clone() if self._rank == src else own, src)
 
     # All to all.
@@ -238,7 +239,7 @@ class Communicator(ABC):
     def allreduce(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``send_tensor`` over ranks into every rank's ``recv_tensor``."""
         op = self._check_reduction(op, send_tensor, recv_tensor)
-        self._bytes_sent += 2 * send_tensor.nbytes * self._others
+        self.unrounded_bytes += 2 * send_tensor.nbytes * self._others
         recv_tensor.copy_(send_tensor)
         self._allreduce_inplace(recv_tensor, op)
 
@@ -246,21 +247,21 @@ class Communicator(ABC):
     def allreduce_inplace(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``tensor`` over ranks, in place on every rank."""
         op = self._check_reduction(op, tensor, tensor)
-        self._bytes_sent += 2 * tensor.nbytes * self._others
+        self.unrounded_bytes += 2 * tensor.nbytes * self._others
         self._allreduce_inplace(tensor, op)
 
     @_collective
     def allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
         """Collect every rank's ``send_tensor``, in rank order, in every rank's ``recv_tensor``, which is n times as large."""
         self._check_pair(send_tensor, recv_tensor, self._nranks, 1)
-        self._bytes_sent += recv_tensor.nbytes * self._others
+        self.unrounded_bytes += recv_tensor.nbytes * self._others
         self._allgather(send_tensor, recv_tensor)
 
     @_collective
     def allgather_inplace(self, tensor: Tensor, overlap: Overlap | None = None) -> None:
         """As `allgather`; this rank sends chunk ``rank()`` of its tensor. ``overlap`` fills this chunk and reads the others."""
         own = self._own_chunk(tensor)
-        self._bytes_sent += tensor.nbytes * self._others
+        self.unrounded_bytes += tensor.nbytes * self._others
         if overlap is not None:
             self._overlapping("allgather", own, tensor, overlap)
             overlap.finish()
@@ -271,7 +272,7 @@ class Communicator(ABC):
     def reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``send_tensor``, n times as large as ``recv_tensor``, over ranks; rank r receives chunk r."""
         op = self._check_reduction(op, send_tensor, recv_tensor, self._nranks)
-        self._bytes_sent += send_tensor.nbytes * self._others
+        self.unrounded_bytes += send_tensor.nbytes * self._others
         self._reduce_scatter(send_tensor, recv_tensor, op)
 
     @_collective
@@ -279,7 +280,7 @@ class Communicator(ABC):
         """As `reduce_scatter`; the result is chunk ``rank()`` of the tensor, whose other chunks are unchanged."""
         op = self._check_reduction(op, tensor, tensor)
         own = self._own_chunk(tensor)
-        self._bytes_sent += tensor.nbytes * self._others
+        self.unrounded_bytes += tensor.nbytes * self._others
         result = torch.empty_like(own)
         self._reduce_scatter(tensor, result, op)
         own.copy_(result)
@@ -295,7 +296,7 @@ class Communicator(ABC):
         """
         self._check_pair(send_tensor, recv_tensor, 1, 1)
         self._own_chunk(send_tensor)
-        self._bytes_sent += send_tensor.nbytes * self._others
+        self.unrounded_bytes += send_tensor.nbytes * self._others
         if overlap is not None:
             self._overlapping("alltoall", send_tensor, recv_tensor, overlap)
             overlap.finish()
@@ -306,7 +307,7 @@ class Communicator(ABC):
     def alltoall_inplace(self, tensor: Tensor) -> None:
         """As `alltoall`, sending from and receiving into one tensor."""
         self._own_chunk(tensor)
-        self._bytes_sent += tensor.nbytes * self._others
+        self.unrounded_bytes += tensor.nbytes * self._others
         self._alltoall(tensor.clone(), tensor)
 
     @_collective
@@ -495,6 +496,7 @@ class NonMember:
     """Stands for a communicator that this rank is not in: every collective returns at once and changes nothing (S3.9)."""
 
     bytes_sent = 0
+    unrounded_bytes = 0.0
 
     def __init__(self, nranks: int, name: str) -> None:
         self._nranks, self.name = nranks, name

@@ -382,8 +382,8 @@ class ModuleTraining(TrainingContext):
         on_cpu = all(parameter.device.type == "cpu" for _, parameter in self._named)
         return self.engine.meter.metrics(self._bytes_sent(), self.rounds.alone, on_cpu) | self.bagua_algorithm.metrics()
 
-    def _bytes_sent(self) -> int:
-        return self.process_group.bytes_sent + (0 if self.buffers.group is None else self.buffers.group.bytes_sent)
+    def _bytes_sent(self) -> float:
+        return sum(group.unrounded_bytes for group in (self.process_group, self.buffers.group) if group is not None)
 
     def close(self) -> None:
         """Remove the hooks, end the background thread and close its connections."""

@@ -159,8 +159,13 @@ class BaguaProcessGroup:
     @property
     def bytes_sent(self) -> int:
         """Return the bytes that this rank has sent in this group and its background groups, by formula."""
+        return round(self.unrounded_bytes)
+
+    @property
+    def unrounded_bytes(self) -> float:
+        """Return `bytes_sent` before rounding, for sums."""
         siblings = [group for weak in self._siblings if (group := weak()) is not None]
-        return sum(c.bytes_sent for c in list(self._communicators.values())) + sum(group.bytes_sent for group in siblings)
+        return sum(sender.unrounded_bytes for sender in (*self._communicators.values(), *siblings))
 
     def refuse_in_child(self) -> None:
         """Raise CommunicationError if this process was forked after ``init_process_group()``."""

@@ -68,8 +68,8 @@ class Meter:
         bytes_before: bytes that the groups had sent when training began.
     """
 
-    steps = steps_in_agreement = rounds = bytes_before = 0
-    wait_seconds = codec_seconds = seconds = _first_step = 0.0
+    steps = steps_in_agreement = rounds = 0
+    bytes_before = wait_seconds = codec_seconds = seconds = _first_step = 0.0
     last_exchange: float | None = None
 
     def __init__(self, world: World, module: str) -> None:
@@ -92,17 +92,17 @@ class Meter:
         finally:
             setattr(self, total, getattr(self, total) + self.world.clock() - begin)
 
-    def metrics(self, bytes_sent: int, alone: bool, on_cpu: bool) -> dict[str, float | int]:
+    def metrics(self, bytes_sent: float, alone: bool, on_cpu: bool) -> dict[str, float | int]:
         """Return the counts that every algorithm has.
 
         Args:
-            bytes_sent: bytes that the groups have sent by now.
+            bytes_sent: bytes that the groups have sent by now, not rounded.
             alone: whether there is one rank only, which agrees with itself.
             on_cpu: whether all parameters are on the CPU; otherwise the host's times say little.
         """
         found: dict[str, float | int] = {"steps": self.steps, "rounds": self.rounds}
         found["steps_in_agreement"] = self.steps if alone else self.steps_in_agreement
-        found["bytes_sent"] = bytes_sent - self.bytes_before
+        found["bytes_sent"] = round(bytes_sent - self.bytes_before)
         if self.steps > 1:
             found["seconds"] = self.seconds
         if on_cpu:
