@@ -26,7 +26,7 @@ LINES: dict[str, int] = {
     "checkpoint": 1180,
     "cli": 3186,  # the command sim, with links; trace diff; measure times operations by short trainings
     "comm_ops": 1158,
-    "communicators": 4667,  # the core on which simulated threads wake; bytes before rounding
+    "communicators": 4694,  # the core on which simulated threads wake; bytes before rounding; whether a rank has drawn a number
     "conformance": 294,  # formats, a folder before, and digests of traces
     "conformance/expected": 1776,  # what suites and traces said twice of PowerSGD's rounds
     "conformance/inputs": 1235,  # a value of each kind in every input
@@ -48,10 +48,10 @@ LINES: dict[str, int] = {
     "observe": 242,
     "package": 496,  # RankCall, what errors of simulated ranks tell; bytes before rounding
     "planning": 1266,  # what is sent at once; work of the processor that computes; words of a wrapped model
-    "property_tests": 3037,  # one row more of an oracle's options
+    "property_tests": 3040,  # one row more of an oracle's options
     "scheduling": 613,
-    "simulation": 3551,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
-    "tests": 39790,  # pictures that balance cannot write; events of streams in tests; faults that dropped tests alone had found
+    "simulation": 3552,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
+    "tests": 39802,  # pictures that balance cannot write; events of streams in tests; faults that dropped tests alone had found
     "tests/cuda_emulation": 487,
     "tests/integrations": 1171,  # trainers are imported once, by the server that forks ranks
     "tests/meta": 1309,  # guards and faults are planted in forks of processes that have collected or imported all

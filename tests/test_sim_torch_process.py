@@ -50,6 +50,16 @@ def test_generators_environment_and_arguments_belong_to_the_rank():
     assert not dist.is_initialized()
 
 
+def test_ranks_begin_with_generators_in_different_states_but_for_torchs():
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002
+
+    drawn = run(draw, 3)
+    assert [len(set(column)) for column in zip(*drawn, strict=True)] == [3, 3, 1]
+    random.seed(random.random())
+    assert [row[:2] for row in run(draw, 3)] == [row[:2] for row in drawn]  # a run can be repeated
+
+
 def test_the_environment_is_that_of_torchs_launcher():
     def main():
         return [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")]

@@ -124,9 +124,11 @@ def test_every_run_starts_afresh():
     assert world.virtual_time == 3
 
 
-def test_ranks_have_their_own_random_generators():
-    def draw():
-        return torch.rand(1).item(), random.random()
+@pytest.mark.parametrize(
+    "draw", [lambda: torch.rand(1).item(), random.random, lambda: random.gauss(0, 1)], ids=["torch", "random", "gauss"]
+)
+def test_ranks_have_their_own_random_generators(draw):
+    """Of two numbers of ``gauss``, the second changes an attribute only."""
 
     def program(comm):
         numbers = [draw()]

@@ -82,6 +82,7 @@ class ProcessState(RankState):
             self.values["groups"] = torch_hooks.GroupState()
             # Processes start with different states of these two, and with the same one of torch's.
             self._python = random.Random(f"rank {identity.rank}").getstate()  # noqa: S311 # to repeat a run
+            self._memory = None
             self._numpy = np.random.MT19937(identity.rank)
 
     def save(self) -> None:
