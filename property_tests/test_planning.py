@@ -165,6 +165,6 @@ def test_S14_4_a_planned_step_takes_the_time_of_the_simulated_clock(name, data, 
     # Simulated ranks mark weights ready after the time of forward has passed, not before it.
     late = steps * compute / 3 if name.startswith("decentralized") else 0.0
     _, _, seconds = trained(name, shapes, nodes, hierarchical, steps, compute)
-    # A round of S14.2 takes the longest of its links on all nodes; inside, simulated nodes of other sizes do not wait for each other.
+    # A round of S14.2 takes the longest of its links on all nodes; inside them, simulated nodes do not wait for each other.
     early = 2 * steps * sum(4 * math.prod(shape) for shape, _ in shapes) / 10e9 if hierarchical and len(set(nodes)) > 1 else 0.0
     assert wanted * (1 - 1e-6) - 1e-9 - early <= seconds <= wanted * (1 + 1e-6) + 1e-9 + late
