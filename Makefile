@@ -154,7 +154,7 @@ bytecode: $(VENV)/.dev
 	@found=$$($(pytest) --collect-only --quiet) || { echo "$$found"; exit 1; }
 
 types: $(VENV)/.dev
-	$(bin)/mypy
+	$(bin)/mypy --num-workers=2
 
 format: $(VENV)/.dev  ## rewrite the code as `make lint` wants it
 	$(bin)/ruff format .

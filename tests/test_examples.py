@@ -68,6 +68,7 @@ def test_every_example_is_listed() -> None:
     assert [path.name for path in EXAMPLES.iterdir() if path.suffix in kinds and path.name not in listed] == []
 
 
+@pytest.mark.proof
 def test_the_cells_of_the_notebook_print_what_it_shows() -> None:
     cells = json.loads((EXAMPLES / "simulated_world.ipynb").read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]

@@ -52,7 +52,7 @@ def train_each(dtype: torch.dtype | None, names: list[str], do_flatten: bool) ->
     ("nodes", "dtype", "do_flatten"),
     [
         ((1, 2), torch.float32, True),
-        ((2,), torch.bfloat16, False),
+        pytest.param((2,), torch.bfloat16, False, marks=pytest.mark.proof),
         ((1, 1), None, True),
     ],
     ids=str,

@@ -113,7 +113,7 @@ def test_a_set_that_orders_collectives_is_found_by_another_hash_seed(tmp_path: P
     assert (report.finding.kind, report.finding.line in script.bug_lines()) == ("hash_seed", True)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_program_without_a_seed_does_the_same_in_every_interpreter(tmp_path: Path) -> None:
     text = script_of("forgotten_no_sync").text(broken=False)
     text += "dist.broadcast_object_list([{'weight', 'bias', 'scale'}, os.urandom(8)], src=0)\n"  # pickles that always differ

@@ -196,7 +196,7 @@ def test_hooks_of_torchs_class_act_as_here() -> None:
             check(found[1], hook)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @on_every_process(2)
 def test_hooks_of_a_compiled_module_act_before_the_reduction() -> None:
     for form in ("module", "method", "before"):

@@ -174,8 +174,7 @@ class BaguaProcessGroup:
     def abort(self, why: str) -> None:
         """Abort all connections: operations under way and later ones raise CommunicationError, on other ranks with the reason."""
         for communicator in list(self._communicators.values()):
-            if isinstance(communicator, Communicator):
-                communicator.abort(why)
+            communicator.abort(why)
 
     def close(self) -> None:
         """Close all connections; later use raises."""
@@ -255,8 +254,7 @@ def init_process_group(
 def _join(
     world: RealWorld, store: Any, rank: int, world_size: int, local_world_size: int, backend: str | None, timeout: float
 ) -> _Job:
-    owns_torch_group = not dist.is_initialized()
-    if owns_torch_group:
+    if owns_torch_group := not dist.is_initialized():
         transport = connect_job(world, store, rank, world_size, local_world_size, timeout)
         rank, world_size = transport.rank, len(transport.node_of)
         chosen = backend or ("nccl" if transport.owns_gpu else "gloo")
@@ -278,13 +276,10 @@ def _join(
         store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
         transport = TorchDistributedTransport(store, rank, world_size, local_world_size, timeout)
     transport.uses_nccl = "nccl" in dist.get_backend()
-    node = transport.node_of[rank]
+    nodes = transport.node_of
+    node = nodes[rank]
     world.known_identity = Identity(
-        rank=rank,
-        world_size=world_size,
-        local_rank=transport.node_of[:rank].count(node),
-        local_world_size=transport.node_of.count(node),
-        node_rank=node,
+        rank=rank, world_size=world_size, local_rank=nodes[:rank].count(node), local_world_size=nodes.count(node), node_rank=node
     )
     world.transport, world.was_in_job = transport, True
     job = _Job(world, transport, timeout, owns_transport=True, owns_torch_group=owns_torch_group)
