@@ -63,7 +63,7 @@ demo: $(VENV)/.demo  ## train on handwritten digits with every algorithm, 4 proc
 	@$(bin)/bagua-ref demo
 
 test: $(VENV)/.dev  ## everything that must be green: style, types, docs, examples, all properties (quick profile)
-	@$(MAKE) --jobs=4 --output-sync --no-print-directory lint types docs bytecode
+	@$(MAKE) --jobs=4 --output-sync --no-print-directory lint types docs $(VENV)/.bytecode
 	$(pytest) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not proof" --shuffle=$(SEED) $(PYTEST_ARGS)
 
 # The MPI that tests/outside is run on.
@@ -150,8 +150,9 @@ lint: $(VENV)/.dev
 	$(bin)/ruff check .
 
 # While mypy leaves a core idle: otherwise each of the workers of `test` would compile all tests, and what they import.
-bytecode: $(VENV)/.dev
+$(VENV)/.bytecode: $(VENV)/.dev $(shell find src tests property_tests -name '*.py')
 	@found=$$($(pytest) --collect-only --quiet) || { echo "$$found"; exit 1; }
+	@touch $@
 
 types: $(VENV)/.dev
 	$(bin)/mypy --num-workers=2
