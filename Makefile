@@ -62,7 +62,7 @@ env: $(VENV)/.dev  ## build .venv with everything for development
 demo: $(VENV)/.demo  ## train on handwritten digits with every algorithm, 4 processes; writes demo-report/index.html
 	@$(bin)/bagua-ref demo
 
-test: $(VENV)/.dev  ## everything that must be green: style, types, docs, examples, all properties (quick profile)
+test: $(VENV)/.dev  ## everything that must be green: style, types, docs, examples, properties (quick profile)
 	@$(MAKE) --jobs=4 --output-sync --no-print-directory lint types docs $(VENV)/.bytecode
 	$(pytest) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not proof" --shuffle=$(SEED) $(PYTEST_ARGS)
 

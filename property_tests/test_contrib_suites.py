@@ -7,7 +7,7 @@ from functools import partialmethod
 from types import SimpleNamespace
 
 import pytest
-from property_tests.strategies import Seeded, every_backend
+from property_tests.strategies import Seeded, every_backend_in_proof
 
 from bagua_ref.conformance.run.pytest_suites import CacheSuite, CollectiveSuite, FusedOptimizerSuite, SamplerSuite
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
@@ -26,7 +26,7 @@ def with_samplers_on(backend: str) -> SimpleNamespace:
     return SimpleNamespace(samplers=parts)
 
 
-@every_backend
+@every_backend_in_proof
 class TestSamplers(Seeded, SamplerSuite):
     @pytest.fixture
     def target(self, backend):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from property_tests.strategies import Seeded, every_backend, every_backend_but
+from property_tests.strategies import Seeded, every_backend_but, every_backend_in_proof
 
 from bagua_ref.conformance.run.pytest_suites import AlgorithmSuite, CodecSuite, CommOpSuite, KernelSuite
 from bagua_ref.conformance.suites.checks import checks_of
@@ -18,7 +18,7 @@ def own_parts(backend: str, flatten: bool) -> ReferenceTarget:
     return ReferenceTarget(backend, flatten)
 
 
-@every_backend
+@every_backend_in_proof
 class TestKernels(Seeded, KernelSuite, CodecSuite):
     @pytest.fixture
     def target(self, backend):

@@ -412,6 +412,7 @@ def test_a_suite_to_subclass(tmp_path, target, xfail, code, words):
     assert (found, words in output) == (code, True), output
 
 
+@pytest.mark.proof
 def test_the_plugin_needs_no_test_file(tmp_path):
     plugin = ["-p", "bagua_ref.conformance.run.pytest_plugin"]
     (tmp_path / "xfails").write_text(f"{ADD}[float32]\n")

@@ -50,7 +50,7 @@ def test_a_crash_that_repeats_is_called_one_and_made_smaller():
     assert "kernels.add_(x, y)  # crashed: signal SIGSEGV" in failed.counterexample
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_crash_that_does_not_repeat_fails_too(tmp_path, monkeypatch):
     monkeypatch.setattr(CrashesOnce, "mark", tmp_path / "crashed")
     failed = only(CrashesOnce(), "kernels.S1.add[float32]")

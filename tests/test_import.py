@@ -112,6 +112,7 @@ def test_the_oracle_and_the_command_line_bring_no_optional_package(probe: Probe)
     assert not [name for name in loaded if name.startswith(f"{ORACLE}.suites.") and name != f"{ORACLE}.suites.checks"]
 
 
+@pytest.mark.proof
 def test_a_run_of_one_suite_imports_only_what_that_suite_needs(probe: Probe) -> None:
     loaded = probe("from bagua_ref.conformance import run_conformance; run_conformance('reference', ['kernels'], checks=['S7.2'])")[
         "loaded"

@@ -406,7 +406,7 @@ def test_shards_are_trained_parameters_too() -> None:
         module(batch(bagua_ref.get_rank())).square().mean().backward()
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @on_every_process(2)
 def test_a_compiled_module_knows_its_optimizers_and_compiled_steps_of_others_stay_whole() -> None:
     module = network()

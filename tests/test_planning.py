@@ -496,8 +496,8 @@ def measured(path: str) -> int:
     return main(["measure", "--output", path, "--repeat", "3", "--step", step, "--json"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("nodes", [pytest.param((2,), marks=pytest.mark.proof), (2, 1)], ids=str)
+@pytest.mark.proof
+@pytest.mark.parametrize("nodes", [(2,), (2, 1)], ids=str)
 def test_a_measurement_is_read_by_advise(run: Any, tmp_path: Path, nodes: tuple[int, ...]) -> None:
     path, ranks = tmp_path / "costs.json", sum(nodes)
     assert launch(measured, ranks, str(path), init=False, nodes=nodes) == [0] * ranks
