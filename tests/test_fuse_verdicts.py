@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 verdicts = load_script("docs/_fuse_table.py")
 
 
+@pytest.mark.proof
 def test_the_page_is_current_and_has_every_optimizer_of_torch() -> None:
     assert verdicts.classes().keys() <= {*ELEMENTWISE, *NOT_ELEMENTWISE}
     page = verdicts.PAGE.read_text().splitlines()

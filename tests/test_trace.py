@@ -463,7 +463,7 @@ def test_nothing_is_observed_after_the_recorder_has_ended(tmp_path: Path) -> Non
     assert SimulatedWorld(2).run(rank) == [0, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_recording_needs_nothing_that_is_optional_and_checking_only_safetensors(tmp_path: Path) -> None:
     simulate(tmp_path / "ours", "bytegrad", FLAT, (2,), steps=1)
     ours, alone = str(tmp_path / "ours"), str(tmp_path / "alone")

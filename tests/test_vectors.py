@@ -787,7 +787,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return oracle_c.build(tmp_path_factory.mktemp("oracle_c"))
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_the_client_in_c_passes(client: Path, tmp_path: Path, manifest: dict[str, Any]) -> None:
     ended = oracle_c.run(client, VECTORS, tmp_path / "outputs")
     assert ended.returncode == 0, ended.stderr
