@@ -48,7 +48,7 @@ LINES: dict[str, int] = {
     "observe": 242,
     "package": 496,  # RankCall, what errors of simulated ranks tell; bytes before rounding
     "planning": 1266,  # what is sent at once; work of the processor that computes; words of a wrapped model
-    "property_tests": 3051,  # one row more of an oracle's options
+    "property_tests": 3051,  # one row more of an oracle's options; names that only proofs try
     "scheduling": 613,
     "simulation": 3552,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
     "tests": 39807,  # pictures that balance cannot write; events of streams in tests; faults that dropped tests alone had found
