@@ -17,7 +17,7 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 pytest := $(bin)/python -m pytest
 
-.PHONY: help env demo test proof explore faults soak findings release-check bench report gpu docs lint types bytecode without-memory verdicts format clean
+.PHONY: help env demo test proof explore faults soak findings release-check bench report gpu docs lint types without-memory verdicts format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
