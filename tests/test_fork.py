@@ -164,6 +164,7 @@ def test_S2_5_a_forked_child_holds_no_socket_of_its_parents_groups(over_gloo: bo
     in_child = json.loads(forked(lambda: json.dumps(counts())))
     assert_undisturbed(training)
     here = counts()
+    bagua_ref.barrier()  # a rank that is done closes its connections
     assert here["notes"] == here["gloo"] == 1
     assert here["memory"] == (shares_memory() and not over_gloo)
     assert here["store"] > 1 if bagua_ref.get_rank() == 0 else here["store"] == 0  # it listens, and both ranks have connections
