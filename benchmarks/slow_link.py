@@ -26,7 +26,7 @@ from allreduce_step import perceptron
 from contenders import Outer, Training
 from torch import nn
 
-SIZES = [1024, *[1448] * 3, 576]  # 6.5e6 parameters
+SIZES, FEW = [1024, *[1448] * 3, 576], [128, *[181] * 3, 72]  # 6.5e6 parameters, and 0.1e6 for a smoke run
 BATCH = 8
 PERIOD = 32
 LINKS = {**links.RATES, "not slowed": (None, math.inf)}
@@ -92,16 +92,16 @@ EVERY_STEP = (DDP, BEST, ADAM, "DDP, fp16 hook", HOOK, BEST_HOOK, "Decent-DP", *
 AT_INTERVALS = ("PeriodicModelAverager", "torchft DiLoCo", "torchft DiLoCo, streaming", "local_sgd", "diloco", "diloco, streaming")
 
 
-def measure(rank: links.Rank, request: tuple[str, int, int, int]) -> dict[str, dict[str, float] | str]:
+def measure(rank: links.Rank, request: tuple[str, list[int], int, int, int]) -> dict[str, dict[str, float] | str]:
     """Time each contender's steps and count the bytes that it sends, one contender after the other, in several passes."""
-    rate, steps, periods, passes = request
-    x, y = torch.randn(BATCH, SIZES[0]), torch.randint(SIZES[-1], (BATCH,))
+    rate, sizes, steps, periods, passes = request
+    x, y = torch.randn(BATCH, sizes[0]), torch.randint(sizes[-1], (BATCH,))
     times: dict[str, list[float]] = {}
     sent: dict[str, int] = {}
     lacking: dict[str, dict[str, float] | str] = {}
     for name in (*EVERY_STEP, *AT_INTERVALS) * passes:
         try:
-            training = make(name, perceptron(*SIZES)[0], rank)
+            training = make(name, perceptron(*sizes)[0], rank)
         except ImportError as error:
             lacking[name] = str(error)
             continue
@@ -133,9 +133,8 @@ def report(args: argparse.Namespace) -> int:
         if args.only not in link_name:
             continue
         rows = []
-        figures = links.launch(
-            2, (rate, *((2, 1, 1) if args.quick else (2, 2, 1) if bits < 5e7 else (5, 4, 1) if bits < 5e8 else (20, 2, 3)))
-        )
+        work = (2, 1, 1) if args.quick else (2, 2, 1) if bits < 5e7 else (5, 4, 1) if bits < 5e8 else (20, 2, 3)
+        figures = links.launch(2, (rate, FEW if args.quick else SIZES, *work))
         measured = {name: figure for name, figure in figures.items() if isinstance(figure, dict)}
         for name, reason in figures.items():
             if isinstance(reason, str):

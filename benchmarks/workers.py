@@ -21,7 +21,7 @@ import bagua_ref
 def launch(function: Callable[..., Any], processes: int, *args: Any) -> list[Any]:
     """Return what ``function(*args)`` returns in each of ``processes`` workers that have a process group, in rank order."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "bagua_ref"])  # imported once, not by each worker of each launch
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "bagua_ref", "__main__"])  # imported once, not by each worker
     with tempfile.TemporaryDirectory() as folder:
         config = LaunchConfig(
             min_nodes=1,

@@ -143,7 +143,7 @@ def test_S14_1_S14_4_a_plan_has_the_messages_and_the_time_of_simulated_ranks(nam
     # A round of S14.2 takes the longest of its links on all nodes; inside them, simulated nodes do not wait for each other.
     weights = sum(math.prod(shape) * dtype.itemsize for shape, dtype in training.shapes)
     early = 2 * steps * weights / 10e9 if training.hierarchical and len(set(nodes)) > 1 else 0.0
-    # S14.4 takes buckets in the order of gradients, in which those of several dtypes are not; and streams are hidden by later steps.
+    # S14.4 takes buckets in the order of gradients, in which those of several dtypes are not; later steps hide what streams.
     if name != "diloco, streaming" and len({dtype for _, dtype in training.shapes}) == 1:
         assert wanted * (1 - 1e-6) - 1e-9 - early <= seconds <= wanted * (1 + 1e-6) + 1e-9 + late
 

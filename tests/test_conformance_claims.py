@@ -49,7 +49,7 @@ def each_of(fast: Iterable[Any], others: Iterable[Any]) -> list[Any]:
 def judged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Judged:
     """Judge a suite of a target; except in proofs, with few inputs of one of the dtypes that it has."""
     is_proof = request.node.get_closest_marker("proof") is not None
-    monkeypatch.setitem(search.PROFILES, "quick", 8 if is_proof else 2)
+    monkeypatch.setitem(search.PROFILES, "quick", 5 if is_proof else 2)
     return partial(judge, every_dtype=is_proof)
 
 

@@ -13,6 +13,7 @@ import pytest
 import redis
 import torch
 from hypothesis import find
+from hypothesis import strategies as st
 
 from bagua_ref import contrib
 from bagua_ref.backends.reference import ReferenceBackend
@@ -21,9 +22,9 @@ from bagua_ref.conformance.inputs.strategies import worlds
 from bagua_ref.conformance.inputs.training_cases import graph_cases, sizes_of, worlds_of
 from bagua_ref.conformance.lab import servers
 from bagua_ref.conformance.lab.journal import Journal
-from bagua_ref.conformance.run import runner
+from bagua_ref.conformance.run import runner, search
 from bagua_ref.conformance.run.search import PROFILES
-from bagua_ref.conformance.suites.checks import all_checks
+from bagua_ref.conformance.suites.checks import Check, all_checks
 from bagua_ref.conformance.targets import reference_algorithms, reference_target
 from bagua_ref.conformance.targets.target import assemble, resolve
 from bagua_ref.conformance.targets.world import MOST_RANKS, RankWorld, own_communicator
@@ -70,6 +71,25 @@ def test_a_check_that_needs_more_ranks_is_skipped() -> None:
     }
     tried = round(PROFILES["quick"] * all_checks()["comm_ops.S3.5.ring"].effort)
     assert report.results[1].examples == tried  # larger worlds do not count
+
+
+@pytest.mark.parametrize(("smallest", "inputs"), [(1, 40), (2, 0)])
+def test_worlds_that_are_too_large_are_drawn_again_until_none_has_fitted_for_long(smallest: int, inputs: int) -> None:
+    """A check that no world fits is left after some inputs; one that few worlds fit gets as many inputs as others."""
+    drawn: list[int] = []
+
+    def function(lab: Any, draw: Any) -> None:
+        draw(st.integers(0, 2**40))  # so that inputs differ
+        drawn.append(draw(st.sampled_from([*range(2, 7), smallest])))
+        lab.need_ranks(drawn[-1])
+        lab.call("add_", {"x": torch.ones(1), "y": torch.ones(1)}, ("x",))
+        lab.comparisons += 1
+
+    check = Check("kernels.S1.new", "kernels", "S1", "", function)
+    target = resolve(at_most(1, kernels="reference"))
+    found = search.search(check, None, target, search.Search(shrink=False), Journal())
+    assert (found.examples, found.skipped) == (inputs, "" if inputs else "needs 2 ranks, the target has at most 1")
+    assert (len(drawn) > 150) == (inputs > 0), len(drawn)
 
 
 def test_a_suite_for_pytest_skips_it_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ _KEYWORDS = ("target_chunk", "average", "out")
 _NO_CALLS = ("rank", "nranks", "real_threads")
 _PATTERN = 0x7F  # huge or NaN as a float, so that reads beyond the end tend to show, too
 _MARGIN = 64
+_CHANCES = 100
+"""So many worlds in a row may be larger than the target allows before a check is held not to fit at all."""
 
 
 class Canary:
@@ -159,6 +162,7 @@ class Lab:
         self.long_sizes = sizes_beyond(target.tile_sizes, [*target.parts.values()]) if large else LONG
         """Numbers of elements of long inputs; each input of a check about these has all of them."""
         self._most_ranks, self._smallest_world = most_ranks, 0
+        self._chances: float = _CHANCES
         self.comparisons, self.reason = 0, ""
         self._calls, self._requests, self._counts_kernels = 0, 0, False
 
@@ -207,14 +211,19 @@ class Lab:
         return nodes
 
     def need_ranks(self, ranks: int) -> None:
-        """Reject the input if the target's capabilities do not allow so many ranks; another one is drawn."""
+        """Leave the input out if the target's capabilities do not allow so many ranks; at first, another one is drawn instead."""
         from hypothesis import reject
 
         assert self._most_ranks is None or ranks <= self._most_ranks, f"a world of {ranks} ranks: MOST_RANKS and the pages say less"
-        if self.target.max_ranks is not None and ranks > self.target.max_ranks:
-            self._smallest_world = min(ranks, self._smallest_world or ranks)
-            self.reason = f"needs {self._smallest_world} ranks, the target has at most {self.target.max_ranks}"
-            reject()
+        if self.target.max_ranks is None or ranks <= self.target.max_ranks:
+            self._chances = math.inf
+            return
+        self._smallest_world = min(ranks, self._smallest_world or ranks)
+        self.reason = f"needs {self._smallest_world} ranks, the target has at most {self.target.max_ranks}"
+        self._chances -= 1
+        if self._chances < 0:
+            self.skip(self.reason)
+        reject()
 
     def need_dtypes(self, tensors: Iterable[Tensor]) -> None:
         """Leave the input out if the target's capabilities exclude a dtype of one of these tensors."""
