@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
+
+connect = partial(redis.Redis, retry=Retry(NoBackoff(), 0))
+"""A client that does not try again, and wait, where a connection is refused."""
 
 every_backend = pytest.mark.parametrize("backend", ["fakeredis", pytest.param("redis", marks=pytest.mark.redis)])
 
@@ -82,7 +86,7 @@ class Server:
         return {"host": "127.0.0.1", "port": str(self.port), **({"password": self.password} if self.password else {})}
 
     def client(self) -> redis.Redis:
-        return redis.Redis(port=self.port, password=self.password, retry=Retry(NoBackoff(), 0))
+        return connect(port=self.port, password=self.password)
 
     def calls(self, command: str) -> int:
         """Return how often the server has run ``command``."""

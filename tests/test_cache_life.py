@@ -16,10 +16,8 @@ import pytest
 import redis
 import torch
 import torch.distributed as dist
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 from tests.cache_jobs import Plain, epoch, start_server_job
-from tests.cache_servers import PROGRAM, eventually, every_backend, need, processes, zombies_of
+from tests.cache_servers import PROGRAM, connect, eventually, every_backend, need, processes, zombies_of
 from tests.launch import launch, on_every_process, outcomes
 
 import bagua_ref
@@ -115,7 +113,7 @@ def test_the_small_server_asks_for_its_password_too():
     (address,) = job_servers.addresses("fakeredis", 107_374_182_400, every_node=True)
     assert address["host"] == "127.0.0.1"
     for password in (None, "guess"):
-        client = redis.Redis(port=address["port"], password=password, protocol=2, retry=Retry(NoBackoff(), 0))
+        client = connect(port=address["port"], password=password, protocol=2)
         with pytest.raises((redis.AuthenticationError, redis.ResponseError), match=r"password|Authentication"):
             client.get("_a")
     assert redis.Redis(**address, protocol=2).get("_a") is not None

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import redis
 import xxhash
-from tests.cache_servers import Server, eventually, every_backend, free_port, need, servers
+from tests.cache_servers import Server, connect, eventually, every_backend, free_port, need, servers
 
 from bagua_ref.contrib import CacheLoader
 from bagua_ref.contrib.cache.server import start_redis_server
@@ -341,7 +341,7 @@ def daemon(*args, process=False):
         yield port
     finally:
         password = args[args.index("--requirepass") + 1] if "--requirepass" in args else None
-        redis.Redis(port=port, password=password).shutdown(nosave=True)
+        connect(port=port, password=password).shutdown(nosave=True)
     assert eventually(lambda: not _RedisStore("127.0.0.1", port).status())
 
 
@@ -355,11 +355,11 @@ def test_a_server_started_by_hand_outlives_the_process_that_started_it():
         store.shutdown()  # leaves a server running that it did not start
         shutdown_redis_server()
         assert RedisStore(hosts=[host]).get("a") == b"1"
-        settings = redis.Redis(port=port).config_get("max*") | redis.Redis(port=port).config_get("save")
+        settings = connect(port=port).config_get("max*") | connect(port=port).config_get("save")
         assert settings["maxmemory"] == "50000000"
         assert settings["maxmemory-policy"] == "allkeys-random"
         assert settings["save"] == ""
-        assert redis.Redis(port=port).config_get("bind")["bind"] == "127.0.0.1"
+        assert connect(port=port).config_get("bind")["bind"] == "127.0.0.1"
         with pytest.raises(BackendUnavailableError, match=f"port {port} is already in use"):
             start_redis_server_cli(port, 50_000_000)
 
@@ -368,8 +368,8 @@ def test_a_server_started_by_hand_outlives_the_process_that_started_it():
 def test_a_server_started_by_hand_takes_further_arguments():
     with daemon("--requirepass", "secret", "--maxclients 17") as port:
         with pytest.raises(redis.AuthenticationError):
-            redis.Redis(port=port).ping()
-        assert redis.Redis(port=port, password="secret").config_get("maxclients")["maxclients"] == "17"
+            connect(port=port).ping()
+        assert connect(port=port, password="secret").config_get("maxclients")["maxclients"] == "17"
 
 
 @pytest.mark.redis
@@ -391,11 +391,11 @@ def test_a_server_of_this_process_and_its_end():
     server = start_redis_server("127.0.0.1", 50_000_000, free_port(), "--maxclients", "17")
     try:
         assert "password" not in repr(server)
-        client = redis.Redis(**server.address)
+        client = connect(**server.address)
         assert client.config_get("maxclients")["maxclients"] == "17"
         assert client.config_get("maxmemory")["maxmemory"] == "50000000"
         with pytest.raises(redis.AuthenticationError):
-            redis.Redis(port=server.port).ping()
+            connect(port=server.port).ping()
     finally:
         server.stop()
     assert not _RedisStore(**server.address).status()

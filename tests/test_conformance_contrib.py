@@ -8,10 +8,7 @@ import time
 import types
 
 import pytest
-import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
-from tests.cache_servers import eventually, processes
+from tests.cache_servers import connect, eventually, processes
 from tests.launch import run_script
 
 from bagua_ref import contrib
@@ -128,7 +125,7 @@ class Pickles(Plain):
 
     def __init__(self, backend="redis", dataset_name="", writer_buffer_size=1, *, hosts, **kwargs):
         super().__init__(backend, dataset_name)
-        self.store = redis.Redis(**hosts[0], retry=Retry(NoBackoff(), 0))
+        self.store = connect(**hosts[0])
 
     def get(self, key, load_fn):
         data = self.store.get(f"{self.name}_{key}")
