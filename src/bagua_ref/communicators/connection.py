@@ -36,7 +36,7 @@ from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 __all__ = ["Connection"]
 
 _TICK = timedelta(milliseconds=200)  # seconds until a waiting collective notices abort() or Ctrl-C
-_PATIENCE = 0.5  # seconds after which a connecting rank checks whether another one failed to connect
+_PATIENCE = 0.5  # seconds after which a connecting rank checks whether another one has left or failed to connect
 _watchdog = Watchdog()
 
 
@@ -277,7 +277,7 @@ class Connection:
                 raise CommunicationTimeoutError(f"connect on {self._title}: timed out after {self._seconds:g} s; {who}")
 
         try:
-            with self._waiting("connect", None, ""):  # the store may not answer
+            with self._waiting("connect", None, "", _PATIENCE):  # the store may not answer
                 interruptible(watch, check, min(_TICK, self._timeout).total_seconds())
         except BaseException:
             given_up.set()
