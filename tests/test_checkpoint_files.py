@@ -1009,7 +1009,7 @@ EACH = [name for name in ALGORITHMS if "shift_one" not in name]
     [
         (["gradient_allreduce"], None, 1),
         (EACH, "algorithm", 1),
-        *(pytest.param([name], None, 4, marks=pytest.mark.proof) for name in EACH),
+        *(pytest.param([name], None, 3, marks=pytest.mark.proof) for name in EACH),
     ],
     ids=str,
 )
@@ -1314,10 +1314,7 @@ def test_processes_resume_after_one_was_killed(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(
-    ("name", "ranks", "kill_step"),
-    [("bytegrad", 4, 13), ("qadam", 2, 13)],  # above, qadam resumes in its warm-up
-)
+@pytest.mark.parametrize(("name", "ranks", "kill_step"), [("qadam", 3, 13)])  # above, qadam resumes in its warm-up
 def test_torchrun_restarts_a_training(tmp_path: Path, name: str, ranks: int, kill_step: int) -> None:
     """Kill the last rank of the example; torchrun restarts all, and the final weights are those of an undisturbed run."""
     arguments = ["--algorithm", name, "--folder", str(tmp_path / "killed")]
