@@ -23,18 +23,18 @@ LINK = "1Gbit,1ms,10GB,10us"
 DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
-    # By name: of an optimizer, whether it is hierarchical, and a graph.
-    "gradient_allreduce": lambda o, h, g: of.GradientAllReduceAlgorithm(h),
-    "bytegrad": lambda o, h, g: of.ByteGradAlgorithm(h, compression="MXFP8"),
-    "bytegrad with memory": lambda o, h, g: of.ByteGradAlgorithm(h, compression="OneBit", error_feedback=True),
-    "qadam": lambda o, h, g: of.QAdamAlgorithm(o, h),
-    "decentralized": lambda o, h, g: of.DecentralizedAlgorithm(h, g, 2),
-    "low_precision_decentralized": lambda o, h, g: of.LowPrecisionDecentralizedAlgorithm(h, 2),
-    "local_sgd": lambda o, h, g: of.LocalSGDAlgorithm(3, warmup_steps=2, offset=1, hierarchical=h),
-    "diloco": lambda o, h, g: of.DiLoCoAlgorithm(2, warmup_steps=1),
-    "diloco, streaming": lambda o, h, g: of.DiLoCoAlgorithm(4, fragments=2, delay=1, compression="MinMaxUInt8"),
-    "powersgd": lambda o, h, g: of.PowerSGDAlgorithm(2, warmup_steps=2, min_compression_rate=0.5),
-    "topk": lambda o, h, g: of.TopKAlgorithm(0.1, warmup_steps=1),
+    # By name: of an optimizer, whether it is hierarchical, a graph and an interval.
+    "gradient_allreduce": lambda o, h, *g: of.GradientAllReduceAlgorithm(h),
+    "bytegrad": lambda o, h, *g: of.ByteGradAlgorithm(h, compression="MXFP8"),
+    "bytegrad with memory": lambda o, h, *g: of.ByteGradAlgorithm(h, compression="OneBit", error_feedback=True),
+    "qadam": lambda o, h, *g: of.QAdamAlgorithm(o, h),
+    "decentralized": lambda o, h, *g: of.DecentralizedAlgorithm(h, *g),
+    "low_precision_decentralized": lambda o, h, *g: of.LowPrecisionDecentralizedAlgorithm(h, 2),
+    "local_sgd": lambda o, h, *g: of.LocalSGDAlgorithm(3, warmup_steps=2, offset=1, hierarchical=h),
+    "diloco": lambda o, h, *g: of.DiLoCoAlgorithm(2, warmup_steps=1),
+    "diloco, streaming": lambda o, h, *g: of.DiLoCoAlgorithm(4, fragments=2, delay=1, compression="MinMaxUInt8"),
+    "powersgd": lambda o, h, *g: of.PowerSGDAlgorithm(2, warmup_steps=2, min_compression_rate=0.5),
+    "topk": lambda o, h, *g: of.TopKAlgorithm(0.1, warmup_steps=1),
 }
 WITHOUT_FLOAT64 = ("bytegrad", "qadam", "low", "diloco, streaming", "topk")
 IN_PAIRS = ("shift_one", "hypercube", in_turn([hypercube(t, 4) for t in range(2)]))
@@ -68,10 +68,11 @@ class Training(NamedTuple):
     nodes: tuple[int, ...]
     hierarchical: bool
     graph: Any  # of "decentralized"
+    interval: int
 
     def make(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, of.Algorithm]:
         optimizer = optimizer_of(self.name, module)
-        return optimizer, ALGORITHMS[self.name](optimizer, self.hierarchical, self.graph)
+        return optimizer, ALGORITHMS[self.name](optimizer, self.hierarchical, self.graph, self.interval)
 
 
 @st.composite
@@ -80,10 +81,10 @@ def trainings(draw, name):
     shape = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
     shapes = draw(st.lists(st.tuples(shape, st.sampled_from(dtypes)), min_size=2, max_size=6))
     hierarchical, nodes = draw(st.booleans()), draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    graph = draw(st.sampled_from(GRAPHS)) if name == "decentralized" else None
+    graph, interval = draw(st.tuples(st.sampled_from(GRAPHS), st.integers(1, 2))) if name == "decentralized" else (None, 1)
     if graph in IN_PAIRS:
         nodes = draw(st.lists(st.integers(1, 2), min_size=4, max_size=4)) if hierarchical else draw(st.permutations([1, 3]))
-    return Training(name, shapes, tuple(nodes), hierarchical, graph)
+    return Training(name, shapes, tuple(nodes), hierarchical, graph, interval)
 
 
 def optimizer_of(name, module):

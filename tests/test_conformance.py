@@ -431,3 +431,6 @@ def test_every_planted_fault_still_has_its_place_in_the_source():
     for fault in faults:
         _, nodes = parts(trees[fault.where.partition(":")[0]], fault.where, *fault.edit[::2])
         assert len(nodes) == len(fault.edit) // 2
+    for test in {guard.test.partition("[")[0] for guard in GUARDS}:
+        file, *_, name = test.split("::")
+        assert f"def {name}(" in (ROOT / file).read_text(), test

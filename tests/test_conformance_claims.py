@@ -182,6 +182,10 @@ def test_a_cache_of_one_dtype_fails_nothing(dtype: str, judged: Judged) -> None:
     calls: list[str] = []
 
     class CacheLoader(contrib.CacheLoader):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            calls.append("CacheLoader")  # those of workers are not counted
+            super().__init__(*arguments, **options)
+
         def get(self, key: Any, load_fn: Any) -> Any:
             calls.append("get")
             found = super().get(key, load_fn)
