@@ -239,12 +239,12 @@ def connections(lab: Lab, draw: Draw) -> None:
 @check("cache", "S8.2", "raises", needs=LOADER, effort=0.3)
 def load_raises(lab: Lab, draw: Draw) -> None:
     """An exception of load_fn passes on, and nothing is cached: the next access calls load_fn again."""
-    kind = draw(st.sampled_from(["KeyError", "ValueError", "ConnectionError", "TimeoutError", "Stop", "redis.ConnectionError"]))
+    kinds = st.sampled_from(["KeyError", "ValueError", "ConnectionError", "TimeoutError", "Stop", "redis.ConnectionError"])
     with cache_script(lab) as script:
         script.do("import redis\n\nclass Stop(BaseException):\n    pass\n")
         script.loader("d", draw(buffer_sizes))
-        script.do(f"def fail(key):\n    raise {kind}(key)\n")
-        for _ in range(draw(st.integers(1, 2))):
+        for kind in draw(st.lists(kinds, min_size=1, max_size=4)):
+            script.do(f"def fail(key):\n    raise {kind}(key)\n")
             script.refuses("found = loader.get('key', fail)", kind, f"f'get() returned {{found!r}} when load_fn raised {kind}'")
         script.do("found = loader.num_keys()\nassert found == 0, f'num_keys() is {found} after load_fn raised'")
         script.do("loader.get('key', load)\nload.expect('key')\nassert loader.stats().errors == 0, 'an error was counted'")
