@@ -30,7 +30,7 @@ class _Case:
     def __init__(self, lab: Lab, draw: Draw, nodes: tuple[int, ...], dtype: torch.dtype) -> None:
         self.nodes, self.n, self._seed = nodes, sum(nodes), draw(seeds)
         others = map(dtype_named, lab.dtypes(FLOATS))
-        dtypes = [dtype, *draw(st.lists(st.sampled_from([dtype, *others]), max_size=2))]
+        dtypes = [dtype, *draw(st.lists(st.sampled_from([dtype, *others]), max_size=3))]
         self.weights = [on_a_grid(self._seed + place, torch.empty(3, dtype=dtype), 32) for place, dtype in enumerate(dtypes)]
         self._made = len(dtypes)
 
@@ -42,7 +42,7 @@ class _Case:
 
     def train(self, lab: Lab, draw: Draw, programs: list[list[Action]], interval: float, warmup_steps: int) -> TrainingPlay:
         """Run each rank's program."""
-        options = {"lr": 1.0, "bucket_bytes": draw(st.sampled_from([1, ONE_BUCKET]))}
+        options = {"lr": 1.0, "bucket_bytes": draw(st.sampled_from([1, 1, ONE_BUCKET]))}
         options |= {"sync_interval_ms": interval, "warmup_steps": warmup_steps}
         training = TrainingPlay(lab, draw, "async_model_average", self.nodes, self.weights, [], options)
         training.run(programs)
@@ -165,7 +165,7 @@ def abort(lab: Lab, draw: Draw) -> None:
     _expect_of_actions(lab, draw, kinds, warmup_steps, equal=False)
 
 
-@check("algorithms", "S5.6", "resume", needs=("async_model_average",), effort=0.25)
+@check("algorithms", "S5.6", "resume", needs=("async_model_average",), effort=0.4)
 def resume(lab: Lab, draw: Draw) -> None:
     """After a resume, rounds start again and make the ranks equal while no rank trains."""
     warmup_steps = draw(st.integers(0, 2))
