@@ -23,18 +23,18 @@ LINK = "1Gbit,1ms,10GB,10us"
 DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
-    # By name: of an optimizer, whether it is hierarchical, a graph and an interval.
-    "gradient_allreduce": lambda o, h, *g: of.GradientAllReduceAlgorithm(h),
-    "bytegrad": lambda o, h, *g: of.ByteGradAlgorithm(h, compression="MXFP8"),
-    "bytegrad with memory": lambda o, h, *g: of.ByteGradAlgorithm(h, compression="OneBit", error_feedback=True),
-    "qadam": lambda o, h, *g: of.QAdamAlgorithm(o, h),
-    "decentralized": lambda o, h, *g: of.DecentralizedAlgorithm(h, *g),
-    "low_precision_decentralized": lambda o, h, *g: of.LowPrecisionDecentralizedAlgorithm(h, 2),
-    "local_sgd": lambda o, h, *g: of.LocalSGDAlgorithm(3, warmup_steps=2, offset=1, hierarchical=h),
-    "diloco": lambda o, h, *g: of.DiLoCoAlgorithm(2, warmup_steps=1),
-    "diloco, streaming": lambda o, h, *g: of.DiLoCoAlgorithm(4, fragments=2, delay=1, compression="MinMaxUInt8"),
-    "powersgd": lambda o, h, *g: of.PowerSGDAlgorithm(2, warmup_steps=2, min_compression_rate=0.5),
-    "topk": lambda o, h, *g: of.TopKAlgorithm(0.1, warmup_steps=1),
+    # By name: of an optimizer, whether it is hierarchical, and further arguments.
+    "gradient_allreduce": lambda o, h: of.GradientAllReduceAlgorithm(h),
+    "bytegrad": lambda o, h: of.ByteGradAlgorithm(h, compression="MXFP8"),
+    "bytegrad with memory": lambda o, h: of.ByteGradAlgorithm(h, compression="OneBit", error_feedback=True),
+    "qadam": lambda o, h: of.QAdamAlgorithm(o, h),
+    "decentralized": lambda o, h, graph, interval: of.DecentralizedAlgorithm(h, graph, interval),
+    "low_precision_decentralized": lambda o, h: of.LowPrecisionDecentralizedAlgorithm(h, 2),
+    "local_sgd": lambda o, h: of.LocalSGDAlgorithm(3, warmup_steps=2, offset=1, hierarchical=h),
+    "diloco": lambda o, h: of.DiLoCoAlgorithm(2, warmup_steps=1),
+    "diloco, streaming": lambda o, h: of.DiLoCoAlgorithm(4, fragments=2, delay=1, compression="MinMaxUInt8"),
+    "powersgd": lambda o, h: of.PowerSGDAlgorithm(2, warmup_steps=2, min_compression_rate=0.5),
+    "topk": lambda o, h: of.TopKAlgorithm(0.1, warmup_steps=1),
 }
 WITHOUT_FLOAT64 = ("bytegrad", "qadam", "low", "diloco, streaming", "topk")
 IN_PAIRS = ("shift_one", "hypercube", in_turn([hypercube(t, 4) for t in range(2)]))
@@ -67,12 +67,11 @@ class Training(NamedTuple):
     shapes: list[tuple[tuple[int, ...], torch.dtype]]
     nodes: tuple[int, ...]
     hierarchical: bool
-    graph: Any  # of "decentralized"
-    interval: int
+    further: tuple[Any, ...]
 
     def make(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, of.Algorithm]:
         optimizer = optimizer_of(self.name, module)
-        return optimizer, ALGORITHMS[self.name](optimizer, self.hierarchical, self.graph, self.interval)
+        return optimizer, ALGORITHMS[self.name](optimizer, self.hierarchical, *self.further)
 
 
 @st.composite
@@ -81,10 +80,10 @@ def trainings(draw, name):
     shape = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
     shapes = draw(st.lists(st.tuples(shape, st.sampled_from(dtypes)), min_size=2, max_size=6))
     hierarchical, nodes = draw(st.booleans()), draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    graph, interval = draw(st.tuples(st.sampled_from(GRAPHS), st.integers(1, 2))) if name == "decentralized" else (None, 1)
-    if graph in IN_PAIRS:
+    further = draw(st.tuples(st.sampled_from(GRAPHS), st.integers(1, 2))) if name == "decentralized" else ()
+    if further and further[0] in IN_PAIRS:
         nodes = draw(st.lists(st.integers(1, 2), min_size=4, max_size=4)) if hierarchical else draw(st.permutations([1, 3]))
-    return Training(name, shapes, tuple(nodes), hierarchical, graph, interval)
+    return Training(name, shapes, tuple(nodes), hierarchical, further)
 
 
 def optimizer_of(name, module):

@@ -48,10 +48,10 @@ LINES: dict[str, int] = {
     "observe": 242,
     "package": 496,  # RankCall, what errors of simulated ranks tell; bytes before rounding
     "planning": 1266,  # what is sent at once; work of the processor that computes; words of a wrapped model
-    "property_tests": 3042,  # one row more of an oracle's options; names that only proofs try
+    "property_tests": 3041,  # one row more of an oracle's options; names that only proofs try
     "scheduling": 613,
     "simulation": 3552,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
-    "tests": 39838,  # faults that dropped tests alone had found; worlds that no target fits; tests that faults name exist
+    "tests": 39840,  # faults that dropped tests alone had found; worlds that no target fits; tests that faults name exist
     "tests/cuda_emulation": 487,
     "tests/integrations": 1171,  # trainers are imported once, by the server that forks ranks
     "tests/meta": 1309,  # guards and faults are planted in forks of processes that have collected or imported all

@@ -15,6 +15,7 @@ from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm
+from bagua_ref.communicators import waiting
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.errors import CommunicationError
 
@@ -51,8 +52,9 @@ def test_every_algorithm_trains_on_uneven_data_as_in_the_simulated_world() -> No
 
 def each_without_join(names: list[str]) -> None:
     """Train as `without_join` in one job after another."""
+    waiting._PATIENCE = 60.0  # what is noticed late exceeds the time limit
     for name in names:
-        bagua_ref.init_process_group(timeout=30)
+        bagua_ref.init_process_group(timeout=120)
         if bagua_ref.get_rank():
             with pytest.raises(CommunicationError, match=ENDED) as raised:
                 without_join(name)
@@ -69,7 +71,7 @@ def each_without_join(names: list[str]) -> None:
     ids=["memory", "gloo"],
 )
 def test_an_error_outside_of_join_says_to_use_it(over_gloo: bool, names: list[str]) -> None:
-    launch(each_without_join, 2, names, init=False, over_gloo=over_gloo)
+    launch(each_without_join, 2, names, init=False, over_gloo=over_gloo, limit=50)
 
 
 def rank_0_serves_and_ends_first() -> None:

@@ -28,7 +28,7 @@ _NO_CALLS = ("rank", "nranks", "real_threads")
 _PATTERN = 0x7F  # huge or NaN as a float, so that reads beyond the end tend to show, too
 _MARGIN = 64
 _CHANCES = 100
-"""So many worlds in a row may be larger than the target allows before a check is held not to fit at all."""
+"""So many worlds may be larger than the target allows, if none has fitted, before a check counts as too large for it."""
 
 
 class Canary:
