@@ -1,4 +1,6 @@
-"""Configuration of every test run: Hypothesis profiles, random order, skips, and names for docstring examples."""
+"""Configuration of every test run: Hypothesis profiles, random order, skips, and names for
+docstring examples.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-# Two pytest workers and their ranks share the cores; more threads per rank would only slow them down.
+# Two pytest workers and their ranks share the cores; more threads per rank would only slow them
+# down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -40,10 +43,13 @@ else:
         derandomize="CI" in os.environ,  # the same inputs in CI every time, new ones elsewhere
         print_blob=True,
     )
-    settings.register_profile("quick", common, max_examples=10)  # in CI the first ones of those that `make proof` tries
+    # in CI the first ones of those that `make proof` tries
+    settings.register_profile("quick", common, max_examples=10)
     settings.register_profile("proof", common, max_examples=100)
     # For tests/meta: that an input fails is all that counts, however large it is.
-    settings.register_profile("no_shrinking", common, max_examples=10, phases=[Phase.explicit, Phase.generate])
+    settings.register_profile(
+        "no_shrinking", common, max_examples=10, phases=[Phase.explicit, Phase.generate]
+    )
     # For property_tests/explore.py: the seed alone decides the inputs, in CI too.
     settings.register_profile("explore", common, max_examples=50, derandomize=False, database=None)
     settings.load_profile("quick")
@@ -51,14 +57,26 @@ else:
 
 # These modules raise on import, on purpose: they stand for parts of the original that are left out.
 _LEFT_OUT = (
-    "contrib/sync_batchnorm", "data_parallel/bagua_distributed", "distributed/launch", "distributed/run",
-    "model_parallel", "moe", "service",
-)  # fmt: skip
+    "contrib/sync_batchnorm",
+    "data_parallel/bagua_distributed",
+    "distributed/launch",
+    "distributed/run",
+    "model_parallel",
+    "moe",
+    "service",
+)
 # These import the trainers that they are for; tests/integrations has their tests.
-_TRAINERS = ("integrations/lightning", "integrations/pytorch_lightning", "integrations/transformers")
+_TRAINERS = (
+    "integrations/lightning",
+    "integrations/pytorch_lightning",
+    "integrations/transformers",
+)
 collect_ignore = [f"src/bagua_ref/{name}.py" for name in (*_LEFT_OUT, *_TRAINERS)]
 if sys.version_info < (3, 11):  # which transformers needs
-    collect_ignore += [f"tests/integrations/test_{name}.py" for name in ("accelerate", "examples", "page", "transformers")]
+    collect_ignore += [
+        f"tests/integrations/test_{name}.py"
+        for name in ("accelerate", "examples", "page", "transformers")
+    ]
 
 
 SKIPPED_IN_CI = (
@@ -66,16 +84,23 @@ SKIPPED_IN_CI = (
     "may not create network namespaces",
     "may not mount file systems",
 )
-"""Reasons for which CI may skip a test; any other skip fails there, as CI has every program and package."""
+"""Reasons for which CI may skip a test; any other skip fails there, as CI has every program and
+package.
+"""
 
 
 _STARTS_PROCESSES = re.compile(
-    r"subprocess|multiprocessing|pytester|from findings|tests(\.| import )(launch|cache_servers|cache_jobs|oracle_c|cuda_emulation)"
+    r"subprocess|multiprocessing|pytester|from findings|tests(\.| import"
+    r" )(launch|cache_servers|cache_jobs|oracle_c|cuda_emulation)"
 )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shuffle", metavar="SEED", help="run the tests of each file in the random order that this seed gives")
+    parser.addoption(
+        "--shuffle",
+        metavar="SEED",
+        help="run the tests of each file in the random order that this seed gives",
+    )
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -83,8 +108,14 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files without proofs where only these are wanted, as each process would import all files for them."""
-    if config.option.markexpr != "proof" or collection_path.suffix != ".py" or collection_path.parent.name in ("meta", "proof"):
+    """Leave out files without proofs where only these are wanted, as each process would import all
+    files for them.
+    """
+    if (
+        config.option.markexpr != "proof"
+        or collection_path.suffix != ".py"
+        or collection_path.parent.name in ("meta", "proof")
+    ):
         return None
     return "proof" not in collection_path.read_text(encoding="utf-8") or None
 
@@ -98,14 +129,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         def chance(name: str) -> float:
             return random.Random(f"{seed} {name}").random()
 
-        examples = {item.path for item in items if item.path.match("test*.py") and item.path.parent.name != "property_tests"}
+        examples = {
+            item.path
+            for item in items
+            if item.path.match("test*.py") and item.path.parent.name != "property_tests"
+        }
         free = {path for path in examples if not _STARTS_PROCESSES.search(path.read_text())}
         # A file has the same order whatever runs beside it.
-        items.sort(key=lambda item: (chance(item.path.name), chance(item.nodeid)) if item.path in free else (0.0, 0.0))
+        items.sort(
+            key=lambda item: (
+                (chance(item.path.name), chance(item.nodeid)) if item.path in free else (0.0, 0.0)
+            )
+        )
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    # Workers end together if what takes long comes first: tests with a time limit of their own, files with slow tests, large files.
+    # Workers end together if what takes long comes first: tests with a time limit of their own,
+    # files with slow tests, large files.
     size = Counter(item.path for item in items)
-    items.sort(key=lambda item: (item.get_closest_marker("timeout") is None, item.path not in slow, -size[item.path]))
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("timeout") is None,
+            item.path not in slow,
+            -size[item.path],
+        )
+    )
     if torch.cuda.is_available():
         return
     for item in items:
@@ -115,7 +161,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of what catches warnings and logs
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    if hasattr(session.config, "workerinput") and "tests.launch" in sys.modules:  # a worker of xdist
+    # a worker of xdist
+    if hasattr(session.config, "workerinput") and "tests.launch" in sys.modules:
         from tests.fork_server import fork_server
 
         capture = session.config.pluginmanager.getplugin("capturemanager")
@@ -141,17 +188,24 @@ def _fail_if_ci_lacks_something(report: Report) -> Report:
         if not any(allowed in reason for allowed in SKIPPED_IN_CI):
             report.outcome, report.longrepr = (
                 "failed",
-                f"{reason}: CI must have what this needs, or list the reason in SKIPPED_IN_CI of conftest.py",
+                (
+                    f"{reason}: CI must have what this needs, or list the reason in SKIPPED_IN_CI"
+                    " of conftest.py"
+                ),
             )
     return report
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_left_to_the_next_file() -> Iterator[None]:
-    """Let no file affect the next one in the same process, as the grouping of files changes from run to run."""
+    """Let no file affect the next one in the same process, as the grouping of files changes from
+    run to run.
+    """
     environment, children = _environment(), _children()
     gc.collect()
-    gc.freeze()  # otherwise every collection traverses the objects of all earlier files, which takes half a second
+    # otherwise every collection traverses the objects of all earlier files, which takes half a
+    # second
+    gc.freeze()
     yield
     _end_job_servers()
     from bagua_ref import backends
@@ -163,26 +217,39 @@ def _nothing_left_to_the_next_file() -> Iterator[None]:
     assert torch.get_default_dtype() is torch.float32
     assert _environment() == environment
     deadline = time.monotonic() + 10
-    while (left := {pid: line for pid, line in _children().items() if pid not in children}) and time.monotonic() < deadline:
+    while (
+        left := {pid: line for pid, line in _children().items() if pid not in children}
+    ) and time.monotonic() < deadline:
         time.sleep(0.05)  # a process that was told to end may take a moment
     assert left == {}
 
 
 def _environment() -> dict[str, str]:
     """Return the environment variables that describe ranks; other libraries may leave theirs."""
-    return {name: text for name, text in os.environ.items() if any(word in name for word in ("BAGUA", "RANK", "WORLD", "MASTER"))}
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if any(word in name for word in ("BAGUA", "RANK", "WORLD", "MASTER"))
+    }
 
 
 def _children() -> dict[str, str]:
-    """Return the command lines of this process's children, without ended ones and multiprocessing's own."""
+    """Return the command lines of this process's children, without ended ones and multiprocessing's
+    own.
+    """
     found, pids = {}, []
     for path in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
+        # the thread has just ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             pids += path.read_text().split()
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    return {pid: line for pid, line in found.items() if line and "resource_tracker" not in line and "forkserver" not in line}
+    return {
+        pid: line
+        for pid, line in found.items()
+        if line and "resource_tracker" not in line and "forkserver" not in line
+    }
 
 
 def _end_job_servers() -> None:
@@ -197,7 +264,9 @@ def few_inputs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     from bagua_ref.conformance.run.search import PROFILES
 
     if not request.node.get_closest_marker("proof"):
-        monkeypatch.setitem(PROFILES, "quick", min(PROFILES["quick"], settings.default.max_examples))
+        monkeypatch.setitem(
+            PROFILES, "quick", min(PROFILES["quick"], settings.default.max_examples)
+        )
 
 
 @pytest.fixture
@@ -209,8 +278,12 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _docstring_examples(request: pytest.FixtureRequest, doctest_namespace: dict[str, object]) -> None:
-    """Give docstring examples torch and the package's public names, and no cache of earlier tests."""
+def _docstring_examples(
+    request: pytest.FixtureRequest, doctest_namespace: dict[str, object]
+) -> None:
+    """Give docstring examples torch and the package's public names, and no cache of earlier
+    tests.
+    """
     if isinstance(request.node, pytest.DoctestItem):
         import bagua_ref
 

@@ -1,10 +1,13 @@
-"""Training steps per second against torch's DistributedDataParallel: 2 processes of one thread, gloo.
+"""Training steps per second against torch's DistributedDataParallel: 2 processes of one thread,
+gloo.
 
-All of them train the same model in turns in the same two processes: torch's wrapper with its defaults, and with
-gradient_as_bucket_view and static_graph, which is what gradient_allreduce is compared with. Beside them bytegrad, and what no
-wrapper can beat: the training alone, without communication, and one all-reduce of the gradients alone. Multilayer perceptrons show
-a whole training; models that hardly compute anything show what each parameter costs. Two models with the shapes of real ones are
-also trained with other algorithms and bucket sizes. Further rows show memory, in fresh processes, and what it costs that the ranks
+All of them train the same model in turns in the same two processes: torch's wrapper with its
+defaults, and with gradient_as_bucket_view and static_graph, which is what gradient_allreduce is
+compared with. Beside them bytegrad, and what no
+wrapper can beat: the training alone, without communication, and one all-reduce of the gradients
+alone. Multilayer perceptrons show a whole training; models that hardly compute anything show what
+each parameter costs. Two models with the shapes of real ones are also trained with other algorithms
+and bucket sizes. Further rows show memory, in fresh processes, and what it costs that the ranks
 compare in each step what they are about to do.
 """
 
@@ -52,7 +55,9 @@ def perceptron(*sizes: int) -> tuple[nn.Sequential, Loss]:
 
 
 class Squares(nn.Module):
-    """Parameters of given shapes; the output is the sum of all their squares, so that a step computes next to nothing."""
+    """Parameters of given shapes; the output is the sum of all their squares, so that a step
+    computes next to nothing.
+    """
 
     def __init__(self, *shapes: tuple[int, ...]) -> None:
         super().__init__()
@@ -94,7 +99,9 @@ WRAPPERS: dict[str, Wrap] = {
     "DDP, best settings": lambda module, optimizer: DistributedDataParallel(
         module, gradient_as_bucket_view=True, static_graph=True
     ),
-    "bytegrad": lambda module, optimizer: module.with_bagua([optimizer], ByteGradAlgorithm(hierarchical=False)),
+    "bytegrad": lambda module, optimizer: module.with_bagua(
+        [optimizer], ByteGradAlgorithm(hierarchical=False)
+    ),
     "no communication": lambda module, optimizer: module,
 }
 
@@ -118,13 +125,17 @@ ALGORITHMS: dict[str, tuple[Optimizer, Wrap, str, common.Limit]] = {
     "bytegrad": (sgd, WRAPPERS["bytegrad"], "DDP, SGD", common.at_least(0.8)),
     "low_precision_decentralized": (
         sgd,
-        lambda module, optimizer: module.with_bagua([optimizer], LowPrecisionDecentralizedAlgorithm(hierarchical=False)),
+        lambda module, optimizer: module.with_bagua(
+            [optimizer], LowPrecisionDecentralizedAlgorithm(hierarchical=False)
+        ),
         "DDP, SGD",
         common.at_least(0.6),
     ),
     "decentralized": (
         sgd,
-        lambda module, optimizer: module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False)),
+        lambda module, optimizer: module.with_bagua(
+            [optimizer], DecentralizedAlgorithm(hierarchical=False)
+        ),
         "DDP, SGD",
         common.NO_LIMIT,
     ),
@@ -170,7 +181,9 @@ def against_ddp(model: str, steps: int, rounds: int) -> Times:
 
 
 def agreement(model: str, steps: int, rounds: int) -> Times:
-    """Measure one module whose rounds are compared in every other turn: two modules would differ by where their memory lies."""
+    """Measure one module whose rounds are compared in every other turn: two modules would differ by
+    where their memory lies.
+    """
     engines = []
 
     def wrap(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
@@ -185,13 +198,22 @@ def agreement(model: str, steps: int, rounds: int) -> Times:
         engine.new_round = new_round
         step()
 
-    return measure({"ours": lambda: step_with(agreed), "without agreement": lambda: step_with(Round)}, steps, rounds)
+    return measure(
+        {"ours": lambda: step_with(agreed), "without agreement": lambda: step_with(Round)},
+        steps,
+        rounds,
+    )
 
 
 def algorithms(model: str, steps: int, rounds: int) -> Times:
     ddp = WRAPPERS["DDP, best settings"]
     contenders = {"DDP, SGD": stepper(model, ddp), "DDP, Adam": stepper(model, ddp, adam)}
-    contenders.update({name: stepper(model, wrap, optimizer_of) for name, (optimizer_of, wrap, _, _) in ALGORITHMS.items()})
+    contenders.update(
+        {
+            name: stepper(model, wrap, optimizer_of)
+            for name, (optimizer_of, wrap, _, _) in ALGORITHMS.items()
+        }
+    )
     return measure(contenders, steps, rounds)
 
 
@@ -200,13 +222,18 @@ def bucket_sizes(model: str, steps: int, rounds: int) -> Times:
     for size in BUCKET_SIZES:
         os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = str(round(size * 2**20))
         contenders[f"ours, {size:g} MiB"] = stepper(model, WRAPPERS["ours"])
-        for name, options in (("DDP", {}), ("DDP, best settings", {"gradient_as_bucket_view": True, "static_graph": True})):
+        for name, options in (
+            ("DDP", {}),
+            ("DDP, best settings", {"gradient_as_bucket_view": True, "static_graph": True}),
+        ):
             contenders[f"{name}, {size:g} MiB"] = stepper(model, partial(_ddp, size, options))
     del os.environ["BAGUA_DEFAULT_BUCKET_SIZE"]
     return measure(contenders, steps, rounds)
 
 
-def _ddp(size: float, options: dict[str, bool], module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+def _ddp(
+    size: float, options: dict[str, bool], module: nn.Module, optimizer: torch.optim.Optimizer
+) -> nn.Module:
     return DistributedDataParallel(module, bucket_cap_mb=size, **options)
 
 
@@ -214,7 +241,8 @@ def measure(contenders: dict[str, Callable[[], None]], steps: int, rounds: int) 
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, contender in contenders.items():
-            contender()  # not counted: it pays for the memory that the one before has used or given back
+            # not counted: it pays for the memory that the one before has used or given back
+            contender()
             workers.barrier()
             start = time.perf_counter()
             for _ in range(steps):
@@ -239,14 +267,31 @@ class Contest:
 
     def __init__(self, function: Callable[..., Times], *args: Any, ranks: int = 2) -> None:
         per_rank = workers.launch(function, ranks, *args)
-        self.times = {name: list(map(max, zip(*(rank[name] for rank in per_rank), strict=True))) for name in per_rank[0]}
+        self.times = {
+            name: list(map(max, zip(*(rank[name] for rank in per_rank), strict=True)))
+            for name in per_rank[0]
+        }
         self.rates = {name: 1 / statistics.median(times) for name, times in self.times.items()}
 
-    def row(self, work: str, ours: str, peers: Iterable[str], rivals: Iterable[str], limit: common.Limit) -> common.Row:
-        """Return the row of ``ours``; its ratio to the best of ``rivals`` is the median of the turns' ratios."""
+    def row(
+        self, work: str, ours: str, peers: Iterable[str], rivals: Iterable[str], limit: common.Limit
+    ) -> common.Row:
+        """Return the row of ``ours``; its ratio to the best of ``rivals`` is the median of the
+        turns' ratios.
+        """
         best = max(rivals, key=self.rates.__getitem__)
-        paired = statistics.median(theirs / own for own, theirs in zip(self.times[ours], self.times[best], strict=True))
-        return common.Row(work, "steps/s", self.rates[ours], {peer: self.rates[peer] for peer in peers}, best, limit, paired=paired)
+        paired = statistics.median(
+            theirs / own for own, theirs in zip(self.times[ours], self.times[best], strict=True)
+        )
+        return common.Row(
+            work,
+            "steps/s",
+            self.rates[ours],
+            {peer: self.rates[peer] for peer in peers},
+            best,
+            limit,
+            paired=paired,
+        )
 
 
 DDP = ("DDP", "DDP, best settings")
@@ -257,9 +302,13 @@ def rows_of_real_model(name: str, quick: bool, turns: int) -> list[common.Row]:
     steps, rounds = (1, 2) if quick else (REAL[name][1], min(REAL[name][2], turns))
     contest = Contest(bucket_sizes, name, steps, rounds)
     rows = []
-    for sizes, which in ((BUCKET_SIZES, "each at its best bucket size"), ((10.0,), "buckets of 10 MiB")):
+    for sizes, which in (
+        (BUCKET_SIZES, "each at its best bucket size"),
+        ((10.0,), "buckets of 10 MiB"),
+    ):
         ours, *peers = (
-            max((f"{contender}, {size:g} MiB" for size in sizes), key=contest.rates.__getitem__) for contender in ("ours", *DDP)
+            max((f"{contender}, {size:g} MiB" for size in sizes), key=contest.rates.__getitem__)
+            for contender in ("ours", *DDP)
         )
         rows.append(contest.row(f"{which}, {name}", ours, peers, peers, common.at_least(0.97)))
     contest = Contest(algorithms, name, steps, rounds)
@@ -272,7 +321,12 @@ def main() -> int:
     args = common.arguments(
         __doc__.partition("\n")[0],
         only={"default": "", "help": "only models whose name contains this"},
-        turns={"type": int, "default": 1000, "metavar": "N", "help": "N turns at most, for a shorter run"},
+        turns={
+            "type": int,
+            "default": 1000,
+            "metavar": "N",
+            "help": "N turns at most, for a shorter run",
+        },
     )
     models = {name: model for name, model in MODELS.items() if args.only in name}
     rows = []
@@ -280,20 +334,41 @@ def main() -> int:
         if args.quick:
             steps, rounds = 1, 2
         contest = Contest(against_ddp, name, steps, min(rounds, args.turns))
-        rows.append(contest.row(name, "ours", [peer for peer in contest.rates if peer != "ours"], DDP, common.at_least(limit)))
+        rows.append(
+            contest.row(
+                name,
+                "ours",
+                [peer for peer in contest.rates if peer != "ours"],
+                DDP,
+                common.at_least(limit),
+            )
+        )
     for name in [name for name in REAL if args.only in name]:
         rows += rows_of_real_model(name, args.quick, args.turns)
     for name in [name for name in models if "perceptron" in name]:
-        # Short turns, and many where steps are short: the machine's speed changes by more than what is measured.
+        # Short turns, and many where steps are short: the machine's speed changes by more than what
+        # is measured.
         steps, rounds = (1, 2) if args.quick else (8, 400) if models[name][2] > 8 else (1, 100)
         contest, off = Contest(agreement, name, steps, rounds), ["without agreement"]
-        allowed = max(0.02, 0.2e-3 * contest.rates["without agreement"])  # 2 % or 0.2 ms, whichever is more
-        rows.append(contest.row(f"agreement, {name}", "ours", off, off, common.at_least(1 - allowed)))
+        # 2 % or 0.2 ms, whichever is more
+        allowed = max(0.02, 0.2e-3 * contest.rates["without agreement"])
+        rows.append(
+            contest.row(f"agreement, {name}", "ours", off, off, common.at_least(1 - allowed))
+        )
     name = next(iter(MODELS)) if args.quick else "perceptron, 25e6 elements in 8"
     if name in models:
         grown = {wrapper: max(workers.launch(memory, 2, name, wrapper)) for wrapper in WRAPPERS}
         peers = {wrapper: size for wrapper, size in grown.items() if wrapper != "ours"}
-        rows.append(common.Row(f"memory, {name}", "MiB", grown["ours"], peers, "DDP, best settings", common.at_most(1.05)))
+        rows.append(
+            common.Row(
+                f"memory, {name}",
+                "MiB",
+                grown["ours"],
+                peers,
+                "DDP, best settings",
+                common.at_most(1.05),
+            )
+        )
     return common.report("allreduce_step", rows, args)
 
 

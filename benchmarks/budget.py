@@ -1,16 +1,20 @@
-"""Batches under a budget: the share of real tokens in the time of an epoch, and the time to plan one, beside what people use.
+"""Batches under a budget: the share of real tokens in the time of an epoch, and the time to plan
+one, beside what people use.
 
     pip install transformers lhotse trl
     python benchmarks/budget.py [--quick] [--json PATH]
 
-100,000 log-normal lengths (mu 5, cut at 20 means) on 8 replicas. A step takes as long as its slowest replica, a batch as long as
-its samples padded to the longest: share = real tokens / (8 * sum over steps of the slowest batch). Peers: torch's
-DistributedSampler and the LengthGroupedSampler of transformers with batches of a fixed size, lhotse's DynamicBucketingSampler with
-30 synchronised buckets and the same budget. Randomness is matched by repeated pairs: of the pairs of samples that share a batch in
-one epoch, the share that does so again in the next; ours is at a ``mix`` with no more than lhotse's.
+100,000 log-normal lengths (mu 5, cut at 20 means) on 8 replicas. A step takes as long as its
+slowest replica, a batch as long as
+its samples padded to the longest: share = real tokens / (8 * sum over steps of the slowest batch).
+Peers: torch's DistributedSampler and the LengthGroupedSampler of transformers with batches of a
+fixed size, lhotse's DynamicBucketingSampler with 30 synchronised buckets and the same budget.
+Randomness is matched by repeated pairs: of the pairs of samples that share a batch in one epoch,
+the share that does so again in the next; ours is at a ``mix`` with no more than lhotse's.
 
-TRL's TokenBudgetBatcher packs samples without padding, in any order, and evens out the attention of a step's rows; it is compared
-with ``padded=False``, where a batch takes as long as its samples together. It leaves the last samples that fill no step.
+TRL's TokenBudgetBatcher packs samples without padding, in any order, and evens out the attention of
+a step's rows; it is compared with ``padded=False``, where a batch takes as long as its samples
+together. It leaves the last samples that fill no step.
 """
 
 from __future__ import annotations
@@ -41,16 +45,26 @@ def log_normal(size: int, sigma: float) -> np.ndarray:
     return np.minimum(lengths, int(20 * lengths.mean()))
 
 
-def ours(lengths: np.ndarray, budget: int, mix: int, epoch: int, padded: bool = True) -> list[Batches]:
-    samplers = [BudgetBatchSampler(lengths, budget, padded, REPLICAS, rank, mix=mix) for rank in range(REPLICAS)]
+def ours(
+    lengths: np.ndarray, budget: int, mix: int, epoch: int, padded: bool = True
+) -> list[Batches]:
+    samplers = [
+        BudgetBatchSampler(lengths, budget, padded, REPLICAS, rank, mix=mix)
+        for rank in range(REPLICAS)
+    ]
     for sampler in samplers:
         sampler.set_epoch(epoch)
     return [list(sampler) for sampler in samplers]
 
 
-def fixed_size(samplers: Callable[[int], Sequence[Any]], batch_size: int, epoch: int) -> list[Batches]:
+def fixed_size(
+    samplers: Callable[[int], Sequence[Any]], batch_size: int, epoch: int
+) -> list[Batches]:
     drawn = [list(sampler) for sampler in samplers(epoch)]
-    return [[own[place : place + batch_size] for place in range(0, len(own), batch_size)] for own in drawn]
+    return [
+        [own[place : place + batch_size] for place in range(0, len(own), batch_size)]
+        for own in drawn
+    ]
 
 
 def plain(size: int) -> Callable[[int], Sequence[Any]]:
@@ -68,7 +82,11 @@ def grouped(lengths: np.ndarray, batch_size: int) -> Callable[[int], Sequence[An
 
     def samplers(epoch: int) -> Sequence[Any]:
         generator = torch.Generator().manual_seed(epoch)
-        order = list(LengthGroupedSampler(batch_size * REPLICAS, lengths=lengths.tolist(), generator=generator))
+        order = list(
+            LengthGroupedSampler(
+                batch_size * REPLICAS, lengths=lengths.tolist(), generator=generator
+            )
+        )
         return [  # as accelerate hands out its batches
             [
                 order[place + of]
@@ -82,15 +100,25 @@ def grouped(lengths: np.ndarray, batch_size: int) -> Callable[[int], Sequence[An
     return samplers
 
 
-def bucketed(lengths: np.ndarray, budget: int, epoch: int, ranks: Sequence[int] = range(REPLICAS)) -> list[Batches]:
+def bucketed(
+    lengths: np.ndarray, budget: int, epoch: int, ranks: Sequence[int] = range(REPLICAS)
+) -> list[Batches]:
     from lhotse import CutSet, MonoCut
     from lhotse.dataset import DynamicBucketingSampler
 
-    cuts = CutSet.from_cuts([MonoCut(str(index), 0, float(length), 0) for index, length in enumerate(lengths.tolist())])
+    cuts = CutSet.from_cuts(
+        [MonoCut(str(index), 0, float(length), 0) for index, length in enumerate(lengths.tolist())]
+    )
     drawn = []
     for rank in ranks:
         sampler = DynamicBucketingSampler(
-            cuts, max_duration=float(budget), num_buckets=30, shuffle=True, world_size=REPLICAS, rank=rank, sync_buckets=True
+            cuts,
+            max_duration=float(budget),
+            num_buckets=30,
+            shuffle=True,
+            world_size=REPLICAS,
+            rank=rank,
+            sync_buckets=True,
         )
         sampler.set_epoch(epoch)
         drawn.append([[int(cut.id.split("_")[0]) for cut in batch] for batch in sampler])
@@ -102,8 +130,14 @@ def packed(lengths: np.ndarray, budget: int) -> list[Batches]:
     from trl.experimental.async_grpo.async_grpo_trainer import TokenBudgetBatcher
 
     samples = (  # of different tokens: they share no prefix
-        {"input_ids": torch.full((length,), index), "completion_mask": torch.ones(length), "group_id": index}
-        for index in torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0)).tolist()
+        {
+            "input_ids": torch.full((length,), index),
+            "completion_mask": torch.ones(length),
+            "group_id": index,
+        }
+        for index in torch.randperm(
+            len(lengths), generator=torch.Generator().manual_seed(0)
+        ).tolist()
         for length in (int(lengths[index]),)
     )
     steps = [
@@ -117,13 +151,22 @@ def share(lengths: np.ndarray, drawn: list[Batches], padded: bool = True) -> flo
     """Return real tokens over the replicas' time, each step as long as its slowest replica."""
     steps = min(len(own) for own in drawn)
     tokens = np.array([[lengths[batch].sum() for batch in own[:steps]] for own in drawn])
-    cost = np.array([[len(batch) * lengths[batch].max() for batch in own[:steps]] for own in drawn]) if padded else tokens
+    cost = (
+        np.array([[len(batch) * lengths[batch].max() for batch in own[:steps]] for own in drawn])
+        if padded
+        else tokens
+    )
     real = int(tokens.sum())
     return real / (REPLICAS * int(cost.max(axis=0).sum()))
 
 
 def repeated_pairs(first: list[Batches], second: list[Batches]) -> float:
-    batch_of = {index: (rank, number) for rank, own in enumerate(second) for number, batch in enumerate(own) for index in batch}
+    batch_of = {
+        index: (rank, number)
+        for rank, own in enumerate(second)
+        for number, batch in enumerate(own)
+        for index in batch
+    }
     pairs = again = 0
     for own in first:
         for batch in own:
@@ -153,16 +196,29 @@ def main() -> int:
         batch_size = int(budget // lengths.mean())
         peers = {
             "DistributedSampler": share(lengths, fixed_size(plain(size), batch_size, 0)),
-            "group_by_length": share(lengths, fixed_size(grouped(lengths, batch_size), batch_size, 0)),
+            "group_by_length": share(
+                lengths, fixed_size(grouped(lengths, batch_size), batch_size, 0)
+            ),
         }
         buckets = [bucketed(lengths, budget, epoch) for epoch in (0, 1)]
         peers["lhotse"] = share(lengths, buckets[0])
         theirs = repeated_pairs(*buckets)
         bar = 0.98 if budget_in_means >= 20 else 0.96
         eight = ours(lengths, budget, 8, 0)
-        extra = {"repeated_pairs_lhotse": theirs, "repeated_pairs_mix_8": repeated_pairs(eight, ours(lengths, budget, 8, 1))}
+        extra = {
+            "repeated_pairs_lhotse": theirs,
+            "repeated_pairs_mix_8": repeated_pairs(eight, ours(lengths, budget, 8, 1)),
+        }
         rows.append(
-            common.Row(f"{work}, mix=8", "-", share(lengths, eight), {"bar": bar, **peers}, "bar", common.at_least(1.0), extra)
+            common.Row(
+                f"{work}, mix=8",
+                "-",
+                share(lengths, eight),
+                {"bar": bar, **peers},
+                "bar",
+                common.at_least(1.0),
+                extra,
+            )
         )
         for mix in (1, 2, 4, 8, 16, 32, 64, 128):
             mine = ours(lengths, budget, mix, 0)
@@ -172,15 +228,27 @@ def main() -> int:
         extra = {"mix": mix, "repeated_pairs": pairs, "repeated_pairs_lhotse": theirs}
         rows.append(
             common.Row(
-                f"{work}, as random as lhotse (mix={mix})", "-", share(lengths, mine), peers, "lhotse", common.at_least(1.0), extra
+                f"{work}, as random as lhotse (mix={mix})",
+                "-",
+                share(lengths, mine),
+                peers,
+                "lhotse",
+                common.at_least(1.0),
+                extra,
             )
         )
 
     for sigma, budget_in_means in ((1, 20), (0.5, 8)):
         lengths = log_normal(size, sigma)
         budget = max(int(budget_in_means * lengths.mean()), int(lengths.max()))
-        work = f"share of real tokens, packed, sigma {sigma:g}, budget {budget / lengths.mean():.3g} means, mix=8"
-        peers = {"bar": 0.98 if budget_in_means >= 20 else 0.96, "trl": share(lengths, packed(lengths, budget), padded=False)}
+        work = (
+            f"share of real tokens, packed, sigma {sigma:g}, budget {budget / lengths.mean():.3g}"
+            " means, mix=8"
+        )
+        peers = {
+            "bar": 0.98 if budget_in_means >= 20 else 0.96,
+            "trl": share(lengths, packed(lengths, budget), padded=False),
+        }
         mine = share(lengths, ours(lengths, budget, 8, 0, padded=False), padded=False)
         rows.append(common.Row(work, "-", mine, peers, "bar", common.at_least(1.0)))
 

@@ -1,10 +1,13 @@
-"""The cache on a real redis-server: warm epochs against one get and pickle per sample and against bare mget; a cold epoch.
+"""The cache on a real redis-server: warm epochs against one get and pickle per sample and against
+bare mget; a cold epoch.
 
     python benchmarks/cache.py [--quick] [--json PATH] [--workers N]
 
-All read from the same server through a DataLoader with batches of 64, with redis-py and hiredis; medians of 5 alternating epochs.
-"get + pickle" requests one sample at a time and unpickles it. "mget" returns the same encoded bytes that ours reads, without
-decoding and collating: the floor. The cold epoch is compared with the dataset itself, whose samples take 1 ms to compute.
+All read from the same server through a DataLoader with batches of 64, with redis-py and hiredis;
+medians of 5 alternating epochs. "get + pickle" requests one sample at a time and unpickles it.
+"mget" returns the same encoded bytes that ours reads, without
+decoding and collating: the floor. The cold epoch is compared with the dataset itself, whose samples
+take 1 ms to compute.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class Tensors(Dataset):
     def __getitem__(self, index: int) -> Any:
         until = time.perf_counter() + self.seconds
         sample = torch.full((3, 64, 64), float(index))
-        while time.perf_counter() < until:  # busy waiting, as decoding uses the core; sleeping would leave it to the server
+        # busy waiting, as decoding uses the core; sleeping would leave it to the server
+        while time.perf_counter() < until:
             pass
         return sample
 
@@ -93,9 +97,13 @@ def identity(batch: Any) -> Any:
 
 def epoch(dataset: Dataset, workers: int, collate: Callable | None = None) -> Callable[[], None]:
     loader = DataLoader(
-        dataset, batch_size=BATCH, collate_fn=collate, num_workers=workers, persistent_workers=workers > 0,
+        dataset,
+        batch_size=BATCH,
+        collate_fn=collate,
+        num_workers=workers,
+        persistent_workers=workers > 0,
         multiprocessing_context="fork" if workers else None,
-    )  # fmt: skip
+    )
 
     def run() -> None:
         for _ in loader:
@@ -104,7 +112,9 @@ def epoch(dataset: Dataset, workers: int, collate: Callable | None = None) -> Ca
     return run
 
 
-def warm(inner: Tensors, name: str, workers: int, rounds: int, bars: tuple[float, float]) -> list[common.Row]:
+def warm(
+    inner: Tensors, name: str, workers: int, rounds: int, bars: tuple[float, float]
+) -> list[common.Row]:
     cached = CachedDataset(inner, dataset_name=name, capacity_per_node=CAPACITY)
     cached.prefill(progress=False)
     (address,) = bootstrap_redis_server(CAPACITY)
@@ -115,7 +125,9 @@ def warm(inner: Tensors, name: str, workers: int, rounds: int, bars: tuple[float
         "get + pickle": epoch(one_by_one, workers),
         "mget": epoch(Mget(inner, address, name), workers, identity),
     }
-    medians = {peer: len(inner) / seconds for peer, seconds in common.alternate(peers, rounds).items()}
+    medians = {
+        peer: len(inner) / seconds for peer, seconds in common.alternate(peers, rounds).items()
+    }
     stats = cached.stats()
     assert stats.errors == 0, stats
     assert stats.hits == (rounds + 1) * len(inner), stats
@@ -125,9 +137,23 @@ def warm(inner: Tensors, name: str, workers: int, rounds: int, bars: tuple[float
     judged = not workers
     return [
         common.Row(
-            work, "samples/s", ours, medians, "get + pickle", common.at_least(bars[0]) if judged else common.NO_LIMIT, extra
+            work,
+            "samples/s",
+            ours,
+            medians,
+            "get + pickle",
+            common.at_least(bars[0]) if judged else common.NO_LIMIT,
+            extra,
         ),
-        common.Row(work, "samples/s", ours, medians, "mget", common.at_least(bars[1]) if judged else common.NO_LIMIT, extra),
+        common.Row(
+            work,
+            "samples/s",
+            ours,
+            medians,
+            "mget",
+            common.at_least(bars[1]) if judged else common.NO_LIMIT,
+            extra,
+        ),
     ]
 
 
@@ -145,18 +171,26 @@ def cold(size: int, rounds: int) -> common.Row:
     medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
     assert cached.stats().hits == 0
     return common.Row(
-        "cold epoch, 1 ms a tensor", "ms/sample", medians["ours"], {"dataset alone": medians["dataset alone"]}, "dataset alone",
-        common.at_most(1.15), {"samples": size, "batch": BATCH, "workers": 0},
-    )  # fmt: skip
+        "cold epoch, 1 ms a tensor",
+        "ms/sample",
+        medians["ours"],
+        {"dataset alone": medians["dataset alone"]},
+        "dataset alone",
+        common.at_most(1.15),
+        {"samples": size, "batch": BATCH, "workers": 0},
+    )
 
 
 def main() -> int:
     args = common.arguments(
-        "The cache on a real redis-server.", workers={"type": int, "default": 2, "help": "of the second pair of runs"}
+        "The cache on a real redis-server.",
+        workers={"type": int, "default": 2, "help": "of the second pair of runs"},
     )
     torch.set_num_threads(1)
     if not redis.connection.HIREDIS_AVAILABLE:
-        raise SystemExit("hiredis is missing, and the peers would be slowed down: pip install '.[bench]'")
+        raise SystemExit(
+            "hiredis is missing, and the peers would be slowed down: pip install '.[bench]'"
+        )
     size, rounds = (256, 1) if args.quick else (2048, 5)
     rows = []
     for workers in (0, args.workers):

@@ -1,10 +1,12 @@
-"""Codecs of the reference backend on one thread, against a plain copy, and against plain NumPy, plain torch and bare casts.
+"""Codecs of the reference backend on one thread, against a plain copy, and against plain NumPy,
+plain torch and bare casts.
 
     python benchmarks/codec.py [--quick] [--json PATH]
 
-The copy is `np.copyto` of the same array into a buffer that has been touched. Plain NumPy and plain torch are S4 as whole-array
-expressions. All three must give the same bytes before anything is timed. For the codecs of S12, peers are torchao's MX tensors, if
-it is installed (eager: torch 2.13 does not compile them for CPUs), which must give the same values, and casts to the element's type
+The copy is `np.copyto` of the same array into a buffer that has been touched. Plain NumPy and plain
+torch are S4 as whole-array expressions. All three must give the same bytes before anything is
+timed. For the codecs of S12, peers are torchao's MX tensors, if it is installed (eager: torch 2.13
+does not compile them for CPUs), which must give the same values, and casts to the element's type
 by `ml_dtypes` and torch: they find no scales, apply none and pack nothing.
 """
 
@@ -24,7 +26,8 @@ HEADER = 32
 
 
 def torch_grid(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scale = torch.tensor(255.0) / ((high - low) + 1e-7)  # 255 / tensor would multiply with the reciprocal
+    # 255 / tensor would multiply with the reciprocal
+    scale = torch.tensor(255.0) / ((high - low) + 1e-7)
     upper = torch.round(high * scale)
     return scale, upper, upper - 255
 
@@ -78,16 +81,24 @@ def numpy_decompress(ends: Tensor, levels: np.ndarray) -> np.ndarray:
 def rows_for(dtype: torch.dtype, size: int, rounds: int) -> list[common.Row]:
     codec = get_codec("MinMaxUInt8", "reference")
     x = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
-    payload, out = torch.zeros(codec.payload_bytes(size, dtype), dtype=torch.uint8), torch.zeros_like(x)
+    payload, out = (
+        torch.zeros(codec.payload_bytes(size, dtype), dtype=torch.uint8),
+        torch.zeros_like(x),
+    )
     integer = torch.int16 if x.element_size() == 2 else torch.int32
-    source, copied = x.view(integer).numpy(), np.zeros(size, np.int16 if x.element_size() == 2 else np.int32)
+    source, copied = (
+        x.view(integer).numpy(),
+        np.zeros(size, np.int16 if x.element_size() == 2 else np.int32),
+    )
     codec.compress(x, 1, out=payload)
     codec.decompress(payload, 1, out)
     ends, levels = payload[: 2 * x.element_size()].view(dtype), payload[HEADER : HEADER + size]
     assert torch.equal(torch_compress(x)[1], levels)
     assert np.array_equal(numpy_compress(x), levels.numpy())
     assert torch.equal(torch_decompress(ends, levels), out)
-    assert np.array_equal(numpy_decompress(ends, levels.numpy()).view(source.dtype), out.view(integer).numpy())
+    assert np.array_equal(
+        numpy_decompress(ends, levels.numpy()).view(source.dtype), out.view(integer).numpy()
+    )
 
     def row(work: str, limit: common.Limit, **functions: Callable[[], object]) -> common.Row:
         median = common.alternate({"copy": lambda: np.copyto(copied, source), **functions}, rounds)
@@ -117,25 +128,35 @@ Work = dict[str, Callable[[], object]]
 
 
 def casts(name: str, x: Tensor) -> tuple[Work, Work]:
-    """Return what does part of a codec's work, compressing and decompressing, with whole arrays that have been touched."""
+    """Return what does part of a codec's work, compressing and decompressing, with whole arrays
+    that have been touched.
+    """
     array = x.numpy()
     if name == "OneBit":
         bits = np.packbits(array >= 0)
-        return {"np.packbits": lambda: np.packbits(array >= 0)}, {"np.unpackbits": lambda: np.unpackbits(bits)}
+        return {"np.packbits": lambda: np.packbits(array >= 0)}, {
+            "np.unpackbits": lambda: np.unpackbits(bits)
+        }
     if name == "MXINT8":
         small, restored = x.to(torch.int8), torch.zeros_like(x)
         return {"torch int8": lambda: small.copy_(x)}, {"torch int8": lambda: restored.copy_(small)}
     there, back = torchao_tensors(name, x)
     if name == "MXFP8":
         tiny, wide = x.to(torch.float8_e4m3fn), torch.zeros_like(x)
-        there["torch float8"], back["torch float8"] = lambda: tiny.copy_(x), lambda: wide.copy_(tiny)
+        there["torch float8"], back["torch float8"] = (
+            lambda: tiny.copy_(x),
+            lambda: wide.copy_(tiny),
+        )
     try:
         import ml_dtypes
     except ImportError:
         return there, back
     kind = ml_dtypes.float8_e4m3fn if name == "MXFP8" else ml_dtypes.float4_e2m1fn
     codes = array.astype(kind)
-    there["ml_dtypes"], back["ml_dtypes"] = lambda: array.astype(kind), lambda: codes.astype(np.float32)
+    there["ml_dtypes"], back["ml_dtypes"] = (
+        lambda: array.astype(kind),
+        lambda: codes.astype(np.float32),
+    )
     return there, back
 
 
@@ -146,10 +167,16 @@ def torchao_tensors(name: str, x: Tensor) -> tuple[Work, Work]:
     except ImportError:
         return {}, {}
     kind = torch.float8_e4m3fn if name == "MXFP8" else torch.float4_e2m1fn_x2
-    compressed, codec, ours = MXTensor.to_mx(x, kind, 32), get_codec(name, "reference"), torch.zeros_like(x)
+    compressed, codec, ours = (
+        MXTensor.to_mx(x, kind, 32),
+        get_codec(name, "reference"),
+        torch.zeros_like(x),
+    )
     codec.decompress(codec.compress(x, 1), 1, ours)
     assert torch.equal(compressed.dequantize(torch.float32), ours)
-    return {"torchao": lambda: to_mx(x, kind, 32)}, {"torchao": lambda: compressed.dequantize(torch.float32)}
+    return {"torchao": lambda: to_mx(x, kind, 32)}, {
+        "torchao": lambda: compressed.dequantize(torch.float32)
+    }
 
 
 def rows_of_codec(name: str, limit: float, size: int, rounds: int) -> list[common.Row]:
@@ -160,18 +187,28 @@ def rows_of_codec(name: str, limit: float, size: int, rounds: int) -> list[commo
     ours = (lambda: codec.compress(x, 1, out=payload), lambda: codec.decompress(payload, 1, out))
     rows = []
     for work, function, peers in zip(("compress", "decompress"), ours, casts(name, x), strict=True):
-        median = common.alternate({"ours": function, "copy": lambda: np.copyto(copied, source), **peers}, rounds)
+        median = common.alternate(
+            {"ours": function, "copy": lambda: np.copyto(copied, source), **peers}, rounds
+        )
         others = {peer: 1e3 * seconds for peer, seconds in median.items() if peer != "ours"}
         label = f"{work} {name} {size / 1e6:g}e6 float32"
-        rows.append(common.Row(label, "ms", 1e3 * median["ours"], others, "copy", common.at_most(limit)))
+        rows.append(
+            common.Row(label, "ms", 1e3 * median["ours"], others, "copy", common.at_most(limit))
+        )
     return rows
 
 
 def main() -> int:
-    args = common.arguments("Codecs on one thread against a plain copy, plain NumPy, plain torch and bare casts.")
+    args = common.arguments(
+        "Codecs on one thread against a plain copy, plain NumPy, plain torch and bare casts."
+    )
     torch.set_num_threads(1)
     size, rounds = (1_000_000, 3) if args.quick else (25_000_000, 7)
-    rows = [row for dtype in (torch.float32, torch.bfloat16, torch.float16) for row in rows_for(dtype, size, rounds)]
+    rows = [
+        row
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for row in rows_for(dtype, size, rounds)
+    ]
     for name, limit in (("MXFP8", 5.0), ("MXFP4", 8.0), ("MXINT8", 5.0), ("OneBit", 5.0)):
         rows += rows_of_codec(name, limit, size, rounds)
     return common.report("codec", rows, args)

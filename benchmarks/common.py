@@ -2,8 +2,8 @@
 
 args = common.arguments("What is measured.")
 medians = common.alternate({"ours": f, "copy": g}, rounds=7)
-rows = [common.Row("compress", "ms", 1e3 * medians["ours"], {"copy": 1e3 * medians["copy"]}, "copy", common.at_most(5.0))]
-sys.exit(common.report("codec", rows, args))
+rows = [common.Row("compress", "ms", 1e3 * medians["ours"], {"copy": 1e3 * medians["copy"]}, "copy",
+common.at_most(5.0))] sys.exit(common.report("codec", rows, args))
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Limit:
     value: float = 0.0
 
     def holds(self, ratio: float) -> bool:
-        return not self.kind or (ratio <= self.value if self.kind == "at most" else ratio >= self.value)
+        return not self.kind or (
+            ratio <= self.value if self.kind == "at most" else ratio >= self.value
+        )
 
     def __str__(self) -> str:
         return f"{self.kind} {self.value:g}" if self.kind else "-"
@@ -85,7 +87,9 @@ class Row:
     extra: dict[str, object] = field(default_factory=dict)
     """Goes into the JSON only."""
     paired: float | None = None
-    """The median of the ratios of each round, if they were taken; less of a busy machine is in it than in medians' ratio."""
+    """The median of the ratios of each round, if they were taken; less of a busy machine is in it
+    than in medians' ratio.
+    """
 
     @property
     def ratio(self) -> float:
@@ -93,21 +97,33 @@ class Row:
 
 
 def arguments(description: str, **options: dict) -> argparse.Namespace:
-    """Parse ``--quick``, ``--json PATH`` and further options: name -> keyword arguments of `add_argument`."""
+    """Parse ``--quick``, ``--json PATH`` and further options: name -> keyword arguments of
+    `add_argument`.
+    """
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="a smoke run: small, and no limit is judged")
     parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="where to write the same as JSON; default: benchmarks/results/, for full runs"
+        "--quick", action="store_true", help="a smoke run: small, and no limit is judged"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="PATH",
+        help="where to write the same as JSON; default: benchmarks/results/, for full runs",
     )
     for name, settings in options.items():
         parser.add_argument(f"--{name}", **settings)
     args = parser.parse_args()
-    args.in_part = any(getattr(args, name.replace("-", "_")) != parser.get_default(name.replace("-", "_")) for name in options)
+    args.in_part = any(
+        getattr(args, name.replace("-", "_")) != parser.get_default(name.replace("-", "_"))
+        for name in options
+    )
     return args
 
 
 def alternate(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return each function's median time in seconds; they take turns, so that a busy moment of the machine hits them all."""
+    """Return each function's median time in seconds; they take turns, so that a busy moment of the
+    machine hits them all.
+    """
     for function in functions.values():
         function()  # touches memory, fills caches and pools
     times: dict[str, list[float]] = {name: [] for name in functions}
@@ -140,7 +156,11 @@ def versions() -> dict[str, str]:
 
 def circumstances() -> dict[str, object]:
     """Return when and where something was measured."""
-    return {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "machine": machine(), "versions": versions()}
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+    }
 
 
 def number(value: float) -> str:
@@ -149,19 +169,30 @@ def number(value: float) -> str:
 
 
 def measured(result: dict[str, Any]) -> str:
-    """Return when, where and with which versions a result was measured; of several runs, with how many rows each."""
+    """Return when, where and with which versions a result was measured; of several runs, with how
+    many rows each.
+    """
     contenders = " ".join({row.get("contender", "") for row in result["rows"]})
     packages = ["torch", *(package for package, peer in PEERS.items() if peer in contenders)]
 
     def run(about: dict[str, Any]) -> str:
         machine, found = about["machine"], about["versions"]
         where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
-        return ", ".join([about["date"][:10], where, *(f"{name} {found[name]}" for name in packages if name in found)])
+        return ", ".join(
+            [
+                about["date"][:10],
+                where,
+                *(f"{name} {found[name]}" for name in packages if name in found),
+            ]
+        )
 
     if "runs" not in result:
         return f"Measured: {run(result)}."
     counts = Counter(run(result["runs"][row["run"]]) for row in result["rows"])
-    shares = [f"{count} of {len(result['rows'])} rows " * (len(counts) > 1) + text for text, count in counts.items()]
+    shares = [
+        f"{count} of {len(result['rows'])} rows " * (len(counts) > 1) + text
+        for text, count in counts.items()
+    ]
     return f"Measured: {'; '.join(shares)}."
 
 
@@ -183,38 +214,73 @@ def show(rows: Sequence[Row]) -> None:
         values = [f"{row.peers[peer]:.4g}" if peer in row.peers else "-" for peer in peers]
         verdict = "" if row.limit.holds(row.ratio) else "  MISSED"
         limit = f"{row.limit} x {row.against}" if row.limit.kind else "-"
-        lines.append([row.work, row.unit, f"{row.ours:.4g}", *values, limit, f"{row.ratio:.2f} x {row.against}{verdict}"])
+        lines.append(
+            [
+                row.work,
+                row.unit,
+                f"{row.ours:.4g}",
+                *values,
+                limit,
+                f"{row.ratio:.2f} x {row.against}{verdict}",
+            ]
+        )
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )
 
 
 def as_json(row: Row) -> dict[str, Any]:
     return {
-        "work": row.work, "unit": row.unit, "ours": row.ours, "peers": row.peers, "against": row.against,
-        "limit": str(row.limit), "ratio": row.ratio, "kept": row.limit.holds(row.ratio), **row.extra,
-    }  # fmt: skip
+        "work": row.work,
+        "unit": row.unit,
+        "ours": row.ours,
+        "peers": row.peers,
+        "against": row.against,
+        "limit": str(row.limit),
+        "ratio": row.ratio,
+        "kept": row.limit.holds(row.ratio),
+        **row.extra,
+    }
 
 
 def report(name: str, rows: Sequence[Row], args: argparse.Namespace) -> int:
-    """Print the table, write the JSON, and return the exit status: 1 if a limit was missed in a full run."""
+    """Print the table, write the JSON, and return the exit status: 1 if a limit was missed in a
+    full run.
+    """
     show(rows)
-    path = args.json or (None if args.quick or args.in_part else path_of(name))  # committed results are of whole runs
+    # committed results are of whole runs
+    path = args.json or (None if args.quick or args.in_part else path_of(name))
     if path is not None:
-        result = {"benchmark": name, "quick": args.quick, **circumstances(), "rows": list(map(as_json, rows))}
+        result = {
+            "benchmark": name,
+            "quick": args.quick,
+            **circumstances(),
+            "rows": list(map(as_json, rows)),
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0 if args.quick else int(any(not row.limit.holds(row.ratio) for row in rows))
 
 
-ONLY = {"default": "", "metavar": "TEXT", "help": "measure the rows with TEXT in their name again; keep the others"}
+ONLY = {
+    "default": "",
+    "metavar": "TEXT",
+    "help": "measure the rows with TEXT in their name again; keep the others",
+}
 """The option ``--only`` of benchmarks whose results are merged."""
 
 
 def keep(
-    name: str, rows: Sequence[Row], args: argparse.Namespace, key: Sequence[str], order: Sequence[tuple[Any, ...]]
+    name: str,
+    rows: Sequence[Row],
+    args: argparse.Namespace,
+    key: Sequence[str],
+    order: Sequence[tuple[Any, ...]],
 ) -> list[dict[str, Any]]:
-    """Merge rows that were measured into the benchmark's JSON, unless the run is a quick one, and return all that it has then.
+    """Merge rows that were measured into the benchmark's JSON, unless the run is a quick one, and
+    return all that it has then.
 
     Args:
         name: the benchmark's.
@@ -231,7 +297,13 @@ def keep(
     return list(json.loads(path.read_text(encoding="utf-8"))["rows"])
 
 
-def merge(path: Path, name: str, rows: Sequence[dict[str, Any]], key: Sequence[str], order: Sequence[tuple[Any, ...]]) -> None:
+def merge(
+    path: Path,
+    name: str,
+    rows: Sequence[dict[str, Any]],
+    key: Sequence[str],
+    order: Sequence[tuple[Any, ...]],
+) -> None:
     """Write ``rows``; others that the file has stay as they are, with the run that they come from.
 
     Args:
@@ -254,4 +326,7 @@ def merge(path: Path, name: str, rows: Sequence[dict[str, Any]], key: Sequence[s
         row["run"] = used.index(row["run"])
     result = {"benchmark": name, "runs": [runs[number] for number in used], "rows": []}
     lines = ",\n".join(f"    {json.dumps(row)}" for row in kept)  # a curve has hundreds of numbers
-    path.write_text(json.dumps(result, indent=2).replace('"rows": []', f'"rows": [\n{lines}\n  ]') + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(result, indent=2).replace('"rows": []', f'"rows": [\n{lines}\n  ]') + "\n",
+        encoding="utf-8",
+    )

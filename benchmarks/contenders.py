@@ -1,4 +1,6 @@
-"""Trainings that a benchmark compares: algorithms of bagua_ref, torch's own ways, torchft and Decent-DP."""
+"""Trainings that a benchmark compares: algorithms of bagua_ref, torch's own ways, torchft and
+Decent-DP.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class Training:
 
 @dataclass(frozen=True)
 class Outer:
-    """The settings of DiLoCo: steps per period, modules that are sent one after the other, delay and mix of S9.2."""
+    """The settings of DiLoCo: steps per period, modules that are sent one after the other, delay
+    and mix of S9.2.
+    """
 
     period: int
     fragments: int = 1
@@ -72,7 +76,8 @@ def plain(module: nn.Module, make: Make) -> Training:
 
 
 def qadam(parameters: Iterable[nn.Parameter]) -> QAdamOptimizer:
-    # After so short a warm-up v is near zero: without a large eps training would diverge, and NaN be what is timed.
+    # After so short a warm-up v is near zero: without a large eps training would diverge, and NaN
+    # be what is timed.
     return QAdamOptimizer(parameters, lr=1e-6, eps=1e-3, warmup_steps=2)
 
 
@@ -96,8 +101,19 @@ def ours(name: str, module: nn.Module, make: Make, **arguments: Any) -> Training
 
 def our_diloco(module: nn.Sequential, make: Make, outer: Outer) -> Training:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    fragments = [[names[id(parameter)] for parameter in part.parameters()] for part in parts(module, outer.fragments)]
-    return ours("diloco", module, make, period=outer.period, fragments=fragments, delay=outer.delay, mix=outer.mix)
+    fragments = [
+        [names[id(parameter)] for parameter in part.parameters()]
+        for part in parts(module, outer.fragments)
+    ]
+    return ours(
+        "diloco",
+        module,
+        make,
+        period=outer.period,
+        fragments=fragments,
+        delay=outer.delay,
+        mix=outer.mix,
+    )
 
 
 def ddp(module: nn.Module, make: Make, hook: str = "", **settings: Any) -> Training:
@@ -105,7 +121,9 @@ def ddp(module: nn.Module, make: Make, hook: str = "", **settings: Any) -> Train
     if hook == "fp16":
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif hook == "PowerSGD":
-        wrapped.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook)
+        wrapped.register_comm_hook(
+            PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook
+        )
     optimizer = make(list(module.parameters()))
     return Training(wrapped, optimizer.zero_grad, optimizer.step)
 
@@ -128,12 +146,16 @@ def decent(module: nn.Module, make: Make) -> Training:
     from loguru import logger
 
     logger.remove()
-    wrapped = DecentralizedDataParallel(module, lambda named: make([parameter for _, parameter in named]))
+    wrapped = DecentralizedDataParallel(
+        module, lambda named: make([parameter for _, parameter in named])
+    )
     return Training(wrapped, nothing, nothing)
 
 
 def parts(module: nn.Sequential, count: int) -> list[nn.Sequential]:
-    """Return ``count`` runs of the children that have parameters, with about equally many each, as S9.3 splits parameters."""
+    """Return ``count`` runs of the children that have parameters, with about equally many each, as
+    S9.3 splits parameters.
+    """
     children = [child for child in module if any(True for _ in child.parameters())]
     sizes = [sum(parameter.numel() for parameter in child.parameters()) for child in children]
     runs: list[list[nn.Module]] = [[] for _ in range(count)]
@@ -148,7 +170,8 @@ def parts(module: nn.Sequential, count: int) -> list[nn.Sequential]:
 
 @dataclass
 class TorchFT:
-    """What torchft needs beside torch: a lighthouse on rank 0, and for each rank a store and a manager.
+    """What torchft needs beside torch: a lighthouse on rank 0, and for each rank a store and a
+    manager.
 
     Args:
         address: of this rank, for the others.
@@ -175,7 +198,9 @@ class TorchFT:
             self.store.set(self.key, f"http://{self.address}:{port}")
 
     @contextmanager
-    def manager(self, module: nn.Module, optimizer: torch.optim.Optimizer, init_sync: bool = True) -> Iterator[Any]:
+    def manager(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, init_sync: bool = True
+    ) -> Iterator[Any]:
         from torchft.manager import Manager
         from torchft.process_group import ProcessGroupGloo
 
@@ -187,11 +212,22 @@ class TorchFT:
             optimizer.load_state_dict(state["optimizer"])
 
         manager = Manager(
-            ProcessGroupGloo(limit), load, lambda: {"module": module.state_dict(), "optimizer": optimizer.state_dict()}, self.ranks,
-            use_async_quorum=False, timeout=limit, quorum_timeout=limit, rank=0, world_size=1, store_addr=self.address,
-            store_port=own.port, lighthouse_addr=self.store.get(self.key).decode(), replica_id=str(self.rank),
-            hostname=self.address, init_sync=init_sync,
-        )  # fmt: skip
+            ProcessGroupGloo(limit),
+            load,
+            lambda: {"module": module.state_dict(), "optimizer": optimizer.state_dict()},
+            self.ranks,
+            use_async_quorum=False,
+            timeout=limit,
+            quorum_timeout=limit,
+            rank=0,
+            world_size=1,
+            store_addr=self.address,
+            store_port=own.port,
+            lighthouse_addr=self.store.get(self.key).decode(),
+            replica_id=str(self.rank),
+            hostname=self.address,
+            init_sync=init_sync,
+        )
         try:
             yield manager
         finally:
@@ -203,11 +239,19 @@ class TorchFT:
         optimizer = make(list(module.parameters()))
         held = self.manager(module, optimizer)
         fragments = parts(module, outer.fragments)
-        outers = [torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True) for part in fragments]
+        outers = [
+            torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+            for part in fragments
+        ]
         diloco = DiLoCo(
-            held.__enter__(), fragments, optimizer, outers, outer.period,
-            fragment_sync_delay=outer.delay, fragment_update_alpha=outer.mix,
-        )  # fmt: skip
+            held.__enter__(),
+            fragments,
+            optimizer,
+            outers,
+            outer.period,
+            fragment_sync_delay=outer.delay,
+            fragment_update_alpha=outer.mix,
+        )
         diloco.__enter__()
 
         @contextmanager

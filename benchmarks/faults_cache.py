@@ -1,8 +1,10 @@
-"""Faults of the cache's servers, run for real: what training makes of each, and how long the epoch takes.
+"""Faults of the cache's servers, run for real: what training makes of each, and how long the epoch
+takes.
 
     python benchmarks/faults_cache.py [--quick] [--json PATH]
 
-Each row is an epoch of 64 samples in batches of 8, with the default timeout of 5 s. The faults are in tests/cache_faults.py.
+Each row is an epoch of 64 samples in batches of 8, with the default timeout of 5 s. The faults are
+in tests/cache_faults.py.
 """
 
 from __future__ import annotations
@@ -25,10 +27,15 @@ def rows(quick: bool = False) -> list[dict[str, Any]]:
     for name, run in FAULTS.items():
         if not (quick and name in SLOW):
             report = run()
-            found.append({
-                "part": "cache", "fault": name, "outcome": report.outcome, "seconds": round(report.seconds, 2),
-                "survived": report.survived,
-            })  # fmt: skip
+            found.append(
+                {
+                    "part": "cache",
+                    "fault": name,
+                    "outcome": report.outcome,
+                    "seconds": round(report.seconds, 2),
+                    "survived": report.survived,
+                }
+            )
     return found
 
 

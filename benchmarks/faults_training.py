@@ -1,9 +1,11 @@
-"""Faults of ranks, run for real over gloo: what each rank of a training makes of them, and how long that takes.
+"""Faults of ranks, run for real over gloo: what each rank of a training makes of them, and how long
+that takes.
 
     python benchmarks/faults_training.py [--only TEXT] [--quick] [--json PATH]
 
-Each row is a training of 2 ranks with a timeout of 12 s, in which something happens to rank 1, after three steps if not told
-otherwise. The faults are in tests/faults.py. The ranks of the last rows are in two network namespaces joined by a link.
+Each row is a training of 2 ranks with a timeout of 12 s, in which something happens to rank 1,
+after three steps if not told otherwise. The faults are in tests/faults.py. The ranks of the last
+rows are in two network namespaces joined by a link.
 """
 
 from __future__ import annotations
@@ -34,9 +36,18 @@ from bagua_ref.errors import CommunicationError
 
 TIMEOUT, LIMIT = 12.0, 60.0
 ALGORITHMS = (
-    "gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async in warm-up", "async",
-    "local_sgd", "diloco", "powersgd", "topk",
-)  # fmt: skip
+    "gradient_allreduce",
+    "bytegrad",
+    "decentralized",
+    "low_precision_decentralized",
+    "qadam",
+    "async in warm-up",
+    "async",
+    "local_sgd",
+    "diloco",
+    "powersgd",
+    "topk",
+)
 FAULTS = {
     "skips a batch before its forward pass": faults.forgets_a_batch,
     "runs a forward pass without backward (rank 0)": faults.looks_at_a_batch,
@@ -63,14 +74,26 @@ FAULTS = {
     "is killed in the first step": faults.dies_in_backward,
     "is killed between steps": faults.dies,
     "is killed in backward": faults.dies_in_backward,
-    "is killed; workers of its DataLoader are busy": partial(faults.dies_before_its_children, children=faults.workers),
-    "is killed; a process that it forked lives on": partial(faults.dies_before_its_children, children=faults.fork),
-    "is killed; a process that C forked lives on": partial(faults.dies_before_its_children, children=faults.fork_unseen),
-    "is killed; workers are busy, over gloo": partial(faults.dies_before_its_children, children=faults.workers),
-    "is killed; a process of C lives on, over gloo": partial(faults.dies_before_its_children, children=faults.fork_unseen),
+    "is killed; workers of its DataLoader are busy": partial(
+        faults.dies_before_its_children, children=faults.workers
+    ),
+    "is killed; a process that it forked lives on": partial(
+        faults.dies_before_its_children, children=faults.fork
+    ),
+    "is killed; a process that C forked lives on": partial(
+        faults.dies_before_its_children, children=faults.fork_unseen
+    ),
+    "is killed; workers are busy, over gloo": partial(
+        faults.dies_before_its_children, children=faults.workers
+    ),
+    "is killed; a process of C lives on, over gloo": partial(
+        faults.dies_before_its_children, children=faults.fork_unseen
+    ),
     "serves the store and is killed (rank 0)": faults.serves_and_dies,
     "loses its link for 5 s": partial(faults.loses_its_link, device=namespaces.DEVICE, seconds=5),
-    "loses its link for ever": partial(faults.loses_its_link, device=namespaces.DEVICE, seconds=None),
+    "loses its link for ever": partial(
+        faults.loses_its_link, device=namespaces.DEVICE, seconds=None
+    ),
 }
 LINKS = [fault for fault in FAULTS if "link" in fault]
 QUICK = ("skips optimizer.step()", "is killed in backward")
@@ -78,12 +101,14 @@ BAD = ("HANGS", "SIGABRT", "WEIGHTS DIFFER", "HIDES IT")
 INSIDE = "BAGUA_REF_FAULTS_OF_LINKS"
 
 
-def train(fault: str, algorithm: str, nodes: list[int] | None) -> tuple[list[str], float, int | None, bool]:
+def train(
+    fault: str, algorithm: str, nodes: list[int] | None
+) -> tuple[list[str], float, int | None, bool]:
     """Train as one rank.
 
     Returns:
-        Its errors; the seconds from the fault to the end; a checksum of the weights, if all ranks must have the same; and whether
-        they are finite.
+        Its errors; the seconds from the fault to the end; a checksum of the weights, if all ranks
+        must have the same; and whether they are finite.
     """
     rank = int(os.environ["RANK"])
     if nodes is not None:
@@ -123,7 +148,11 @@ def ending(outcome: Outcome) -> str:
         return "HANGS"
     if outcome.exitcode < 0:
         return {-9: "killed", -6: "SIGABRT"}.get(outcome.exitcode, f"signal {-outcome.exitcode}")
-    return type(outcome.error).__name__ if outcome.error is not None else f"exits with {outcome.exitcode}"
+    return (
+        type(outcome.error).__name__
+        if outcome.error is not None
+        else f"exits with {outcome.exitcode}"
+    )
 
 
 def row(fault: str, algorithm: str) -> dict[str, Any]:
@@ -132,7 +161,17 @@ def row(fault: str, algorithm: str) -> dict[str, Any]:
     with namespaces.joined(2) if has_link else nullcontext() as nodes:
         shape = (1, 1) if has_link else (2,)
         over_gloo = "over gloo" in fault
-        ends = outcomes(train, 2, fault, algorithm, nodes, nodes=shape, init=False, limit=LIMIT, over_gloo=over_gloo)
+        ends = outcomes(
+            train,
+            2,
+            fault,
+            algorithm,
+            nodes,
+            nodes=shape,
+            init=False,
+            limit=LIMIT,
+            over_gloo=over_gloo,
+        )
     results = [outcome.result for outcome in ends if outcome.result is not None]
     found = [ending(outcome) for outcome in ends]
     if found == ["trains on"] * 2:
@@ -158,22 +197,41 @@ def again_in_a_namespace() -> int:
         print(f"faults of links were left out: {Path(__file__).name} {error}")
         return 0
     sys.stdout.flush()
-    return subprocess.run([*command, sys.executable, *sys.argv], env={**os.environ, INSIDE: "1"}).returncode
+    return subprocess.run(
+        [*command, sys.executable, *sys.argv], env={**os.environ, INSIDE: "1"}
+    ).returncode
 
 
 def main() -> int:
     args = common.arguments(
         "Faults of ranks.",
-        only={"default": "", "metavar": "TEXT", "help": "run the cells with TEXT in '<fault>, <algorithm>'; keep the other rows"},
+        only={
+            "default": "",
+            "metavar": "TEXT",
+            "help": "run the cells with TEXT in '<fault>, <algorithm>'; keep the other rows",
+        },
     )
-    cells = [(fault, algorithm) for fault in FAULTS for algorithm in ALGORITHMS if args.only in f"{fault}, {algorithm}"]
+    cells = [
+        (fault, algorithm)
+        for fault in FAULTS
+        for algorithm in ALGORITHMS
+        if args.only in f"{fault}, {algorithm}"
+    ]
     if args.quick:
-        cells = [cell for cell in cells if (cell[0] in QUICK or args.only) and cell[1] == "gradient_allreduce"]
+        cells = [
+            cell
+            for cell in cells
+            if (cell[0] in QUICK or args.only) and cell[1] == "gradient_allreduce"
+        ]
     inside = INSIDE in os.environ
     here, found = [cell for cell in cells if (cell[0] in LINKS) == inside], []
     for cell in here:
         found.append(each := row(*cell))
-        print(f"{each['fault']:45} {each['algorithm']:28} {each['seconds']:5.1f} s  {', '.join(each['outcome'])}", flush=True)
+        print(
+            f"{each['fault']:45} {each['algorithm']:28} {each['seconds']:5.1f} s "
+            f" {', '.join(each['outcome'])}",
+            flush=True,
+        )
     path = args.json or (None if args.quick else common.path_of("faults_training"))
     if path is not None and found:
         order = [(fault, algorithm) for fault in FAULTS for algorithm in ALGORITHMS]

@@ -1,10 +1,13 @@
-"""fuse_step on one thread against the same optimizer's step() as a for-loop, foreach, fused, and on one flat parameter.
+"""fuse_step on one thread against the same optimizer's step() as a for-loop, foreach, fused, and on
+one flat parameter.
 
-    python benchmarks/fuse_step.py [--quick] [--json PATH] [--models small resnet50 gpt2 ...] [--optimizers SGD Adam ...]
+    python benchmarks/fuse_step.py [--quick] [--json PATH] [--models small resnet50 gpt2 ...]
+    [--optimizers SGD Adam ...]
 
-"flat" is the floor: a single parameter with the same number of elements. "gradients kept" means gradients that
-zero_grad(set_to_none=False) leaves in place, "gradients new" those that autograd allocates in each step, which is not timed.
-On the shapes of real models, a step must be at least 0.97 times as fast as the better of loop and foreach. Lion is lion-pytorch's.
+"flat" is the floor: a single parameter with the same number of elements. "gradients kept" means
+gradients that zero_grad(set_to_none=False) leaves in place, "gradients new" those that autograd
+allocates in each step, which is not timed. On the shapes of real models, a step must be at least
+0.97 times as fast as the better of loop and foreach. Lion is lion-pytorch's.
 """
 
 from __future__ import annotations
@@ -71,7 +74,9 @@ class Contender:
     step: Callable[[], object]
 
     def time(self, steps: int, new_gradients: bool = False) -> float:
-        """Return the mean time of a step in ms: of this thread, so that it takes no notice of others on the machine."""
+        """Return the mean time of a step in ms: of this thread, so that it takes no notice of
+        others on the machine.
+        """
         total = 0.0
         for _ in range(steps if new_gradients else 1):
             if new_gradients:
@@ -102,11 +107,19 @@ def contender(kind: str, name: str, sizes: shapes.Shapes) -> Contender | None:
         fuse_optimizer(optimizer, allow_inexact=kind == "fuse_step fused")
     for parameter in parameters:
         parameter.grad = torch.full(parameter.shape, 0.01)
-    return Contender(parameters, optimizer, optimizer.fuse_step if kind.startswith("fuse_step") else optimizer.step)
+    return Contender(
+        parameters,
+        optimizer,
+        optimizer.fuse_step if kind.startswith("fuse_step") else optimizer.step,
+    )
 
 
-def turns(contenders: dict[str, Contender], rounds: int, steps: int, new_gradients: bool = False) -> dict[str, list[float]]:
-    """Return times in ms. Contenders alternate after several steps each, so that a step finds its data in the cache as usual."""
+def turns(
+    contenders: dict[str, Contender], rounds: int, steps: int, new_gradients: bool = False
+) -> dict[str, list[float]]:
+    """Return times in ms. Contenders alternate after several steps each, so that a step finds its
+    data in the cache as usual.
+    """
     times: dict[str, list[float]] = {kind: [] for kind in contenders}
     for turn in range(rounds + 1):
         for kind, entry in contenders.items():
@@ -117,47 +130,83 @@ def turns(contenders: dict[str, Contender], rounds: int, steps: int, new_gradien
     return times
 
 
-def alternate(contenders: dict[str, Contender], rounds: int, steps: int, new_gradients: bool = False) -> dict[str, float]:
+def alternate(
+    contenders: dict[str, Contender], rounds: int, steps: int, new_gradients: bool = False
+) -> dict[str, float]:
     """Return the medians of `turns`."""
-    return {kind: statistics.median(times) for kind, times in turns(contenders, rounds, steps, new_gradients).items()}
+    return {
+        kind: statistics.median(times)
+        for kind, times in turns(contenders, rounds, steps, new_gradients).items()
+    }
 
 
 def small_rows(name: str, rounds: int) -> list[common.Row]:
     kinds = ("for-loop", "foreach", "fused", "flat", "flat fused", "fuse_step", "fuse_step fused")
-    contenders = {kind: entry for kind in kinds if (entry := contender(kind, name, small())) is not None}
+    contenders = {
+        kind: entry for kind in kinds if (entry := contender(kind, name, small())) is not None
+    }
     kept = alternate(contenders, rounds, 20)
     ours = kept["fuse_step"]
     peers = {kind: kept[kind] for kind in ("for-loop", "foreach", "fused", "flat") if kind in kept}
 
-    def row(work: str, ours: float, peers: dict[str, float], against: str, at_least: float | None) -> common.Row:
+    def row(
+        work: str, ours: float, peers: dict[str, float], against: str, at_least: float | None
+    ) -> common.Row:
         limit = common.at_most(1 / at_least) if at_least else common.NO_LIMIT
         extra = {"times faster": peers[against] / ours, "asked for": at_least}
-        return common.Row(f"{name} {TITLES['small']}, {work}", "ms", ours, peers, against, limit, extra)
+        return common.Row(
+            f"{name} {TITLES['small']}, {work}", "ms", ours, peers, against, limit, extra
+        )
 
     rows = [row("gradients kept", ours, peers, "for-loop", LOOP_LIMITS.get(name))]
     if "fused" in kept:
         inexact = {"fused": kept["fused"], "flat": kept["flat fused"]}
         rows.append(row("fused=True, inexact", kept["fuse_step fused"], inexact, "fused", None))
-    new = alternate({kind: contenders[kind] for kind in ("for-loop", "fuse_step")}, rounds, 10, new_gradients=True)
-    rows.append(row("gradients new", new["fuse_step"], {"for-loop": new["for-loop"]}, "for-loop", NEW_LIMITS.get(name)))
+    new = alternate(
+        {kind: contenders[kind] for kind in ("for-loop", "fuse_step")},
+        rounds,
+        10,
+        new_gradients=True,
+    )
+    rows.append(
+        row(
+            "gradients new",
+            new["fuse_step"],
+            {"for-loop": new["for-loop"]},
+            "for-loop",
+            NEW_LIMITS.get(name),
+        )
+    )
     return rows
 
 
 def model_rows(model: str, name: str, rounds: int) -> list[common.Row]:
     """Compare with the better of loop and foreach, gradients kept and new."""
     kinds = ("for-loop", "foreach", "fused", "fuse_step")
-    contenders = {kind: entry for kind in kinds if (entry := contender(kind, name, MODELS[model]())) is not None}
+    contenders = {
+        kind: entry
+        for kind in kinds
+        if (entry := contender(kind, name, MODELS[model]())) is not None
+    }
     rows = []
     for new in (False, True):
         times = turns(contenders, rounds, 1 if new else 2, new)
         medians = {kind: statistics.median(taken) for kind, taken in times.items()}
         peers = {kind: median for kind, median in medians.items() if kind != "fuse_step"}
         better = min(peers.keys() - {"fused"}, key=peers.__getitem__)
-        ratio = statistics.median(ours / theirs for ours, theirs in zip(times["fuse_step"], times[better], strict=True))
+        ratio = statistics.median(
+            ours / theirs for ours, theirs in zip(times["fuse_step"], times[better], strict=True)
+        )
         work = f"{name} {TITLES[model]}, gradients {'new' if new else 'kept'}"
-        limit = common.at_most(1 / MODEL_LIMIT) if name in JUDGED and model in ("resnet50", "gpt2") else common.NO_LIMIT
+        limit = (
+            common.at_most(1 / MODEL_LIMIT)
+            if name in JUDGED and model in ("resnet50", "gpt2")
+            else common.NO_LIMIT
+        )
         extra = {"times faster": 1 / ratio, "asked for": MODEL_LIMIT}
-        rows.append(common.Row(work, "ms", medians["fuse_step"], peers, better, limit, extra, paired=ratio))
+        rows.append(
+            common.Row(work, "ms", medians["fuse_step"], peers, better, limit, extra, paired=ratio)
+        )
     return rows
 
 

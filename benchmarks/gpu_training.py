@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_training.py [--quick] [--json PATH]
 
-It needs a CUDA device. One rank trains over NCCL, which shows what wrapping costs: with a single rank, DDP and gradient_allreduce
-have nothing to send, bytegrad compresses all the same. Two ranks share the card over gloo, as NCCL refuses to serve two ranks on
+It needs a CUDA device. One rank trains over NCCL, which shows what wrapping costs: with a single
+rank, DDP and gradient_allreduce have nothing to send, bytegrad compresses all the same. Two ranks
+share the card over gloo, as NCCL refuses to serve two ranks on
 one card: every gradient goes through the host's memory.
 """
 
@@ -22,7 +23,9 @@ AIM = common.at_least(0.97)
 
 
 def transformer() -> tuple[nn.Module, Loss]:
-    """Return an encoder of GPT-2's width and depth, 85e6 elements in 144 parameters, and its loss on one random batch."""
+    """Return an encoder of GPT-2's width and depth, 85e6 elements in 144 parameters, and its loss
+    on one random batch.
+    """
     layer = nn.TransformerEncoderLayer(768, 12, 3072, dropout=0.0, batch_first=True)
     x = torch.randn(8, 256, 768)
     return nn.TransformerEncoder(layer, 12), lambda module: module(x).square().mean()
@@ -48,7 +51,13 @@ def rows_of(models: dict[str, int], ranks: int, title: str, quick: bool) -> Iter
         for name in ("ours", "bytegrad"):
             peers = [peer for peer in contest.rates if peer not in ("ours", "bytegrad")]
             limit = AIM if name == "ours" else common.NO_LIMIT
-            yield contest.row(f"{'gradient_allreduce' if name == 'ours' else name}, {title}, {model}", name, peers, DDP, limit)
+            yield contest.row(
+                f"{'gradient_allreduce' if name == 'ours' else name}, {title}, {model}",
+                name,
+                peers,
+                DDP,
+                limit,
+            )
 
 
 def main() -> int:
@@ -56,7 +65,10 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("There is no CUDA device here; nothing was measured.")
         return 0
-    rows = [*rows_of(ONE, 1, "one rank over NCCL", args.quick), *rows_of(TWO, 2, "two ranks over gloo", args.quick)]
+    rows = [
+        *rows_of(ONE, 1, "one rank over NCCL", args.quick),
+        *rows_of(TWO, 2, "two ranks over gloo", args.quick),
+    ]
     return common.report("gpu_training", rows, args)
 
 

@@ -1,7 +1,9 @@
-"""Lines that one gradient passes: functions of bagua_ref that run on rank 0 of two gloo processes, for wrapping and for a step.
+"""Lines that one gradient passes: functions of bagua_ref that run on rank 0 of two gloo processes,
+for wrapping and for a step.
 
-A function counts with all its lines, docstring and comments included, once, if it is called on any thread. The transport
-(``communicators/``) is left out. ``--list`` shows the functions; the command fails if a goal is missed.
+A function counts with all its lines, docstring and comments included, once, if it is called on any
+thread. The transport (``communicators/``) is left out. ``--list`` shows the functions; the command
+fails if a goal is missed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ GOALS = {"wrapping": (1600, 35), "step": (1000, 18)}
 
 
 class Calls:
-    """The functions of the package that are called on any thread while it records; made before any of these threads starts."""
+    """The functions of the package that are called on any thread while it records; made before any
+    of these threads starts.
+    """
 
     def __init__(self) -> None:
         self._codes: set[types.CodeType] | None = None
@@ -52,7 +56,9 @@ class Calls:
             if path.is_relative_to(HOME) and path.relative_to(HOME).parts[0] != TRANSPORT:
                 called.setdefault(path, set()).add(code.co_firstlineno)
         return {
-            (str(path.relative_to(HOME)), *key): count for path, at in called.items() for key, count in functions(path, at).items()
+            (str(path.relative_to(HOME)), *key): count
+            for path, at in called.items()
+            for key, count in functions(path, at).items()
         }
 
 
@@ -69,7 +75,10 @@ def functions(path: Path, called: set[int]) -> dict[tuple[str, int], int]:
                 visit(child, name, lines)
                 continue
             inside = f"{name}.{child.name}".lstrip(".")
-            first, end = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)]), child.end_lineno or 0
+            first, end = (
+                min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)]),
+                child.end_lineno or 0,
+            )
             own = {*range(first, end + 1)}
             lines -= own
             visit(child, inside, own)
@@ -81,7 +90,9 @@ def functions(path: Path, called: set[int]) -> dict[tuple[str, int], int]:
 
 
 def record() -> dict[str, dict[tuple[str, str, int], int]]:
-    """Return the lines of the functions called when a module is wrapped, and in its third step with bytegrad."""
+    """Return the lines of the functions called when a module is wrapped, and in its third step with
+    bytegrad.
+    """
     calls = Calls()
     module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -1,8 +1,10 @@
-"""Test accuracy of gradients that are sent in fewer bytes, against `gradient_allreduce` on the same samples, paired over 10 seeds.
+"""Test accuracy of gradients that are sent in fewer bytes, against `gradient_allreduce` on the same
+samples, paired over 10 seeds.
 
     python benchmarks/learning_compressed.py [--quick] [--json PATH]
 
-The training is that of `learning.py`. The bar: the mean over seeds is at most 0.5 points below that of `gradient_allreduce`.
+The training is that of `learning.py`. The bar: the mean over seeds is at most 0.5 points below that
+of `gradient_allreduce`.
 """
 
 from __future__ import annotations
@@ -24,24 +26,42 @@ BASELINE = "gradient_allreduce"
 
 
 def _codec(name: str, error_feedback: bool) -> Recipe:
-    return Recipe("bytegrad", {"hierarchical": False, "compression": name, "error_feedback": error_feedback}, __name__)
+    return Recipe(
+        "bytegrad",
+        {"hierarchical": False, "compression": name, "error_feedback": error_feedback},
+        __name__,
+    )
 
 
 CONTENDERS: dict[str, Recipe] = {
     BASELINE: RECIPES[BASELINE],
     "bytegrad": RECIPES["bytegrad"],
-    **{f"bytegrad, {codec}, error memory": _codec(codec, True) for codec in ("MXFP8", "MXINT8", "MXFP4", "OneBit")},
+    **{
+        f"bytegrad, {codec}, error memory": _codec(codec, True)
+        for codec in ("MXFP8", "MXINT8", "MXFP4", "OneBit")
+    },
     "bytegrad, MXFP4": _codec("MXFP4", False),
-    "powersgd, rank 1": Recipe("powersgd", {"matrix_approximation_rank": 1, "warmup_steps": 10}, __name__),
-    "powersgd, rank 4": Recipe("powersgd", {"matrix_approximation_rank": 4, "warmup_steps": 10}, __name__),
+    "powersgd, rank 1": Recipe(
+        "powersgd", {"matrix_approximation_rank": 1, "warmup_steps": 10}, __name__
+    ),
+    "powersgd, rank 4": Recipe(
+        "powersgd", {"matrix_approximation_rank": 4, "warmup_steps": 10}, __name__
+    ),
     "topk, 1 %": Recipe("topk", {"ratio": 0.01, "warmup_steps": 10}, __name__),
     "topk, 5 %": Recipe("topk", {"ratio": 0.05, "warmup_steps": 10}, __name__),
 }
-JUDGED = ("bytegrad, MXFP4, error memory", "bytegrad, OneBit, error memory", "powersgd, rank 4", "topk, 1 %")
+JUDGED = (
+    "bytegrad, MXFP4, error memory",
+    "bytegrad, OneBit, error memory",
+    "powersgd, rank 4",
+    "topk, 1 %",
+)
 
 
 def measure(epochs: int, seeds: list[int]) -> dict[str, list[list[float]]]:
-    """Return each contender's accuracies, for each seed one after each epoch. All ranks end with the same weights."""
+    """Return each contender's accuracies, for each seed one after each epoch. All ranks end with
+    the same weights.
+    """
     result = {}
     for name, recipe in CONTENDERS.items():
         result[name] = [accuracies(name.partition(",")[0], recipe, seed, epochs) for seed in seeds]
@@ -51,20 +71,29 @@ def measure(epochs: int, seeds: list[int]) -> dict[str, list[list[float]]]:
 
 
 def rows(found: dict[str, list[list[float]]]) -> list[common.Row]:
-    """Return one row for each contender, with the mean of its differences to the baseline and their standard error."""
+    """Return one row for each contender, with the mean of its differences to the baseline and their
+    standard error.
+    """
     last = {name: [seed[-1] for seed in seeds] for name, seeds in found.items()}
     base = statistics.mean(last[BASELINE])
     bar = common.at_least((base - 0.5) / base)
     result = []
     for name, mine in last.items():
         differences = [ours - theirs for ours, theirs in zip(mine, last[BASELINE], strict=True)]
-        error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
+        error = (
+            statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
+        )
         curve = [statistics.mean(epoch) for epoch in zip(*found[name], strict=True)]
         extra: dict[str, Any] = {
-            "seeds": mine, "curve": curve, "difference": statistics.mean(differences), "standard_error": error,
-        }  # fmt: skip
+            "seeds": mine,
+            "curve": curve,
+            "difference": statistics.mean(differences),
+            "standard_error": error,
+        }
         limit = bar if name in JUDGED else common.NO_LIMIT
-        result.append(common.Row(name, "%", statistics.mean(mine), {BASELINE: base}, BASELINE, limit, extra))
+        result.append(
+            common.Row(name, "%", statistics.mean(mine), {BASELINE: base}, BASELINE, limit, extra)
+        )
     return result
 
 
@@ -73,10 +102,14 @@ def draw(measured: list[dict[str, Any]]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.4, 4.4), layout="constrained", dpi=160)
-    axes = figure.add_subplot(title="Gradients in fewer bytes", xlabel="epoch", ylabel="test accuracy, %", ylim=(60, 98))
+    axes = figure.add_subplot(
+        title="Gradients in fewer bytes", xlabel="epoch", ylabel="test accuracy, %", ylim=(60, 98)
+    )
     for row in measured:
         if row["work"] in (BASELINE, *JUDGED, "powersgd, rank 1", "topk, 5 %"):
-            axes.plot(range(1, len(row["curve"]) + 1), row["curve"], label=row["work"], linewidth=1.6)
+            axes.plot(
+                range(1, len(row["curve"]) + 1), row["curve"], label=row["work"], linewidth=1.6
+            )
     axes.grid(color="#d5d8dd", linewidth=0.6)
     axes.legend(frameon=False, fontsize="small")
     figure.savefig(Path(__file__).parents[1] / "docs" / "images" / "learning-compressed.png")

@@ -1,6 +1,7 @@
 """Benchmarks whose ranks run in network namespaces of their own, behind links of a given rate.
 
-def measure(rank: Rank, setting: int) -> object: ...   # on each rank; `rank.slow_down("10mbit")` sets the rate
+def measure(rank: Rank, setting: int) -> object: ...   # on each rank; `rank.slow_down("10mbit")`
+sets the rate
 
 sys.exit(links.main(__doc__, measure, report))
 """
@@ -49,23 +50,34 @@ class Rank:
         return namespaces.address(self.rank)
 
     def slow_down(self, rate: str | None, **limits: str) -> None:
-        """Set what each rank can send, see `namespaces.slow_down`; returns when it holds for all."""
+        """Set what each rank can send, see `namespaces.slow_down`; returns when it holds for
+        all.
+        """
         dist.barrier()
         namespaces.slow_down(rate, **limits)
         dist.barrier()
 
 
 def launch(ranks: int, request: Any, limit: float = 3600, delay: float = 0.0) -> Any:
-    """Run this script once in each of ``ranks`` joined namespaces, and return what `measure` returns for ``request`` on rank 0."""
+    """Run this script once in each of ``ranks`` joined namespaces, and return what `measure`
+    returns for ``request`` on rank 0.
+    """
     with namespaces.joined(ranks, delay) as nodes, tempfile.TemporaryDirectory() as folder:
         output = os.path.join(folder, "result.json")
         processes = [
-            subprocess.Popen([
-                *namespaces.there(node), sys.executable, sys.argv[0],
-                "--work", json.dumps({"rank": rank, "ranks": ranks, "request": request, "output": output}),
-            ])
+            subprocess.Popen(
+                [
+                    *namespaces.there(node),
+                    sys.executable,
+                    sys.argv[0],
+                    "--work",
+                    json.dumps(
+                        {"rank": rank, "ranks": ranks, "request": request, "output": output}
+                    ),
+                ]
+            )
             for rank, node in enumerate(nodes)
-        ]  # fmt: skip
+        ]
         try:
             codes = [process.wait(timeout=limit) for process in processes]
         finally:
@@ -76,9 +88,18 @@ def launch(ranks: int, request: Any, limit: float = 3600, delay: float = 0.0) ->
         return json.loads(Path(output).read_text(encoding="utf-8"))
 
 
-def main(what: str, measure: Callable[[Rank, Any], Any], report: Callable[[argparse.Namespace], int], **options: dict) -> int:
+def main(
+    what: str,
+    measure: Callable[[Rank, Any], Any],
+    report: Callable[[argparse.Namespace], int],
+    **options: dict,
+) -> int:
     """Run as a whole, or, when `launch` has started this process, as one of its ranks."""
-    args = common.arguments(what.partition("\n")[0], work={"default": "", "help": "used by the benchmark itself"}, **options)
+    args = common.arguments(
+        what.partition("\n")[0],
+        work={"default": "", "help": "used by the benchmark itself"},
+        **options,
+    )
     if args.work:
         _work(measure, **json.loads(args.work))
         return 0
@@ -93,10 +114,23 @@ def main(what: str, measure: Callable[[Rank, Any], Any], report: Callable[[argpa
     return report(args)
 
 
-def _work(measure: Callable[[Rank, Any], Any], rank: int, ranks: int, request: Any, output: str) -> None:
+def _work(
+    measure: Callable[[Rank, Any], Any], rank: int, ranks: int, request: Any, output: str
+) -> None:
     torch.set_num_threads(1)
-    places = {"RANK": rank, "GROUP_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    os.environ.update({"GLOO_SOCKET_IFNAME": namespaces.DEVICE, **{name: str(value) for name, value in places.items()}})
+    places = {
+        "RANK": rank,
+        "GROUP_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+    }
+    os.environ.update(
+        {
+            "GLOO_SOCKET_IFNAME": namespaces.DEVICE,
+            **{name: str(value) for name, value in places.items()},
+        }
+    )
     store = dist.TCPStore(namespaces.address(0), _PORT, ranks, is_master=rank == 0)
     bagua_ref.init_process_group(store, rank, ranks)
     result = measure(Rank(rank, ranks, store), request)

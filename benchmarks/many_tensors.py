@@ -1,7 +1,9 @@
-"""Processor time to wrap a module of many parameters, and to broadcast many buffers: 2 processes of one thread.
+"""Processor time to wrap a module of many parameters, and to broadcast many buffers: 2 processes of
+one thread.
 
-Elements do not count here, as there are hardly any; what counts is what each tensor costs. Processor time includes all threads of a
-process, and waiting for the other process costs none. The slower rank counts.
+Elements do not count here, as there are hardly any; what counts is what each tensor costs.
+Processor time includes all threads of a process, and waiting for the other process costs none. The
+slower rank counts.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ import workers
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from bagua_ref.algorithms import ByteGradAlgorithm, DecentralizedAlgorithm, GradientAllReduceAlgorithm
+from bagua_ref.algorithms import (
+    ByteGradAlgorithm,
+    DecentralizedAlgorithm,
+    GradientAllReduceAlgorithm,
+)
 from bagua_ref.data_parallel import DistributedDataParallel
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -30,8 +36,12 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 WRAPPERS: dict[str, Wrap] = {
     "ours": lambda module: module.with_bagua([sgd(module)], GradientAllReduceAlgorithm()),
     "DDP": TorchDDP,
-    "bytegrad": lambda module: module.with_bagua([sgd(module)], ByteGradAlgorithm(hierarchical=False)),
-    "decentralized": lambda module: module.with_bagua([sgd(module)], DecentralizedAlgorithm(hierarchical=False)),
+    "bytegrad": lambda module: module.with_bagua(
+        [sgd(module)], ByteGradAlgorithm(hierarchical=False)
+    ),
+    "decentralized": lambda module: module.with_bagua(
+        [sgd(module)], DecentralizedAlgorithm(hierarchical=False)
+    ),
 }
 
 
@@ -51,7 +61,9 @@ def median_of_turns(contenders: dict[str, Callable[[], object]], turns: int) -> 
 
 def wrapping(parameters: int, turns: int) -> dict[str, float]:
     def contender(wrap: Wrap) -> Callable[[], nn.Module]:
-        made = iter([nn.ParameterList(torch.zeros(8) for _ in range(parameters)) for _ in range(turns + 1)])
+        made = iter(
+            [nn.ParameterList(torch.zeros(8) for _ in range(parameters)) for _ in range(turns + 1)]
+        )
         return lambda: wrap(next(made))
 
     return median_of_turns({name: contender(wrap) for name, wrap in WRAPPERS.items()}, turns)
@@ -65,7 +77,11 @@ def forward(layers: int, turns: int) -> dict[str, float]:
         module = wrap(nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(layers))))
         return lambda: module(x)
 
-    wrappers: dict[str, Wrap] = {"ours": DistributedDataParallel, "DDP": TorchDDP, "no broadcast": lambda module: module}
+    wrappers: dict[str, Wrap] = {
+        "ours": DistributedDataParallel,
+        "DDP": TorchDDP,
+        "no broadcast": lambda module: module,
+    }
     return median_of_turns({name: contender(wrap) for name, wrap in wrappers.items()}, turns)
 
 
@@ -73,12 +89,15 @@ def main() -> int:
     args = common.arguments(__doc__.partition("\n")[0])
     rows = []
     for work, function, count, turns, limit in (
-        ("wrap, {:,} parameters", wrapping, 1_000, 5, common.NO_LIMIT),  # connections count for more than parameters
+        # connections count for more than parameters
+        ("wrap, {:,} parameters", wrapping, 1_000, 5, common.NO_LIMIT),
         ("wrap, {:,} parameters", wrapping, 10_000, 5, common.at_most(1.5)),
         ("training forward, {:,} BatchNorms", forward, 100, 15, common.at_most(1.5)),
         ("training forward, {:,} BatchNorms", forward, 1_000, 15, common.at_most(1.5)),
     ):
-        per_rank = workers.launch(function, 2, *((count // 10, 1) if args.quick else (count, turns)))
+        per_rank = workers.launch(
+            function, 2, *((count // 10, 1) if args.quick else (count, turns))
+        )
         slowest = {name: max(rank[name] for rank in per_rank) for name in per_rank[0]}
         ours = slowest.pop("ours")
         rows.append(common.Row(work.format(count), "ms", ours, slowest, "DDP", limit))

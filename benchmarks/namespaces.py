@@ -31,7 +31,8 @@ class UnavailableError(Exception):
 
 
 def unshare(*needed: str) -> list[str]:
-    """Return the command in front of a program that is to run in a network namespace of its own, where it may make others.
+    """Return the command in front of a program that is to run in a network namespace of its own,
+    where it may make others.
 
     Args:
         needed: further programs that it will call.
@@ -39,12 +40,18 @@ def unshare(*needed: str) -> list[str]:
     Raises:
         UnavailableError: this is not possible; says why.
     """
-    if missing := [name for name in ("unshare", "nsenter", "ip", *needed) if shutil.which(name) is None]:
-        raise UnavailableError(f"needs Linux with iproute2 and util-linux; {', '.join(missing)} is not installed")
+    if missing := [
+        name for name in ("unshare", "nsenter", "ip", *needed) if shutil.which(name) is None
+    ]:
+        raise UnavailableError(
+            f"needs Linux with iproute2 and util-linux; {', '.join(missing)} is not installed"
+        )
     for flags in ("-Urn", "-n"):  # in a user namespace if that is allowed, else as root
         if subprocess.run(["unshare", flags, "true"], capture_output=True).returncode == 0:
             return ["unshare", flags]
-    raise UnavailableError("may not create network namespaces; run it as root or allow user namespaces")
+    raise UnavailableError(
+        "may not create network namespaces; run it as root or allow user namespaces"
+    )
 
 
 def run(*command: str) -> None:
@@ -53,14 +60,15 @@ def run(*command: str) -> None:
 
 @contextmanager
 def joined(count: int, delay: float = 0.0) -> Iterator[list[int]]:
-    """Join ``count`` new namespaces by a switch in this one, which `unshare` has made; yield the id of a process in each.
+    """Join ``count`` new namespaces by a switch in this one, which `unshare` has made; yield the id
+    of a process in each.
 
     Each has a link called `DEVICE`, and its `address`.
 
     Args:
         count: of namespaces.
-        delay: seconds from sending a packet to its arrival. If it is not 0, a process forwards packets between the new namespaces
-            instead of the switch, and `HOME` is out of reach.
+        delay: seconds from sending a packet to its arrival. If it is not 0, a process forwards
+            packets between the new namespaces instead of the switch, and `HOME` is out of reach.
     """
     nodes: list[subprocess.Popen[bytes]] = []
     others: list[subprocess.Popen[bytes]] = []
@@ -80,14 +88,28 @@ def joined(count: int, delay: float = 0.0) -> Iterator[list[int]]:
             if delay:
                 run(*inside, "ip", "tuntap", "add", DEVICE, "mode", "tun")
             else:
-                run("ip", "link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", str(node.pid))
+                run(
+                    "ip",
+                    "link",
+                    "add",
+                    port,
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    DEVICE,
+                    "netns",
+                    str(node.pid),
+                )
                 run("ip", "link", "set", port, "master", "switch", "up")
             run(*inside, "ip", "address", "add", f"{address(rank)}/24", "dev", DEVICE)
             run(*inside, "ip", "link", "set", DEVICE, "up")
             run(*inside, "ip", "link", "set", "lo", "up")
         found = [node.pid for node in nodes]
         if delay:
-            others.append(subprocess.Popen([sys.executable, __file__, str(delay), *map(str, found)]))
+            others.append(
+                subprocess.Popen([sys.executable, __file__, str(delay), *map(str, found)])
+            )
         yield found
     finally:
         # Links would be removed with their namespaces, but not at once.
@@ -104,18 +126,38 @@ def address(rank: int) -> str:
 
 
 def slow_down(rate: str | None, burst: str = "256kb", queue: str = "50ms") -> None:
-    """Let what this namespace sends take ``rate``, as tc writes it, such as "10mbit"; None: as fast as it can.
+    """Let what this namespace sends take ``rate``, as tc writes it, such as "10mbit"; None: as fast
+    as it can.
 
-    After a pause, up to ``burst`` is sent at once. What would wait for longer than ``queue`` is dropped, and TCP sends it again.
+    After a pause, up to ``burst`` is sent at once. What would wait for longer than ``queue`` is
+    dropped, and TCP sends it again.
     """
     subprocess.run(["tc", "qdisc", "delete", "dev", DEVICE, "root"], capture_output=True)
     if rate is not None:
-        run("tc", "qdisc", "add", "dev", DEVICE, "root", "tbf", "rate", rate, "burst", burst, "latency", queue)
+        run(
+            "tc",
+            "qdisc",
+            "add",
+            "dev",
+            DEVICE,
+            "root",
+            "tbf",
+            "rate",
+            rate,
+            "burst",
+            burst,
+            "latency",
+            queue,
+        )
 
 
 def bytes_sent() -> int:
     """Return the bytes sent from this namespace."""
-    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith(f"{DEVICE}:"))
+    line = next(
+        line
+        for line in Path("/proc/net/dev").read_text().splitlines()
+        if line.strip().startswith(f"{DEVICE}:")
+    )
     return int(line.split(":")[1].split()[8])
 
 
@@ -129,17 +171,26 @@ def enter(process: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/proc/{process}/ns/net") as namespace:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"setns to the network namespace of process {process}")
+            raise OSError(
+                ctypes.get_errno(), f"setns to the network namespace of process {process}"
+            )
 
 
 def forward(delay: float, processes: Sequence[int]) -> None:
-    """Deliver what each of the namespaces of ``processes`` sends to another ``delay`` seconds later, for ever."""
+    """Deliver what each of the namespaces of ``processes`` sends to another ``delay`` seconds
+    later, for ever.
+    """
     tuns = []
     for process in processes:
         enter(process)
         tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-        fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), _TUN | _NO_INFORMATION | _HEADER))
-        fcntl.ioctl(tun, _TUNSETOFFLOAD, _CHECKSUMS | _SEGMENTS)  # as veth: up to 64 KiB of a connection come at once
+        fcntl.ioctl(
+            tun,
+            _TUNSETIFF,
+            struct.pack("16sH22x", DEVICE.encode(), _TUN | _NO_INFORMATION | _HEADER),
+        )
+        # as veth: up to 64 KiB of a connection come at once
+        fcntl.ioctl(tun, _TUNSETOFFLOAD, _CHECKSUMS | _SEGMENTS)
         tuns.append(tun)
     waiting: deque[tuple[float, bytes]] = deque()
     while True:

@@ -1,8 +1,9 @@
-"""Predicted against measured times of training steps over slow links: 2 and 4 processes in network namespaces (S14).
+"""Predicted against measured times of training steps over slow links: 2 and 4 processes in network
+namespaces (S14).
 
-Predictions are those of `bagua_ref.planning`, from what `bagua-ref measure` measures over the same link, and from training without
-communication, on all ranks at once. Nothing is fitted to the times that are judged.
-It needs Linux with iproute2 and permission to create network namespaces.
+Predictions are those of `bagua_ref.planning`, from what `bagua-ref measure` measures over the same
+link, and from training without communication, on all ranks at once. Nothing is fitted to the times
+that are judged. It needs Linux with iproute2 and permission to create network namespaces.
 """
 
 from __future__ import annotations
@@ -36,15 +37,23 @@ SIZES = [256, *[512] * 3, 256]  # 0.8e6 parameters
 BATCH = 64
 BUCKET_BYTES = 1 << 20
 RANKS = (2, 4)
-LINKS = dict(sorted({**links.RATES, "300 Mbit/s": ("300mbit", 3e8)}.items(), key=lambda link: link[1][1]))
+LINKS = dict(
+    sorted({**links.RATES, "300 Mbit/s": ("300mbit", 3e8)}.items(), key=lambda link: link[1][1])
+)
 DELAYS = {"": 0.0, ", +5 ms": 0.005}
 CONTENDERS = (*slow_link.OURS, "diloco", "diloco, streaming")
 PARTS = ("compute", "after", "links", "own")
-"""Of a step, in the result: compute, what follows it, links, and what a rank computes for operations; some of it at once."""
+"""Of a step, in the result: compute, what follows it, links, and what a rank computes for
+operations; some of it at once.
+"""
 APART = 1.1
-"""How many times as long one of two contenders takes as the other, at least, if their order is judged."""
+"""How many times as long one of two contenders takes as the other, at least, if their order is
+judged.
+"""
 WORK = {"10 Mbit/s": (2, 3), "100 Mbit/s": (5, 5), "300 Mbit/s": (8, 10), "1 Gbit/s": (12, 10)}
-"""For each link, the least number of steps that are timed, and how often what costs are fitted to is repeated."""
+"""For each link, the least number of steps that are timed, and how often what costs are fitted to
+is repeated.
+"""
 BARS = {
     "median error": (0.10, common.at_most(1)),
     "largest error": (0.25, common.at_most(1)),
@@ -53,10 +62,15 @@ BARS = {
 
 
 def measure(rank: links.Rank, work: dict[str, tuple[int, int]]) -> dict[str, Any]:
-    """Return the predicted and measured seconds of each contender's step on each link, and the costs of each link."""
+    """Return the predicted and measured seconds of each contender's step on each link, and the
+    costs of each link.
+    """
     os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = str(BUCKET_BYTES)
     x, y = torch.randn(BATCH, SIZES[0]), torch.randint(SIZES[-1], (BATCH,))
-    sgd, adam = (contenders.plain(perceptron(*SIZES)[0], make) for make in (torch.optim.SGD, contenders.qadam))
+    sgd, adam = (
+        contenders.plain(perceptron(*SIZES)[0], make)
+        for make in (torch.optim.SGD, contenders.qadam)
+    )
     found: dict[str, Any] = {}
     for link, (steps, repeat) in work.items():
         rate, bits = LINKS[link]
@@ -71,7 +85,8 @@ def measure(rank: links.Rank, work: dict[str, tuple[int, int]]) -> dict[str, Any
         for name in CONTENDERS:
             dist.barrier()
             alone = adam if name == "qadam" else sgd
-            updates[name] = statistics.median(times_of(alone.update, 6))  # beside each one, as a machine's speed varies
+            # beside each one, as a machine's speed varies
+            updates[name] = statistics.median(times_of(alone.update, 6))
             passes += [taken - updates[name] for taken in times_of(partial(alone.step, x, y), 6)]
             rank.slow_down(None)
             training = slow_link.make(name, perceptron(*SIZES)[0], rank)
@@ -80,21 +95,35 @@ def measure(rank: links.Rank, work: dict[str, tuple[int, int]]) -> dict[str, Any
                 training.step(x, y)
             slow_down()
             # Rounds in the background come in any step, so that one is as good as the mean of many.
-            cycle, count = (plan.cycle, math.ceil(steps / plan.cycle)) if plan.interval is None else (100, 1)
-            measured[name] = statistics.median(_seconds(partial(training.step, x, y), cycle) for _ in range(count))
+            cycle, count = (
+                (plan.cycle, math.ceil(steps / plan.cycle)) if plan.interval is None else (100, 1)
+            )
+            measured[name] = statistics.median(
+                _seconds(partial(training.step, x, y), cycle) for _ in range(count)
+            )
             training.stop()
         fitted = between.alpha, between.beta
-        costs = MeasuredMachine(fitted, fitted, median_of(passes), rates, operations, shared_processor=True)
+        costs = MeasuredMachine(
+            fitted, fitted, median_of(passes), rates, operations, shared_processor=True
+        )
         machine = costs.machine(lambda estimate: estimate.value)
         seconds = {}
         for name in CONTENDERS:
             predicted = predict(plans[name], machine._replace(after=updates[name]))
             of_links = predict(plans[name], machine._replace(codec={}, operation={})).communication
             seconds[name] = {
-                "predicted": predicted.seconds, "measured": measured[name], "compute": machine.compute, "after": updates[name],
-                "links": of_links, "own": predicted.communication - of_links,
-            }  # fmt: skip
-        found[link] = {"seconds": seconds, "costs": machine._asdict(), "residuals": between.residuals}
+                "predicted": predicted.seconds,
+                "measured": measured[name],
+                "compute": machine.compute,
+                "after": updates[name],
+                "links": of_links,
+                "own": predicted.communication - of_links,
+            }
+        found[link] = {
+            "seconds": seconds,
+            "costs": machine._asdict(),
+            "residuals": between.residuals,
+        }
     return found
 
 
@@ -120,24 +149,54 @@ def judged(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def report(args: argparse.Namespace) -> int:
     rows, order = [], []
-    for ranks, (added, delay) in list(itertools.product(RANKS, DELAYS.items()))[: 1 if args.quick else None]:
+    for ranks, (added, delay) in list(itertools.product(RANKS, DELAYS.items()))[
+        : 1 if args.quick else None
+    ]:
         named = {link: f"{ranks} ranks, {link}{added}" for link in LINKS}
         order += list(itertools.product(named.values(), CONTENDERS))
         chosen = [link for link, setting in named.items() if args.only in setting]
-        work = dict.fromkeys(chosen[-1:], (2, 3)) if args.quick else {link: WORK[link] for link in chosen}
+        work = (
+            dict.fromkeys(chosen[-1:], (2, 3))
+            if args.quick
+            else {link: WORK[link] for link in chosen}
+        )
         found = links.launch(ranks, work, delay=delay) if work else {}
         for link, result in found.items():
-            print(f"{named[link]}: {json.dumps(result['costs'])}; residuals {json.dumps(result['residuals'])}", flush=True)
+            print(
+                f"{named[link]}: {json.dumps(result['costs'])}; residuals"
+                f" {json.dumps(result['residuals'])}",
+                flush=True,
+            )
             for name, seconds in result["seconds"].items():
                 ms = {part: 1e3 * taken for part, taken in seconds.items()}
-                extra = {"setting": named[link], "contender": name, "parts": {part: ms[part] for part in PARTS}}
+                extra = {
+                    "setting": named[link],
+                    "contender": name,
+                    "parts": {part: ms[part] for part in PARTS},
+                }
                 peers = {"measured": ms["measured"]}
-                rows.append(common.Row(f"{name}, {named[link]}", "ms/step", ms["predicted"], peers, "measured", extra=extra))
+                rows.append(
+                    common.Row(
+                        f"{name}, {named[link]}",
+                        "ms/step",
+                        ms["predicted"],
+                        peers,
+                        "measured",
+                        extra=extra,
+                    )
+                )
     known = common.keep("predicted_times", rows, args, ("setting", "contender"), order)
     common.show(rows)
     print()
     summary = [
-        common.Row(f"{name}, of {len(known)} times", "1", figure, {"bar": BARS[name][0]}, "bar", BARS[name][1])
+        common.Row(
+            f"{name}, of {len(known)} times",
+            "1",
+            figure,
+            {"bar": BARS[name][0]},
+            "bar",
+            BARS[name][1],
+        )
         for name, figure in judged(known).items()
     ]
     common.show(summary)

@@ -1,10 +1,13 @@
-"""DiLoCo's losses against other ways to use four workers, ordered as published, with a small language model.
+"""DiLoCo's losses against other ways to use four workers, ordered as published, with a small
+language model.
 
-All continue from the same 200 steps of one worker. Then one worker takes 512 steps; four workers average gradients (a batch four
-times as large) or train with DiLoCo, plain and streaming, for 512 steps; one worker takes four times as many steps. In the paper
-(arXiv:2311.08105, table 2) one worker is worst, the larger batch next, then DiLoCo, and four times as many steps are best;
-streaming (arXiv:2501.18512) learns as much as plain DiLoCo. It does here where fragments arrive after a step; another row shows
-what it costs so short a training to wait for seven steps and to keep half of what was done meanwhile, as very slow links ask for.
+All continue from the same 200 steps of one worker. Then one worker takes 512 steps; four workers
+average gradients (a batch four times as large) or train with DiLoCo, plain and streaming, for 512
+steps; one worker takes four times as many steps. In the paper (arXiv:2311.08105, table 2) one
+worker is worst, the larger batch next, then DiLoCo, and four times as many steps are best;
+streaming (arXiv:2501.18512) learns as much as plain DiLoCo. It does here where fragments arrive
+after a step; another row shows what it costs so short a training to wait for seven steps and to
+keep half of what was done meanwhile, as very slow links ask for.
 """
 
 from __future__ import annotations
@@ -43,12 +46,18 @@ def begin(task: Task, seed: int, steps: int) -> nn.Sequential:
     return model
 
 
-def train(task: Task, start: nn.Sequential, name: str, seed: int, steps: int) -> tuple[float, float]:
-    """Go on from ``start``; return the held-out loss, and the most bytes that a rank has to send in the time of one step."""
+def train(
+    task: Task, start: nn.Sequential, name: str, seed: int, steps: int
+) -> tuple[float, float]:
+    """Go on from ``start``; return the held-out loss, and the most bytes that a rank has to send in
+    the time of one step.
+    """
     if name.startswith("one worker"):
         model = copy.deepcopy(start)
         training = contenders.plain(model, task.optimizer)
-        for batch in itertools.islice(task.batches(seed), WORKERS * steps if "times" in name else steps):
+        for batch in itertools.islice(
+            task.batches(seed), WORKERS * steps if "times" in name else steps
+        ):
             training.step(*batch)
         return task.loss(model), 0.0
 
@@ -56,7 +65,9 @@ def train(task: Task, start: nn.Sequential, name: str, seed: int, steps: int) ->
         bagua_ref.init_process_group()
         model = copy.deepcopy(start)
         if name == "larger batch":
-            training = contenders.ours("gradient_allreduce", model, task.optimizer, hierarchical=False)
+            training = contenders.ours(
+                "gradient_allreduce", model, task.optimizer, hierarchical=False
+            )
         else:
             training = contenders.our_diloco(model, task.optimizer, OUTER[name])
         group, most = model._bagua.process_group, 0
@@ -88,7 +99,10 @@ def main() -> int:
     mean = {name: statistics.mean(values) for name, values in losses.items()}
     noise = max(statistics.stdev(values) for values in losses.values()) if seeds > 1 else 0.0
     at_most_noise = common.at_most(1 + 2 * noise / mean["diloco"])
-    limits = {"diloco": ("one worker", common.at_most(1.0)), "diloco, streaming": ("diloco", at_most_noise)}
+    limits = {
+        "diloco": ("one worker", common.at_most(1.0)),
+        "diloco, streaming": ("diloco", at_most_noise),
+    }
     rows = []
     for name in CONTENDERS:
         against, limit = limits.get(name, ("one worker", common.NO_LIMIT))

@@ -1,7 +1,8 @@
-"""The cost of digests: against a copy of memory, and their share of a training step on the shapes of ResNet-50 and GPT-2.
+"""The cost of digests: against a copy of memory, and their share of a training step on the shapes
+of ResNet-50 and GPT-2.
 
-A step is a real one, on one process, with batches that people use: 32 images, and 8 x 512 tokens. GPT-2 is that of transformers,
-and left out without it. Memory is the growth of the process's peak.
+A step is a real one, on one process, with batches that people use: 32 images, and 8 x 512 tokens.
+GPT-2 is that of transformers, and left out without it. Memory is the growth of the process's peak.
 """
 
 from __future__ import annotations
@@ -32,20 +33,31 @@ def speed(quick: bool) -> list[common.Row]:
     for name, size in SIZES.items():
         x = torch.randn(size)
         there = torch.empty_like(x)  # new memory costs more than the copy
-        functions = {"digest": lambda x=x: digest(x), "copy": lambda x=x, there=there: there.copy_(x)}
+        functions = {
+            "digest": lambda x=x: digest(x),
+            "copy": lambda x=x, there=there: there.copy_(x),
+        }
         medians = common.alternate(functions, 3 if quick else 30)
         rate = {kind: 4 * size / seconds / 1e9 for kind, seconds in medians.items()}
-        rows.append(common.Row(f"digest of {name}", "GB/s", rate["digest"], {"copy": rate["copy"]}, "copy"))
+        rows.append(
+            common.Row(f"digest of {name}", "GB/s", rate["digest"], {"copy": rate["copy"]}, "copy")
+        )
     return rows
 
 
 class Bottleneck(torch.nn.Module):
-    """A block of ResNet-50, with the shapes that the paper gives (He et al., arXiv:1512.03385, table 1)."""
+    """A block of ResNet-50, with the shapes that the paper gives (He et al., arXiv:1512.03385,
+    table 1).
+    """
 
     def __init__(self, inside: int, width: int, stride: int) -> None:
         super().__init__()
         layers: list[torch.nn.Module] = []
-        for before, after, size, step in ((inside, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1)):
+        for before, after, size, step in (
+            (inside, width, 1, 1),
+            (width, width, 3, stride),
+            (width, 4 * width, 1, 1),
+        ):
             layers += [
                 torch.nn.Conv2d(before, after, size, step, size // 2, bias=False),
                 torch.nn.BatchNorm2d(after),
@@ -62,7 +74,11 @@ class Bottleneck(torch.nn.Module):
 
 
 def resnet50(quick: bool) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor], str]:
-    layers: list[torch.nn.Module] = [torch.nn.Conv2d(3, 64, 7, 2, 3, bias=False), torch.nn.BatchNorm2d(64), torch.nn.ReLU()]
+    layers: list[torch.nn.Module] = [
+        torch.nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        torch.nn.BatchNorm2d(64),
+        torch.nn.ReLU(),
+    ]
     layers.append(torch.nn.MaxPool2d(3, 2, 1))
     inside = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -71,7 +87,9 @@ def resnet50(quick: bool) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], 
             inside = 4 * width
     layers += [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(2048, 1000)]
     model = torch.nn.Sequential(*layers)
-    assert sorted(tuple(p.shape) for p in model.parameters()) == sorted(map(tuple, shapes.resnet50()))
+    assert sorted(tuple(p.shape) for p in model.parameters()) == sorted(
+        map(tuple, shapes.resnet50())
+    )
     x = torch.randn(2 if quick else 32, 3, 224, 224)
     return model, lambda model: model(x).square().mean(), f"batch of {len(x)} images"
 
@@ -81,7 +99,11 @@ def gpt2(quick: bool) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torc
 
     tokens = torch.randint(50257, (1, 16) if quick else (8, 512))
     model = GPT2LMHeadModel(GPT2Config(n_layer=2 if quick else 12))
-    return model, lambda model: model(tokens, labels=tokens).loss, f"batch of {tokens.shape[0]} x {tokens.shape[1]} tokens"
+    return (
+        model,
+        lambda model: model(tokens, labels=tokens).loss,
+        f"batch of {tokens.shape[0]} x {tokens.shape[1]} tokens",
+    )
 
 
 class Timed(Recording):
@@ -110,14 +132,19 @@ for hook in ("_before_forward", "_after_forward", "_add", "_before_optimizer", "
     _count(hook)
 
 
-def step_times(make: Callable[..., tuple], quick: bool, folder: Path) -> tuple[dict[str, float], float, float, str]:
-    """Return seconds of a step with and without recording, the ratio, the peak memory that recording adds in MiB, and the work.
+def step_times(
+    make: Callable[..., tuple], quick: bool, folder: Path
+) -> tuple[dict[str, float], float, float, str]:
+    """Return seconds of a step with and without recording, the ratio, the peak memory that
+    recording adds in MiB, and the work.
 
-    The ratio is that of a recorded step to what is left of it without its hooks: steps take seconds, and two of them differ by
-    more than what is measured.
+    The ratio is that of a recorded step to what is left of it without its hooks: steps take
+    seconds, and two of them differ by more than what is measured.
     """
     model, loss_of, work = make(quick)
-    optimizer = (torch.optim.AdamW if make is gpt2 else torch.optim.SGD)(model.parameters(), lr=1e-3)
+    optimizer = (torch.optim.AdamW if make is gpt2 else torch.optim.SGD)(
+        model.parameters(), lr=1e-3
+    )
     if make is resnet50:
         optimizer.param_groups[0]["momentum"] = 0.9
 
@@ -157,7 +184,18 @@ def main() -> int:
         extra = {"MiB of memory that recording adds to the peak": memory}
         print(f"{name}: recording takes {ratio - 1:.2%} of a step, and {memory:.0f} MiB")
         peers = {"without": 1e3 * times["without"]}
-        rows.append(common.Row(f"{name}, {work}", "ms a step", 1e3 * times["recorded"], peers, "without", SHARE, extra, ratio))
+        rows.append(
+            common.Row(
+                f"{name}, {work}",
+                "ms a step",
+                1e3 * times["recorded"],
+                peers,
+                "without",
+                SHARE,
+                extra,
+                ratio,
+            )
+        )
     return common.report("record", rows, args)
 
 

@@ -1,10 +1,12 @@
-"""The balanced sampler on one thread: an epoch of 1e6 samples for 8 replicas, what it keeps, and how well it balances.
+"""The balanced sampler on one thread: an epoch of 1e6 samples for 8 replicas, what it keeps, and
+how well it balances.
 
     python benchmarks/sampler.py [--quick] [--json PATH]
 
-Times are compared with S7 over a dict of complexities that is sorted in each epoch, as in the original; the balance is compared
-with torch's DistributedSampler. A time covers `set_epoch` and drawing every index of one rank, without constructors. Both
-samplers must draw the same indices before anything is timed.
+Times are compared with S7 over a dict of complexities that is sorted in each epoch, as in the
+original; the balance is compared with torch's DistributedSampler. A time covers `set_epoch` and
+drawing every index of one rank, without constructors. Both samplers must draw the same indices
+before anything is timed.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ REPLICAS = 8
 class DictSampler:
     """S7 with a dict from sample to complexity, copied, changed and sorted in each epoch."""
 
-    def __init__(self, complexities: list, replicas: int, rank: int, seed: int, random_level: float) -> None:
+    def __init__(
+        self, complexities: list, replicas: int, rank: int, seed: int, random_level: float
+    ) -> None:
         self.complexities = dict(enumerate(complexities))
         self.replicas, self.rank, self.seed, self.epoch = replicas, rank, seed, 0
         self.bound = int((max(complexities) - min(complexities)) * random_level + 1)
@@ -47,12 +51,22 @@ class DictSampler:
             noisy[index] += noise[index]
         order = list(OrderedDict(sorted(noisy.items(), key=lambda item: item[1])))
         count = -(-len(order) // self.replicas)
-        chunks = [[order[(chunk * self.replicas + rank) % len(order)] for rank in range(self.replicas)] for chunk in range(count)]
-        return iter([chunks[chunk][self.rank] for chunk in torch.randperm(count, generator=generator).tolist()])
+        chunks = [
+            [order[(chunk * self.replicas + rank) % len(order)] for rank in range(self.replicas)]
+            for chunk in range(count)
+        ]
+        return iter(
+            [
+                chunks[chunk][self.rank]
+                for chunk in torch.randperm(count, generator=generator).tolist()
+            ]
+        )
 
 
 def log_normal(size: int, kind: str) -> torch.Tensor:
-    values = torch.exp(torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 5)
+    values = torch.exp(
+        torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 5
+    )
     return values.long() + 1 if kind == "lengths" else values
 
 
@@ -71,7 +85,8 @@ def time_rows(size: int, rounds: int) -> list[common.Row]:
             epochs = iter(range(2, 10**6))
 
             def epoch_of(
-                sampler: LoadBalancingDistributedSampler | DictSampler, epochs: Iterator[int] = epochs
+                sampler: LoadBalancingDistributedSampler | DictSampler,
+                epochs: Iterator[int] = epochs,
             ) -> Callable[[], None]:
                 def draw() -> None:
                     sampler.set_epoch(next(epochs))
@@ -82,7 +97,16 @@ def time_rows(size: int, rounds: int) -> list[common.Row]:
 
             medians = common.alternate({"ours": epoch_of(ours), "dict": epoch_of(plain)}, rounds)
             work = f"epochs/s, {size / 1e6:g}e6 {kind}, random_level {random_level}"
-            rows.append(common.Row(work, "1/s", 1 / medians["ours"], {"dict": 1 / medians["dict"]}, "dict", common.at_least(20.0)))
+            rows.append(
+                common.Row(
+                    work,
+                    "1/s",
+                    1 / medians["ours"],
+                    {"dict": 1 / medians["dict"]},
+                    "dict",
+                    common.at_least(20.0),
+                )
+            )
     return rows
 
 
@@ -90,10 +114,14 @@ def resident_bytes(kind: str, random_level: float, size: int) -> float:
     """Return by how many bytes per sample a drawing sampler enlarges this process."""
     complexities = log_normal(size, kind)
     warnings.simplefilter("ignore")
-    warm = LoadBalancingDistributedSampler(range(1000), None, REPLICAS, 3, random_level=random_level, complexities=[1, 2] * 500)
+    warm = LoadBalancingDistributedSampler(
+        range(1000), None, REPLICAS, 3, random_level=random_level, complexities=[1, 2] * 500
+    )
     list(warm)
     before = _resident()
-    sampler = LoadBalancingDistributedSampler(range(size), None, REPLICAS, 3, random_level=random_level, complexities=complexities)
+    sampler = LoadBalancingDistributedSampler(
+        range(size), None, REPLICAS, 3, random_level=random_level, complexities=complexities
+    )
     sampler.set_epoch(1)
     iterator = iter(sampler)
     for _ in range(size // REPLICAS // 2):
@@ -111,9 +139,13 @@ def memory_rows(size: int) -> list[common.Row]:
     for kind in ("lengths", "floats"):
         for random_level in (0, 0.1):
             command = [sys.executable, __file__, "--resident", f"{kind},{random_level},{size}"]
-            grown = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            grown = float(
+                subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            )
             work = f"resident, {size / 1e6:g}e6 {kind}, random_level {random_level}"
-            rows.append(common.Row(work, "bytes/sample", grown, {"bar": 40.0}, "bar", common.at_most(1.0)))
+            rows.append(
+                common.Row(work, "bytes/sample", grown, {"bar": 40.0}, "bar", common.at_most(1.0))
+            )
     return rows
 
 
@@ -127,7 +159,12 @@ def balance_rows(size: int, batch_size: int) -> list[common.Row]:
             for rank in range(REPLICAS):
                 sampler = (
                     LoadBalancingDistributedSampler(
-                        range(size), None, REPLICAS, rank, random_level=random_level, complexities=lengths
+                        range(size),
+                        None,
+                        REPLICAS,
+                        rank,
+                        random_level=random_level,
+                        complexities=lengths,
                     )
                     if name == "ours"
                     else DistributedSampler(range(size), REPLICAS, rank)
@@ -136,8 +173,19 @@ def balance_rows(size: int, batch_size: int) -> list[common.Row]:
                 per_rank.append(np.add.reduceat(drawn, np.arange(0, len(drawn), batch_size)))
             work = np.array(per_rank)
             works[name] = float((work.max(axis=0) / work.mean(axis=0)).mean())
-        work = f"slowest/mean, {size / 1e6:g}e6 log-normal lengths, batch {batch_size}, random_level {random_level}"
-        rows.append(common.Row(work, "-", works["ours"], {"DistributedSampler": works["torch"]}, "DistributedSampler"))
+        work = (
+            f"slowest/mean, {size / 1e6:g}e6 log-normal lengths, batch {batch_size}, random_level"
+            f" {random_level}"
+        )
+        rows.append(
+            common.Row(
+                work,
+                "-",
+                works["ours"],
+                {"DistributedSampler": works["torch"]},
+                "DistributedSampler",
+            )
+        )
     return rows
 
 
@@ -146,10 +194,17 @@ def main() -> int:
         kind, random_level, size = sys.argv[-1].split(",")
         print(resident_bytes(kind, float(random_level), int(size)))
         return 0
-    args = common.arguments("The balanced sampler on one thread: time of an epoch, memory, balance.")
+    args = common.arguments(
+        "The balanced sampler on one thread: time of an epoch, memory, balance."
+    )
     torch.set_num_threads(1)
     size, rounds = (20_000, 3) if args.quick else (1_000_000, 5)
-    rows = time_rows(size, rounds) + memory_rows(max(size, 200_000)) + balance_rows(size // 10, 1) + balance_rows(size // 10, 8)
+    rows = (
+        time_rows(size, rounds)
+        + memory_rows(max(size, 200_000))
+        + balance_rows(size // 10, 1)
+        + balance_rows(size // 10, 8)
+    )
     return common.report("sampler", rows, args)
 
 

@@ -1,8 +1,9 @@
-"""Training by every algorithm and graph on 2 to 1,024 simulated ranks of one process: time, memory, bytes and consensus.
+"""Training by every algorithm and graph on 2 to 1,024 simulated ranks of one process: time, memory,
+bytes and consensus.
 
-Each row is a run of its own process: 20 steps of a model of 10,000 parameters. "copy" is the time in which one thread copies as
-many bytes as the ranks send. The exit status is 1 if bytes are not the plan's, or if the ranks' distance from their mean is not
-that of theory.
+Each row is a run of its own process: 20 steps of a model of 10,000 parameters. "copy" is the time
+in which one thread copies as many bytes as the ranks send. The exit status is 1 if bytes are not
+the plan's, or if the ranks' distance from their mean is not that of theory.
 """
 
 from __future__ import annotations
@@ -48,12 +49,19 @@ RUNS: dict[str, dict[str, Any]] = {
     "diloco": {"period": 4, **WARMUP},
     "powersgd": {"min_compression_rate": 1.0, **WARMUP},
     "topk": WARMUP,
-    **{f"decentralized, {mode}": {"hierarchical": False, "peer_selection_mode": mode} for mode in MODES},
+    **{
+        f"decentralized, {mode}": {"hierarchical": False, "peer_selection_mode": mode}
+        for mode in MODES
+    },
 }
 
 
 def model() -> torch.nn.Module:
-    layers = [torch.nn.Linear(100, 50, bias=False), torch.nn.ReLU(), torch.nn.Linear(50, 100, bias=False)]
+    layers = [
+        torch.nn.Linear(100, 50, bias=False),
+        torch.nn.ReLU(),
+        torch.nn.Linear(50, 100, bias=False),
+    ]
     return torch.nn.Sequential(*layers)
 
 
@@ -112,36 +120,60 @@ def copy_seconds(n: int) -> float:
 
 
 def planned(plan: StepPlan, steps: int, rounds: int | None) -> int:
-    """Return the bytes that all ranks send in so many steps, or rounds of async with the last agreement to stop."""
+    """Return the bytes that all ranks send in so many steps, or rounds of async with the last
+    agreement to stop.
+    """
     sent: dict[int, int] = {}
     places = (
         [1]
         if rounds is not None
-        else [min(step, plan.warmup + 1 + (step - plan.warmup - 1) % plan.cycle) for step in range(1, steps + 1)]
+        else [
+            min(step, plan.warmup + 1 + (step - plan.warmup - 1) % plan.cycle)
+            for step in range(1, steps + 1)
+        ]
     )
     for place in set(places):
         operations = (exchange.operation for exchange in plan.exchanges(place))
-        sent[place] = sum(message[2] for operation in operations for messages in operation for message in messages)
-    return sum(sent[place] for place in places) if rounds is None else rounds * sent[1] + 8 * (plan.cluster.n - 1)
+        sent[place] = sum(
+            message[2] for operation in operations for messages in operation for message in messages
+        )
+    return (
+        sum(sent[place] for place in places)
+        if rounds is None
+        else rounds * sent[1] + 8 * (plan.cluster.n - 1)
+    )
 
 
 def graphs(run: str, n: int, steps: int) -> Iterator[Graph]:
-    """Yield the graph of each step; with compressed changes (S3.5), weights set before the first step are only sent in it."""
+    """Yield the graph of each step; with compressed changes (S3.5), weights set before the first
+    step are only sent in it.
+    """
     if run != "low_precision_decentralized":
         yield from (MODES[run.partition(", ")[2]].graph(step, n) for step in range(steps))
         return
     yield [[(rank, 1.0)] for rank in range(n)]
-    neighbours = MODES["ring"].graph(0, n) if n > 2 else [[(0, 1 / 3), (1, 2 / 3)], [(1, 1 / 3), (0, 2 / 3)]]  # one of two is both
+    # one of two is both
+    neighbours = (
+        MODES["ring"].graph(0, n) if n > 2 else [[(0, 1 / 3), (1, 2 / 3)], [(1, 1 / 3), (0, 2 / 3)]]
+    )
     yield from [neighbours] * (steps - 1)
 
 
-def consensus(run: str, histories: Sequence[Sequence[torch.Tensor]]) -> tuple[list[float], list[float]]:
-    """Return the ranks' distance from their mean after each step, in parts of the first: measured, and by the mixing matrices."""
-    measured = np.array([[weights.numpy() for weights in history] for history in histories], dtype=np.float64).swapaxes(0, 1)
+def consensus(
+    run: str, histories: Sequence[Sequence[torch.Tensor]]
+) -> tuple[list[float], list[float]]:
+    """Return the ranks' distance from their mean after each step, in parts of the first: measured,
+    and by the mixing matrices.
+    """
+    measured = np.array(
+        [[weights.numpy() for weights in history] for history in histories], dtype=np.float64
+    ).swapaxes(0, 1)
     expected = [measured[0]]
     for graph in graphs(run, len(histories), len(measured) - 1):
         expected.append(matrix(graph) @ expected[-1])
-    found, theory = ([float(np.linalg.norm(x - x.mean(0))) for x in weights] for weights in (measured, expected))
+    found, theory = (
+        [float(np.linalg.norm(x - x.mean(0))) for x in weights] for weights in (measured, expected)
+    )
     return [x / found[0] for x in found], [x / theory[0] for x in theory]
 
 
@@ -155,20 +187,31 @@ def measure(run: str, n: int, steps: int, results: Any) -> None:
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     metrics = [own for _, own in ranks]
     plan = plan_of(algorithm_for(run, model())[0], model(), (n,))
-    sent, wanted = sum(own["bytes_sent"] for own in metrics), planned(plan, steps, metrics[0].get("async_rounds"))
+    sent, wanted = (
+        sum(own["bytes_sent"] for own in metrics),
+        planned(plan, steps, metrics[0].get("async_rounds")),
+    )
     peers = {"copy": wanted * per_byte} | ({"goal": GOALS.get(run, GOAL)} if n == LARGEST else {})
     extra = {
-        "algorithm": run, "ranks": n, "steps": steps, "processor_seconds": processor, "seconds_per_step": wall / steps,
-        "memory_per_rank": memory // n, "bytes_sent": sent, "bytes_planned": wanted,
+        "algorithm": run,
+        "ranks": n,
+        "steps": steps,
+        "processor_seconds": processor,
+        "seconds_per_step": wall / steps,
+        "memory_per_rank": memory // n,
+        "bytes_sent": sent,
+        "bytes_planned": wanted,
         "right": abs(sent - wanted) <= n,  # each rank counts a mean over ranks, rounded
-    }  # fmt: skip
+    }
     if "decentralized" in run:
         found, theory = consensus(run, [history for history, _ in ranks])
         # Rounding in float32, and codes of 8 bits.
         near, far = (0.02, 0.02) if "low" in run else (1e-4, 1e-6)
         extra |= {"distance": found[-1], "distance_in_theory": theory[-1]}
         extra["right"] = extra["right"] and np.allclose(found, theory, near, far)
-    against, limit = ("goal", common.at_most(1.0)) if n == LARGEST else ("copy", common.at_least(1.0))
+    against, limit = (
+        ("goal", common.at_most(1.0)) if n == LARGEST else ("copy", common.at_least(1.0))
+    )
     results.send(common.Row(name_of(run, n), "s", wall, peers, against, limit, extra))
 
 
@@ -179,7 +222,9 @@ def main() -> int:
     for n, run in order:
         if args.only in name_of(run, n):
             ours, theirs = processes.Pipe()
-            process = processes.Process(target=measure, args=(run, n, 6 if args.quick else STEPS, theirs))
+            process = processes.Process(
+                target=measure, args=(run, n, 6 if args.quick else STEPS, theirs)
+            )
             process.start()
             theirs.close()
             rows.append(ours.recv())

@@ -1,6 +1,8 @@
-"""Means of float32 tensors over the ranks of one machine, through memory that they share: against gloo, one thread each.
+"""Means of float32 tensors over the ranks of one machine, through memory that they share: against
+gloo, one thread each.
 
-The floor is a copy of the tensor, on all ranks at once: every rank must read all of its elements, and write all of the result.
+The floor is a copy of the tensor, on all ranks at once: every rank must read all of its elements,
+and write all of the result.
 """
 
 from __future__ import annotations
@@ -59,7 +61,16 @@ def main() -> int:
         per_rank = workers.launch(measure, ranks, size, *((1, 2) if args.quick else (calls, 15)))
         slowest = {name: 1e3 * max(rank[name] for rank in per_rank) for name in per_rank[0]}
         ours = slowest.pop("ours")
-        rows.append(common.Row(f"{ranks} ranks, {size:,} elements", "ms", ours, slowest, "gloo", common.at_most(limit)))
+        rows.append(
+            common.Row(
+                f"{ranks} ranks, {size:,} elements",
+                "ms",
+                ours,
+                slowest,
+                "gloo",
+                common.at_most(limit),
+            )
+        )
     return common.report("shared_memory", rows, args)
 
 

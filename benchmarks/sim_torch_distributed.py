@@ -1,7 +1,8 @@
-"""The overhead of torch.distributed in a simulated world, beside torch's threaded process group and processes over gloo.
+"""The overhead of torch.distributed in a simulated world, beside torch's threaded process group and
+processes over gloo.
 
-Time for each collective and rank, of all ranks together, and that of a data-parallel training of many ranks, by the system's clock:
-Python's other clocks are virtual in a simulated world.
+Time for each collective and rank, of all ranks together, and that of a data-parallel training of
+many ranks, by the system's clock: Python's other clocks are virtual in a simulated world.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def reduce(calls: int, asynchronous: bool) -> None:
 def train(steps: int) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)))
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+    )
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -94,8 +97,12 @@ def threaded(ranks: int, calls: int, asynchronous: bool) -> float:
 
 def gloo(ranks: int, calls: int, asynchronous: bool) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(_gloo, (folder, ranks, calls, asynchronous), nprocs=ranks, start_method="fork")
-        return max(float(path.read_text(encoding="utf-8")) for path in Path(folder).glob("seconds*"))
+        torch.multiprocessing.start_processes(
+            _gloo, (folder, ranks, calls, asynchronous), nprocs=ranks, start_method="fork"
+        )
+        return max(
+            float(path.read_text(encoding="utf-8")) for path in Path(folder).glob("seconds*")
+        )
 
 
 def _gloo(rank: int, folder: str, ranks: int, calls: int, asynchronous: bool) -> None:
@@ -115,17 +122,44 @@ def main() -> int:
     ranks, calls, rounds = (2, 20, 1) if args.quick else (8, 300, 5)
     rows = []
     for work, asynchronous in KINDS.items():
-        contenders: dict[str, Callable[[int, int, bool], float]] = {"ours": simulated, "threaded PG": threaded, "gloo": gloo}
+        contenders: dict[str, Callable[[int, int, bool], float]] = {
+            "ours": simulated,
+            "threaded PG": threaded,
+            "gloo": gloo,
+        }
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for _ in range(rounds):
             for name, run in contenders.items():
                 times[name].append(run(ranks, calls, asynchronous))
-        milliseconds = {name: 1e3 * statistics.median(seconds) / calls / ranks for name, seconds in times.items()}
-        peers = {name: value for name, value in milliseconds.items() if name != "ours"} | {"allowed": LIMITS[work]}
-        rows.append(common.Row(f"{work}, {ranks} ranks", "ms", milliseconds["ours"], peers, "allowed", common.at_most(1.0)))
+        milliseconds = {
+            name: 1e3 * statistics.median(seconds) / calls / ranks
+            for name, seconds in times.items()
+        }
+        peers = {name: value for name, value in milliseconds.items() if name != "ours"} | {
+            "allowed": LIMITS[work]
+        }
+        rows.append(
+            common.Row(
+                f"{work}, {ranks} ranks",
+                "ms",
+                milliseconds["ours"],
+                peers,
+                "allowed",
+                common.at_most(1.0),
+            )
+        )
     ranks, steps = (8, 2) if args.quick else (256, 4)
     seconds = statistics.median(trained(ranks, steps) for _ in range(1 if args.quick else 3))
-    rows.append(common.Row(f"DDP, {ranks} ranks x {steps} steps", "s", seconds, {"allowed": 5.0}, "allowed", common.at_most(1.0)))
+    rows.append(
+        common.Row(
+            f"DDP, {ranks} ranks x {steps} steps",
+            "s",
+            seconds,
+            {"allowed": 5.0},
+            "allowed",
+            common.at_most(1.0),
+        )
+    )
     return common.report("sim_torch_distributed", rows, args)
 
 

@@ -1,9 +1,12 @@
-"""Time per training step of every algorithm over a slow link: two processes in network namespaces, joined by veth and tbf.
+"""Time per training step of every algorithm over a slow link: two processes in network namespaces,
+joined by veth and tbf.
 
-Peers in the same run: torch's DistributedDataParallel with its defaults, with its best settings, with Adam, and with its fp16 and
-PowerSGD hooks; torch's PeriodicModelAverager; torchft's DiLoCo (pip install torchft); Decent-DP (pip install decent-dp).
-Each is shown with its limit: the bytes that a rank sends divided by the link's bandwidth. The last link is as fast as the machine.
-It needs Linux with iproute2 and permission to create network namespaces.
+Peers in the same run: torch's DistributedDataParallel with its defaults, with its best settings,
+with Adam, and with its fp16 and PowerSGD hooks; torch's PeriodicModelAverager; torchft's DiLoCo
+(pip install torchft); Decent-DP (pip install decent-dp).
+Each is shown with its limit: the bytes that a rank sends divided by the link's bandwidth. The last
+link is as fast as the machine. It needs Linux with iproute2 and permission to create network
+namespaces.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from allreduce_step import perceptron
 from contenders import Outer, Training
 from torch import nn
 
-SIZES, FEW = [1024, *[1448] * 3, 576], [128, *[181] * 3, 72]  # 6.5e6 parameters, and 0.1e6 for a smoke run
+# 6.5e6 parameters, and 0.1e6 for a smoke run
+SIZES, FEW = [1024, *[1448] * 3, 576], [128, *[181] * 3, 72]
 BATCH = 8
 PERIOD = 32
 LINKS = {**links.RATES, "not slowed": (None, math.inf)}
@@ -36,19 +40,28 @@ _POWERSGD = (0.97, (HOOK, BEST_HOOK))
 FASTER = {
     "10 Mbit/s": {"powersgd": _POWERSGD},
     "100 Mbit/s": {
-        "bytegrad": (3.85, (DDP, BEST)), "bytegrad, OneBit": (3.5, ("bytegrad",)), "qadam": (3.5, (ADAM,)), "powersgd": _POWERSGD,
+        "bytegrad": (3.85, (DDP, BEST)),
+        "bytegrad, OneBit": (3.5, ("bytegrad",)),
+        "qadam": (3.5, (ADAM,)),
+        "powersgd": _POWERSGD,
     },
     "1 Gbit/s": {"bytegrad": (2.5, (DDP, BEST)), "qadam": (2.0, (ADAM,)), "powersgd": _POWERSGD},
     "not slowed": {"powersgd": _POWERSGD},
-}  # fmt: skip
+}
 """For each link, how many times as fast as the better of which peers a contender is to be."""
 
 _FLAT = {"hierarchical": False}
 OURS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam"), _FLAT),
+    **dict.fromkeys(
+        ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam"),
+        _FLAT,
+    ),
     "async": {},
     "local_sgd": {"period": PERIOD},
-    **{f"bytegrad, {codec}": {**_FLAT, "compression": codec, "error_feedback": True} for codec in ("MXFP8", "MXFP4", "OneBit")},
+    **{
+        f"bytegrad, {codec}": {**_FLAT, "compression": codec, "error_feedback": True}
+        for codec in ("MXFP8", "MXFP4", "OneBit")
+    },
     "powersgd": {"matrix_approximation_rank": 1, "warmup_steps": 2},  # as torch's hook
     "powersgd, rank 4": {"matrix_approximation_rank": 4, "warmup_steps": 2},
     "topk, 1 %": {"ratio": 0.01, "warmup_steps": 2},
@@ -65,7 +78,9 @@ def make(name: str, network: nn.Module, rank: links.Rank) -> Training:
     streaming = Outer(PERIOD, fragments=4, delay=PERIOD // 4 - 1, mix=0.5)
 
     def torchft(outer: Outer) -> Training:
-        return contenders.TorchFT(rank.address, rank.rank, rank.ranks, rank.store).diloco(network, _sgd, outer)
+        return contenders.TorchFT(rank.address, rank.rank, rank.ranks, rank.store).diloco(
+            network, _sgd, outer
+        )
 
     best = {"gradient_as_bucket_view": True, "static_graph": True}
     makes: dict[str, Callable[[], Training]] = {
@@ -88,12 +103,32 @@ def make(name: str, network: nn.Module, rank: links.Rank) -> Training:
     return contenders.ours(name.partition(",")[0], network, _sgd, **OURS[name])
 
 
-EVERY_STEP = (DDP, BEST, ADAM, "DDP, fp16 hook", HOOK, BEST_HOOK, "Decent-DP", *(name for name in OURS if name != "local_sgd"))
-AT_INTERVALS = ("PeriodicModelAverager", "torchft DiLoCo", "torchft DiLoCo, streaming", "local_sgd", "diloco", "diloco, streaming")
+EVERY_STEP = (
+    DDP,
+    BEST,
+    ADAM,
+    "DDP, fp16 hook",
+    HOOK,
+    BEST_HOOK,
+    "Decent-DP",
+    *(name for name in OURS if name != "local_sgd"),
+)
+AT_INTERVALS = (
+    "PeriodicModelAverager",
+    "torchft DiLoCo",
+    "torchft DiLoCo, streaming",
+    "local_sgd",
+    "diloco",
+    "diloco, streaming",
+)
 
 
-def measure(rank: links.Rank, request: tuple[str, list[int], int, int, int]) -> dict[str, dict[str, float] | str]:
-    """Time each contender's steps and count the bytes that it sends, one contender after the other, in several passes."""
+def measure(
+    rank: links.Rank, request: tuple[str, list[int], int, int, int]
+) -> dict[str, dict[str, float] | str]:
+    """Time each contender's steps and count the bytes that it sends, one contender after the other,
+    in several passes.
+    """
     rate, sizes, steps, periods, passes = request
     x, y = torch.randn(BATCH, sizes[0]), torch.randint(sizes[-1], (BATCH,))
     times: dict[str, list[float]] = {}
@@ -106,7 +141,8 @@ def measure(rank: links.Rank, request: tuple[str, list[int], int, int, int]) -> 
             lacking[name] = str(error)
             continue
         whole = PERIOD if name in AT_INTERVALS else 1
-        for _ in range(whole if whole > 1 else 3):  # builds buckets; the warm-up of QAdam and PowerSGD
+        # builds buckets; the warm-up of QAdam and PowerSGD
+        for _ in range(whole if whole > 1 else 3):
             training.step(x, y)
         rank.slow_down(rate)
         before = namespaces.bytes_sent()
@@ -120,9 +156,15 @@ def measure(rank: links.Rank, request: tuple[str, list[int], int, int, int]) -> 
         if not all(parameter.isfinite().all() for parameter in training.forward.parameters()):
             raise SystemExit(f"{name} has diverged: what was timed is no training")
         dist.barrier()
-    average = {name: statistics.mean if name in AT_INTERVALS else statistics.median for name in times}
+    average = {
+        name: statistics.mean if name in AT_INTERVALS else statistics.median for name in times
+    }
     return lacking | {
-        name: {"seconds": average[name](taken), "mean": statistics.mean(taken), "bytes": sent[name] / len(taken)}
+        name: {
+            "seconds": average[name](taken),
+            "mean": statistics.mean(taken),
+            "bytes": sent[name] / len(taken),
+        }
         for name, taken in times.items()
     }
 
@@ -133,7 +175,15 @@ def report(args: argparse.Namespace) -> int:
         if args.only not in link_name:
             continue
         rows = []
-        work = (2, 1, 1) if args.quick else (2, 2, 1) if bits < 5e7 else (5, 4, 1) if bits < 5e8 else (20, 2, 3)
+        work = (
+            (2, 1, 1)
+            if args.quick
+            else (2, 2, 1)
+            if bits < 5e7
+            else (5, 4, 1)
+            if bits < 5e8
+            else (20, 2, 3)
+        )
         figures = links.launch(2, (rate, FEW if args.quick else SIZES, *work))
         measured = {name: figure for name, figure in figures.items() if isinstance(figure, dict)}
         for name, reason in figures.items():
@@ -153,7 +203,17 @@ def report(args: argparse.Namespace) -> int:
                 "mean_ms": 1e3 * figure["mean"],
             }
             work_name = f"{name}, {link_name} (bytes/bandwidth {limit:.0f} ms)"
-            rows.append(common.Row(work_name, "ms/step", 1e3 * figure["seconds"], {better: peers[better]}, better, bar, extra))
+            rows.append(
+                common.Row(
+                    work_name,
+                    "ms/step",
+                    1e3 * figure["seconds"],
+                    {better: peers[better]},
+                    better,
+                    bar,
+                    extra,
+                )
+            )
         shown += rows
         order = [(link, name) for link in LINKS for name in (*EVERY_STEP, *AT_INTERVALS)]
         common.keep("slow_link", rows, args, ("link", "contender"), order)

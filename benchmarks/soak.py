@@ -1,9 +1,11 @@
-"""Hours of training in small: memory, threads, open files and the cache's keys after 20,000 steps, and 200 launches in a row.
+"""Hours of training in small: memory, threads, open files and the cache's keys after 20,000 steps,
+and 200 launches in a row.
 
     python benchmarks/soak.py [--minutes N] [--only NAME] [--quick] [--json PATH]
 
-4 processes train with each algorithm on samples from a Redis server, 20,000 steps or more: until N minutes have passed for all
-algorithms together. Then examples/train_digits.py is launched 200 times with 2 ranks.
+4 processes train with each algorithm on samples from a Redis server, 20,000 steps or more: until N
+minutes have passed for all algorithms together. Then examples/train_digits.py is launched 200 times
+with 2 ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +56,12 @@ def usage(dataset: CachedDataset) -> Usage:
     """Return what this process uses now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     threads, files = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
-    found = (pages * resource.getpagesize() / 2**20, threads, files, dataset.cache_loader.num_keys())
+    found = (
+        pages * resource.getpagesize() / 2**20,
+        threads,
+        files,
+        dataset.cache_loader.num_keys(),
+    )
     return dict(zip(UNITS, found, strict=True))
 
 
@@ -64,7 +71,9 @@ def train(name: str, steps: int, every: int, seconds: float) -> list[Usage]:
     torch.manual_seed(0)
     rank, start = bagua_ref.get_rank(), time.monotonic()
     dataset = CachedDataset(Vectors(), dataset_name="vectors")
-    loader = DataLoader(dataset, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(rank))
+    loader = DataLoader(
+        dataset, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(rank)
+    )
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
     optimizer = make_optimizer(name, module.parameters())
     RECIPES[name].wrap(module, [optimizer])
@@ -83,7 +92,11 @@ def train(name: str, steps: int, every: int, seconds: float) -> list[Usage]:
                 found.append(usage(dataset))
                 if rank == 0:
                     numbers = ", ".join(f"{value:.5g} {unit}" for unit, value in found[-1].items())
-                    print(f"{name}: {len(found) * every} steps in {time.monotonic() - start:.0f} s, {numbers}", flush=True)
+                    print(
+                        f"{name}: {len(found) * every} steps in {time.monotonic() - start:.0f} s,"
+                        f" {numbers}",
+                        flush=True,
+                    )
                 goes_on = torch.tensor([float(steps > 0 or time.monotonic() - start < seconds)])
                 bagua_ref.broadcast(goes_on)  # all ranks end at the same step
                 if not goes_on:
@@ -103,23 +116,41 @@ def rows(name: str, ranks: list[list[Usage]], baseline: int, every: int) -> list
         series = [[usage[what] for usage in rank] for rank in ranks]
         later = [values[baseline // every - 1 :] for values in series]
         if what == "MiB":
-            peer, limit, pairs = f"after {baseline:,} steps", GROWTH, [(values[-1], values[0]) for values in later]
+            peer, limit, pairs = (
+                f"after {baseline:,} steps",
+                GROWTH,
+                [(values[-1], values[0]) for values in later],
+            )
         elif what == "keys in Redis":
             peer, limit, pairs = "samples", 1.0, [(max(values), SAMPLES) for values in series]
         else:
             peer, limit, pairs = "least", 1.0, [(max(values), min(values)) for values in later]
         ours, theirs = max(pairs, key=lambda pair: pair[0] / pair[1])
         extra = {"steps": steps, "every": every, "ranks": series}
-        found.append(common.Row(name, what, ours, {peer: theirs}, peer, common.at_most(limit), extra))
+        found.append(
+            common.Row(name, what, ours, {peer: theirs}, peer, common.at_most(limit), extra)
+        )
     return found
 
 
 def launched(place: int) -> tuple[str, int, str]:
     """Launch the example with 2 ranks; return its algorithm, exit status and complaints."""
     name = ALGORITHMS[place % len(ALGORITHMS)]
-    command = ("-m", "torch.distributed.run", "--nproc_per_node=2", "examples/train_digits.py", f"--algorithm={name}", "--epochs=1")
+    command = (
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "examples/train_digits.py",
+        f"--algorithm={name}",
+        "--epochs=1",
+    )
     with tempfile.TemporaryDirectory() as folder:  # torchrun leaves its own there
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "TMPDIR": folder,
+            "OMP_NUM_THREADS": "1",
+        }
         with subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
@@ -141,7 +172,9 @@ def launches(count: int) -> common.Row:
     """Launch the example ``count`` times, two at a time."""
     failures = []
     with ThreadPoolExecutor(2) as pool:
-        for done, future in enumerate(as_completed([pool.submit(launched, place) for place in range(count)]), start=1):
+        for done, future in enumerate(
+            as_completed([pool.submit(launched, place) for place in range(count)]), start=1
+        ):
             name, status, complaints = future.result()
             if status != 0:
                 failures.append({"algorithm": name, "status": status, "stderr": complaints[-4000:]})
@@ -149,25 +182,56 @@ def launches(count: int) -> common.Row:
             if done % 10 == 0 or done == count:
                 print(f"{done} of {count} launches, {len(failures)} failed", flush=True)
     succeeded, extra = count - len(failures), {"failures": failures}
-    return common.Row("launches", "exit 0", succeeded, {"launches": count}, "launches", common.at_least(1.0), extra)
+    return common.Row(
+        "launches",
+        "exit 0",
+        succeeded,
+        {"launches": count},
+        "launches",
+        common.at_least(1.0),
+        extra,
+    )
 
 
 def main() -> int:
     args = common.arguments(
         "Memory, threads and open files of long trainings.",
-        minutes={"type": float, "default": 0.0, "metavar": "N", "help": "train for N minutes at least, all algorithms together"},
-        only={"default": "", "choices": ("", *ALGORITHMS, "launches"), "help": "an algorithm, or launches; keep the other rows"},
+        minutes={
+            "type": float,
+            "default": 0.0,
+            "metavar": "N",
+            "help": "train for N minutes at least, all algorithms together",
+        },
+        only={
+            "default": "",
+            "choices": ("", *ALGORITHMS, "launches"),
+            "help": "an algorithm, or launches; keep the other rows",
+        },
     )
     ranks, steps, baseline, every, count = RANKS, STEPS, BASELINE, EVERY, LAUNCHES
     names = [name for name in (*ALGORITHMS, "launches") if args.only in ("", name)]
     if args.quick:
-        ranks, steps, baseline, every, count, names = 2, 60, 20, 20, 1, [args.only] if args.only else ["async", "launches"]
+        ranks, steps, baseline, every, count, names = (
+            2,
+            60,
+            20,
+            20,
+            1,
+            [args.only] if args.only else ["async", "launches"],
+        )
     found: list[common.Row] = []
     for name in names:
         if name == "launches":
             new = [launches(count)]
         else:
-            new = rows(name, workers.launch(train, ranks, name, steps, every, 60 * args.minutes / len(ALGORITHMS)), baseline, every)
+            new = rows(
+                name,
+                workers.launch(
+                    train, ranks, name, steps, every, 60 * args.minutes / len(ALGORITHMS)
+                ),
+                baseline,
+                every,
+            )
         found += new
         order = [*itertools.product(ALGORITHMS, UNITS), ("launches", "exit 0")]
         common.keep("soak", new, args, ("work", "unit"), order)

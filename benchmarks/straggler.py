@@ -1,6 +1,8 @@
-"""Total training steps per second when one of two ranks is slowed by 20 ms a step: asynchronous averaging against all-reduce.
+"""Total training steps per second when one of two ranks is slowed by 20 ms a step: asynchronous
+averaging against all-reduce.
 
-With all-reduce, every step waits for the slower rank. The ideal is both ranks training alone, each at its own speed.
+With all-reduce, every step waits for the slower rank. The ideal is both ranks training alone, each
+at its own speed.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def measure(seconds: float, rounds: int) -> dict[str, float]:
     rates: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name in ("async", "gradient_allreduce", None):
-            rates.setdefault(name or "no communication (ideal)", []).append(steps_per_second(name, seconds))
+            rates.setdefault(name or "no communication (ideal)", []).append(
+                steps_per_second(name, seconds)
+            )
     return {name: sorted(values)[len(values) // 2] for name, values in rates.items()}
 
 

@@ -1,10 +1,12 @@
-"""Seconds and bytes until a training over a slow link reaches the loss that averaging gradients reaches.
+"""Seconds and bytes until a training over a slow link reaches the loss that averaging gradients
+reaches.
 
-Four ranks, each behind a link of its own, train a small network on digits and a language model on the text of Python's help.
-Losses are on held-out data; the weights that are judged are copied while the clock runs, and judged when it has stopped.
-Peers in the same run, with the same optimizers and settings: torch's DistributedDataParallel, its PeriodicModelAverager, and
-torchft's DiLoCo (pip install torchft). It needs Linux with iproute2 and permission to create network namespaces.
-`docs/_time_to_quality.py` writes the page of the docs.
+Four ranks, each behind a link of its own, train a small network on digits and a language model on
+the text of Python's help. Losses are on held-out data; the weights that are judged are copied while
+the clock runs, and judged when it has stopped.
+Peers in the same run, with the same optimizers and settings: torch's DistributedDataParallel, its
+PeriodicModelAverager, and torchft's DiLoCo (pip install torchft). It needs Linux with iproute2 and
+permission to create network namespaces. `docs/_time_to_quality.py` writes the page of the docs.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
@@ -104,7 +108,9 @@ def digits() -> Task:
 
     held_out = data.test_images, data.test_labels
     sgd = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
-    return Task("digits", make_model, batches, held_out, sgd, steps=200, most=1200, every=8, period=32)
+    return Task(
+        "digits", make_model, batches, held_out, sgd, steps=200, most=1200, every=8, period=32
+    )
 
 
 def language(width: int = 128, layers: int = 5) -> Task:
@@ -125,11 +131,18 @@ def language(width: int = 128, layers: int = 5) -> Task:
 
     def make() -> nn.Sequential:
         blocks = [Block(width, 4) for _ in range(layers)]
-        return nn.Sequential(Embedding(len(alphabet), length, width), *blocks, nn.LayerNorm(width), nn.Linear(width, len(alphabet)))
+        return nn.Sequential(
+            Embedding(len(alphabet), length, width),
+            *blocks,
+            nn.LayerNorm(width),
+            nn.Linear(width, len(alphabet)),
+        )
 
     judged = cut(held_out, torch.arange(0, len(held_out) - length, (len(held_out) - length) // 128))
     adamw = partial(torch.optim.AdamW, lr=1e-3)
-    return Task("language model", make, batches, judged, adamw, steps=64, most=256, every=8, period=32)
+    return Task(
+        "language model", make, batches, judged, adamw, steps=64, most=256, every=8, period=32
+    )
 
 
 TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "language model": language}
@@ -138,30 +151,48 @@ PEERS = ("DDP", "PeriodicModelAverager", "torchft DiLoCo", "torchft DiLoCo, stre
 STREAMING = "diloco, streaming"
 EVERY_STEP = ("gradient_allreduce", "DDP", "bytegrad")
 CONTENDERS = (
-    *EVERY_STEP, "local_sgd", "PeriodicModelAverager", "diloco", "torchft DiLoCo",
-    STREAMING, "torchft DiLoCo, streaming",
-)  # fmt: skip
+    *EVERY_STEP,
+    "local_sgd",
+    "PeriodicModelAverager",
+    "diloco",
+    "torchft DiLoCo",
+    STREAMING,
+    "torchft DiLoCo, streaming",
+)
 
 
 def make(name: str, task: Task, model: nn.Sequential, rank: links.Rank) -> Training:
     """Return the contender ``name``."""
     gap = task.period // 4
-    outer = Outer(task.period, fragments=4, delay=gap - 1, mix=0.5) if "streaming" in name else Outer(task.period)
+    outer = (
+        Outer(task.period, fragments=4, delay=gap - 1, mix=0.5)
+        if "streaming" in name
+        else Outer(task.period)
+    )
     if name == "DDP":
-        return contenders.ddp(model, task.optimizer, gradient_as_bucket_view=True, static_graph=True)
+        return contenders.ddp(
+            model, task.optimizer, gradient_as_bucket_view=True, static_graph=True
+        )
     if name == "PeriodicModelAverager":
         return contenders.averager(model, task.optimizer, task.period)
     if name.startswith("torchft"):
-        return contenders.TorchFT(rank.address, rank.rank, rank.ranks, rank.store).diloco(model, task.optimizer, outer)
+        return contenders.TorchFT(rank.address, rank.rank, rank.ranks, rank.store).diloco(
+            model, task.optimizer, outer
+        )
     if name.startswith("diloco"):
         return contenders.our_diloco(model, task.optimizer, outer)
     return contenders.ours(
-        name, model, task.optimizer, **({"period": task.period} if name == "local_sgd" else {"hierarchical": False})
+        name,
+        model,
+        task.optimizer,
+        **({"period": task.period} if name == "local_sgd" else {"hierarchical": False}),
     )
 
 
 def train(rank: links.Rank, request: dict[str, Any]) -> dict[str, Any] | str:
-    """Train one contender over the link; return seconds, bytes and held-out loss at each judgement on rank 0."""
+    """Train one contender over the link; return seconds, bytes and held-out loss at each judgement
+    on rank 0.
+    """
     task = TASKS[request["task"]]()
     torch.manual_seed(0)
     model = task.make()
@@ -181,7 +212,13 @@ def train(rank: links.Rank, request: dict[str, Any]) -> dict[str, Any] | str:
         if step % task.every == 0 and rank.rank == 0:
             seconds, count = time.perf_counter() - start, namespaces.bytes_sent() - sent
             with training.weights():
-                shots.append((seconds, count, [tensor.detach().clone() for tensor in model.state_dict().values()]))
+                shots.append(
+                    (
+                        seconds,
+                        count,
+                        [tensor.detach().clone() for tensor in model.state_dict().values()],
+                    )
+                )
     rank.slow_down(None)
     training.stop()
     judged = task.make()
@@ -198,9 +235,14 @@ def measure(rank: links.Rank, request: dict[str, Any]) -> Any:
 
 
 def compute(request: dict[str, Any]) -> dict[str, float]:
-    """Return this rank's median seconds per step, alone and with diloco, without a slow link; they take turns."""
+    """Return this rank's median seconds per step, alone and with diloco, without a slow link; they
+    take turns.
+    """
     task, (rounds, steps) = TASKS[request["task"]](), request["turns"]
-    makes = {ALONE: contenders.plain, "diloco": partial(contenders.our_diloco, outer=Outer(task.period))}
+    makes = {
+        ALONE: contenders.plain,
+        "diloco": partial(contenders.our_diloco, outer=Outer(task.period)),
+    }
     trainings, batches = {}, task.batches(0)
     for name, wrap in makes.items():
         torch.manual_seed(0)
@@ -217,7 +259,9 @@ def compute(request: dict[str, Any]) -> dict[str, float]:
 
 
 def reached(row: dict[str, Any], target: float) -> tuple[float, float, int] | None:
-    """Return seconds, bytes and steps of the first judgement at which the loss is at most ``target``."""
+    """Return seconds, bytes and steps of the first judgement at which the loss is at most
+    ``target``.
+    """
     for place, (seconds, count, loss) in enumerate(row["curve"]):
         if loss <= target:
             return seconds, count, (place + 1) * row["every"]
@@ -226,37 +270,71 @@ def reached(row: dict[str, Any], target: float) -> tuple[float, float, int] | No
 
 def target(result: dict[str, Any], task: str) -> float:
     """Return the loss that averaging gradients has reached in the end."""
-    ends = [row["curve"][-1][2] for row in result["rows"] if row["task"] == task and row["contender"] in EVERY_STEP[:2]]
+    ends = [
+        row["curve"][-1][2]
+        for row in result["rows"]
+        if row["task"] == task and row["contender"] in EVERY_STEP[:2]
+    ]
     return float(max(ends))
 
 
 def judged(result: dict[str, Any]) -> list[common.Row]:
     """Return what the curves come to, and what the project requires of them."""
-    return [row for task in TASKS for row in _judged(task, [row for row in result["rows"] if row["task"] == task])]
+    return [
+        row
+        for task in TASKS
+        for row in _judged(task, [row for row in result["rows"] if row["task"] == task])
+    ]
 
 
 def _judged(task: str, measured: list[dict[str, Any]]) -> Iterator[common.Row]:
     own = {row["contender"]: row["seconds"] for row in measured if not row["link"]}
     if own:
         rates = {name: 1 / seconds for name, seconds in own.items()}
-        yield common.Row(f"{task}: diloco without a slow link", "steps/s", rates["diloco"], rates, ALONE, common.at_least(0.97))
+        yield common.Row(
+            f"{task}: diloco without a slow link",
+            "steps/s",
+            rates["diloco"],
+            rates,
+            ALONE,
+            common.at_least(0.97),
+        )
     curves = {(row["link"], row["contender"]): row for row in measured if row["link"]}
     goal = target({"rows": measured}, task)
     for link, (_, bits) in links.RATES.items():
-        found = {name: reached(curves[link, name], goal) for name in CONTENDERS if (link, name) in curves}
+        found = {
+            name: reached(curves[link, name], goal) for name in CONTENDERS if (link, name) in curves
+        }
         seconds = {name: place[0] for name, place in found.items() if place is not None}
         for name, place in found.items():
-            work, extra = f"{task}, {link}: {name}", {"task": task, "link": link, "contender": name, "target": goal}
+            work, extra = (
+                f"{task}, {link}: {name}",
+                {"task": task, "link": link, "contender": name, "target": goal},
+            )
             if place is None:
                 lowest = min(loss for *_, loss in curves[link, name]["curve"])
-                yield common.Row(f"{work}, not reached", "loss", lowest, {"target": goal}, "target", common.NO_LIMIT, extra)
+                yield common.Row(
+                    f"{work}, not reached",
+                    "loss",
+                    lowest,
+                    {"target": goal},
+                    "target",
+                    common.NO_LIMIT,
+                    extra,
+                )
                 continue
             if name == "DDP" and own:
                 wire = 8 * place[1] / place[2] / bits
                 extra["ceiling"] = 1 + wire / own[ALONE]
-                work += f" ({1e3 * own[ALONE]:.0f} ms computing, {1e3 * wire:.0f} ms sending a step)"
+                work += (
+                    f" ({1e3 * own[ALONE]:.0f} ms computing, {1e3 * wire:.0f} ms sending a step)"
+                )
             extra |= {"bytes": place[1], "steps": place[2]}
-            sooner = common.at_most(0.1) if name == STREAMING and link == "10 Mbit/s" else common.NO_LIMIT
+            sooner = (
+                common.at_most(0.1)
+                if name == STREAMING and link == "10 Mbit/s"
+                else common.NO_LIMIT
+            )
             yield common.Row(work, "s", place[0], seconds, "DDP", sooner, extra)
             peer = name.replace("diloco", "torchft DiLoCo")
             if peer != name and peer in seconds:
@@ -265,7 +343,12 @@ def _judged(task: str, measured: list[dict[str, Any]]) -> Iterator[common.Row]:
 
 def report(args: argparse.Namespace) -> int:
     path = args.json or common.path_of("time_to_quality")
-    order = [(task, link, name) for task in TASKS for link in ("", *links.RATES) for name in (ALONE, *CONTENDERS)]
+    order = [
+        (task, link, name)
+        for task in TASKS
+        for link in ("", *links.RATES)
+        for name in (ALONE, *CONTENDERS)
+    ]
 
     def keep(task: str, link: str, name: str, **figures: Any) -> None:
         row = {"task": task, "link": link, "contender": name, **figures}
@@ -273,25 +356,37 @@ def report(args: argparse.Namespace) -> int:
 
     for task in TASKS:
         if args.only in f"{task}, alone":
-            for name, seconds in links.launch(2, {"task": task, "turns": (1, 2) if args.quick else (9, 64)}).items():
+            for name, seconds in links.launch(
+                2, {"task": task, "turns": (1, 2) if args.quick else (9, 64)}
+            ).items():
                 keep(task, "", name, seconds=seconds)
         for link in list(links.RATES)[-1 if args.quick else 0 :]:
             for name in CONTENDERS:
                 if args.only not in f"{task}, {link}, {name}":
                     continue
                 rate = links.RATES[link][0]
-                result = links.launch(RANKS, {"task": task, "contender": name, "rate": rate, "quick": args.quick})
+                result = links.launch(
+                    RANKS, {"task": task, "contender": name, "rate": rate, "quick": args.quick}
+                )
                 if isinstance(result, str):
                     print(f"{name} was not measured: {result}")
                     continue
                 keep(task, link, name, **result)
                 seconds, count, loss = result["curve"][-1]
-                print(f"{task}, {link}, {name}: {seconds:.1f} s, {count / 1e6:.1f} MB, loss {loss:.3f}", flush=True)
+                print(
+                    f"{task}, {link}, {name}: {seconds:.1f} s, {count / 1e6:.1f} MB, loss"
+                    f" {loss:.3f}",
+                    flush=True,
+                )
     rows = judged(json.loads(path.read_text(encoding="utf-8")))
     common.show(rows)
     return 0 if args.quick else int(any(not row.limit.holds(row.ratio) for row in rows))
 
 
 if __name__ == "__main__":
-    only = {"default": "", "metavar": "TEXT", "help": "run those with TEXT in '<task>, <link>, <contender>'; keep the other rows"}
+    only = {
+        "default": "",
+        "metavar": "TEXT",
+        "help": "run those with TEXT in '<task>, <link>, <contender>'; keep the other rows",
+    }
     sys.exit(links.main(__doc__, measure, report, only=only))

@@ -1,7 +1,8 @@
-"""The cost of recording: the digits network trained on 2 processes over gloo with and without a Recorder, in the same run.
+"""The cost of recording: the digits network trained on 2 processes over gloo with and without a
+Recorder, in the same run.
 
-Each rank writes the input and the output of its bucket, 2 x 38,282 float32 per step. Blocks of steps alternate: without recording,
-with it, and with it at every 10th step.
+Each rank writes the input and the output of its bucket, 2 x 38,282 float32 per step. Blocks of
+steps alternate: without recording, with it, and with it at every 10th step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ KINDS = {"without": None, "recorded": 1, "every 10th": 10}
 
 
 def measure(folder: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the median milliseconds per step of each algorithm and kind, and the bytes per recorded step, on this rank."""
+    """Return the median milliseconds per step of each algorithm and kind, and the bytes per
+    recorded step, on this rank.
+    """
     digits, settings = Digits.load(), Settings(ranks=PROCESSES, epochs=1)
     batches = list(digits.batches(settings, bagua_ref.get_rank(), PROCESSES))[:STEPS]
     found: dict[str, dict[str, float]] = {}
@@ -58,7 +61,10 @@ def measure(folder: str, rounds: int) -> dict[str, dict[str, float]]:
                 if every == 1:
                     size = recorder.bytes_written / recorder.steps_written
                 shutil.rmtree(directory / f"rank{bagua_ref.get_rank()}", ignore_errors=True)
-        found[name] = {**{kind: statistics.median(values) for kind, values in times.items()}, "bytes": size}
+        found[name] = {
+            **{kind: statistics.median(values) for kind, values in times.items()},
+            "bytes": size,
+        }
     return found
 
 

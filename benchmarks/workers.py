@@ -1,4 +1,6 @@
-"""Worker processes for benchmarks of training: as torchrun starts them, one thread each, over gloo."""
+"""Worker processes for benchmarks of training: as torchrun starts them, one thread each, over
+gloo.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,12 @@ import bagua_ref
 
 
 def launch(function: Callable[..., Any], processes: int, *args: Any) -> list[Any]:
-    """Return what ``function(*args)`` returns in each of ``processes`` workers that have a process group, in rank order."""
+    """Return what ``function(*args)`` returns in each of ``processes`` workers that have a process
+    group, in rank order.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "bagua_ref", "__main__"])  # imported once, not by each worker
+    # imported once, not by each worker
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "bagua_ref", "__main__"])
     with tempfile.TemporaryDirectory() as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -39,7 +44,8 @@ def launch(function: Callable[..., Any], processes: int, *args: Any) -> list[Any
 
 
 def _work(folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    gc.collect()  # copies what is shared with the server, which a collection that is measured would do otherwise
+    # copies what is shared with the server, which a collection that is measured would do otherwise
+    gc.collect()
     torch.set_num_threads(1)
     bagua_ref.init_process_group()
     path = os.path.join(folder, f"{bagua_ref.get_rank()}.pt")

@@ -1,4 +1,6 @@
-"""A mkdocs hook: the API pages, made from the docstrings of the public modules, a room of the package to a page."""
+"""A mkdocs hook: the API pages, made from the docstrings of the public modules, a room of the
+package to a page.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-# Groups of pages; each page lists the modules whose public names it shows. Modules that only the package itself imports, and those
-# of the original that are not provided, have no page.
+# Groups of pages; each page lists the modules whose public names it shows. Modules that only the
+# package itself imports, and those of the original that are not provided, have no page.
 API = {
     "Training": {
         "distributed": ["bagua_ref.distributed"],
@@ -69,15 +71,29 @@ API = {
     },
 }
 
-# Here the code is the explanation: an operation or a kernel is a few lines that look like their clause.
+# Here the code is the explanation: an operation or a kernel is a few lines that look like their
+# clause.
 WITH_SOURCE = ("bagua_ref.comm_ops", "bagua_ref.backends.reference.backend")
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages and list them in the navigation."""
     for room, modules in (item for pages in API.values() for item in pages.items()):
-        files.append(File.generated(config, f"api/{room}.md", content="\n\n".join([f"# {room}", *map(_section, modules)])))
-    config.nav.append({"API": [{group: [{room: f"api/{room}.md"} for room in pages]} for group, pages in API.items()]})
+        files.append(
+            File.generated(
+                config,
+                f"api/{room}.md",
+                content="\n\n".join([f"# {room}", *map(_section, modules)]),
+            )
+        )
+    config.nav.append(
+        {
+            "API": [
+                {group: [{room: f"api/{room}.md"} for room in pages]}
+                for group, pages in API.items()
+            ]
+        }
+    )
     return files
 
 

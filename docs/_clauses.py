@@ -9,7 +9,9 @@ from typing import Any
 from mkdocs.utils import get_relative_url
 
 SPEC = "spec.md"
-ANCHORS = set(re.findall(r"\{ #(s[\d-]+) \}", Path(__file__).with_name(SPEC).read_text(encoding="utf-8")))
+ANCHORS = set(
+    re.findall(r"\{ #(s[\d-]+) \}", Path(__file__).with_name(SPEC).read_text(encoding="utf-8"))
+)
 _CLAUSE = re.compile(r"\bS\d+(?:\.\d+)?\b(?!\.?\d)")
 _TAG = re.compile(r"(<[^>]*>)")
 _AS_IT_IS = ("a", "code", "h1", "h2", "h3", "h4", "h5", "h6", "pre", "script", "style", "svg")
@@ -18,7 +20,11 @@ _AS_IT_IS = ("a", "code", "h1", "h2", "h3", "h4", "h5", "h6", "pre", "script", "
 
 def on_page_content(html: str, page: Any, files: Any, **_: Any) -> str:
     """Return the page with its links."""
-    return html if page.file.src_uri == SPEC else linked(html, get_relative_url(files.get_file_from_path(SPEC).url, page.url))
+    return (
+        html
+        if page.file.src_uri == SPEC
+        else linked(html, get_relative_url(files.get_file_from_path(SPEC).url, page.url))
+    )
 
 
 def linked(html: str, spec: str) -> str:

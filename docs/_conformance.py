@@ -1,6 +1,8 @@
-"""Tables of docs/conformance/, written by ``python docs/_conformance.py``. A test fails if they are out of date.
+"""Tables of docs/conformance/, written by ``python docs/_conformance.py``. A test fails if they are
+out of date.
 
-A page for each suite lists its checks; clauses.md says which checks each clause of the specification has.
+A page for each suite lists its checks; clauses.md says which checks each clause of the
+specification has.
 """
 
 from __future__ import annotations
@@ -36,12 +38,21 @@ def clauses_table() -> str:
             if check.clause == clause:
                 found.setdefault(check.suite, []).append(check)
         each = [
-            f"[{suite}]({suite}.md#checks): {', '.join(c.id.split('.')[-1] for c in checks)}" for suite, checks in found.items()
+            f"[{suite}]({suite}.md#checks): {', '.join(c.id.split('.')[-1] for c in checks)}"
+            for suite, checks in found.items()
         ]
         return "<br>".join(each) or "not covered"
 
     lines = ["| clause | about | checks |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {clause_link(clause)} | {about} | {names(clause)} |" for clause, about in CLAUSES.items())])
+    return "\n".join(
+        [
+            *lines,
+            *(
+                f"| {clause_link(clause)} | {about} | {names(clause)} |"
+                for clause, about in CLAUSES.items()
+            ),
+        ]
+    )
 
 
 def pages() -> dict[Path, str]:

@@ -9,8 +9,14 @@ PAGE = Path(__file__).with_name("findings.md")
 RESULTS = Path(__file__).parents[1] / "findings" / "results.json"
 VERDICTS = {
     "agrees": "the check found nothing",
-    "differs by design": "its documentation describes a computation that differs from the specification's, or leaves room for one",
-    "fault": "it does not do what its documentation leads one to expect, or what another part of the same project does",
+    "differs by design": (
+        "its documentation describes a computation that differs from the specification's, or leaves"
+        " room for one"
+    ),
+    "fault": (
+        "it does not do what its documentation leads one to expect, or what another part of the"
+        " same project does"
+    ),
     "not judged": "with the reason",
 }
 HEAD = """# Findings in living implementations
@@ -35,17 +41,39 @@ def cell(text: str) -> str:
 def page(results: dict[str, list[dict[str, str]]]) -> str:
     """Return the page for the rows of all scripts."""
     rows = [(name, row) for name, rows in results.items() for row in rows]
-    lines = ["| verdict | means |", "|---|---|", *(f"| {verdict} | {meaning} |" for verdict, meaning in VERDICTS.items())]
-    lines += ["", "## All cases", "", "| implementation | clause | case | verdict |", "|---|---|---|---|"]
+    lines = [
+        "| verdict | means |",
+        "|---|---|",
+        *(f"| {verdict} | {meaning} |" for verdict, meaning in VERDICTS.items()),
+    ]
+    lines += [
+        "",
+        "## All cases",
+        "",
+        "| implementation | clause | case | verdict |",
+        "|---|---|---|---|",
+    ]
     for _, row in rows:
         verdict = f"not judged: {row['why']}" if row["verdict"] == "not judged" else row["verdict"]
-        lines.append("| " + " | ".join(cell(text) for text in (row["implementation"], row["clause"], row["case"], verdict)) + " |")
+        lines.append(
+            "| "
+            + " | ".join(
+                cell(text) for text in (row["implementation"], row["clause"], row["case"], verdict)
+            )
+            + " |"
+        )
     for verdict, title in (("fault", "Faults"), ("differs by design", "Differences by design")):
         lines += ["", f"## {title}"]
         for name, row in rows:
             if row["verdict"] != verdict:
                 continue
-            lines += ["", f"### {row['implementation']}: {row['case']}", "", f"{row['why']} (`python -m findings {name}`)", ""]
+            lines += [
+                "",
+                f"### {row['implementation']}: {row['case']}",
+                "",
+                f"{row['why']} (`python -m findings {name}`)",
+                "",
+            ]
             named = {
                 "Clause": row["clause"],
                 "Documented": row["promise"],

@@ -1,6 +1,8 @@
-"""The table of docs/fuse.md, written by ``python docs/_fuse_table.py``. A test fails if it is out of date.
+"""The table of docs/fuse.md, written by ``python docs/_fuse_table.py``. A test fails if it is out
+of date.
 
-For every class of torch.optim it has the verdict of fuse_optimizer, and the result of comparing flattened with unflattened steps.
+For every class of torch.optim it has the verdict of fuse_optimizer, and the result of comparing
+flattened with unflattened steps.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 def classes() -> dict[str, type[torch.optim.Optimizer]]:
     """Return all optimizers that the installed torch has."""
     found = {name: value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
-    return {name: cls for name, cls in sorted(found.items()) if issubclass(cls, torch.optim.Optimizer) and name != "Optimizer"}
+    return {
+        name: cls
+        for name, cls in sorted(found.items())
+        if issubclass(cls, torch.optim.Optimizer) and name != "Optimizer"
+    }
 
 
 def make(cls: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -34,9 +40,16 @@ def row(name: str, cls: type[torch.optim.Optimizer]) -> str:
     else:
         verdict, reason = "fused", ""
     tried = "differs, or raises" if try_on_clones(make(cls)) else "equal in every bit"
-    flags = [flag for flag in ("foreach", "fused", "capturable", "differentiable") if flag in inspect.signature(cls).parameters]
+    flags = [
+        flag
+        for flag in ("foreach", "fused", "capturable", "differentiable")
+        if flag in inspect.signature(cls).parameters
+    ]
     flags = flags if verdict == "fused" else []
-    return f"| `{name}` | {verdict} | {tried} | {', '.join(f'`{flag}`' for flag in flags)} | {reason} |"
+    return (
+        f"| `{name}` | {verdict} | {tried} | {', '.join(f'`{flag}`' for flag in flags)} |"
+        f" {reason} |"
+    )
 
 
 def table() -> str:

@@ -1,4 +1,5 @@
-"""A griffe extension: examples in docstrings become code blocks, and internals have no place on the API's pages.
+"""A griffe extension: examples in docstrings become code blocks, and internals have no place on the
+API's pages.
 
 Markdown would read ``>>>`` as nested quotations.
 """
@@ -41,7 +42,9 @@ INTERNAL = re.compile(
 
 
 class Extension(griffe.Extension):
-    """Fence examples that stand outside an ``Examples:`` section, and hide what users do not call."""
+    """Fence examples that stand outside an ``Examples:`` section, and hide what users do not
+    call.
+    """
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring and "\nExamples:\n" not in obj.docstring.value:
@@ -52,7 +55,9 @@ class Extension(griffe.Extension):
 
     def _prune(self, owner: griffe.Module | griffe.Class) -> None:
         for name, member in list(owner.members.items()):
-            if INTERNAL.fullmatch(member.target_path if isinstance(member, griffe.Alias) else member.path):
+            if INTERNAL.fullmatch(
+                member.target_path if isinstance(member, griffe.Alias) else member.path
+            ):
                 del owner.members[name]
             elif isinstance(member, griffe.Module | griffe.Class):
                 self._prune(member)

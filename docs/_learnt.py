@@ -1,4 +1,6 @@
-"""What `bagua-ref advise` quotes of what was learnt in our benchmarks: ``python docs/_learnt.py``."""
+"""What `bagua-ref advise` quotes of what was learnt in our benchmarks: ``python
+docs/_learnt.py``.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,32 @@ COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
     "bytegrad": ("ByteGradAlgorithm", _PLAIN),
     "bytegrad, MXFP4": ("ByteGradAlgorithm", {"compression": "MXFP4", "error_feedback": False}),
     **{
-        f"bytegrad, {codec}, error memory": ("ByteGradAlgorithm", {"compression": codec, "error_feedback": True})
+        f"bytegrad, {codec}, error memory": (
+            "ByteGradAlgorithm",
+            {"compression": codec, "error_feedback": True},
+        )
         for codec in ("MXFP8", "MXINT8", "MXFP4", "OneBit")
     },
-    **{f"powersgd, rank {rank}": ("PowerSGDAlgorithm", {"matrix_approximation_rank": rank, "memory": "local"}) for rank in (1, 4)},
     **{
-        f"topk, {ratio:.0%}".replace("%", " %"): ("TopKAlgorithm", {"ratio": ratio, "error_feedback": True})
+        f"powersgd, rank {rank}": (
+            "PowerSGDAlgorithm",
+            {"matrix_approximation_rank": rank, "memory": "local"},
+        )
+        for rank in (1, 4)
+    },
+    **{
+        f"topk, {ratio:.0%}".replace("%", " %"): (
+            "TopKAlgorithm",
+            {"ratio": ratio, "error_feedback": True},
+        )
         for ratio in (0.01, 0.05)
     },
 }
 LEARNING: dict[str, tuple[str, dict[str, Any]]] = {
-    "decentralized": ("DecentralizedAlgorithm", {"peer_selection_mode": "all", "communication_interval": 1}),
+    "decentralized": (
+        "DecentralizedAlgorithm",
+        {"peer_selection_mode": "all", "communication_interval": 1},
+    ),
     "low_precision_decentralized": (
         "LowPrecisionDecentralizedAlgorithm",
         {"compression": "MinMaxUInt8", "communication_interval": 1},
@@ -41,7 +58,10 @@ LEARNING: dict[str, tuple[str, dict[str, Any]]] = {
 PERIODIC: dict[str, tuple[str, dict[str, Any]]] = {
     "local_sgd": ("LocalSGDAlgorithm", {"period": 32, "hierarchical": False}),
     "diloco": ("DiLoCoAlgorithm", {"period": 32, "fragments": 1, "compression": None}),
-    "diloco, streaming": ("DiLoCoAlgorithm", {"period": 32, "fragments": 4, "delay": 7, "mix": 0.5, "compression": None}),
+    "diloco, streaming": (
+        "DiLoCoAlgorithm",
+        {"period": 32, "fragments": 4, "delay": 7, "mix": 0.5, "compression": None},
+    ),
 }
 
 
@@ -50,20 +70,48 @@ def rows() -> list[dict[str, Any]]:
     found = []
     for row in load("learning_compressed")["rows"]:
         if row["work"] in COMPRESSED:
-            text = f"{row['difference']:+.2f} ± {row['standard_error']:.2f} points of accuracy on digits against gradient_allreduce"
-            found.append((COMPRESSED[row["work"]], f"{text} ({len(row['seeds'])} seeds, learning_compressed.json)"))
+            text = (
+                f"{row['difference']:+.2f} ± {row['standard_error']:.2f} points of accuracy on"
+                " digits against gradient_allreduce"
+            )
+            found.append(
+                (
+                    COMPRESSED[row["work"]],
+                    f"{text} ({len(row['seeds'])} seeds, learning_compressed.json)",
+                )
+            )
     learning = {row["work"]: row for row in load("learning")["rows"]}
     for name, about in LEARNING.items():
-        own, base = (statistics.mean(learning[work]["seeds"]) for work in (name, "gradient_allreduce"))
-        found.append((about, f"{own:.2f} % accuracy on digits, gradient_allreduce {base:.2f} % (5 seeds, learning.json)"))
-    quality = [row for row in judged(load("time_to_quality")) if row.extra.get("task") == "language model"]
+        own, base = (
+            statistics.mean(learning[work]["seeds"]) for work in (name, "gradient_allreduce")
+        )
+        found.append(
+            (
+                about,
+                (
+                    f"{own:.2f} % accuracy on digits, gradient_allreduce {base:.2f} % (5 seeds,"
+                    " learning.json)"
+                ),
+            )
+        )
+    quality = [
+        row for row in judged(load("time_to_quality")) if row.extra.get("task") == "language model"
+    ]
     times = {(row.extra["contender"], row.extra["link"]): row for row in quality}
     for name, about in PERIODIC.items():
-        steps = {who: times[who, "10 Mbit/s"].extra["steps"] for who in (name, "gradient_allreduce")}
+        steps = {
+            who: times[who, "10 Mbit/s"].extra["steps"] for who in (name, "gradient_allreduce")
+        }
         own, base = steps[name], steps["gradient_allreduce"]
-        text = f"a small language model took {own} steps, with gradient_allreduce {base}, to the same loss"
+        text = (
+            f"a small language model took {own} steps, with gradient_allreduce {base}, to the same"
+            " loss"
+        )
         found.append((about, f"{text} (4 ranks, period 32, time_to_quality.json)"))
-    return [{"algorithm": algorithm, "options": options, "text": text} for (algorithm, options), text in found]
+    return [
+        {"algorithm": algorithm, "options": options, "text": text}
+        for (algorithm, options), text in found
+    ]
 
 
 def data() -> str:

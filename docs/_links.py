@@ -1,4 +1,5 @@
-"""Addresses outside of the documentation: ``python docs/_links.py`` asks for each, and lists those that do not answer.
+"""Addresses outside of the documentation: ``python docs/_links.py`` asks for each, and lists those
+that do not answer.
 
 A test compares them with docs/_links.txt, so that a new one is looked at once.
 """
@@ -17,7 +18,9 @@ LIST = Path(__file__).with_suffix(".txt")
 def addresses() -> list[str]:
     """Return what pages link to."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
-    found = (re.findall(r"\]\((https?://[^)\s#]+)", page.read_text(encoding="utf-8")) for page in pages)
+    found = (
+        re.findall(r"\]\((https?://[^)\s#]+)", page.read_text(encoding="utf-8")) for page in pages
+    )
     return sorted({address for each in found for address in each})
 
 
@@ -26,7 +29,9 @@ if __name__ == "__main__":
     failed = 0
     for address in addresses():
         try:
-            urllib.request.urlopen(urllib.request.Request(address, headers={"User-Agent": "bagua_ref"}), timeout=20).close()
+            urllib.request.urlopen(
+                urllib.request.Request(address, headers={"User-Agent": "bagua_ref"}), timeout=20
+            ).close()
         except OSError as error:
             failed += 1
             print(f"{address}: {error}")

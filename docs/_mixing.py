@@ -1,6 +1,8 @@
-"""The table of docs/algorithms/graphs.md, written by ``python docs/_mixing.py``. A test fails if it is out of date.
+"""The table of docs/algorithms/graphs.md, written by ``python docs/_mixing.py``. A test fails if it
+is out of date.
 
-For every mode and several numbers of ranks it has the rounds to consensus and the spectral gap per round.
+For every mode and several numbers of ranks it has the rounds to consensus and the spectral gap per
+round.
 """
 
 from __future__ import annotations
@@ -26,7 +28,12 @@ def cell(mode: str, n: int) -> str:
 
 def table() -> str:
     lines = [f"| mode | {' | '.join(f'n = {n}' for n in RANKS)} |", f"|---|{'---|' * len(RANKS)}"]
-    return "\n".join([*lines, *(f'| `"{mode}"` | {" | ".join(cell(mode, n) for n in RANKS)} |' for mode in MODES)])
+    return "\n".join(
+        [
+            *lines,
+            *(f'| `"{mode}"` | {" | ".join(cell(mode, n) for n in RANKS)} |' for mode in MODES),
+        ]
+    )
 
 
 def page() -> str:

@@ -1,7 +1,9 @@
-"""Pictures of which rank sends how many bytes to whom, from trainings in the simulated world: ``python docs/_patterns.py``.
+"""Pictures of which rank sends how many bytes to whom, from trainings in the simulated world:
+``python docs/_patterns.py``.
 
-Each algorithm trains the same small model on four ranks. What the communicators send is recorded and drawn into
-docs/images/pattern-NAME.svg. Tests fail if the files are out of date, or if `bytes_per_step` differs from what was recorded.
+Each algorithm trains the same small model on four ranks. What the communicators send is recorded
+and drawn into docs/images/pattern-NAME.svg. Tests fail if the files are out of date, or if
+`bytes_per_step` differs from what was recorded.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ def shapes_of(parameters: int) -> list[tuple[int, ...]]:
     width = 64
     for planes, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for block in range(blocks):
-            convolutions += [(planes, width, 1, 1), (planes, planes, 3, 3), (4 * planes, planes, 1, 1)]
+            convolutions += [
+                (planes, width, 1, 1),
+                (planes, planes, 3, 3),
+                (4 * planes, planes, 1, 1),
+            ]
             convolutions += [(4 * planes, width, 1, 1)] if block == 0 else []
             width = 4 * planes
     normalizations = [(shape[0],) for shape in convolutions for _ in range(2)]
@@ -77,14 +83,22 @@ class Recording:
 
     def sent(self, rank: int, step: int) -> int:
         """Return the bytes that a rank sent in a step."""
-        return sum(size for m in self.messages if m.step == step for (src, _), size in m.sends.items() if src == rank)
+        return sum(
+            size
+            for m in self.messages
+            if m.step == step
+            for (src, _), size in m.sends.items()
+            if src == rank
+        )
 
 
 def bytes_per_step(name: str, parameters: int, ranks: int, **options: Any) -> int:
-    """Return what each rank sends per step (or per round of averaging), all parameters being float32 and in one bucket.
+    """Return what each rank sends per step (or per round of averaging), all parameters being
+    float32 and in one bucket.
 
-    This is the formula of the pages: 4 bytes per element in full precision, and blocks of 32 + c bytes for chunks of c elements,
-    rounded up to multiples of 32 (S4.1), where elements travel as one byte.
+    This is the formula of the pages: 4 bytes per element in full precision, and blocks of 32 + c
+    bytes for chunks of c elements, rounded up to multiples of 32 (S4.1), where elements travel as
+    one byte.
     """
     full = 2 * (ranks - 1) / ranks * 4 * parameters
     compressed = 2 * (ranks - 1) * _block(-(-parameters // ranks))
@@ -100,7 +114,9 @@ def bytes_per_step(name: str, parameters: int, ranks: int, **options: Any) -> in
             matrix = matrix_shape(shape, options.get("matrix_approximation_rank", 1), 2.0)
             elements += math.prod(shape) if matrix is None else (matrix[0] + matrix[1]) * matrix[2]
         return 8 * (ranks - 1) * elements // ranks
-    return compressed if name in ("bytegrad", "qadam") or options.get("compression") else round(full)
+    return (
+        compressed if name in ("bytegrad", "qadam") or options.get("compression") else round(full)
+    )
 
 
 def _block(elements: int) -> int:
@@ -117,7 +133,9 @@ class _Recorder:
         self.calls: Counter[tuple[int, int, str]] = Counter()
 
     def note(self, kind: str, sends: Sends) -> None:
-        """Add a rank's part of a message: its k-th call of a kind in a step belongs to the k-th of the other ranks."""
+        """Add a rank's part of a message: its k-th call of a kind in a step belongs to the k-th of
+        the other ranks.
+        """
         rank = current_world().identity.rank
         step, phase = self.phase[rank]
         call = self.calls[rank, step, kind]
@@ -132,15 +150,19 @@ class _Recorder:
         """Record what simulated communicators send meanwhile."""
         with ExitStack() as stack:
             for name, describe in _SENDS.items():
-                stack.enter_context(mock.patch.object(SimulatedCommunicator, name, self._noting(name, describe)))
+                stack.enter_context(
+                    mock.patch.object(SimulatedCommunicator, name, self._noting(name, describe))
+                )
             yield
 
     def _noting(self, name: str, describe: Callable[..., dict[str, Sends]]) -> Callable[..., None]:
         call = getattr(SimulatedCommunicator, name)
 
         def method(comm: SimulatedCommunicator, *args: Any) -> None:
-            training = current_world().identity.rank in self.phase  # wrapping sends weights and state, too
-            flag = isinstance(args[0], torch.Tensor) and args[0].numel() == 1  # by which async agrees on stopping
+            # wrapping sends weights and state, too
+            training = current_world().identity.rank in self.phase
+            # by which async agrees on stopping
+            flag = isinstance(args[0], torch.Tensor) and args[0].numel() == 1
             if training and not flag:
                 for kind, sends in describe(comm, *args).items():
                     self.note(kind, sends)
@@ -172,12 +194,20 @@ def _allreduce(comm: SimulatedCommunicator, tensor: torch.Tensor, op: Any) -> di
 
 _SENDS: dict[str, Callable[..., dict[str, Sends]]] = {
     "_allreduce_inplace": _allreduce,
-    "_alltoall": lambda comm, send, recv: {"all-to-all": _to_others(comm, _nbytes(send) // comm.nranks())},
+    "_alltoall": lambda comm, send, recv: {
+        "all-to-all": _to_others(comm, _nbytes(send) // comm.nranks())
+    },
     "_allgather": lambda comm, send, recv: {"all-gather": _to_others(comm, _nbytes(send))},
     "_gather": lambda comm, send, recv, dst: {"gather": _to(comm, dst, _nbytes(send))},
-    "_broadcast": lambda comm, tensor, src: {"broadcast": _to_others(comm, _nbytes(tensor)) if comm.rank() == src else {}},
+    "_broadcast": lambda comm, tensor, src: {
+        "broadcast": _to_others(comm, _nbytes(tensor)) if comm.rank() == src else {}
+    },
     "_exchange": lambda comm, sends, recvs: {
-        "exchange": {pair: size for tensor, dst in sends for pair, size in _to(comm, dst, _nbytes(tensor)).items()}
+        "exchange": {
+            pair: size
+            for tensor, dst in sends
+            for pair, size in _to(comm, dst, _nbytes(tensor)).items()
+        }
     },
 }
 """What the rank that calls a method sends."""
@@ -195,7 +225,8 @@ def record(
     Args:
         name: of the algorithm.
         nodes: how many ranks each node has.
-        seconds: virtual ones that a step takes on each rank; the slowest rank makes four steps, the others as many as they can.
+        seconds: virtual ones that a step takes on each rank; the slowest rank makes four steps, the
+            others as many as they can.
         latency: virtual seconds that a collective takes.
         options: of the algorithm.
     """
@@ -208,14 +239,18 @@ def record(
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         chosen = dict(options)
         if name == "qadam":
-            optimizer = chosen["q_adam_optimizer"] = QAdamOptimizer(model.parameters(), warmup_steps=2)
+            optimizer = chosen["q_adam_optimizer"] = QAdamOptimizer(
+                model.parameters(), warmup_steps=2
+            )
             optimizer.step_id = 1  # so of the two steps that are drawn, one is in the warm-up
         model.with_bagua([optimizer], Algorithm.init(name, **chosen))
         for step in range(round(4 * max(seconds) / seconds[rank]) if any(seconds) else 2):
-            number, begun = (0 if name == "async" else step), world.now()  # rounds of async belong to no step
+            # rounds of async belong to no step
+            number, begun = (0 if name == "async" else step), world.now()
             recorder.phase[rank] = (number, "forward")
             loss = model(torch.ones(1, model.in_features)).sum()
-            world.sleep(seconds[rank] if any(seconds) else rank)  # ranks that are not in step show what overlaps with what
+            # ranks that are not in step show what overlaps with what
+            world.sleep(seconds[rank] if any(seconds) else rank)
             recorder.phase[rank] = (number, "backward")
             loss.backward()
             recorder.phase[rank] = (number, "optimizer step")
@@ -229,7 +264,9 @@ def record(
     with recorder.listening(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of v, which is 0 without more steps
         SimulatedWorld(RANKS, nodes=nodes).run(train)
-    recording.messages = sorted(recorder.messages.values(), key=lambda message: (message.step, message.order))
+    recording.messages = sorted(
+        recorder.messages.values(), key=lambda message: (message.step, message.order)
+    )
     return recording
 
 
@@ -249,17 +286,25 @@ STYLE = """
 
 
 class Picture:
-    """An SVG image that grows downwards, with a column for each rank, or for each of as many other things."""
+    """An SVG image that grows downwards, with a column for each rank, or for each of as many other
+    things.
+    """
 
     def __init__(self, title: str, left: float = 58, heads: str = "rank") -> None:
         self.title, self.y = title, 42.0
         self.x = [left + rank * (WIDTH - 58 - left) / (RANKS - 1) for rank in range(RANKS)]
-        self.parts = [_text(x, 24, f"{heads} {rank}", f"bold r{rank}", "middle", "stroke:none") for rank, x in enumerate(self.x)]
+        self.parts = [
+            _text(x, 24, f"{heads} {rank}", f"bold r{rank}", "middle", "stroke:none")
+            for rank, x in enumerate(self.x)
+        ]
 
     def phase(self, title: str, messages: list[Message]) -> None:
         """Draw a box for what the training thread does, with what is sent meanwhile."""
         height = 26 + (ROW + 34) * len(messages)
-        self.parts.append(f'<rect class="box" x="8" y="{self.y:g}" width="{WIDTH - 16}" height="{height}" rx="6"/>')
+        self.parts.append(
+            f'<rect class="box" x="8" y="{self.y:g}" width="{WIDTH - 16}" height="{height}"'
+            ' rx="6"/>'
+        )
         self.parts.append(_text(18, self.y + 18, title, "bold"))
         y = self.y + 26
         for message in messages:
@@ -269,7 +314,9 @@ class Picture:
         self.y += height + 8
 
     def arrows(self, sends: Sends, top: float, bottom: float) -> None:
-        """Draw an arrow from each sender at the top to each receiver at the bottom, wide for many bytes."""
+        """Draw an arrow from each sender at the top to each receiver at the bottom, wide for many
+        bytes.
+        """
         for (src, dst), size in sorted(sends.items()):
             width = 0.8 + size / 40_000
             x, dx, dy = self.x[src], self.x[dst] - self.x[src], bottom - top
@@ -277,15 +324,27 @@ class Picture:
             ux, uy = dx / length, dy / length
             tip = (self.x[dst] - 3 * ux, bottom - 3 * uy)
             base, wing = (tip[0] - 8 * ux, tip[1] - 8 * uy), 2 + width
-            corners = [tip, (base[0] - wing * uy, base[1] + wing * ux), (base[0] + wing * uy, base[1] - wing * ux)]
+            corners = [
+                tip,
+                (base[0] - wing * uy, base[1] + wing * ux),
+                (base[0] + wing * uy, base[1] - wing * ux),
+            ]
             self.parts.append(
-                f'<path class="r{src}" stroke-width="{width:.1f}" d="M{x:.1f} {top:.1f}L{base[0]:.1f} {base[1]:.1f}"/>'
+                f'<path class="r{src}" stroke-width="{width:.1f}" d="M{x:.1f}'
+                f' {top:.1f}L{base[0]:.1f} {base[1]:.1f}"/>'
             )
-            self.parts.append(f'<path class="r{src}" stroke="none" d="M{"L".join(f"{a:.1f} {b:.1f}" for a, b in corners)}z"/>')
+            self.parts.append(
+                f'<path class="r{src}" stroke="none"'
+                f' d="M{"L".join(f"{a:.1f} {b:.1f}" for a, b in corners)}z"/>'
+            )
         for rank in sorted({src for src, _ in sends}):
-            self.parts.append(f'<circle class="r{rank}" cx="{self.x[rank]:.1f}" cy="{top:.1f}" r="3"/>')
+            self.parts.append(
+                f'<circle class="r{rank}" cx="{self.x[rank]:.1f}" cy="{top:.1f}" r="3"/>'
+            )
         for rank in sorted({dst for _, dst in sends}):
-            self.parts.append(f'<circle class="r{rank}" cx="{self.x[rank]:.1f}" cy="{bottom:.1f}" r="3"/>')
+            self.parts.append(
+                f'<circle class="r{rank}" cx="{self.x[rank]:.1f}" cy="{bottom:.1f}" r="3"/>'
+            )
 
     def note(self, text: str, style: str = "soft") -> None:
         """Write a line below what is there."""
@@ -296,16 +355,19 @@ class Picture:
         """Return the file."""
         height = round(self.y + 6)
         head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img"'
-            f' font-family="sans-serif" font-size="13">\n<title>{self.title}</title>\n<style>{STYLE}</style>\n'
-            f'<rect class="paper" width="{WIDTH}" height="{height}" rx="6"/>\n'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"'
+            f' width="{WIDTH}" height="{height}" role="img" font-family="sans-serif"'
+            f' font-size="13">\n<title>{self.title}</title>\n<style>{STYLE}</style>\n<rect'
+            f' class="paper" width="{WIDTH}" height="{height}" rx="6"/>\n'
         )
         return head + "\n".join(self.parts) + "\n</svg>\n"
 
 
 def _text(x: float, y: float, text: str, style: str, anchor: str = "start", css: str = "") -> str:
     more = f' style="{css}"' if css else ""
-    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{text}</text>'
+    return (
+        f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{text}</text>'
+    )
 
 
 def kilobytes(size: float) -> str:
@@ -318,11 +380,18 @@ def caption(message: Message) -> str:
     (size,) = map(kilobytes, sizes)
     receivers = len(message.sends) // len(senders)
     if message.kind in ("gather", "broadcast"):
-        return f"{message.kind}: {size} {'to the leader' if message.kind == 'gather' else 'to each rank of the node'}"
+        return (
+            f"{message.kind}: {size}"
+            f" {'to the leader' if message.kind == 'gather' else 'to each rank of the node'}"
+        )
     if len(senders) < RANKS:
         return f"{message.kind} between leaders: {size}"
     on_ring = all((src - dst) % RANKS in (1, RANKS - 1) for src, dst in message.sends)
-    whom = {1: "to one peer", 2: "to each neighbour" if on_ring else "to two ranks", 3: "to each other rank"}[receivers]
+    whom = {
+        1: "to one peer",
+        2: "to each neighbour" if on_ring else "to two ranks",
+        3: "to each other rank",
+    }[receivers]
     return f"{message.kind}: {size} {whom}"
 
 
@@ -330,7 +399,11 @@ def synchronous(title: str, recording: Recording, names: dict[int, str] | None =
     """Draw the steps of a training in which the ranks step together."""
     picture = Picture(title)
     during = set.union(*(message.phases for message in recording.messages))
-    phases = ["forward and backward", "optimizer step"] if "forward" in during else ["forward", "backward", "optimizer step"]
+    phases = (
+        ["forward and backward", "optimizer step"]
+        if "forward" in during
+        else ["forward", "backward", "optimizer step"]
+    )
     for step, name in (names or {1: ""}).items():
         if name:
             picture.note(name, "bold")
@@ -349,7 +422,8 @@ def asynchronous(title: str, recording: Recording, latency: float) -> Picture:
         for begun, until in steps:
             y, height = top + begun * scale, (until - begun) * scale - 2
             picture.parts.append(
-                f'<rect class="box" x="{picture.x[rank] - 22:.1f}" y="{y:.1f}" width="44" height="{height:.1f}" rx="4"/>'
+                f'<rect class="box" x="{picture.x[rank] - 22:.1f}" y="{y:.1f}" width="44"'
+                f' height="{height:.1f}" rx="4"/>'
             )
     rounds: dict[float, Sends] = {}
     for message in recording.messages:
@@ -372,7 +446,9 @@ STREAM: dict[str, Any] = {"period": 12, "fragments": RANKS, "delay": 2}
 
 
 def observed_schedule(steps: int) -> list[tuple[int | None, int | None]]:
-    """Return the fragment that a training with diloco sends after each step, and the one that it applies."""
+    """Return the fragment that a training with diloco sends after each step, and the one that it
+    applies.
+    """
 
     def train(comm: Any) -> list[tuple[int | None, int | None]]:
         bagua_ref.init_process_group()
@@ -403,12 +479,15 @@ def schedule(title: str, seen: list[tuple[int | None, int | None]]) -> Picture:
         if applied is not None:
             x, begun = picture.x[applied], sent_at.pop(applied)
             picture.parts.append(
-                f'<rect class="r{applied}" x="{x - 7:.1f}" y="{begun}" width="14" height="{y - begun}" rx="4" opacity="0.45"/>'
+                f'<rect class="r{applied}" x="{x - 7:.1f}" y="{begun}" width="14"'
+                f' height="{y - begun}" rx="4" opacity="0.45"/>'
             )
             picture.parts.append(_text(x + 11, y - 4, "apply", "bold"))
         if sent is not None:
             sent_at[sent] = y
-            picture.parts.append(f'<circle class="r{sent}" cx="{picture.x[sent]:.1f}" cy="{y}" r="5"/>')
+            picture.parts.append(
+                f'<circle class="r{sent}" cx="{picture.x[sent]:.1f}" cy="{y}" r="5"/>'
+            )
             picture.parts.append(_text(picture.x[sent] + 11, y - 4, "send", "soft"))
     picture.y = top + len(seen) * height + 14
     return picture
@@ -437,21 +516,38 @@ def pictures() -> dict[Path, str]:
             record("decentralized", peer_selection_mode="hypercube", **flat),
             {0: "step 1: r xor 1", 1: "step 2: r xor 2"},
         ),
-        "decentralized-ring": synchronous("decentralized, ring", record("decentralized", peer_selection_mode="ring", **flat)),
-        "decentralized-exponential": synchronous(
-            "decentralized, exponential", record("decentralized", peer_selection_mode="exponential", **flat)
+        "decentralized-ring": synchronous(
+            "decentralized, ring", record("decentralized", peer_selection_mode="ring", **flat)
         ),
-        "low_precision_decentralized": synchronous("low_precision_decentralized", record("low_precision_decentralized", **flat)),
-        "qadam": synchronous("qadam", record("qadam", **flat), {0: "a step of the warm-up", 1: "a step after it"}),
-        "hierarchical": synchronous("bytegrad, hierarchical, on two nodes", record("bytegrad", nodes=(2, 2))),
+        "decentralized-exponential": synchronous(
+            "decentralized, exponential",
+            record("decentralized", peer_selection_mode="exponential", **flat),
+        ),
+        "low_precision_decentralized": synchronous(
+            "low_precision_decentralized", record("low_precision_decentralized", **flat)
+        ),
+        "qadam": synchronous(
+            "qadam", record("qadam", **flat), {0: "a step of the warm-up", 1: "a step after it"}
+        ),
+        "hierarchical": synchronous(
+            "bytegrad, hierarchical, on two nodes", record("bytegrad", nodes=(2, 2))
+        ),
         "async": asynchronous(
-            "async", record("async", seconds=(0.04, 0.03, 0.02, 0.015), latency=latency, sync_interval_ms=30), latency
+            "async",
+            record(
+                "async", seconds=(0.04, 0.03, 0.02, 0.015), latency=latency, sync_interval_ms=30
+            ),
+            latency,
         ),
         "local_sgd": synchronous("local_sgd", record("local_sgd", period=2), TWO_STEPS),
         "diloco": synchronous("diloco", record("diloco", period=2), TWO_STEPS),
-        "powersgd": synchronous("powersgd", record("powersgd", matrix_approximation_rank=4, warmup_steps=0)),
+        "powersgd": synchronous(
+            "powersgd", record("powersgd", matrix_approximation_rank=4, warmup_steps=0)
+        ),
         "topk": synchronous("topk", record("topk")),
-        "diloco-schedule": schedule("diloco: four fragments, period 12, delay 2", observed_schedule(15)),
+        "diloco-schedule": schedule(
+            "diloco: four fragments, period 12, delay 2", observed_schedule(15)
+        ),
     }
     return {IMAGES / f"pattern-{name}.svg": picture.svg() for name, picture in found.items()}
 

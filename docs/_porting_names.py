@@ -1,12 +1,14 @@
 """The names of Bagua 0.9's `bagua.torch_api`, module by module: what a ported script may use.
 
-A line is a function, a class with its constructor's parameters, or, with a leading dot, a member of the class above it.
+A line is a function, a class with its constructor's parameters, or, with a leading dot, a member of
+the class above it.
 """
 
 from __future__ import annotations
 
 NAMES = {
-    "": """
+    "": (
+        """
         init_process_group
         get_backend(model_name)
         ReduceOp
@@ -45,8 +47,10 @@ NAMES = {
         data_parallel
         checkpoint
         moe
-    """,
-    "env": """
+    """
+    ),
+    "env": (
+        """
         get_world_size()
         get_rank()
         get_local_rank()
@@ -63,8 +67,10 @@ NAMES = {
         get_autotune_warmup_time_s()
         get_is_output_autotune_log()
         get_autotune_server_wait_time()
-    """,
-    "utils": """
+    """
+    ),
+    "utils": (
+        """
         flatten(tensors)
         unflatten(flat, tensors)
         apply_flattened_call(bucket, call, extra_args=None)
@@ -80,8 +86,10 @@ NAMES = {
         .get_records_mean(last_n_seconds)
         .record(val)
         .get(last_n_seconds)
-    """,
-    "communication": """
+    """
+    ),
+    "communication": (
+        """
         class ReduceOp
         .SUM = 0
         .PRODUCT = 1
@@ -142,8 +150,10 @@ NAMES = {
         run_flask_app(port)
         start_autotune_server(service_port)
         get_hyperparameters_service_client()
-    """,
-    "tensor": """
+    """
+    ),
+    "tensor": (
+        """
         class BaguaTensor
         .is_bagua_tensor()
         .ensure_bagua_tensor(name=None, module_name=None, getter_closure=None, setter_closure=None)
@@ -155,8 +165,10 @@ NAMES = {
         .bagua_mark_communication_ready()
         .bagua_mark_communication_ready_without_synchronization()
         .bagua_set_storage(storage, storage_offset=0)
-    """,
-    "bucket": """
+    """
+    ),
+    "bucket": (
+        """
         BaguaBucket(tensors, name, flatten, alignment=1)
         .flattened_tensor()
         .check_flatten()
@@ -169,24 +181,32 @@ NAMES = {
         .append_asynchronous_model_average_op(peer_selection_mode, group=None)
         .clear_ops()
         .bytes()
-    """,
-    "distributed": """
+    """
+    ),
+    "distributed": (
+        """
         class BaguaModule
         .with_bagua(optimizers, algorithm, process_group=None, do_flatten=True)
         .bagua_module_name
         .bagua_algorithm
         .bagua_optimizers
         .bagua_buckets
-    """,
-    "data_parallel": """
+    """
+    ),
+    "data_parallel": (
+        """
         DistributedDataParallel
-    """,
-    "data_parallel.bagua_distributed": """
+    """
+    ),
+    "data_parallel.bagua_distributed": (
+        """
         BaguaDistributedDataParallel(module, optimizers, algorithm, process_group, bagua_module_name=None, \
             gradient_as_bucket_view=True, find_unused_parameters=False)
         .bagua_build_params()
-    """,
-    "data_parallel.functional": """
+    """
+    ),
+    "data_parallel.functional": (
+        """
         class ReduceOp
         .SUM = 0
         .PRODUCT = 1
@@ -201,8 +221,10 @@ NAMES = {
         class _AllReduce
         .forward(ctx, op, group, tensor)
         .backward(ctx, grad_output)
-    """,
-    "data_parallel.distributed": """
+    """
+    ),
+    "data_parallel.distributed": (
+        """
         DistributedDataParallel_V1_9_0_Interface()
         .no_sync()
         .forward(*inputs, **kwargs)
@@ -227,8 +249,10 @@ NAMES = {
         DistributedDataParallel(module, device_ids=None, output_device=None, dim=0, broadcast_buffers=True, \
             process_group=None, bucket_cap_mb=25, find_unused_parameters=False, check_reduction=False, \
             gradient_as_bucket_view=True, optimizers=[], algorithm=GradientAllReduceAlgorithm())
-    """,
-    "algorithms": """
+    """
+    ),
+    "algorithms": (
+        """
         Algorithm
         AlgorithmImpl
         GlobalAlgorithmRegistry
@@ -237,8 +261,10 @@ NAMES = {
         decentralized
         q_adam
         async_model_average
-    """,
-    "algorithms.base": """
+    """
+    ),
+    "algorithms.base": (
+        """
         class Algorithm
         .reify(process_group)
         .init(name, **kwargs)
@@ -256,21 +282,27 @@ NAMES = {
         .get(name)
         .available_algorithms()
         GlobalAlgorithmRegistry
-    """,
-    "algorithms.gradient_allreduce": """
+    """
+    ),
+    "algorithms.gradient_allreduce": (
+        """
         GradientAllReduceAlgorithmImpl(process_group, hierarchical=False, average=True)
         .init_operations(_, bucket)
         GradientAllReduceAlgorithm(hierarchical=False, average=True)
         .reify(process_group)
-    """,
-    "algorithms.bytegrad": """
+    """
+    ),
+    "algorithms.bytegrad": (
+        """
         ByteGradAlgorithmImpl(process_group, hierarchical=True, average=True)
         .tensors_to_buckets(tensors, do_flatten)
         .init_operations(bagua_ddp, bucket)
         ByteGradAlgorithm(hierarchical=True, average=True)
         .reify(process_group)
-    """,
-    "algorithms.decentralized": """
+    """
+    ),
+    "algorithms.decentralized": (
+        """
         DecentralizedAlgorithmImpl(process_group, hierarchical=True, peer_selection_mode='all', communication_interval=1)
         .init_tensors(bagua_ddp)
         .tensors_to_buckets(tensors, do_flatten)
@@ -288,8 +320,10 @@ NAMES = {
         .reify(process_group)
         LowPrecisionDecentralizedAlgorithm(hierarchical=True, communication_interval=1)
         .reify(process_group)
-    """,
-    "algorithms.q_adam": """
+    """
+    ),
+    "algorithms.q_adam": (
+        """
         QAdamOptimizer(params, lr=0.001, warmup_steps=100, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0)
         .step(closure=None)
         QAdamAlgorithmImpl(process_group, q_adam_optimizer, hierarchical=True)
@@ -301,8 +335,10 @@ NAMES = {
         .init_backward_hook(bagua_ddp)
         QAdamAlgorithm(q_adam_optimizer, hierarchical=True)
         .reify(process_group)
-    """,
-    "algorithms.async_model_average": """
+    """
+    ),
+    "algorithms.async_model_average": (
+        """
         AsyncModelAverageAlgorithmImpl(process_group, peer_selection_mode='all', sync_interval_ms=500, warmup_steps=0)
         .tensors_to_buckets(tensors, do_flatten)
         .init_tensors(bagua_ddp)
@@ -315,19 +351,25 @@ NAMES = {
         .resume(bagua_ddp)
         AsyncModelAverageAlgorithm(peer_selection_mode='all', sync_interval_ms=500, warmup_steps=0)
         .reify(process_group)
-    """,
-    "checkpoint": """
+    """
+    ),
+    "checkpoint": (
+        """
         save_checkpoint
         load_checkpoint
-    """,
-    "contrib": """
+    """
+    ),
+    "contrib": (
+        """
         fuse_optimizer
         LoadBalancingDistributedSampler
         LoadBalancingDistributedBatchSampler
         CacheLoader
         CachedDataset
-    """,
-    "contrib.cache_loader": """
+    """
+    ),
+    "contrib.cache_loader": (
+        """
         CacheLoader(backend='redis', dataset_name='', writer_buffer_size=1, **kwargs)
         .get(key, load_fn)
         .num_keys()
@@ -338,11 +380,15 @@ NAMES = {
         .write(key, value)
         .write_post_read()
         .flush_write_map()
-    """,
-    "contrib.cached_dataset": """
+    """
+    ),
+    "contrib.cached_dataset": (
+        """
         CachedDataset(dataset, backend='redis', dataset_name='', writer_buffer_size=20, **kwargs)
-    """,
-    "contrib.load_balancing_data_loader": """
+    """
+    ),
+    "contrib.load_balancing_data_loader": (
+        """
         LoadBalancingDistributedSampler(dataset, complexity_fn, num_replicas=None, rank=None, shuffle=True, seed=0, \
             drop_last=False, random_level=0)
         .shuffle_chunks()
@@ -350,8 +396,10 @@ NAMES = {
         LoadBalancingDistributedBatchSampler(sampler, batch_fn, drop_last=False)
         .generate_batches()
         .set_epoch(epoch)
-    """,
-    "contrib.fuse.optimizer": """
+    """
+    ),
+    "contrib.fuse.optimizer": (
+        """
         fuse_optimizer(optimizer, do_flatten=True, check_flatten=True)
         is_fused_optimizer(optimizer)
         fuse_step(optimizer, closure=None)
@@ -367,8 +415,10 @@ NAMES = {
         sync_optimizer_state(optimizer)
         get_tensor_state(optimizer, param, name)
         get_optimizer_param_states(optimizer, params)
-    """,
-    "contrib.utils.store": """
+    """
+    ),
+    "contrib.utils.store": (
+        """
         class Store
         .set(key, value)
         .get(key)
@@ -388,8 +438,10 @@ NAMES = {
         .mget(keys)
         .status()
         .shutdown()
-    """,
-    "contrib.utils.redis_store": """
+    """
+    ),
+    "contrib.utils.redis_store": (
+        """
         RedisStore(hosts=None, cluster_mode=True, capacity_per_node=107374182400)
         shutdown_redis_server()
         bootstrap_redis_server(capacity_per_node)
@@ -405,13 +457,16 @@ NAMES = {
         create_redis_client(host, port)
         start_redis_server_cli(port, capacity, *args)
         get_host_ip()
-    """,
-    "contrib.sync_batchnorm": """
+    """
+    ),
+    "contrib.sync_batchnorm": (
+        """
         SyncBatchNorm(num_features, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
         .forward(input)
         .convert_sync_batchnorm(module)
         class _SyncBatchNorm
         .forward(input, weight, bias, running_mean, running_var, eps, momentum)
         .backward(grad_output)
-    """,
+    """
+    ),
 }

@@ -1,4 +1,6 @@
-"""Tables of the docs, each from what a benchmark has written; `_benchmarks.py` puts them into the pages."""
+"""Tables of the docs, each from what a benchmark has written; `_benchmarks.py` puts them into the
+pages.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ PER_TABLE = 6
 """Algorithms in a table of faults."""
 LEARNT = {  # what slow_link.py calls it -> what learning_compressed.py calls it
     "bytegrad": "bytegrad",
-    **{f"bytegrad, {codec}": f"bytegrad, {codec}, error memory" for codec in ("MXFP8", "MXFP4", "OneBit")},
+    **{
+        f"bytegrad, {codec}": f"bytegrad, {codec}, error memory"
+        for codec in ("MXFP8", "MXFP4", "OneBit")
+    },
     "powersgd": "powersgd, rank 1",
     **{name: name for name in ("powersgd, rank 4", "topk, 1 %")},
 }
@@ -46,18 +51,27 @@ def comparison(name: str) -> str:
         peers = ", ".join(f"{peer} {number(value)}" for peer, value in row["peers"].items())
         ratio = f"{row['ratio']:.2f} to {row['against']}{'' if row['kept'] else ' **missed**'}"
         unit = "" if row["unit"] == "-" else f" {row['unit']}"
-        rows.append([row["work"], number(row["ours"]) + unit, peers, ratio, row["limit"].replace("-", "–")])
+        rows.append(
+            [row["work"], number(row["ours"]) + unit, peers, ratio, row["limit"].replace("-", "–")]
+        )
     return f"{grid(['work', 'ours', 'peers', 'ratio', 'target'], *rows)}\n\n{measured(result)}"
 
 
 def gpu_kernels() -> str:
     """Return the share of copy bandwidth that each kernel of a GPU reaches, by dtype and size."""
     result = load("gpu_kernels")
-    rows = [(*row["work"].rsplit(" ", 2), row["ratio"]) for row in result["rows"] if row["against"] == "copy"]
-    columns = list(dict.fromkeys((dtype, size) for _, dtype, size, _ in rows if len(size) > len("262,144")))
+    rows = [
+        (*row["work"].rsplit(" ", 2), row["ratio"])
+        for row in result["rows"]
+        if row["against"] == "copy"
+    ]
+    columns = list(
+        dict.fromkeys((dtype, size) for _, dtype, size, _ in rows if len(size) > len("262,144"))
+    )
     found = {(kernel, dtype, size): ratio for kernel, dtype, size, ratio in rows}
     shares = [
-        [kernel, *(f"{found[(kernel, *column)]:.2f}" for column in columns)] for kernel in dict.fromkeys(row[0] for row in rows)
+        [kernel, *(f"{found[(kernel, *column)]:.2f}" for column in columns)]
+        for kernel in dict.fromkeys(row[0] for row in rows)
     ]
     return f"{grid(['kernel', *(f'{dtype}, {size}' for dtype, size in columns)], *shares)}\n\n{measured(result)}"
 
@@ -65,12 +79,17 @@ def gpu_kernels() -> str:
 def predicted_times() -> str:
     """Return how far predictions are from measured times, for each setting and for all."""
     result = load("predicted_times")
-    groups = {name: [row for row in result["rows"] if row["setting"] == name] for name in (r["setting"] for r in result["rows"])}
+    groups = {
+        name: [row for row in result["rows"] if row["setting"] == name]
+        for name in (r["setting"] for r in result["rows"])
+    }
     rows = [
         [name, str(len(group)), *(f"{part:.0%}" for part in predicted.judged(group).values())]
         for name, group in {**groups, "all": result["rows"]}.items()
     ]
-    rows.append(["target", "", *(f"{limit.kind} {bar:.0%}" for bar, limit in predicted.BARS.values())])
+    rows.append(
+        ["target", "", *(f"{limit.kind} {bar:.0%}" for bar, limit in predicted.BARS.values())]
+    )
     return f"{grid(['setting', 'times', 'median error', 'largest error', 'pairs in order'], *rows)}\n\n{measured(result)}"
 
 
@@ -80,14 +99,21 @@ def published_epochs() -> str:
     names = dict.fromkeys(work.partition(", ")[0] for work in rows)
     networks = dict.fromkeys(work.partition(", ")[2] for work in rows)
     cells = [[rows[f"{name}, {network}"] for network in networks] for name in names]
-    shown = [[f"{row['peers']['published']:,.0f}, {row['ours']:,.0f}" for row in found] for found in cells]
-    return grid(["", *networks], *([f"`{name}`", *found] for name, found in zip(names, shown, strict=True)))
+    shown = [
+        [f"{row['peers']['published']:,.0f}, {row['ours']:,.0f}" for row in found]
+        for found in cells
+    ]
+    return grid(
+        ["", *networks], *([f"`{name}`", *found] for name, found in zip(names, shown, strict=True))
+    )
 
 
 def on_paper(n: int) -> dict[str, float]:
-    """Return the seconds in which n ranks add up 400 MB of gradients, each behind 100 Gbit/s and 20 µs, by the formulas of S14.
+    """Return the seconds in which n ranks add up 400 MB of gradients, each behind 100 Gbit/s and 20
+    µs, by the formulas of S14.
 
-    `bagua_ref.formulas.costs` lists all messages, of which there are billions at this scale; a test compares it for few ranks.
+    `bagua_ref.formulas.costs` lists all messages, of which there are billions at this scale; a test
+    compares it for few ranks.
     """
     alpha, beta, size = 20e-6, 8e-11, 4e8
     group = 2 ** round(math.log2(n) / 2)
@@ -106,7 +132,9 @@ def on_paper(n: int) -> dict[str, float]:
 def scale_on_paper() -> str:
     """Return the milliseconds of each way to average, for 16 to 65,536 ranks."""
     times = {n: on_paper(n) for n in (16, 256, 4096, 65536)}
-    rows = [[name, *(f"{1e3 * found[name]:,.0f}" for found in times.values())] for name in times[16]]
+    rows = [
+        [name, *(f"{1e3 * found[name]:,.0f}" for found in times.values())] for name in times[16]
+    ]
     return grid(["", *(f"{n:,} ranks" for n in times)], *rows)
 
 
@@ -120,9 +148,19 @@ def scale() -> str:
         last = found[name, ranks[-1]]
         times = [f"{found[name, n]['ours']:.3g}" for n in ranks]
         memory = f"{last['memory_per_rank'] / 1e3:,.0f} KB"
-        distance = f"{last['distance']:.3g}, {last['distance_in_theory']:.3g}" if "distance" in last else "-"
+        distance = (
+            f"{last['distance']:.3g}, {last['distance_in_theory']:.3g}"
+            if "distance" in last
+            else "-"
+        )
         rows.append([name, *times, number(last["peers"]["copy"]), memory, distance])
-    head = ["", *(f"{n:,} ranks, s" for n in ranks), "copy, s", "memory per rank", "distance, in theory"]
+    head = [
+        "",
+        *(f"{n:,} ranks, s" for n in ranks),
+        "copy, s",
+        "memory per rank",
+        "distance, in theory",
+    ]
     return f"{grid(head, *rows)}\n\n{measured(result)}"
 
 
@@ -132,11 +170,21 @@ def fuse_step() -> str:
     found = {row["work"]: row for row in result["rows"]}
 
     def cells(row: dict[str, Any]) -> list[str]:
-        return [f"{row['peers']['for-loop'] / row['ours']:.2f}{'' if row['kept'] else ' **missed**'}", f"{row['asked for']:g}"]
+        return [
+            f"{row['peers']['for-loop'] / row['ours']:.2f}{'' if row['kept'] else ' **missed**'}",
+            f"{row['asked for']:g}",
+        ]
 
     works = [f"{name} 500 x 1,000" for name in ("SGD", "Adam")]
-    works += [f"{name} {shape}" for shape in ("ResNet-50", "GPT-2, width 256") for name in ("SGD", "AdamW")]
-    rows = [[work, *cells(found[f"{work}, {kinds[0]}"]), *cells(found[f"{work}, {kinds[1]}"])] for work in works]
+    works += [
+        f"{name} {shape}"
+        for shape in ("ResNet-50", "GPT-2, width 256")
+        for name in ("SGD", "AdamW")
+    ]
+    rows = [
+        [work, *cells(found[f"{work}, {kinds[0]}"]), *cells(found[f"{work}, {kinds[1]}"])]
+        for work in works
+    ]
     return f"{grid(['', kinds[0], 'target', kinds[1], 'target'], *rows)}\n\n{measured(result)}"
 
 
@@ -158,11 +206,18 @@ def learning() -> str:
     result = load("learning")
     alone = result["rows"][0]["ours"]
     rows = [
-        [row["work"], *(f"{seed:.1f}" for seed in row["seeds"]), f"**{row['ours']:.2f}**", f"{row['ours'] - alone:+.2f}"]
+        [
+            row["work"],
+            *(f"{seed:.1f}" for seed in row["seeds"]),
+            f"**{row['ours']:.2f}**",
+            f"{row['ours'] - alone:+.2f}",
+        ]
         for row in result["rows"]
     ]
     seeds = [f"seed {seed}" for seed in range(len(result["rows"][0]["seeds"]))]
-    return f"{grid(['algorithm', *seeds, 'mean', 'to a single process'], *rows)}\n\n{measured(result)}"
+    return (
+        f"{grid(['algorithm', *seeds, 'mean', 'to a single process'], *rows)}\n\n{measured(result)}"
+    )
 
 
 def _difference(row: dict[str, Any]) -> str:
@@ -172,32 +227,57 @@ def _difference(row: dict[str, Any]) -> str:
 def learning_compressed() -> str:
     result = load("learning_compressed")
     rows = [
-        [f"{row['work']}{'' if row['kept'] else ' **missed**'}", f"{row['ours']:.2f}", _difference(row)] for row in result["rows"]
+        [
+            f"{row['work']}{'' if row['kept'] else ' **missed**'}",
+            f"{row['ours']:.2f}",
+            _difference(row),
+        ]
+        for row in result["rows"]
     ]
-    return f"{grid(['algorithm', 'accuracy', 'to `gradient_allreduce`'], *rows)}\n\n{measured(result)}"
+    return (
+        f"{grid(['algorithm', 'accuracy', 'to `gradient_allreduce`'], *rows)}\n\n{measured(result)}"
+    )
 
 
 def slow_link() -> str:
     """Return each contender's bytes and milliseconds over every link, and what it learns."""
-    result, learnt = load("slow_link"), {row["work"]: _difference(row) for row in load("learning_compressed")["rows"]}
+    result, learnt = (
+        load("slow_link"),
+        {row["work"]: _difference(row) for row in load("learning_compressed")["rows"]},
+    )
     times = {(row["contender"], row["link"]): row for row in result["rows"]}
     rows = []
     for name in (*EVERY_STEP, *AT_INTERVALS):
         found = [times[name, link] for link in LINKS]
         sent = sorted(row["bytes_per_step"] / 1e6 for row in found)[len(found) // 2]
-        cells = [f"{sent:.3g}", *(f"{row['ours']:,.0f}" for row in found), learnt.get(LEARNT.get(name, ""), "–")]
+        cells = [
+            f"{sent:.3g}",
+            *(f"{row['ours']:,.0f}" for row in found),
+            learnt.get(LEARNT.get(name, ""), "–"),
+        ]
         rows.append([_linked(name, "algorithms/"), *cells])
     rows.sort(key=lambda row: "](" in row[0])  # peers first
-    return f"{grid(['algorithm', 'MB sent per step', *LINKS, 'learns'], *rows)}\n\n{measured(result)}"
+    return (
+        f"{grid(['algorithm', 'MB sent per step', *LINKS, 'learns'], *rows)}\n\n{measured(result)}"
+    )
 
 
 def demo() -> str:
-    """Return the demo's table and verdicts from `_demo.json`, which `bagua-ref demo --json-file` wrote; its curves are cut."""
+    """Return the demo's table and verdicts from `_demo.json`, which `bagua-ref demo --json-file`
+    wrote; its curves are cut.
+    """
     result = json.loads(Path(__file__).with_name("_demo.json").read_text(encoding="utf-8"))
-    settings = Settings(**{field.name: result["settings"][field.name] for field in fields(Settings)})
-    outcomes, predicted = [TrainingOutcome(**row) for row in result["results"]], result["predicted_seconds"]
+    settings = Settings(
+        **{field.name: result["settings"][field.name] for field in fields(Settings)}
+    )
+    outcomes, predicted = (
+        [TrainingOutcome(**row) for row in result["results"]],
+        result["predicted_seconds"],
+    )
     cells = [report.cells_of(outcome, settings, predicted) for outcome in outcomes]
-    rows = [[_linked(name, "algorithms/"), *rest] for name, *rest in (row.values() for row in cells)]
+    rows = [
+        [_linked(name, "algorithms/"), *rest] for name, *rest in (row.values() for row in cells)
+    ]
     verdicts = report.verdicts_of(outcomes, settings, predicted)
     said = "\n".join(f"- `{name}`: {text[0].lower()}{text[1:]}" for name, text in verdicts.items())
     return f"{grid(list(cells[0]), *rows)}\n\n{said}\n\n{measured({**result, 'rows': result['results']})}"
@@ -216,13 +296,21 @@ def slow_link_targets() -> str:
     for row in result["rows"]:
         if row["contender"] in FASTER[row["link"]]:
             times, peer = f"{FASTER[row['link']][row['contender']][0]:g}", row["against"]
-            rows.append([
-                row["contender"], row["link"], f"{row['ours']:,.0f}", f"{row['limit_ms']:,.0f}",
-                f"{peer}, {row['peers'][peer]:,.0f} ms", f"{1 / row['ratio']:.2f}",
-                times if row["kept"] else f"{times}, **missed**",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    row["contender"],
+                    row["link"],
+                    f"{row['ours']:,.0f}",
+                    f"{row['limit_ms']:,.0f}",
+                    f"{peer}, {row['peers'][peer]:,.0f} ms",
+                    f"{1 / row['ratio']:.2f}",
+                    times if row["kept"] else f"{times}, **missed**",
+                ]
+            )
     rows.sort(key=lambda row: list(LINKS).index(row[1]))
-    return grid(["algorithm", "link", "ms per step", "bytes alone", "peer", "speed-up", "target"], *rows)
+    return grid(
+        ["algorithm", "link", "ms per step", "bytes alone", "peer", "speed-up", "target"], *rows
+    )
 
 
 def picture(task: str, link: str) -> str:
@@ -232,20 +320,44 @@ def picture(task: str, link: str) -> str:
 def time_to_quality(task: str) -> str:
     """Return the seconds to the loss of a task over every link, and its pictures."""
     result = load("time_to_quality")
-    rows = {(row.extra["link"], row.extra["contender"]): row for row in judged(result) if row.extra.get("task") == task}
+    rows = {
+        (row.extra["link"], row.extra["contender"]): row
+        for row in judged(result)
+        if row.extra.get("task") == task
+    }
     lines = []
     for name in CONTENDERS:
         found = [rows.get((link, name)) for link in RATES]
-        times = ["not measured" if row is None else f"{row.ours:.1f} s" if row.unit == "s" else "not reached" for row in found]
+        times = [
+            (
+                "not measured"
+                if row is None
+                else f"{row.ours:.1f} s"
+                if row.unit == "s"
+                else "not reached"
+            )
+            for row in found
+        ]
         steps = sorted({row.extra["steps"] for row in found if row is not None and row.unit == "s"})
-        sent = sorted(row.extra["bytes"] / 1e6 for row in found if row is not None and row.unit == "s")
-        of = [f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}", f"{sent[-1]:.1f}"] if steps else ["–", "–"]
+        sent = sorted(
+            row.extra["bytes"] / 1e6 for row in found if row is not None and row.unit == "s"
+        )
+        of = (
+            [f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}", f"{sent[-1]:.1f}"]
+            if steps
+            else ["–", "–"]
+        )
         first, comma, rest = name.partition(", ")
         lines.append([name if name in PEERS else f"`{first}`{comma}{rest}", *times, *of])
     drawn = [link for link in RATES if any((link, name) in rows for name in CONTENDERS)]
-    pictures = "\n".join(f"![Held-out loss over seconds: {task}, {link}](images/{picture(task, link)})" for link in drawn)
+    pictures = "\n".join(
+        f"![Held-out loss over seconds: {task}, {link}](images/{picture(task, link)})"
+        for link in drawn
+    )
     table = grid(["contender", *RATES, "steps", "MB sent by each rank"], *lines)
-    return f"Loss to reach: {target(result, task):.3f}.\n\n{table}\n\n{measured(result)}\n\n{pictures}"
+    return (
+        f"Loss to reach: {target(result, task):.3f}.\n\n{table}\n\n{measured(result)}\n\n{pictures}"
+    )
 
 
 def faults_training() -> str:
@@ -253,20 +365,30 @@ def faults_training() -> str:
     result = load("faults_training")
     algorithms = list(dict.fromkeys(row["algorithm"] for row in result["rows"]))
     cells = {
-        (row["fault"], row["algorithm"]): f"{' / '.join(dict.fromkeys(row['outcome']))}, {row['seconds']:g} s"
+        (
+            row["fault"],
+            row["algorithm"],
+        ): f"{' / '.join(dict.fromkeys(row['outcome']))}, {row['seconds']:g} s"
         for row in result["rows"]
     }
     tables = []
-    for part in (algorithms[:PER_TABLE], algorithms[PER_TABLE:]):  # one table would be too wide to read
+    # one table would be too wide to read
+    for part in (algorithms[:PER_TABLE], algorithms[PER_TABLE:]):
         faults = dict.fromkeys(row["fault"] for row in result["rows"])
-        rows = [[fault, *(cells.get((fault, algorithm), "not run") for algorithm in part)] for fault in faults]
+        rows = [
+            [fault, *(cells.get((fault, algorithm), "not run") for algorithm in part)]
+            for fault in faults
+        ]
         tables.append(grid(["rank 1", *part], *rows))
     return "\n\n".join([*tables, measured(result)])
 
 
 def faults_cache() -> str:
     rows = load("faults_cache")
-    cells = [[row["fault"].replace("|", "/"), row["outcome"].partition(":")[0], f"{row['seconds']:.2f}"] for row in rows]
+    cells = [
+        [row["fault"].replace("|", "/"), row["outcome"].partition(":")[0], f"{row['seconds']:.2f}"]
+        for row in rows
+    ]
     return grid(["the cache's server", "training", "seconds"], *cells)
 
 
@@ -278,21 +400,57 @@ def soak() -> str:
     launches = works.pop("launches", {}).get("exit 0")
     rows = []
     for work, units in works.items():
-        mib, threads, files, keys = (units[unit] for unit in ("MiB", "threads", "open files", "keys in Redis"))
-        sizes = [f"{mib['steps']:,}", f"{mib['peers'][mib['against']]:.1f}", f"{mib['ours']:.1f}", f"{mib['ratio']:.3f}"]
+        mib, threads, files, keys = (
+            units[unit] for unit in ("MiB", "threads", "open files", "keys in Redis")
+        )
+        sizes = [
+            f"{mib['steps']:,}",
+            f"{mib['peers'][mib['against']]:.1f}",
+            f"{mib['ours']:.1f}",
+            f"{mib['ratio']:.3f}",
+        ]
         rows.append([work, *sizes, _span(threads), _span(files), f"{keys['ours']:g}"])
-    head = ["training", "steps", "MiB after 2,000 steps", "at the end", "ratio", "threads", "open files", "keys in Redis"]
-    ended = f"{launches['ours']:g} of {launches['peers']['launches']:g} launches ended with exit status 0." if launches else ""
+    head = [
+        "training",
+        "steps",
+        "MiB after 2,000 steps",
+        "at the end",
+        "ratio",
+        "threads",
+        "open files",
+        "keys in Redis",
+    ]
+    ended = (
+        f"{launches['ours']:g} of {launches['peers']['launches']:g} launches ended with exit"
+        " status 0."
+        if launches
+        else ""
+    )
     return "\n\n".join(filter(None, [grid(head, *rows), ended, measured(result)]))
 
 
 def _span(row: dict[str, Any]) -> str:
-    return " to ".join(dict.fromkeys(f"{value:g}" for value in (row["peers"]["least"], row["ours"])))
+    return " to ".join(
+        dict.fromkeys(f"{value:g}" for value in (row["peers"]["least"], row["ours"]))
+    )
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **{made.__name__: made for made in (fuse_step, gpu_kernels, learning, learning_compressed, published_order)},
-    **{made.__name__: made for made in (slow_link, slow_link_targets, predicted_times, faults_training, faults_cache, soak)},
+    **{
+        made.__name__: made
+        for made in (fuse_step, gpu_kernels, learning, learning_compressed, published_order)
+    },
+    **{
+        made.__name__: made
+        for made in (
+            slow_link,
+            slow_link_targets,
+            predicted_times,
+            faults_training,
+            faults_cache,
+            soak,
+        )
+    },
     **{made.__name__: made for made in (published_epochs, scale, scale_on_paper, demo)},
     **{f"time_to_quality, {task}": partial(time_to_quality, task) for task in TASKS},
 }
@@ -301,4 +459,6 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def table(name: str) -> str | None:
     """Return what fills the block ``name``, None if it is not of results."""
-    return TABLES[name]() if name in TABLES else comparison(name) if path_of(name).exists() else None
+    return (
+        TABLES[name]() if name in TABLES else comparison(name) if path_of(name).exists() else None
+    )

@@ -1,4 +1,6 @@
-"""Plots of the first page and of docs/time-to-quality.md, from benchmarks/results: ``python docs/_time_to_quality.py``."""
+"""Plots of the first page and of docs/time-to-quality.md, from benchmarks/results: ``python
+docs/_time_to_quality.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,21 @@ def draw(result: dict[str, Any], task: str, link: str) -> None:
     from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(5.4, 4.4), layout="constrained", dpi=160)
-    axes = figure.add_subplot(title=f"{task}, {link}", xlabel="seconds", ylabel="held-out loss", xscale="log", yscale="log")
+    axes = figure.add_subplot(
+        title=f"{task}, {link}",
+        xlabel="seconds",
+        ylabel="held-out loss",
+        xscale="log",
+        yscale="log",
+    )
     for row in result["rows"]:
         if (row["task"], row["link"]) == (task, link):
             name, (seconds, _, losses) = row["contender"], zip(*row["curve"], strict=True)
-            style = {"color": f"C{CONTENDERS.index(name)}", "linestyle": "--" if name in PEERS else "-", "linewidth": 1.6}
+            style = {
+                "color": f"C{CONTENDERS.index(name)}",
+                "linestyle": "--" if name in PEERS else "-",
+                "linewidth": 1.6,
+            }
             axes.plot(seconds, losses, label=name, **style)
     axes.axhline(target(result, task), color="#808080", linewidth=0.8)
     axes.yaxis.set_major_formatter("{x:g}")
@@ -32,7 +44,12 @@ def draw(result: dict[str, Any], task: str, link: str) -> None:
     figure.savefig(Path(__file__).parent / "images" / picture(task, link))
 
 
-SHOWN = {"DDP": "DDP", "bytegrad": "bytegrad", "powersgd": "powersgd", "diloco, streaming": "diloco, every 32 steps"}
+SHOWN = {
+    "DDP": "DDP",
+    "bytegrad": "bytegrad",
+    "powersgd": "powersgd",
+    "diloco, streaming": "diloco, every 32 steps",
+}
 """Contenders of `draw_steps`, and their labels."""
 
 
@@ -41,12 +58,20 @@ def draw_steps(rows: list[dict[str, Any]]) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "steps", "font.family": "sans-serif"})
+    matplotlib.rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": "steps", "font.family": "sans-serif"}
+    )
     figure = Figure(figsize=(5.6, 3), layout="constrained")
     axes = figure.add_subplot(ylabel="ms per training step", yscale="log")
     for place, (name, label) in enumerate(SHOWN.items()):
-        times = {row["link"]: row["ours"] for row in rows if row["contender"] == name and row["link"] in RATES}
-        (line,) = axes.plot(list(times), list(times.values()), color=f"C{place}", marker="o", linewidth=2)
+        times = {
+            row["link"]: row["ours"]
+            for row in rows
+            if row["contender"] == name and row["link"] in RATES
+        }
+        (line,) = axes.plot(
+            list(times), list(times.values()), color=f"C{place}", marker="o", linewidth=2
+        )
         beside = {"xytext": (-8, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
         axes.annotate(label, (0, times["10 Mbit/s"]), color=line.get_color(), **beside)
     axes.set_xlim(-1.3, 2.15)

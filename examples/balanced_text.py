@@ -1,7 +1,9 @@
-"""Train on texts of very different lengths, the docstrings of Python's standard library, with and without balancing.
+"""Train on texts of very different lengths, the docstrings of Python's standard library, with and
+without balancing.
 
 torchrun --nproc_per_node=2 examples/balanced_text.py
-python examples/balanced_text.py --write-lengths docstring-lengths.txt    # then: bagua-ref balance --lengths ... --ranks 4
+python examples/balanced_text.py --write-lengths docstring-lengths.txt    # then: bagua-ref balance
+--lengths ... --ranks 4
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ LONGEST = 2000
 
 
 def documentation_strings() -> list[tuple[str, int]]:
-    """Return each text with the kind of object that it documents: 0 a module, 1 a class, 2 a function."""
+    """Return each text with the kind of object that it documents: 0 a module, 1 a class, 2 a
+    function.
+    """
     found = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         with warnings.catch_warnings():
@@ -47,7 +51,11 @@ def encode(text: str) -> Tensor:
 
 def collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor, Tensor]:
     texts, kinds = zip(*samples, strict=True)
-    return pad_sequence(texts, batch_first=True), torch.tensor([len(text) for text in texts]), torch.tensor(kinds)
+    return (
+        pad_sequence(texts, batch_first=True),
+        torch.tensor([len(text) for text in texts]),
+        torch.tensor(kinds),
+    )
 
 
 class Reader(nn.Module):
@@ -64,7 +72,11 @@ class Reader(nn.Module):
         return self.classes(states[torch.arange(len(texts)), lengths - 1])
 
 
-def train(dataset: list[tuple[Tensor, int]], sampler: DistributedSampler | LoadBalancingDistributedSampler, steps: int) -> float:
+def train(
+    dataset: list[tuple[Tensor, int]],
+    sampler: DistributedSampler | LoadBalancingDistributedSampler,
+    steps: int,
+) -> float:
     """Train for one epoch of at most ``steps`` steps; return the seconds it took."""
     torch.manual_seed(0)
     model = Reader()
@@ -83,16 +95,32 @@ def train(dataset: list[tuple[Tensor, int]], sampler: DistributedSampler | LoadB
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150, metavar="N", help="maximum number of steps (default: %(default)s)")
-    parser.add_argument("--write-lengths", type=Path, metavar="FILE", help="only write the lengths of the texts to FILE")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=150,
+        metavar="N",
+        help="maximum number of steps (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--write-lengths",
+        type=Path,
+        metavar="FILE",
+        help="only write the lengths of the texts to FILE",
+    )
     arguments = parser.parse_args(argv)
 
     dataset = [(encode(text), kind) for text, kind in documentation_strings()]
     lengths = [len(text) for text, _ in dataset]
     if arguments.write_lengths:
         arguments.write_lengths.write_text("".join(f"{length}\n" for length in lengths))
-        print(f"{len(lengths)} lengths from {min(lengths)} to {max(lengths)} in {arguments.write_lengths}")
+        print(
+            f"{len(lengths)} lengths from {min(lengths)} to {max(lengths)} in"
+            f" {arguments.write_lengths}"
+        )
         return
 
     torch.set_num_threads(1)  # ranks of one machine share its cores
@@ -104,7 +132,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         seconds = train(dataset, sampler, arguments.steps)
         if rank == 0:
-            print(f"{type(sampler).__name__}: {seconds:.1f} s on {world_size} rank{'s'[: world_size > 1]}")
+            print(
+                f"{type(sampler).__name__}: {seconds:.1f} s on {world_size}"
+                f" rank{'s'[: world_size > 1]}"
+            )
     bagua_ref.destroy_process_group()
 
 

@@ -1,10 +1,12 @@
-"""Train for two epochs on a dataset whose samples are slow to produce: the second epoch takes them from the cache.
+"""Train for two epochs on a dataset whose samples are slow to produce: the second epoch takes them
+from the cache.
 
     python examples/cached_dataset.py                       # starts a redis-server
     python examples/cached_dataset.py --backend fakeredis   # without redis-server
     python examples/cached_dataset.py --host cache.example.org --port 6379
 
-Each sample is a text, compressed as it might lie on disk, that is unpacked, cut into tokens and counted: some milliseconds.
+Each sample is a text, compressed as it might lie on disk, that is unpacked, cut into tokens and
+counted: some milliseconds.
 """
 
 from __future__ import annotations
@@ -47,14 +49,25 @@ class Texts(Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         text = zlib.decompress(self.packed[index]).decode()
-        tokens = torch.tensor([zlib.crc32(word.encode()) % VOCABULARY for word in re.findall(r"\w+", text)])
-        return torch.bincount(tokens, minlength=VOCABULARY).float() / len(tokens), self.subjects[index]
+        tokens = torch.tensor(
+            [zlib.crc32(word.encode()) % VOCABULARY for word in re.findall(r"\w+", text)]
+        )
+        return (
+            torch.bincount(tokens, minlength=VOCABULARY).float() / len(tokens),
+            self.subjects[index],
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="redis", choices=["redis", "fakeredis"])
-    parser.add_argument("--host", help="host of an existing Redis server; its password is read from the variable REDIS_PASSWORD")
+    parser.add_argument(
+        "--host",
+        help=(
+            "host of an existing Redis server; its password is read from the variable"
+            " REDIS_PASSWORD"
+        ),
+    )
     parser.add_argument("--port", type=int, default=6379)
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--epochs", type=int, default=2)
@@ -63,15 +76,25 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 
     where = {}
     if args.host is not None:
-        where["hosts"] = [{"host": args.host, "port": args.port, "password": os.environ.get("REDIS_PASSWORD")}]
-    dataset = CachedDataset(Texts(args.samples), backend=args.backend, dataset_name="texts", **where)
+        where["hosts"] = [
+            {"host": args.host, "port": args.port, "password": os.environ.get("REDIS_PASSWORD")}
+        ]
+    dataset = CachedDataset(
+        Texts(args.samples), backend=args.backend, dataset_name="texts", **where
+    )
 
     torch.manual_seed(0)
     model = torch.nn.Linear(VOCABULARY, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     seconds = []
     with dataset:
-        loader = DataLoader(dataset, batch_size=32, shuffle=True, num_workers=args.workers, persistent_workers=args.workers > 0)
+        loader = DataLoader(
+            dataset,
+            batch_size=32,
+            shuffle=True,
+            num_workers=args.workers,
+            persistent_workers=args.workers > 0,
+        )
         for epoch in range(args.epochs):
             start, right = time.perf_counter(), 0
             for counts, subjects in loader:
@@ -82,7 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
                 optimizer.step()
                 right += (scores.argmax(dim=1) == subjects).sum().item()
             seconds.append(time.perf_counter() - start)
-            print(f"epoch {epoch + 1}: {seconds[-1]:.2f} s, accuracy {right / len(dataset):.1%}, {dataset.stats()}")
+            print(
+                f"epoch {epoch + 1}: {seconds[-1]:.2f} s, accuracy {right / len(dataset):.1%},"
+                f" {dataset.stats()}"
+            )
     if len(seconds) > 1:
         print(f"the second epoch was {seconds[0] / seconds[1]:.1f} times as fast")
     return seconds

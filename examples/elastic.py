@@ -1,13 +1,16 @@
-"""Train with restarts: if a rank dies, torchrun restarts all of them, and they resume from the newest checkpoint.
+"""Train with restarts: if a rank dies, torchrun restarts all of them, and they resume from the
+newest checkpoint.
 
-torchrun --nproc_per_node=2 --max-restarts=1 examples/elastic.py --folder checkpoints --kill-rank 1 --kill-step 13
+torchrun --nproc_per_node=2 --max-restarts=1 examples/elastic.py --folder checkpoints --kill-rank 1
+--kill-step 13
 
-Rank 1 kills itself after step 13, once. The final weights are those of a run without --kill-rank, bit for bit; with async, whose
-ranks average in the background at intervals of time, no two runs are equal, and it resumes from the weights that it had saved.
+Rank 1 kills itself after step 13, once. The final weights are those of a run without --kill-rank,
+bit for bit; with async, whose ranks average in the background at intervals of time, no two runs are
+equal, and it resumes from the weights that it had saved.
 
-The job may come back with another number of ranks, such as 3 or 4, in the middle of an epoch: the samples that are left are shared
-anew, and an optimizer step still uses 24 samples, so that the learning rate needs no change. At the end, the script checks that
-every epoch has used every sample.
+The job may come back with another number of ranks, such as 3 or 4, in the middle of an epoch: the
+samples that are left are shared anew, and an optimizer step still uses 24 samples, so that the
+learning rate needs no change. At the end, the script checks that every epoch has used every sample.
 """
 
 from __future__ import annotations
@@ -33,19 +36,38 @@ def make_algorithm(name: str, model: nn.Module) -> tuple[torch.optim.Optimizer, 
     if name == "qadam":
         adam = QAdamOptimizer(model.parameters(), lr=1e-2, warmup_steps=8)
         return adam, Algorithm.init(name, q_adam_optimizer=adam, hierarchical=False)
-    options = {"async": {"sync_interval_ms": 5}, "decentralized": {"hierarchical": False, "peer_selection_mode": "shift_one"}}
+    options = {
+        "async": {"sync_interval_ms": 5},
+        "decentralized": {"hierarchical": False, "peer_selection_mode": "shift_one"},
+    }
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return sgd, Algorithm.init(name, **options.get(name, {"hierarchical": False}))
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[int, str]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithm", default="gradient_allreduce", choices=list(GlobalAlgorithmRegistry))
-    parser.add_argument("--folder", type=Path, required=True, help="of the checkpoints; on a disk that all nodes share")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--algorithm", default="gradient_allreduce", choices=list(GlobalAlgorithmRegistry)
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        required=True,
+        help="of the checkpoints; on a disk that all nodes share",
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=5)
-    parser.add_argument("--global-batch", type=int, default=24, help="samples of an optimizer step, on all ranks together")
-    parser.add_argument("--micro-batch", type=int, default=4, help="samples that a rank computes at once, at most")
+    parser.add_argument(
+        "--global-batch",
+        type=int,
+        default=24,
+        help="samples of an optimizer step, on all ranks together",
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, default=4, help="samples that a rank computes at once, at most"
+    )
     parser.add_argument("--kill-rank", type=int, help="the rank that kills itself, once")
     parser.add_argument("--kill-step", type=int, default=13)
     arguments = parser.parse_args(argv)
@@ -54,22 +76,33 @@ def main(argv: Sequence[str] | None = None) -> tuple[int, str]:
     rank, ranks = bagua_ref.get_rank(), bagua_ref.get_world_size()
     share, rest = divmod(arguments.global_batch, ranks)
     if rest:
-        parser.error(f"{ranks} ranks cannot share {arguments.global_batch} samples equally: choose another --global-batch")
+        parser.error(
+            f"{ranks} ranks cannot share {arguments.global_batch} samples equally: choose another"
+            " --global-batch"
+        )
     generator = torch.Generator().manual_seed(0)
-    inputs, lengths = torch.randn(96, 16, generator=generator), torch.randint(1, 100, (96,), generator=generator)
+    inputs, lengths = (
+        torch.randn(96, 16, generator=generator),
+        torch.randint(1, 100, (96,), generator=generator),
+    )
     targets = inputs.square().mean(1, keepdim=True)
 
-    torch.manual_seed(rank)  # a dropout of its own on each rank; the checkpoint keeps the state of the generator
+    # a dropout of its own on each rank; the checkpoint keeps the state of the generator
+    torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 1))
     optimizer, algorithm = make_algorithm(arguments.algorithm, model)
     model = model.with_bagua([optimizer], algorithm)
     sampler = LoadBalancingDistributedSampler(lengths, None, complexities=lengths)
-    # With a generator of its own: beginning to iterate draws a number, which would change the dropout after it.
+    # With a generator of its own: beginning to iterate draws a number, which would change the
+    # dropout after it.
     dataset = TensorDataset(inputs, targets, torch.arange(len(inputs)))
     loader = DataLoader(dataset, batch_size=share, sampler=sampler, generator=torch.Generator())
 
-    # After a change of ranks, each takes the first one's weights; the random states of single ranks cannot be continued.
-    found = bagua_ref.checkpoint.load(arguments.folder, model, optimizer, sampler=sampler, drop_rank_state=True)
+    # After a change of ranks, each takes the first one's weights; the random states of single ranks
+    # cannot be continued.
+    found = bagua_ref.checkpoint.load(
+        arguments.folder, model, optimizer, sampler=sampler, drop_rank_state=True
+    )
     step, used = (found.step, found.extra) if found else (0, [])
     begun = step
     if found and rank == 0:
@@ -82,7 +115,15 @@ def main(argv: Sequence[str] | None = None) -> tuple[int, str]:
             step += 1
             used = used + [(sampler.epoch, number) for number in on_all_ranks(numbers)]
             if step % arguments.save_every == 0:
-                bagua_ref.checkpoint.save(arguments.folder, model, optimizer, step=step, sampler=sampler, extra=used, keep=2)
+                bagua_ref.checkpoint.save(
+                    arguments.folder,
+                    model,
+                    optimizer,
+                    step=step,
+                    sampler=sampler,
+                    extra=used,
+                    keep=2,
+                )
             if rank == arguments.kill_rank and step == arguments.kill_step:
                 kill_once(arguments.folder / "killed")
             if step == arguments.steps:
@@ -101,7 +142,9 @@ def main(argv: Sequence[str] | None = None) -> tuple[int, str]:
 
 
 def train(model: nn.Module, batch: torch.Tensor, target: torch.Tensor, micro_batch: int) -> None:
-    """Accumulate the gradient of the mean loss of a batch, some samples at a time; only the last backward communicates."""
+    """Accumulate the gradient of the mean loss of a batch, some samples at a time; only the last
+    backward communicates.
+    """
     parts = list(zip(batch.split(micro_batch), target.split(micro_batch), strict=True))
     for place, (part, wanted) in enumerate(parts):
         with model.no_sync() if place < len(parts) - 1 else contextlib.nullcontext():
@@ -121,7 +164,10 @@ def check_epoch(epoch: int, used: Sequence[tuple[int, int]], samples: int, loud:
     if missing:
         raise RuntimeError(f"epoch {epoch} has not used the samples {sorted(missing)}")
     if loud:
-        print(f"epoch {epoch}: all {samples} samples used, {len(numbers) - samples} of them twice", flush=True)
+        print(
+            f"epoch {epoch}: all {samples} samples used, {len(numbers) - samples} of them twice",
+            flush=True,
+        )
 
 
 def kill_once(marker: Path) -> None:

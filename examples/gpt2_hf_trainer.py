@@ -1,4 +1,5 @@
-"""Train a small GPT-2 on the text of Python's help(), byte by byte, in Hugging Face's Trainer, once with each algorithm.
+"""Train a small GPT-2 on the text of Python's help(), byte by byte, in Hugging Face's Trainer, once
+with each algorithm.
 
 torchrun --nproc_per_node=2 examples/gpt2_hf_trainer.py --plot gpt2.png
 """
@@ -14,7 +15,14 @@ from typing import Any
 
 import torch
 from loss_curves import Point, draw
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 import bagua_ref
 from bagua_ref.integrations.transformers import use_bagua
@@ -50,23 +58,45 @@ class Curve(TrainerCallback):
 
 def train(name: str, steps: int, folder: str) -> list[Point]:
     set_seed(0)
-    config = GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=128, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=256,
+        n_positions=LENGTH,
+        n_embd=128,
+        n_layer=3,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = GPT2LMHeadModel(config)
     training, held_out = samples()
     arguments = TrainingArguments(
-        folder, use_cpu=True, max_steps=steps, per_device_train_batch_size=16, learning_rate=3e-3, lr_scheduler_type="cosine",
-        warmup_steps=steps // 10, eval_strategy="steps", eval_steps=max(1, steps // 20), per_device_eval_batch_size=64,
-        save_strategy="no", report_to=[], disable_tqdm=True,
-    )  # fmt: skip
+        folder,
+        use_cpu=True,
+        max_steps=steps,
+        per_device_train_batch_size=16,
+        learning_rate=3e-3,
+        lr_scheduler_type="cosine",
+        warmup_steps=steps // 10,
+        eval_strategy="steps",
+        eval_steps=max(1, steps // 20),
+        per_device_eval_batch_size=64,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
     curve = Curve()
-    trainer = Trainer(model, arguments, train_dataset=training, eval_dataset=held_out, callbacks=[curve])
+    trainer = Trainer(
+        model, arguments, train_dataset=training, eval_dataset=held_out, callbacks=[curve]
+    )
     use_bagua(trainer, name, **ALGORITHMS[name])
     trainer.train()
     return curve.points
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, list[Point]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=ALGORITHMS)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses")
@@ -76,7 +106,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Point]]:
         curves = {name: train(name, arguments.steps, folder) for name in arguments.algorithms}
     if bagua_ref.get_rank() == 0:
         for name, points in curves.items():
-            print(f"{name}: held-out loss {points[-1].loss:.3f} after {points[-1].megabytes:.1f} MB sent by each rank")
+            print(
+                f"{name}: held-out loss {points[-1].loss:.3f} after {points[-1].megabytes:.1f} MB"
+                " sent by each rank"
+            )
         if arguments.plot:
             draw(curves, "GPT-2 on the text of Python's help()", arguments.plot)
     return curves

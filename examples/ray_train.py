@@ -1,4 +1,5 @@
-"""Train with Ray Train: TorchTrainer starts the workers and connects them, and bagua_ref communicates in the group that it made.
+"""Train with Ray Train: TorchTrainer starts the workers and connects them, and bagua_ref
+communicates in the group that it made.
 
 python examples/ray_train.py --workers 2 --algorithm bytegrad --folder /a/disk/that/all/nodes/share
 """
@@ -37,7 +38,11 @@ def share(rank: int, world_size: int) -> DataLoader[Any]:
     digits = load_digits()
     each = len(digits.target) // world_size
     images = torch.tensor(digits.data[rank::world_size][:each], dtype=torch.float32) / 16
-    return DataLoader(TensorDataset(images, torch.tensor(digits.target[rank::world_size][:each])), batch_size=32, drop_last=True)
+    return DataLoader(
+        TensorDataset(images, torch.tensor(digits.target[rank::world_size][:each])),
+        batch_size=32,
+        drop_last=True,
+    )
 
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:
@@ -61,23 +66,44 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
             loss.backward()
             optimizer.step()
         bagua_ref.checkpoint.save(settings["checkpoints"], model, optimizer, step=epoch + 1, keep=2)
-        ray.train.report({"epoch": epoch + 1, "loss": loss.item(), "bytes_sent": model.bagua_metrics()["bytes_sent"]})
+        ray.train.report(
+            {
+                "epoch": epoch + 1,
+                "loss": loss.item(),
+                "bytes_sent": model.bagua_metrics()["bytes_sent"],
+            }
+        )
     bagua_ref.destroy_process_group()
-    return {"loss": loss.item(), "weights": digest(model), "resumed_after": found.step if found else 0}
+    return {
+        "loss": loss.item(),
+        "weights": digest(model),
+        "resumed_after": found.step if found else 0,
+    }
 
 
 def digest(model: nn.Module) -> str:
     """Return what differs if one bit of the weights does."""
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
+    return hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    ).hexdigest()[:16]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--algorithm", default="bytegrad", choices=ALGORITHMS)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--folder", type=Path, required=True, help="of results and checkpoints; on a disk that all nodes share")
-    parser.add_argument("--kill-rank", type=int, help="the worker that dies in the second epoch, once")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        required=True,
+        help="of results and checkpoints; on a disk that all nodes share",
+    )
+    parser.add_argument(
+        "--kill-rank", type=int, help="the worker that dies in the second epoch, once"
+    )
     arguments = parser.parse_args(argv)
     folder = arguments.folder.resolve()
 
@@ -89,8 +115,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             "checkpoints": str(folder / "checkpoints"),
             "kill_rank": arguments.kill_rank,
         },
-        scaling_config=ScalingConfig(num_workers=arguments.workers),  # use_gpu=True: one GPU for each worker
-        run_config=RunConfig(name="bagua", storage_path=str(folder), failure_config=FailureConfig(max_failures=1)),
+        # use_gpu=True: one GPU for each worker
+        scaling_config=ScalingConfig(num_workers=arguments.workers),
+        run_config=RunConfig(
+            name="bagua", storage_path=str(folder), failure_config=FailureConfig(max_failures=1)
+        ),
     )
     reached = trainer.fit().return_value  # what train() returns on the first worker
     print(f"{arguments.algorithm}, {arguments.workers} workers: {json.dumps(reached)}")

@@ -1,4 +1,5 @@
-"""Predict the next character of Python's documentation, with torch's DistributedDataParallel: where docs/tutorial.md begins.
+"""Predict the next character of Python's documentation, with torch's DistributedDataParallel: where
+docs/tutorial.md begins.
 
 torchrun --nproc_per_node=2 examples/text_ddp.py
 """
@@ -19,7 +20,10 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.set_num_threads(1)
 
-text = "".join(pydoc.plain(pydoc.render_doc(name)) for name in ("str", "list", "dict", "int", "argparse", "pathlib"))
+text = "".join(
+    pydoc.plain(pydoc.render_doc(name))
+    for name in ("str", "list", "dict", "int", "argparse", "pathlib")
+)
 letters = torch.tensor([min(ord(letter), 127) for letter in text])
 samples = letters.unfold(0, CONTEXT + 1, 1)
 held_out, samples = samples[-1000:], samples[:-1000]

@@ -1,4 +1,5 @@
-"""Train an image classifier of timm on scikit-learn's handwritten digits in Lightning, once with each algorithm.
+"""Train an image classifier of timm on scikit-learn's handwritten digits in Lightning, once with
+each algorithm.
 
 torchrun --nproc_per_node=2 examples/timm_lightning.py --plot timm.png
 """
@@ -54,11 +55,15 @@ class Curve(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         sent = trainer.strategy.model.bagua_metrics()["bytes_sent"]
-        self.points.append(Point(trainer.global_step, sent / 1e6, trainer.callback_metrics["loss"].item()))
+        self.points.append(
+            Point(trainer.global_step, sent / 1e6, trainer.callback_metrics["loss"].item())
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, list[Point]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=ALGORITHMS)
     parser.add_argument("--model", default="resnet10t", help="its name in timm")
     parser.add_argument("--epochs", type=int, default=8)
@@ -66,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Point]]:
     arguments = parser.parse_args(argv)
 
     digits = load_digits()
-    images = interpolate(torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, size=32, mode="bilinear")
+    images = interpolate(
+        torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, size=32, mode="bilinear"
+    )
     data = TensorDataset(images, torch.tensor(digits.target))
 
     curves = {}
@@ -75,18 +82,30 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Point]]:
         training, held_out = random_split(data, [1440, len(data) - 1440])
         curve = Curve()
         trainer = Trainer(
-            strategy=BaguaStrategy(name, **ALGORITHMS[name]), accelerator="cpu", devices=2, max_epochs=arguments.epochs,
-            callbacks=[curve], num_sanity_val_steps=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            strategy=BaguaStrategy(name, **ALGORITHMS[name]),
+            accelerator="cpu",
+            devices=2,
+            max_epochs=arguments.epochs,
+            callbacks=[curve],
+            num_sanity_val_steps=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
             enable_model_summary=False,
-        )  # fmt: skip
+        )
         # On each rank, Lightning takes a share of each.
-        trainer.fit(Classifier(arguments.model), DataLoader(training, 32, shuffle=True), DataLoader(held_out, 128))
+        trainer.fit(
+            Classifier(arguments.model),
+            DataLoader(training, 32, shuffle=True),
+            DataLoader(held_out, 128),
+        )
         curves[name] = curve.points
         accuracy = trainer.callback_metrics["accuracy"].item()
         if trainer.is_global_zero:
             reached = curve.points[-1]
             print(
-                f"{name}: accuracy {accuracy:.1%}, held-out loss {reached.loss:.3f}, {reached.megabytes:.1f} MB sent by each rank"
+                f"{name}: accuracy {accuracy:.1%}, held-out loss {reached.loss:.3f},"
+                f" {reached.megabytes:.1f} MB sent by each rank"
             )
     if trainer.is_global_zero and arguments.plot:
         draw(curves, f"{arguments.model} on handwritten digits", arguments.plot)

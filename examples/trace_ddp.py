@@ -10,13 +10,18 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_hook,
+)
 
 from bagua_ref.conformance.trace import Recorder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", help="folder of the trace, with a folder for each rank")
     parser.add_argument("--hook", choices=("fp16", "allreduce"), default="fp16")
     arguments = parser.parse_args()
@@ -24,7 +29,9 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 5)))
+    model = nn.parallel.DistributedDataParallel(
+        nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 5))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
 
@@ -46,9 +53,13 @@ def main() -> None:
             optimizer.step()
             recorder.step()
     if dist.get_rank() == 0:
-        print(f"{recorder.steps_written} steps, {recorder.bytes_written:,} bytes on each rank in {arguments.directory}")
-    # torch drops the group with the GIL held and waits for gloo's threads, which may still need the GIL to drop the hook's
-    # Python callbacks: without a pause, one of about 80 runs hangs here or aborts.
+        print(
+            f"{recorder.steps_written} steps, {recorder.bytes_written:,} bytes on each rank in"
+            f" {arguments.directory}"
+        )
+    # torch drops the group with the GIL held and waits for gloo's threads, which may still need the
+    # GIL to drop the hook's Python callbacks: without a pause, one of about 80 runs hangs here or
+    # aborts.
     time.sleep(0.1)
     dist.destroy_process_group()
 

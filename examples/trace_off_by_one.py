@@ -1,4 +1,5 @@
-"""Plant a fault in bytegrad's compression on one of four ranks, record a training, and locate the fault by its trace.
+"""Plant a fault in bytegrad's compression on one of four ranks, record a training, and locate the
+fault by its trace.
 
 python examples/trace_off_by_one.py
 """

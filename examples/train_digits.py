@@ -19,7 +19,9 @@ from bagua_ref.algorithms import Algorithm, GlobalAlgorithmRegistry
 
 
 def make_algorithm(name: str, model: nn.Module) -> tuple[torch.optim.Optimizer, Algorithm]:
-    """Return an optimizer for the model, and the algorithm; its hierarchical form only helps on several nodes."""
+    """Return an optimizer for the model, and the algorithm; its hierarchical form only helps on
+    several nodes.
+    """
     if name == "qadam":  # it has an optimizer of its own, whose momentum it compresses
         from bagua_ref.algorithms.q_adam import QAdamOptimizer
 
@@ -37,8 +39,12 @@ def make_algorithm(name: str, model: nn.Module) -> tuple[torch.optim.Optimizer, 
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithm", default="gradient_allreduce", choices=list(GlobalAlgorithmRegistry))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--algorithm", default="gradient_allreduce", choices=list(GlobalAlgorithmRegistry)
+    )
     parser.add_argument("--epochs", type=int, default=10)
     arguments = parser.parse_args(argv)
 
@@ -46,10 +52,12 @@ def main(argv: Sequence[str] | None = None) -> float:
     rank, world_size = bagua_ref.get_rank(), bagua_ref.get_world_size()
 
     digits = load_digits()
-    shuffled = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))  # they are sorted by writer
+    # they are sorted by writer
+    shuffled = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(digits.data, dtype=torch.float32)[shuffled] / 16
     labels = torch.tensor(digits.target)[shuffled]
-    mine = range(rank, 1440, world_size)  # each rank trains on a share of the first 1440; the rest are the test set
+    # each rank trains on a share of the first 1440; the rest are the test set
+    mine = range(rank, 1440, world_size)
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -59,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> float:
     batch_size = max(1, 64 // world_size)
     steps = 1440 // world_size // batch_size  # the same on every rank
     for epoch in range(arguments.epochs):
-        order = torch.tensor(mine)[torch.randperm(len(mine), generator=torch.Generator().manual_seed(epoch))]
+        order = torch.tensor(mine)[
+            torch.randperm(len(mine), generator=torch.Generator().manual_seed(epoch))
+        ]
         for batch in order.split(batch_size)[:steps]:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
@@ -72,12 +82,17 @@ def main(argv: Sequence[str] | None = None) -> float:
         model.bagua_algorithm.abort(model)  # ends averaging in the background
     model.eval()
     # With diloco, the weights that count are those that all ranks share.
-    shared = model.bagua_algorithm.global_weights() if arguments.algorithm == "diloco" else nullcontext()
+    shared = (
+        model.bagua_algorithm.global_weights() if arguments.algorithm == "diloco" else nullcontext()
+    )
     with torch.no_grad(), shared:
         accuracy = (model(images[1440:]).argmax(1) == labels[1440:]).float().mean().reshape(1)
     bagua_ref.allreduce_inplace(accuracy, bagua_ref.ReduceOp.AVG)
     if rank == 0:
-        print(f"{arguments.algorithm}, {world_size} rank{'s'[: world_size > 1]}: test accuracy {accuracy.item():.1%}")
+        print(
+            f"{arguments.algorithm}, {world_size} rank{'s'[: world_size > 1]}: test accuracy"
+            f" {accuracy.item():.1%}"
+        )
     bagua_ref.destroy_process_group()
     return accuracy.item()
 

@@ -1,8 +1,11 @@
-"""MPI's collectives, checked by ``bagua-ref verify``: a program with one process for each rank, started by ``mpirun``.
+"""MPI's collectives, checked by ``bagua-ref verify``: a program with one process for each rank,
+started by ``mpirun``.
 
-    bagua-ref verify --suite collectives --command "python examples/verify_mpi4py.py" --launch "mpirun -n {ranks}"
+    bagua-ref verify --suite collectives --command "python examples/verify_mpi4py.py" --launch
+    "mpirun -n {ranks}"
 
-needs mpi4py and an MPI, such as ``pip install mpi4py mpich``. Replace the calls of MPI by those of your own library to check it.
+needs mpi4py and an MPI, such as ``pip install mpi4py mpich``. Replace the calls of MPI by those of
+your own library to check it.
 """
 
 from __future__ import annotations
@@ -42,12 +45,18 @@ def tensor(x: Array, dtype: str) -> bytes:
     """Return the bytes of a tensor; float32 is rounded to bfloat16, to nearest-even."""
     if dtype == "bfloat16":
         bits = x.astype(np.float32).view(np.uint32)
-        return np.where(np.isnan(x), 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
+        return (
+            np.where(np.isnan(x), 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+            .astype("<u2")
+            .tobytes()
+        )
     return x.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
 
 
 def reduced(comm: MPI.Intracomm, raw: bytes, dtype: str, op: str) -> bytes:
-    """Return the reduction over all ranks; 16-bit floats are added in float32, as MPI knows neither of them."""
+    """Return the reduction over all ranks; 16-bit floats are added in float32, as MPI knows neither
+    of them.
+    """
     x = numbers(raw, dtype)
     wide = x.astype(np.float32) if dtype in ("float16", "bfloat16") else x.copy()
     # MPI does not say what the largest of a NaN is: look for NaNs first.
@@ -64,7 +73,9 @@ def reduced(comm: MPI.Intracomm, raw: bytes, dtype: str, op: str) -> bytes:
     return tensor(out, dtype)
 
 
-def answer(comm: MPI.Intracomm, header: dict[str, Any], sent: dict[str, tuple[bytes, str]]) -> dict[str, tuple[bytes, str]]:
+def answer(
+    comm: MPI.Intracomm, header: dict[str, Any], sent: dict[str, tuple[bytes, str]]
+) -> dict[str, tuple[bytes, str]]:
     """Return the tensors of the answer to one request; all but reductions moves bytes."""
     call, root = header["call"], header.get("root", 0)
     raw, dtype = sent.get("x", (b"", header.get("dtype", "")))
@@ -79,10 +90,19 @@ def answer(comm: MPI.Intracomm, header: dict[str, Any], sent: dict[str, tuple[by
         return {"x": (bytes(out), dtype)}
     elif call == "exchange":
         outs = [bytearray(part["elements"] * WIDTH[part["dtype"]]) for part in header["recvs"]]
-        waits = [comm.Irecv([out, MPI.BYTE], part["src"]) for out, part in zip(outs, header["recvs"], strict=True)]
-        waits += [comm.Isend([sent[f"send{place}"][0], MPI.BYTE], peer) for place, peer in enumerate(header["sends"])]
+        waits = [
+            comm.Irecv([out, MPI.BYTE], part["src"])
+            for out, part in zip(outs, header["recvs"], strict=True)
+        ]
+        waits += [
+            comm.Isend([sent[f"send{place}"][0], MPI.BYTE], peer)
+            for place, peer in enumerate(header["sends"])
+        ]
         MPI.Request.Waitall(waits)
-        return {f"recv{place}": (bytes(out), header["recvs"][place]["dtype"]) for place, out in enumerate(outs)}
+        return {
+            f"recv{place}": (bytes(out), header["recvs"][place]["dtype"])
+            for place, out in enumerate(outs)
+        }
     elif call == "broadcast":
         out = bytearray(raw)
         comm.Bcast([out, MPI.BYTE], root)
@@ -140,9 +160,12 @@ def main() -> None:
         except Exception as error:
             members = {"error": f"{type(error).__name__}: {error}"}
         members["tensors"] = [
-            {"name": name, "dtype": dtype, "shape": [len(raw) // WIDTH[dtype]]} for name, (raw, dtype) in found.items()
+            {"name": name, "dtype": dtype, "shape": [len(raw) // WIDTH[dtype]]}
+            for name, (raw, dtype) in found.items()
         ]
-        stream.write(json.dumps(members).encode() + b"\n" + b"".join(raw for raw, _ in found.values()))
+        stream.write(
+            json.dumps(members).encode() + b"\n" + b"".join(raw for raw, _ in found.values())
+        )
         stream.flush()
     os._exit(0)  # the checks have ended; MPI_Finalize would wait for ranks that they have not
 

@@ -25,7 +25,11 @@ def rows_of(name: str) -> list[dict[str, str]]:
         return []
     rows = [asdict(row) for row in script.find()]
     for row in rows:
-        print(f"{name}: {row['implementation']}, {row['clause']}, {row['case']}: {row['verdict']}. {row['complaint']}", flush=True)
+        print(
+            f"{name}: {row['implementation']}, {row['clause']}, {row['case']}: {row['verdict']}."
+            f" {row['complaint']}",
+            flush=True,
+        )
     return rows
 
 
@@ -34,16 +38,21 @@ def disagreements(name: str, rows: list[dict[str, str]]) -> list[str]:
     committed = {tuple(row[key] for key in KEY) for row in json.loads(RESULTS.read_text())[name]}
     found = {tuple(row[key] for key in KEY) for row in rows}
     return [
-        f"{name}: {', '.join(row)}: {'not among the committed ones' if row in found else 'committed, but not found now'}"
+        f"{name}: {', '.join(row)}:"
+        f" {'not among the committed ones' if row in found else 'committed, but not found now'}"
         for row in sorted(committed ^ found)
     ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument(
-        "--check", action="store_true", help="compare with results.json instead of writing it; no peer may be missing"
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare with results.json instead of writing it; no peer may be missing",
     )
     arguments = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}

@@ -23,7 +23,9 @@ def train() -> list[list[torch.Tensor]]:
     from accelerate.local_sgd import LocalSGD
 
     accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare_model(nn.ParameterList(nn.Parameter(torch.ones(size)) for size in SIZES))
+    model = accelerator.prepare_model(
+        nn.ParameterList(nn.Parameter(torch.ones(size)) for size in SIZES)
+    )
     optimizer, history = torch.optim.SGD(model.parameters(), lr=LR), []
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=PERIOD) as training:
         for of_ranks in gradients(SIZES, STEPS):
@@ -55,16 +57,24 @@ def find() -> Iterator[Row]:
     start, dtypes = [torch.ones(size).numpy() for size in SIZES], ["float32"] * len(SIZES)
     wanted = local_sgd(start, given, LR, dtypes, [RANKS], period=PERIOD)
     yield judged(
-        f"accelerate LocalSGD ({PEER})", "S9.1", f"period {PERIOD}, offset 0", first_difference(on_ranks(train), wanted, SUM(32)),
+        f"accelerate LocalSGD ({PEER})",
+        "S9.1",
+        f"period {PERIOD}, offset 0",
+        first_difference(on_ranks(train), wanted, SUM(32)),
         given=f"2 ranks, parameters of 8 and 3 float32, N(0, 1) gradients, SGD({LR})",
-    )  # fmt: skip
+    )
     name = f"accelerate LocalSGD ({PEER})"
     words = {"given": "a Linear(3, 1), SGD(0.1), period 2, 4 steps"}
     yield simulated.simulated(name, "training", PROGRAM.format(steps=4), **words)
     yield simulated.simulated(
-        name, "one step more on one rank", PROGRAM.format(steps="3 + rank"),
-        why="The rank with a step more averages once more in the loop. Its average meets the one that the other makes on leaving "
-        "the context, and nothing meets its own last one.",
-        promise=simulated.SILENT, given="a Linear(3, 1), SGD(0.1), period 2, 3 steps on rank 0 and 4 on rank 1",
+        name,
+        "one step more on one rank",
+        PROGRAM.format(steps="3 + rank"),
+        why=(
+            "The rank with a step more averages once more in the loop. Its average meets the one"
+            " that the other makes on leaving the context, and nothing meets its own last one."
+        ),
+        promise=simulated.SILENT,
+        given="a Linear(3, 1), SGD(0.1), period 2, 3 steps on rank 0 and 4 on rank 1",
         effect=simulated.HANGS,
-    )  # fmt: skip
+    )

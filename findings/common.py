@@ -43,7 +43,14 @@ class Row:
     effect: str = ""
 
 
-def judged(implementation: str, clause: str, case: str, complaint: str | None, otherwise: str = "fault", **words: str) -> Row:
+def judged(
+    implementation: str,
+    clause: str,
+    case: str,
+    complaint: str | None,
+    otherwise: str = "fault",
+    **words: str,
+) -> Row:
     """Return a row: it agrees if no check complained, else the verdict is ``otherwise``."""
     if complaint is None:
         return Row(implementation, clause, case, "agrees", given=words.get("given", ""))
@@ -57,7 +64,11 @@ def missing(peer: str) -> str | None:
         version = importlib.metadata.version(name).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
         return f"{name} is not installed"
-    return None if version == pinned else f"{name} {version} is installed, and the script is about {pinned}"
+    return (
+        None
+        if version == pinned
+        else f"{name} {version} is installed, and the script is about {pinned}"
+    )
 
 
 def on_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -73,22 +84,31 @@ class Given(torch.nn.Module):
         self.weights = torch.nn.ParameterList(torch.ones(size) for size in sizes)
 
     def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([(w * g).sum() for w, g in zip(self.weights, gradients, strict=True)]).sum()
+        return torch.stack(
+            [(w * g).sum() for w, g in zip(self.weights, gradients, strict=True)]
+        ).sum()
 
 
 def gradients(sizes: list[int], steps: int, ranks: int = RANKS) -> list[list[list[torch.Tensor]]]:
     """Return gradients by step, rank and parameter, drawn from N(0, 1)."""
     generator = torch.Generator().manual_seed(0)
-    return [[[torch.randn(size, generator=generator) for size in sizes] for _ in range(ranks)] for _ in range(steps)]
+    return [
+        [[torch.randn(size, generator=generator) for size in sizes] for _ in range(ranks)]
+        for _ in range(steps)
+    ]
 
 
 def first_difference(found: list[Any], wanted: list[Any], tolerance: Tolerance) -> str | None:
-    """Return where weights, by rank, step and parameter, first leave the expected ones, by step, rank and parameter."""
+    """Return where weights, by rank, step and parameter, first leave the expected ones, by step,
+    rank and parameter.
+    """
     for step, of_ranks in enumerate(wanted):
         for rank, weights in enumerate(of_ranks):
             for place, w in enumerate(weights):
                 try:
-                    assert_equal(found[rank][step][place], torch.as_tensor(w), tolerance, magnitude=1.0)
+                    assert_equal(
+                        found[rank][step][place], torch.as_tensor(w), tolerance, magnitude=1.0
+                    )
                 except AssertionError as error:
                     return f"after step {step + 1}, rank {rank}, parameter {place}: {error}"
     return None

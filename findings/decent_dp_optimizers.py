@@ -15,7 +15,9 @@ NAMES = ("optim_fn_adam", "optim_fn_adamw", "optim_fn_accum_adam", "optim_fn_acc
 
 
 def complaint(make: str) -> str | None:
-    """Return how a step with gradients of zero, which only decays, leaves weights and biases other than AdamW's rule does."""
+    """Return how a step with gradients of zero, which only decays, leaves weights and biases other
+    than AdamW's rule does.
+    """
     from decent_dp import optim
 
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -23,8 +25,14 @@ def complaint(make: str) -> str | None:
         for parameter in model.parameters():
             parameter.fill_(1)
             parameter.grad = torch.zeros_like(parameter)
-    optimizer = getattr(optim, make)([(f"{'fc' if n[0] == '0' else 'bn'}.{n[2:]}", p) for n, p in model.named_parameters()])
-    decays = {place: group["weight_decay"] for group in optimizer.param_groups for place in map(id, group["params"])}
+    optimizer = getattr(optim, make)(
+        [(f"{'fc' if n[0] == '0' else 'bn'}.{n[2:]}", p) for n, p in model.named_parameters()]
+    )
+    decays = {
+        place: group["weight_decay"]
+        for group in optimizer.param_groups
+        for place in map(id, group["params"])
+    }
     rates = {name: decays[id(parameter)] for name, parameter in model.named_parameters()}
     try:
         for name, rate in rates.items():
@@ -38,10 +46,22 @@ def complaint(make: str) -> str | None:
 def find() -> Iterator[Row]:
     for make in NAMES:
         yield judged(
-            f"Decent-DP {make} ({PEER})", "none: its own documentation", "which parameters are decayed", complaint(make),
-            why="Names with `bias` or `bn` get the weight decay, and weights get none: the two lists are swapped.",
-            promise="Its helper returns, by its description, one group with weight decay and one without; the usual rule decays "
-            "weights and spares biases and norms, and the names of its variables say the same.",
+            f"Decent-DP {make} ({PEER})",
+            "none: its own documentation",
+            "which parameters are decayed",
+            complaint(make),
+            why=(
+                "Names with `bias` or `bn` get the weight decay, and weights get none: the two"
+                " lists are swapped."
+            ),
+            promise=(
+                "Its helper returns, by its description, one group with weight decay and one"
+                " without; the usual rule decays weights and spares biases and norms, and the names"
+                " of its variables say the same."
+            ),
             given="A Linear and a BatchNorm layer, named `fc` and `bn`, default arguments",
-            effect="Weights are trained without weight decay, and biases and the scales of norms are pulled to zero.",
-        )  # fmt: skip
+            effect=(
+                "Weights are trained without weight decay, and biases and the scales of norms are"
+                " pulled to zero."
+            ),
+        )

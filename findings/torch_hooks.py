@@ -1,4 +1,6 @@
-"""torch's hooks for DDP that round gradients: fp16, bf16 and quantization, judged by the trace and by their own levels."""
+"""torch's hooks for DDP that round gradients: fp16, bf16 and quantization, judged by the trace and
+by their own levels.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,14 @@ def trace_complaint(name: str, size: int, options: dict[str, Any]) -> str | None
 
 
 def quantized(name: str, size: int, stacked: bool) -> tuple[torch.Tensor, torch.Tensor | str, int]:
-    """Run a quantization hook; return the gradient, the result or its error, and how many elements were sent as bytes.
+    """Run a quantization hook; return the gradient, the result or its error, and how many elements
+    were sent as bytes.
 
     Args:
         name: of the hook.
         size: of the gradient.
-        stacked: whether an all-gather's future has one tensor of all ranks' values, which the hook expects, or gloo's, one of each.
+        stacked: whether an all-gather's future has one tensor of all ranks' values, which the hook
+            expects, or gloo's, one of each.
     """
     sent, real = 0, dist.all_gather
 
@@ -76,7 +80,9 @@ def quantized(name: str, size: int, stacked: bool) -> tuple[torch.Tensor, torch.
 
 
 def level_complaint(found: list[tuple[torch.Tensor, torch.Tensor, int]], row: int) -> str | None:
-    """Return where the mean is further away than one level of 256 of each rank's row, which includes zero."""
+    """Return where the mean is further away than one level of 256 of each rank's row, which
+    includes zero.
+    """
     xs, size = torch.stack([x for x, _, _ in found]), len(found[0][0])
     bound = torch.zeros(size)
     for start in range(0, size, row):
@@ -87,25 +93,38 @@ def level_complaint(found: list[tuple[torch.Tensor, torch.Tensor, int]], row: in
         error = (result - xs.mean(0)).abs()
         if not bool((error <= bound).all()):
             place = int((error - bound).nan_to_num(math.inf).argmax())
-            return f"rank {rank}, element {place}: {result[place]} instead of {xs.mean(0)[place]} within {bound[place]}"
+            return (
+                f"rank {rank}, element {place}: {result[place]} instead of {xs.mean(0)[place]}"
+                f" within {bound[place]}"
+            )
     return None
 
 
 def find() -> Iterator[Row]:
     for name, (_, options) in HOOKS.items():
-        declared = ", ".join(f"{option}={value}" for option, value in options.items()) or "in full precision"
+        declared = (
+            ", ".join(f"{option}={value}" for option, value in options.items())
+            or "in full precision"
+        )
         complaint = trace_complaint(name, 300, options)
         yield judged(f"torch {name} ({PEER})", "S3.1", declared, complaint, given=GIVEN.format(300))
     for name, row in (("quantization_pertensor_hook", 1024), ("quantization_perchannel_hook", 512)):
         implementation = f"torch {name} ({PEER})"
         error = on_ranks(quantized, name, 1000, False)[0][1]
         yield judged(
-            implementation, "S3.2", "over gloo", error if isinstance(error, str) else None,
-            why="The hook takes the first value of an all-gather's future for the values of all ranks. Over gloo the future "
-            "holds a tensor of each rank, and backward raises. With NCCL it was not run.",
+            implementation,
+            "S3.2",
+            "over gloo",
+            error if isinstance(error, str) else None,
+            why=(
+                "The hook takes the first value of an all-gather's future for the values of all"
+                " ranks. Over gloo the future holds a tensor of each rank, and backward raises."
+                " With NCCL it was not run."
+            ),
             promise="The hook is described as experimental; which backends it needs is not said.",
-            given="2 ranks, 1,000 float32 of N(0, 1)", effect="Training over gloo ends with an error in its first backward.",
-        )  # fmt: skip
+            given="2 ranks, 1,000 float32 of N(0, 1)",
+            effect="Training over gloo ends with an error in its first backward.",
+        )
         for size in (1000, 1024):
             found, given = (
                 on_ranks(quantized, name, size, True),
@@ -116,9 +135,18 @@ def find() -> Iterator[Row]:
             if row == 512:
                 needed = -(-size // row) * row
                 yield judged(
-                    implementation, "S2.2", f"{size:,} elements, padding",
-                    None if found[0][2] == needed else f"{found[0][2]:,} bytes sent instead of {needed:,}",
+                    implementation,
+                    "S2.2",
+                    f"{size:,} elements, padding",
+                    (
+                        None
+                        if found[0][2] == needed
+                        else f"{found[0][2]:,} bytes sent instead of {needed:,}"
+                    ),
                     why="A length that the row divides is padded by a whole row of zeros.",
-                    promise="The gradient is split into rows of `bucket_size` elements, 512 by default.",
-                    given=given, effect="Values are right; a row of bytes and its scale are sent in vain.",
-                )  # fmt: skip
+                    promise=(
+                        "The gradient is split into rows of `bucket_size` elements, 512 by default."
+                    ),
+                    given=given,
+                    effect="Values are right; a row of bytes and its scale are sent in vain.",
+                )

@@ -32,9 +32,14 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
     "S10.2.zero_gradients": (
         "fault",
         {
-            "why": "A gradient that is exactly zero on all ranks gives NaN: a column is divided by its norm, which is 0.",
-            "promise": "The epsilon that is added to norms is 0 by default, and described as a means against division by zero; 0 "
-            "is recommended where no column can be 0.",
+            "why": (
+                "A gradient that is exactly zero on all ranks gives NaN: a column is divided by its"
+                " norm, which is 0."
+            ),
+            "promise": (
+                "The epsilon that is added to norms is 0 by default, and described as a means"
+                " against division by zero; 0 is recommended where no column can be 0."
+            ),
             "given": "Drawn by the check: gradients of zero on all ranks, 2 ranks",
             "effect": "The weights of a layer that no rank used in one step become NaN.",
         },
@@ -42,18 +47,26 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
     "S10.3.dependent_columns": (
         DIFFERS,
         {
-            "why": "Dependent columns are orthogonalised in float32 without a threshold; what rounding left of a dependent column "
-            "passes as a direction of its own.",
+            "why": (
+                "Dependent columns are orthogonalised in float32 without a threshold; what rounding"
+                " left of a dependent column passes as a direction of its own."
+            ),
             "promise": "Nothing is said of it.",
-            "given": "Drawn by the check: gradients of a rank below that of the approximation, 2 ranks",
-            "effect": "Where the rank of a gradient is below that of the approximation, results are off.",
+            "given": (
+                "Drawn by the check: gradients of a rank below that of the approximation, 2 ranks"
+            ),
+            "effect": (
+                "Where the rank of a gradient is below that of the approximation, results are off."
+            ),
         },
     ),
 }
 
 
 def remembered(rounds: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient that this rank gives in each round, and what the hook remembers of it, which is not compressed."""
+    """Return the gradient that this rank gives in each round, and what the hook remembers of it,
+    which is not compressed.
+    """
     state = hooks.PowerSGDState(None, start_powerSGD_iter=2)
     state.iter = 2
     x = torch.randn(10, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -73,14 +86,22 @@ SHAPES = [(12, 10), (12, 10), (9, 14)]
 
 
 def recorded(folder: str, settings: dict[str, Any]) -> None:
-    """Record four rounds on matrices, from the second on: the first factors are of torch's own generator."""
+    """Record four rounds on matrices, from the second on: the first factors are of torch's own
+    generator.
+    """
     state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=1, **settings)
     state.iter = 2
     generator = torch.Generator().manual_seed(dist.get_rank())
     sizes = [n * m for n, m in SHAPES]
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
-    described = json.dumps([[start, n, m, 2, place] for place, (start, (n, m)) in enumerate(zip(starts, SHAPES, strict=True))])
-    # Batched, gradients of one shape come first; without, they come as in the bucket: the same order here.
+    described = json.dumps(
+        [
+            [start, n, m, 2, place]
+            for place, (start, (n, m)) in enumerate(zip(starts, SHAPES, strict=True))
+        ]
+    )
+    # Batched, gradients of one shape come first; without, they come as in the bucket: the same
+    # order here.
     memory = "averaged" if state.use_error_feedback else None
     with Recorder(folder, algorithm="powersgd", options={"memory": memory}) as recorder:
         for k in range(4):
@@ -93,7 +114,9 @@ def recorded(folder: str, settings: dict[str, Any]) -> None:
             result = hooks.powerSGD_hook(state, bucket).wait()
             if k:
                 recorder.before_op("all", given, k=k, matrices=described)
-                recorder.after_op("all", {"x": result} | ({"e": state.error_dict[0].clone()} if memory else {}))
+                recorder.after_op(
+                    "all", {"x": result} | ({"e": state.error_dict[0].clone()} if memory else {})
+                )
                 recorder.step()
 
 
@@ -108,9 +131,12 @@ def trace_complaint(settings: dict[str, Any]) -> str | None:
 def find() -> Iterator[Row]:
     for name, settings in OPTIONS.items():
         yield judged(
-            IMPLEMENTATION, "S10.2", f"{name}, rounds from equal factors and memories", trace_complaint(settings),
+            IMPLEMENTATION,
+            "S10.2",
+            f"{name}, rounds from equal factors and memories",
+            trace_complaint(settings),
             given="2 ranks, gradients of 12 x 10, 12 x 10 and 9 x 14 of N(0, 1), rank 2, 3 rounds",
-        )  # fmt: skip
+        )
     sizes = {}
     for rounds in (10, 100):
         x, memory = on_ranks(remembered, rounds)[0]
@@ -120,15 +146,27 @@ def find() -> Iterator[Row]:
         complaint = None
     except AssertionError as error:
         grown = ", ".join(f"{size:.3g} after {rounds} rounds" for rounds, size in sizes.items())
-        complaint = f"memory of a vector of 10: {error}; its largest value is {grown}, of the gradient {x.abs().max():.3g}"
+        complaint = (
+            f"memory of a vector of 10: {error}; its largest value is {grown}, of the gradient"
+            f" {x.abs().max():.3g}"
+        )
     yield judged(
-        IMPLEMENTATION, "S10.1", "memory of what is not compressed", complaint,
-        why="Gradients that are not compressed have an error memory, too: the rank's own minus the mean gradient, which no "
-        "compression lost and which grows from round to round where ranks differ.",
+        IMPLEMENTATION,
+        "S10.1",
+        "memory of what is not compressed",
+        complaint,
+        why=(
+            "Gradients that are not compressed have an error memory, too: the rank's own minus the"
+            " mean gradient, which no compression lost and which grows from round to round where"
+            " ranks differ."
+        ),
         promise="Error feedback is described as the memory of what compression loses.",
         given="2 ranks, a vector of 10 of N(0, 1), the same in each round, default options",
-        effect="The sum over ranks stays right, but memories grow with the steps, and float32 loses digits of the gradient.",
-    )  # fmt: skip
+        effect=(
+            "The sum over ranks stays right, but memories grow with the steps, and float32 loses"
+            " digits of the gradient."
+        ),
+    )
     target = outside.target(lambda *given: outside.Hooked(*given, make))
     for check, (otherwise, words) in CASES.items():
         report = run_conformance(target, ["algorithms"], checks=[f"algorithms.{check}"], jobs=1)

@@ -1,4 +1,6 @@
-"""Inputs of the properties: every backend available here, and the strategies that `bagua_ref.conformance` ships."""
+"""Inputs of the properties: every backend available here, and the strategies that
+`bagua_ref.conformance` ships.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,40 @@ from bagua_ref.backends import available_backends, register_backend
 from bagua_ref.conformance.inputs.strategies import adversarial, name_of
 
 __all__ = [
-    "COMPRESSIBLE", "FLOATS", "Seeded", "adversarial", "every_backend", "every_backend_but", "every_backend_in_proof", "inputs",
+    "COMPRESSIBLE",
+    "FLOATS",
+    "Seeded",
+    "adversarial",
+    "every_backend",
+    "every_backend_but",
+    "every_backend_in_proof",
+    "inputs",
     "name_of",
-]  # fmt: skip
+]
 
 COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
 FLOATS = (*COMPRESSIBLE, torch.float64)
 
-register_backend("cuda-emulated", "tests.cuda_emulation.backend:EmulatedBackend", hint="install g++")
+register_backend(
+    "cuda-emulated", "tests.cuda_emulation.backend:EmulatedBackend", hint="install g++"
+)
 register_backend("cuda-on-copies", "tests.cuda_emulation.copies:CudaOnCopies")
 
 
 def _backends(*marks: pytest.MarkDecorator) -> list[ParameterSet | str]:
-    """Return every backend that works here on CPU tensors; ``marks`` apply to the CUDA sources compiled for the CPU."""
+    """Return every backend that works here on CPU tensors; ``marks`` apply to the CUDA sources
+    compiled for the CPU.
+    """
     why_not = available_backends()
-    chosen: list[ParameterSet | str] = [name for name, reason in why_not.items() if reason is None and not name.startswith("cuda")]
+    chosen: list[ParameterSet | str] = [
+        name for name, reason in why_not.items() if reason is None and not name.startswith("cuda")
+    ]
     # Without g++ the properties are skipped with a reason; CI must have it, so there they fail.
-    excused = [] if why_not["cuda-emulated"] is None or "CI" in os.environ else [pytest.mark.skip(why_not["cuda-emulated"])]
+    excused = (
+        []
+        if why_not["cuda-emulated"] is None or "CI" in os.environ
+        else [pytest.mark.skip(why_not["cuda-emulated"])]
+    )
     chosen.append(pytest.param("cuda-emulated", marks=[*excused, *marks]))
     if torch.cuda.is_available():
         lacking = [] if why_not["cuda"] is None else [pytest.mark.skip(why_not["cuda"])]
@@ -44,22 +63,29 @@ every_backend_in_proof = pytest.mark.parametrize("backend", _backends(pytest.mar
 
 def every_backend_but(name: str) -> pytest.MarkDecorator:
     """Return `every_backend` without one, with which another test does the same in another way."""
-    return pytest.mark.parametrize("backend", [row for row in _backends() if name not in (row, *getattr(row, "values", ()))])
+    return pytest.mark.parametrize(
+        "backend", [row for row in _backends() if name not in (row, *getattr(row, "values", ()))]
+    )
 
 
 def inputs(of_100: int) -> settings:
-    """Return the settings of a slow property: so many inputs where others have 100, in proportion where they have fewer."""
+    """Return the settings of a slow property: so many inputs where others have 100, in proportion
+    where they have fewer.
+    """
     return settings(max_examples=max(2, settings.default.max_examples * of_100 // 100))
 
 
 class Seeded:
-    """Mixin for conformance suites: a new seed in each run, 0 in CI, or that of ``--hypothesis-seed``.
+    """Mixin for conformance suites: a new seed in each run, 0 in CI, or that of
+    ``--hypothesis-seed``.
 
-    `make test` tries as many inputs as of other properties, `make proof` as many as ``bagua-ref verify``.
+    `make test` tries as many inputs as of other properties, `make proof` as many as ``bagua-ref
+    verify``.
     """
 
     seed = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")
-    time_limit = 60.0 if torch.cuda.is_available() else 10.0  # what goes through copies on a device takes longer
+    # what goes through copies on a device takes longer
+    time_limit = 60.0 if torch.cuda.is_available() else 10.0
 
     @pytest.fixture(autouse=True)
     def _seed_of_the_command_line(self, request: pytest.FixtureRequest, few_inputs: None) -> None:

@@ -1,4 +1,6 @@
-"""Properties of asynchronous averaging for any sequence of calls common to all ranks, in any interleaving (S5.6)."""
+"""Properties of asynchronous averaging for any sequence of calls common to all ranks, in any
+interleaving (S5.6).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,17 @@ from bagua_ref.algorithms.async_model_average import State
 from bagua_ref.base.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld
 
-ACTIONS = ["step", "step", "evaluate", "exception", "forward only", "no_sync", "abort", "resume", "pause"]
+ACTIONS = [
+    "step",
+    "step",
+    "evaluate",
+    "exception",
+    "forward only",
+    "no_sync",
+    "abort",
+    "resume",
+    "pause",
+]
 
 
 class Trainer:
@@ -24,7 +36,10 @@ class Trainer:
         torch.manual_seed(0)
         self.model = nn.Linear(3, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.model.with_bagua([self.optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=10, warmup_steps=warmup_steps))
+        self.model.with_bagua(
+            [self.optimizer],
+            AsyncModelAverageAlgorithm(sync_interval_ms=10, warmup_steps=warmup_steps),
+        )
         self.algorithm = self.model.bagua_algorithm
         self.warming_up = warmup_steps
 
@@ -73,7 +88,9 @@ class Trainer:
     speeds=st.lists(st.floats(0, 0.05), min_size=4, max_size=4),
     seed=st.integers(0, 2**32),
 )
-def test_S5_6_no_program_of_calls_hangs_loses_an_update_or_leaks(ranks, warmup_steps, program, speeds, seed):
+def test_S5_6_no_program_of_calls_hangs_loses_an_update_or_leaks(
+    ranks, warmup_steps, program, speeds, seed
+):
     def rank(comm):
         bagua_ref.init_process_group()
         trainer = Trainer(warmup_steps)

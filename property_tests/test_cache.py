@@ -11,7 +11,14 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from tests.cache_servers import Server, eventually, every_backend, need
 from tests.cache_values import same
 
@@ -24,7 +31,9 @@ sizes = st.integers(1, 7)
 
 
 class FakeServerProcess:
-    """A fakeredis server that, like `Server`, can be killed and started again on its port, empty."""
+    """A fakeredis server that, like `Server`, can be killed and started again on its port,
+    empty.
+    """
 
     def __init__(self) -> None:
         self.server = start_fake_server("127.0.0.1", 1)
@@ -41,8 +50,8 @@ class FakeServerProcess:
 class CacheMachine(RuleBasedStateMachine):
     """Two servers and a loader, with a dict for the expected content of each server.
 
-    Without failures the model is exact about waiting keys, stored keys and hits. A killed server is empty afterwards; whether
-    a write reached it in the meantime is then looked up.
+    Without failures the model is exact about waiting keys, stored keys and hits. A killed server is
+    empty afterwards; whether a write reached it in the meantime is then looked up.
     """
 
     make_server: type = FakeServerProcess
@@ -55,7 +64,11 @@ class CacheMachine(RuleBasedStateMachine):
             server.start()
         self.servers, self.size, self.name = self.pool, size, name
         self.is_up = [True] * len(self.servers)
-        self.loader = CacheLoader(hosts=[server.host for server in self.servers], dataset_name=name, writer_buffer_size=size)
+        self.loader = CacheLoader(
+            hosts=[server.host for server in self.servers],
+            dataset_name=name,
+            writer_buffer_size=size,
+        )
         self.stored: list[dict[int, int]] = [{} for _ in self.servers]
         self.waiting: dict[int, int] = {}
         self.made = 0
@@ -76,7 +89,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.waiting = {}
 
     def expected(self, key):
-        return self.waiting.get(key, self.stored[self.shard(key)].get(key) if self.is_up[self.shard(key)] else None)
+        return self.waiting.get(
+            key, self.stored[self.shard(key)].get(key) if self.is_up[self.shard(key)] else None
+        )
 
     def check(self, key, value, before):
         known = self.expected(key)
@@ -168,7 +183,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "loader"):
-            self.loader.close()  # otherwise its collection writes the waiting values, during the next example
+            # otherwise its collection writes the waiting values, during the next example
+            self.loader.close()
         for server, up in zip(self.pool, getattr(self, "is_up", []), strict=False):
             if not up:
                 server.start()
@@ -182,11 +198,17 @@ def test_S8_2_S8_3_the_cache_is_a_dict_that_may_forget(backend, monkeypatch):
     monkeypatch.setattr(guard, "_LONGEST_PAUSE", 0.0)
     make_server = FakeServerProcess if backend == "fakeredis" else Server
     machine = type("Machine", (CacheMachine,), {"pool": [make_server(), make_server()]})
-    examples = settings.default.max_examples if backend == "fakeredis" else settings.default.max_examples // 2
+    examples = (
+        settings.default.max_examples
+        if backend == "fakeredis"
+        else settings.default.max_examples // 2
+    )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=25))
+            run_state_machine_as_test(
+                machine, settings=settings(max_examples=examples, stateful_step_count=25)
+            )
     finally:
         for server in machine.pool:
             server.kill()

@@ -1,4 +1,6 @@
-"""Properties of reading a server's answers: right ones arrive as they are, others are errors, and memory is bounded (S8.3)."""
+"""Properties of reading a server's answers: right ones arrive as they are, others are errors, and
+memory is bounded (S8.3).
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,23 @@ def test_S8_3_answers_arrive_as_they_are_however_they_are_cut(several, size):
             reader.can_read()
 
 
-numbers = ["", "-1", "-2", "0", "1", "3", "536870912", "4294967295", "9" * 30, "1_0", " 1", "OOM full"]
-lines = st.builds("{}{}\r\n".format, st.sampled_from("$*:+-%_H"), st.sampled_from(numbers)).map(str.encode)
+numbers = [
+    "",
+    "-1",
+    "-2",
+    "0",
+    "1",
+    "3",
+    "536870912",
+    "4294967295",
+    "9" * 30,
+    "1_0",
+    " 1",
+    "OOM full",
+]
+lines = st.builds("{}{}\r\n".format, st.sampled_from("$*:+-%_H"), st.sampled_from(numbers)).map(
+    str.encode
+)
 
 
 @given(parts=st.lists(lines | st.binary(max_size=20) | answers.map(written), max_size=12))

@@ -17,7 +17,14 @@ from tests.cache_values import same
 from bagua_ref.contrib.cache import codec
 from bagua_ref.contrib.cache.codec import DamagedValueError, decode, encode
 
-DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype) and not str(d).startswith("torch.q")}, key=str)
+DTYPES = sorted(
+    {
+        d
+        for d in vars(torch).values()
+        if isinstance(d, torch.dtype) and not str(d).startswith("torch.q")
+    },
+    key=str,
+)
 ARRAY_DTYPES = [
     "?",
     "i1",
@@ -38,15 +45,25 @@ ARRAY_DTYPES = [
     "longdouble",
 ]
 
-SCALAR_DTYPES = [*(np.dtype(code) for code in np.typecodes["All"] if code not in "OSUVpPqQnN"), "<M8", ">M8[25s]", "V1", "V16"]
-"""Without types that only some platforms tell apart, such as ``np.longlong``, which comes back as ``np.int64``."""
+SCALAR_DTYPES = [
+    *(np.dtype(code) for code in np.typecodes["All"] if code not in "OSUVpPqQnN"),
+    "<M8",
+    ">M8[25s]",
+    "V1",
+    "V16",
+]
+"""Without types that only some platforms tell apart, such as ``np.longlong``, which comes back as
+``np.int64``.
+"""
 
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
 
 @st.composite
 def tensors(draw):
-    """Tensors of every dtype with arbitrary bits: dense, transposed, sliced, expanded or conjugated."""
+    """Tensors of every dtype with arbitrary bits: dense, transposed, sliced, expanded or
+    conjugated.
+    """
     dtype, shape = draw(st.sampled_from(DTYPES)), draw(shapes)
     count = int(np.prod(shape))
     raw = draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize))
@@ -81,11 +98,23 @@ def arrays(draw):
 
 
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.integers(-(2**64), 2**64), st.floats(), st.complex_numbers(), st.text(),
-    st.text(st.characters(categories=["Cs"]), max_size=2), st.binary(), st.binary().map(bytearray),
-    st.floats(width=32).map(np.float32), st.integers(-128, 127).map(np.int8), st.booleans().map(np.bool_),
-    st.text().map(np.str_), st.text("a\0\ud800", max_size=3).map(np.str_), st.binary(max_size=3).map(np.bytes_),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(2**64), 2**64),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(),
+    st.text(st.characters(categories=["Cs"]), max_size=2),
+    st.binary(),
+    st.binary().map(bytearray),
+    st.floats(width=32).map(np.float32),
+    st.integers(-128, 127).map(np.int8),
+    st.booleans().map(np.bool_),
+    st.text().map(np.str_),
+    st.text("a\0\ud800", max_size=3).map(np.str_),
+    st.binary(max_size=3).map(np.bytes_),
+)
 
 
 @st.composite
@@ -102,7 +131,11 @@ def numpy_scalars(draw):
     return np.frombuffer(raw, dtype)[0] if raw else dtype.type()
 
 
-@given(value=numpy_scalars() | st.text("a\0\ud800", max_size=3).map(np.str_) | st.binary(max_size=3).map(np.bytes_))
+@given(
+    value=numpy_scalars()
+    | st.text("a\0\ud800", max_size=3).map(np.str_)
+    | st.binary(max_size=3).map(np.bytes_)
+)
 def test_S8_5_every_numpy_scalar_comes_back_as_it_was(value):
     again = decode(encode(value, allow_pickle=False), allow_pickle=False)
     assert type(again) is type(value)
@@ -114,11 +147,20 @@ def test_S8_5_every_numpy_scalar_comes_back_as_it_was(value):
         assert again.tobytes() == value.tobytes()
 
 
-hashable = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.binary(), st.tuples(st.integers(), st.text()))
+hashable = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.text(),
+    st.binary(),
+    st.tuples(st.integers(), st.text()),
+)
 values = st.recursive(
     st.one_of(scalars, tensors(), arrays()),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.dictionaries(hashable, inner, max_size=4)
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(hashable, inner, max_size=4),
     ),
     max_leaves=8,
 )
@@ -128,7 +170,13 @@ def leaves(value):
     """Yield every tensor and array in ``value``."""
     if isinstance(value, torch.Tensor | np.ndarray):
         yield value
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
+    for item in (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, tuple | list)
+        else ()
+    ):
         yield from leaves(item)
 
 
@@ -155,7 +203,10 @@ def test_S8_5_results_are_writable_and_share_no_memory(value):
 def test_S8_3_a_truncated_or_changed_value_is_never_taken_for_a_value(value, data):
     whole = encode(value, allow_pickle=False)
     cut = data.draw(st.integers(0, len(whole) - 1), label="cut")
-    at, change = data.draw(st.integers(0, len(whole) - 1), label="at"), data.draw(st.integers(1, 255), label="change")
+    at, change = (
+        data.draw(st.integers(0, len(whole) - 1), label="at"),
+        data.draw(st.integers(1, 255), label="change"),
+    )
     changed = bytearray(whole)
     changed[at] ^= change
     for damaged in (whole[:cut], whole + b"\0", bytes(changed)):
@@ -169,7 +220,9 @@ def test_S8_3_a_forged_frame_raises_nothing_but_damage_and_runs_no_pickle(body, 
     for _ in range(data.draw(st.integers(1, 3))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     for forged in (body, bytes(whole)):
-        frame = codec._FRAME.pack(codec.VERSION, len(forged) + 16, codec.xxhash.xxh3_64_intdigest(forged))
+        frame = codec._FRAME.pack(
+            codec.VERSION, len(forged) + 16, codec.xxhash.xxh3_64_intdigest(forged)
+        )
         with contextlib.suppress(DamagedValueError):
             decode(frame + forged, allow_pickle=False)
 
@@ -192,23 +245,40 @@ blobs = st.binary(max_size=16)
 
 
 def head(name, shape, requires_grad):
-    return struct.pack("=?BB", requires_grad, len(name), len(shape)) + name + struct.pack(f"={len(shape)}q", *shape)
+    return (
+        struct.pack("=?BB", requires_grad, len(name), len(shape))
+        + name
+        + struct.pack(f"={len(shape)}q", *shape)
+    )
 
 
 bomb = pickle.dumps(Bomb())
 hostile_entries = st.one_of(
-    st.tuples(st.sampled_from([b"a", b"g", b"t"]), st.builds(head, names, st.lists(sizes, max_size=3), st.booleans()), blobs),
-    st.tuples(st.sampled_from([b"(", b"[", b"{", b"s", b"b", b"I"]), counts.map(struct.Struct("=I").pack), blobs),
+    st.tuples(
+        st.sampled_from([b"a", b"g", b"t"]),
+        st.builds(head, names, st.lists(sizes, max_size=3), st.booleans()),
+        blobs,
+    ),
+    st.tuples(
+        st.sampled_from([b"(", b"[", b"{", b"s", b"b", b"I"]),
+        counts.map(struct.Struct("=I").pack),
+        blobs,
+    ),
     st.just((b"p", struct.pack("=I", len(bomb)), bomb)),
 ).map(b"".join)
-"""Entries as one forges them who knows the format: any dtype, sizes and counts beyond all bounds, pickles."""
+"""Entries as one forges them who knows the format: any dtype, sizes and counts beyond all bounds,
+pickles.
+"""
 
 
 @given(entries=st.lists(hostile_entries, min_size=1, max_size=4))
 @example(entries=[b"a" + head(b"S0", [2**28], requires_grad=False)])
 def test_S8_3_a_hostile_value_runs_nothing_and_takes_memory_like_its_own_size(entries):
     body = b"".join(entries)
-    data = codec._FRAME.pack(codec.VERSION, len(body) + 16, codec.xxhash.xxh3_64_intdigest(body)) + body
+    data = (
+        codec._FRAME.pack(codec.VERSION, len(body) + 16, codec.xxhash.xxh3_64_intdigest(body))
+        + body
+    )
     value = None
     tracemalloc.start()
     try:

@@ -1,4 +1,6 @@
-"""Properties of bucket operations beyond the conformance suite: interleavings of ranks, and 1,024 ranks (S2.4, S3.2)."""
+"""Properties of bucket operations beyond the conformance suite: interleavings of ranks, and 1,024
+ranks (S2.4, S3.2).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from bagua_ref.simulation import SimulatedWorld
 def run(nodes, inputs, backend, seed=0, **options):
     """Return every rank's result of a scatter-gather with one byte per element."""
     ops = ReferenceCommOps(backend)
-    options = {"average": True, "scattergather": True, "compression": "MinMaxUInt8", "hierarchical": False, **options}
+    options = {
+        "average": True,
+        "scattergather": True,
+        "compression": "MinMaxUInt8",
+        "hierarchical": False,
+        **options,
+    }
     return SimulatedWorld(sum(nodes), nodes=nodes, seed=seed).run(
         lambda comm: ops.centralized(None, inputs[comm.rank()], **options)
     )
@@ -26,7 +34,9 @@ def run(nodes, inputs, backend, seed=0, **options):
 @every_backend_in_proof
 @given(nodes=worlds(), values=seeds, seed=st.integers(0, 2**32))
 def test_S2_4_the_interleaving_of_ranks_does_not_matter(backend, nodes, values, seed):
-    inputs = list(torch.randn(sum(nodes), 4 * len(nodes), generator=torch.Generator().manual_seed(values)))
+    inputs = list(
+        torch.randn(sum(nodes), 4 * len(nodes), generator=torch.Generator().manual_seed(values))
+    )
     one, other = (run(nodes, inputs, backend, seed=s, hierarchical=True) for s in (0, seed))
     for a, b in zip(one, other, strict=True):
         assert_equal(a, b, EXACT)

@@ -1,4 +1,6 @@
-"""Properties of samplers, collectives, the cache and the fused optimizer as shipped in the suites (S3.9, S6, S7, S8)."""
+"""Properties of samplers, collectives, the cache and the fused optimizer as shipped in the suites
+(S3.9, S6, S7, S8).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,18 @@ from types import SimpleNamespace
 import pytest
 from property_tests.strategies import Seeded, every_backend_in_proof
 
-from bagua_ref.conformance.run.pytest_suites import CacheSuite, CollectiveSuite, FusedOptimizerSuite, SamplerSuite
+from bagua_ref.conformance.run.pytest_suites import (
+    CacheSuite,
+    CollectiveSuite,
+    FusedOptimizerSuite,
+    SamplerSuite,
+)
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
-from bagua_ref.contrib import BudgetBatchSampler, LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
+from bagua_ref.contrib import (
+    BudgetBatchSampler,
+    LoadBalancingDistributedBatchSampler,
+    LoadBalancingDistributedSampler,
+)
 
 
 @functools.cache

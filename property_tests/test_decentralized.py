@@ -1,4 +1,6 @@
-"""Properties of the graphs of decentralized averaging beyond the suites: whom ranks meet, and convergence (S3.4, S3.5, S13)."""
+"""Properties of the graphs of decentralized averaging beyond the suites: whom ranks meet, and
+convergence (S3.4, S3.5, S13).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ def test_S3_4_shift_one_meets_every_rank_of_the_other_half_in_half_as_many_steps
     assert met == set(range(half, 2 * half) if rank < half else range(half))
 
 
-@given(n=st.integers(1, 64), t=st.integers(0, 2**40), mode=st.sampled_from([*GRAPHS, "shift_one", "all"]))
+@given(
+    n=st.integers(1, 64),
+    t=st.integers(0, 2**40),
+    mode=st.sampled_from([*GRAPHS, "shift_one", "all"]),
+)
 def test_S13_every_mode_is_doubly_stochastic(n, t, mode):
     if graphs.MODES[mode].takes(n):
         graph = graphs.MODES[mode].graph(t, n)
@@ -46,13 +52,25 @@ def test_S13_every_mode_is_doubly_stochastic(n, t, mode):
 @pytest.mark.parametrize(("mode", "bound"), [("all", 1.0), ("shift_one", 1.0), ("ring", 0.7)])
 @given(half=st.integers(1, 4), seed=st.integers(0, 2**16))
 def test_S3_4_S3_5_the_distance_from_consensus_contracts(backend, mode, bound, half, seed):
-    """A quantized ring of 8 contracts by 0.648 per step, smaller rings faster; the others give the mean within 4 steps."""
-    n, ops, ranks = 2 * half, ReferenceCommOps(backend), torch.randn(2 * half, 5, generator=torch.Generator().manual_seed(seed))
+    """A quantized ring of 8 contracts by 0.648 per step, smaller rings faster; the others give the
+    mean within 4 steps.
+    """
+    n, ops, ranks = (
+        2 * half,
+        ReferenceCommOps(backend),
+        torch.randn(2 * half, 5, generator=torch.Generator().manual_seed(seed)),
+    )
 
     def average(comm):
         if mode != "ring":
-            return [ranks[comm.rank()], *ops.decentralized(None, [ranks[comm.rank()]] + [None] * 3, mode=mode, hierarchical=False)]
-        steps = [ranks[0].clone(), ranks[0].clone(), ranks[comm.rank()]] + [None] * 8  # the first spreads what replicas lack
+            return [
+                ranks[comm.rank()],
+                *ops.decentralized(
+                    None, [ranks[comm.rank()]] + [None] * 3, mode=mode, hierarchical=False
+                ),
+            ]
+        # the first spreads what replicas lack
+        steps = [ranks[0].clone(), ranks[0].clone(), ranks[comm.rank()]] + [None] * 8
         return ops.low_precision_decentralized(None, steps, hierarchical=False)[1:]
 
     found = torch.stack([torch.stack(steps).double() for steps in SimulatedWorld(n).run(average)])

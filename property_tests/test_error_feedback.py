@@ -1,4 +1,6 @@
-"""A property of diloco's error memory: what compression left out of a fragment is in the next one, to the bit (S9.5)."""
+"""A property of diloco's error memory: what compression left out of a fragment is in the next one,
+to the bit (S9.5).
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,34 @@ STEPS = 8
 
 
 @inputs(20)
-@given(nodes=worlds(5), codec=st.sampled_from(list_codecs("reference")), delay=st.integers(0, 1), seed=seeds)
-def test_S9_5_diloco_sends_what_compression_left_out_of_the_fragment_before(nodes, codec, delay, seed):
-    weights, n, generator = [torch.zeros(5), torch.zeros(3, 7)], sum(nodes), torch.Generator().manual_seed(seed)
-    gradients = [[[torch.randn(w.shape, generator=generator) for w in weights] for _ in range(n)] for _ in range(STEPS)]
+@given(
+    nodes=worlds(5),
+    codec=st.sampled_from(list_codecs("reference")),
+    delay=st.integers(0, 1),
+    seed=seeds,
+)
+def test_S9_5_diloco_sends_what_compression_left_out_of_the_fragment_before(
+    nodes, codec, delay, seed
+):
+    weights, n, generator = (
+        [torch.zeros(5), torch.zeros(3, 7)],
+        sum(nodes),
+        torch.Generator().manual_seed(seed),
+    )
+    gradients = [
+        [[torch.randn(w.shape, generator=generator) for w in weights] for _ in range(n)]
+        for _ in range(STEPS)
+    ]
     outer = torch.optim.SGD
     algorithm = DiLoCoAlgorithm(
-        4, lambda g: outer(g, lr=1.0), fragments=[["weights.0"], ["weights.1"]], delay=delay, mix=1.0, compression=codec,
+        4,
+        lambda g: outer(g, lr=1.0),
+        fragments=[["weights.0"], ["weights.1"]],
+        delay=delay,
+        mix=1.0,
+        compression=codec,
         error_feedback=True,
-    )  # fmt: skip
+    )
 
     def rank(r):
         module = Given(weights)
@@ -50,9 +71,12 @@ def test_S9_5_diloco_sends_what_compression_left_out_of_the_fragment_before(node
         g = weight.reshape(-1).numpy()
         for period in range(2):
             sent = 4 * period + 2 * (place + 1) - delay - 1  # the step, from 0
-            xs = [seen[sent][0][place].reshape(-1).numpy() for seen in results]  # mix=1: weights are never replaced
+            # mix=1: weights are never replaced
+            xs = [seen[sent][0][place].reshape(-1).numpy() for seen in results]
             ds = [np.concatenate([g - x, np.zeros(m - g.size, np.float32)]) for x in xs]
-            mean, workers, servers = oracle.error_feedback_round(ds, workers, servers, codec, "float32", g.size)
+            mean, workers, servers = oracle.error_feedback_round(
+                ds, workers, servers, codec, "float32", g.size
+            )
             g = g - mean[: g.size]
             for r, seen in enumerate(results):
                 _, copies, state = seen[sent + delay]

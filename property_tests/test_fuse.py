@@ -1,4 +1,6 @@
-"""Properties of fuse_step beyond the suite: any program of steps and of what happens between them, for every optimizer (S6)."""
+"""Properties of fuse_step beyond the suite: any program of steps and of what happens between them,
+for every optimizer (S6).
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,12 @@ from bagua_ref.conformance.lab.twins import (
 from bagua_ref.conformance.suites.fused_optimizer import OPTIONS, options_of
 from bagua_ref.contrib.fuse.optimizer import fuse_optimizer
 
-shapes = st.sampled_from([(), (1,), (0,), (3,), (2, 3), (17,), (5, 1), (3, 3), (3, 3), (2, 3, 2, 2)])
-dtypes = st.sampled_from([torch.float32, torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16])
+shapes = st.sampled_from(
+    [(), (1,), (0,), (3,), (2, 3), (17,), (5, 1), (3, 3), (3, 3), (2, 3, 2, 2)]
+)
+dtypes = st.sampled_from(
+    [torch.float32, torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16]
+)
 STRAYS = {
     "transposed": lambda x: x.transpose(0, -1) if x.ndim else x,
     "repeated": lambda x: x.as_strided(x.shape, [0] * x.ndim) if x.numel() > 1 else x,
@@ -31,7 +37,20 @@ STRAYS = {
     "moved": torch.clone,
 }
 """Other views of a tensor's memory, or its values in other memory."""
-EVENTS = ["nothing", "nothing", "zero", "none", "lr", "load", "again", "group", "append", "freeze", "touch", "view"]
+EVENTS = [
+    "nothing",
+    "nothing",
+    "zero",
+    "none",
+    "lr",
+    "load",
+    "again",
+    "group",
+    "append",
+    "freeze",
+    "touch",
+    "view",
+]
 programs = st.lists(
     st.tuples(
         st.sampled_from(["fuse_step", "fuse_step", "closure", "autocast", "step"]),
@@ -49,7 +68,10 @@ class Twins:
 
     def __init__(self, cls, ours, options, **flags):
         self.cls, self.ours, self.theirs, self.options = cls, ours, copies(ours), options
-        self.fused, self.plain = fuse_optimizer(cls(ours, **options), **flags), cls(self.theirs, **options)
+        self.fused, self.plain = (
+            fuse_optimizer(cls(ours, **options), **flags),
+            cls(self.theirs, **options),
+        )
 
     def happen(self, event, number, stray, what):
         """Let ``event`` happen to both."""
@@ -77,12 +99,18 @@ class Twins:
                 p.grad = None
             elif event == "view":
                 state = optimizer.state.get(p, {})
-                for key in [key for key, value in state.items() if isinstance(value, torch.Tensor) and key != "step"]:
+                for key in [
+                    key
+                    for key, value in state.items()
+                    if isinstance(value, torch.Tensor) and key != "step"
+                ]:
                     state[key] = STRAYS[stray](state[key])
             elif event in ("load", "again"):
                 state = copy.deepcopy(optimizer.state_dict())
                 if event == "again" and optimizer is self.fused:
-                    optimizer = self.cls([{**group} for group in optimizer.param_groups], **self.options)
+                    optimizer = self.cls(
+                        [{**group} for group in optimizer.param_groups], **self.options
+                    )
                     self.fused = fuse_optimizer(optimizer)
                 optimizer.load_state_dict(state)
 
@@ -105,12 +133,24 @@ class Twins:
 
 @pytest.mark.filterwarnings("ignore:.*have left the storage")
 @pytest.mark.parametrize("name", OPTIONS)
-@given(data=st.data(), sizes=st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=7), program=programs, flat=st.booleans())
+@given(
+    data=st.data(),
+    sizes=st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=7),
+    program=programs,
+    flat=st.booleans(),
+)
 def test_S6_any_program_of_fused_steps_has_the_bits_of_plain_ones(name, data, sizes, program, flat):
-    ours = [p for place, (shape, dtype) in enumerate(sizes) for p in parameters(place, [shape], dtype)]
+    ours = [
+        p for place, (shape, dtype) in enumerate(sizes) for p in parameters(place, [shape], dtype)
+    ]
     twins = Twins(getattr(torch.optim, name), ours, data.draw(options_of(name)), do_flatten=flat)
     for number, (how, event, kept, without) in enumerate(program):
-        twins.happen(event, number, data.draw(st.sampled_from(list(STRAYS))), data.draw(st.sampled_from(["weight", "state"])))
+        twins.happen(
+            event,
+            number,
+            data.draw(st.sampled_from(list(STRAYS))),
+            data.draw(st.sampled_from(["weight", "state"])),
+        )
         give_gradients(number, twins.ours, twins.theirs, kept=kept, without=without)
         if not twins.step(how):
             break

@@ -1,4 +1,6 @@
-"""Properties of checkpoints on a disk that changes them: a whole one is loaded, or a typed error says which file is at fault."""
+"""Properties of checkpoints on a disk that changes them: a whole one is loaded, or a typed error
+says which file is at fault.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from property_tests.strategies import inputs
-from property_tests.test_hostile_input import bounded_memory, changed_bytes, changed_json, may_refuse
+from property_tests.test_hostile_input import (
+    bounded_memory,
+    changed_bytes,
+    changed_json,
+    may_refuse,
+)
 from torch.utils._pytree import tree_leaves
 
 import bagua_ref
@@ -65,7 +72,13 @@ def test_S5_a_change_to_one_file_never_leads_to_other_weights_than_those_saved(d
         copy = shutil.copytree(folder, Path(temporary, "checkpoints"))
         path = data.draw(st.sampled_from(sorted(copy.rglob("*.*"))), label="file")
         content = path.read_bytes()
-        path.write_bytes(data.draw(changed_json(json.loads(content)) if path.suffix == ".json" else changed_bytes(content)))
+        path.write_bytes(
+            data.draw(
+                changed_json(json.loads(content))
+                if path.suffix == ".json"
+                else changed_bytes(content)
+            )
+        )
 
         def load(model, optimizer):
             found = checkpoint.load(copy, model, optimizer)
@@ -81,7 +94,9 @@ def test_S5_any_part_is_read_or_refused_by_name_in_memory_of_its_size(data):
         changed = Path(folder, "common.pt")
         changed.write_bytes(content := data.draw(changed_bytes(path.read_bytes())))
         with bounded_memory(len(content)), may_refuse(CheckpointError, str(changed)):
-            tensors = [leaf for leaf in tree_leaves(read_plain(changed)) if isinstance(leaf, torch.Tensor)]
+            tensors = [
+                leaf for leaf in tree_leaves(read_plain(changed)) if isinstance(leaf, torch.Tensor)
+            ]
             assert sum(tensor.nbytes for tensor in tensors) <= len(content)
 
 

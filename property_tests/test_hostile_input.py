@@ -1,4 +1,6 @@
-"""Properties of hostile input: whatever bytes arrive are read, or refused with a typed error that says where they are from."""
+"""Properties of hostile input: whatever bytes arrive are read, or refused with a typed error that
+says where they are from.
+"""
 
 from __future__ import annotations
 
@@ -41,16 +43,48 @@ from bagua_ref.planning import Estimate, MeasuredMachine
 from bagua_ref.simulation import SimulatedWorld
 
 TIMES, AND = 100, 2**20
-"""Reading n bytes may take TIMES * n + AND bytes of Python's memory. Empty lists in JSON, 3 bytes each, take 24 times as much."""
+"""Reading n bytes may take TIMES * n + AND bytes of Python's memory. Empty lists in JSON, 3 bytes
+each, take 24 times as much.
+"""
 
 DEEP = "@deep@"
 """Stands for lists nested 100,000 deep, which json.dumps could not write."""
 
 VALUES = [
-    None, True, -1, 0, 2, 2**31, 2**63, 10**30, 10**400, 0.5, 1e308, float("nan"), float("inf"), "", ".", "../x", "\0", "\x1b[2J",
-    "a\nPASSED", "\ud800", "x", "float32", "ULP(99999999999999999999)", DEEP, [], {}, [[]], [None], ["x"], [2**63, 0],
-    [-1], {"x": DEEP}, [{"a": number} for number in range(50)],
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    2,
+    2**31,
+    2**63,
+    10**30,
+    10**400,
+    0.5,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    ".",
+    "../x",
+    "\0",
+    "\x1b[2J",
+    "a\nPASSED",
+    "\ud800",
+    "x",
+    "float32",
+    "ULP(99999999999999999999)",
+    DEEP,
+    [],
+    {},
+    [[]],
+    [None],
+    ["x"],
+    [2**63, 0],
+    [-1],
+    {"x": DEEP},
+    [{"a": number} for number in range(50)],
+]
 
 
 @contextlib.contextmanager
@@ -75,7 +109,9 @@ def may_refuse(kind, says, hides=None):
 
 
 def run(*command):
-    """Return the exit code of ``bagua-ref`` and what it printed, which no terminal may take for a command."""
+    """Return the exit code of ``bagua-ref`` and what it printed, which no terminal may take for a
+    command.
+    """
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -91,7 +127,13 @@ def places(value, path=()):
     """Yield the path of every value inside a JSON value."""
     if path:
         yield path
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, item in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         yield from places(item, (*path, key))
 
 
@@ -103,7 +145,10 @@ def changed_json(draw, value):
     inside = value
     for key in above:
         inside = inside[key]
-    hostile, how = draw(st.sampled_from(VALUES)), draw(st.sampled_from(["replaced"] * 8 + ["left out", "twice", "renamed"]))
+    hostile, how = (
+        draw(st.sampled_from(VALUES)),
+        draw(st.sampled_from(["replaced"] * 8 + ["left out", "twice", "renamed"])),
+    )
     if how == "replaced":
         inside[last] = hostile
     elif how == "twice" and isinstance(inside, dict):
@@ -122,7 +167,11 @@ def changed_bytes(draw, whole):
     found = bytearray(whole)
     for _ in range(draw(st.integers(0, 3))):
         found[draw(st.integers(0, len(found) - 1))] = draw(st.integers(0, 255))
-    return bytes(found[: draw(st.integers(0, len(found)))]) if draw(st.booleans()) else bytes(found) + draw(st.binary(max_size=9))
+    return (
+        bytes(found[: draw(st.integers(0, len(found)))])
+        if draw(st.booleans())
+        else bytes(found) + draw(st.binary(max_size=9))
+    )
 
 
 @st.composite
@@ -130,7 +179,9 @@ def changed_safetensors(draw, whole):
     """A safetensors file with a hostile header."""
     end = 8 + int.from_bytes(whole[:8], "little")
     header = draw(changed_json(json.loads(whole[8:end])))
-    length = draw(st.sampled_from([len(header)] * 6 + [0, len(header) + 1, 10**8, 2**63, 2**64 - 1]))
+    length = draw(
+        st.sampled_from([len(header)] * 6 + [0, len(header) + 1, 10**8, 2**63, 2**64 - 1])
+    )
     return length.to_bytes(8, "little") + header + whole[end:]
 
 
@@ -152,11 +203,28 @@ def changed_file(draw, path):
 
 
 @every_backend
-@given(data=st.data(), dtype=st.sampled_from(COMPRESSIBLE), chunks=st.integers(1, 3), size=st.integers(0, 9))
-def test_S4_3_any_payload_gives_numbers_or_nan_and_nothing_else_is_written(backend, data, dtype, chunks, size):
+@given(
+    data=st.data(),
+    dtype=st.sampled_from(COMPRESSIBLE),
+    chunks=st.integers(1, 3),
+    size=st.integers(0, 9),
+)
+def test_S4_3_any_payload_gives_numbers_or_nan_and_nothing_else_is_written(
+    backend, data, dtype, chunks, size
+):
     elements = chunks * size
-    raw = bytearray(data.draw(st.binary(min_size=(n := chunks * get_codec("MinMaxUInt8").payload_bytes(size, dtype)), max_size=n)))
-    payload, around = torch.frombuffer(raw, dtype=torch.uint8), torch.full((elements + 2,), 7, dtype=dtype)
+    raw = bytearray(
+        data.draw(
+            st.binary(
+                min_size=(n := chunks * get_codec("MinMaxUInt8").payload_bytes(size, dtype)),
+                max_size=n,
+            )
+        )
+    )
+    payload, around = (
+        torch.frombuffer(raw, dtype=torch.uint8),
+        torch.full((elements + 2,), 7, dtype=dtype),
+    )
     get_codec("MinMaxUInt8", get_backend(backend)).decompress(payload, chunks, around[1:-1])
     assert not around.isinf().any()
     assert around[0] == around[-1] == 7
@@ -165,7 +233,9 @@ def test_S4_3_any_payload_gives_numbers_or_nan_and_nothing_else_is_written(backe
         get_codec("MinMaxUInt8", get_backend(backend)).decompress(wrong, chunks, around[1:-1])
 
 
-@given(seed=st.integers(0, 2**32), elements=st.integers(1, 9).map(lambda n: 3 * n), ring=st.booleans())
+@given(
+    seed=st.integers(0, 2**32), elements=st.integers(1, 9).map(lambda n: 3 * n), ring=st.booleans()
+)
 def test_S4_3_a_rank_that_sends_anything_harms_nothing_but_values(seed, elements, ring):
     codec = get_codec("MinMaxUInt8", "reference")
 
@@ -199,12 +269,18 @@ SAMPLES = tempfile.TemporaryDirectory()
 
 @functools.cache
 def samples():
-    """Return a folder of small valid files: a trace of two ranks, and golden vectors with outputs."""
+    """Return a folder of small valid files: a trace of two ranks, and golden vectors with
+    outputs.
+    """
     folder = Path(SAMPLES.name)
     write_safetensors(folder / "x.safetensors", EXAMPLE)
     for rank in range(2):
         with Recorder(
-            folder / "trace", rank=rank, world_size=2, algorithm="decentralized", options={"hierarchical": False}
+            folder / "trace",
+            rank=rank,
+            world_size=2,
+            algorithm="decentralized",
+            options={"hierarchical": False},
         ) as trace:
             for _ in range(2):
                 trace.before_op("0", torch.ones(4), execution=0)
@@ -218,11 +294,22 @@ def make_vectors(folder, outputs):
     """Write one golden case of each kind of tolerance, and what it expects as outputs."""
     golden = Path(__file__).parents[1] / "vectors" / "v2"
     manifest = json.loads((golden / "manifest.json").read_text())
-    cases = list({case["tolerance"][:3]: case for case in manifest["cases"] if len(str(case)) < 2000}.values())
-    used = {entry.get(key) for case in cases for entry in case["inputs"] + case["outputs"] for key in ("tensor", "magnitude")}
+    cases = list(
+        {
+            case["tolerance"][:3]: case for case in manifest["cases"] if len(str(case)) < 2000
+        }.values()
+    )
+    used = {
+        entry.get(key)
+        for case in cases
+        for entry in case["inputs"] + case["outputs"]
+        for key in ("tensor", "magnitude")
+    }
     files = []
     for entry in manifest["files"]:
-        if tensors := {name: x for name, x in read_safetensors(golden / entry["name"]).items() if name in used}:
+        if tensors := {
+            name: x for name, x in read_safetensors(golden / entry["name"]).items() if name in used
+        }:
             for place in [folder, outputs] if "expected" in entry["name"] else [folder]:
                 place.mkdir(exist_ok=True)
                 written = write_safetensors(place / entry["name"], tensors)
@@ -235,7 +322,10 @@ def changed_copy(data, folder, *names):
     """Yield a copy of a folder in which one of the files with these names has changed."""
     with tempfile.TemporaryDirectory() as temporary:
         copy = shutil.copytree(folder, Path(temporary, folder.name))
-        path = data.draw(st.sampled_from(sorted(path for name in names for path in copy.rglob(name))), label="file")
+        path = data.draw(
+            st.sampled_from(sorted(path for name in names for path in copy.rglob(name))),
+            label="file",
+        )
         content = data.draw(changed_file(path), label="content")
         path.write_bytes(content)
         yield copy, path
@@ -255,7 +345,10 @@ def test_a_hostile_safetensors_file_is_read_or_refused(data):
 @inputs(50)
 @given(data=st.data())
 def test_hostile_vectors_are_checked_or_refused_by_name(data):
-    with changed_copy(data, samples() / "vectors", "manifest.json") as (folder, path), bounded_memory(path.stat().st_size):
+    with (
+        changed_copy(data, samples() / "vectors", "manifest.json") as (folder, path),
+        bounded_memory(path.stat().st_size),
+    ):
         code, printed = run("vectors", "check", folder, "--outputs", samples() / "outputs")
     assert code in (0, 1) or str(folder) in printed
 
@@ -263,7 +356,10 @@ def test_hostile_vectors_are_checked_or_refused_by_name(data):
 @inputs(50)
 @given(data=st.data())
 def test_hostile_outputs_are_a_problem_of_their_file(data):
-    with changed_copy(data, samples() / "outputs", "*.safetensors") as (folder, path), bounded_memory(path.stat().st_size):
+    with (
+        changed_copy(data, samples() / "outputs", "*.safetensors") as (folder, path),
+        bounded_memory(path.stat().st_size),
+    ):
         code, printed = run("vectors", "check", samples() / "vectors", "--outputs", folder)
     assert code in (0, 1)
     assert code == 0 or "FAILED" in printed
@@ -273,7 +369,10 @@ def test_hostile_outputs_are_a_problem_of_their_file(data):
 @given(data=st.data())
 def test_a_hostile_trace_is_checked_or_refused_by_name(data):
     names = ("manifest.json", "steps.jsonl", "*0.safetensors")
-    with changed_copy(data, samples() / "trace", *names) as (folder, path), bounded_memory(path.stat().st_size):
+    with (
+        changed_copy(data, samples() / "trace", *names) as (folder, path),
+        bounded_memory(path.stat().st_size),
+    ):
         results = run("trace", "check", folder), run("trace", "show", folder)
     assert all(code in (0, 1) or str(folder) in printed for code, printed in results)
 
@@ -284,14 +383,19 @@ def test_a_hostile_trace_is_checked_or_refused_by_name(data):
 @given(data=st.data())
 def test_hostile_costs_are_read_or_refused_by_name(data):
     one = Estimate(1e-9, 2e-9, 3e-9)
-    costs = MeasuredMachine((one, one), (one, one), one, {"": one, "OneBit": one}, {"topk": one}, True, "x")
+    costs = MeasuredMachine(
+        (one, one), (one, one), one, {"": one, "OneBit": one}, {"topk": one}, True, "x"
+    )
     content = data.draw(changed_json(costs.as_json()))
     with bounded_memory(len(content)), may_refuse(ValueError, ""):
         found = MeasuredMachine.from_json(load_json(content))
         for end in (0, 1, 2):
             with may_refuse(ValueError, "not measured"):
                 machine = found.machine(operator.itemgetter(end))
-                assert all(0 <= number < math.inf for number in (*machine.links.between, machine.compute, *machine.codec.values()))
+                assert all(
+                    0 <= number < math.inf
+                    for number in (*machine.links.between, machine.compute, *machine.codec.values())
+                )
 
 
 @given(data=st.data())
@@ -302,15 +406,56 @@ def test_hostile_lengths_are_read_or_refused_by_name(data):
             np.save(path, np.arange(1.0, 5.0))
             whole = path.read_bytes()
             shape = data.draw(
-                st.sampled_from([b"(4,)", b"(-4,)", b"(2**40,)", b"(1<<62,)", b"(9999999999999,)", b"(" * 500, b"4,", b"(4,4)"])
+                st.sampled_from(
+                    [
+                        b"(4,)",
+                        b"(-4,)",
+                        b"(2**40,)",
+                        b"(1<<62,)",
+                        b"(9999999999999,)",
+                        b"(" * 500,
+                        b"4,",
+                        b"(4,4)",
+                    ]
+                )
             )
-            kind = data.draw(st.sampled_from([b"'<f8'", b"'|O'", b"'<c16'", b"'V8'", b"[('a','<f8')]", b"'<U999999999'", b"None"]))
+            kind = data.draw(
+                st.sampled_from(
+                    [
+                        b"'<f8'",
+                        b"'|O'",
+                        b"'<c16'",
+                        b"'V8'",
+                        b"[('a','<f8')]",
+                        b"'<U999999999'",
+                        b"None",
+                    ]
+                )
+            )
             header = b"{'descr': %s, 'fortran_order': False, 'shape': %s, }" % (kind, shape)
             forged = whole[:8] + len(header).to_bytes(2, "little") + header + whole[128:]
-            content = data.draw(st.sampled_from([forged, b"PK\x03\x04" + whole]) | changed_bytes(whole) | st.binary(max_size=99))
+            content = data.draw(
+                st.sampled_from([forged, b"PK\x03\x04" + whole])
+                | changed_bytes(whole)
+                | st.binary(max_size=99)
+            )
         else:
             lines = st.sampled_from(
-                ["1", "2.5", "nan", "inf", "-1", "0", "9" * 5000, "1e999", "0x1", "# x", "\x1b[2J", "\ud800", "\0"]
+                [
+                    "1",
+                    "2.5",
+                    "nan",
+                    "inf",
+                    "-1",
+                    "0",
+                    "9" * 5000,
+                    "1e999",
+                    "0x1",
+                    "# x",
+                    "\x1b[2J",
+                    "\ud800",
+                    "\0",
+                ]
             )
             content = "\n".join(data.draw(st.lists(lines))).encode(errors="surrogatepass")
         path.write_bytes(content)
@@ -318,7 +463,10 @@ def test_hostile_lengths_are_read_or_refused_by_name(data):
             assert all(0 < number < 1e18 for number in read_lengths(path))
 
 
-@given(content=st.binary(max_size=99) | st.text(max_size=99).map(lambda text: text.encode(errors="surrogatepass")))
+@given(
+    content=st.binary(max_size=99)
+    | st.text(max_size=99).map(lambda text: text.encode(errors="surrogatepass"))
+)
 def test_a_hostile_list_of_known_failures_is_read_or_refused_by_name(content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "known.txt")
@@ -332,10 +480,16 @@ def test_a_hostile_list_of_known_failures_is_read_or_refused_by_name(content):
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
     max_leaves=9,
 )
-announcements = st.binary(max_size=50) | json_values.map(lambda value: json.dumps(value).encode()) | st.just(b"[" * 10**5)
+announcements = (
+    st.binary(max_size=50)
+    | json_values.map(lambda value: json.dumps(value).encode())
+    | st.just(b"[" * 10**5)
+)
 
 
 @given(heard=announcements)
@@ -361,11 +515,20 @@ def test_S1_a_hostile_answer_ends_the_rendezvous_with_a_typed_error(heard):
 def test_S8_4_a_hostile_announcement_of_a_server_is_read_or_refused_without_its_password(heard):
     with may_refuse(CommunicationError, "node 3", hides="secret"):
         card = job_servers._announcement(heard, 3)
-        assert isinstance(card.get("error"), str) or {"host", "port", "password"} <= card["address"].keys()
+        assert (
+            isinstance(card.get("error"), str)
+            or {"host", "port", "password"} <= card["address"].keys()
+        )
 
 
 commands = st.sampled_from(
-    [b"*1\r\n$4\r\nPING\r\n", b"*999999999\r\n", b"*2\r\n$99999999999\r\nx", b"*1\r\n$500000000\r\nx", b"*-1\r\n"]
+    [
+        b"*1\r\n$4\r\nPING\r\n",
+        b"*999999999\r\n",
+        b"*2\r\n$99999999999\r\nx",
+        b"*1\r\n$500000000\r\nx",
+        b"*-1\r\n",
+    ]
 )
 
 
@@ -379,11 +542,22 @@ def test_S8_4_a_client_of_our_fakeredis_without_the_password_costs_little(sent):
 
 
 VARIABLES = {
-    "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMI_RANK": "0", "PMI_SIZE": "2", "PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMI_RANK": "0",
+    "PMI_SIZE": "2",
+    "PMIX_RANK": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_PROCID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_JOB_ID": "7",
     "MASTER_PORT": "1",
-}  # fmt: skip
+}
 texts = st.sampled_from(
     [
         "",
@@ -404,10 +578,14 @@ texts = st.sampled_from(
 
 
 @given(
-    prefix=st.sampled_from(["OMPI", "PMI", "SLURM"]), changes=st.dictionaries(st.sampled_from(list(VARIABLES)), texts, max_size=3)
+    prefix=st.sampled_from(["OMPI", "PMI", "SLURM"]),
+    changes=st.dictionaries(st.sampled_from(list(VARIABLES)), texts, max_size=3),
 )
 def test_S1_hostile_variables_of_a_launcher_are_understood_or_refused_by_name(prefix, changes):
-    environment = {name: text for name, text in VARIABLES.items() if name.startswith((prefix, "MASTER"))} | changes
-    with bounded_memory(sum(map(len, environment.values()))), may_refuse(ValueError, "_"):  # all names have an underscore
+    environment = {
+        name: text for name, text in VARIABLES.items() if name.startswith((prefix, "MASTER"))
+    } | changes
+    # all names have an underscore
+    with bounded_memory(sum(map(len, environment.values()))), may_refuse(ValueError, "_"):
         launch = read_launch(environment)
         assert launch is None or 0 <= launch.identity.rank < launch.identity.world_size

@@ -1,4 +1,6 @@
-"""Properties of the parts of DiLoCo beyond the suite: fragments of any sizes, schedules, and mixing of any numbers (S9)."""
+"""Properties of the parts of DiLoCo beyond the suite: fragments of any sizes, schedules, and mixing
+of any numbers (S9).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.conformance.expected import local_updates_numpy as oracle
 
 
-@given(sizes=st.lists(st.integers(0, 2**40) | st.integers(0, 9), min_size=1, max_size=40), data=st.data())
+@given(
+    sizes=st.lists(st.integers(0, 2**40) | st.integers(0, 9), min_size=1, max_size=40),
+    data=st.data(),
+)
 @example(sizes=[0, 0, 0], data=None)
 def test_S9_3_fragments_are_in_order_and_none_is_empty(sizes, data):
     count = 2 if data is None else data.draw(st.integers(1, len(sizes)))
@@ -26,13 +31,21 @@ def test_S9_3_fragments_are_in_order_and_none_is_empty(sizes, data):
 
 
 @given(count=st.integers(1, 6), gap=st.integers(1, 6), data=st.data())
-def test_S9_4_a_period_sends_and_applies_each_fragment_once_and_at_most_one_is_in_flight(count, gap, data):
-    schedule = FragmentSchedule(period=count * gap, count=count, delay=data.draw(st.integers(0, gap - 1)))
+def test_S9_4_a_period_sends_and_applies_each_fragment_once_and_at_most_one_is_in_flight(
+    count, gap, data
+):
+    schedule = FragmentSchedule(
+        period=count * gap, count=count, delay=data.draw(st.integers(0, gap - 1))
+    )
     in_flight, applied = None, []
     for step in range(1, 3 * schedule.period + 1):
         for p in range(count):  # as S9.4 prints it
-            assert (schedule.sent_after(step) == p) == ((step - ((p + 1) * gap - schedule.delay)) % schedule.period == 0)
-            assert (schedule.applied_after(step) == p) == ((step - (p + 1) * gap) % schedule.period == 0)
+            assert (schedule.sent_after(step) == p) == (
+                (step - ((p + 1) * gap - schedule.delay)) % schedule.period == 0
+            )
+            assert (schedule.applied_after(step) == p) == (
+                (step - (p + 1) * gap) % schedule.period == 0
+            )
         if (sent := schedule.sent_after(step)) is not None:
             assert in_flight is None
             in_flight = sent
@@ -43,11 +56,17 @@ def test_S9_4_a_period_sends_and_applies_each_fragment_once_and_at_most_one_is_i
     assert applied == list(range(count)) * 3
 
 
-@given(dtype=st.sampled_from(FLOATS), mix=st.sampled_from([0.0, 0.5, 1.0]) | st.floats(0, 1), data=st.data())
+@given(
+    dtype=st.sampled_from(FLOATS),
+    mix=st.sampled_from([0.0, 0.5, 1.0]) | st.floats(0, 1),
+    data=st.data(),
+)
 def test_S9_4_mixing_rounds_each_operation_for_any_numbers(dtype, mix, data):
     x = data.draw(adversarial(dtype, 12, finite=True))
     g = data.draw(adversarial(dtype if dtype is torch.float64 else torch.float32, 12, finite=True))
-    fragment = Fragment(["x"], [torch.nn.Parameter(x.clone())], lambda tensors: torch.optim.SGD(tensors, lr=1.0))
+    fragment = Fragment(
+        ["x"], [torch.nn.Parameter(x.clone())], lambda tensors: torch.optim.SGD(tensors, lr=1.0)
+    )
     with torch.no_grad():
         fragment.copies[0].copy_(g)
     fragment.mix(mix)
@@ -60,9 +79,13 @@ def test_S9_4_mixing_rounds_each_operation_for_any_numbers(dtype, mix, data):
 @given(nodes=st.sampled_from([(16,), (4, 12), (1, 7, 8)]), seed=st.integers(0, 2**16))
 def test_S9_4_many_ranks_agree_on_g_to_the_bit(nodes, seed):
     def rank(r):
-        module, optimizer = wrap(network(seed), DiLoCoAlgorithm(period=4, fragments=2, delay=1, mix=0.0), lr=0.1)
+        module, optimizer = wrap(
+            network(seed), DiLoCoAlgorithm(period=4, fragments=2, delay=1, mix=0.0), lr=0.1
+        )
         train(module, optimizer, r, range(7))
-        return torch.cat([g.flatten() for g in module.bagua_algorithm.state_dict()["global_weights"].values()])
+        return torch.cat(
+            [g.flatten() for g in module.bagua_algorithm.state_dict()["global_weights"].values()]
+        )
 
     first, *others = simulate(16, rank, nodes, seed)
     for other in others:

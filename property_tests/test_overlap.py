@@ -1,4 +1,6 @@
-"""Properties of computing while a collective's bytes are on the wire: the same bits and bytes, whatever moves when (S3.2)."""
+"""Properties of computing while a collective's bytes are on the wire: the same bits and bytes,
+whatever moves when (S3.2).
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def numbers(size, dtype, seed):
 
 
 class InPieces:
-    """Moves the bytes of every chunk in pieces that are drawn alike on all ranks, and reads each some pieces later.
+    """Moves the bytes of every chunk in pieces that are drawn alike on all ranks, and reads each
+    some pieces later.
 
     A byte that is sent too early, or read too early, is garbage.
     """
@@ -70,13 +73,21 @@ class InPieces:
     def patch(self):
         def overlapping(comm, collective, send, recv, overlap):
             gathers = collective == "allgather"
-            self.move(comm, send.view(1 if gathers else comm.nranks(), -1), recv.view(comm.nranks(), -1), overlap, gathers)
+            self.move(
+                comm,
+                send.view(1 if gathers else comm.nranks(), -1),
+                recv.view(comm.nranks(), -1),
+                overlap,
+                gathers,
+            )
 
         return mock.patch.object(SimulatedCommunicator, "_overlapping", overlapping)
 
 
 def in_whole(name, inputs, average):
-    """S3.2 as it reads, without overlap, for the inputs of all ranks; return every rank's result."""
+    """S3.2 as it reads, without overlap, for the inputs of all ranks; return every rank's
+    result.
+    """
     n, codec, kernels = len(inputs), get_codec(name), get_backend("reference")
     payloads = torch.stack([codec.compress(x, n).view(n, -1) for x in inputs])
     result = inputs[0].clone()
@@ -100,8 +111,13 @@ def in_whole(name, inputs, average):
     seed=seeds,
 )
 @example(n=2, name="MinMaxUInt8", dtype=torch.float32, sizes=[LONG], average=False, seed=1)
-def test_S3_2_every_bucket_has_the_bits_of_the_plain_operation_however_its_bytes_move(n, name, dtype, sizes, average, seed):
-    inputs = [[numbers(n * size, dtype, seed + 7 * rank + place) for rank in range(n)] for place, size in enumerate(sizes)]
+def test_S3_2_every_bucket_has_the_bits_of_the_plain_operation_however_its_bytes_move(
+    n, name, dtype, sizes, average, seed
+):
+    inputs = [
+        [numbers(n * size, dtype, seed + 7 * rank + place) for rank in range(n)]
+        for place, size in enumerate(sizes)
+    ]
 
     def rank(comm):
         op = CentralizedLowPrecision(comm, get_backend("reference"), get_codec(name), average)
@@ -121,7 +137,12 @@ def test_S3_2_every_bucket_has_the_bits_of_the_plain_operation_however_its_bytes
 
 
 @inputs(12)
-@given(n=st.integers(1, 4), name=st.sampled_from(CODECS), size=st.integers(1, 300) | st.just(LONG), seed=seeds)
+@given(
+    n=st.integers(1, 4),
+    name=st.sampled_from(CODECS),
+    size=st.integers(1, 300) | st.just(LONG),
+    seed=seeds,
+)
 def test_S11_1_error_memories_are_the_same_however_bytes_move(n, name, size, seed):
     def rank(comm):
         memory = ErrorMemory(n * size, n * size, n, torch.device("cpu"))
@@ -143,8 +164,12 @@ def test_S11_1_error_memories_are_the_same_however_bytes_move(n, name, size, see
 
 @every_codec
 @pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
-@pytest.mark.parametrize(("num_chunks", "size"), [(1, LONG), (3, LONG), (4, 33), (200, 1000), (2, 1), (2, 0)])
-def test_S4_S12_bytes_that_are_final_stay_and_bytes_beyond_those_needed_do_not_matter(name, dtype, num_chunks, size):
+@pytest.mark.parametrize(
+    ("num_chunks", "size"), [(1, LONG), (3, LONG), (4, 33), (200, 1000), (2, 1), (2, 0)]
+)
+def test_S4_S12_bytes_that_are_final_stay_and_bytes_beyond_those_needed_do_not_matter(
+    name, dtype, num_chunks, size
+):
     codec, x = get_codec(name), numbers(num_chunks * size, dtype, 3)
     wanted, out = codec.compress(x, num_chunks), torch.empty_like(x)
     codec.decompress(wanted, num_chunks, out)
@@ -187,7 +212,9 @@ def test_steps_that_ask_for_more_bytes_than_there_are_run_when_all_have_come(col
 
     def rank(comm):
         filled, read = [], []
-        tensors = [torch.zeros(2, dtype=torch.uint8) for _ in range(2 if collective == "alltoall" else 1)]
+        tensors = [
+            torch.zeros(2, dtype=torch.uint8) for _ in range(2 if collective == "alltoall" else 1)
+        ]
         getattr(comm, collective)(*tensors, Overlap(steps(filled), steps(read)))
         return filled, read
 

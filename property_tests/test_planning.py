@@ -1,4 +1,6 @@
-"""Properties of plans: what they say is sent is what communicators of simulated ranks send (S14)."""
+"""Properties of plans: what they say is sent is what communicators of simulated ranks send
+(S14).
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,17 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     # By name: of an optimizer, whether it is hierarchical, and further arguments.
     "gradient_allreduce": lambda o, h: of.GradientAllReduceAlgorithm(h),
     "bytegrad": lambda o, h: of.ByteGradAlgorithm(h, compression="MXFP8"),
-    "bytegrad with memory": lambda o, h: of.ByteGradAlgorithm(h, compression="OneBit", error_feedback=True),
+    "bytegrad with memory": lambda o, h: of.ByteGradAlgorithm(
+        h, compression="OneBit", error_feedback=True
+    ),
     "qadam": lambda o, h: of.QAdamAlgorithm(o, h),
     "decentralized": lambda o, h, graph, interval: of.DecentralizedAlgorithm(h, graph, interval),
     "low_precision_decentralized": lambda o, h: of.LowPrecisionDecentralizedAlgorithm(h, 2),
     "local_sgd": lambda o, h: of.LocalSGDAlgorithm(3, warmup_steps=2, offset=1, hierarchical=h),
     "diloco": lambda o, h: of.DiLoCoAlgorithm(2, warmup_steps=1),
-    "diloco, streaming": lambda o, h: of.DiLoCoAlgorithm(4, fragments=2, delay=1, compression="MinMaxUInt8"),
+    "diloco, streaming": lambda o, h: of.DiLoCoAlgorithm(
+        4, fragments=2, delay=1, compression="MinMaxUInt8"
+    ),
     "powersgd": lambda o, h: of.PowerSGDAlgorithm(2, warmup_steps=2, min_compression_rate=0.5),
     "topk": lambda o, h: of.TopKAlgorithm(0.1, warmup_steps=1),
 }
@@ -54,7 +60,9 @@ class Given(torch.nn.Module):
 
     def __init__(self, shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
         super().__init__()
-        self.weights = torch.nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape, dtype in shapes)
+        self.weights = torch.nn.ParameterList(
+            torch.zeros(shape, dtype=dtype) for shape, dtype in shapes
+        )
 
     def forward(self) -> torch.Tensor:
         return sum(weight.sum().double() for weight in self.weights)  # type: ignore[return-value]
@@ -76,13 +84,28 @@ class Training(NamedTuple):
 
 @st.composite
 def trainings(draw, name):
-    dtypes = draw(st.sampled_from([[torch.float32], DTYPES[: -1 if name.startswith(WITHOUT_FLOAT64) else None]]))
+    dtypes = draw(
+        st.sampled_from(
+            [[torch.float32], DTYPES[: -1 if name.startswith(WITHOUT_FLOAT64) else None]]
+        )
+    )
     shape = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
     shapes = draw(st.lists(st.tuples(shape, st.sampled_from(dtypes)), min_size=2, max_size=6))
-    hierarchical, nodes = draw(st.booleans()), draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    further = draw(st.tuples(st.sampled_from(GRAPHS), st.integers(1, 2))) if name == "decentralized" else ()
+    hierarchical, nodes = (
+        draw(st.booleans()),
+        draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)),
+    )
+    further = (
+        draw(st.tuples(st.sampled_from(GRAPHS), st.integers(1, 2)))
+        if name == "decentralized"
+        else ()
+    )
     if further and further[0] in IN_PAIRS:
-        nodes = draw(st.lists(st.integers(1, 2), min_size=4, max_size=4)) if hierarchical else draw(st.permutations([1, 3]))
+        nodes = (
+            draw(st.lists(st.integers(1, 2), min_size=4, max_size=4))
+            if hierarchical
+            else draw(st.permutations([1, 3]))
+        )
     return Training(name, shapes, tuple(nodes), hierarchical, further)
 
 
@@ -93,7 +116,9 @@ def optimizer_of(name, module):
 
 
 def trained(training, steps, compute):
-    """Let ranks take steps; return the bytes that these sent, by the ranks' communicators, their messages and their seconds."""
+    """Let ranks take steps; return the bytes that these sent, by the ranks' communicators, their
+    messages and their seconds.
+    """
     wrapped = []
 
     def rank(comm):
@@ -103,7 +128,9 @@ def trained(training, steps, compute):
         module.with_bagua([optimizer], algorithm)
         comm.barrier()
         if not wrapped:  # the first rank to come here, when all have been wrapped
-            wrapped.extend((world.timeline.messages.copy(), bagua_ref.runtime.current_world().clock()))
+            wrapped.extend(
+                (world.timeline.messages.copy(), bagua_ref.runtime.current_world().clock())
+            )
         for _ in range(steps):
             optimizer.zero_grad()
             module().backward()
@@ -112,12 +139,18 @@ def trained(training, steps, compute):
         return module.bagua_metrics()["bytes_sent"]
 
     world = SimulatedWorld(sum(training.nodes), training.nodes, link=LINK, compute=compute)
-    return sum(world.run(rank)), world.timeline.messages - wrapped[0], world.virtual_time - wrapped[1]
+    return (
+        sum(world.run(rank)),
+        world.timeline.messages - wrapped[0],
+        world.virtual_time - wrapped[1],
+    )
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @given(data=st.data(), steps=st.integers(1, 7), compute=st.floats(0.0, 0.5))
-def test_S14_1_S14_4_a_plan_has_the_messages_and_the_time_of_simulated_ranks(name, data, steps, compute):
+def test_S14_1_S14_4_a_plan_has_the_messages_and_the_time_of_simulated_ranks(
+    name, data, steps, compute
+):
     training = data.draw(trainings(name))
     nodes = training.nodes
     with torch.device("meta"):
@@ -126,29 +159,45 @@ def test_S14_1_S14_4_a_plan_has_the_messages_and_the_time_of_simulated_ranks(nam
     nbytes, sent, seconds = trained(training, steps, compute)
     exchanges = [plan.exchanges(step) for step in range(1, steps + 1)]
     assert sent == Counter(
-        message for step in exchanges for exchange in step for messages in exchange.operation for message in messages
+        message
+        for step in exchanges
+        for exchange in step
+        for messages in exchange.operation
+        for message in messages
     )
     counts = [plan.traffic(step) for step in range(1, steps + 1)]
     summed = costs.traffic([list(sent.elements())], Cluster(nodes).node_of)
     for rank, kinds in enumerate(summed):
         for kind, count in kinds.items():
-            assert count == tuple(map(sum, zip(*[per_step[rank][kind] for per_step in counts], strict=True)))
-    total = sum(count[rank][kind].bytes_sent for count in counts for rank in range(sum(nodes)) for kind in count[rank])
+            assert count == tuple(
+                map(sum, zip(*[per_step[rank][kind] for per_step in counts], strict=True))
+            )
+    total = sum(
+        count[rank][kind].bytes_sent
+        for count in counts
+        for rank in range(sum(nodes))
+        for kind in count[rank]
+    )
     assert abs(nbytes - total) <= sum(nodes) / 2  # each rank's mean over ranks is rounded once
 
     machine = Machine(costs.LinkCosts.parse(LINK), compute)
     wanted = sum(step_seconds(step, machine)[0] for step in exchanges)
     # Simulated ranks mark weights ready after the time of forward has passed, not before it.
     late = steps * compute / 3 if name == "decentralized" else 0.0
-    # A round of S14.2 takes the longest of its links on all nodes; inside them, simulated nodes do not wait for each other.
+    # A round of S14.2 takes the longest of its links on all nodes; inside them, simulated nodes do
+    # not wait for each other.
     weights = sum(math.prod(shape) * dtype.itemsize for shape, dtype in training.shapes)
     early = 2 * steps * weights / 10e9 if training.hierarchical and len(set(nodes)) > 1 else 0.0
-    # S14.4 takes buckets in the order of gradients, in which those of several dtypes are not; later steps hide what streams.
+    # S14.4 takes buckets in the order of gradients, in which those of several dtypes are not; later
+    # steps hide what streams.
     if name != "diloco, streaming" and len({dtype for _, dtype in training.shapes}) == 1:
         assert wanted * (1 - 1e-6) - 1e-9 - early <= seconds <= wanted * (1 + 1e-6) + 1e-9 + late
 
 
-@given(shapes=st.lists(st.integers(1, 40), min_size=1, max_size=6), nodes=st.lists(st.integers(1, 3), min_size=2, max_size=3))
+@given(
+    shapes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    nodes=st.lists(st.integers(1, 3), min_size=2, max_size=3),
+)
 def test_S14_1_a_round_of_async_has_the_messages_of_the_plan(shapes, nodes):
     def rank(comm):
         bagua_ref.init_process_group()
@@ -164,7 +213,11 @@ def test_S14_1_a_round_of_async_has_the_messages_of_the_plan(shapes, nodes):
         return module.bagua_metrics()["async_rounds"], module.bagua_metrics()["bytes_sent"]
 
     (rounds, _), *_ = found = SimulatedWorld(sum(nodes), nodes, link="1Gbit,1ms").run(rank)
-    plan = plan_of(of.AsyncModelAverageAlgorithm(), Given([((size,), torch.float32) for size in shapes]), tuple(nodes))
+    plan = plan_of(
+        of.AsyncModelAverageAlgorithm(),
+        Given([((size,), torch.float32) for size in shapes]),
+        tuple(nodes),
+    )
     sent = sum(count.bytes_sent for own in plan.traffic(1) for count in own.values())
     stop = 2 * 4 * (sum(nodes) - 1)  # the agreement to stop has no average
     assert rounds > 0

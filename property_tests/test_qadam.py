@@ -1,4 +1,6 @@
-"""Properties of QAdam beyond the suite: every step and both moments to the bit, and torch's Adam in warm-up (S5.5)."""
+"""Properties of QAdam beyond the suite: every step and both moments to the bit, and torch's Adam in
+warm-up (S5.5).
+"""
 
 from __future__ import annotations
 
@@ -55,15 +57,25 @@ def test_S5_5_every_step_is_that_of_the_second_implementation_to_the_bit(
 
     def rank(r):
         module = Given(weights)
-        grouped = [{"params": [w], **group} for w, group in zip(module.weights, groups, strict=True)]
+        grouped = [
+            {"params": [w], **group} for w, group in zip(module.weights, groups, strict=True)
+        ]
         optimizer = QAdamOptimizer(grouped, warmup_steps=warmup_steps)
-        module.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical), do_flatten=flatten, backend=backend)
+        module.with_bagua(
+            [optimizer],
+            QAdamAlgorithm(optimizer, hierarchical),
+            do_flatten=flatten,
+            backend=backend,
+        )
         seen = []
         for step in range(STEPS):
             optimizer.zero_grad()
             module([gradients[r][step][place] for place in range(count)]).backward()
             optimizer.step()
-            of_each = [(w, optimizer.state[w]["exp_avg"], optimizer.state[w]["exp_avg_sq"]) for w in module.weights]
+            of_each = [
+                (w, optimizer.state[w]["exp_avg"], optimizer.state[w]["exp_avg_sq"])
+                for w in module.weights
+            ]
             seen.append([[x.detach().clone() for x in kind] for kind in zip(*of_each, strict=True)])
         return seen
 
@@ -76,11 +88,16 @@ def test_S5_5_every_step_is_that_of_the_second_implementation_to_the_bit(
     for step in range(STEPS):
         model.step([arrays([rank[step][place] for place in range(count)]) for rank in gradients])
         for seen in results:
-            for zero, tensors, numbers in zip((None, 0, 0), seen[step], (model.weights, model.m, model.v), strict=True):
+            for zero, tensors, numbers in zip(
+                (None, 0, 0), seen[step], (model.weights, model.m, model.v), strict=True
+            ):
                 for tensor, expected in zip(tensors, numbers, strict=True):
                     wanted = torch.from_numpy(expected).view(tensor.shape)
-                    # Whether a mean of zeros is -0 is left to the all-reduce (S3.1), which the moments show.
-                    assert_equal(*(x if zero is None else x + zero for x in (tensor, wanted)), EXACT)
+                    # Whether a mean of zeros is -0 is left to the all-reduce (S3.1), which the
+                    # moments show.
+                    assert_equal(
+                        *(x if zero is None else x + zero for x in (tensor, wanted)), EXACT
+                    )
 
 
 @st.composite
@@ -89,7 +106,10 @@ def steps_of_one_rank(draw):
     dtype = draw(st.sampled_from(FLOATS))
     sizes = draw(st.lists(st.sampled_from([0, 1, 5, 19]), min_size=1, max_size=3))
     weights = [draw(adversarial(dtype, size, finite=True)) for size in sizes]
-    gradients = [[draw(st.none() | adversarial(dtype, size)) for size in sizes] for _ in range(draw(st.integers(1, 5)))]
+    gradients = [
+        [draw(st.none() | adversarial(dtype, size)) for size in sizes]
+        for _ in range(draw(st.integers(1, 5)))
+    ]
     return weights, [draw(options) for _ in sizes], gradients
 
 
@@ -101,7 +121,10 @@ def test_S5_5_in_warm_up_it_is_torchs_adam_to_the_bit(case):
         (ours, lambda p: QAdamOptimizer(p, warmup_steps=len(gradients) + 2)),
         (theirs, lambda p: torch.optim.Adam(p, foreach=False)),
     )
-    optimizers = [make([{"params": [p], **group} for p, group in zip(ps, groups, strict=True)]) for ps, make in makers]
+    optimizers = [
+        make([{"params": [p], **group} for p, group in zip(ps, groups, strict=True)])
+        for ps, make in makers
+    ]
     for given_now in gradients:
         for parameters, optimizer in zip((ours, theirs), optimizers, strict=True):
             for parameter, gradient in zip(parameters, given_now, strict=True):

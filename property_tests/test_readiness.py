@@ -12,7 +12,9 @@ from bagua_ref.scheduling.engine import Readiness
 
 
 class ReadinessMachine(RuleBasedStateMachine):
-    """The model keeps a list of the round's marks and finds what may run by looking at every bucket again."""
+    """The model keeps a list of the round's marks and finds what may run by looking at every bucket
+    again.
+    """
 
     @initialize(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4))
     def start(self, sizes: list[int]) -> None:
@@ -38,7 +40,9 @@ class ReadinessMachine(RuleBasedStateMachine):
             return
         self.marked.append(item)
         expected = []
-        while not self.complete() and all(i in self.marked for i in self.buckets[len(self.scheduled)]):
+        while not self.complete() and all(
+            i in self.marked for i in self.buckets[len(self.scheduled)]
+        ):
             expected.append(len(self.scheduled))
             self.scheduled.append(len(self.scheduled))
         assert self.readiness.mark(item) == expected

@@ -1,4 +1,6 @@
-"""Properties of positions that survive another number of replicas (S7.6), and of batches under a budget (S7.7)."""
+"""Properties of positions that survive another number of replicas (S7.6), and of batches under a
+budget (S7.7).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def _quadratic(size: int, largest: Any) -> Any:
 
 
 Makers = tuple[Callable[[int, int], Any], Callable[[list[tuple[int, int]], int], Any]]
-"""What makes a sampler of some replicas and a rank, and what plans the stretches after a history."""
+"""What makes a sampler of some replicas and a rank, and what plans the stretches after a
+history.
+"""
 
 
 @st.composite
@@ -40,12 +44,17 @@ def samples(draw: st.DrawFn) -> Makers:
 @st.composite
 def batches(draw: st.DrawFn) -> Makers:
     values, _, options = draw(cases())
-    rule, options = (draw(st.sampled_from([cut(2), cut(3), few_or_many])), draw(st.booleans())), {**options, "drop_last": False}
+    rule, options = (
+        (draw(st.sampled_from([cut(2), cut(3), few_or_many])), draw(st.booleans())),
+        {**options, "drop_last": False},
+    )
     return (
         lambda replicas, rank: LoadBalancingDistributedBatchSampler(
             make(values, replicas, rank, options, complexities=values), *rule
         ),
-        lambda history, replicas: samplers_plain.stretches_of(values, history, replicas, *rule, **options),
+        lambda history, replicas: samplers_plain.stretches_of(
+            values, history, replicas, *rule, **options
+        ),
     )
 
 
@@ -62,7 +71,9 @@ def batches_under_a_budget(draw: st.DrawFn) -> Makers:
         sampler.set_epoch(options["epoch"])
         return sampler
 
-    return start, lambda history, replicas: samplers_plain.budget_stretches(costs, most, history, replicas, **options)
+    return start, lambda history, replicas: samplers_plain.budget_stretches(
+        costs, most, history, replicas, **options
+    )
 
 
 @given(makers=st.one_of(samples(), batches(), batches_under_a_budget()), data=st.data())
@@ -103,11 +114,15 @@ def test_S7_6_every_sample_is_drawn_and_few_twice(case, data):
     state, replica_numbers, ended = None, [], False
     for last in (False, False, True):
         replicas = data.draw(replica_counts)
-        samplers = [make(values, replicas, rank, options, complexities=values) for rank in range(replicas)]
+        samplers = [
+            make(values, replicas, rank, options, complexities=values) for rank in range(replicas)
+        ]
         for sampler in samplers:
             if state is not None:
                 sampler.load_state_dict(state)
-        left = len(samplers[0]) - (state["samples"] if state is not None and state["num_replicas"] == replicas else 0)
+        left = len(samplers[0]) - (
+            state["samples"] if state is not None and state["num_replicas"] == replicas else 0
+        )
         taken = left if last else data.draw(st.integers(0, left))
         for sampler in samplers:
             drawn.update(itertools.islice(sampler, taken))
@@ -133,10 +148,17 @@ def test_S7_7_each_sample_once_within_the_budget_and_equal_counts(case, replicas
         with pytest.raises(ValueError, match="leaves no batch"):
             BudgetBatchSampler(costs, most, num_replicas=replicas, rank=0, **options)
     else:
-        samplers = [BudgetBatchSampler(costs, most, num_replicas=replicas, rank=rank, **options) for rank in range(replicas)]
+        samplers = [
+            BudgetBatchSampler(costs, most, num_replicas=replicas, rank=rank, **options)
+            for rank in range(replicas)
+        ]
         batches = [list(sampler) for sampler in samplers]
         assert batches == wanted
-        assert all(samplers_plain.batch_cost(costs, batch, options["padded"]) <= most for own in batches for batch in own)
+        assert all(
+            samplers_plain.batch_cost(costs, batch, options["padded"]) <= most
+            for own in batches
+            for batch in own
+        )
         drawn = Counter(index for own in batches for batch in own for index in batch)
         if options["drop_last"]:
             assert max(drawn.values()) == 1
@@ -145,7 +167,9 @@ def test_S7_7_each_sample_once_within_the_budget_and_equal_counts(case, replicas
         else:
             assert len(drawn) == len(costs)
             assert drawn.total() - len(costs) < replicas
-            assert drawn.total() == len(costs) or all(len(batch) == 1 for own in batches for batch in own)
+            assert drawn.total() == len(costs) or all(
+                len(batch) == 1 for own in batches for batch in own
+            )
 
 
 @given(case=budgets(), data=st.data())
@@ -157,10 +181,17 @@ def test_S7_7_a_later_stretch_drops_what_its_replicas_cannot_share(case, data):
     before, replicas = data.draw(st.permutations(range(1, min(batches, 6) + 1)))[:2]
     first = samplers_plain.budget_stretches(costs, most, [], before, **options)[0]
     taken = data.draw(st.integers(1, len(first[0])))
-    wanted = samplers_plain.budget_stretches(costs, most, [(before, taken)], replicas, **options)[-1]
+    wanted = samplers_plain.budget_stretches(costs, most, [(before, taken)], replicas, **options)[
+        -1
+    ]
     del options["epoch"]
-    state = BudgetBatchSampler(costs, most, num_replicas=before, rank=0, **options).state_dict(batches=taken)
-    samplers = [BudgetBatchSampler(costs, most, num_replicas=replicas, rank=rank, **options) for rank in range(replicas)]
+    state = BudgetBatchSampler(costs, most, num_replicas=before, rank=0, **options).state_dict(
+        batches=taken
+    )
+    samplers = [
+        BudgetBatchSampler(costs, most, num_replicas=replicas, rank=rank, **options)
+        for rank in range(replicas)
+    ]
     for sampler, own in zip(samplers, wanted, strict=True):
         if not own and taken < len(first[0]):
             with pytest.raises(ValueError, match="leaves no batch"):

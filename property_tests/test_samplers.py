@@ -1,4 +1,6 @@
-"""Properties of the balanced samplers beyond the suite: complexities in every form, and the public chunks (S7)."""
+"""Properties of the balanced samplers beyond the suite: complexities in every form, and the public
+chunks (S7).
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,16 @@ from bagua_ref.contrib import LoadBalancingDistributedSampler
 
 
 def as_scalar(number: Any) -> st.SearchStrategy[Any]:
-    """A number in every form that a complexity may have: plain, 0-d or one-element tensor, NumPy scalar."""
+    """A number in every form that a complexity may have: plain, 0-d or one-element tensor, NumPy
+    scalar.
+    """
     forms: list[Any] = [number]
     if isinstance(number, float):
-        forms += [torch.tensor(number, dtype=torch.float64), torch.tensor([number], dtype=torch.float64), np.float64(number)]
+        forms += [
+            torch.tensor(number, dtype=torch.float64),
+            torch.tensor([number], dtype=torch.float64),
+            np.float64(number),
+        ]
     elif -(2**63) <= number < 2**63:
         forms += [torch.tensor(number), torch.tensor([[number]]), np.int64(number)]
         if number in (0, 1):
@@ -29,18 +37,24 @@ def as_scalar(number: Any) -> st.SearchStrategy[Any]:
     return st.sampled_from(forms)
 
 
-def make(values: list, replicas: int, rank: int, options: dict[str, Any], **more: Any) -> LoadBalancingDistributedSampler:
+def make(
+    values: list, replicas: int, rank: int, options: dict[str, Any], **more: Any
+) -> LoadBalancingDistributedSampler:
     given_at_once = {name: value for name, value in options.items() if name != "epoch"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # warns if all complexities are equal
-        sampler = LoadBalancingDistributedSampler(values, more.pop("complexity_fn", None), replicas, rank, **given_at_once, **more)
+        sampler = LoadBalancingDistributedSampler(
+            values, more.pop("complexity_fn", None), replicas, rank, **given_at_once, **more
+        )
     sampler.set_epoch(options["epoch"])
     return sampler
 
 
 def all_ranks(case: tuple[list, int, dict[str, Any]]) -> list[list[int]]:
     values, replicas, options = case
-    return [list(make(values, replicas, rank, options, complexities=values)) for rank in range(replicas)]
+    return [
+        list(make(values, replicas, rank, options, complexities=values)) for rank in range(replicas)
+    ]
 
 
 @every_backend
@@ -49,10 +63,19 @@ def test_S7_2_a_complexity_in_any_form_is_its_number_and_stays_as_it_was(backend
     values, replicas, options = case
     dataset = [data.draw(as_scalar(value)) for value in values]
     read: list[Any] = []
-    sampler = make(dataset, replicas, 0, options, complexity_fn=lambda sample: read.append(sample) or sample, backend=backend)
+    sampler = make(
+        dataset,
+        replicas,
+        0,
+        options,
+        complexity_fn=lambda sample: read.append(sample) or sample,
+        backend=backend,
+    )
     for epoch in range(options["epoch"], options["epoch"] + 3):
         sampler.set_epoch(epoch)
-        assert list(sampler) == samplers_plain.indices(values, replicas, 0, **{**options, "epoch": epoch})
+        assert list(sampler) == samplers_plain.indices(
+            values, replicas, 0, **{**options, "epoch": epoch}
+        )
     assert len(read) == len(dataset)
     assert [sample.item() if hasattr(sample, "item") else sample for sample in dataset] == values
 
@@ -93,6 +116,12 @@ def test_S7_2_noise_that_has_no_number_is_refused_and_without_shuffle_not_missed
 def test_S7_3_chunks_are_what_ranks_draw(case):
     values, replicas, options = case
     chunks, numbers = make(values, replicas, 0, options, complexities=values).shuffle_chunks()
-    assert make(values, replicas, 0, options, complexities=values).total_size == sum(map(len, all_ranks(case)))
-    assert len(chunks) == max(1, samplers_plain.num_samples(len(values), replicas, options["drop_last"]))
-    assert [[chunks[number][rank] for number in numbers] for rank in range(replicas)] == all_ranks(case)
+    assert make(values, replicas, 0, options, complexities=values).total_size == sum(
+        map(len, all_ranks(case))
+    )
+    assert len(chunks) == max(
+        1, samplers_plain.num_samples(len(values), replicas, options["drop_last"])
+    )
+    assert [[chunks[number][rank] for number in numbers] for rank in range(replicas)] == all_ranks(
+        case
+    )

@@ -1,4 +1,6 @@
-"""Properties of golden vectors: written files are read back equal. Hostile files are in test_hostile_input.py."""
+"""Properties of golden vectors: written files are read back equal. Hostile files are in
+test_hostile_input.py.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,15 @@ def written(tensors: dict[str, torch.Tensor]) -> bytes:
 
 @st.composite
 def named_tensors(draw):
-    names = draw(st.lists(st.text(max_size=5), max_size=4, unique=True).filter(lambda names: "__metadata__" not in names))
-    return {name: draw(adversarial(draw(st.sampled_from(COMPRESSIBLE)), draw(st.integers(0, 5)))) for name in names}
+    names = draw(
+        st.lists(st.text(max_size=5), max_size=4, unique=True).filter(
+            lambda names: "__metadata__" not in names
+        )
+    )
+    return {
+        name: draw(adversarial(draw(st.sampled_from(COMPRESSIBLE)), draw(st.integers(0, 5))))
+        for name in names
+    }
 
 
 @given(tensors=named_tensors())
@@ -38,14 +47,32 @@ def test_what_is_written_is_read(tensors):
 
 @given(tensors=named_tensors())
 def test_equal_tensors_give_equal_bytes_in_any_order(tensors):
-    assert written(dict(reversed(tensors.items()))) == written({name: x.clone() for name, x in tensors.items()})
+    assert written(dict(reversed(tensors.items()))) == written(
+        {name: x.clone() for name, x in tensors.items()}
+    )
 
 
 @given(dtype=st.sampled_from(COMPRESSIBLE), data=st.data())
 def test_no_nan_keeps_bits_of_its_own(dtype, data):
-    bits = data.draw(st.lists(st.integers(-(2 ** (8 * dtype.itemsize - 1)), 2 ** (8 * dtype.itemsize - 1) - 1), max_size=8))
+    bits = data.draw(
+        st.lists(
+            st.integers(-(2 ** (8 * dtype.itemsize - 1)), 2 ** (8 * dtype.itemsize - 1) - 1),
+            max_size=8,
+        )
+    )
     integer = torch.int32 if dtype.itemsize == 4 else torch.int16
     x = torch.tensor(bits, dtype=integer).view(dtype)
     found = canonical(x)
     assert_equal(found, x, EXACT)
-    assert len({number for number, nan in zip(found.view(integer).tolist(), x.isnan().tolist(), strict=True) if nan}) <= 1
+    assert (
+        len(
+            {
+                number
+                for number, nan in zip(
+                    found.view(integer).tolist(), x.isnan().tolist(), strict=True
+                )
+                if nan
+            }
+        )
+        <= 1
+    )

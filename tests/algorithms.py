@@ -1,4 +1,6 @@
-"""The table of algorithms: each with options that matter, the ranks that it trains on, and what it is capable of."""
+"""The table of algorithms: each with options that matter, the ranks that it trains on, and what it
+is capable of.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,10 @@ class Case:
         fixed_sums: whether sums over ranks have the same order everywhere.
         flat: whether it takes nothing but flat buckets.
         takes: whether it takes a world of these nodes.
-        undone: whether a step that a scaler skips leaves no trace: no averaged weights, and no later random columns.
-        kept: whether what is kept of a round outlives new buckets to the bit; a ring sends its weights anew.
+        undone: whether a step that a scaler skips leaves no trace: no averaged weights, and no
+            later random columns.
+        kept: whether what is kept of a round outlives new buckets to the bit; a ring sends its
+            weights anew.
     """
 
     make: Callable[[Any], Algorithm]
@@ -70,7 +74,9 @@ def _compressed(make: Callable[[Any], Algorithm], memory: bool = False, **given:
     return Case(make, **{"float64": False, "compresses": True, "memory": memory, **given})
 
 
-def _decentralized(nodes: tuple[int, ...], hierarchical: bool, mode: Any, interval: int = 1, **given: Any) -> Case:
+def _decentralized(
+    nodes: tuple[int, ...], hierarchical: bool, mode: Any, interval: int = 1, **given: Any
+) -> Case:
     def takes(nodes: tuple[int, ...]) -> bool:
         n = len(nodes) if hierarchical else sum(nodes)
         return MODES[mode].takes(n) if isinstance(mode, str) else n == 4
@@ -80,11 +86,23 @@ def _decentralized(nodes: tuple[int, ...], hierarchical: bool, mode: Any, interv
 
 
 def _ring(nodes: tuple[int, ...], *options: Any, **given: Any) -> Case:
-    return _compressed(lambda o: LowPrecisionDecentralizedAlgorithm(*options, **given), nodes=nodes, replicated=False, kept=False)
+    return _compressed(
+        lambda o: LowPrecisionDecentralizedAlgorithm(*options, **given),
+        nodes=nodes,
+        replicated=False,
+        kept=False,
+    )
 
 
 def _local(algorithm: Algorithm, compresses: bool = False, **given: Any) -> Case:
-    return Case(lambda o: algorithm, replicated=False, float64=not compresses, compresses=compresses, counts=True, **given)
+    return Case(
+        lambda o: algorithm,
+        replicated=False,
+        float64=not compresses,
+        compresses=compresses,
+        counts=True,
+        **given,
+    )
 
 
 def _adam(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -93,43 +111,78 @@ def _adam(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
 
 def _powersgd(rank: int = 1, **given: Any) -> Case:
     options = {"warmup_steps": 0, "min_compression_rate": 0.1, **given}
-    kept = {"memory": options.get("memory", "local") is not None, "undone": options.get("warm_start", True)}
-    return Case(lambda o: PowerSGDAlgorithm(rank, **options), compresses=True, counts=True, fixed_sums=False, **kept)
+    kept = {
+        "memory": options.get("memory", "local") is not None,
+        "undone": options.get("warm_start", True),
+    }
+    return Case(
+        lambda o: PowerSGDAlgorithm(rank, **options),
+        compresses=True,
+        counts=True,
+        fixed_sums=False,
+        **kept,
+    )
 
 
 CASES: dict[str, Case] = {
     "gradient_allreduce": Case(lambda o: GradientAllReduceAlgorithm(), fixed_sums=False),
-    "gradient_allreduce, hierarchical": Case(lambda o: GradientAllReduceAlgorithm(hierarchical=True), fixed_sums=False),
+    "gradient_allreduce, hierarchical": Case(
+        lambda o: GradientAllReduceAlgorithm(hierarchical=True), fixed_sums=False
+    ),
     "bytegrad": _compressed(lambda o: ByteGradAlgorithm(hierarchical=False)),
     "bytegrad, hierarchical": _compressed(lambda o: ByteGradAlgorithm()),
-    "bytegrad with memory": _compressed(lambda o: ByteGradAlgorithm(hierarchical=False, **ONE_BIT), memory=True),
-    "bytegrad with memory, hierarchical": _compressed(lambda o: ByteGradAlgorithm(**ONE_BIT), memory=True),
+    "bytegrad with memory": _compressed(
+        lambda o: ByteGradAlgorithm(hierarchical=False, **ONE_BIT), memory=True
+    ),
+    "bytegrad with memory, hierarchical": _compressed(
+        lambda o: ByteGradAlgorithm(**ONE_BIT), memory=True
+    ),
     "qadam": _compressed(lambda o: QAdamAlgorithm(o, hierarchical=False), fixed_sums=False),
-    "qadam, hierarchical": _compressed(lambda o: QAdamAlgorithm(o, compression="MXFP8"), fixed_sums=False),
-    "qadam with memory": _compressed(lambda o: QAdamAlgorithm(o, False, **ONE_BIT), memory=True, fixed_sums=False),
-    "qadam with memory, hierarchical": _compressed(lambda o: QAdamAlgorithm(o, **ONE_BIT), memory=True, fixed_sums=False),
+    "qadam, hierarchical": _compressed(
+        lambda o: QAdamAlgorithm(o, compression="MXFP8"), fixed_sums=False
+    ),
+    "qadam with memory": _compressed(
+        lambda o: QAdamAlgorithm(o, False, **ONE_BIT), memory=True, fixed_sums=False
+    ),
+    "qadam with memory, hierarchical": _compressed(
+        lambda o: QAdamAlgorithm(o, **ONE_BIT), memory=True, fixed_sums=False
+    ),
     "decentralized": _decentralized((3, 1), True, "all", 2, fixed_sums=False),
     "decentralized, shift_one": _decentralized((4,), False, "shift_one", 3),
     "decentralized, shift_one in nodes": _decentralized((3, 1), True, "shift_one"),
     "decentralized, one_peer_exponential": _decentralized((5,), False, "one_peer_exponential"),
     "decentralized, hypercube": _decentralized((4,), False, "hypercube", 2),
-    "decentralized, function": _decentralized((2, 1, 1, 1), True, in_turn([hypercube(t, 4) for t in range(2)])),
+    "decentralized, function": _decentralized(
+        (2, 1, 1, 1), True, in_turn([hypercube(t, 4) for t in range(2)])
+    ),
     "low_precision_decentralized": _ring((4,), False, 2),
     "low_precision_decentralized, hierarchical": _ring((1, 2, 2), compression="MXINT8"),
     "local_sgd": _local(LocalSGDAlgorithm(3, warmup_steps=2, offset=1), fixed_sums=False),
-    "local_sgd, hierarchical": _local(LocalSGDAlgorithm(2, warmup_steps=1, hierarchical=True), fixed_sums=False),
+    "local_sgd, hierarchical": _local(
+        LocalSGDAlgorithm(2, warmup_steps=1, hierarchical=True), fixed_sums=False
+    ),
     "diloco": _local(DiLoCoAlgorithm(3)),
-    "diloco, streaming": _local(DiLoCoAlgorithm(6, fragments=2, delay=2, mix=0.3, warmup_steps=1), fixed_sums=False),
-    "diloco, compressed": _local(DiLoCoAlgorithm(6, _adam, fragments=3, delay=1, compression="MinMaxUInt8"), compresses=True),
+    "diloco, streaming": _local(
+        DiLoCoAlgorithm(6, fragments=2, delay=2, mix=0.3, warmup_steps=1), fixed_sums=False
+    ),
+    "diloco, compressed": _local(
+        DiLoCoAlgorithm(6, _adam, fragments=3, delay=1, compression="MinMaxUInt8"), compresses=True
+    ),
     "diloco with memory": _local(DiLoCoAlgorithm(2, fragments=2, **ONE_BIT), True, memory=True),
-    "diloco with memory, streaming": _local(DiLoCoAlgorithm(2, delay=1, mix=0.5, **MXFP4), True, memory=True),
+    "diloco with memory, streaming": _local(
+        DiLoCoAlgorithm(2, delay=1, mix=0.5, **MXFP4), True, memory=True
+    ),
     "powersgd, averaged": _powersgd(memory="averaged", warm_start=False),
     "powersgd without memory": _powersgd(memory=None, warmup_steps=3),
     "powersgd": _powersgd(2, warmup_steps=2),
     "topk": _compressed(lambda o: TopKAlgorithm(0.2), memory=True, counts=True),
-    "topk with warm-up": _compressed(lambda o: TopKAlgorithm(0.2, warmup_steps=2), memory=True, counts=True, fixed_sums=False),
+    "topk with warm-up": _compressed(
+        lambda o: TopKAlgorithm(0.2, warmup_steps=2), memory=True, counts=True, fixed_sums=False
+    ),
     "async in warm-up": Case(
-        lambda o: AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=100), flat=True, fixed_sums=False
+        lambda o: AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=100),
+        flat=True,
+        fixed_sums=False,
     ),
 }
 
@@ -160,7 +213,9 @@ class Run:
 
     def __init__(self, name: str, module: Any = None, before: Any = None, **options: Any) -> None:
         self.name, self.module = name, model(bagua_ref.get_rank()) if module is None else module
-        self.optimizer = optimizer_for(name, [p for n, p in self.module.named_parameters() if not n.startswith("ignored")])
+        self.optimizer = optimizer_for(
+            name, [p for n, p in self.module.named_parameters() if not n.startswith("ignored")]
+        )
         for part, state in zip((self.module, self.optimizer), before or (), strict=False):
             part.load_state_dict(state)
         self.wrap(**options)
@@ -190,8 +245,13 @@ class Run:
         return weights(self.module)
 
     def state(self) -> list[Any]:
-        """Return the states of module and optimizer, copied, and of the algorithm, which shares nothing with training."""
-        return [*copy.deepcopy([self.module.state_dict(), self.optimizer.state_dict()]), self.algorithm.state_dict()]
+        """Return the states of module and optimizer, copied, and of the algorithm, which shares
+        nothing with training.
+        """
+        return [
+            *copy.deepcopy([self.module.state_dict(), self.optimizer.state_dict()]),
+            self.algorithm.state_dict(),
+        ]
 
     def load(self, state: list[Any]) -> None:
         """Load what `state` has returned."""

@@ -1,4 +1,6 @@
-"""Faults of the cache's servers, each run for real during an epoch: for tests and for benchmarks/faults_cache.py."""
+"""Faults of the cache's servers, each run for real during an epoch: for tests and for
+benchmarks/faults_cache.py.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ SLOW: set[str] = set()
 """Those that take 2 s and more."""
 
 
-def fault(name: str, slow: bool = False) -> Callable[[Callable[[], FaultReport]], Callable[[], FaultReport]]:
+def fault(
+    name: str, slow: bool = False
+) -> Callable[[Callable[[], FaultReport]], Callable[[], FaultReport]]:
     def register(run: Callable[[], FaultReport]) -> Callable[[], FaultReport]:
         FAULTS[name] = run
         if slow:
@@ -49,11 +53,23 @@ def fault(name: str, slow: bool = False) -> Callable[[Callable[[], FaultReport]]
     return register
 
 
-def train(host: dict[str, Any] | None, harm: Callable[[], object] | None = None, workers: int = 0, **options: Any) -> FaultReport:
-    """Run an epoch whose samples are checked; with ``harm``, the second epoch, and call it after a quarter of the batches."""
+def train(
+    host: dict[str, Any] | None,
+    harm: Callable[[], object] | None = None,
+    workers: int = 0,
+    **options: Any,
+) -> FaultReport:
+    """Run an epoch whose samples are checked; with ``harm``, the second epoch, and call it after a
+    quarter of the batches.
+    """
     options.update(hosts=[host] if host else None)
     dataset = CachedDataset(Plain(SAMPLES), **options)
-    loader = DataLoader(dataset, batch_size=BATCH, num_workers=workers, multiprocessing_context="fork" if workers else None)
+    loader = DataLoader(
+        dataset,
+        batch_size=BATCH,
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,
+    )
     if harm is not None:
         epoch(loader)
     before, started = dataset.stats(), time.monotonic()
@@ -70,9 +86,20 @@ def train(host: dict[str, Any] | None, harm: Callable[[], object] | None = None,
             seconds = time.monotonic() - started
             dataset.close()
     now = dataset.stats()
-    outcome = ended or f"training goes on: {now.hits - before.hits} samples from the cache, {now.misses - before.misses} made again"
-    reasons = [re.sub(r"(127.0.0.1):\d+", r"\1", str(warning.message)) for warning in said if "cache" in str(warning.message)]
-    return FaultReport(not ended, "; ".join([outcome, *(f'warns "{reason}"' for reason in dict.fromkeys(reasons))]), seconds)
+    outcome = (
+        ended
+        or f"training goes on: {now.hits - before.hits} samples from the cache, {now.misses - before.misses} made again"
+    )
+    reasons = [
+        re.sub(r"(127.0.0.1):\d+", r"\1", str(warning.message))
+        for warning in said
+        if "cache" in str(warning.message)
+    ]
+    return FaultReport(
+        not ended,
+        "; ".join([outcome, *(f'warns "{reason}"' for reason in dict.fromkeys(reasons))]),
+        seconds,
+    )
 
 
 def harmed(loader: DataLoader, harm: Callable[[], object] | None) -> Iterator[Any]:
@@ -91,7 +118,10 @@ def with_values(change: Callable[[bytes], bytes]) -> FaultReport:
     """Change all values while training reads them."""
     with servers(1) as (server,):
         client = server.client()
-        return train(server.host, lambda: [client.set(key, change(client.get(key))) for key in client.keys("*")])
+        return train(
+            server.host,
+            lambda: [client.set(key, change(client.get(key))) for key in client.keys("*")],
+        )
 
 
 @fault("redis: kill -9 between two batches")
@@ -161,7 +191,10 @@ def full() -> FaultReport:
 def filled() -> FaultReport:
     with servers(1, "maxmemory-policy noeviction") as (server,):
         client = server.client()
-        return train(server.host, lambda: (client.delete(*client.keys("*")[::2]), client.config_set("maxmemory", 1)))
+        return train(
+            server.host,
+            lambda: (client.delete(*client.keys("*")[::2]), client.config_set("maxmemory", 1)),
+        )
 
 
 @fault("redis: wrong password")
@@ -185,7 +218,9 @@ def new_password() -> FaultReport:
 @fault("redis: a user who may not read")
 def no_permission() -> FaultReport:
     with servers(1, "user trainer on >pass ~* +@all -mget") as (server,):
-        return train({"host": "127.0.0.1", "port": server.port, "username": "trainer", "password": "pass"})
+        return train(
+            {"host": "127.0.0.1", "port": server.port, "username": "trainer", "password": "pass"}
+        )
 
 
 @fault("redis: no more clients allowed")
@@ -200,7 +235,12 @@ def too_many_clients() -> FaultReport:
 def other_type() -> FaultReport:
     with servers(1) as (server,):
         client = server.client()
-        return train(server.host, lambda: [(client.delete(key), client.rpush(key, "element")) for key in client.keys("*")])
+        return train(
+            server.host,
+            lambda: [
+                (client.delete(key), client.rpush(key, "element")) for key in client.keys("*")
+            ],
+        )
 
 
 @fault("no server at the address")
@@ -237,7 +277,10 @@ class Attack:
 
 def forged(entry: bytes) -> bytes:
     """Return a value with the right length and checksum, as an attacker writes it."""
-    return codec._FRAME.pack(codec.VERSION, len(entry) + 16, codec.xxhash.xxh3_64_intdigest(entry)) + entry
+    return (
+        codec._FRAME.pack(codec.VERSION, len(entry) + 16, codec.xxhash.xxh3_64_intdigest(entry))
+        + entry
+    )
 
 
 @fault("values of an attacker: a pickle that runs code")
@@ -259,7 +302,9 @@ def nested() -> FaultReport:
 
 def http(connection: Any) -> None:
     connection.recv(4096)
-    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+    connection.sendall(
+        b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    )
 
 
 def endless(beginning: bytes, more: bytes) -> Talk:
@@ -279,7 +324,9 @@ def silent(connection: Any) -> None:
 
 FOREIGN = {
     "a web server": http,
-    "an SSH server": lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n") or connection.recv(1),
+    "an SSH server": lambda connection: (
+        connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n") or connection.recv(1)
+    ),
     "closes every connection": lambda connection: connection.close(),
     "random bytes": endless(b"", bytes(range(128, 256)) * 500),
     "a list without an end": endless(b"*999999999\r\n", 10_000 * b"$-1\r\n"),
@@ -310,15 +357,21 @@ WRONG_SHAPES = {
     "a map": b"%1\r\n+a\r\n+b\r\n",
 }
 for name, answer in WRONG_SHAPES.items():
-    fault(f"answer of the wrong shape: {name}")(lambda answer=answer: odd(redis_like({b"MGET": answer})))
+    fault(f"answer of the wrong shape: {name}")(
+        lambda answer=answer: odd(redis_like({b"MGET": answer}))
+    )
 
 DRIPS = {
     b"MGET": b"*8\r\n" + 8 * b"$-1\r\n",
     b"MSET": b"+OK but not at once\r\n",
     b"CLIENT": b"-ERR unknown command\r\n",
 }
-"""Answers of a server that sends a byte a second, by command; CLIENT is the first after connecting."""
+"""Answers of a server that sends a byte a second, by command; CLIENT is the first after
+connecting.
+"""
 for command, answer in DRIPS.items():
     drip = redis_like({command: answer}, pause=1.0)
     fault(f"a byte a second: to {command.decode()}", slow=True)(lambda drip=drip: odd(drip))
-fault("a byte a second: to everything", slow=True)(lambda: odd(redis_like({**DRIPS, b"PING": b"+PONG\r\n"}, pause=1.0)))
+fault("a byte a second: to everything", slow=True)(
+    lambda: odd(redis_like({**DRIPS, b"PING": b"+PONG\r\n"}, pause=1.0))
+)

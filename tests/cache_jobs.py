@@ -1,4 +1,6 @@
-"""Datasets and small jobs for the cache's tests, importable by spawned workers and other processes."""
+"""Datasets and small jobs for the cache's tests, importable by spawned workers and other
+processes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from bagua_ref.contrib import CachedDataset, CacheLoader
 
 
 class Numbers(Dataset):
-    """Samples ``(tensor filled with i, i, text)``; ``made`` counts the samples made in all processes."""
+    """Samples ``(tensor filled with i, i, text)``; ``made`` counts the samples made in all
+    processes.
+    """
 
     def __init__(self, size: int = 100, delay: float = 0.0) -> None:
         self.size, self.delay = size, delay
@@ -74,7 +78,13 @@ def held_worker_job(host: dict[str, str], batch_size: int | None, context: str) 
     """Exit while persistent workers still hold values to be written."""
     global kept  # Lives until the interpreter exits, as a script's variables do.
     dataset = CachedDataset(Plain(30), hosts=[host], writer_buffer_size=1000)
-    kept = DataLoader(dataset, batch_size=batch_size, num_workers=2, persistent_workers=True, multiprocessing_context=context)
+    kept = DataLoader(
+        dataset,
+        batch_size=batch_size,
+        num_workers=2,
+        persistent_workers=True,
+        multiprocessing_context=context,
+    )
     assert epoch(kept) == list(range(30))
 
 
@@ -89,7 +99,9 @@ def waiting_main_job(host: dict[str, str]) -> None:
 
 
 def filled_while_forking_job(host: str, port: str, password: str) -> None:
-    """Start workers while a thread asks the cache for the first time; print what was imported in the meantime, slowly."""
+    """Start workers while a thread asks the cache for the first time; print what was imported in
+    the meantime, slowly.
+    """
     hosts = [{"host": host, "port": port, "password": password}]
     dataset = CachedDataset(Objects(60), hosts=hosts, writer_buffer_size=5, allow_pickle=True)
     imported = []
@@ -109,14 +121,18 @@ def filled_while_forking_job(host: str, port: str, password: str) -> None:
     filler.start()
     time.sleep(0.1)
     for _ in range(3):
-        loader = DataLoader(dataset, 8, num_workers=2, multiprocessing_context="fork", timeout=30, collate_fn=list)
+        loader = DataLoader(
+            dataset, 8, num_workers=2, multiprocessing_context="fork", timeout=30, collate_fn=list
+        )
         assert [sample.label for batch in loader for sample in batch] == list(range(60))
     filler.join()
     print(imported)
 
 
 def daemon_job(host: dict[str, str]) -> None:
-    """Start a daemon process outside any DataLoader that holds unwritten values; print how it ended."""
+    """Start a daemon process outside any DataLoader that holds unwritten values; print how it
+    ended.
+    """
     context = multiprocessing.get_context("fork")
     ready = context.Event()
     child = context.Process(target=fill_and_wait, args=(host, ready), daemon=True)
@@ -136,7 +152,9 @@ def fill_and_wait(host: dict[str, str], ready) -> None:
 
 
 def server_job(pipe: Connection, has_child: bool) -> None:
-    """Start a server, send its port and the id of a child, if it has one, and wait to be killed or told to end."""
+    """Start a server, send its port and the id of a child, if it has one, and wait to be killed or
+    told to end.
+    """
     made: list[CacheLoader] = []
     # A parent-death signal would fire when this thread ends.
     thread = threading.Thread(target=lambda: made.append(CacheLoader("redis")))
@@ -154,7 +172,9 @@ def server_job(pipe: Connection, has_child: bool) -> None:
 
 
 def start_server_job(has_child: bool = False) -> tuple[multiprocessing.Process, Connection]:
-    """Return a fork of the server process of `tests.launch` that runs `server_job`, and the other end of its pipe."""
+    """Return a fork of the server process of `tests.launch` that runs `server_job`, and the other
+    end of its pipe.
+    """
     context = multiprocessing.get_context("forkserver")
     here, there = context.Pipe()
     process = context.Process(target=server_job, args=(there, has_child))
@@ -166,7 +186,10 @@ def start_server_job(has_child: bool = False) -> tuple[multiprocessing.Process, 
 def writer_job(host: str, port: str, password: str) -> None:
     """Write 400 samples in batches of 8; each rank starts 100 samples after the previous one."""
     hosts = [{"host": host, "port": port, "password": password}]
-    with CachedDataset(Plain(400), hosts=hosts, dataset_name="shared") as dataset, warnings.catch_warnings():
+    with (
+        CachedDataset(Plain(400), hosts=hosts, dataset_name="shared") as dataset,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("error")
         order = [(100 * int(os.environ["RANK"]) + i) % 400 for i in range(400)]
         assert epoch(DataLoader(dataset, batch_size=8, sampler=order)) == list(range(400))

@@ -1,4 +1,6 @@
-"""Servers for the cache's tests, started independently of the package, and helpers that inspect processes."""
+"""Servers for the cache's tests, started independently of the package, and helpers that inspect
+processes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 connect = partial(redis.Redis, retry=Retry(NoBackoff(), 0))
 """A client that does not try again, and wait, where a connection is refused."""
 
-every_backend = pytest.mark.parametrize("backend", ["fakeredis", pytest.param("redis", marks=pytest.mark.redis)])
+every_backend = pytest.mark.parametrize(
+    "backend", ["fakeredis", pytest.param("redis", marks=pytest.mark.redis)]
+)
 
 
 def need(backend: str = "redis") -> None:
@@ -65,11 +69,15 @@ class Server:
         lines = ["bind 127.0.0.1", f"port {self.port}", 'save ""', *self.settings]
         if self.password:
             lines.append(f"requirepass {self.password}")
-        self.process = subprocess.Popen([PROGRAM, "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd="/")
+        self.process = subprocess.Popen(
+            [PROGRAM, "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd="/"
+        )
         self.process.stdin.write("\n".join(lines).encode())
         self.process.stdin.close()
         if self.port:
-            assert eventually(lambda: answers(self.client())), "the test's own server does not start"
+            assert eventually(lambda: answers(self.client())), (
+                "the test's own server does not start"
+            )
 
     def kill(self) -> None:
         self.process.kill()
@@ -83,7 +91,11 @@ class Server:
 
     @property
     def host(self) -> dict[str, Any]:
-        return {"host": "127.0.0.1", "port": str(self.port), **({"password": self.password} if self.password else {})}
+        return {
+            "host": "127.0.0.1",
+            "port": str(self.port),
+            **({"password": self.password} if self.password else {}),
+        }
 
     def client(self) -> redis.Redis:
         return connect(port=self.port, password=self.password)
@@ -111,12 +123,16 @@ def answers(client: redis.Redis) -> bool:
 
 
 def processes(*words: str) -> dict[int, str]:
-    """Return the command lines of running processes (no zombies) that contain all ``words``, by process id."""
+    """Return the command lines of running processes (no zombies) that contain all ``words``, by
+    process id.
+    """
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                line = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
                 continue

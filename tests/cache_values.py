@@ -29,16 +29,19 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return (
-            (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
-            and element_bytes(a) == element_bytes(b)
-        )  # fmt: skip
+        return (a.dtype, a.shape, a.requires_grad) == (
+            b.dtype,
+            b.shape,
+            b.requires_grad,
+        ) and element_bytes(a) == element_bytes(b)
     if isinstance(a, np.ndarray | np.generic):
         return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
+        return len(a) == len(b) and all(
+            same(x, y) for x, y in zip(a.items(), b.items(), strict=True)
+        )
     if isinstance(a, float):
         return struct.pack("d", a) == struct.pack("d", b)
     if isinstance(a, complex):

@@ -1,6 +1,7 @@
 """Cases of collectives beyond the conformance suite, for every rank of any world (S3.9).
 
-Each takes the communicator under test and returns nothing; a failed assertion on one rank fails the world.
+Each takes the communicator under test and returns nothing; a failed assertion on one rank fails the
+world.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from bagua_ref.conformance.lab.play import copies_of
 EVERY_METHOD = [*METHODS, *(f"{name}_inplace" for name in METHODS if name != "broadcast")]
 
 
-collective_call = functools.lru_cache(maxsize=64)(collective_call)  # the ranks of a simulated world make the same calls
+# the ranks of a simulated world make the same calls
+collective_call = functools.lru_cache(maxsize=64)(collective_call)
 
 
 def calls(n: int, count: int = 2, op: ReduceOp = ReduceOp.AVG) -> list[CollectiveCall]:
@@ -42,13 +44,25 @@ def calls(n: int, count: int = 2, op: ReduceOp = ReduceOp.AVG) -> list[Collectiv
     return [collective_call(method, op, n, count, torch.float32, n - 1) for method in EVERY_METHOD]
 
 
-def check(comm: Any, call: CollectiveCall, wrap: Callable[[Tensor], Any] = lambda x: x, owner: Any = None) -> None:
-    """Make a call with wrapped tensors, as a method of ``comm`` or as a function of ``owner``, and compare the tensors."""
+def check(
+    comm: Any, call: CollectiveCall, wrap: Callable[[Tensor], Any] = lambda x: x, owner: Any = None
+) -> None:
+    """Make a call with wrapped tensors, as a method of ``comm`` or as a function of ``owner``, and
+    compare the tensors.
+    """
     mine = copies_of(call.brought[comm.rank()])
     given = [wrap(item) if isinstance(item, Tensor) else item for item in mine]
-    returned = getattr(comm, call.method)(*given) if owner is None else getattr(owner, call.method)(*given, comm=comm)
+    returned = (
+        getattr(comm, call.method)(*given)
+        if owner is None
+        else getattr(owner, call.method)(*given, comm=comm)
+    )
     assert returned is None
-    tensors = [new if isinstance(new, Tensor) else old for old, new in zip(mine, given, strict=True) if isinstance(old, Tensor)]
+    tensors = [
+        new if isinstance(new, Tensor) else old
+        for old, new in zip(mine, given, strict=True)
+        if isinstance(old, Tensor)
+    ]
     for tensor, want in zip(tensors, call.expected[comm.rank()], strict=True):
         assert_equal(tensor, want, SUM(call.terms) if call.terms else EXACT)
 
@@ -77,8 +91,12 @@ def other_dtypes(comm) -> None:
     for dtype in (torch.int16, torch.complex64):
         for call in calls(comm.nranks(), count=4):
             name = call.method.removesuffix("_inplace")
-            if name not in REDUCING and call.method not in ("gather_inplace", "scatter_inplace"):  # these have a count
-                brought = [[x.view(dtype) if isinstance(x, Tensor) else x for x in mine] for mine in call.brought]
+            # these have a count
+            if name not in REDUCING and call.method not in ("gather_inplace", "scatter_inplace"):
+                brought = [
+                    [x.view(dtype) if isinstance(x, Tensor) else x for x in mine]
+                    for mine in call.brought
+                ]
                 expected = [[x.view(dtype) for x in mine] for mine in call.expected]
                 mine = copies_of(brought[comm.rank()])
                 getattr(comm, call.method)(*mine)
@@ -88,12 +106,19 @@ def other_dtypes(comm) -> None:
 
 
 def large_reductions(comm) -> None:
-    """Sizes at which transports switch algorithms, and that no number of ranks divides: every dtype and every operation."""
+    """Sizes at which transports switch algorithms, and that no number of ranks divides: every dtype
+    and every operation.
+    """
     for op, name in REDUCTIONS:
         if op is not ReduceOp.SUM and name not in ("float32", "int32"):
             continue
         dtype = getattr(torch, name)
-        check(comm, collective_call("allreduce_inplace", op, comm.nranks(), 300_007 // dtype.itemsize, dtype, 0))
+        check(
+            comm,
+            collective_call(
+                "allreduce_inplace", op, comm.nranks(), 300_007 // dtype.itemsize, dtype, 0
+            ),
+        )
 
 
 def coalesced(comm) -> None:
@@ -105,10 +130,13 @@ def coalesced(comm) -> None:
             torch.full((2,), r, dtype=torch.int64),
             torch.full((4, 3), r + 0.5).t(),  # not contiguous
             torch.zeros(0),
-            torch.full((2, 3, 4, 4), float(r), dtype=torch.bfloat16).to(memory_format=torch.channels_last),
+            torch.full((2, 3, 4, 4), float(r), dtype=torch.bfloat16).to(
+                memory_format=torch.channels_last
+            ),
             torch.nn.Parameter(torch.full((5,), float(r))),
             torch.tensor(float(r)),
-            torch.full((9_000_000 if large else 1,), float(r)),  # above the size up to which tensors are copied together
+            # above the size up to which tensors are copied together
+            torch.full((9_000_000 if large else 1,), float(r)),
         ]
 
     mine = tensors(rank, large=True)
@@ -119,7 +147,9 @@ def coalesced(comm) -> None:
     mine = tensors(rank)
     bagua_ref.allreduce_coalesced_inplace(mine, comm=comm)
     for i, actual in enumerate(mine):
-        assert torch.equal(actual, sum((tensors(r)[i] for r in range(1, n)), start=tensors(0)[i].detach()))
+        assert torch.equal(
+            actual, sum((tensors(r)[i] for r in range(1, n)), start=tensors(0)[i].detach())
+        )
     bagua_ref.broadcast_coalesced([], 0, comm)
     for nan in (False, True):
         mine = [
@@ -138,7 +168,9 @@ def coalesced(comm) -> None:
     if rank == 0:
         bagua_ref.broadcast_coalesced([apart, torch.ones(2)], 0, comm)
     else:
-        with pytest.raises(ValueError, match=r"shape \(4,\) and strides \(0,\) is expanded.*tensor.clone\(\)"):
+        with pytest.raises(
+            ValueError, match=r"shape \(4,\) and strides \(0,\) is expanded.*tensor.clone\(\)"
+        ):
             bagua_ref.broadcast_coalesced([apart, torch.ones(2)], 0, comm)
         assert apart.tolist() == [0.0] * 4
 
@@ -161,36 +193,55 @@ def parameters(comm) -> None:
 
 
 def extremes_of_nan(comm) -> None:
-    """A NaN on one rank, at any position, makes MIN and MAX NaN at that position only, in every reducing collective."""
+    """A NaN on one rank, at any position, makes MIN and MAX NaN at that position only, in every
+    reducing collective.
+    """
     n, rank = comm.nranks(), comm.rank()
     for dtype in (getattr(torch, name) for name in FLOATS):
         for op in (ReduceOp.MIN, ReduceOp.MAX):
             for who in range(n):
-                for size in (n, 35 * n, *([100_000 * n] if dtype is torch.float32 and who == n - 1 else [])):
+                for size in (
+                    n,
+                    35 * n,
+                    *([100_000 * n] if dtype is torch.float32 and who == n - 1 else []),
+                ):
                     rows = torch.stack([terms(op, r, size, dtype) for r in range(n)])
                     rows[who, who::3] = math.nan
                     expected = combine(rows, op.name)
                     assert expected.isnan().any()
                     for method in ("allreduce", "reduce", "reduce_scatter"):
-                        of_mine = expected.chunk(n)[rank] if method == "reduce_scatter" else expected
+                        of_mine = (
+                            expected.chunk(n)[rank] if method == "reduce_scatter" else expected
+                        )
                         more = (0, op) if method == "reduce" else (op,)
-                        getattr(comm, method)(rows[rank], received := torch.empty_like(of_mine), *more)
+                        getattr(comm, method)(
+                            rows[rank], received := torch.empty_like(of_mine), *more
+                        )
                         getattr(comm, f"{method}_inplace")(mine := rows[rank].clone(), *more)
                         if method != "reduce" or rank == 0:
                             assert_equal(received, of_mine, EXACT)
-                            assert_equal(mine.chunk(n)[rank] if method == "reduce_scatter" else mine, of_mine, EXACT)
+                            assert_equal(
+                                mine.chunk(n)[rank] if method == "reduce_scatter" else mine,
+                                of_mine,
+                                EXACT,
+                            )
                     mine = rows[rank].clone()
                     bagua_ref.allreduce_coalesced_inplace([mine[:1], mine[1:]], op, comm)
                     assert_equal(mine, expected, EXACT)
 
 
 def backend_tensors(comm) -> None:
-    """The original's calls: ``comm.allreduce_inplace(x.ensure_bagua_tensor().bagua_backend_tensor(), op)``, for each collective."""
+    """The original's calls:
+    ``comm.allreduce_inplace(x.ensure_bagua_tensor().bagua_backend_tensor(), op)``, for each
+    collective.
+    """
     n, rank = comm.nranks(), comm.rank()
     for call in calls(n):
         check(comm, call, wrap=lambda x: x.ensure_bagua_tensor().bagua_backend_tensor())
     weight = torch.nn.Parameter(torch.zeros(2)).ensure_bagua_tensor(getter_closure=lambda p: p.grad)
-    with pytest.raises(ValueError, match="no effective tensor; for a gradient call bagua_ensure_grad"):
+    with pytest.raises(
+        ValueError, match="no effective tensor; for a gradient call bagua_ensure_grad"
+    ):
         comm.allreduce_inplace(weight.bagua_backend_tensor())
     backend_tensor = weight.bagua_backend_tensor()
     weight.grad = torch.full((2,), 10.0 * rank + 1)  # raised when the collective is called
@@ -209,9 +260,17 @@ def refusals(comm) -> None:
     x, two, three, zeros = torch.ones(2 * n), torch.ones(2), torch.ones(3), [0] * n
     bad = [
         (ValueError, "contiguous", lambda: bagua_ref.broadcast(torch.ones(3, 2).t(), 0, comm)),
-        (ValueError, "contiguous", lambda: bagua_ref.allreduce_inplace(torch.ones(4)[::2], comm=comm)),
+        (
+            ValueError,
+            "contiguous",
+            lambda: bagua_ref.allreduce_inplace(torch.ones(4)[::2], comm=comm),
+        ),
         (ValueError, "contiguous", lambda: bagua_ref.broadcast(torch.eye(2).to_sparse(), 0, comm)),
-        (ValueError, "conjugated", lambda: bagua_ref.broadcast(torch.ones(2, dtype=torch.complex64).conj(), 0, comm)),
+        (
+            ValueError,
+            "conjugated",
+            lambda: bagua_ref.broadcast(torch.ones(2, dtype=torch.complex64).conj(), 0, comm),
+        ),
         (ValueError, "src=-1", lambda: bagua_ref.broadcast(x, -1, comm)),
         (ValueError, f"src={n}", lambda: bagua_ref.broadcast_object(x, n, comm)),
         (ValueError, f"dst={n}", lambda: bagua_ref.send(x, n, comm)),
@@ -221,20 +280,39 @@ def refusals(comm) -> None:
         (TypeError, "AVG", lambda: bagua_ref.allreduce_inplace(x.long(), ReduceOp.AVG, comm)),
         (TypeError, "BXOR", lambda: bagua_ref.reduce_scatter_inplace(x, ReduceOp.BXOR, comm)),
         (TypeError, "torch.bool", lambda: bagua_ref.allreduce_inplace(x.bool(), comm=comm)),
-        (TypeError, "torch.int16", lambda: bagua_ref.allreduce_coalesced_inplace([x, x.short()], comm=comm)),
+        (
+            TypeError,
+            "torch.int16",
+            lambda: bagua_ref.allreduce_coalesced_inplace([x, x.short()], comm=comm),
+        ),
         (TypeError, "torch.float64", lambda: bagua_ref.allreduce(x, x.double(), comm=comm)),
         (ValueError, "elements", lambda: bagua_ref.allgather(x, torch.ones(2 * n * n + 1), comm)),
-        (ValueError, "elements", lambda: bagua_ref.reduce_scatter(torch.ones(2 * n + 1), torch.ones(2), comm=comm)),
+        (
+            ValueError,
+            "elements",
+            lambda: bagua_ref.reduce_scatter(torch.ones(2 * n + 1), torch.ones(2), comm=comm),
+        ),
         (ValueError, "count", lambda: bagua_ref.gather_inplace(torch.ones(n + 1), n, 0, comm)),
         (ValueError, "counts", lambda: bagua_ref.alltoall_v_inplace(x, [-1] * n, [0] * n, comm)),
         (ValueError, "displs", lambda: bagua_ref.alltoall_v_inplace(x, [1] * n, [2 * n] * n, comm)),
         (TypeError, "Tensor", lambda: bagua_ref.broadcast([1.0], 0, comm)),
         (TypeError, "comm='global'", lambda: bagua_ref.broadcast(x, 0, "global")),
-        (ValueError, "'meta', which holds no values", lambda: bagua_ref.allreduce_inplace(torch.ones(2, device="meta"), comm=comm)),
-        (ValueError, f"exchange of rank {rank} with itself", lambda: comm.exchange([(two, rank)], [(three, rank)])),
         (
             ValueError,
-            rf"send_counts\[{rank}\]=2 and recv_counts\[{rank}\]=3 must be equal, as rank {rank} sends",
+            "'meta', which holds no values",
+            lambda: bagua_ref.allreduce_inplace(torch.ones(2, device="meta"), comm=comm),
+        ),
+        (
+            ValueError,
+            f"exchange of rank {rank} with itself",
+            lambda: comm.exchange([(two, rank)], [(three, rank)]),
+        ),
+        (
+            ValueError,
+            (
+                rf"send_counts\[{rank}\]=2 and recv_counts\[{rank}\]=3 must be equal, as rank"
+                rf" {rank} sends"
+            ),
             lambda: comm.alltoall_v(two, [2] * n, zeros, three, [3] * n, zeros),
         ),
         (
@@ -242,7 +320,11 @@ def refusals(comm) -> None:
             "^send_tensor must be a torch.Tensor, not list",
             lambda: comm.alltoall_v([1.0], [1] * n, zeros, x, [1] * n, zeros),
         ),
-        (ValueError, r"^displs((?!send).)*$", lambda: bagua_ref.alltoall_v_inplace(two, [3] * n, zeros, comm)),
+        (
+            ValueError,
+            r"^displs((?!send).)*$",
+            lambda: bagua_ref.alltoall_v_inplace(two, [3] * n, zeros, comm),
+        ),
     ]
     for collective in (bagua_ref.allgather_inplace, bagua_ref.reduce_scatter_inplace):
         bad += [
@@ -251,10 +333,22 @@ def refusals(comm) -> None:
                 r"tensor of shape .* and strides .* must be contiguous",
                 partial(collective, torch.ones(2, 2 * n).t(), comm=comm),
             ),
-            (TypeError, "tensor must be a torch.Tensor, not list", partial(collective, [1.0], comm=comm)),
+            (
+                TypeError,
+                "tensor must be a torch.Tensor, not list",
+                partial(collective, [1.0], comm=comm),
+            ),
         ]
-    for collective, count in product((bagua_ref.gather_inplace, bagua_ref.scatter_inplace), (-1, 1.0)):
-        bad.append((ValueError, f"count={count} must be an int, 0 or more", partial(collective, torch.ones(1), count, 0, comm)))
+    for collective, count in product(
+        (bagua_ref.gather_inplace, bagua_ref.scatter_inplace), (-1, 1.0)
+    ):
+        bad.append(
+            (
+                ValueError,
+                f"count={count} must be an int, 0 or more",
+                partial(collective, torch.ones(1), count, 0, comm),
+            )
+        )
     if n > 1:
         odd = torch.ones(2 * n + 1)
         bad += [
@@ -270,7 +364,9 @@ def refusals(comm) -> None:
 
 
 def outsiders_see_nothing(outside) -> None:
-    """Every collective on a communicator without this rank returns immediately and changes nothing."""
+    """Every collective on a communicator without this rank returns immediately and changes
+    nothing.
+    """
     assert outside.rank() == -1
     for call in calls(outside.nranks()):
         mine = copies_of(call.brought[0])

@@ -1,4 +1,6 @@
-"""Trainings over gloo in which one rank loses step with the others, and what each rank then sees."""
+"""Trainings over gloo in which one rank loses step with the others, and what each rank then
+sees.
+"""
 
 from __future__ import annotations
 
@@ -71,10 +73,20 @@ class Training:
             self.try_to(self.step)
 
     def state(self) -> list[Any]:
-        return copy.deepcopy([self.module.state_dict(), self.optimizer.state_dict(), self.module.bagua_algorithm.state_dict()])
+        return copy.deepcopy(
+            [
+                self.module.state_dict(),
+                self.optimizer.state_dict(),
+                self.module.bagua_algorithm.state_dict(),
+            ]
+        )
 
     def load(self, state: list[Any]) -> None:
-        for part, saved in zip((self.module, self.optimizer, self.module.bagua_algorithm), copy.deepcopy(state), strict=True):
+        for part, saved in zip(
+            (self.module, self.optimizer, self.module.bagua_algorithm),
+            copy.deepcopy(state),
+            strict=True,
+        ):
             part.load_state_dict(saved)
 
 
@@ -89,9 +101,13 @@ ALGORITHMS: dict[str, Make] = {
     "gradient_allreduce": named("gradient_allreduce"),
     "bytegrad": named("bytegrad", hierarchical=False),
     "decentralized": named("decentralized", hierarchical=False, peer_selection_mode="shift_one"),
-    "decentralized, interval 2": named("decentralized", hierarchical=False, communication_interval=2),
+    "decentralized, interval 2": named(
+        "decentralized", hierarchical=False, communication_interval=2
+    ),
     "low_precision_decentralized": named("low_precision_decentralized", hierarchical=False),
-    "qadam in warm-up": lambda module: by_name("qadam", module, warmup_steps=100, hierarchical=False),
+    "qadam in warm-up": lambda module: by_name(
+        "qadam", module, warmup_steps=100, hierarchical=False
+    ),
     "qadam": lambda module: by_name("qadam", module, hierarchical=False),
     "async in warm-up": named("async", sync_interval_ms=10, warmup_steps=100),
     "async at the end of its warm-up": named("async", sync_interval_ms=10, warmup_steps=5),
@@ -104,7 +120,9 @@ ALGORITHMS: dict[str, Make] = {
 
 
 def network(layers: int = 4) -> nn.Sequential:
-    return nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    return nn.Sequential(
+        *(layer for _ in range(layers) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    )
 
 
 def begin(algorithm: str, steps: int = 3, **options: Any) -> Training:
@@ -120,7 +138,9 @@ def begin(algorithm: str, steps: int = 3, **options: Any) -> Training:
 
 
 def abandons_a_backward(training: Training, layer: int = 2) -> None:
-    """Rank 1 catches its own exception in the middle of a backward pass and takes the next batch."""
+    """Rank 1 catches its own exception in the middle of a backward pass and takes the next
+    batch.
+    """
     if training.rank == 1:
 
         def fail(grad: torch.Tensor) -> None:
@@ -135,7 +155,9 @@ def abandons_a_backward(training: Training, layer: int = 2) -> None:
 
 
 def raises_after_backward(training: Training) -> None:
-    """Rank 1 catches its own exception between backward and optimizer.step() and takes the next batch."""
+    """Rank 1 catches its own exception between backward and optimizer.step() and takes the next
+    batch.
+    """
     if training.rank == 1:
         training.try_to(training.backward)
     training.go_on(fewer=training.rank)
@@ -159,7 +181,9 @@ def loads_another_checkpoint(training: Training) -> None:
 def loads_other_weights(training: Training) -> None:
     """Rank 1 alone loads weights."""
     if training.rank == 1:
-        training.module.load_state_dict({name: value + 1 for name, value in training.module.state_dict().items()})
+        training.module.load_state_dict(
+            {name: value + 1 for name, value in training.module.state_dict().items()}
+        )
     training.go_on()
 
 
@@ -196,7 +220,9 @@ def looks_at_a_batch(training: Training) -> None:
 
 
 def ends_early(training: Training, pause: float = 3.0) -> None:
-    """Rank 1 takes one step less and waits in a barrier, to which rank 0 does not come when its step fails, before a pause."""
+    """Rank 1 takes one step less and waits in a barrier, to which rank 0 does not come when its
+    step fails, before a pause.
+    """
     training.go_on(fewer=training.rank)
     if training.rank == 1:
         training.try_to(bagua_ref.barrier)
@@ -235,7 +261,9 @@ class Slow(torch.utils.data.Dataset[int]):
 def workers() -> Any:
     """Start workers of a DataLoader, which soon load a sample that takes long."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # daemons may not have children
-    samples = iter(torch.utils.data.DataLoader(Slow(), num_workers=2, multiprocessing_context="fork"))
+    samples = iter(
+        torch.utils.data.DataLoader(Slow(), num_workers=2, multiprocessing_context="fork")
+    )
     next(samples)
     return samples
 
@@ -260,7 +288,9 @@ def start_a_program() -> Any:
 
 
 def serves_and_dies(training: Training) -> None:
-    """Rank 0, which serves the job's store, is killed between two steps, while a process that it has forked lives on."""
+    """Rank 0, which serves the job's store, is killed between two steps, while a process that it
+    has forked lives on.
+    """
     if training.rank == 0:
         fork()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -269,7 +299,9 @@ def serves_and_dies(training: Training) -> None:
 
 def serve_the_store() -> None:
     """Let rank 0 serve the store, as without torchrun, at a port that it finds."""
-    agents = torch.distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    agents = torch.distributed.TCPStore(
+        "127.0.0.1", int(os.environ["MASTER_PORT"]), wait_for_workers=False
+    )
     if os.environ["RANK"] == "0":
         agents.set("port", str(bagua_ref.env.find_free_network_port()))
     os.environ["MASTER_PORT"] = agents.get("port").decode()
@@ -312,7 +344,8 @@ def ends_by_an_exception(training: Training) -> None:
 def leaves(training: Training) -> None:
     """Rank 1's interpreter ends after fewer steps, without abort or destroy_process_group()."""
     if training.rank == 1:
-        ctypes.pythonapi.Py_Exit(0)  # SystemExit would be caught, and the worker end without the interpreter's own work
+        # SystemExit would be caught, and the worker end without the interpreter's own work
+        ctypes.pythonapi.Py_Exit(0)
     training.go_on()
 
 
@@ -328,7 +361,8 @@ def is_interrupted(training: Training) -> None:
     if training.rank == 0:
         current_world().sleep(2)
     else:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell's background jobs ignore it
+        # the shell's background jobs ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     for _ in range(4):
         try:
@@ -375,12 +409,18 @@ def loses_its_link(training: Training, device: str, seconds: float | None) -> No
 def run(
     fault: Callable[[Training], None], algorithms: list[str], options: dict[str, Any]
 ) -> dict[str, tuple[list[str], float, int]]:
-    """Return for each algorithm the errors of this rank, the seconds it took, and the optimizer steps taken."""
+    """Return for each algorithm the errors of this rank, the seconds it took, and the optimizer
+    steps taken.
+    """
     results = {}
     for algorithm in algorithms:
         training = begin(algorithm, **options)
         start = time.monotonic()
         fault(training)
-        results[algorithm] = training.errors, time.monotonic() - start, training.module._bagua.steps_of_optimizers[0]
+        results[algorithm] = (
+            training.errors,
+            time.monotonic() - start,
+            training.module._bagua.steps_of_optimizers[0],
+        )
         bagua_ref.barrier()
     return results

@@ -1,6 +1,8 @@
-"""A program for ``verify --command`` that breaks the protocol in the way chosen; it needs no torch, so that it starts at once.
+"""A program for ``verify --command`` that breaks the protocol in the way chosen; it needs no torch,
+so that it starts at once.
 
-python faulty_program.py FAULT; it answers the first request after hello as if it had been asked to add ones to four ones.
+python faulty_program.py FAULT; it answers the first request after hello as if it had been asked to
+add ones to four ones.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import struct
 import sys
 import time
 
-RIGHT = b'{"tensors":[{"name":"x","dtype":"float32","shape":[4]}]}\n' + struct.pack("<4f", 2, 2, 2, 2)
+RIGHT = b'{"tensors":[{"name":"x","dtype":"float32","shape":[4]}]}\n' + struct.pack(
+    "<4f", 2, 2, 2, 2
+)
 WRONG = {
     "garbage": b"hello world\n",
     "error": b'{"error":"no cheese","tensors":[]}\n',
@@ -33,7 +37,12 @@ def main(fault: str) -> None:
     if fault == "crashes" and first != "hello":
         os.kill(os.getpid(), signal.SIGSEGV)
     assert first == "hello"
-    hello = {"protocol": 2 if fault == "version" else 1, "name": fault, "kernels": ["add"], "tensors": []}
+    hello = {
+        "protocol": 2 if fault == "version" else 1,
+        "name": fault,
+        "kernels": ["add"],
+        "tensors": [],
+    }
     say(json.dumps(hello).encode() + b"\n")
     if not sys.stdin.buffer.readline():
         return

@@ -1,4 +1,6 @@
-"""Backends that misbehave in every way a backend under test may; each differs from the reference in one thing."""
+"""Backends that misbehave in every way a backend under test may; each differs from the reference in
+one thing.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +144,9 @@ CHECK_OF = {
 ALL = [
     value
     for value in list(vars().values())
-    if isinstance(value, type) and issubclass(value, ReferenceBackend) and value is not ReferenceBackend
+    if isinstance(value, type)
+    and issubclass(value, ReferenceBackend)
+    and value is not ReferenceBackend
 ]
 
 

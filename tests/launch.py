@@ -1,7 +1,8 @@
 """Worker processes with a gloo world, and scripts in separate processes.
 
-The parent holds the store through which workers find each other, as torch's elastic launcher does, so no port is ever guessed.
-Workers are forked from a server process that has imported torch; each ends with barrier, destroy, flush, ``os._exit``.
+The parent holds the store through which workers find each other, as torch's elastic launcher does,
+so no port is ever guessed. Workers are forked from a server process that has imported torch; each
+ends with barrier, destroy, flush, ``os._exit``.
 """
 
 from __future__ import annotations
@@ -33,20 +34,32 @@ import torch.distributed as dist
 import bagua_ref
 from bagua_ref.conformance.targets.process_link import Programs
 
-# torch looks up the name of each end of a store's connections; a name server that drops the request would take five seconds.
+# torch looks up the name of each end of a store's connections; a name server that drops the request
+# would take five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 _processes = multiprocessing.get_context("forkserver")
-# Whatever is missing here, every worker of a test that uses it imports itself: torch._dynamo, which the first step of an optimizer
-# does, takes as long as torch, and Hypothesis longer than the two ranks of a small test.
+# Whatever is missing here, every worker of a test that uses it imports itself: torch._dynamo, which
+# the first step of an optimizer does, takes as long as torch, and Hypothesis longer than the two
+# ranks of a small test.
 _preloaded = [
-    "pytest", "hypothesis.strategies", "redis", "torch", "torch._dynamo", "torch.distributed.checkpoint",
-    "bagua_ref.cli.command", "bagua_ref.contrib",
-    "bagua_ref.conformance.lab.play", "bagua_ref.conformance.targets.reference_target", "bagua_ref.conformance.trace",
-]  # fmt: skip
+    "pytest",
+    "hypothesis.strategies",
+    "redis",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "bagua_ref.cli.command",
+    "bagua_ref.contrib",
+    "bagua_ref.conformance.lab.play",
+    "bagua_ref.conformance.targets.reference_target",
+    "bagua_ref.conformance.trace",
+]
 
 
 def preload(*modules: str) -> None:
-    """Let the server that forks all workers, which the first of them starts, import ``modules``, too."""
+    """Let the server that forks all workers, which the first of them starts, import ``modules``,
+    too.
+    """
     _preloaded.extend(modules)
     _processes.set_forkserver_preload(_preloaded)
 
@@ -56,7 +69,9 @@ preload()
 
 @dataclass
 class Outcome:
-    """The end of a worker: its result, or the exception and its traceback as text; neither if it died."""
+    """The end of a worker: its result, or the exception and its traceback as text; neither if it
+    died.
+    """
 
     result: Any = None
     error: BaseException | None = None
@@ -66,27 +81,42 @@ class Outcome:
 
 
 def launch(function: Callable[..., Any], nranks: int, *args: Any, **options: Any) -> list[Any]:
-    """Return the results of ``function(*args)`` in ``nranks`` processes, in rank order; `outcomes` has the options.
+    """Return the results of ``function(*args)`` in ``nranks`` processes, in rank order; `outcomes`
+    has the options.
 
     Raises:
-        AssertionError: a worker raised, died or exceeded the time limit; the message has each failed rank's traceback.
+        AssertionError: a worker raised, died or exceeded the time limit; the message has each
+            failed rank's traceback.
     """
     ended = outcomes(function, nranks, *args, **options)
     if any(o.exitcode != 0 for o in ended):
-        failures = [f"rank {r}: exit code {o.exitcode}\n{o.traceback}" for r, o in enumerate(ended) if o.exitcode != 0]
-        raise AssertionError(f"{function.__name__} failed in {len(failures)} of {nranks} workers\n" + "\n".join(failures))
+        failures = [
+            f"rank {r}: exit code {o.exitcode}\n{o.traceback}"
+            for r, o in enumerate(ended)
+            if o.exitcode != 0
+        ]
+        raise AssertionError(
+            f"{function.__name__} failed in {len(failures)} of {nranks} workers\n"
+            + "\n".join(failures)
+        )
     return [o.result for o in ended]
 
 
-def on_every_process(nranks: int = 0, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test on every rank of a world of processes; `outcomes` has the options, which the test's parameters may be, too."""
+def on_every_process(
+    nranks: int = 0, **options: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on every rank of a world of processes; `outcomes` has the options, which the
+    test's parameters may be, too.
+    """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(**given: Any) -> None:
             of_world = {name: given[name] for name in ("nranks", "over_gloo") if name in given}
             ranks = of_world.pop("nranks", nranks)
-            launch(_run_test, ranks, test.__module__, test.__name__, given, **{**options, **of_world})
+            launch(
+                _run_test, ranks, test.__module__, test.__name__, given, **{**options, **of_world}
+            )
 
         return run
 
@@ -117,7 +147,8 @@ def outcomes(
         init: whether to call ``init_process_group()`` first.
         collective_timeout: its timeout.
         limit: seconds after which workers are killed.
-        over_gloo: whether ranks of one node use gloo, rather than memory that they share, unless it is turned off for all tests.
+        over_gloo: whether ranks of one node use gloo, rather than memory that they share, unless it
+            is turned off for all tests.
     """
     nodes = tuple(nodes or (nranks,))
     assert sum(nodes) == nranks
@@ -126,15 +157,23 @@ def outcomes(
     workers, pipes = [], []
     for rank, (node, local, size) in enumerate(places):
         environment = {
-            "RANK": rank, "WORLD_SIZE": nranks, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": node,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0,
-        }  # fmt: skip
+            "RANK": rank,
+            "WORLD_SIZE": nranks,
+            "LOCAL_RANK": local,
+            "LOCAL_WORLD_SIZE": size,
+            "GROUP_RANK": node,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": 0,
+        }
         if over_gloo:
             environment["BAGUA_REF_SHARED_MEMORY"] = 0
         here, there = _processes.Pipe(duplex=False)
         work = (there, environment, function, args, init, collective_timeout)
-        workers.append(_processes.Process(target=_work, args=work, name=f"rank {rank}", daemon=True))
+        workers.append(
+            _processes.Process(target=_work, args=work, name=f"rank {rank}", daemon=True)
+        )
         pipes.append(here)
         workers[-1].start()
         there.close()
@@ -147,9 +186,11 @@ def outcomes(
 
 
 def let_gloo_end() -> None:
-    """Let gloo's threads drop the Python callbacks of torch's communication hooks, for which they need the GIL.
+    """Let gloo's threads drop the Python callbacks of torch's communication hooks, for which they
+    need the GIL.
 
-    torch drops a group with the GIL held and waits for its threads: without a pause one worker in some hundred hangs.
+    torch drops a group with the GIL held and waits for its threads: without a pause one worker in
+    some hundred hangs.
     """
     time.sleep(0.1)
 
@@ -160,7 +201,9 @@ def _collect(workers: list[Any], pipes: list[Connection], limit: float) -> list[
     waiting = set(range(len(workers)))
     while waiting:
         # A child of a worker that died may hold its pipe.
-        ends: dict[Any, int] = {end: rank for rank in waiting for end in (pipes[rank], workers[rank].sentinel)}
+        ends: dict[Any, int] = {
+            end: rank for rank in waiting for end in (pipes[rank], workers[rank].sentinel)
+        }
         if not (ready := wait(list(ends), timeout=max(0.0, deadline - time.monotonic()))):
             break
         for rank in {ends[end] for end in ready}:
@@ -178,9 +221,15 @@ def _collect(workers: list[Any], pipes: list[Connection], limit: float) -> list[
 
 
 def _work(
-    pipe: Connection, environment: dict[str, Any], function: Callable[..., Any], args: Any, init: bool, collective_timeout: float
+    pipe: Connection,
+    environment: dict[str, Any],
+    function: Callable[..., Any],
+    args: Any,
+    init: bool,
+    collective_timeout: float,
 ) -> None:
-    gc.freeze()  # otherwise the first collection traverses, and so copies, all that is shared with the server
+    # otherwise the first collection traverses, and so copies, all that is shared with the server
+    gc.freeze()
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
     outcome = Outcome()
@@ -206,10 +255,16 @@ def _work(
     os._exit(1 if outcome.traceback else 0)
 
 
-def run_script(script: str, environment: dict[str, str] | None = None, limit: float = 100.0) -> subprocess.CompletedProcess[str]:
-    """Return the exit code and output of ``script``, as from ``python -c`` but in a fork that has already imported torch."""
+def run_script(
+    script: str, environment: dict[str, str] | None = None, limit: float = 100.0
+) -> subprocess.CompletedProcess[str]:
+    """Return the exit code and output of ``script``, as from ``python -c`` but in a fork that has
+    already imported torch.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        process = _processes.Process(target=_run_script, args=(script, folder, os.getcwd(), environment or dict(os.environ)))
+        process = _processes.Process(
+            target=_run_script, args=(script, folder, os.getcwd(), environment or dict(os.environ))
+        )
         process.start()
         process.join(limit)
         if process.exitcode is None:
@@ -222,7 +277,9 @@ def run_script(script: str, environment: dict[str, str] | None = None, limit: fl
 
 def _run_script(script: str, folder: str, cwd: str, environment: dict[str, str]) -> None:
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
+        os.dup2(
+            os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor
+        )
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
@@ -230,15 +287,22 @@ def _run_script(script: str, folder: str, cwd: str, environment: dict[str, str])
     try:
         exec(compile(script, "<string>", "exec"), main.__dict__)
     finally:
-        atexit._run_exitfuncs()  # Interpreters run these at exit; processes of multiprocessing do not.
+        # Interpreters run these at exit; processes of multiprocessing do not.
+        atexit._run_exitfuncs()
 
 
-def fork_program(programs: Programs, words: Sequence[str], ends: socket.socket, address: str = "") -> Any:
-    """Start a Python script as `Programs` does, in its place, but in a fork that has already imported torch."""
+def fork_program(
+    programs: Programs, words: Sequence[str], ends: socket.socket, address: str = ""
+) -> Any:
+    """Start a Python script as `Programs` does, in its place, but in a fork that has already
+    imported torch.
+    """
     process = _processes.Process(target=_run_program, args=(words[1:], ends), daemon=True)
     process.start()
     programs._groups.append(process.pid)
-    return SimpleNamespace(pid=process.pid, wait=lambda limit=None: process.join(limit) or process.exitcode)
+    return SimpleNamespace(
+        pid=process.pid, wait=lambda limit=None: process.join(limit) or process.exitcode
+    )
 
 
 def _run_program(words: Sequence[str], ends: socket.socket) -> None:

@@ -1,8 +1,9 @@
 """Script that two ranks run to the end in one of several manners, each of which must exit cleanly.
 
-``python leaving.py MANNER READ WRITE`` is one rank, configured by RANK and the other environment variables; READ and WRITE are the
-ends of a pipe. With ``TIMES MANNER...`` it forks TIMES pairs of ranks per manner, one pair at a time, which end as interpreters do,
-and prints the exit codes of each pair.
+``python leaving.py MANNER READ WRITE`` is one rank, configured by RANK and the other environment
+variables; READ and WRITE are the ends of a pipe. With ``TIMES MANNER...`` it forks TIMES pairs of
+ranks per manner, one pair at a time, which end as interpreters do, and prints the exit codes of
+each pair.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ import torch.distributed as dist
 
 import bagua_ref
 
-MANNERS = ("destroys", "forgets", "keeps references", "leaves early", "leaves a thread behind", "forks", "brings torch's group")
+MANNERS = (
+    "destroys",
+    "forgets",
+    "keeps references",
+    "leaves early",
+    "leaves a thread behind",
+    "forks",
+    "brings torch's group",
+)
 kept = []  # survives the script's last line
 
 
@@ -29,7 +38,11 @@ def script(manner: str) -> None:
         dist.init_process_group("gloo")
     bagua_ref.init_process_group(timeout=30)
     rank = bagua_ref.get_rank()
-    groups = [bagua_ref.new_group(), bagua_ref.new_group([0]), bagua_ref.new_group().for_background()]
+    groups = [
+        bagua_ref.new_group(),
+        bagua_ref.new_group([0]),
+        bagua_ref.new_group().for_background(),
+    ]
     for size in (10, 300_000):
         for group in groups:
             x = torch.full((size,), rank + 1.0)
@@ -47,7 +60,9 @@ def script(manner: str) -> None:
         bagua_ref.broadcast(x, 0)
         assert x[0].item() == 0
     elif manner == "leaves a thread behind":
-        threading.Thread(target=go_on, args=(groups[2].get_global_communicator(),), daemon=True).start()
+        threading.Thread(
+            target=go_on, args=(groups[2].get_global_communicator(),), daemon=True
+        ).start()
         time.sleep(0.02)
     elif manner == "forks":
         if (child := os.fork()) == 0:
@@ -72,7 +87,9 @@ def go_on(comm) -> None:
 
 
 def find_port(read: int, write: int) -> None:
-    """Let rank 0 find a port just before it serves there, and tell rank 1: another process may take it soon."""
+    """Let rank 0 find a port just before it serves there, and tell rank 1: another process may take
+    it soon.
+    """
     if os.environ["RANK"] == "0":
         os.environ["MASTER_PORT"] = str(bagua_ref.env.find_free_network_port())
         os.write(write, os.environ["MASTER_PORT"].encode())
@@ -83,7 +100,8 @@ def find_port(read: int, write: int) -> None:
 
 def fork_pairs(times: int, manners: list[str]) -> None:
     """Fork from a process without threads, a store's included: a child could not end them."""
-    gc.freeze()  # a child collects what it makes itself, and not all of torch's objects once more as it ends
+    # a child collects what it makes itself, and not all of torch's objects once more as it ends
+    gc.freeze()
     for manner in manners * times:
         read, write = os.pipe()
         children = []
@@ -97,7 +115,12 @@ def fork_pairs(times: int, manners: list[str]) -> None:
             children.append(child)
         os.close(read)
         os.close(write)
-        print(manner, *[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], sep=", ", flush=True)
+        print(
+            manner,
+            *[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children],
+            sep=", ",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Targets for tests of the conformance checks: parts whose methods are made by name, and the package's own with limits."""
+"""Targets for tests of the conformance checks: parts whose methods are made by name, and the
+package's own with limits.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,43 @@ from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 CODECS = tuple(ReferenceBackend.codecs)
 COMM_OPS = ("centralized", "decentralized", "decentralized_on_graph", "low_precision_decentralized")
 ALGORITHMS = (
-    "gradient_allreduce", "bytegrad", "decentralized", "decentralized_on_graph", "low_precision_decentralized", "qadam",
-    "async_model_average", "local_sgd", "diloco", "powersgd", "topk",
-)  # fmt: skip
+    "gradient_allreduce",
+    "bytegrad",
+    "decentralized",
+    "decentralized_on_graph",
+    "low_precision_decentralized",
+    "qadam",
+    "async_model_average",
+    "local_sgd",
+    "diloco",
+    "powersgd",
+    "topk",
+)
 COLLECTIVES = (
-    *METHODS, *(f"{name}_inplace" for name in METHODS if name != "broadcast"), "alltoall_v", "alltoall_v_inplace", "exchange",
-    "send", "recv", "broadcast_object", "barrier",
-)  # fmt: skip
+    *METHODS,
+    *(f"{name}_inplace" for name in METHODS if name != "broadcast"),
+    "alltoall_v",
+    "alltoall_v_inplace",
+    "exchange",
+    "send",
+    "recv",
+    "broadcast_object",
+    "barrier",
+)
 METHODS_OF = {
-    "kernels": tuple(KERNELS), "codec": CODECS, "collectives": COLLECTIVES, "comm_ops": COMM_OPS, "algorithms": ALGORITHMS,
-    "samplers": ("LoadBalancingDistributedSampler", "LoadBalancingDistributedBatchSampler", "BudgetBatchSampler"),
-    "cache": ("CacheLoader", "CachedDataset"), "fused_optimizer": ("fuse_optimizer",),
-}  # fmt: skip
+    "kernels": tuple(KERNELS),
+    "codec": CODECS,
+    "collectives": COLLECTIVES,
+    "comm_ops": COMM_OPS,
+    "algorithms": ALGORITHMS,
+    "samplers": (
+        "LoadBalancingDistributedSampler",
+        "LoadBalancingDistributedBatchSampler",
+        "BudgetBatchSampler",
+    ),
+    "cache": ("CacheLoader", "CachedDataset"),
+    "fused_optimizer": ("fuse_optimizer",),
+}
 Method = Callable[..., Any]
 
 
@@ -45,20 +72,34 @@ class Target:
         capabilities: what it says that it can.
     """
 
-    def __init__(self, suite: str, make: Callable[[str], Method | None], **capabilities: Any) -> None:
+    def __init__(
+        self, suite: str, make: Callable[[str], Method | None], **capabilities: Any
+    ) -> None:
         self.calls: list[str] = []
         self.capabilities = capabilities
-        made = {name: self._counted(name, method) for name in METHODS_OF[suite] if (method := make(name)) is not None}
+        made = {
+            name: self._counted(name, method)
+            for name in METHODS_OF[suite]
+            if (method := make(name)) is not None
+        }
         if suite == "codec":
-            verbs = {name: dict.fromkeys(("compress", "decompress"), method) for name, method in made.items()}
-            codecs = {name: type(name, (), {**verbs[name], "__init__": lambda codec, kernels: None}) for name in made}
+            verbs = {
+                name: dict.fromkeys(("compress", "decompress"), method)
+                for name, method in made.items()
+            }
+            codecs = {
+                name: type(name, (), {**verbs[name], "__init__": lambda codec, kernels: None})
+                for name in made
+            }
             self.kernels: Any = SimpleNamespace(codecs=codecs)
         elif suite == "kernels":
             self.kernels = part_of(made)
         elif suite == "collectives":
             self.communicator = lambda world: part_of(made, transport=world.transport)
         elif suite == "fused_optimizer":
-            self.fuse_optimizer = lambda *arguments, **options: made["fuse_optimizer"](None, *arguments, **options)
+            self.fuse_optimizer = lambda *arguments, **options: made["fuse_optimizer"](
+                None, *arguments, **options
+            )
         else:
             setattr(self, suite, part_of(made))
 
@@ -71,7 +112,11 @@ class Target:
 
 
 def part_of(methods: dict[str, Method], **attributes: Any) -> Any:
-    made = {**methods, "rank": lambda part: part.transport.rank(), "nranks": lambda part: part.transport.nranks()}
+    made = {
+        **methods,
+        "rank": lambda part: part.transport.rank(),
+        "nranks": lambda part: part.transport.nranks(),
+    }
     part = type("Part", (), made)()
     vars(part).update(attributes)
     return part
@@ -86,7 +131,9 @@ def own_part(suite: str) -> Any:
     return made.get(suite, contrib)
 
 
-def real(suite: str, guard: Callable[[Any], None] = lambda arguments: None) -> Callable[[str], Method]:
+def real(
+    suite: str, guard: Callable[[Any], None] = lambda arguments: None
+) -> Callable[[str], Method]:
     """Return what makes a method of the package's own, whose arguments are guarded."""
 
     def make(name: str) -> Method:
@@ -106,7 +153,13 @@ def tensors(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, torch.optim.Optimizer):
         return [p for group in value.param_groups for p in group["params"]]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    inner = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
     return [x for item in inner for x in tensors(item)]
 
 
@@ -120,7 +173,9 @@ def only(dtype: str) -> Callable[[Any], None]:
 
 
 class Narrow(ReferenceBackend):
-    """The reference's kernels and some of its codecs; it raises RuntimeError for all dtypes but one, if that is given."""
+    """The reference's kernels and some of its codecs; it raises RuntimeError for all dtypes but
+    one, if that is given.
+    """
 
     def __init__(self, dtype: str | None = None, codecs: Iterable[str] = CODECS) -> None:
         self._guard = (lambda arguments: None) if dtype is None else only(dtype)
@@ -131,7 +186,8 @@ class Narrow(ReferenceBackend):
 
     def _kernel(self, name: str, *arguments: Any, **options: Any) -> Any:
         self.calls.append(name)
-        self._guard(tensors([arguments, options])[:1])  # what it writes or reads first; others may have a dtype of their own
+        # what it writes or reads first; others may have a dtype of their own
+        self._guard(tensors([arguments, options])[:1])
         return getattr(ReferenceBackend, name)(self, *arguments, **options)
 
     def _narrow(self, codec: type[Codec]) -> type[Codec]:

@@ -1,4 +1,6 @@
-"""Servers that are not what the cache expects: each handles its connections, on threads, as a function says."""
+"""Servers that are not what the cache expects: each handles its connections, on threads, as a
+function says.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ Talk = Callable[[socket.socket], None]
 
 @contextlib.contextmanager
 def odd_server(talk: Talk) -> Iterator[dict[str, Any]]:
-    """Yield the address, as an entry of ``hosts=``, of a server that calls ``talk`` with every connection."""
+    """Yield the address, as an entry of ``hosts=``, of a server that calls ``talk`` with every
+    connection.
+    """
     connections = []
 
     class Handler(socketserver.BaseRequestHandler):
@@ -39,7 +43,8 @@ def odd_server(talk: Talk) -> Iterator[dict[str, Any]]:
 
 
 def redis_like(odd: Mapping[bytes, bytes], pause: float = 0.0, size: int = 1) -> Talk:
-    """Return the talk of an empty Redis that keeps nothing, but answers the commands named in ``odd`` with the bytes given there.
+    """Return the talk of an empty Redis that keeps nothing, but answers the commands named in
+    ``odd`` with the bytes given there.
 
     Args:
         odd: answers by the command's name.
@@ -70,5 +75,9 @@ def read_command(stream: Any) -> list[bytes]:
 
 def _usual(command: list[bytes]) -> bytes:
     name, count = command[0], len(command) - 1
-    usual = {b"PING": b"+PONG\r\n", b"GET": b"$-1\r\n", b"MGET": b"*%d\r\n" % count + count * b"$-1\r\n"}
+    usual = {
+        b"PING": b"+PONG\r\n",
+        b"GET": b"$-1\r\n",
+        b"MGET": b"*%d\r\n" % count + count * b"$-1\r\n",
+    }
     return usual.get(name, b":0\r\n" if name in (b"EXISTS", b"DBSIZE") else b"+OK\r\n")

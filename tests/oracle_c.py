@@ -12,7 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "examples" / "oracle_c"
 VECTORS = ROOT / "vectors" / "v2"
-OPERATIONS = ("compress_minmax_uint8", "decompress_minmax_uint8", "roundtrip_minmax_uint8", "shift_one_peer")
+OPERATIONS = (
+    "compress_minmax_uint8",
+    "decompress_minmax_uint8",
+    "roundtrip_minmax_uint8",
+    "shift_one_peer",
+)
 
 
 def need_compiler() -> None:
@@ -25,7 +30,9 @@ def need_compiler() -> None:
 
 
 def build(folder: Path, fault: tuple[str, str, str] | None = None, program: str = "oracle") -> Path:
-    """Build in ``folder`` and return the program; ``fault`` is a file name, a text in it and its replacement."""
+    """Build in ``folder`` and return the program; ``fault`` is a file name, a text in it and its
+    replacement.
+    """
     for path in (*SOURCE.glob("*.[ch]"), SOURCE / "Makefile"):
         shutil.copy(path, folder)
     if fault is not None:
@@ -33,11 +40,15 @@ def build(folder: Path, fault: tuple[str, str, str] | None = None, program: str 
         text = (folder / name).read_text()
         assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {name}"
         (folder / name).write_text(text.replace(old, new))
-    made = subprocess.run(["make", "-C", str(folder), program], capture_output=True, text=True, timeout=120)
+    made = subprocess.run(
+        ["make", "-C", str(folder), program], capture_output=True, text=True, timeout=120
+    )
     assert made.returncode == 0, made.stderr
     return folder / program
 
 
 def run(program: Path, vectors: Path, outputs: Path) -> subprocess.CompletedProcess[str]:
     outputs.mkdir(exist_ok=True)
-    return subprocess.run([str(program), str(vectors), str(outputs)], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [str(program), str(vectors), str(outputs)], capture_output=True, text=True, timeout=60
+    )

@@ -1,4 +1,6 @@
-"""Trainers written as an outside user would, in plain torch over any communicator; one is correct, the others are faulty."""
+"""Trainers written as an outside user would, in plain torch over any communicator; one is correct,
+the others are faulty.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from bagua_ref.backends.reference import ReferenceBackend
 class PlainAlgorithms:
     """Two of the six algorithms."""
 
-    def gradient_allreduce(self, world, weights, gradients, *, lr, bucket_bytes, hierarchical, average):
+    def gradient_allreduce(
+        self, world, weights, gradients, *, lr, bucket_bytes, hierarchical, average
+    ):
         self._share(world, weights)
         history = []
         for given in gradients:
@@ -24,14 +28,27 @@ class PlainAlgorithms:
         return history
 
     def decentralized(
-        self, world, weights, gradients, *, lr, bucket_bytes, hierarchical, peer_selection_mode, communication_interval
+        self,
+        world,
+        weights,
+        gradients,
+        *,
+        lr,
+        bucket_bytes,
+        hierarchical,
+        peer_selection_mode,
+        communication_interval,
     ):
         self._share(world, weights)
         history = []
         for step, given in enumerate(gradients):
             for w in weights if step % communication_interval == 0 else []:
                 times = step // communication_interval
-                w.copy_(self._average(world, w, peer_selection_mode, world.nodes if hierarchical else None, times))
+                w.copy_(
+                    self._average(
+                        world, w, peer_selection_mode, world.nodes if hierarchical else None, times
+                    )
+                )
             for place, gradient in given.items():
                 weights[place] -= lr * gradient
             history.append([w.clone() for w in weights])
@@ -54,7 +71,9 @@ class PlainAlgorithms:
         nodes = nodes or (1,) * world.world_size
         place = [node for node, size in enumerate(nodes) for _ in range(size)][world.rank]
         # Python's sum adds in rank order, as S3.3 requires; torch's does not.
-        means = [sum(node).div(len(node)).to(w.dtype).to(ranks.dtype) for node in ranks.split(nodes)]
+        means = [
+            sum(node).div(len(node)).to(w.dtype).to(ranks.dtype) for node in ranks.split(nodes)
+        ]
         return ((means[place] + means[self._peer(place, len(nodes), times)]) / 2).to(w.dtype)
 
     def _peer(self, rank, n, times):
@@ -123,7 +142,9 @@ def each_weight(change):
 
 ReturnsNothing = returns("ReturnsNothing", lambda history: None)
 ReturnsTooFewSteps = returns("ReturnsTooFewSteps", lambda history: history[1:])
-ReturnsTooFewParameters = returns("ReturnsTooFewParameters", lambda history: [tensors[1:] for tensors in history])
+ReturnsTooFewParameters = returns(
+    "ReturnsTooFewParameters", lambda history: [tensors[1:] for tensors in history]
+)
 ReturnsOneDimension = returns("ReturnsOneDimension", each_weight(lambda w: w.reshape(-1)[:, None]))
 ReturnsAnotherDtype = returns("ReturnsAnotherDtype", each_weight(lambda w: w.to(torch.complex64)))
 ReturnsNumbers = returns("ReturnsNumbers", each_weight(torch.Tensor.tolist))
@@ -144,7 +165,14 @@ class UsesUpItsArguments(PlainAlgorithms):
         return history
 
 
-SumsAlwaysTarget, StaysWithItsPeerTarget, RaisesTarget, SleepsTarget, LeavesOneRankWaitingTarget, ReturnsTooFewStepsTarget = map(
+(
+    SumsAlwaysTarget,
+    StaysWithItsPeerTarget,
+    RaisesTarget,
+    SleepsTarget,
+    LeavesOneRankWaitingTarget,
+    ReturnsTooFewStepsTarget,
+) = map(
     faulty, (SumsAlways, StaysWithItsPeer, Raises, Sleeps, LeavesOneRankWaiting, ReturnsTooFewSteps)
 )
 

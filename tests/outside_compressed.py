@@ -1,4 +1,6 @@
-"""PowerSGD and top-k as an outside user would write them, also as a hook of DDP's; some are correct, others faulty."""
+"""PowerSGD and top-k as an outside user would write them, also as a hook of DDP's; some are
+correct, others faulty.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ class Training:
         self.q: dict[int, torch.Tensor] = {}
 
     def play(self, program: list[Any]) -> list[Any]:
-        act = {"step": self.step, "memories": self.memories, "factors": self.factors, "restart": list, "new buckets": list}
+        act = {
+            "step": self.step,
+            "memories": self.memories,
+            "factors": self.factors,
+            "restart": list,
+            "new buckets": list,
+        }
         return [act[name](*arguments) for name, *arguments in program]
 
     def step(self, gradients: dict[int, torch.Tensor]) -> list[torch.Tensor]:
@@ -45,10 +53,15 @@ class Training:
         return x / self.world.world_size
 
     def memories(self) -> list[torch.Tensor | None]:
-        return [self.e[place].view(w.shape).clone() if place in self.e else None for place, w in enumerate(self.weights)]
+        return [
+            self.e[place].view(w.shape).clone() if place in self.e else None
+            for place, w in enumerate(self.weights)
+        ]
 
     def factors(self) -> list[torch.Tensor | None]:
-        return [self.q[place].clone() if place in self.q else None for place in range(len(self.weights))]
+        return [
+            self.q[place].clone() if place in self.q else None for place in range(len(self.weights))
+        ]
 
 
 class PowerSGD(Training):
@@ -64,7 +77,9 @@ class PowerSGD(Training):
             return self.uncompressed(place, g)
         matrix = g.reshape(n, m) + self.e.get(place, 0)
         i = len(self.weights) - 1 - place
-        random = torch.randn(m, r, generator=torch.Generator().manual_seed(s["seed"] + 1000003 * k + 7919 * i)).to(g.dtype)
+        random = torch.randn(
+            m, r, generator=torch.Generator().manual_seed(s["seed"] + 1000003 * k + 7919 * i)
+        ).to(g.dtype)
         q = self.q[place] if place in self.q and s["warm_start"] else random
         q = self.started(q, random)
         p = (matrix @ q).contiguous()
@@ -96,7 +111,8 @@ class PowerSGD(Training):
         kept = torch.zeros(x.shape[1], dtype=torch.bool)
         kept[: triangle.shape[0]] = triangle.diagonal().abs() > 1e-6
         full[:, ~kept] = 0
-        # A column that is left out takes its part of later ones along, so these are made again from those that are kept.
+        # A column that is left out takes its part of later ones along, so these are made again from
+        # those that are kept.
         if not kept.all() and kept.any():
             full[:, kept] = torch.linalg.qr(wide[:, kept] / sizes[kept])[0]
         return full.to(x.dtype)
@@ -113,9 +129,17 @@ class TopK(Training):
         self.t += 1
         found = [torch.zeros_like(w) for w in self.weights]
         for bucket in self.buckets():
-            flat = torch.cat([gradients.get(place, found[place]).reshape(-1) for place in bucket]).float()
-            flat = self.mean(flat) if self.t <= self.settings["warmup_steps"] else self.round(bucket[0], flat)
-            for place, part in zip(bucket, flat.split([found[place].numel() for place in bucket]), strict=True):
+            flat = torch.cat(
+                [gradients.get(place, found[place]).reshape(-1) for place in bucket]
+            ).float()
+            flat = (
+                self.mean(flat)
+                if self.t <= self.settings["warmup_steps"]
+                else self.round(bucket[0], flat)
+            )
+            for place, part in zip(
+                bucket, flat.split([found[place].numel() for place in bucket]), strict=True
+            ):
                 found[place].copy_(part.view(found[place].shape))
         return found
 
@@ -173,12 +197,16 @@ class ZeroGivesNaN(PowerSGD):
         x = x.clone()
         for column in range(x.shape[1]):
             x[:, column] /= x[:, column].norm()
-            x[:, column + 1 :] -= x[:, column : column + 1] @ (x[:, column : column + 1].T @ x[:, column + 1 :])
+            x[:, column + 1 :] -= x[:, column : column + 1] @ (
+                x[:, column : column + 1].T @ x[:, column + 1 :]
+            )
         return x
 
 
 class RemembersWhatIsNotCompressed(PowerSGD):
-    """Keeps what its uncompressed gradients differ from their mean, round by round, as torch's hook does."""
+    """Keeps what its uncompressed gradients differ from their mean, round by round, as torch's hook
+    does.
+    """
 
     def uncompressed(self, place: int, g: torch.Tensor) -> torch.Tensor:
         g = g + self.e.get(place, 0)
@@ -217,7 +245,8 @@ class DividesBySenders(TopK):
         return total / senders.clamp(min=1)
 
 
-# Communication hooks of DDP: a function of a state and a bucket that returns a future of the averaged bucket.
+# Communication hooks of DDP: a function of a state and a bucket that returns a future of the
+# averaged bucket.
 
 
 class Bucket:
@@ -232,7 +261,10 @@ class Bucket:
 
     def gradients(self) -> list[torch.Tensor]:
         return [
-            part.view(shape) for part, shape in zip(self._flat.split([s.numel() for s in self._shapes]), self._shapes, strict=True)
+            part.view(shape)
+            for part, shape in zip(
+                self._flat.split([s.numel() for s in self._shapes]), self._shapes, strict=True
+            )
         ]
 
     def index(self) -> int:
@@ -243,18 +275,30 @@ class Bucket:
 
 
 class Hooked(Training):
-    """A target made of a communication hook: all gradients are one bucket, in DDP's order, last parameter first.
+    """A target made of a communication hook: all gradients are one bucket, in DDP's order, last
+    parameter first.
 
-    A hook communicates through ``torch.distributed``, which has one process per rank; here `torchs_powersgd` lends it the simulated
-    world's transport.
+    A hook communicates through ``torch.distributed``, which has one process per rank; here
+    `torchs_powersgd` lends it the simulated world's transport.
     """
 
-    def __init__(self, world: Any, weights: list[torch.Tensor], settings: dict[str, Any], make: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        world: Any,
+        weights: list[torch.Tensor],
+        settings: dict[str, Any],
+        make: Callable[..., Any],
+    ) -> None:
         super().__init__(world, weights, settings)
         self.state, self.hook = make(world, settings)
 
     def step(self, gradients: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-        bucket = Bucket([gradients.get(p, torch.zeros_like(w)).clone() for p, w in reversed([*enumerate(self.weights)])])
+        bucket = Bucket(
+            [
+                gradients.get(p, torch.zeros_like(w)).clone()
+                for p, w in reversed([*enumerate(self.weights)])
+            ]
+        )
         self.bucket = bucket
         bucket.buffer().copy_(self.hook(self.state, bucket))
         return [g.clone() for g in bucket.gradients()][::-1]
@@ -263,20 +307,31 @@ class Hooked(Training):
         if 0 not in self.state.error_dict:
             return [None] * len(self.weights)
         parts = self.state.error_dict[0].split([w.numel() for w in self.weights[::-1]])
-        return [part.view(w.shape).clone() for part, w in zip(parts[::-1], self.weights, strict=True)]
+        return [
+            part.view(w.shape).clone() for part, w in zip(parts[::-1], self.weights, strict=True)
+        ]
 
     def factors(self) -> list[torch.Tensor | None]:
-        """Return None of all: which part of the hook's Q belongs to which parameter is the hook's own affair."""
+        """Return None of all: which part of the hook's Q belongs to which parameter is the hook's
+        own affair.
+        """
         return [None] * len(self.weights)
 
 
-def torchs_powersgd(world: Any, settings: dict[str, Any]) -> tuple[Any, Callable[..., torch.Tensor]]:
+def torchs_powersgd(
+    world: Any, settings: dict[str, Any]
+) -> tuple[Any, Callable[..., torch.Tensor]]:
     """Return torch's own hook, whose all-reduces go through the simulated world."""
     group = SimpleNamespace(size=lambda: world.world_size)
     state = torchs.PowerSGDState(
-        group, settings["matrix_approximation_rank"], start_powerSGD_iter=2, min_compression_rate=settings["min_compression_rate"],
-        use_error_feedback=settings["memory"] is not None, warm_start=settings["warm_start"], random_seed=settings["seed"] % 2**31,
-    )  # fmt: skip
+        group,
+        settings["matrix_approximation_rank"],
+        start_powerSGD_iter=2,
+        min_compression_rate=settings["min_compression_rate"],
+        use_error_feedback=settings["memory"] is not None,
+        warm_start=settings["warm_start"],
+        random_seed=settings["seed"] % 2**31,
+    )
     state.iter = 2
 
     def all_reduce(tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -286,9 +341,15 @@ def torchs_powersgd(world: Any, settings: dict[str, Any]) -> tuple[Any, Callable
         return SimpleNamespace(get_future=lambda: future)
 
     def hook(state: Any, bucket: Bucket) -> torch.Tensor:
-        # All ranks share the module, as they are threads; each has a copy of the function with a transport of its own.
-        names = {**vars(torchs), "dist": SimpleNamespace(all_reduce=all_reduce, group=SimpleNamespace(WORLD=group))}
-        run = type(torchs.powerSGD_hook)(torchs.powerSGD_hook.__code__, names, "hook", torchs.powerSGD_hook.__defaults__)
+        # All ranks share the module, as they are threads; each has a copy of the function with a
+        # transport of its own.
+        names = {
+            **vars(torchs),
+            "dist": SimpleNamespace(all_reduce=all_reduce, group=SimpleNamespace(WORLD=group)),
+        }
+        run = type(torchs.powerSGD_hook)(
+            torchs.powerSGD_hook.__code__, names, "hook", torchs.powerSGD_hook.__defaults__
+        )
         return run(state, bucket).wait()
 
     return state, hook
@@ -301,13 +362,22 @@ class TorchsHook(Hooked):
         super().__init__(world, weights, settings, torchs_powersgd)
 
 
-def target(powersgd: Callable[..., Training] | None = None, topk: Callable[..., Training] | None = None) -> Any:
+def target(
+    powersgd: Callable[..., Training] | None = None, topk: Callable[..., Training] | None = None
+) -> Any:
     """Return a target whose algorithms are these."""
     algorithms: dict[str, Any] = {}
     for name, kind in (("powersgd", powersgd), ("topk", topk)):
         if kind is not None:
 
-            def run(world: Any, weights: Any, program: Any, *, kind: Callable[..., Training] = kind, **settings: Any) -> Any:
+            def run(
+                world: Any,
+                weights: Any,
+                program: Any,
+                *,
+                kind: Callable[..., Training] = kind,
+                **settings: Any,
+            ) -> Any:
                 return kind(world, copy.deepcopy(weights), settings).play(program)
 
             algorithms[name] = staticmethod(run)

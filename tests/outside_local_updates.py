@@ -1,4 +1,6 @@
-"""DiLoCo and local SGD as an outside user would write them, in plain torch over any communicator; one is correct, others faulty."""
+"""DiLoCo and local SGD as an outside user would write them, in plain torch over any communicator;
+one is correct, others faulty.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ def mean_of(world: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     flat = torch.cat([t.reshape(-1) for t in tensors])
     world.transport.allreduce_inplace(flat)
     flat /= world.world_size
-    return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+    return [
+        part.view(t.shape)
+        for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)
+    ]
 
 
 class Training:
@@ -67,7 +72,9 @@ class Training:
 
     def restart(self) -> None:
         state = copy.deepcopy(self.inner.state_dict())
-        self.inner = torch.optim.SGD(self.weights, lr=self.settings["lr"], momentum=self.settings["momentum"])
+        self.inner = torch.optim.SGD(
+            self.weights, lr=self.settings["lr"], momentum=self.settings["momentum"]
+        )
         self.inner.load_state_dict(state)
 
 
@@ -106,15 +113,23 @@ class DiLoCo(Training):
     def before_step(self) -> None:
         super().before_step()
         if not self.g and self.t > self.settings["warmup_steps"]:
-            wide = [torch.float64 if w.dtype is torch.float64 else torch.float32 for w in self.weights]
-            self.g = [torch.nn.Parameter(w.detach().to(d, copy=True)) for w, d in zip(self.weights, wide, strict=True)]
+            wide = [
+                torch.float64 if w.dtype is torch.float64 else torch.float32 for w in self.weights
+            ]
+            self.g = [
+                torch.nn.Parameter(w.detach().to(d, copy=True))
+                for w, d in zip(self.weights, wide, strict=True)
+            ]
             self.outer = self.outer_optimizers()
 
     def outer_optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.optimizer([self.g[place] for place in places]) for places in self.fragments]
 
     def optimizer(self, tensors: list[Any]) -> torch.optim.Optimizer:
-        options = dict(self.settings["outer_optimizer"] or {"class": "SGD", "lr": 0.7, "momentum": 0.9, "nesterov": True})
+        options = dict(
+            self.settings["outer_optimizer"]
+            or {"class": "SGD", "lr": 0.7, "momentum": 0.9, "nesterov": True}
+        )
         return getattr(torch.optim, options.pop("class"))(tensors, **options)
 
     def after_step(self, t: int) -> None:
@@ -125,7 +140,9 @@ class DiLoCo(Training):
         for p, places in enumerate(self.fragments):
             if (t - ((p + 1) * self.gap - self.settings["delay"])) % self.settings["period"] == 0:
                 with torch.no_grad():
-                    self.sent[p] = [mean_of(self.world, [self.g[i] - self.weights[i]])[0] for i in places]
+                    self.sent[p] = [
+                        mean_of(self.world, [self.g[i] - self.weights[i]])[0] for i in places
+                    ]
             if (t - (p + 1) * self.gap) % self.settings["period"] == 0:
                 self.apply(p, places, self.sent.pop(p))
 
@@ -173,7 +190,9 @@ class LastBucketOnly(LocalSGD):
 
 
 class SkipsWithoutGradient(LocalSGD):
-    """Never averages a tensor that has no gradient on any rank at the moment, as torch's averager does."""
+    """Never averages a tensor that has no gradient on any rank at the moment, as torch's averager
+    does.
+    """
 
     def buckets(self) -> list[list[torch.Tensor]]:
         known = [torch.tensor([w.grad is not None], dtype=torch.float32) for w in self.weights]
@@ -196,7 +215,9 @@ class LastOfFragmentOnly(DiLoCo):
 
 
 class SharedOuterOptimizer(DiLoCo):
-    """Gives all fragments one outer optimizer, whose step also moves the others by gradients left in them."""
+    """Gives all fragments one outer optimizer, whose step also moves the others by gradients left
+    in them.
+    """
 
     def outer_optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.optimizer(self.g)] * len(self.fragments)
@@ -240,7 +261,14 @@ def target(local_sgd: type[Training] | None = None, diloco: type[Training] | Non
     for name, kind in (("local_sgd", local_sgd), ("diloco", diloco)):
         if kind is not None:
 
-            def run(world: Any, weights: Any, program: Any, *, kind: type[Training] = kind, **settings: Any) -> Any:
+            def run(
+                world: Any,
+                weights: Any,
+                program: Any,
+                *,
+                kind: type[Training] = kind,
+                **settings: Any,
+            ) -> Any:
                 if settings.get("hierarchical"):
                     raise NotImplementedError("hierarchical")
                 return kind(world, weights, settings).play(program)

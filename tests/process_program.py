@@ -1,6 +1,8 @@
-"""A program for ``verify --command`` with every part, made of the package's own, and with the fault chosen.
+"""A program for ``verify --command`` with every part, made of the package's own, and with the fault
+chosen.
 
-python process_program.py ["planted" | "two_ranks" | "errors"]; ranks exchange files in the folder of their world.
+python process_program.py ["planted" | "two_ranks" | "errors"]; ranks exchange files in the folder
+of their world.
 """
 
 from __future__ import annotations
@@ -19,9 +21,19 @@ from bagua_ref.conformance.expected import collectives_plain, samplers_plain
 from bagua_ref.conformance.targets.process_link import DTYPES
 
 KERNELS = (
-    "add", "subtract", "add_scaled", "average", "divide", "combine_ring", "async_average", "update_momentum", "reduce_chunks",
-    "gather_flat", "scatter_flat", "order_by_complexity",
-)  # fmt: skip
+    "add",
+    "subtract",
+    "add_scaled",
+    "average",
+    "divide",
+    "combine_ring",
+    "async_average",
+    "update_momentum",
+    "reduce_chunks",
+    "gather_flat",
+    "scatter_flat",
+    "order_by_complexity",
+)
 FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
 BACKEND = get_backend("reference")
 
@@ -30,7 +42,12 @@ class World:
     """All-to-all exchange of bytes by files, and collectives made of it."""
 
     def __init__(self, header: dict[str, Any]) -> None:
-        self.rank, self.n, self.folder, self.round = header["rank"], header["nranks"], Path(header["folder"]), 0
+        self.rank, self.n, self.folder, self.round = (
+            header["rank"],
+            header["nranks"],
+            Path(header["folder"]),
+            0,
+        )
 
     def everyone(self, mine: bytes) -> list[bytes]:
         """Return what every rank brings to this round."""
@@ -71,7 +88,9 @@ class Program:
         self.sent[way, peer] = self.sent.get((way, peer), -1) + 1
         return self.sent[way, peer]
 
-    def answer(self, header: dict[str, Any], t: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def answer(
+        self, header: dict[str, Any], t: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         call = header["call"]
         if call == "hello":
             codecs = ["MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8", "OneBit"]
@@ -99,7 +118,9 @@ class Program:
             BACKEND.scatter_flat(t["flat"], outs)
             return {f"t{place}": x for place, x in enumerate(outs)}
         x, *others = t.values()
-        numbers = [header[name] for name in ("factor", "divisor", "nranks", "beta1") if name in header]
+        numbers = [
+            header[name] for name in ("factor", "divisor", "nranks", "beta1") if name in header
+        ]
         if call == "reduce_chunks":
             numbers = [header[name] for name in ("num_chunks", "target_chunk", "average")]
         if call == "update_momentum":  # from the rounded factors, which the request has
@@ -110,27 +131,39 @@ class Program:
             x += header["factor"] * 1e-3
         return {"x": x}
 
-    def codec(self, call: str, header: dict[str, Any], t: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def codec(
+        self, call: str, header: dict[str, Any], t: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         codec = get_codec(header["codec"], BACKEND)
         if call == "payload_bytes":
             return {"value": codec.payload_bytes(header["elements"], DTYPES[header["dtype"]])}, {}
         if call == "compress":
-            found = codec.compress(t["x"], header["num_chunks"], header["target_chunk"], t.get("payload"))
+            found = codec.compress(
+                t["x"], header["num_chunks"], header["target_chunk"], t.get("payload")
+            )
             return {}, {"payload": found}
         out = torch.empty(header["elements"], dtype=DTYPES[header["dtype"]])
         codec.decompress(t["payload"], header["num_chunks"], out)
         return {}, {"x": out}
 
-    def samplers(self, call: str, header: dict[str, Any], t: dict[str, Tensor]) -> dict[str, Tensor]:
+    def samplers(
+        self, call: str, header: dict[str, Any], t: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         if call == "equal_batches":
             places = [[[place] for place in range(count)] for count in t["counts"].tolist()]
             mine = samplers_plain.equal_batches(places, header["drop_last"])[header["rank"]]
             return {"batches": torch.tensor([place for (place,) in mine])}
-        options = {name: header[name] for name in ("shuffle", "seed", "epoch", "drop_last", "random_level")}
-        drawn = samplers_plain.indices(header["complexities"], header["num_replicas"], header["rank"], **options)
+        options = {
+            name: header[name] for name in ("shuffle", "seed", "epoch", "drop_last", "random_level")
+        }
+        drawn = samplers_plain.indices(
+            header["complexities"], header["num_replicas"], header["rank"], **options
+        )
         return {"indices": torch.tensor(drawn, dtype=torch.int64)}
 
-    def collective(self, call: str, header: dict[str, Any], t: dict[str, Tensor]) -> dict[str, Tensor]:
+    def collective(
+        self, call: str, header: dict[str, Any], t: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         if call == "world":
             if FAULT == "two_ranks" and header["nranks"] > 2:
                 raise ValueError(f"no world of {header['nranks']} ranks")
@@ -141,12 +174,19 @@ class Program:
             world.send(raw(x), header["dst"], self.number("to", header["dst"]))
             return {}
         if call == "recv":
-            return {"x": tensor(world.recv(header["src"], self.number("from", header["src"])), DTYPES[header["dtype"]])}
+            return {
+                "x": tensor(
+                    world.recv(header["src"], self.number("from", header["src"])),
+                    DTYPES[header["dtype"]],
+                )
+            }
         if call == "exchange":
             for place, peer in enumerate(header["sends"]):
                 world.send(raw(t[f"send{place}"]), peer, self.number("to", peer))
             return {
-                f"recv{place}": tensor(world.recv(part["src"], self.number("from", part["src"])), DTYPES[part["dtype"]])
+                f"recv{place}": tensor(
+                    world.recv(part["src"], self.number("from", part["src"])), DTYPES[part["dtype"]]
+                )
                 for place, part in enumerate(header["recvs"])
             }
         dtype = DTYPES[header["dtype"]] if call == "scatter" else x.dtype
@@ -182,9 +222,14 @@ def main() -> None:
         except Exception as error:
             members, outputs = {"error": f"{type(error).__name__}: {error}"}, {}
         entries = [
-            {"name": name, "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)} for name, x in outputs.items()
+            {"name": name, "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
+            for name, x in outputs.items()
         ]
-        data = json.dumps({**members, "tensors": entries}).encode() + b"\n" + b"".join(map(raw, outputs.values()))
+        data = (
+            json.dumps({**members, "tensors": entries}).encode()
+            + b"\n"
+            + b"".join(map(raw, outputs.values()))
+        )
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
 

@@ -1,4 +1,6 @@
-"""Ranks in threads of one process, which talk to each other through a list until they are connected."""
+"""Ranks in threads of one process, which talk to each other through a list until they are
+connected.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,16 @@ class Ranks:
         self._all_here.wait()
         return said
 
-    def run(self, function: Callable[[int, Callable[[Sequence[int]], list[list[int]]]], T]) -> list[T]:
-        """Return ``function(rank, share)`` of each rank, where ``share(note)`` returns the notes of all."""
+    def run(
+        self, function: Callable[[int, Callable[[Sequence[int]], list[list[int]]]], T]
+    ) -> list[T]:
+        """Return ``function(rank, share)`` of each rank, where ``share(note)`` returns the notes of
+        all.
+        """
         with ThreadPoolExecutor(len(self.said)) as pool:
-            return list(pool.map(lambda rank: function(rank, lambda note: self.share(rank, note)), range(len(self.said))))
+            return list(
+                pool.map(
+                    lambda rank: function(rank, lambda note: self.share(rank, note)),
+                    range(len(self.said)),
+                )
+            )

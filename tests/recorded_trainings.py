@@ -1,4 +1,6 @@
-"""Trainings that `bagua_ref.record` records, each with a fault that makes it part from the right one at a known record."""
+"""Trainings that `bagua_ref.record` records, each with a fault that makes it part from the right
+one at a known record.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ STEPS, AT = 7, 3
 
 
 def network() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3)
+    )
 
 
 class Training:
@@ -28,14 +32,18 @@ class Training:
     def __init__(self) -> None:
         self.seed, self.first, self.rank = 0, 0, 0
         torch.manual_seed(0)
-        self.batches = [torch.randn(8, 6, generator=torch.Generator().manual_seed(k)) for k in range(STEPS)]
+        self.batches = [
+            torch.randn(8, 6, generator=torch.Generator().manual_seed(k)) for k in range(STEPS)
+        ]
         self.build()
 
     def build(self) -> None:
         torch.manual_seed(self.seed)
         random.seed(self.seed)
         self.model: nn.Module = network()
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=0.1, momentum=0.9
+        )
 
     def part(self, name: str) -> Any:
         return self.model.get_submodule(name)
@@ -90,8 +98,12 @@ class Fault:
     cause: str
 
 
-def at(place: str, action: Callable[[Training, Any], Any], once: bool = True) -> Callable[[Training], None]:
-    """Return a fault that replaces a method from step `AT` on, or in it alone; the action gets the training and the argument."""
+def at(
+    place: str, action: Callable[[Training, Any], Any], once: bool = True
+) -> Callable[[Training], None]:
+    """Return a fault that replaces a method from step `AT` on, or in it alone; the action gets the
+    training and the argument.
+    """
 
     def plant(t: Training) -> None:
         right = getattr(t, place)
@@ -125,7 +137,9 @@ def other_weights(t: Training) -> None:
 def without_decay(t: Training) -> None:
     biases = [p for name, p in t.model.named_parameters() if name.endswith("bias")]
     rest = [p for name, p in t.model.named_parameters() if not name.endswith("bias")]
-    t.optimizer = torch.optim.SGD([{"params": rest}, {"params": biases, "weight_decay": 0.1}], lr=0.1, momentum=0.9)
+    t.optimizer = torch.optim.SGD(
+        [{"params": rest}, {"params": biases, "weight_decay": 0.1}], lr=0.1, momentum=0.9
+    )
 
 
 def option(name: str, value: float) -> Callable[[Training], None]:
@@ -210,7 +224,9 @@ def stale_grads(t: Training) -> None:
 
 
 def other_order(t: Training, x: Tensor) -> Tensor:
-    """Return the network's output, its first layer with the products added from the last to the first."""
+    """Return the network's output, its first layer with the products added from the last to the
+    first.
+    """
     layer = t.part("0")
 
     def added(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
@@ -258,38 +274,129 @@ def larger_model(t: Training) -> None:
 FAULTS = [
     Fault("another seed", other_seed, 0, "weight:0.weight", "random state"),
     Fault("other initial weights", other_weights, 0, "weight:4.weight", "initial weights"),
-    Fault("a random number more", at("before", lambda t, _: torch.rand(1)), AT, "rng:torch", "random state"),
-    Fault("shuffled batches", batches(lambda b: [*b[:AT], b[5], b[6], b[3], b[4]]), AT, "batch:", "other order of data"),
-    Fault("a sample of another data set", batches(lambda b: [*b[:AT], b[AT] + 1, *b[AT + 1 :]]), AT, "batch:", "other data"),
-    Fault("a smaller batch", batches(lambda b: [*b[:AT], b[AT][:5], *b[AT + 1 :]]), AT, "batch:", "other data"),
-    Fault("a batch left out", batches(lambda b: [*b[:AT], *b[AT + 1 :]]), AT, "batch:", "skipped step"),
-    Fault("a batch twice", batches(lambda b: [*b[:AT], *b[AT - 1 :]]), AT, "batch:", "repeated step"),
-    Fault("another dropout", at("before", lambda t, _: setattr(t.part("3"), "p", 0.5)), AT, "module:3", "forward"),
-    Fault("weights changed between steps", at("before", lambda t, _: t.part("0").weight.data.mul_(2)), AT, "module:0", "forward"),
-    Fault("eval mode", at("before", lambda t, _: t.model.eval()), AT, "mode:", "train or eval mode"),
+    Fault(
+        "a random number more",
+        at("before", lambda t, _: torch.rand(1)),
+        AT,
+        "rng:torch",
+        "random state",
+    ),
+    Fault(
+        "shuffled batches",
+        batches(lambda b: [*b[:AT], b[5], b[6], b[3], b[4]]),
+        AT,
+        "batch:",
+        "other order of data",
+    ),
+    Fault(
+        "a sample of another data set",
+        batches(lambda b: [*b[:AT], b[AT] + 1, *b[AT + 1 :]]),
+        AT,
+        "batch:",
+        "other data",
+    ),
+    Fault(
+        "a smaller batch",
+        batches(lambda b: [*b[:AT], b[AT][:5], *b[AT + 1 :]]),
+        AT,
+        "batch:",
+        "other data",
+    ),
+    Fault(
+        "a batch left out", batches(lambda b: [*b[:AT], *b[AT + 1 :]]), AT, "batch:", "skipped step"
+    ),
+    Fault(
+        "a batch twice", batches(lambda b: [*b[:AT], *b[AT - 1 :]]), AT, "batch:", "repeated step"
+    ),
+    Fault(
+        "another dropout",
+        at("before", lambda t, _: setattr(t.part("3"), "p", 0.5)),
+        AT,
+        "module:3",
+        "forward",
+    ),
+    Fault(
+        "weights changed between steps",
+        at("before", lambda t, _: t.part("0").weight.data.mul_(2)),
+        AT,
+        "module:0",
+        "forward",
+    ),
+    Fault(
+        "eval mode", at("before", lambda t, _: t.model.eval()), AT, "mode:", "train or eval mode"
+    ),
     Fault("a stale buffer", stale, AT, "buffer:1.running_mean", "stale buffer"),
-    Fault("another momentum of statistics", at("before", lambda t, _: setattr(t.part("1"), "momentum", 0.5)), AT,
-          "buffer_after:1.running_mean", "buffer"),
-    Fault("a skipped step", at("step", lambda t, _: t.optimizer.zero_grad()), AT, "batch:#2", "skipped step"),
+    Fault(
+        "another momentum of statistics",
+        at("before", lambda t, _: setattr(t.part("1"), "momentum", 0.5)),
+        AT,
+        "buffer_after:1.running_mean",
+        "buffer",
+    ),
+    Fault(
+        "a skipped step",
+        at("step", lambda t, _: t.optimizer.zero_grad()),
+        AT,
+        "batch:#2",
+        "skipped step",
+    ),
     Fault("accumulated gradients", accumulate, 0, "batch:#2", "gradient accumulation"),
     Fault("two steps of the optimizer", at("step", twice), AT + 1, "batch:", "repeated step"),
     Fault("another learning rate", option("lr", 0.05), AT, "option:0.weight", "learning rate"),
     Fault("weight decay on biases", without_decay, 0, "option:0.bias", "option"),
     Fault("another momentum", option("momentum", 0.8), AT, "option:0.weight", "option"),
     Fault("another optimizer", adam, 0, "option:0.weight", "option"),
-    Fault("gradients rounded to float16", with_grads(lambda g: g.half().float()), AT, "grad:0.weight", "dtype or device"),
+    Fault(
+        "gradients rounded to float16",
+        with_grads(lambda g: g.half().float()),
+        AT,
+        "grad:0.weight",
+        "dtype or device",
+    ),
     Fault("bfloat16 by autocast", at("forward", in_bfloat16), AT, "module:0", "dtype or device"),
-    Fault("products added in another order", at("forward", other_order), AT, "module:0", "reduction order"),
-    Fault("gradients divided in another order", with_grads(lambda g: g * 3 / 3), AT, "grad:0.weight", "reduction order"),
+    Fault(
+        "products added in another order",
+        at("forward", other_order),
+        AT,
+        "module:0",
+        "reduction order",
+    ),
+    Fault(
+        "gradients divided in another order",
+        with_grads(lambda g: g * 3 / 3),
+        AT,
+        "grad:0.weight",
+        "reduction order",
+    ),
     Fault("a division by zero", at("forward", infinite), AT, "module:2", "not finite"),
-    Fault("a loss that is NaN", at("backward", lambda t, loss: (loss * float("nan")).backward()), AT, "local:4.bias", "not finite"),
+    Fault(
+        "a loss that is NaN",
+        at("backward", lambda t, loss: (loss * float("nan")).backward()),
+        AT,
+        "local:4.bias",
+        "not finite",
+    ),
     Fault("a summed loss", at("loss", lambda t, y: y.square().sum()), AT, "loss:", "loss"),
-    Fault("a scaled loss", at("backward", lambda t, loss: (loss * 128).backward()), AT, "local:4.bias", "scaled gradient"),
+    Fault(
+        "a scaled loss",
+        at("backward", lambda t, loss: (loss * 128).backward()),
+        AT,
+        "local:4.bias",
+        "scaled gradient",
+    ),
     Fault("a wrong backward", at("forward", wrong_backward), AT, "local:1.weight", "backward"),
     Fault("a layer more", larger_model, 0, "weight:5.weight", "model"),
     Fault("clipped norms", with_grads(lambda g: g * 0.25), AT, "grad:0.weight", "scaled gradient"),
-    Fault("clipped values", with_grads(lambda g: g.clamp(-0.01, 0.01)), AT, "grad:0.weight", "gradient changed"),
-    Fault("gradients that are not reset", without_zero_grad, AT, "grad:0.weight", "gradient changed"),
+    Fault(
+        "clipped values",
+        with_grads(lambda g: g.clamp(-0.01, 0.01)),
+        AT,
+        "grad:0.weight",
+        "gradient changed",
+    ),
+    Fault(
+        "gradients that are not reset", without_zero_grad, AT, "grad:0.weight", "gradient changed"
+    ),
     Fault("gradients of the step before", stale_grads, AT, "grad:0.weight", "stale gradient"),
     Fault("a frozen weight", frozen, 0, "local:0.weight", "missing gradient"),
-]  # fmt: skip
+]

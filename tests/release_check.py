@@ -1,8 +1,10 @@
-"""Release rehearsal: build, check, install and use the package as the README says, outside this checkout.
+"""Release rehearsal: build, check, install and use the package as the README says, outside this
+checkout.
 
     python tests/release_check.py
 
-Works in a temporary folder, which is removed at the end. Prints each step and exits with code 1 at the first failure.
+Works in a temporary folder, which is removed at the end. Prints each step and exits with code 1 at
+the first failure.
 """
 
 from __future__ import annotations
@@ -30,14 +32,21 @@ def step(title: str) -> None:
 
 
 def run(folder: Path, python: Path, *command: str | Path, expect: int = 0) -> str:
-    """Run ``command`` in ``folder`` with the programs beside ``python``; print and return what it prints."""
+    """Run ``command`` in ``folder`` with the programs beside ``python``; print and return what it
+    prints.
+    """
     ours = ("PYTHON", "VIRTUAL_ENV", "BAGUA_", "MAKE")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
     words = list(map(str, command))
     print(f"$ {shlex.join(words)}", flush=True)
     with subprocess.Popen(
-        words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        words,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         assert process.stdout is not None
         printed = ""
@@ -56,12 +65,28 @@ def new_environment(folder: Path) -> Path:
 
 
 def install(folder: Path, python: Path, *what: str | Path) -> None:
-    run(folder, python, python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "-c", CONSTRAINTS, *what)
+    run(
+        folder,
+        python,
+        python,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "-q",
+        "-c",
+        CONSTRAINTS,
+        *what,
+    )
 
 
 def quick_start() -> str:
     """Return the README's first Python block."""
-    block = re.search(r"^## Quick start\n.*?^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    block = re.search(
+        r"^## Quick start\n.*?^```python\n(.*?)^```$",
+        (ROOT / "README.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
     if block is None:
         raise ReleaseError("README.md has no Python under 'Quick start'")
     return block[1]

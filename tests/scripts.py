@@ -12,11 +12,17 @@ from types import ModuleType
 ROOT = Path(__file__).parents[1]
 
 
-def run_python(*arguments: object, limit: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Return the exit code and output of Python in the root of the checkout, which can import the package and the tests."""
+def run_python(
+    *arguments: object, limit: float = 120, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Return the exit code and output of Python in the root of the checkout, which can import the
+    package and the tests.
+    """
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **variables}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=limit)
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=limit
+    )
 
 
 def load_script(path: str) -> ModuleType:
@@ -24,6 +30,7 @@ def load_script(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    # dataclasses look their module up
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

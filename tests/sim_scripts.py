@@ -1,6 +1,7 @@
 """Programs of torch.distributed with planted bugs, and their mended twins, for `bagua-ref sim`.
 
-In a program, a line that ends with ``# BUG`` stands only in the broken version, and one with ``# MENDED`` only in the mended one.
+In a program, a line that ends with ``# BUG`` stands only in the broken version, and one with ``#
+MENDED`` only in the mended one.
 """
 
 from __future__ import annotations
@@ -55,56 +56,93 @@ class Script:
         return "\n".join(line for line in lines if not line.endswith(left_out)) + "\n"
 
     def bug_lines(self) -> set[int]:
-        """Return the numbers of the broken program's lines that are marked, or that stand next to one that is left out."""
+        """Return the numbers of the broken program's lines that are marked, or that stand next to
+        one that is left out.
+        """
         lines = self.text(True).splitlines()
-        return {number for number, line in enumerate(lines, 1) if line.endswith(("# BUG", "# HERE"))}
+        return {
+            number for number, line in enumerate(lines, 1) if line.endswith(("# BUG", "# HERE"))
+        }
 
 
 SCRIPTS = [
-    Script("rank_dependent_branch", ("ended", "deadlock"), """
+    Script(
+        "rank_dependent_branch",
+        ("ended", "deadlock"),
+        """
         x = torch.ones(2)
         if rank == 0:  # BUG
             dist.all_reduce(x)  # BUG
         dist.all_reduce(x)  # MENDED
-    """),
-    Script("different_operations", ("mismatch",), """
+    """,
+    ),
+    Script(
+        "different_operations",
+        ("mismatch",),
+        """
         x = torch.ones(2)
         if rank == 0:  # BUG
             dist.broadcast(x, src=0)  # BUG
         else:  # BUG
             dist.all_reduce(x)  # BUG
         dist.all_reduce(x)  # MENDED
-    """),
-    Script("different_shapes", ("mismatch",), """
+    """,
+    ),
+    Script(
+        "different_shapes",
+        ("mismatch",),
+        """
         x = torch.ones(2 + rank)  # BUG
         x = torch.ones(2)  # MENDED
         dist.all_reduce(x)  # HERE
-    """),
-    Script("different_dtypes", ("mismatch",), """
+    """,
+    ),
+    Script(
+        "different_dtypes",
+        ("mismatch",),
+        """
         x = torch.ones(2, dtype=torch.float64 if rank else torch.float32)  # BUG
         x = torch.ones(2)  # MENDED
         dist.all_reduce(x)  # HERE
-    """),
-    Script("wrong_root", ("mismatch",), """
+    """,
+    ),
+    Script(
+        "wrong_root",
+        ("mismatch",),
+        """
         x = torch.full((2,), float(rank))
         dist.broadcast(x, src=rank)  # BUG
         dist.broadcast(x, src=0)  # MENDED
-    """),
-    Script("wrong_group", ("not_in_group",), """
+    """,
+    ),
+    Script(
+        "wrong_group",
+        ("not_in_group",),
+        """
         pair = dist.new_group([0, 1])
         x = torch.ones(2)
         dist.all_reduce(x, group=pair)  # BUG
         if rank < 2:  # MENDED
             dist.all_reduce(x, group=pair)  # MENDED
-    """, ranks=3),
-    Script("group_made_on_some_ranks", ("mismatch", "deadlock", "ended"), """
+    """,
+        ranks=3,
+    ),
+    Script(
+        "group_made_on_some_ranks",
+        ("mismatch", "deadlock", "ended"),
+        """
         if rank < 2:  # BUG
             pair = dist.new_group([0, 1])  # BUG
         pair = dist.new_group([0, 1])  # MENDED
         everyone = dist.new_group()  # HERE
         dist.all_reduce(torch.ones(1), group=everyone)  # HERE
-    """, ranks=3),
-    Script("swapped_order_of_messages", ("deadlock",), """
+    """,
+        ranks=3,
+    ),
+    Script(
+        "swapped_order_of_messages",
+        ("deadlock",),
+        """
         x, y = torch.ones(2), torch.zeros(2)
         if rank == 0:  # MENDED
             dist.send(x, 1)  # MENDED
@@ -114,15 +152,23 @@ SCRIPTS = [
             dist.send(x, 0)  # MENDED
         dist.recv(y, 1 - rank)  # BUG
         dist.send(x, 1 - rank)  # BUG
-    """),
-    Script("two_groups_in_opposite_order", ("deadlock",), """
+    """,
+    ),
+    Script(
+        "two_groups_in_opposite_order",
+        ("deadlock",),
+        """
         first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
         x = torch.ones(2)
         for group in (first, second) if rank == 0 else (second, first):  # BUG
         for group in (first, second):  # MENDED
             dist.all_reduce(x, group=group)  # HERE
-    """),
-    Script("uneven_batches", ("ended", "deadlock"), """
+    """,
+    ),
+    Script(
+        "uneven_batches",
+        ("ended", "deadlock"),
+        """
         model = DDP(torch.nn.Linear(3, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3 + rank):  # BUG
@@ -131,14 +177,22 @@ SCRIPTS = [
             loss = model(batch(step)).square().mean()
             loss.backward()  # HERE
             optimizer.step()
-    """),
-    Script("exception_on_one_rank", ("exception",), """
+    """,
+    ),
+    Script(
+        "exception_on_one_rank",
+        ("exception",),
+        """
         for step in range(3):
             if rank == 1 and step == 2:  # BUG
                 raise ValueError("bad batch")  # BUG
             dist.all_reduce(torch.ones(1))
-    """),
-    Script("seed_per_rank", ("replicas",), """
+    """,
+    ),
+    Script(
+        "seed_per_rank",
+        ("replicas",),
+        """
         torch.manual_seed(rank)  # BUG
         torch.manual_seed(0)  # MENDED
         model = torch.nn.Linear(3, 1)
@@ -149,8 +203,12 @@ SCRIPTS = [
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
             optimizer.step()  # HERE
-    """),
-    Script("no_seed_at_all", ("replicas",), """
+    """,
+    ),
+    Script(
+        "no_seed_at_all",
+        ("replicas",),
+        """
         torch.manual_seed(0)  # MENDED
         model = torch.nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -160,8 +218,12 @@ SCRIPTS = [
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
             optimizer.step()  # HERE
-    """),
-    Script("parameters_changed_on_one_rank", ("replicas",), """
+    """,
+    ),
+    Script(
+        "parameters_changed_on_one_rank",
+        ("replicas",),
+        """
         model = DDP(torch.nn.Linear(3, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(4):
@@ -170,8 +232,12 @@ SCRIPTS = [
             if rank == 1 and step == 2:  # BUG
                 model.module.weight.data.clamp_(-0.01, 0.01)  # BUG
             optimizer.step()  # HERE
-    """),
-    Script("shard_changed_in_one_replica", ("replicas",), """
+    """,
+    ),
+    Script(
+        "shard_changed_in_one_replica",
+        ("replicas",),
+        """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -185,8 +251,13 @@ SCRIPTS = [
             if rank == 2 and step == 1:  # BUG
                 model.weight.to_local().data.clamp_(-0.01, 0.01)  # BUG
             optimizer.step()  # HERE
-    """, ranks=4),
-    Script("step_skipped_on_one_rank", ("replicas",), """
+    """,
+        ranks=4,
+    ),
+    Script(
+        "step_skipped_on_one_rank",
+        ("replicas",),
+        """
         model = DDP(torch.nn.Linear(3, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(4):
@@ -195,8 +266,12 @@ SCRIPTS = [
             if rank == 0 or step != 1:  # BUG
                 optimizer.step()  # BUG
             optimizer.step()  # MENDED
-    """),
-    Script("clipping_before_synchronization", ("replicas",), """
+    """,
+    ),
+    Script(
+        "clipping_before_synchronization",
+        ("replicas",),
+        """
         model = DDP(torch.nn.Linear(3, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
@@ -206,8 +281,12 @@ SCRIPTS = [
             optimizer.step()  # BUG
             model(batch(step)).square().mean().backward()
             optimizer.step()  # HERE
-    """),
-    Script("unused_parameters_on_one_rank", ("ended", "deadlock", "exception", "mismatch"), """
+    """,
+    ),
+    Script(
+        "unused_parameters_on_one_rank",
+        ("ended", "deadlock", "exception", "mismatch"),
+        """
         class Two(torch.nn.Module):
             def __init__(self):
                 super().__init__()
@@ -223,8 +302,12 @@ SCRIPTS = [
             optimizer.zero_grad()
             model(batch(step)).square().mean().backward()  # HERE
             optimizer.step()  # HERE
-    """),
-    Script("use_before_wait", ("early_use",), """
+    """,
+    ),
+    Script(
+        "use_before_wait",
+        ("early_use",),
+        """
         x = torch.full((2,), float(rank))
         work = dist.all_reduce(x, async_op=True)  # HERE
         model = torch.nn.Linear(2, 1)
@@ -232,16 +315,24 @@ SCRIPTS = [
         work.wait()
         model.weight.data.copy_(x)  # MENDED
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-    """),
-    Script("sent_on_before_wait", ("early_use",), """
+    """,
+    ),
+    Script(
+        "sent_on_before_wait",
+        ("early_use",),
+        """
         x = torch.full((2,), float(rank))
         work = dist.all_reduce(x, async_op=True)  # HERE
         y = x * 2  # BUG
         work.wait()
         y = x * 2  # MENDED
         dist.all_reduce(y)
-    """),
-    Script("changed_before_wait", ("early_use", "schedule"), """
+    """,
+    ),
+    Script(
+        "changed_before_wait",
+        ("early_use", "schedule"),
+        """
         x, y = torch.full((2,), float(rank)), torch.zeros(2)
         works = [dist.isend(x, 1 - rank), dist.irecv(y, 1 - rank)]  # HERE
         x.zero_()  # BUG
@@ -251,16 +342,24 @@ SCRIPTS = [
         model = torch.nn.Linear(2, 1)
         model.weight.data.copy_(y)
         torch.optim.SGD(model.parameters(), lr=0.1).step()  # HERE
-    """),
-    Script("missing_barrier", ("exception",), """
+    """,
+    ),
+    Script(
+        "missing_barrier",
+        ("exception",),
+        """
         if rank == 0:
             time.sleep(1)
             open("data.txt", "w").write("1 2 3")
         dist.barrier()  # MENDED
         values = open("data.txt").read()  # HERE
         dist.all_reduce(torch.ones(1))
-    """),
-    Script("race_on_a_file", ("exception", "schedule"), """
+    """,
+    ),
+    Script(
+        "race_on_a_file",
+        ("exception", "schedule"),
+        """
         if rank == 0:
             with open("data.txt", "w") as file:
                 file.write("0")
@@ -274,8 +373,12 @@ SCRIPTS = [
         model.weight.data.fill_(value)
         dist.all_reduce(torch.ones(1))
         torch.optim.SGD(model.parameters(), lr=0.1).step()  # HERE
-    """),
-    Script("race_on_a_global", ("schedule",), """
+    """,
+    ),
+    Script(
+        "race_on_a_global",
+        ("schedule",),
+        """
         total = [0.0]
         lock = threading.Lock()
 
@@ -301,8 +404,12 @@ SCRIPTS = [
         model = torch.nn.Linear(1, 1)
         model.weight.data.fill_(total[0])
         torch.optim.SGD(model.parameters(), lr=0.1).step()  # HERE
-    """),
-    Script("first_come_first_served", ("schedule",), """
+    """,
+    ),
+    Script(
+        "first_come_first_served",
+        ("schedule",),
+        """
         x = torch.full((2,), float(rank))
         order = torch.zeros(2)
         if rank == 0:
@@ -316,14 +423,23 @@ SCRIPTS = [
         model = torch.nn.Linear(2, 1)
         model.weight.data.copy_(order)
         torch.optim.SGD(model.parameters(), lr=0.1).step()  # HERE
-    """, ranks=3),
-    Script("set_ordered_collectives", ("hash_seed",), """
+    """,
+        ranks=3,
+    ),
+    Script(
+        "set_ordered_collectives",
+        ("hash_seed",),
+        """
         values = {str(i): torch.ones(i + 1) for i in range(10)}
         for name in set(values):  # BUG
         for name in sorted(values):  # MENDED
             dist.all_reduce(values[name])  # HERE
-    """),
-    Script("checkpoint_read_too_early", ("exception",), """
+    """,
+    ),
+    Script(
+        "checkpoint_read_too_early",
+        ("exception",),
+        """
         model = DDP(torch.nn.Linear(3, 1))
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
         if rank == 0:
@@ -332,8 +448,12 @@ SCRIPTS = [
         dist.barrier()  # MENDED
         model.load_state_dict(torch.load("model.pt"))  # HERE
         dist.barrier()
-    """),
-    Script("forgotten_no_sync", (), """
+    """,
+    ),
+    Script(
+        "forgotten_no_sync",
+        (),
+        """
         from contextlib import nullcontext
         model = DDP(torch.nn.Linear(3, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -344,22 +464,35 @@ SCRIPTS = [
                 with nullcontext() if part == 2 else model.no_sync():  # MENDED
                     model(batch(3 * step + part)).square().mean().backward()  # HERE
             optimizer.step()
-    """, hint="no_sync()"),
-    Script("message_never_received", (), """
+    """,
+        hint="no_sync()",
+    ),
+    Script(
+        "message_never_received",
+        (),
+        """
         if rank == 0:  # BUG
             dist.isend(torch.ones(2), 1)  # BUG
         dist.barrier()
-    """, hint="nothing received"),
-    Script("work_never_waited_for", (), """
+    """,
+        hint="nothing received",
+    ),
+    Script(
+        "work_never_waited_for",
+        (),
+        """
         x = torch.ones(2)
         dist.all_reduce(x, async_op=True)  # BUG
         dist.all_reduce(x, async_op=True).wait()  # MENDED
         dist.barrier()
-    """, hint="nothing waited"),
-]  # fmt: skip
+    """,
+        hint="nothing waited",
+    ),
+]
 
 RIGHT = {
-    "broadcast_whose_root_reads": """
+    "broadcast_whose_root_reads": (
+        """
         x = torch.full((2,), float(rank))
         work = dist.broadcast(x, src=0, async_op=True)
         model = torch.nn.Linear(2, 1)
@@ -368,8 +501,10 @@ RIGHT = {
         work.wait()
         model.weight.data.copy_(x)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-    """,
-    "source_of_isend_is_read": """
+    """
+    ),
+    "source_of_isend_is_read": (
+        """
         x, y = torch.full((2,), float(rank)), torch.zeros(2)
         works = [dist.isend(x, 1 - rank), dist.irecv(y, 1 - rank)]
         total = x + 1
@@ -378,8 +513,10 @@ RIGHT = {
         model = torch.nn.Linear(2, 1)
         model.weight.data.copy_(total + y)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-    """,
-    "is_completed_is_polled": """
+    """
+    ),
+    "is_completed_is_polled": (
+        """
         x = torch.full((2,), float(rank))
         work = dist.all_reduce(x, async_op=True)
         while not work.is_completed():
@@ -387,8 +524,10 @@ RIGHT = {
         model = torch.nn.Linear(2, 1)
         model.weight.data.copy_(x)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-    """,
-    "local_steps_then_averaging": """
+    """
+    ),
+    "local_steps_then_averaging": (
+        """
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -400,7 +539,8 @@ RIGHT = {
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.data)
                     parameter.data /= world
-    """,
+    """
+    ),
 }
 """Programs without an error that look like some with one."""
 

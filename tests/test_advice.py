@@ -13,13 +13,17 @@ from typing import Any
 SOURCE = Path(__file__).parents[1] / "src" / "bagua_ref"
 CALL = re.compile(r"\b(?:call|use|or|by) ((?:[a-z_]+\.)*[A-Za-z_]+)\((?:[^()=]*, )?([a-z_]+)=")
 """A call with a parameter, after such a verb or preposition."""
-ALONE = re.compile(r"\b(?:pass|use|call|with|needs?|set|or) (?:[a-z]+ as )?([a-z_]+)=(?=[A-Z\[\s'\d,.;]|$)")
+ALONE = re.compile(
+    r"\b(?:pass|use|call|with|needs?|set|or) (?:[a-z]+ as )?([a-z_]+)=(?=[A-Z\[\s'\d,.;]|$)"
+)
 """A parameter without its function."""
 
 WRAPPING = (
-    "distributed.BaguaModule.with_bagua", "data_parallel.DistributedDataParallel", "integrations.transformers.use_bagua",
+    "distributed.BaguaModule.with_bagua",
+    "data_parallel.DistributedDataParallel",
+    "integrations.transformers.use_bagua",
     "integrations.lightning_parts._Part",
-)  # fmt: skip
+)
 CACHING = ("contrib.cache_loader.CacheLoader", "contrib.utils.redis_store.RedisStore")
 BALANCING = ("contrib.load_balancing_sampler.LoadBalancingDistributedSampler",)
 CALLABLES = {
@@ -36,14 +40,20 @@ CALLABLES = {
     "find_unused_parameters": WRAPPING,
     "flatten": ("buckets.bucket.BaguaBucket",),
     "hosts": CACHING[1:],
-    "hierarchical": ("algorithms.ByteGradAlgorithm", "algorithms.DecentralizedAlgorithm", "algorithms.LocalSGDAlgorithm"),
+    "hierarchical": (
+        "algorithms.ByteGradAlgorithm",
+        "algorithms.DecentralizedAlgorithm",
+        "algorithms.LocalSGDAlgorithm",
+    ),
     "max_bytes": ("conformance.trace.recorder.Recorder",),
     "sampler": ("checkpoint.load",),
     "scattergather": ("buckets.bucket.BaguaBucket.append_centralized_synchronous_op",),
     "shuffle": BALANCING,
     "verify": ("contrib.fuse.fuse_optimizer",),
 }
-"""Public callables through which a reader of a message with this parameter has come; each must have it."""
+"""Public callables through which a reader of a message with this parameter has come; each must have
+it.
+"""
 OTHERS = {"sparse", "error_feedback", "grad_scaler", "what"}
 """Of torch's modules, and options that a message is about rather than for."""
 FOREIGN = {"redis", "torch", "fully_shard", "Trainer"}
@@ -55,15 +65,30 @@ LOCAL = {
 
 
 def messages(path: Path) -> Iterator[tuple[str, int, str]]:
-    """Yield the strings of a source that are no docstrings, with their lines; values of f-strings as {}."""
+    """Yield the strings of a source that are no docstrings, with their lines; values of f-strings
+    as {}.
+    """
     tree = ast.parse(path.read_text())
-    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node) if part is not node}
+    parts = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for part in ast.walk(node)
+        if part is not node
+    }
     parts |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            text = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values
+            )
             yield path.name, node.lineno, text
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts and " " in node.value:
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in parts
+            and " " in node.value
+        ):
             yield path.name, node.lineno, node.value
 
 
@@ -87,9 +112,17 @@ def parameters_in_source(function: str) -> set[str]:
     """Return the parameters of a function, or of a class's __init__, as its source has them."""
     module, name = function.rsplit(".", 1)
     body = ast.parse(SOURCE.joinpath(*module.split(".")).with_suffix(".py").read_text()).body
-    (found,) = (node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name)
+    (found,) = (
+        node
+        for node in body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name
+    )
     if isinstance(found, ast.ClassDef):
-        (found,) = (node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+        (found,) = (
+            node
+            for node in found.body
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+        )
     assert isinstance(found, ast.FunctionDef)
     return {argument.arg for argument in found.args.args + found.args.kwonlyargs}
 
@@ -105,7 +138,9 @@ def complaints(text: str) -> list[str]:
         if parameter not in CALLABLES and parameter not in OTHERS:
             wrong.append(f"{parameter}= belongs to no function: name it, or list it in CALLABLES")
         wrong += [
-            f"{function}() takes no {parameter}" for function in CALLABLES.get(parameter, ()) if not takes(function, parameter)
+            f"{function}() takes no {parameter}"
+            for function in CALLABLES.get(parameter, ())
+            if not takes(function, parameter)
         ]
     return wrong
 

@@ -1,4 +1,6 @@
-"""Ranks compare what they are about to do, and go on together after a failed round; in the simulated world."""
+"""Ranks compare what they are about to do, and go on together after a failed round; in the
+simulated world.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def test_each_rank_says_the_same_and_names_who_differs_in_what() -> None:
         return training.errors
 
     said = simulate(4, rank)
-    sentence = "disagree: rank 2 has taken 3 optimizer steps, ranks 0, 1, 3 have taken 4 optimizer steps"
+    sentence = (
+        "disagree: rank 2 has taken 3 optimizer steps, ranks 0, 1, 3 have taken 4 optimizer steps"
+    )
     assert all(errors[0].endswith(sentence) for errors in said)
     assert all("cannot train on: the ranks that train module" in errors[1] for errors in said)
 
@@ -63,13 +67,17 @@ def go_on(training: Training) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("algorithm", DETERMINISTIC)
-def test_resynchronized_ranks_go_on_as_if_all_had_begun_from_the_first_ones_state(algorithm: str) -> None:
+def test_resynchronized_ranks_go_on_as_if_all_had_begun_from_the_first_ones_state(
+    algorithm: str,
+) -> None:
     firsts: list[Any] = []
 
     def resynchronized(r: int) -> list[torch.Tensor]:
         training = faults.begin(algorithm)
         if r == 0:
-            firsts.extend(copy.deepcopy([training.module.state_dict(), training.optimizer.state_dict()]))
+            firsts.extend(
+                copy.deepcopy([training.module.state_dict(), training.optimizer.state_dict()])
+            )
             firsts.append(training.module.bagua_algorithm.counters())
         fail(training)
         training.module.bagua_resynchronize()
@@ -108,5 +116,7 @@ def test_averaging_in_the_background_goes_on_after_resynchronizing() -> None:
 
 
 def test_only_a_wrapped_module_can_be_resynchronized() -> None:
-    with pytest.raises(ValueError, match="this Linear is not wrapped, so there is nothing to resynchronize"):
+    with pytest.raises(
+        ValueError, match="this Linear is not wrapped, so there is nothing to resynchronize"
+    ):
         torch.nn.Linear(1, 1).bagua_resynchronize()

@@ -30,7 +30,9 @@ from bagua_ref.groups.process_group import _destroy_at_exit
 
 
 def wrapped(seed: int = 0, **arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    module, optimizer = wrap(network(seed), AsyncModelAverageAlgorithm(**{"sync_interval_ms": 100, **arguments}), lr=0.05)
+    module, optimizer = wrap(
+        network(seed), AsyncModelAverageAlgorithm(**{"sync_interval_ms": 100, **arguments}), lr=0.05
+    )
     return module, optimizer, module.bagua_algorithm
 
 
@@ -111,17 +113,21 @@ def test_bad_input_of_the_operation(r: int) -> None:
     with pytest.raises(ValueError, match="peer_selection_mode='shift_one' must be 'all'"):
         flat.append_asynchronous_model_average_op("shift_one")
     with pytest.raises(ValueError, match="needs flatten=True"):
-        BaguaBucket([torch.ones(2).ensure_bagua_tensor("x")], "0", flatten=False).append_asynchronous_model_average_op("all")
+        BaguaBucket(
+            [torch.ones(2).ensure_bagua_tensor("x")], "0", flatten=False
+        ).append_asynchronous_model_average_op("all")
     with pytest.raises(TypeError, match="int64"):
-        BaguaBucket([torch.ones(2, dtype=torch.int64).ensure_bagua_tensor("x")], "0", True).append_asynchronous_model_average_op(
-            "all"
-        )
+        BaguaBucket(
+            [torch.ones(2, dtype=torch.int64).ensure_bagua_tensor("x")], "0", True
+        ).append_asynchronous_model_average_op("all")
 
 
 # The algorithm.
 
 
-def test_S5_6_warmup_is_exactly_that_many_steps_of_allreduce_and_rounds_start_at_the_second_forward_after_it() -> None:
+def test_S5_6_warmup_is_exactly_that_many_steps_of_allreduce_and_rounds_start_at_the_second_forward_after_it() -> (
+    None
+):
     def rank(r: int) -> list[tuple[bool, State]]:
         module, optimizer, algorithm = wrapped(warmup_steps=3, sync_interval_ms=10_000)
         seen = []
@@ -129,14 +135,21 @@ def test_S5_6_warmup_is_exactly_that_many_steps_of_allreduce_and_rounds_start_at
         for _ in range(6):
             optimizer.zero_grad()
             module(torch.randn(4, 6)).square().mean().backward()
-            seen.append((torch.cat([p.grad.reshape(-1) for p in module.parameters()]).clone(), algorithm._rounds.state))
+            seen.append(
+                (
+                    torch.cat([p.grad.reshape(-1) for p in module.parameters()]).clone(),
+                    algorithm._rounds.state,
+                )
+            )
             optimizer.step()
         assert [bucket._async_op for bucket in module.bagua_buckets]
         algorithm.abort(module)
         return seen
 
     zero, one = simulate(2, rank)
-    assert [torch.equal(a, b) for (a, _), (b, _) in zip(zero, one, strict=True)] == [True] * 3 + [False] * 3
+    assert [torch.equal(a, b) for (a, _), (b, _) in zip(zero, one, strict=True)] == [True] * 3 + [
+        False
+    ] * 3
     assert [state for _, state in zero] == [State.IDLE] * 4 + [State.RUNNING] * 2
 
 
@@ -211,7 +224,9 @@ def drop_exception_in_backward(module: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def drop_exception_deep_in_backward(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    handle = module[1].register_forward_hook(lambda module, args, output: FailsInBackward.apply(output))
+    handle = module[1].register_forward_hook(
+        lambda module, args, output: FailsInBackward.apply(output)
+    )
     with pytest.raises(ArithmeticError):
         module(torch.randn(4, 6)).sum().backward()
     handle.remove()
@@ -276,7 +291,9 @@ DROPS = [function for name, function in sorted(globals().items()) if name.starts
 
 @pytest.mark.parametrize("drop", DROPS)
 @on_every_rank(2)
-def test_S5_6_nothing_is_held_whatever_happens_after_a_forward(r: int, drop: Callable[..., None]) -> None:
+def test_S5_6_nothing_is_held_whatever_happens_after_a_forward(
+    r: int, drop: Callable[..., None]
+) -> None:
     module, optimizer, algorithm = wrapped()
     step(module, optimizer)
     drop(module, optimizer)
@@ -302,7 +319,8 @@ def test_S5_6_two_forwards_hold_once_and_the_last_one_counts(r: int) -> None:
 @on_every_rank(3)
 def test_S5_6_ranks_may_abort_in_different_phases(r: int) -> None:
     module, optimizer, algorithm = wrapped(warmup_steps=2)
-    for _ in range(2 if r == 0 else 30):  # rank 0 aborts at the end of warm-up, the others much later
+    # rank 0 aborts at the end of warm-up, the others much later
+    for _ in range(2 if r == 0 else 30):
         step(module, optimizer)
     algorithm.abort(module)
     for _ in range(3):
@@ -311,7 +329,9 @@ def test_S5_6_ranks_may_abort_in_different_phases(r: int) -> None:
 
 
 @on_every_rank(2)
-def test_S5_6_an_abort_in_warmup_leaves_the_allreduce_and_holds_until_resume(r: int) -> torch.Tensor:
+def test_S5_6_an_abort_in_warmup_leaves_the_allreduce_and_holds_until_resume(
+    r: int,
+) -> torch.Tensor:
     module, optimizer, algorithm = wrapped(warmup_steps=4)
     torch.manual_seed(r)
     step(module, optimizer)
@@ -375,7 +395,10 @@ def test_S5_6_a_failed_round_is_raised_on_the_training_thread_once(r: int) -> No
 
     module.bagua_buckets[0]._ops.insert(0, explode)
     current_world().sleep(1)
-    with pytest.raises(CommunicationError, match=r"asynchronous averaging stopped in round \d+: BoomError: in a round"):
+    with pytest.raises(
+        CommunicationError,
+        match=r"asynchronous averaging stopped in round \d+: BoomError: in a round",
+    ):
         step(module, optimizer)
     step(module, optimizer)
     assert algorithm._rounds.state is State.ABORTED
@@ -457,11 +480,15 @@ def test_S5_6_abort_and_resume_take_the_module_under_both_of_its_names(r: int) -
     states = []
     for name in ("bagua_ddp", "bagua_module"):
         for method in (algorithm.abort, algorithm.resume):
-            with pytest.raises(TypeError, match=rf"{method.__name__}\(\) takes the module .* neither is given"):
+            with pytest.raises(
+                TypeError, match=rf"{method.__name__}\(\) takes the module .* neither is given"
+            ):
                 method()
             with pytest.raises(TypeError, match="as bagua_ddp or as bagua_module; both are given"):
                 method(module, bagua_module=module)
-            with pytest.raises(ValueError, match="Linear is not the module that this algorithm trains"):
+            with pytest.raises(
+                ValueError, match="Linear is not the module that this algorithm trains"
+            ):
                 method(**{name: nn.Linear(2, 2)})
             method(**{name: module})
             states.append(algorithm._rounds.state)
@@ -469,7 +496,11 @@ def test_S5_6_abort_and_resume_take_the_module_under_both_of_its_names(r: int) -
 
 
 def test_every_state_is_reachable_and_left() -> None:
-    assert set(TRANSITIONS) == set(State) == {state for following in TRANSITIONS.values() for state in following}
+    assert (
+        set(TRANSITIONS)
+        == set(State)
+        == {state for following in TRANSITIONS.values() for state in following}
+    )
 
 
 # Real processes.
@@ -509,7 +540,9 @@ def test_S5_6_a_process_may_end_without_abort() -> None:
 
 
 def ends_while_averaging(interval: float, ending: str) -> int:
-    """Train two steps on rank 0 and forty on rank 1, leave the loop as the quick start does, and end."""
+    """Train two steps on rank 0 and forty on rank 1, leave the loop as the quick start does, and
+    end.
+    """
     module, optimizer, algorithm = wrapped(sync_interval_ms=interval)
     for _ in range(40 if (rank := bagua_ref.get_rank()) else 2):
         step(module, optimizer, 0.01)
@@ -560,7 +593,9 @@ def destroys_alone() -> str:
 @pytest.mark.slow
 def test_S5_6_the_warning_of_a_rank_that_ends_alone_says_what_to_call() -> None:
     survivor, _ = outcomes(destroys_alone, 2, collective_timeout=5, limit=60)
-    assert survivor.result.endswith("Every rank must call model.bagua_algorithm.abort(model), or end by destroy_process_group()")
+    assert survivor.result.endswith(
+        "Every rank must call model.bagua_algorithm.abort(model), or end by destroy_process_group()"
+    )
 
 
 def loses_a_peer() -> str:
@@ -588,4 +623,6 @@ def test_S5_6_a_rank_that_dies_makes_the_others_raise() -> None:
 def test_S5_6_the_diagram_shows_the_transitions_there_are() -> None:
     drawing = (Path(__file__).parents[1] / "docs" / "images" / "async-states.svg").read_text()
     drawn = {tuple(edge.split()) for edge in re.findall(r'data-edge="([A-Z ]+)"', drawing)}
-    assert drawn == {(before.name, after.name) for before, afters in TRANSITIONS.items() for after in afters}
+    assert drawn == {
+        (before.name, after.name) for before, afters in TRANSITIONS.items() for after in afters
+    }

@@ -26,11 +26,19 @@ def test_the_soak_test_runs_and_nothing_grows(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     result = json.loads((tmp_path / "soak.json").read_text())
     assert {"machine", "versions", "date"} <= set(result["runs"][0])
-    assert [row["unit"] for row in result["rows"]] == ["MiB", "threads", "open files", "keys in Redis", "exit 0"]
+    assert [row["unit"] for row in result["rows"]] == [
+        "MiB",
+        "threads",
+        "open files",
+        "keys in Redis",
+        "exit 0",
+    ]
     assert [row["kept"] for row in result["rows"][1:]] == [True] * 4, result["rows"]
 
 
-def test_rows_that_are_measured_again_replace_earlier_ones_and_say_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_measured_again_replace_earlier_ones_and_say_when(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     common, path = load_script("benchmarks/common.py"), tmp_path / "result.json"
 
     def write(date: str, *works: str) -> dict[str, str]:
@@ -83,12 +91,16 @@ def test_a_lost_link_is_an_error_and_one_that_comes_back_is_not(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("arguments", [[], ["--only", "x"], ["--quick"]])
-def test_only_whole_runs_replace_committed_results(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_whole_runs_replace_committed_results(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     common, path = load_script("benchmarks/common.py"), tmp_path / "result.json"
     monkeypatch.setattr(common, "path_of", lambda name: path)
     monkeypatch.setattr("sys.argv", ["example.py", *arguments])
     row = common.Row("work", "s", 1.0, {"peer": 1.0}, "peer")
-    assert common.report("example", [row], common.arguments("An example.", only={"default": ""})) == 0
+    assert (
+        common.report("example", [row], common.arguments("An example.", only={"default": ""})) == 0
+    )
     assert path.exists() == (not arguments)
 
 
@@ -96,7 +108,10 @@ def test_the_report_draws_every_row_of_every_committed_result() -> None:
     load_script("docs/_benchmarks.py")  # finds benchmarks/, as its own call does
     page = load_script("benchmarks/report.py").page()
     sections = dict(re.findall(r'<section id="(\w+)">(.*?)</section>', page, re.DOTALL))
-    results = {path.stem: json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob("*.json")}
+    results = {
+        path.stem: json.loads(path.read_text())
+        for path in (ROOT / "benchmarks/results").glob("*.json")
+    }
     assert sections.keys() == results.keys()
     for name, result in results.items():
         rows = result if isinstance(result, list) else result["rows"]
@@ -104,14 +119,22 @@ def test_the_report_draws_every_row_of_every_committed_result() -> None:
             shown = row.get("work") or row.get("fault") or row["contender"]
             assert html.escape(shown) in sections[name], (name, shown)
         if name != "time_to_quality":  # its rows are curves
-            assert sections[name].count("<circle") == sum(1 + len(row.get("peers", ())) for row in rows)
-            assert sections[name].count("<b>missed</b>") == sum(not row.get("kept", True) for row in rows)
+            assert sections[name].count("<circle") == sum(
+                1 + len(row.get("peers", ())) for row in rows
+            )
+            assert sections[name].count("<b>missed</b>") == sum(
+                not row.get("kept", True) for row in rows
+            )
         assert (
             "curve" not in rows[-1]
             or "ours" in rows[-1]
             or sections[name].count("<polyline") == sum("curve" in row for row in rows)
         )
     places = [float(x) for x in re.findall(r'(?:cx|x1|x2)="([^"%]*)%?"', page)]
-    places += [float(x) for points in re.findall(r'points="([^"]*)"', page) for x in re.split("[ ,]", points)]
+    places += [
+        float(x)
+        for points in re.findall(r'points="([^"]*)"', page)
+        for x in re.split("[ ,]", points)
+    ]
     assert all(0 <= place <= 100 for place in places)
     assert not re.search(r" (nan|inf)</span>", page)

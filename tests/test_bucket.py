@@ -22,7 +22,9 @@ def parameters(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
     for place, shape in enumerate(shapes):
         parameter = torch.nn.Parameter(torch.randn(shape))
         parameter.grad = torch.randn(shape)
-        parameter.ensure_bagua_tensor(f"p{place}", "", lambda p: p.grad, lambda p, t: setattr(p, "grad", t))
+        parameter.ensure_bagua_tensor(
+            f"p{place}", "", lambda p: p.grad, lambda p, t: setattr(p, "grad", t)
+        )
         made.append(parameter)
     return made
 
@@ -91,7 +93,10 @@ def test_S2_3_an_operation_never_works_on_stale_storage(flatten: bool, how: str)
             made[0].grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t()
         elif how == "removed":
             made[0].grad = None
-        expected = [torch.zeros(2, 2) if made[0].grad is None else made[0].grad.clone(), made[1].grad.clone()]
+        expected = [
+            torch.zeros(2, 2) if made[0].grad is None else made[0].grad.clone(),
+            made[1].grad.clone(),
+        ]
         bucket.execute()
         for parameter, value in zip(made, expected, strict=True):
             assert torch.equal(parameter.grad, 2 * value)
@@ -145,10 +150,18 @@ def bad_buckets() -> list[Any]:
         ([], ValueError, "at least one tensor"),
         ([torch.ones(2)], ValueError, "ensure_bagua_tensor"),
         (["no tensor"], TypeError, "not str"),
-        (named(torch.ones(2), torch.ones(2, dtype=torch.float64)), TypeError, "different dtypes.*float32.*float64"),
+        (
+            named(torch.ones(2), torch.ones(2, dtype=torch.float64)),
+            TypeError,
+            "different dtypes.*float32.*float64",
+        ),
         (named(flat[:3], flat[2:]), ValueError, "'t0' and 't1'.*overlap"),
         (named(torch.ones(1)) + named(torch.ones(1)), ValueError, "each name may appear only once"),
-        ([torch.nn.Parameter(torch.ones(1)).ensure_bagua_tensor("p", "", lambda p: p.grad)], ValueError, "'p'.*bagua_ensure_grad"),
+        (
+            [torch.nn.Parameter(torch.ones(1)).ensure_bagua_tensor("p", "", lambda p: p.grad)],
+            ValueError,
+            "'p'.*bagua_ensure_grad",
+        ),
         (named(torch.ones(1), torch.ones(1, device="meta")), ValueError, "different devices"),
     ]
 
@@ -173,7 +186,12 @@ def test_bad_alignment_is_refused(alignment: Any) -> None:
 
 
 BAD_OPERATIONS = [
-    ({"compression": "MinMaxUInt8"}, torch.float32, ValueError, "compression='MinMaxUInt8' needs scattergather=True"),
+    (
+        {"compression": "MinMaxUInt8"},
+        torch.float32,
+        ValueError,
+        "compression='MinMaxUInt8' needs scattergather=True",
+    ),
     (
         {"compression": "zip", "scattergather": True},
         torch.float32,
@@ -181,7 +199,12 @@ BAD_OPERATIONS = [
         "compression='zip' is not a known codec; it must be one of 'MXFP4'",
     ),
     ({"scattergather": True}, torch.float32, ValueError, "5 elements.*2 equal chunks.*alignment=2"),
-    ({"compression": "MinMaxUInt8", "scattergather": True}, torch.float64, TypeError, "not bucket '0''s torch.float64"),
+    (
+        {"compression": "MinMaxUInt8", "scattergather": True},
+        torch.float64,
+        TypeError,
+        "not bucket '0''s torch.float64",
+    ),
     ({"average": True}, torch.int64, TypeError, "torch.int64"),
     ({"group": "everyone"}, torch.float32, TypeError, "group='everyone'"),
 ]
@@ -225,7 +248,9 @@ def test_the_repr_tells_what_is_inside() -> None:
 
 def test_a_gradient_that_is_gone_cannot_come_back_without_a_setter_closure() -> None:
     parameter = torch.nn.Parameter(torch.ones(2)).bagua_ensure_grad()
-    bucket = BaguaBucket([parameter.ensure_bagua_tensor("w", getter_closure=lambda p: p.grad)], "b", flatten=True)
+    bucket = BaguaBucket(
+        [parameter.ensure_bagua_tensor("w", getter_closure=lambda p: p.grad)], "b", flatten=True
+    )
     bucket.append_python_op(lambda _: None)
     parameter.grad = None
     with pytest.raises(ValueError, match="'w' has no effective tensor, and no setter_closure"):

@@ -1,4 +1,6 @@
-"""Tests of training that bypasses the wrapped module or changes its parameters: it must raise, not diverge silently."""
+"""Tests of training that bypasses the wrapped module or changes its parameters: it must raise, not
+diverge silently.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from tests.trainings import small_batch as batch
 from torch import nn
 
 import bagua_ref
-from bagua_ref.algorithms import DecentralizedAlgorithm, GlobalAlgorithmRegistry, GradientAllReduceAlgorithm
+from bagua_ref.algorithms import (
+    DecentralizedAlgorithm,
+    GlobalAlgorithmRegistry,
+    GradientAllReduceAlgorithm,
+)
 from bagua_ref.data_parallel import DistributedDataParallel
 
 ALGORITHMS = GlobalAlgorithmRegistry.available_algorithms()
@@ -31,15 +37,27 @@ class Net(nn.Module):
         return self.forward(x).square().mean()
 
 
-def wrapped(algorithm: str = "gradient_allreduce", **options: Any) -> tuple[Net, torch.optim.Optimizer]:
+def wrapped(
+    algorithm: str = "gradient_allreduce", **options: Any
+) -> tuple[Net, torch.optim.Optimizer]:
     module = Net()
-    optimizer, made_for = by_name(algorithm, module, **options, **({"period": 2} if algorithm in ("local_sgd", "diloco") else {}))
+    optimizer, made_for = by_name(
+        algorithm,
+        module,
+        **options,
+        **({"period": 2} if algorithm in ("local_sgd", "diloco") else {}),
+    )
     return module.with_bagua([optimizer], made_for), optimizer
 
 
-@pytest.mark.parametrize(("algorithm", "trained_before"), [*((name, True) for name in ALGORITHMS), ("gradient_allreduce", False)])
+@pytest.mark.parametrize(
+    ("algorithm", "trained_before"),
+    [*((name, True) for name in ALGORITHMS), ("gradient_allreduce", False)],
+)
 @on_every_rank(2)
-def test_a_step_after_a_method_was_called_instead_of_the_module_raises(r: int, algorithm: str, trained_before: bool) -> None:
+def test_a_step_after_a_method_was_called_instead_of_the_module_raises(
+    r: int, algorithm: str, trained_before: bool
+) -> None:
     module, optimizer = wrapped(algorithm)
     if trained_before:
         module(batch(r)).sum().backward()
@@ -49,7 +67,10 @@ def test_a_step_after_a_method_was_called_instead_of_the_module_raises(r: int, a
     module.training_step(batch(r)).backward()
     for _ in range(2):  # it fails again on retry
         with pytest.raises(
-            RuntimeError, match=r"gradients of this rank alone.*'body.\w+' followed no training forward.*model\(x\)"
+            RuntimeError,
+            match=(
+                r"gradients of this rank alone.*'body.\w+' followed no training forward.*model\(x\)"
+            ),
         ):
             optimizer.step()
     assert torch.equal(weights(module), before)
@@ -94,7 +115,9 @@ def test_without_a_known_optimizer_gradients_are_synchronized_as_they_come(r: in
 
 
 @on_every_rank(2)
-def test_without_a_known_optimizer_an_algorithm_that_needs_forwards_refuses_the_step(r: int) -> None:
+def test_without_a_known_optimizer_an_algorithm_that_needs_forwards_refuses_the_step(
+    r: int,
+) -> None:
     module = DistributedDataParallel(Net(), algorithm=DecentralizedAlgorithm())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for step in range(2):
@@ -108,7 +131,9 @@ def test_without_a_known_optimizer_an_algorithm_that_needs_forwards_refuses_the_
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("average", [True, False])
 @on_every_rank(2)
-def test_a_penaltys_own_backward_before_the_main_one_is_reduced_with_it(r: int, average: bool, set_to_none: bool) -> None:
+def test_a_penaltys_own_backward_before_the_main_one_is_reduced_with_it(
+    r: int, average: bool, set_to_none: bool
+) -> None:
     module, optimizer = wrapped(average=average)
     for step in range(3):
         optimizer.zero_grad(set_to_none)
@@ -120,7 +145,9 @@ def test_a_penaltys_own_backward_before_the_main_one_is_reduced_with_it(r: int, 
     for step in range(3):
         optimizer.zero_grad()
         loss = sum(
-            alone(batch(r, step)).square().mean() + 0.01 * sum(p.square().sum() for p in alone.parameters()) for r in range(2)
+            alone(batch(r, step)).square().mean()
+            + 0.01 * sum(p.square().sum() for p in alone.parameters())
+            for r in range(2)
         )
         (loss / 2 if average else loss).backward()
         optimizer.step()
@@ -150,7 +177,9 @@ def test_local_gradients_on_purpose_and_torch_autograd_grad_stay_legal(r: int) -
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "decentralized"])
 @on_every_rank(2)
-def test_S5_a_backward_under_no_sync_of_a_forward_outside_of_it_is_synchronized(r: int, algorithm: str) -> torch.Tensor:
+def test_S5_a_backward_under_no_sync_of_a_forward_outside_of_it_is_synchronized(
+    r: int, algorithm: str
+) -> torch.Tensor:
     module, optimizer = wrapped(algorithm)
     if algorithm == "decentralized":
         with torch.no_grad():
@@ -173,7 +202,9 @@ def test_without_a_known_optimizer_no_sync_keeps_gradients_local_too(r: int) -> 
 
 
 @on_every_rank(2)
-def test_a_step_whose_closure_makes_the_gradients_counts_also_with_a_learning_rate_of_zero(r: int) -> None:
+def test_a_step_whose_closure_makes_the_gradients_counts_also_with_a_learning_rate_of_zero(
+    r: int,
+) -> None:
     module = Net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)  # as at the start of a warm-up
     module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False))
@@ -230,7 +261,9 @@ def _add_a_module(module: Net) -> str:
 
 @pytest.mark.parametrize("change", [_unfreeze, _replace, _add, _add_a_module])
 @on_every_rank(2)
-def test_parameters_that_appear_after_wrapping_are_named_at_the_next_training_forward(r: int, change: Any) -> None:
+def test_parameters_that_appear_after_wrapping_are_named_at_the_next_training_forward(
+    r: int, change: Any
+) -> None:
     module = Net()
     module.body.weight.requires_grad_(False)
     wrap(module, GradientAllReduceAlgorithm(), lr=0.1)
@@ -244,7 +277,11 @@ def test_parameters_that_appear_after_wrapping_are_named_at_the_next_training_fo
         with pytest.raises(RuntimeError, match=rf"'{name}'.*with_bagua\(\) again"):
             module(batch(r))
     assert module.bagua_train_step_counter == steps
-    module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.1)], GradientAllReduceAlgorithm(), find_unused_parameters=True)
+    module.with_bagua(
+        [torch.optim.SGD(module.parameters(), lr=0.1)],
+        GradientAllReduceAlgorithm(),
+        find_unused_parameters=True,
+    )
     module(batch(r)).sum().backward()
     everywhere = module.head.weight.grad.clone()
     bagua_ref.broadcast(everywhere, 0)
@@ -295,7 +332,9 @@ def test_sharded_modules_are_refused_by_name() -> None:
     mesh = init_device_mesh("cpu", (2,))
     sharded, replicated = Net(), Net()
     fully_shard(sharded, mesh=mesh)
-    replicated.head.weight = nn.Parameter(distribute_tensor(replicated.head.weight.detach(), mesh, [Replicate()]))
+    replicated.head.weight = nn.Parameter(
+        distribute_tensor(replicated.head.weight.detach(), mesh, [Replicate()])
+    )
     whole = FullyShardedDataParallel(Net(), use_orig_params=True, device_id=torch.device("cpu"))
     for module, message in (
         (sharded, "'body.weight' is a DTensor"),
@@ -303,13 +342,17 @@ def test_sharded_modules_are_refused_by_name() -> None:
         (whole, "FullyShardedDataParallel"),
     ):
         with pytest.raises(NotImplementedError, match=message):
-            module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.1)], GradientAllReduceAlgorithm())
+            module.with_bagua(
+                [torch.optim.SGD(module.parameters(), lr=0.1)], GradientAllReduceAlgorithm()
+            )
 
 
 @on_every_rank(2)
 def test_a_scripted_module_is_refused_before_anything_is_sent(r: int) -> None:
     with pytest.raises(NotImplementedError, match="takes no hooks"):
-        torch.jit.script(nn.Sequential(nn.Linear(4, 2))).with_bagua([], GradientAllReduceAlgorithm())
+        torch.jit.script(nn.Sequential(nn.Linear(4, 2))).with_bagua(
+            [], GradientAllReduceAlgorithm()
+        )
 
 
 @on_every_rank(2)

@@ -62,8 +62,14 @@ def test_the_format_is_what_it_was():
     assert int.from_bytes(data[4:8], "little") == len(data) == 27
     assert data[16:] == b"b\6\0\0\0cached"
     assert encode((None, True, 1), allow_pickle=False)[16:] == b"(\3\0\0\0NTi\1" + bytes(7)
-    assert encode(torch.tensor([1, 2], dtype=torch.uint8), allow_pickle=False)[16:] == b"t\0\5\1uint8\2" + bytes(7) + b"\1\2"
-    assert encode(np.zeros((1, 1), "<i2"), allow_pickle=False)[16:] == b"a\0\3\2<i2" + 2 * (b"\1" + bytes(7)) + b"\0\0"
+    assert (
+        encode(torch.tensor([1, 2], dtype=torch.uint8), allow_pickle=False)[16:]
+        == b"t\0\5\1uint8\2" + bytes(7) + b"\1\2"
+    )
+    assert (
+        encode(np.zeros((1, 1), "<i2"), allow_pickle=False)[16:]
+        == b"a\0\3\2<i2" + 2 * (b"\1" + bytes(7)) + b"\0\0"
+    )
 
 
 def test_the_other_byte_order_and_other_versions_are_refused():
@@ -78,7 +84,11 @@ def test_an_array_in_a_file_comes_back_as_an_array(tmp_path):
     assert same(round_trip(mapped[1:]), np.zeros(2, "<f4"))
 
 
-@pytest.mark.parametrize("value", [np.zeros(2, [("x", "f4"), ("y", "i8")]), np.zeros((), "i4,f4")[()]], ids=["array", "scalar"])
+@pytest.mark.parametrize(
+    "value",
+    [np.zeros(2, [("x", "f4"), ("y", "i8")]), np.zeros((), "i4,f4")[()]],
+    ids=["array", "scalar"],
+)
 @pytest.mark.parametrize("allow_pickle", [True, False])
 def test_structured_arrays_are_refused_with_advice(value, allow_pickle):
     with pytest.raises(TypeError, match="dict of its fields"):
@@ -92,11 +102,19 @@ class _Text(str):
 @pytest.mark.parametrize(
     "value",
     [
-        Sample(1), Pair(1, 2), {1, 2}, np.array([None, 1]), torch.nn.Parameter(torch.ones(2)), torch.Size([2]), _Text("a"),
-        torch.eye(2).to_sparse(), range(3), torch.float32,
+        Sample(1),
+        Pair(1, 2),
+        {1, 2},
+        np.array([None, 1]),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.Size([2]),
+        _Text("a"),
+        torch.eye(2).to_sparse(),
+        range(3),
+        torch.float32,
     ],
     ids=lambda value: type(value).__name__,
-)  # fmt: skip
+)
 def test_what_is_more_than_it_seems_needs_pickle_and_keeps_its_type(value):
     with pytest.raises(TypeError, match=r"without pickle.*allow_pickle=True"):
         encode(value, allow_pickle=False)
@@ -175,7 +193,11 @@ def test_views_in_objects_are_stored_without_the_rest(make, view, dtype):
     assert type(again) is type(value)
     (found,), (wanted,) = tensors_in(again), tensors_in(value)
     assert same(found.as_subclass(torch.Tensor).detach(), wanted.as_subclass(torch.Tensor).detach())
-    assert (type(found), found.requires_grad, found.__dict__) == (type(wanted), wanted.requires_grad, wanted.__dict__)
+    assert (type(found), found.requires_grad, found.__dict__) == (
+        type(wanted),
+        wanted.requires_grad,
+        wanted.__dict__,
+    )
 
 
 def tensors_in(value):
@@ -185,7 +207,9 @@ def tensors_in(value):
         return list(value.parameters())
     if isinstance(value, Row):
         return tensors_in(value.pixels)
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, Iterable) else ()
+    inner = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, Iterable) else ()
+    )
     return [tensor for one in inner for tensor in tensors_in(one)]
 
 
@@ -203,11 +227,23 @@ def test_a_tensor_that_is_twice_in_an_object_is_stored_once_and_comes_back_as_on
     [
         (torch.eye(2).to_sparse(), r"return its to_dense\(\), or its indices and values"),
         (torch.eye(2).to_sparse_csr(), r"return its to_dense\(\)"),
-        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"return a list of its tensors: its unbind\(\)"),
-        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "return a list of its tensors"),
+        (
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            r"return a list of its tensors: its unbind\(\)",
+        ),
+        (
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            "return a list of its tensors",
+        ),
         (torch.ones(2, device="meta"), r"return its cpu\(\)"),
         (torch.nn.Parameter(torch.ones(2)), r"return its detach\(\).as_subclass\(torch.Tensor\)"),
-        (with_attribute(torch.ones(2)), r"return its detach\(\).as_subclass\(torch.Tensor\), with attributes beside it in a dict"),
+        (
+            with_attribute(torch.ones(2)),
+            (
+                r"return its detach\(\).as_subclass\(torch.Tensor\), with attributes beside it in a"
+                r" dict"
+            ),
+        ),
         (np.array([1, None]), r"return its tolist\(\), or an array of numbers or text"),
         ({1, 2}, "return tensors, arrays, numbers"),
     ],
@@ -222,7 +258,9 @@ def test_what_cannot_be_stored_says_what_to_return_instead(value, advice):
 @pytest.mark.filterwarnings("ignore:.*quantiz.*")
 def test_quantised_tensors_say_what_to_return_instead():
     value = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
-    with pytest.raises(TypeError, match=r"return its dequantize\(\), or its int_repr\(\) with scale and zero point"):
+    with pytest.raises(
+        TypeError, match=r"return its dequantize\(\), or its int_repr\(\) with scale and zero point"
+    ):
         encode(value, allow_pickle=False)
     rows = torch.quantize_per_tensor(torch.ones(100, 100), 0.1, 0, torch.quint8)
     encoded = encode(Row(rows[3]), allow_pickle=True)
@@ -270,7 +308,11 @@ def test_S8_3_keys_that_all_have_one_hash_are_damage(key):
 
 
 def test_S8_5_many_numbers_are_keys():
-    value = {key: None for number in range(4_000) for key in (number, -number, number / 7, (number, 1.0), number << 40)}
+    value = {
+        key: None
+        for number in range(4_000)
+        for key in (number, -number, number / 7, (number, 1.0), number << 40)
+    }
     assert round_trip(value) == value
 
 
@@ -283,7 +325,9 @@ def test_more_than_redis_takes_is_refused_before_it_is_sent(monkeypatch):
 
 
 def test_what_pickle_refuses_is_named_with_what_to_return_instead():
-    with pytest.raises(TypeError, match=r"builtins\.function cannot be cached, as pickle raised .*; return tensors"):
+    with pytest.raises(
+        TypeError, match=r"builtins\.function cannot be cached, as pickle raised .*; return tensors"
+    ):
         encode([lambda: 1], allow_pickle=True)
 
 

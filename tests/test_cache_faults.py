@@ -1,4 +1,6 @@
-"""Tests of servers that fail or answer oddly: training goes on from the dataset, within the time limit (S8.3)."""
+"""Tests of servers that fail or answer oddly: training goes on from the dataset, within the time
+limit (S8.3).
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,21 @@ WITHOUT_REDIS = ("no server", "foreign server", "answer of the wrong shape")
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name.startswith(WITHOUT_REDIS) else pytest.mark.redis) for name in FAULTS if name not in SLOW],
+    [
+        pytest.param(name, marks=() if name.startswith(WITHOUT_REDIS) else pytest.mark.redis)
+        for name in FAULTS
+        if name not in SLOW
+    ],
 )
 def test_training_survives(name):
     report = FAULTS[name]()
     assert report.survived, report.outcome
     assert report.seconds < 4  # less than the timeout
     if name.startswith(WITHOUT_REDIS):
-        assert '64 made again; warns "cache unavailable; continuing without it: redis at' in report.outcome
+        assert (
+            '64 made again; warns "cache unavailable; continuing without it: redis at'
+            in report.outcome
+        )
 
 
 @pytest.mark.parametrize(
@@ -44,14 +53,28 @@ def test_training_survives(name):
         ("FLUSHDB", lambda store: store.clear()),
     ],
 )
-@pytest.mark.parametrize("answer", [b"$-1\r\n", b"*1\r\n$1\r\nx\r\n*0\r\n", b"+QUEUED\r\n", b"$2\r\n12\r\n", b"*2\r\n:1\r\n+x\r\n"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"$-1\r\n",
+        b"*1\r\n$1\r\nx\r\n*0\r\n",
+        b"+QUEUED\r\n",
+        b"$2\r\n12\r\n",
+        b"*2\r\n:1\r\n+x\r\n",
+    ],
+)
 def test_every_request_checks_its_answer(command, ask, answer):
     with odd_server(redis_like({command.encode(): answer})) as host:
         store = RedisStore(hosts=[host], timeout=1)
         if command == "MGET" and answer.startswith(b"*1"):
             assert ask(store) == b"x"
         else:
-            with pytest.raises(StoreError, match=rf"redis at .* fails: (it answers {command} with|InvalidResponse: a list of) "):
+            with pytest.raises(
+                StoreError,
+                match=(
+                    rf"redis at .* fails: (it answers {command} with|InvalidResponse: a list of) "
+                ),
+            ):
                 ask(store)
         assert store.status()
         store.close()
@@ -68,7 +91,11 @@ def test_a_foreign_server_is_named_and_has_no_status(name):
         store = RedisStore(hosts=[host])
         assert not store.status()
         with pytest.raises(
-            StoreError, match=r"closed the connection|reset by peer|is this a Redis|longer than the \d that were asked for"
+            StoreError,
+            match=(
+                r"closed the connection|reset by peer|is this a Redis|longer than the \d that were"
+                r" asked for"
+            ),
         ):
             store.get("a")
 
@@ -118,7 +145,9 @@ def test_a_server_that_reads_too_slowly_is_given_up():
 
 
 def test_an_answer_that_keeps_coming_for_ever_is_given_up():
-    talk = redis_like({b"MGET": b"*1\r\n$90000000\r\n" + bytes(30_000_000)}, pause=0.01, size=100_000)
+    talk = redis_like(
+        {b"MGET": b"*1\r\n$90000000\r\n" + bytes(30_000_000)}, pause=0.01, size=100_000
+    )
     with odd_server(talk) as host:
         store, started = RedisStore(hosts=[host], timeout=0.1), time.monotonic()
         with pytest.raises(StoreError, match=r"TimeoutError: .* \(timeout=0.1\)"):
@@ -135,7 +164,11 @@ def test_a_large_value_may_take_longer_than_the_timeout_if_it_keeps_coming():
         assert time.monotonic() - started > 0.6
 
 
-@pytest.mark.parametrize("talk", [endless(b"", b"a" * 9000), endless(b"+OK\r\n", b"+PONG "), http], ids=["noise", "almost", "HTTP"])
+@pytest.mark.parametrize(
+    "talk",
+    [endless(b"", b"a" * 9000), endless(b"+OK\r\n", b"+PONG "), http],
+    ids=["noise", "almost", "HTTP"],
+)
 def test_what_listens_on_the_port_of_a_job_s_own_server_is_told_apart(talk):
     with odd_server(talk) as host:
         started = time.monotonic()

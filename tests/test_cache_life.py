@@ -17,7 +17,15 @@ import redis
 import torch
 import torch.distributed as dist
 from tests.cache_jobs import Plain, epoch, start_server_job
-from tests.cache_servers import PROGRAM, connect, eventually, every_backend, need, processes, zombies_of
+from tests.cache_servers import (
+    PROGRAM,
+    connect,
+    eventually,
+    every_backend,
+    need,
+    processes,
+    zombies_of,
+)
 from tests.launch import launch, on_every_process, outcomes
 
 import bagua_ref
@@ -25,7 +33,12 @@ from bagua_ref.contrib import CachedDataset, CacheLoader
 from bagua_ref.contrib.cache import job_servers
 from bagua_ref.contrib.cache import server as server_module
 from bagua_ref.contrib.cache.server import node_address, start_redis_server
-from bagua_ref.contrib.utils.redis_store import FakeRedisStore, RedisStore, bootstrap_redis_server, shutdown_redis_server
+from bagua_ref.contrib.utils.redis_store import (
+    FakeRedisStore,
+    RedisStore,
+    bootstrap_redis_server,
+    shutdown_redis_server,
+)
 from bagua_ref.errors import BackendUnavailableError, CommunicationTimeoutError, NotInitializedError
 
 pytestmark = pytest.mark.slow
@@ -64,7 +77,9 @@ def test_the_server_ends_with_the_process_that_started_it(number, has_child):
         process.kill()
         if child is not None:
             os.kill(child, signal.SIGKILL)  # it stayed alive
-    assert {path for path in temporary_files() - before if "redis" in path or "dump" in path} == set()
+    assert {
+        path for path in temporary_files() - before if "redis" in path or "dump" in path
+    } == set()
 
 
 @pytest.mark.redis
@@ -114,7 +129,9 @@ def test_the_small_server_asks_for_its_password_too():
     assert address["host"] == "127.0.0.1"
     for password in (None, "guess"):
         client = connect(port=address["port"], password=password, protocol=2)
-        with pytest.raises((redis.AuthenticationError, redis.ResponseError), match=r"password|Authentication"):
+        with pytest.raises(
+            (redis.AuthenticationError, redis.ResponseError), match=r"password|Authentication"
+        ):
             client.get("_a")
     assert redis.Redis(**address, protocol=2).get("_a") is not None
 
@@ -125,9 +142,11 @@ def test_the_server_listens_on_loopback_only():
     (address,) = bootstrap_redis_server(107_374_182_400)
     hexadecimal = f":{address['port']:04X} "
     listening = [
-        line.split()[1] for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()
+        line.split()[1]
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()
         if hexadecimal in line and line.split()[3] == "0A"
-    ]  # fmt: skip
+    ]
     assert listening == [f"0100007F{hexadecimal.strip()}"]
 
 
@@ -167,13 +186,18 @@ def test_two_jobs_on_one_node_have_servers_of_their_own_that_end_with_them():
         pipe.send("end")
         process.join()
         assert process.exitcode == 0
-        assert [pid in processes("") for one in theirs for pid in one] == [number < 0] * 2 + [number < 1] * 2
+        assert [pid in processes("") for one in theirs for pid in one] == [number < 0] * 2 + [
+            number < 1
+        ] * 2
 
 
 @every_backend
 def test_loaders_of_a_process_share_one_server(backend):
     need(backend)
-    first, second = CacheLoader(backend, dataset_name="first"), CacheLoader(backend, dataset_name="second")
+    first, second = (
+        CacheLoader(backend, dataset_name="first"),
+        CacheLoader(backend, dataset_name="second"),
+    )
     assert first.store.stores[0]._options == second.store.stores[0]._options
     with pytest.warns(UserWarning, match="capacity_per_node=12345 has no effect"):
         CacheLoader(backend, capacity_per_node=12345)
@@ -202,7 +226,10 @@ def test_a_port_that_is_taken_is_left_for_another(monkeypatch):
     assert server.is_running()
     server.stop()
     assert not server.is_running()
-    with pytest.raises(BackendUnavailableError, match=rf"does not start on 127.0.0.1: .*{taken.port}.*ddress already in use"):
+    with pytest.raises(
+        BackendUnavailableError,
+        match=rf"does not start on 127.0.0.1: .*{taken.port}.*ddress already in use",
+    ):
         start_redis_server("127.0.0.1", 10_000_000, taken.port)
     with pytest.raises(BackendUnavailableError, match="nonsense"):
         start_redis_server("127.0.0.1", 10_000_000, None, "--nonsense", "1")
@@ -251,7 +278,12 @@ def place_of_server(backend: str, cluster_mode: bool) -> tuple[list[int], list[s
     mine = servers_of(os.getpid()) if backend == "redis" else []
     sync()
     options = [store._options for store in loader.store.stores]
-    return [option["port"] for option in options], [option["host"] for option in options], keys, len(mine)
+    return (
+        [option["port"] for option in options],
+        [option["host"] for option in options],
+        keys,
+        len(mine),
+    )
 
 
 def sync() -> None:
@@ -261,7 +293,10 @@ def sync() -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize(("backend", "cluster_mode"), [pytest.param("redis", True, marks=pytest.mark.redis), ("fakeredis", False)])
+@pytest.mark.parametrize(
+    ("backend", "cluster_mode"),
+    [pytest.param("redis", True, marks=pytest.mark.redis), ("fakeredis", False)],
+)
 def test_ranks_of_a_node_share_a_server_and_nodes_share_a_cluster(backend, cluster_mode):
     need(backend)
     found = launch(place_of_server, 3, backend, cluster_mode, nodes=(2, 1))
@@ -361,7 +396,8 @@ def test_ranks_that_shut_down_together_meet_at_a_new_server_and_a_new_group_find
 def test_who_waits_for_a_rank_says_for_which_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_servers, "_WAIT_SECONDS", 0.1)
     with pytest.raises(
-        CommunicationTimeoutError, match=r"timed out after [\de.-]+ s waiting for rank 1 of 2; every rank must make its first"
+        CommunicationTimeoutError,
+        match=r"timed out after [\de.-]+ s waiting for rank 1 of 2; every rank must make its first",
     ):
         job_servers._exchange(dist.HashStore(), "rank", 0, range(2), "a machine")
 
@@ -370,6 +406,7 @@ def test_who_waits_for_a_rank_says_for_which_and_how_long(monkeypatch: pytest.Mo
             raise dist.DistNetworkError("Connection was likely closed")
 
     with pytest.raises(
-        CommunicationTimeoutError, match=r"timed out after [\de.-]+ s waiting for rank 0 of 2; .*Connection was likely closed"
+        CommunicationTimeoutError,
+        match=r"timed out after [\de.-]+ s waiting for rank 0 of 2; .*Connection was likely closed",
     ):
         job_servers._exchange(Gone(), "rank", 0, range(2), "a machine")

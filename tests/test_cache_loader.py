@@ -85,7 +85,10 @@ class Name(str):
         (Path("a"), "a"),
         (Recording(), "a/b.wav"),
         ((Recording(),), "('a/b.wav',)"),
-        ((np.int64(1), [np.str_("a"), Path("b"), torch.tensor(2)], (Level.LOW,)), "(1, ['a', 'b', 2], (3,))"),
+        (
+            (np.int64(1), [np.str_("a"), Path("b"), torch.tensor(2)], (Level.LOW,)),
+            "(1, ['a', 'b', 2], (3,))",
+        ),
         (Pair(1, np.float64(2)), "(1, 2.0)"),
         (torch.Size([2, 3]), "(2, 3)"),
         (os.fsdecode(b"caf\xe9.wav"), "caf\udce9.wav"),
@@ -152,14 +155,18 @@ def test_objects_may_be_pickled_on_servers_of_this_job():
     loader.get("a", lambda key: Sample(torch.ones(2), 3))
     assert same(loader.get("a", Maker()), Sample(torch.ones(2), 3))
     with pytest.raises(TypeError, match="allow_pickle=True"):
-        CacheLoader("fakeredis", dataset_name="no", allow_pickle=False).get("a", lambda key: Sample(1))
+        CacheLoader("fakeredis", dataset_name="no", allow_pickle=False).get(
+            "a", lambda key: Sample(1)
+        )
     with pytest.raises(TypeError, match="dict of its fields"):
         loader.get("b", lambda key: np.zeros(2, "i4,i4"))
 
 
 @pytest.mark.redis
 def test_a_foreign_server_may_hold_no_pickle_without_permission(server):
-    with pytest.raises(TypeError, match=r"tests.*Sample cannot be cached without pickle.*hosts=.*allow_pickle=True"):
+    with pytest.raises(
+        TypeError, match=r"tests.*Sample cannot be cached without pickle.*hosts=.*allow_pickle=True"
+    ):
         on(server).get("a", lambda key: Sample(1))
     trusting = on(server, allow_pickle=True)
     assert trusting.get("a", lambda key: Sample(1)) == Sample(1)
@@ -168,7 +175,8 @@ def test_a_foreign_server_may_hold_no_pickle_without_permission(server):
         assert careful.get("a", make) == "value of a"
     assert make.asked == ["a"]
     assert careful.stats().errors == 1
-    assert careful.get("a", make) == trusting.get("a", make) == "value of a"  # replaced by a value that needs no pickle
+    # replaced by a value that needs no pickle
+    assert careful.get("a", make) == trusting.get("a", make) == "value of a"
 
 
 DAMAGE = {
@@ -208,9 +216,13 @@ def test_a_value_that_is_too_large_is_returned_and_not_kept(monkeypatch):
     loader = fresh()
     monkeypatch.setattr(codec, "_LARGEST", 100)
     with pytest.warns(UserWarning, match="at most 100"):
-        assert loader.get_many(["a", "b", "b"], lambda keys: (bytes(200) if key == "b" else key for key in keys)) == [
-            "a", bytes(200), bytes(200),
-        ]  # fmt: skip
+        assert loader.get_many(
+            ["a", "b", "b"], lambda keys: (bytes(200) if key == "b" else key for key in keys)
+        ) == [
+            "a",
+            bytes(200),
+            bytes(200),
+        ]
     assert loader.num_keys() == 1
     assert loader.stats().errors == 1
 
@@ -227,9 +239,13 @@ def test_without_its_server_load_fn_serves(server):
             assert loader.get(i, make) == f"value of {i}"
             assert len(loader._buffer._values) < 4
         assert 1 <= loader.stats().errors < 20  # it does not contact the store each time
-        assert eventually(lambda: loader.get(f"more {len(make.asked)}", make) and loader.stats().errors >= 3)
+        assert eventually(
+            lambda: loader.get(f"more {len(make.asked)}", make) and loader.stats().errors >= 3
+        )
 
-    with pytest.warns(UserWarning, match=r"cache unavailable; continuing without it: redis at 127.0.0.1:\d+ fails") as caught:
+    with pytest.warns(
+        UserWarning, match=r"cache unavailable; continuing without it: redis at 127.0.0.1:\d+ fails"
+    ) as caught:
         train()
     assert len(caught) == 1
     assert make.asked[:51] == ["a", *range(50)]
@@ -299,7 +315,11 @@ def test_capacity_is_kept_by_evicting():
         client = redis.Redis(**server.address)
         assert client.info("memory")["used_memory"] < 12_000_000
         assert client.info("stats")["evicted_keys"] > 100
-        configured = client.config_get("maxmemory-policy") | client.config_get("save") | client.config_get("appendonly")
+        configured = (
+            client.config_get("maxmemory-policy")
+            | client.config_get("save")
+            | client.config_get("appendonly")
+        )
         assert configured == {"maxmemory-policy": "allkeys-random", "save": "", "appendonly": "no"}
     finally:
         server.stop()
@@ -323,7 +343,10 @@ def test_threads_share_a_loader():
 
     def work():
         for i in range(100):
-            if loader.get(i % 40, lambda key: torch.full((3,), float(key))).tolist() != [i % 40] * 3:
+            if (
+                loader.get(i % 40, lambda key: torch.full((3,), float(key))).tolist()
+                != [i % 40] * 3
+            ):
                 wrong.append(i)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -340,11 +363,23 @@ def test_threads_share_a_loader():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"backend": "memcached"}, ValueError, "backend='memcached' must be one of 'redis', 'fakeredis'"),
-        ({"backend": "fakeredis", "writer_buffer_size": 0}, ValueError, "writer_buffer_size=0 must be 1 or more"),
+        (
+            {"backend": "memcached"},
+            ValueError,
+            "backend='memcached' must be one of 'redis', 'fakeredis'",
+        ),
+        (
+            {"backend": "fakeredis", "writer_buffer_size": 0},
+            ValueError,
+            "writer_buffer_size=0 must be 1 or more",
+        ),
         ({"backend": "fakeredis", "hosts": [{"host": "a"}]}, ValueError, "needs backend='redis'"),
         ({"backend": "fakeredis", "capacity": 3}, TypeError, "capacity"),
-        ({"backend": "fakeredis", "dataset_name": 5}, TypeError, "dataset_name=5 is a int; it must be a str"),
+        (
+            {"backend": "fakeredis", "dataset_name": 5},
+            TypeError,
+            "dataset_name=5 is a int; it must be a str",
+        ),
         ({"backend": "fakeredis", "dataset_name": b"a"}, TypeError, "dataset_name=b'a' is a bytes"),
     ],
 )
@@ -358,7 +393,10 @@ def test_without_a_program_there_are_three_ways_out(monkeypatch):
 
     redis_store.shutdown_redis_server()
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(BackendUnavailableError, match=r"(?s)redis-server nor valkey-server.*install.*hosts=.*backend='fakeredis'"):
+    with pytest.raises(
+        BackendUnavailableError,
+        match=r"(?s)redis-server nor valkey-server.*install.*hosts=.*backend='fakeredis'",
+    ):
         CacheLoader()
 
 
@@ -386,4 +424,6 @@ def test_counters_outlive_more_processes_than_there_are_rows(monkeypatch):
         monkeypatch.setattr(guard, "os", SimpleNamespace(getpid=lambda pid=pid: pid))
         shared.add(hits=1, bytes_read=10)
         shared.add(errors=2)
-    assert shared.total() == CacheStats(hits=768, misses=0, errors=1536, bytes_read=7680, bytes_written=0)
+    assert shared.total() == CacheStats(
+        hits=768, misses=0, errors=1536, bytes_read=7680, bytes_written=0
+    )

@@ -52,7 +52,9 @@ class DictStore(Store):
 
     def mset(self, dictionary):
         self.requests.append(("mset", list(dictionary)))
-        self.values.update({k: v.encode() if isinstance(v, str) else v for k, v in dictionary.items()})
+        self.values.update(
+            {k: v.encode() if isinstance(v, str) else v for k, v in dictionary.items()}
+        )
 
     def mget(self, keys):
         self.requests.append(("mget", list(keys)))
@@ -80,7 +82,9 @@ def test_three_servers_are_one_store():
         keys = [f"data_{i}" for i in range(300)]
         store.mset({key: key for key in keys})
         for index, server in enumerate(started):
-            mine = sorted(key for key in keys if xxhash.xxh64(key.encode(), seed=0).intdigest() % 3 == index)
+            mine = sorted(
+                key for key in keys if xxhash.xxh64(key.encode(), seed=0).intdigest() % 3 == index
+            )
             assert sorted(key.decode() for key in server.client().keys("*")) == mine
             assert len(mine) > 50
         assert store.mget(keys) == [key.encode() for key in keys]
@@ -139,7 +143,10 @@ def test_a_cluster_needs_a_store():
     [
         ({"hosts": []}, r"hosts=\[\] must name at least one server"),
         ({"hosts": [{"port": 1}]}, "without 'host' or 'unix_socket_path'"),
-        ({"hosts": [{"host": "a", "pasword": "b"}]}, "'pasword'; known are host, port, username, password"),
+        (
+            {"hosts": [{"host": "a", "pasword": "b"}]},
+            "'pasword'; known are host, port, username, password",
+        ),
         ({"hosts": [{"host": "a", "port": "x"}]}, "port='x'"),
         ({"capacity_per_node": 0}, "capacity_per_node=0"),
         ({"capacity_per_node": 1.5}, "capacity_per_node=1.5"),
@@ -151,15 +158,22 @@ def test_wrong_arguments_are_named(options, message):
         RedisStore(**options)
 
 
-@pytest.mark.parametrize("hosts", ["localhost:6379", {"host": "localhost", "password": "secret"}, ["localhost:6379"]])
+@pytest.mark.parametrize(
+    "hosts", ["localhost:6379", {"host": "localhost", "password": "secret"}, ["localhost:6379"]]
+)
 def test_hosts_must_be_a_list_of_dicts(hosts):
-    with pytest.raises(TypeError, match=r"hosts must be a list of dicts, such as \[\{'host': 'localhost', 'port': 6379\}\]"):
+    with pytest.raises(
+        TypeError,
+        match=r"hosts must be a list of dicts, such as \[\{'host': 'localhost', 'port': 6379\}\]",
+    ):
         RedisStore(hosts=hosts)
 
 
 def test_not_cluster_mode_takes_the_nodes_own_server():
     hosts = [{"host": f"server{i}", "port": i} for i in range(2)]
-    taken = SimulatedWorld(5, nodes=[1, 2, 1, 1]).run(lambda comm: repr(RedisStore(hosts=hosts, cluster_mode=False)))
+    taken = SimulatedWorld(5, nodes=[1, 2, 1, 1]).run(
+        lambda comm: repr(RedisStore(hosts=hosts, cluster_mode=False))
+    )
     assert taken == [f"RedisStore(redis at server{i}:{i})" for i in (0, 1, 1, 0, 1)]
 
 
@@ -191,7 +205,11 @@ def test_a_forgotten_password_is_asked_for():
         for password in ({}, {"password": None}, {"password": ""}):
             host = {"host": "127.0.0.1", "port": server.port, **password}
             with pytest.raises(
-                ValueError, match=rf"redis at 127.0.0.1:{server.port} needs a password; add 'password' to its entry in hosts"
+                ValueError,
+                match=(
+                    rf"redis at 127.0.0.1:{server.port} needs a password; add 'password' to its"
+                    r" entry in hosts"
+                ),
             ):
                 CacheLoader(hosts=[host])
         server.kill()
@@ -223,13 +241,18 @@ def test_a_server_that_wants_a_password_later_is_asked_now_and_then():
 
 @pytest.mark.redis
 def test_a_redis_cluster_is_refused(tmp_path):
-    port = next(port for port in iter(free_port, 0) if port < 55_000)  # its servers talk to each other at port + 10,000
+    # its servers talk to each other at port + 10,000
+    port = next(port for port in iter(free_port, 0) if port < 55_000)
     server = Server("cluster-enabled yes", f"cluster-config-file {tmp_path}/nodes.conf", port=port)
     try:
         server.client().execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-        assert eventually(lambda: b"cluster_state:ok" in server.client().execute_command("CLUSTER", "INFO"))
+        assert eventually(
+            lambda: b"cluster_state:ok" in server.client().execute_command("CLUSTER", "INFO")
+        )
         for make in (RedisStore, CacheLoader):
-            with pytest.raises(ValueError, match=r"is part of a Redis Cluster, .*name independent servers in hosts"):
+            with pytest.raises(
+                ValueError, match=r"is part of a Redis Cluster, .*name independent servers in hosts"
+            ):
                 make(hosts=[server.host])
         server.kill()
         loader = CacheLoader(hosts=[server.host])
@@ -241,7 +264,13 @@ def test_a_redis_cluster_is_refused(tmp_path):
         server.kill()
 
 
-@pytest.mark.parametrize("store", [RedisStore(hosts=[{"host": "127.0.0.1", "port": 1}]), ClusterStore([DictStore(), DictStore()])])
+@pytest.mark.parametrize(
+    "store",
+    [
+        RedisStore(hosts=[{"host": "127.0.0.1", "port": 1}]),
+        ClusterStore([DictStore(), DictStore()]),
+    ],
+)
 @pytest.mark.parametrize("key", [5, b"a", None, ("a",)])
 def test_keys_of_stores_are_str(store, key):
     for ask in (
@@ -258,7 +287,16 @@ def test_keys_of_stores_are_str(store, key):
 @pytest.mark.redis
 def test_a_user_of_its_own(tmp_path):
     with servers(1, "user trainer on >pass ~* +@all") as (server,):
-        store = RedisStore(hosts=[{"host": "127.0.0.1", "port": server.port, "username": "trainer", "password": "pass"}])
+        store = RedisStore(
+            hosts=[
+                {
+                    "host": "127.0.0.1",
+                    "port": server.port,
+                    "username": "trainer",
+                    "password": "pass",
+                }
+            ]
+        )
         check_contract(store)
 
 
@@ -282,11 +320,34 @@ def test_tls(tmp_path):
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl to make a certificate")
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=localhost",
+    ]
+    command += [
+        "-addext",
+        "subjectAltName=DNS:localhost,IP:127.0.0.1",
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     port = free_port()
-    settings = [f"tls-port {port}", f"tls-cert-file {certificate}", f"tls-key-file {key}", f"tls-ca-cert-file {certificate}"]
+    settings = [
+        f"tls-port {port}",
+        f"tls-cert-file {certificate}",
+        f"tls-key-file {key}",
+        f"tls-ca-cert-file {certificate}",
+    ]
     server = Server(*settings, "tls-auth-clients no", port=0, password="secret")
     try:
         host = {"host": "127.0.0.1", "port": port, "password": "secret", "ssl": True}
@@ -325,7 +386,9 @@ def test_a_pickled_store_carries_no_connection():
 
 @contextmanager
 def daemon(*args, process=False):
-    """Start a daemon from a process that ends before the daemon is used; yield its port and stop it at the end."""
+    """Start a daemon from a process that ends before the daemon is used; yield its port and stop it
+    at the end.
+    """
     need()
     port = free_port()
     try:
@@ -379,7 +442,10 @@ def test_a_server_that_does_not_start_says_why():
         start_redis_server_cli(free_port(), 50_000_000, "--no-such-setting", "1")
 
 
-@pytest.mark.parametrize(("port", "capacity", "named"), [(0, 10, "port=0"), ("6379", 10, "port='6379'"), (6379, 0, "capacity=0")])
+@pytest.mark.parametrize(
+    ("port", "capacity", "named"),
+    [(0, 10, "port=0"), ("6379", 10, "port='6379'"), (6379, 0, "capacity=0")],
+)
 def test_a_server_by_hand_with_bad_arguments(port, capacity, named):
     with pytest.raises(ValueError, match=named):
         start_redis_server_cli(port, capacity)

@@ -33,16 +33,24 @@ def fresh(dataset=None, backend: str = "fakeredis", **options) -> CachedDataset:
 
 def run_job(call: str) -> str:
     """Return what a script prints that calls one of `tests.cache_jobs`."""
-    imports = "import tempfile, warnings\nfrom tests import cache_jobs\nwarnings.simplefilter('error', UserWarning)\n"
+    imports = (
+        "import tempfile, warnings\nfrom tests import cache_jobs\nwarnings.simplefilter('error',"
+        " UserWarning)\n"
+    )
     ended = run_script(f"{imports}{call}")
     assert (ended.returncode, ended.stderr) == (0, "")
     return ended.stdout
 
 
 def held_workers(server: Server, context: str, batch_size: int | None) -> None:
-    """Run a job that ends while its workers hold values; multiprocessing terminates them and leaves their temporary folders."""
+    """Run a job that ends while its workers hold values; multiprocessing terminates them and leaves
+    their temporary folders.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        run_job(f"tempfile.tempdir = {folder!r}\ncache_jobs.held_worker_job({server.host}, {batch_size}, {context!r})")
+        run_job(
+            f"tempfile.tempdir = {folder!r}\ncache_jobs.held_worker_job({server.host},"
+            f" {batch_size}, {context!r})"
+        )
 
 
 @pytest.mark.parametrize(
@@ -54,12 +62,19 @@ def held_workers(server: Server, context: str, batch_size: int | None) -> None:
         pytest.param("redis", 16, {}, marks=pytest.mark.redis),
         pytest.param("redis", None, {"multiprocessing_context": "fork"}, marks=pytest.mark.redis),
         # forkserver pickles the workers' arguments, as spawn does; `make proof` tries spawn.
-        pytest.param("redis", 16, {"multiprocessing_context": "forkserver", "persistent_workers": True}, marks=pytest.mark.redis),
+        pytest.param(
+            "redis",
+            16,
+            {"multiprocessing_context": "forkserver", "persistent_workers": True},
+            marks=pytest.mark.redis,
+        ),
     ],
     ids=str,
 )
 def test_each_sample_is_made_once_whoever_asks(backend, batch_size, options):
-    assert_each_sample_is_made_once(backend, batch_size, {"num_workers": 2 if options else 0, **options})
+    assert_each_sample_is_made_once(
+        backend, batch_size, {"num_workers": 2 if options else 0, **options}
+    )
 
 
 def assert_each_sample_is_made_once(backend, batch_size, options):
@@ -86,7 +101,14 @@ def test_persistent_workers_that_nobody_ends_lose_nothing(batch_size):
 @pytest.mark.redis
 def test_workers_that_are_forked_while_a_thread_fills_the_cache_do_not_hang():
     with servers(1) as (server,):  # a fork would have imported what the thread imports
-        ended = run_python("-W", "error::UserWarning", "-m", "tests.cache_jobs", "filled_while_forking_job", *server.host.values())
+        ended = run_python(
+            "-W",
+            "error::UserWarning",
+            "-m",
+            "tests.cache_jobs",
+            "filled_while_forking_job",
+            *server.host.values(),
+        )
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[]\n", "")
         assert server.client().dbsize() == 60
 
@@ -102,7 +124,9 @@ def test_a_daemon_process_that_is_terminated_writes_what_waits_and_ends_by_the_s
 def test_what_waits_is_written_when_the_interpreter_ends_by_each_process_its_own():
     with servers(1) as (server,):
         run_job(f"cache_jobs.waiting_main_job({server.host})")
-        assert sorted(server.client().keys("*")) == sorted([b"_child", *(f"_{i}".encode() for i in range(30))])
+        assert sorted(server.client().keys("*")) == sorted(
+            [b"_child", *(f"_{i}".encode() for i in range(30))]
+        )
         assert server.calls("mset") == 2
 
 
@@ -120,7 +144,13 @@ def test_four_processes_fill_one_cache_at_once():
 def test_the_server_is_killed_in_mid_epoch_and_comes_back():
     with servers(1) as (server,):
         dataset = CachedDataset(Numbers(200, delay=0.001), hosts=[server.host])
-        loader = DataLoader(dataset, batch_size=10, num_workers=2, multiprocessing_context="fork", persistent_workers=True)
+        loader = DataLoader(
+            dataset,
+            batch_size=10,
+            num_workers=2,
+            multiprocessing_context="fork",
+            persistent_workers=True,
+        )
         batches = iter(loader)
         seen = [next(batches)[1] for _ in range(6)]
         server.kill()
@@ -128,7 +158,9 @@ def test_the_server_is_killed_in_mid_epoch_and_comes_back():
         assert sorted(torch.cat(seen).tolist()) == list(range(200))
         assert dataset.stats().errors >= 1
         server.start()
-        assert eventually(lambda: epoch(loader) == list(range(200)) and server.client().dbsize() == 200)
+        assert eventually(
+            lambda: epoch(loader) == list(range(200)) and server.client().dbsize() == 200
+        )
         before = dataset.dataset.made.sum()
         assert epoch(loader) == list(range(200))
         assert dataset.dataset.made.sum() == before
@@ -137,9 +169,13 @@ def test_the_server_is_killed_in_mid_epoch_and_comes_back():
 @every_backend
 def test_samplers_and_subsets_work_as_ever(backend):
     dataset = fresh(backend=backend)
-    balanced = LoadBalancingDistributedSampler(dataset, lambda sample: sample[1], num_replicas=2, rank=0)
+    balanced = LoadBalancingDistributedSampler(
+        dataset, lambda sample: sample[1], num_replicas=2, rank=0
+    )
     assert len(epoch(DataLoader(dataset, sampler=balanced, batch_size=5))) == 50
-    assert epoch(DataLoader(dataset, batch_sampler=BatchSampler(RandomSampler(dataset), 7, False))) == list(range(100))
+    assert epoch(
+        DataLoader(dataset, batch_sampler=BatchSampler(RandomSampler(dataset), 7, False))
+    ) == list(range(100))
     assert epoch(DataLoader(Subset(dataset, [3, 1, 4]), batch_size=2)) == [1, 3, 4]
     assert dataset.dataset.made.tolist() == [1] * 100
 
@@ -204,7 +240,9 @@ class SingleSamples(CachedDataset):
     __getitems__ = None
 
 
-@pytest.mark.parametrize(("backend", "workers"), [("fakeredis", 1), pytest.param("redis", 0, marks=pytest.mark.redis)])
+@pytest.mark.parametrize(
+    ("backend", "workers"), [("fakeredis", 1), pytest.param("redis", 0, marks=pytest.mark.redis)]
+)
 @pytest.mark.parametrize(
     ("kind", "wanted"),
     [
@@ -219,9 +257,17 @@ def test_a_subclass_makes_its_own_samples_of_the_cached_ones(backend, kind, want
     dataset = kind(Numbers(20), backend, dataset_name=kind.__name__)
     dataset.cache_loader.store.clear()
     for samples in (dataset, Subset(dataset, range(20))):
-        loader = DataLoader(samples, 5, num_workers=workers, multiprocessing_context="fork" if workers else None, collate_fn=list)
+        loader = DataLoader(
+            samples,
+            5,
+            num_workers=workers,
+            multiprocessing_context="fork" if workers else None,
+            collate_fn=list,
+        )
         for _ in range(2):
-            assert same([sample for batch in loader for sample in batch], list(map(wanted, range(20))))
+            assert same(
+                [sample for batch in loader for sample in batch], list(map(wanted, range(20)))
+            )
     assert dataset.dataset.made.tolist() == [1] * 20
 
 
@@ -306,11 +352,16 @@ def test_a_worker_that_would_start_a_server_is_told_where_to():
     from bagua_ref.contrib.utils.redis_store import FakeRedisStore
 
     FakeRedisStore().shutdown()
-    with pytest.raises(RuntimeError, match="make the CacheLoader or CachedDataset before the DataLoader") as raised:
+    with pytest.raises(
+        RuntimeError, match="make the CacheLoader or CachedDataset before the DataLoader"
+    ) as raised:
         epoch(DataLoader(Maker(), num_workers=1, multiprocessing_context="fork"))
-    traceback.clear_frames(raised.tb)  # ends its worker now, as the garbage collector would after a wait of five seconds
+    # ends its worker now, as the garbage collector would after a wait of five seconds
+    traceback.clear_frames(raised.tb)
     first = CachedDataset(Plain(), "fakeredis", dataset_name="early")
-    assert epoch(DataLoader(Maker(5), num_workers=1, multiprocessing_context="fork")) == list(range(5))
+    assert epoch(DataLoader(Maker(5), num_workers=1, multiprocessing_context="fork")) == list(
+        range(5)
+    )
     assert first.cache_loader.num_keys() == 5
 
 
@@ -328,5 +379,7 @@ def test_repr_says_what_is_cached_where_and_how_well() -> None:
     with CachedDataset([1, 2], backend="fakeredis", dataset_name="shown") as dataset:
         assert [dataset[index] for index in (0, 1, 0)] == [1, 2, 1]
         assert re.fullmatch(
-            r"CachedDataset\(2 samples of list, CacheLoader\(.*'shown'\), CacheStats\(hits=1, misses=2 .*\)\)", repr(dataset)
+            r"CachedDataset\(2 samples of list, CacheLoader\(.*'shown'\), CacheStats\(hits=1,"
+            r" misses=2 .*\)\)",
+            repr(dataset),
         )

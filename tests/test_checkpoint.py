@@ -22,7 +22,8 @@ class Run:
     """One rank's training, with everything that a script holds."""
 
     def __init__(self, wrapper: bool) -> None:
-        torch.manual_seed(100 + bagua_ref.get_rank())  # a resumed process draws other weights, which loading overwrites
+        # a resumed process draws other weights, which loading overwrites
+        torch.manual_seed(100 + bagua_ref.get_rank())
         module: Any = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
         self.optimizer = sgd(module)
         wrap = partial(DistributedDataParallel, module) if wrapper else module.with_bagua
@@ -54,8 +55,12 @@ class Run:
 
 
 @pytest.mark.parametrize("wrapper", [False, True])
-def test_S5_where_ranks_are_alike_the_first_ones_checkpoint_is_enough_for_the_wrapper(wrapper: bool) -> None:
-    """All ranks have the same state except for buffers, which the wrapper broadcasts; either kind of model may have saved it."""
+def test_S5_where_ranks_are_alike_the_first_ones_checkpoint_is_enough_for_the_wrapper(
+    wrapper: bool,
+) -> None:
+    """All ranks have the same state except for buffers, which the wrapper broadcasts; either kind
+    of model may have saved it.
+    """
 
     def in_one_go(r: int) -> tuple[Checkpoint, list[torch.Tensor]]:
         run = Run(wrapper)

@@ -68,7 +68,9 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", ["", "vectors", "trace", *COMMANDS])
-def test_help_fits_80_columns(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--help"])
@@ -82,7 +84,9 @@ def test_help_fits_80_columns(command: str, capsys: pytest.CaptureFixture[str], 
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_error_prints_the_usage_of_its_subcommand(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_prints_the_usage_of_its_subcommand(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     required = {
         "advise": ["--params", "1e6", "--ranks", "2"],
         "measure": ["--output", "x"],
@@ -100,13 +104,20 @@ def test_an_error_prints_the_usage_of_its_subcommand(command: str, capsys: pytes
     assert ended.value.code == 2
     printed = capsys.readouterr()
     assert printed.err.startswith(f"usage: bagua-ref {command} [-h]")
-    assert printed.err.endswith(f"bagua-ref {command}: error: unrecognized arguments: --no-such-option\n")
+    assert printed.err.endswith(
+        f"bagua-ref {command}: error: unrecognized arguments: --no-such-option\n"
+    )
     assert printed.out == ""
 
 
 def subcommands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     """Yield the parsers that run something."""
-    inner = [choice for action in parser._actions if isinstance(action, Commands) for choice in action.choices.values()]
+    inner = [
+        choice
+        for action in parser._actions
+        if isinstance(action, Commands)
+        for choice in action.choices.values()
+    ]
     if not inner:
         yield parser
     for each in inner:
@@ -138,20 +149,33 @@ def test_each_command_has_examples_that_it_takes() -> None:
 def test_options_keep_their_older_names(older: str, now: str) -> None:
     first, second = (_parser().parse_args(text.split()) for text in (older, now))
     kept = [
-        {name: value for name, value in vars(each).items() if not callable(value) and name != "parser"} for each in (first, second)
+        {
+            name: value
+            for name, value in vars(each).items()
+            if not callable(value) and name != "parser"
+        }
+        for each in (first, second)
     ]
     assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize(
     "command",
-    ["balance --lengths {folder}/lengths --ranks 2", "advise --params 4e6 --ranks 4 --bandwidth 1Gbit --compute 10ms"],
+    [
+        "balance --lengths {folder}/lengths --ranks 2",
+        "advise --params 4e6 --ranks 4 --bandwidth 1Gbit --compute 10ms",
+    ],
 )
 def test_no_number_of_a_table_is_cut(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(balance, "write_picture", lambda *_: None)
-    (tmp_path / "lengths").write_text("".join(f"{length}\n" for length in (3, 9, 4, 12, 55, 7, 8, 21)))
+    (tmp_path / "lengths").write_text(
+        "".join(f"{length}\n" for length in (3, 9, 4, 12, 55, 7, 8, 21))
+    )
     printed = {}
     for width in (200, 80, 60, 40):
         monkeypatch.setenv("COLUMNS", str(width))
@@ -169,10 +193,22 @@ def test_packages_are_asked_for_before_anything_is_computed(
     for module in ("rich", "matplotlib"):
         monkeypatch.setitem(sys.modules, module, None)
     hint = f"install with: {install_command('demo')}\n"
-    for command in ("balance --lengths none --ranks 2", "advise --params 9 --ranks 2", "measure --output x"):
+    for command in (
+        "balance --lengths none --ranks 2",
+        "advise --params 9 --ranks 2",
+        "measure --output x",
+    ):
         assert main(command.split()) == 2
-        assert capsys.readouterr().err == f"bagua-ref {command.split()[0]}: error: printing tables needs rich; {hint}"
-    for command in ("graph none --ranks 2", "trace check none", "trace diff none none", "advise --params 9 --ranks 2 --json"):
+        assert (
+            capsys.readouterr().err
+            == f"bagua-ref {command.split()[0]}: error: printing tables needs rich; {hint}"
+        )
+    for command in (
+        "graph none --ranks 2",
+        "trace check none",
+        "trace diff none none",
+        "advise --params 9 --ranks 2 --json",
+    ):
         assert main([*command.split(), "--png", "x"]) == 2
         assert capsys.readouterr().err.endswith(f": error: --png needs matplotlib; {hint}")
 
@@ -200,7 +236,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["doctor", "--yaml"], "--yaml"),
     ],
 )
-def test_bad_input_is_named_and_exits_with_2(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_named_and_exits_with_2(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
@@ -221,7 +259,9 @@ def test_a_missing_extra_is_named_after_wrong_arguments(
     assert "ranks=0" in capsys.readouterr().err
 
 
-def test_in_a_checkout_an_extra_is_installed_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_checkout_an_extra_is_installed_from_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert install_command("demo") == f"pip install -e '{SOURCE.parent}[demo]'"
     folder = tmp_path / "it's mine"
     (folder / "src" / "bagua_ref").mkdir(parents=True)
@@ -230,11 +270,14 @@ def test_in_a_checkout_an_extra_is_installed_from_its_folder(tmp_path: Path, mon
     assert shlex.split(install_command("demo")) == ["pip", "install", "-e", f"{folder}[demo]"]
 
 
-def test_of_an_installed_package_the_packages_of_an_extra_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_an_installed_package_the_packages_of_an_extra_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "bagua_ref-0.dist-info").mkdir()
     (tmp_path / "bagua_ref-0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.4\nName: bagua_ref\nVersion: 0\nRequires-Dist: torch>=2.6\nRequires-Dist: other; extra == 'test'\n"
-        "Requires-Dist: rich>=14; extra == 'demo'\nRequires-Dist: matplotlib; extra == \"demo\"\n"
+        "Metadata-Version: 2.4\nName: bagua_ref\nVersion: 0\nRequires-Dist:"
+        " torch>=2.6\nRequires-Dist: other; extra == 'test'\nRequires-Dist: rich>=14; extra =="
+        " 'demo'\nRequires-Dist: matplotlib; extra == \"demo\"\n"
     )
     monkeypatch.setattr(not_provided, "_FOLDER", tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -263,17 +306,25 @@ def completion(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("balance --lengths f", ["file", "folder"]),
     ],
 )
-def test_bash_completes(typed: str, offered: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes(
+    typed: str, offered: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     words = ["bagua-ref", *typed.split(" ")]
     script = (
-        f"{completion('bash', capsys)}\nCOMP_WORDS=({' '.join(map(shlex.quote, words))}); COMP_CWORD={len(words) - 1}\n"
-        "complete -p bagua-ref >&2; _shtab_bagua_ref 2>&1; printf '%s\\n' \"${COMPREPLY[@]}\""
+        f"{completion('bash', capsys)}\nCOMP_WORDS=({' '.join(map(shlex.quote, words))});"
+        f" COMP_CWORD={len(words) - 1}\ncomplete -p bagua-ref >&2; _shtab_bagua_ref 2>&1; printf"
+        " '%s\\n' \"${COMPREPLY[@]}\""
     )
-    run = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert "bagua-ref" in run.stderr
-    assert sorted(word for word in run.stdout.split("\n") if word and not word.startswith("bash: ")) == offered
+    assert (
+        sorted(word for word in run.stdout.split("\n") if word and not word.startswith("bash: "))
+        == offered
+    )
 
 
 @pytest.mark.parametrize("shell", ["zsh", "tcsh", "fish"])
@@ -281,12 +332,17 @@ def test_other_shells_get_a_script_too(shell: str, capsys: pytest.CaptureFixture
     assert "balance" in completion(shell, capsys)
 
 
-def test_completion_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     with pytest.raises(SystemExit) as ended:
         main(["--print-completion", "bash"])
     assert ended.value.code == 2
-    hint = f"bagua-ref: error: --print-completion needs shtab; install with: {install_command('completion')}\n"
+    hint = (
+        "bagua-ref: error: --print-completion needs shtab; install with:"
+        f" {install_command('completion')}\n"
+    )
     assert capsys.readouterr().err == hint
 
 
@@ -313,7 +369,9 @@ for arguments in {commands}:
 
 
 @pytest.mark.slow
-def test_no_command_has_colours_with_no_color(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_command_has_colours_with_no_color(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(SOURCE.parent)  # for tests.hostile_backends
     (tmp_path / "lengths").write_text("1\n2\n3\n")
     commands = [
@@ -326,7 +384,9 @@ def test_no_command_has_colours_with_no_color(tmp_path: Path, monkeypatch: pytes
         "vectors check --help",
         f"trace show {tmp_path}",
     ]
-    shown = run_script(IN_TERMINAL.format(commands=[command.split() for command in commands])).stdout.split("<<< end >>>")
+    shown = run_script(
+        IN_TERMINAL.format(commands=[command.split() for command in commands])
+    ).stdout.split("<<< end >>>")
     assert len(shown) == len(commands) + 1
     for command, text in zip(commands, shown, strict=False):
         assert text, command
@@ -336,11 +396,16 @@ def test_no_command_has_colours_with_no_color(tmp_path: Path, monkeypatch: pytes
 # Doctor
 
 
-def test_doctor_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_fits_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     folder = tmp_path / "a-very-long-name" / ("x" * 100)
     folder.mkdir(parents=True)
     server = folder / "redis-server"
-    server.write_text("#!/bin/sh\necho Redis server v=9.9.9 sha=00000000:0 malloc=jemalloc-5.3.0 bits=64 build=ae4d7c971a948f0\n")
+    server.write_text(
+        "#!/bin/sh\necho Redis server v=9.9.9 sha=00000000:0 malloc=jemalloc-5.3.0 bits=64"
+        " build=ae4d7c971a948f0\n"
+    )
     server.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.setenv("BAGUA_" + "LONG_" * 20, "value " * 40)
@@ -350,7 +415,17 @@ def test_doctor_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch:
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if len(line) > 80] == []
     assert "x" * 100 in "".join(line.strip() for line in lines)
-    for topic in ("versions", "kernel backends", "communication", "GPUs", "redis", "extras", "trainers", "environment", "problems"):
+    for topic in (
+        "versions",
+        "kernel backends",
+        "communication",
+        "GPUs",
+        "redis",
+        "extras",
+        "trainers",
+        "environment",
+        "problems",
+    ):
         assert [line for line in lines if line.startswith(topic)], topic
     start = next(place for place, line in enumerate(lines) if line.startswith("  redis-server"))
     assert lines[start + 1].startswith(" " * 23)
@@ -373,7 +448,9 @@ def test_doctor_names_what_an_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(doctor, "version", version)
     found = doctor.examine()["extras"]
-    assert found["demo"].startswith("without matplotlib these cannot run: bagua-ref demo, tables and pictures; ")
+    assert found["demo"].startswith(
+        "without matplotlib these cannot run: bagua-ref demo, tables and pictures; "
+    )
     assert found["demo"].endswith(install_command("demo"))
     assert found["completion"] == "installed"
 
@@ -384,7 +461,10 @@ def test_doctor_writes_json_into_a_file(capsys: pytest.CaptureFixture[str], tmp_
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "doctor.json").read_text())
     assert main(["doctor", "--json-file", str(tmp_path / "no" / "such")]) == 2
-    complaint = f"bagua-ref doctor: error: cannot write {str(tmp_path / 'no' / 'such')!r}: No such file or directory\n"
+    complaint = (
+        f"bagua-ref doctor: error: cannot write {str(tmp_path / 'no' / 'such')!r}: No such file or"
+        " directory\n"
+    )
     assert capsys.readouterr().err == complaint
 
 
@@ -398,7 +478,14 @@ def test_doctor_names_the_trainers_that_the_tests_run_with(monkeypatch: pytest.M
 
     monkeypatch.setattr(doctor, "version", version)
     pinned = doctor.tested_versions()
-    assert list(pinned) == ["lightning", "pytorch-lightning", "accelerate", "transformers", "ray", "timm"]
+    assert list(pinned) == [
+        "lightning",
+        "pytorch-lightning",
+        "accelerate",
+        "transformers",
+        "ray",
+        "timm",
+    ]
     found = doctor.examine()["trainers"]
     assert found["lightning"] == f"2.5.0 (tested with {pinned['lightning']})"
     assert found["accelerate"] == f"not installed (tested with {pinned['accelerate']})"
@@ -406,13 +493,18 @@ def test_doctor_names_the_trainers_that_the_tests_run_with(monkeypatch: pytest.M
 
 def test_what_is_tested_with_trainers_is_what_pip_installs_and_the_docs_name() -> None:
     root = SOURCE.parent
-    assert "-c src/bagua_ref/integrations/tested.txt" in (root / "constraints.txt").read_text().splitlines()
+    assert (
+        "-c src/bagua_ref/integrations/tested.txt"
+        in (root / "constraints.txt").read_text().splitlines()
+    )
     pages = "".join((root / "docs" / name).read_text() for name in ("trainers.md", "engines.md"))
     for name, tested in doctor.tested_versions().items():
         assert f"`{name}` {tested}" in pages
 
 
-def test_doctor_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_as_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "4096")
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -426,7 +518,9 @@ def test_doctor_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert found["problems"] == {}
 
 
-def test_doctor_names_what_is_set_but_cannot_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_what_is_set_but_cannot_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "first")
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "-1")
     monkeypatch.setenv("BAGUA_REF_TIMEOUT", "soon")
@@ -443,7 +537,9 @@ def test_doctor_names_what_is_set_but_cannot_work(capsys: pytest.CaptureFixture[
 
 
 def test_every_registered_algorithm_has_a_recipe() -> None:
-    assert list(RECIPES) == GlobalAlgorithmRegistry.available_algorithms(), "one line in cli/recipes.py"
+    assert list(RECIPES) == GlobalAlgorithmRegistry.available_algorithms(), (
+        "one line in cli/recipes.py"
+    )
 
 
 @pytest.mark.slow
@@ -456,7 +552,9 @@ def test_the_shares_of_a_batch_make_the_whole(digits: Digits) -> None:
         assert torch.equal(images, torch.cat([shares[share][step][0] for share in range(4)]))
         assert torch.equal(labels, torch.cat([shares[share][step][1] for share in range(4)]))
     first_epoch = torch.cat([images for images, _ in whole[:22]])
-    assert len(torch.unique(first_epoch, dim=0)) == len(torch.unique(digits.train_images, dim=0)) - 29
+    assert (
+        len(torch.unique(first_epoch, dim=0)) == len(torch.unique(digits.train_images, dim=0)) - 29
+    )
 
 
 def test_the_test_set_is_apart_from_the_training_set(digits: Digits) -> None:
@@ -468,7 +566,9 @@ def test_the_test_set_is_apart_from_the_training_set(digits: Digits) -> None:
 
 
 def train_simulated(name: str, settings: Settings, digits: Digits) -> TrainingOutcome:
-    """Train in this process as the workers do; every rank must report its own steps and return the same outcome."""
+    """Train in this process as the workers do; every rank must report its own steps and return the
+    same outcome.
+    """
 
     def rank(comm: Any) -> TrainingOutcome | None:
         if name == ALONE and comm.rank():
@@ -499,7 +599,9 @@ def test_every_algorithm_trains_in_a_simulated_world(name: str, digits: Digits) 
 
 def test_full_precision_equals_one_process_and_sends_what_the_formula_says(digits: Digits) -> None:
     settings = Settings(ranks=4, epochs=1)
-    alone, together = (train_simulated(name, settings, digits) for name in (ALONE, "gradient_allreduce"))
+    alone, together = (
+        train_simulated(name, settings, digits) for name in (ALONE, "gradient_allreduce")
+    )
     assert together.losses == pytest.approx(alone.losses, rel=1e-3)
     assert together.bytes_per_step == 2 * 3 / 4 * 4 * PARAMETERS
     assert together.ratio == 1
@@ -558,11 +660,17 @@ def test_an_algorithm_that_works_in_the_background_is_stopped_and_ranks_are_comb
 
 
 def events(name: str, accuracy: float = 0.9) -> list[dict[str, Any]]:
-    """Return what rank 0 reports of ten steps alone and with ``name``, whose outcome is the mean over ranks."""
-    result: list[dict[str, Any]] = [{"algorithm": ALONE, "loss": 1.0, "bytes_sent": 0} for _ in range(10)]
+    """Return what rank 0 reports of ten steps alone and with ``name``, whose outcome is the mean
+    over ranks.
+    """
+    result: list[dict[str, Any]] = [
+        {"algorithm": ALONE, "loss": 1.0, "bytes_sent": 0} for _ in range(10)
+    ]
     outcome = TrainingOutcome(ALONE, 0.5, 1.0, 0, None, 1.0, 0.0, [1.0] * 10, [0] * 10)
     result.append({"algorithm": ALONE, "outcome": outcome})
-    result += [{"algorithm": name, "loss": 0.25, "bytes_sent": 1000 * (step + 1)} for step in range(10)]
+    result += [
+        {"algorithm": name, "loss": 0.25, "bytes_sent": 1000 * (step + 1)} for step in range(10)
+    ]
     sent = [1000.0 * (step + 1) for step in range(10)]
     outcome = TrainingOutcome(name, accuracy, 0.5, 1000.0, 0.25, 1.0, 0.0, [0.5] * 10, sent)
     return [*result, {"algorithm": name, "outcome": outcome}]
@@ -590,24 +698,62 @@ def outcomes() -> list[TrainingOutcome]:
     return [
         TrainingOutcome(ALONE, 0.98, 0.1, 0, None, 123.4, 0, losses, [0.0] * 10),
         TrainingOutcome(
-            "gradient_allreduce", 0.975, 0.1234567, 153128, 1.0, 99.6, 0, losses, [153128.0 * (i + 1) for i in range(10)]
+            "gradient_allreduce",
+            0.975,
+            0.1234567,
+            153128,
+            1.0,
+            99.6,
+            0,
+            losses,
+            [153128.0 * (i + 1) for i in range(10)],
         ),
-        TrainingOutcome("bytegrad", 0.97, 0.2, 38400, 0.2508, 80.0, 1.25e-7, losses, [38400.0 * (i + 1) for i in range(10)]),
+        TrainingOutcome(
+            "bytegrad",
+            0.97,
+            0.2,
+            38400,
+            0.2508,
+            80.0,
+            1.25e-7,
+            losses,
+            [38400.0 * (i + 1) for i in range(10)],
+        ),
     ]
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_fits_and_is_not_cut(width: int) -> None:
     console = Console(file=io.StringIO(), width=width)
-    longest = TrainingOutcome("low_precision_decentralized", 0.97, 0.2, 229700, 0.2508, 80.0, 1.25e-7, [1.0], [1.0])
+    longest = TrainingOutcome(
+        "low_precision_decentralized", 0.97, 0.2, 229700, 0.2508, 80.0, 1.25e-7, [1.0], [1.0]
+    )
     print_table([*outcomes(), longest], Settings(ranks=2, quick=True), console)
     lines = console.file.getvalue().splitlines()
     assert lines[0].rstrip() == "2 workers, 10 steps of 64 images, 38,282 parameters"
     assert "…" not in "".join(lines)
     rows = {line.split()[0]: line.split() for line in reversed(lines) if line.strip()}
     assert rows["bytegrad:"][:4] == ["bytegrad:", "Sends", "25%", "of"]
-    assert rows["gradient_allreduce"] == ["gradient_allreduce", "97.5%", "0.1235", "153.1", "kB", "1.000", "0", "10.0"]
-    assert rows["bytegrad"] == ["bytegrad", "97.0%", "0.2000", "38.4", "kB", "0.251", "1.2e-07", "12.5"]
+    assert rows["gradient_allreduce"] == [
+        "gradient_allreduce",
+        "97.5%",
+        "0.1235",
+        "153.1",
+        "kB",
+        "1.000",
+        "0",
+        "10.0",
+    ]
+    assert rows["bytegrad"] == [
+        "bytegrad",
+        "97.0%",
+        "0.2000",
+        "38.4",
+        "kB",
+        "0.251",
+        "1.2e-07",
+        "12.5",
+    ]
     assert rows["single"] == ["single", "process", "98.0%", "0.1000", "-", "-", "-", "8.1"]
     assert rows["low_precision_decentralized"][-2] == "1.2e-07"
 
@@ -615,9 +761,15 @@ def test_the_table_fits_and_is_not_cut(width: int) -> None:
 def test_the_page_stands_alone_and_holds_the_numbers(tmp_path: Path) -> None:
     page = write_report(outcomes(), Settings(ranks=2, quick=True), tmp_path)
     assert page == tmp_path / "index.html"
-    check_page(page.read_text(), ["single process", "gradient_allreduce", "bytegrad", "153.1 kB", "0.251"])
+    check_page(
+        page.read_text(), ["single process", "gradient_allreduce", "bytegrad", "153.1 kB", "0.251"]
+    )
     found = json.loads((tmp_path / "results.json").read_text())
-    assert [entry["algorithm"] for entry in found["results"]] == [ALONE, "gradient_allreduce", "bytegrad"]
+    assert [entry["algorithm"] for entry in found["results"]] == [
+        ALONE,
+        "gradient_allreduce",
+        "bytegrad",
+    ]
     assert found["settings"]["parameters"] == PARAMETERS
 
 
@@ -627,7 +779,9 @@ def check_page(page: str, expected: list[str]) -> None:
     drawings = re.findall(r'src="([^"]*)"', page)
     assert len(drawings) == 3
     assert all(drawing.startswith("data:image/svg+xml;base64,") for drawing in drawings)
-    linked = [Path(url2pathname(urlsplit(link).path)) for link in re.findall(r'href="([^"]*)"', page)]
+    linked = [
+        Path(url2pathname(urlsplit(link).path)) for link in re.findall(r'href="([^"]*)"', page)
+    ]
     assert len(linked) > 1
     assert all(path.is_file() for path in linked)
     text = re.sub(r"<[^>]*>", "", page)
@@ -650,7 +804,10 @@ def test_trailing_mean_is_the_mean_of_what_came_last() -> None:
     assert trailing_mean([], 3) == []
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2.5e6, "2.5 MB"), (3e12, "3.0 TB")])
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2.5e6, "2.5 MB"), (3e12, "3.0 TB")],
+)
 def test_readable_bytes(count: float, text: str) -> None:
     assert readable_bytes(count) == text
 
@@ -660,21 +817,31 @@ def test_readable_bytes(count: float, text: str) -> None:
 
 @pytest.fixture
 def run_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
-    """Return a function that runs the demo in this process, its workers from the server of `tests.launch`; no file may be left."""
+    """Return a function that runs the demo in this process, its workers from the server of
+    `tests.launch`; no file may be left.
+    """
     forkserver.ensure_running()  # before the demo would let it import less
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
-    yield lambda *arguments: main(["demo", "--ranks", "2", "--quick", "--output", str(tmp_path / "report"), *arguments])
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    }
+    yield lambda *arguments: main(
+        ["demo", "--ranks", "2", "--quick", "--output", str(tmp_path / "report"), *arguments]
+    )
     for number, handler in handlers.items():
         signal.signal(number, handler)
     assert multiprocessing.active_children() == []
-    assert [path for path in temporary.iterdir() if "errorfile" not in path.name] == []  # torch leaves a worker's traceback there
+    # torch leaves a worker's traceback there
+    assert [path for path in temporary.iterdir() if "errorfile" not in path.name] == []
 
 
 @pytest.mark.slow
-def test_the_demo_end_to_end(tmp_path: Path, run_demo: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_end_to_end(
+    tmp_path: Path, run_demo: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_demo("--json-file", str(tmp_path / "demo.json")) == 0
     out = capsys.readouterr().out
     assert re.search(r"bytegrad: test accuracy [\d.]+%, loss [\d.]+, 384.0 kB sent", out)
@@ -684,22 +851,34 @@ def test_the_demo_end_to_end(tmp_path: Path, run_demo: Any, capsys: pytest.Captu
     assert [entry["algorithm"] for entry in found["results"]] == [ALONE, *RECIPES]
     by_name = {entry["algorithm"]: entry for entry in found["results"]}
     assert by_name["gradient_allreduce"]["bytes_per_step"] == 4 * PARAMETERS
-    assert by_name["gradient_allreduce"]["losses"] == pytest.approx(by_name[ALONE]["losses"], rel=1e-3)
+    assert by_name["gradient_allreduce"]["losses"] == pytest.approx(
+        by_name[ALONE]["losses"], rel=1e-3
+    )
     assert by_name["bytegrad"]["ratio"] == pytest.approx(0.251, abs=0.001)
     assert found["predicted_seconds"].keys() == {
-        "gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "async",
-    }  # fmt: skip
+        "gradient_allreduce",
+        "bytegrad",
+        "decentralized",
+        "low_precision_decentralized",
+        "async",
+    }
     assert "powersgd: All 10 steps were warm-up" in out
     for entry in by_name.values():
         assert len(entry["losses"]) == 10
         assert entry["steps_per_second"] > 0
-    check_page((tmp_path / "report" / "index.html").read_text(), ["2 workers, 10 steps", "153.1 kB", "38.4 kB", found["command"]])
+    check_page(
+        (tmp_path / "report" / "index.html").read_text(),
+        ["2 workers, 10 steps", "153.1 kB", "38.4 kB", found["command"]],
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_the_demo_ends_its_workers(
-    number: signal.Signals, run_demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: signal.Signals,
+    run_demo: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(demo, "show_progress", lambda *_: signal.raise_signal(number))
     assert run_demo() == 130
@@ -708,11 +887,18 @@ def test_stopping_the_demo_ends_its_workers(
 
 @pytest.mark.slow
 def test_a_worker_that_dies_is_named(
-    tmp_path: Path, run_demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    run_demo: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(demo, "show_progress", lambda *_: multiprocessing.active_children()[0].kill())
+    monkeypatch.setattr(
+        demo, "show_progress", lambda *_: multiprocessing.active_children()[0].kill()
+    )
     assert run_demo() == 1
-    assert re.search(r"bagua-ref demo: worker \d (was killed by SIGKILL|failed)", capsys.readouterr().err)
+    assert re.search(
+        r"bagua-ref demo: worker \d (was killed by SIGKILL|failed)", capsys.readouterr().err
+    )
     assert not (tmp_path / "report" / "results.json").exists()
 
 
@@ -729,12 +915,27 @@ def test_the_error_of_a_worker_is_printed(
 
 @pytest.mark.proof
 def test_the_workers_of_a_demo_that_is_killed_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bagua_ref.cli", "demo", "--ranks", "2", "--output", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "bagua_ref.cli",
+        "demo",
+        "--ranks",
+        "2",
+        "--output",
+        str(tmp_path),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
-        assert next((line for line in process.stdout if "single process: test accuracy" in line), None)
+        assert next(
+            (line for line in process.stdout if "single process: test accuracy" in line), None
+        )
         process.kill()
         process.communicate(
             timeout=60
-        )  # which ends when no process has the pipes: the server and its workers are told by the system
+            # which ends when no process has the pipes: the server and its workers are told by the
+            # system
+        )

@@ -20,7 +20,9 @@ from bagua_ref.formulas.mixing import matrix, mixing
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Return a function that runs the command and returns the exit code, standard output and standard error."""
+    """Return a function that runs the command and returns the exit code, standard output and
+    standard error.
+    """
 
     def command(*arguments: str) -> tuple[int, str, str]:
         try:
@@ -54,10 +56,19 @@ def drawn_in(text: str) -> list[set[tuple[int, int]]]:
     """Return the same from the matrices; each rank must be marked in its own column."""
     found = []
     for part in re.split(r"^ +from ", text, flags=re.MULTILINE)[1:]:
-        rows = [re.fullmatch(r"(?:  to|    ) *(\d+)  ([.ox ]+)", line) for line in part.splitlines()[1:]]
+        rows = [
+            re.fullmatch(r"(?:  to|    ) *(\d+)  ([.ox ]+)", line) for line in part.splitlines()[1:]
+        ]
         cells = [(int(row[1]), row[2].split()) for row in rows if row]
         assert all(marks[receiver] == "o" for receiver, marks in cells)
-        found.append({(source, receiver) for receiver, marks in cells for source, mark in enumerate(marks) if mark == "x"})
+        found.append(
+            {
+                (source, receiver)
+                for receiver, marks in cells
+                for source, mark in enumerate(marks)
+                if mark == "x"
+            }
+        )
     return found
 
 
@@ -70,7 +81,12 @@ def test_it_prints_and_draws_who_sends_to_whom(run: Any, mode: str, n: int) -> N
     assert code == 0
     assert max(map(len, text.splitlines())) <= 80
     wanted = [
-        {(source, receiver) for receiver, row in enumerate(MODES[mode].graph(t, n)) for source, _ in row if source != receiver}
+        {
+            (source, receiver)
+            for receiver, row in enumerate(MODES[mode].graph(t, n))
+            for source, _ in row
+            if source != receiver
+        }
         for t in range(MODES[mode].period(n))
     ]
     assert sends_of(text) == wanted
@@ -84,12 +100,35 @@ def test_all_to_all_is_said_in_a_few_words(run: Any) -> None:
 @pytest.mark.parametrize(
     ("mode", "n", "lines"),
     [
-        ("one_peer_exponential", 16, ["exact after 4 rounds", "1: 1 - the second-largest singular value, 0,", "1 per round"]),
+        (
+            "one_peer_exponential",
+            16,
+            ["exact after 4 rounds", "1: 1 - the second-largest singular value, 0,", "1 per round"],
+        ),
         ("hypercube", 8, ["exact after 3 rounds"]),
-        ("shift_one", 16, ["176 rounds to within 1e-06", "0.425477: 1 - the second-largest", "0.0669317 per round (geometric"]),
-        ("ring", 8, ["64 rounds to within 1e-06", "0.195262: 1 - the second-largest singular value, 0.804738"]),
+        (
+            "shift_one",
+            16,
+            [
+                "176 rounds to within 1e-06",
+                "0.425477: 1 - the second-largest",
+                "0.0669317 per round (geometric",
+            ],
+        ),
+        (
+            "ring",
+            8,
+            [
+                "64 rounds to within 1e-06",
+                "0.195262: 1 - the second-largest singular value, 0.804738",
+            ],
+        ),
         ("ring", 3, ["exact after 1 round\n"]),
-        ("exponential", 8, ["20 rounds to within 1e-06", "0.5: 1 - the second-largest singular value, 0.5"]),
+        (
+            "exponential",
+            8,
+            ["20 rounds to within 1e-06", "0.5: 1 - the second-largest singular value, 0.5"],
+        ),
         ("one_peer_exponential", 6, ["28 rounds to within 1e-06"]),
         ("all", 5, ["exact after 1 round\n"]),
         ("ring", 1, ["exact after 0 rounds\n", "nobody sends"]),
@@ -113,10 +152,14 @@ def test_mixing_is_what_repeated_products_give(mode: str, n: int, tolerance: flo
         product = matrix(MODES[mode].graph(t, n)) @ product
         distances.append(np.linalg.norm(product - 1 / n, 2))
     singular_values = np.linalg.svd(
-        np.linalg.multi_dot([np.eye(n)] * 2 + [matrix(MODES[mode].graph(t, n)) for t in range(period)][::-1])
+        np.linalg.multi_dot(
+            [np.eye(n)] * 2 + [matrix(MODES[mode].graph(t, n)) for t in range(period)][::-1]
+        )
     )[1]
     assert found.contraction == pytest.approx(singular_values[1], abs=1e-9)
-    assert found.rounds == next(place for place, distance in enumerate(distances, 1) if distance <= tolerance * (1 + 1e-9))
+    assert found.rounds == next(
+        place for place, distance in enumerate(distances, 1) if distance <= tolerance * (1 + 1e-9)
+    )
     assert found.exact == (distances[found.rounds - 1] < 1e-12)
 
 
@@ -131,7 +174,11 @@ def test_ranks_that_do_not_talk_never_agree() -> None:
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"graphs": []}, "at least one graph"), ({"tolerance": 0}, "tolerance=0 must"), ({"tolerance": 1}, "tol")],
+    [
+        ({"graphs": []}, "at least one graph"),
+        ({"tolerance": 0}, "tolerance=0 must"),
+        ({"tolerance": 1}, "tol"),
+    ],
 )
 def test_mixing_refuses(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -139,11 +186,25 @@ def test_mixing_refuses(given: dict[str, Any], message: str) -> None:
 
 
 def test_json_has_the_same_and_nothing_else(run: Any, tmp_path: Path) -> None:
-    code, text, _ = run("ring", "--ranks", "4", "--tolerance", "0.01", "--json", "--json-file", str(tmp_path / "ring.json"))
+    code, text, _ = run(
+        "ring",
+        "--ranks",
+        "4",
+        "--tolerance",
+        "0.01",
+        "--json",
+        "--json-file",
+        str(tmp_path / "ring.json"),
+    )
     found = json.loads(text)
     assert (code, json.loads((tmp_path / "ring.json").read_text())) == (0, found)
     assert found["graphs"] == [[[list(pair) for pair in row] for row in graphs.ring(0, 4)]]
-    assert (found["mode"], found["ranks"], found["period"], found["picture"]) == ("ring", 4, 1, None)
+    assert (found["mode"], found["ranks"], found["period"], found["picture"]) == (
+        "ring",
+        4,
+        1,
+        None,
+    )
     assert found["contraction"] == pytest.approx(1 / 3)
     assert found["spectral_gap"] == found["spectral_gap_per_round"] == pytest.approx(2 / 3)
     assert (found["rounds_to_consensus"], found["exact"], found["tolerance"]) == (5, False, 0.01)
@@ -178,7 +239,10 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_function_of_the_current_folder(run: Any) -> None:
     code, text, _ = run("my_graphs:lazy", "--ranks", "5", "--period", "2")
     assert code == 0
-    assert sends_of(text) == [{(r, (r + 1) % 5) for r in range(5)}, {(r, (r - 1) % 5) for r in range(5)}]
+    assert sends_of(text) == [
+        {(r, (r + 1) % 5) for r in range(5)},
+        {(r, (r - 1) % 5) for r in range(5)},
+    ]
     assert "round 1 (t = 1, 3, 5, ...)" in text
     assert "consensus     never" in run("my_graphs:apart", "--ranks", "3")[1]
     assert "the same graph in every round" in run("my_graphs:lazy", "--ranks", "5")[1]
@@ -193,26 +257,61 @@ def test_a_function_of_the_current_folder(run: Any) -> None:
         (["ring", "--ranks", "0"], "argument --ranks: 0 must be from 1 to 1024"),
         (["ring", "--ranks", "1025"], "argument --ranks: 1025 must be from 1 to 1024"),
         (["ring", "--ranks", "four"], "argument --ranks: invalid int value: 'four'"),
-        (["hypercube", "--ranks", "6"], "argument --ranks: hypercube needs a power of two of ranks, not 6"),
-        (["shift_one", "--ranks", "1"], "argument --ranks: shift_one needs an even number of ranks, not 1"),
-        (["star", "--ranks", "6"], "argument MODE: 'star' must be one of all, shift_one, one_peer_exponential, hypercube, ring,"),
-        (["ring", "--ranks", "6", "--period", "2"], "argument --period: it must be 1 or more, and is for functions only"),
-        (["my_graphs:lazy", "--ranks", "6", "--period", "0"], "argument --period: it must be 1 or more"),
-        (["ring", "--ranks", "6", "--tolerance", "0"], "argument --tolerance: 0.0 must be between 0 and 1"),
-        (["ring", "--ranks", "200", "--png", "x.png"], "argument --png: of 200 ranks no picture can be drawn"),
+        (
+            ["hypercube", "--ranks", "6"],
+            "argument --ranks: hypercube needs a power of two of ranks, not 6",
+        ),
+        (
+            ["shift_one", "--ranks", "1"],
+            "argument --ranks: shift_one needs an even number of ranks, not 1",
+        ),
+        (
+            ["star", "--ranks", "6"],
+            (
+                "argument MODE: 'star' must be one of all, shift_one, one_peer_exponential,"
+                " hypercube, ring,"
+            ),
+        ),
+        (
+            ["ring", "--ranks", "6", "--period", "2"],
+            "argument --period: it must be 1 or more, and is for functions only",
+        ),
+        (
+            ["my_graphs:lazy", "--ranks", "6", "--period", "0"],
+            "argument --period: it must be 1 or more",
+        ),
+        (
+            ["ring", "--ranks", "6", "--tolerance", "0"],
+            "argument --tolerance: 0.0 must be between 0 and 1",
+        ),
+        (
+            ["ring", "--ranks", "200", "--png", "x.png"],
+            "argument --png: of 200 ranks no picture can be drawn",
+        ),
         (["ring", "--ranks", "4", "--png", "nowhere/x.png"], "cannot write 'nowhere/x.png': "),
         (["ring", "--ranks", "4", "--png", "x.what"], "cannot write 'x.what': "),
-        (["nowhere:function", "--ranks", "4"], "cannot load nowhere:function: ModuleNotFoundError: No module named 'nowhere'"),
+        (
+            ["nowhere:function", "--ranks", "4"],
+            "cannot load nowhere:function: ModuleNotFoundError: No module named 'nowhere'",
+        ),
         (["my_graphs:nothing", "--ranks", "4"], "cannot load my_graphs:nothing: AttributeError: "),
-        (["my_graphs:number", "--ranks", "4"], "my_graphs:number(t=0, n=4): TypeError: 'int' object is not callable"),
+        (
+            ["my_graphs:number", "--ranks", "4"],
+            "my_graphs:number(t=0, n=4): TypeError: 'int' object is not callable",
+        ),
         (["my_graphs:fails", "--ranks", "4"], "my_graphs:fails(t=0, n=4): LookupError: no graph"),
         (
             ["my_graphs:wrong", "--ranks", "4", "--period", "2"],
-            "my_graphs:wrong(t=1, n=4): ValueError: row 0 (sources of rank 0) has weights that sum to 0.5; they must sum to 1",
+            (
+                "my_graphs:wrong(t=1, n=4): ValueError: row 0 (sources of rank 0) has weights that"
+                " sum to 0.5; they must sum to 1"
+            ),
         ),
     ],
 )
-def test_bad_input_is_named_and_exits_with_2(run: Any, arguments: list[str], complaint: str) -> None:
+def test_bad_input_is_named_and_exits_with_2(
+    run: Any, arguments: list[str], complaint: str
+) -> None:
     code, _, complaints = run(*arguments)
     assert code == 2
     assert complaint in complaints
@@ -220,9 +319,12 @@ def test_bad_input_is_named_and_exits_with_2(run: Any, arguments: list[str], com
 
 
 @pytest.mark.parametrize(
-    ("mode", "n"), [("one_peer_exponential", 16), ("all", 5), ("ring", 1), ("hypercube", 64), ("shift_one", 32)]
+    ("mode", "n"),
+    [("one_peer_exponential", 16), ("all", 5), ("ring", 1), ("hypercube", 64), ("shift_one", 32)],
 )
-def test_the_picture_has_an_arrow_for_each_message_and_all_ranks(run: Any, tmp_path: Path, mode: str, n: int) -> None:
+def test_the_picture_has_an_arrow_for_each_message_and_all_ranks(
+    run: Any, tmp_path: Path, mode: str, n: int
+) -> None:
     from bagua_ref.cli.graph import draw_graphs
 
     period = MODES[mode].graphs(n)
@@ -230,7 +332,12 @@ def test_the_picture_has_an_arrow_for_each_message_and_all_ranks(run: Any, tmp_p
     panels = [axes for axes in figure.axes if axes.lines]
     assert len(panels) == min(len(period), 12)
     for graph, axes in zip(period, panels, strict=False):
-        pairs = {frozenset((source, receiver)) for receiver, row in enumerate(graph) for source, _ in row if source != receiver}
+        pairs = {
+            frozenset((source, receiver))
+            for receiver, row in enumerate(graph)
+            for source, _ in row
+            if source != receiver
+        }
         arrows = [text for text in axes.texts if getattr(text, "arrow_patch", None) is not None]
         assert len(arrows) == len(pairs)
         (line,) = axes.lines
@@ -248,7 +355,9 @@ def test_the_picture_is_written_and_is_the_same_every_time(run: Any, tmp_path: P
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_it_says_what_to_install(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_it_says_what_to_install(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, complaint = run("ring", "--ranks", "4", "--png", str(tmp_path / "x.png"))
     assert code == 2

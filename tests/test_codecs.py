@@ -1,4 +1,6 @@
-"""Tests of the codecs of S4 and S12 and of the registry: pinned vectors, `ml_dtypes`, tiles, operations, refusals."""
+"""Tests of the codecs of S4 and S12 and of the registry: pinned vectors, `ml_dtypes`, tiles,
+operations, refusals.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ def round_trip(name: str, x: torch.Tensor, num_chunks: int = 1) -> torch.Tensor:
         ("MXFP8", [1.0, 1 + 2**-4, 1 + 3 * 2**-4], [119, 0x78, 0x78, 0x7A]),  # ties to even
         ("MXFP8", [1.0, 1.5 * 2**-17, 0.5 * 2**-17], [119, 0x78, 2, 0]),  # ties between subnormals
         ("MXFP8", [1.0, math.inf], [255, 0, 0]),
-        ("MXFP4", [6.0, -6.0, 0.25], [127, 0xF7, 0x00]),  # the tie between 0 and 0.5; the odd tail's high nibble
+        # the tie between 0 and 0.5; the odd tail's high nibble
+        ("MXFP4", [6.0, -6.0, 0.25], [127, 0xF7, 0x00]),
         ("MXFP4", [4.0, -0.75, -0.0], [127, 0xA6, 0x08]),
         ("MXFP4", [7.0, 2.5, 3.5], [127, 0x47, 0x06]),  # 7 saturates; 2.5 -> 2, 3.5 -> 4
         ("MXFP4", [math.nan], [255, 0]),
@@ -75,7 +78,9 @@ def test_S12_1_pinned_payloads(name, values, payload):
 
 
 def test_S12_2_pinned_payload():
-    found = codec("OneBit").compress(torch.tensor([3.0, -4.0, -0.0, 0.0, -5.0, 0.0, 0.0, 0.0, -0.0]), 1)
+    found = codec("OneBit").compress(
+        torch.tensor([3.0, -4.0, -0.0, 0.0, -5.0, 0.0, 0.0, 0.0, -0.0]), 1
+    )
     assert found[:4].view(torch.float32).item() == pytest.approx(math.sqrt(50 / 9), rel=1e-7)
     assert found[4:].tolist() == [0] * 28 + [0b10110111, 0b10000000] + [0] * 30
 
@@ -83,10 +88,13 @@ def test_S12_2_pinned_payload():
 @pytest.mark.parametrize(
     ("name", "counts", "sizes"),
     [
-        ("MXFP8", (1, 32, 33), [32, 64, 64]), ("MXFP4", (1, 32, 33), [32, 32, 32]), ("MXINT8", (1, 32, 33), [32, 64, 64]),
-        ("OneBit", (1, 256, 257), [64, 64, 96]), ("MinMaxUInt8", (0, 1, 32, 33), [32, 64, 64, 96]),
+        ("MXFP8", (1, 32, 33), [32, 64, 64]),
+        ("MXFP4", (1, 32, 33), [32, 32, 32]),
+        ("MXINT8", (1, 32, 33), [32, 64, 64]),
+        ("OneBit", (1, 256, 257), [64, 64, 96]),
+        ("MinMaxUInt8", (0, 1, 32, 33), [32, 64, 64, 96]),
     ],
-)  # fmt: skip
+)
 def test_S4_S12_payload_bytes(name, counts, sizes):
     assert [codec(name).payload_bytes(c, torch.float16) for c in counts] == sizes
     assert [codecs_scalar.payload_size(name, c) for c in counts] == sizes
@@ -94,7 +102,9 @@ def test_S4_S12_payload_bytes(name, counts, sizes):
 
 @pytest.mark.parametrize("name", [*S12, MINMAX])
 @pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
-@pytest.mark.parametrize(("num_chunks", "size"), [(1, BLOCK + 5), (3, BLOCK + 7), (4, BLOCK // 2), (9000, 1)])
+@pytest.mark.parametrize(
+    ("num_chunks", "size"), [(1, BLOCK + 5), (3, BLOCK + 7), (4, BLOCK // 2), (9000, 1)]
+)
 def test_tiles_change_nothing(name, num_chunks, size, dtype):
     x = torch.randn(num_chunks * size, generator=torch.Generator().manual_seed(1)).to(dtype)
     payload, restored = (
@@ -109,7 +119,9 @@ def test_tiles_change_nothing(name, num_chunks, size, dtype):
     elif name != "OneBit":  # whose scale depends on the whole chunk; levels depend on its ends only
         ends = x[[int(x.argmin()), int(x.argmax())]] if name == MINMAX else x[:0]
         tail = x[size // 32 * 32 - 64 :]
-        assert_equal(restored[0][-len(tail) :], round_trip(name, torch.cat([ends, tail]))[len(ends) :], EXACT)
+        assert_equal(
+            restored[0][-len(tail) :], round_trip(name, torch.cat([ends, tail]))[len(ends) :], EXACT
+        )
 
 
 def test_S12_1_the_exponent_is_exact_just_below_a_power_of_two():
@@ -122,16 +134,21 @@ def test_S12_1_the_exponent_is_exact_just_below_a_power_of_two():
 
 
 def minmax_block(header: str, levels: list[int]) -> bytes:
-    return (bytes.fromhex(header).ljust(32, b"\0") + bytes(levels)).ljust(minmax.payload_bytes(len(levels), torch.float32), b"\0")
+    return (bytes.fromhex(header).ljust(32, b"\0") + bytes(levels)).ljust(
+        minmax.payload_bytes(len(levels), torch.float32), b"\0"
+    )
 
 
 @pytest.mark.parametrize(
     ("values", "dtype", "header", "levels"),
     [
         ([0.0, 1.0, 2.0], torch.float32, "00000000 00000040", [0, 128, 255]),
-        ([-253.5, 1.5], torch.float32, "00807dc3 0000c03f", [0, 255]),  # S4.2: the lower clamp, -1 without it
-        ([1.0, 1.0], torch.float32, "0000803f 0000803f", [255, 255]),  # S4.2: the upper clamp, 256 without it
-        ([-0.0, -0.0], torch.float32, "00000000 00000000", [255, 255]),  # S4.1: a zero is written +0
+        # S4.2: the lower clamp, -1 without it
+        ([-253.5, 1.5], torch.float32, "00807dc3 0000c03f", [0, 255]),
+        # S4.2: the upper clamp, 256 without it
+        ([1.0, 1.0], torch.float32, "0000803f 0000803f", [255, 255]),
+        # S4.1: a zero is written +0
+        ([-0.0, -0.0], torch.float32, "00000000 00000000", [255, 255]),
         ([-1.0, -0.0], torch.float16, "00bc 0000", [0, 255]),
         ([-1.0, 3.0], torch.bfloat16, "80bf 4040", [0, 255]),
         ([1e30, 1e30], torch.float32, "0000c07f 0000c07f", [0, 0]),  # S4.4: max*scale overflows
@@ -145,13 +162,18 @@ def minmax_block(header: str, levels: list[int]) -> bytes:
 def test_S4_pinned_vectors(values, dtype, header, levels):
     x = torch.tensor(values, dtype=dtype)
     assert bytes(minmax.compress(x, 1).tolist()) == minmax_block(header, levels)
-    assert codecs_scalar.compress_minmax(x.tolist(), str(dtype).removeprefix("torch.")) == minmax_block(header, levels)
+    assert codecs_scalar.compress_minmax(
+        x.tolist(), str(dtype).removeprefix("torch.")
+    ) == minmax_block(header, levels)
 
 
 def test_S4_3_what_lies_beyond_float16_is_its_largest_number():
-    # Levels 0 and 255 decode to -127 and 128 steps of 513.8; the upper one, 65760, would round to infinity.
+    # Levels 0 and 255 decode to -127 and 128 steps of 513.8; the upper one, 65760, would round to
+    # infinity.
     x = torch.tensor([-65504.0, 65504.0], dtype=torch.float16)
-    assert_equal(round_trip(MINMAX, x), torch.tensor([-65248.0, 65504.0], dtype=torch.float16), EXACT)
+    assert_equal(
+        round_trip(MINMAX, x), torch.tensor([-65248.0, 65504.0], dtype=torch.float16), EXACT
+    )
 
 
 def test_S4_3_what_lies_beyond_float32_is_its_largest_number():
@@ -160,7 +182,8 @@ def test_S4_3_what_lies_beyond_float32_is_its_largest_number():
     restored = round_trip(MINMAX, x)
     assert restored.isfinite().all()
     payload = torch.zeros(64, dtype=torch.uint8)
-    payload[:8] = torch.tensor([-largest, largest]).view(torch.uint8)  # no compressor writes this: the difference overflows
+    # no compressor writes this: the difference overflows
+    payload[:8] = torch.tensor([-largest, largest]).view(torch.uint8)
     payload[32:34] = torch.tensor([0, 200])
     out = torch.zeros(2)
     minmax.decompress(payload, 1, out)
@@ -179,17 +202,45 @@ def test_S4_6_the_pinned_vector_needs_one_and_a_half_steps():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"num_chunks": 3}, ValueError, "num_chunks=3 must divide the number of elements, which is 4"),
+        (
+            {"num_chunks": 3},
+            ValueError,
+            "num_chunks=3 must divide the number of elements, which is 4",
+        ),
         ({"num_chunks": 0}, ValueError, "num_chunks=0 must be at least 1"),
         ({"num_chunks": -2}, ValueError, "num_chunks=-2 must be at least 1"),
         ({"num_chunks": 2.0}, TypeError, "num_chunks=2.0 must be an integer"),
-        ({"num_chunks": 2, "target_chunk": 2}, ValueError, "target_chunk=2 must be from 0 to num_chunks - 1 = 1"),
-        ({"num_chunks": 2, "target_chunk": -1}, ValueError, "target_chunk=-1 must be from 0 to num_chunks - 1 = 1"),
+        (
+            {"num_chunks": 2, "target_chunk": 2},
+            ValueError,
+            "target_chunk=2 must be from 0 to num_chunks - 1 = 1",
+        ),
+        (
+            {"num_chunks": 2, "target_chunk": -1},
+            ValueError,
+            "target_chunk=-1 must be from 0 to num_chunks - 1 = 1",
+        ),
         ({"num_chunks": 2, "target_chunk": "a"}, TypeError, "target_chunk='a' must be an integer"),
-        ({"num_chunks": 1, "out": torch.zeros(63, dtype=torch.uint8)}, ValueError, "out has 63 elements; .* must have 64"),
-        ({"num_chunks": 1, "out": torch.zeros(64)}, TypeError, "out is torch.float32; .* must be torch.uint8"),
-        ({"num_chunks": 1, "out": torch.zeros(128, dtype=torch.uint8)[::2]}, ValueError, "out .* must be 1-D and contiguous"),
-        ({"num_chunks": 1, "out": torch.zeros(64, dtype=torch.uint8, device="meta")}, ValueError, "out is on meta"),
+        (
+            {"num_chunks": 1, "out": torch.zeros(63, dtype=torch.uint8)},
+            ValueError,
+            "out has 63 elements; .* must have 64",
+        ),
+        (
+            {"num_chunks": 1, "out": torch.zeros(64)},
+            TypeError,
+            "out is torch.float32; .* must be torch.uint8",
+        ),
+        (
+            {"num_chunks": 1, "out": torch.zeros(128, dtype=torch.uint8)[::2]},
+            ValueError,
+            "out .* must be 1-D and contiguous",
+        ),
+        (
+            {"num_chunks": 1, "out": torch.zeros(64, dtype=torch.uint8, device="meta")},
+            ValueError,
+            "out is on meta",
+        ),
     ],
 )
 def test_compress_refuses(arguments, error, message):
@@ -202,12 +253,19 @@ def test_the_benchmark_runs_and_its_three_forms_of_S4_agree(tmp_path):
     folder, table = ROOT / "benchmarks", tmp_path / "codec.json"
     run = f"runpy.run_path({str(folder / 'codec.py')!r}, run_name='__main__')"
     ended = run_script(
-        f"import runpy, sys; sys.path.insert(0, {str(folder)!r}); sys.argv[1:] = ['--quick', '--json', {str(table)!r}]; {run}"
+        f"import runpy, sys; sys.path.insert(0, {str(folder)!r}); sys.argv[1:] = ['--quick',"
+        f" '--json', {str(table)!r}]; {run}"
     )
     assert ended.returncode == 0, ended.stderr
     result = json.loads(table.read_text())
     limits = [row["limit"] for row in result["rows"]]
-    assert limits == ["at most 5", *["-"] * 5, *["at most 5"] * 2, *["at most 8"] * 2, *["at most 5"] * 4]
+    assert limits == [
+        "at most 5",
+        *["-"] * 5,
+        *["at most 5"] * 2,
+        *["at most 8"] * 2,
+        *["at most 5"] * 4,
+    ]
     assert all(row["ratio"] > 0 for row in result["rows"])
     assert {"machine", "versions", "date"} <= set(result)
 
@@ -221,17 +279,26 @@ def test_payload_and_tensor_must_lie_apart():
 # A second opinion (S12.4)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("MXFP8", "float8_e4m3fn"), ("MXFP4", "float4_e2m1fn")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("MXFP8", "float8_e4m3fn"), ("MXFP4", "float4_e2m1fn")]
+)
 def test_S12_4_ml_dtypes_rounds_alike_at_every_code_and_decodes_every_scale(name, dtype):
     ml_dtypes = pytest.importorskip("ml_dtypes")
     kind, form = getattr(ml_dtypes, dtype), codecs_scalar.FORMATS[name]
     numbers = np.array(form.numbers)
     ties = (numbers[:-1] + numbers[1:]) / 2
     around = np.concatenate([numbers, ties]).astype(np.float32)
-    around = np.concatenate([around, np.nextafter(around, np.float32(0)), np.nextafter(around, np.float32(1e9))])
-    around = np.minimum(np.concatenate([around, -around]), numbers[-1]).clip(-numbers[-1]).astype(np.float32)
+    around = np.concatenate(
+        [around, np.nextafter(around, np.float32(0)), np.nextafter(around, np.float32(1e9))]
+    )
+    around = (
+        np.minimum(np.concatenate([around, -around]), numbers[-1])
+        .clip(-numbers[-1])
+        .astype(np.float32)
+    )
     for block in np.array_split(around, -(-len(around) // 31)):
-        x = torch.from_numpy(np.append(np.float32(2**form.emax), block))  # which fixes the scale at 1
+        # which fixes the scale at 1
+        x = torch.from_numpy(np.append(np.float32(2**form.emax), block))
         wanted = x.numpy().astype(kind)
         found = codec(name).compress(x, 1)[1:].numpy()
         codes = found if form.bits == 8 else np.stack([found & 15, found >> 4], 1).reshape(-1)
@@ -290,7 +357,9 @@ def test_S12_3_bounds_are_attained():
 @pytest.mark.parametrize("name", [*S12, MINMAX])
 def test_S3_2_with_every_codec_all_ranks_end_with_the_bytes_of_the_sentence(name):
     n, size = 3, 35
-    inputs = [torch.randn(n * size, generator=torch.Generator().manual_seed(rank)) for rank in range(n)]
+    inputs = [
+        torch.randn(n * size, generator=torch.Generator().manual_seed(rank)) for rank in range(n)
+    ]
 
     def rank(comm: Any) -> torch.Tensor:
         x = inputs[comm.rank()].clone()
@@ -301,7 +370,7 @@ def test_S3_2_with_every_codec_all_ranks_end_with_the_bytes_of_the_sentence(name
     total = torch.zeros(n, size)
     for part in received:
         total = total + part
-    wanted = torch.cat([round_trip(name, row) for row in (total / n)])
+    wanted = torch.cat([round_trip(name, row) for row in total / n])
     for x in SimulatedWorld(n).run(rank):
         assert_equal(x, wanted, EXACT)
 
@@ -356,15 +425,25 @@ def test_one_bit_without_error_memory_warns(r: int):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32], ids=str)
 def test_S4_5_S12_other_dtypes_are_refused_by_name_when_appended(name, dtype):
     x = torch.zeros(4, dtype=dtype)
-    with pytest.raises(TypeError, match=f"x is {dtype}; it must be one of torch.float16, torch.bfloat16, torch.float32"):
+    with pytest.raises(
+        TypeError,
+        match=f"x is {dtype}; it must be one of torch.float16, torch.bfloat16, torch.float32",
+    ):
         codec(name).compress(x, 1)
     with pytest.raises(TypeError, match=f"out is {dtype}"):
         codec(name).decompress(torch.zeros(64, dtype=torch.uint8), 1, x)
 
     def rank(r: int) -> None:
         bucket = BaguaBucket([x.clone().ensure_bagua_tensor("t")], "0", flatten=True)  # type: ignore[attr-defined]
-        with pytest.raises(TypeError, match=f"compression='{name}' takes float16, bfloat16 or float32, not bucket '0''s {dtype}"):
-            bucket.append_centralized_synchronous_op(average=False, scattergather=True, compression=name)
+        with pytest.raises(
+            TypeError,
+            match=(
+                f"compression='{name}' takes float16, bfloat16 or float32, not bucket '0''s {dtype}"
+            ),
+        ):
+            bucket.append_centralized_synchronous_op(
+                average=False, scattergather=True, compression=name
+            )
 
     simulate(2, rank)
 
@@ -413,14 +492,19 @@ def test_only_an_unknown_codec_makes_other_packages_be_asked(monkeypatch):
         check_compression(name)
         get_codec(name, "reference")
     assert asked == []
-    with pytest.raises(ValueError, match="compression='MXFP9' is not a known codec; it must be one of 'MXFP4', 'MXFP8'"):
+    with pytest.raises(
+        ValueError,
+        match="compression='MXFP9' is not a known codec; it must be one of 'MXFP4', 'MXFP8'",
+    ):
         check_compression("MXFP9")
     assert set(asked) == {"bagua_ref.codecs"}
 
 
 def test_a_codec_of_another_package_is_found_by_its_entry_point(monkeypatch):
     point = EntryPoint("Halves", "my_codecs:Halves", "bagua_ref.codecs")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [point] if group == point.group else []
+    )
     monkeypatch.setitem(sys.modules, "my_codecs", sys.modules[__name__])
     check_compression("Halves")
     assert isinstance(get_codec("Halves", "reference"), Halves)
@@ -442,21 +526,33 @@ def test_a_registered_codec_works_with_every_backend_and_algorithm():
 @pytest.mark.usefixtures("_halves")
 def test_registering_refuses_what_get_codec_could_not_find():
     register_codec("Halves", "my_codecs:Halves")  # the same again
-    with pytest.raises(ValueError, match="name='Halves' is already registered for 'my_codecs:Halves'"):
+    with pytest.raises(
+        ValueError, match="name='Halves' is already registered for 'my_codecs:Halves'"
+    ):
         register_codec("Halves", "others:Halves")
     with pytest.raises(ValueError, match="target='my_codecs' must be of the form 'module:Class'"):
         register_codec("other", "my_codecs")
     register_codec("wrong", "json:JSONDecoder")
     register_codec("absent", "no_such_package.codecs:Codec", hint="pip install no-such-package")
-    with pytest.raises(BackendUnavailableError, match="codec 'wrong' cannot run: json:JSONDecoder is not a Codec class"):
+    with pytest.raises(
+        BackendUnavailableError,
+        match="codec 'wrong' cannot run: json:JSONDecoder is not a Codec class",
+    ):
         get_codec("wrong")
-    with pytest.raises(BackendUnavailableError, match=r"codec 'absent' cannot run: no_such_package.codecs is not installed"):
+    with pytest.raises(
+        BackendUnavailableError,
+        match=r"codec 'absent' cannot run: no_such_package.codecs is not installed",
+    ):
         get_codec("absent")
 
 
 def test_get_codec_lists_what_there_is():
     with pytest.raises(
-        ValueError, match="name='zip' is not a known codec; there are 'MXFP4', 'MXFP8', 'MXINT8', 'MinMaxUInt8', 'OneBit'"
+        ValueError,
+        match=(
+            "name='zip' is not a known codec; there are 'MXFP4', 'MXFP8', 'MXINT8', 'MinMaxUInt8',"
+            " 'OneBit'"
+        ),
     ):
         get_codec("zip")
 
@@ -465,7 +561,8 @@ def test_get_codec_lists_what_there_is():
         codecs = {"MinMaxUInt8": ReferenceBackend.codecs["MinMaxUInt8"]}
 
     with pytest.raises(
-        BackendUnavailableError, match="codec 'OneBit' cannot run: backend 'bare' does not have it; it has 'MinMaxUInt8'"
+        BackendUnavailableError,
+        match="codec 'OneBit' cannot run: backend 'bare' does not have it; it has 'MinMaxUInt8'",
     ):
         get_codec("OneBit", Bare())
 
@@ -482,7 +579,9 @@ def test_operations_use_the_methods_that_a_class_replaces(method: str) -> None:
     backend = type("Backend", (ReferenceBackend,), {"codecs": {"MinMaxUInt8": Own}})()
     bagua_ref.init_process_group()
     try:
-        bucket = BaguaBucket([torch.ones(4).ensure_bagua_tensor("t")], "b", flatten=True, backend=backend)  # type: ignore[attr-defined]
+        bucket = BaguaBucket(
+            [torch.ones(4).ensure_bagua_tensor("t")], "b", flatten=True, backend=backend
+        )  # type: ignore[attr-defined]
         bucket.append_centralized_synchronous_op(scattergather=True, compression="MinMaxUInt8")
         bucket.execute()
     finally:

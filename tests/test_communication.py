@@ -1,4 +1,6 @@
-"""Tests of process groups and functional collectives, in the simulated world and in a world of one (S1, S3.9)."""
+"""Tests of process groups and functional collectives, in the simulated world and in a world of one
+(S1, S3.9).
+"""
 
 from __future__ import annotations
 
@@ -74,10 +76,18 @@ def test_S1_communicators_follow_nodes():
 
     def program():
         group = _get_default_group()
-        comms = group.get_global_communicator(), group.get_inter_node_communicator(), group.get_intra_node_communicator()
+        comms = (
+            group.get_global_communicator(),
+            group.get_inter_node_communicator(),
+            group.get_intra_node_communicator(),
+        )
         return [(comm.rank(), comm.nranks()) for comm in comms]
 
-    assert simulate(program, (2, 1)) == [[(0, 3), (0, 2), (0, 2)], [(1, 3), (-1, 2), (1, 2)], [(2, 3), (1, 2), (0, 1)]]
+    assert simulate(program, (2, 1)) == [
+        [(0, 3), (0, 2), (0, 2)],
+        [(1, 3), (-1, 2), (1, 2)],
+        [(2, 3), (1, 2), (0, 1)],
+    ]
 
 
 def test_S1_the_leader_is_the_lowest_group_rank_of_a_node():
@@ -91,19 +101,34 @@ def test_S1_the_leader_is_the_lowest_group_rank_of_a_node():
         return group.ranks, comm.rank(), sums.item()
 
     ranks = (1, 2, 3)
-    assert simulate(program, (2, 2)) == [(ranks, -1, 0.0), (ranks, 0, 3.0), (ranks, 1, 3.0), (ranks, -1, 3.0)]
+    assert simulate(program, (2, 2)) == [
+        (ranks, -1, 0.0),
+        (ranks, 0, 3.0),
+        (ranks, 1, 3.0),
+        (ranks, -1, 3.0),
+    ]
 
 
 def test_S3_9_a_rank_outside_comm_returns_at_once():
     def program():
         group = bagua_ref.new_group([1, 2])
         comm = group.get_global_communicator()
-        for outside in (comm, group.get_inter_node_communicator(), group.get_intra_node_communicator()):
+        for outside in (
+            comm,
+            group.get_inter_node_communicator(),
+            group.get_intra_node_communicator(),
+        ):
             if bagua_ref.get_rank() == 0:
                 cases.outsiders_see_nothing(outside)
         x = torch.ones(2)
         bagua_ref.allreduce_inplace(x, comm=comm)
-        return x[0].item(), _rank_not_in_comm(comm), _rank_not_in_group(group), bagua_ref.get_rank() in group, comm.nranks()
+        return (
+            x[0].item(),
+            _rank_not_in_comm(comm),
+            _rank_not_in_group(group),
+            bagua_ref.get_rank() in group,
+            comm.nranks(),
+        )
 
     outside, inside = (1.0, True, True, False, 2), (2.0, False, False, True, 2)
     assert simulate(program) == [outside, inside, inside]
@@ -115,7 +140,8 @@ def test_many_groups_of_one_set_of_ranks_do_not_meet():
     def program():
         rank = bagua_ref.get_rank()
         groups = [bagua_ref.new_group() for _ in range(3)]
-        # Ranks may connect and use groups in different orders, as long as the order within each group is the same.
+        # Ranks may connect and use groups in different orders, as long as the order within each
+        # group is the same.
         totals = []
         for group in groups[::-1]:
             x = torch.tensor([float(rank)])
@@ -145,7 +171,9 @@ def test_the_background_group_is_another_one():
 
 def test_communicators_by_name():
     def program():
-        assert get_communicator("default", "global") is _get_default_group().get_global_communicator()
+        assert (
+            get_communicator("default", "global") is _get_default_group().get_global_communicator()
+        )
         group = bagua_ref.new_group()
         assert get_communicator(group.group_name, "intra") is group.get_intra_node_communicator()
         assert get_communicator(group.group_name, "inter") is group.get_inter_node_communicator()
@@ -192,14 +220,22 @@ def test_the_communication_of_a_wrapped_module_is_found_by_the_modules_name():
         module = torch.nn.Linear(2, 1)
         module.bagua_module_name = "scorer"
         with pytest.raises(
-            ValueError, match=r"model_name='scorer' must be the bagua_module_name of a wrapped module; known are \[\]"
+            ValueError,
+            match=(
+                r"model_name='scorer' must be the bagua_module_name of a wrapped module; known are"
+                r" \[\]"
+            ),
         ):
             get_backend("scorer")
         module.with_bagua([], GradientAllReduceAlgorithm())
         module(torch.ones(1, 2)).sum().backward()
         get_backend("scorer").wait_pending_comm_ops()
         with pytest.raises(
-            ValueError, match=r"of the wrapped module 'scorer' is bagua_ref\.communication\.get_backend\('scorer'\)"
+            ValueError,
+            match=(
+                r"of the wrapped module 'scorer' is"
+                r" bagua_ref\.communication\.get_backend\('scorer'\)"
+            ),
         ):
             bagua_ref.get_backend("scorer")
         with pytest.raises(ValueError, match=r"installed are [^;]*$"):
@@ -237,7 +273,11 @@ def test_a_group_keeps_its_world():
 def test_before_and_after():
     assert not bagua_ref.is_initialized()
     bagua_ref.destroy_process_group()  # nothing to do
-    for call in (bagua_ref.barrier, bagua_ref.new_group, lambda: bagua_ref.broadcast(torch.ones(1))):
+    for call in (
+        bagua_ref.barrier,
+        bagua_ref.new_group,
+        lambda: bagua_ref.broadcast(torch.ones(1)),
+    ):
         with pytest.raises(NotInitializedError, match=r"init_process_group\(\)"):
             call()
     with pytest.raises(NotInitializedError):
@@ -271,7 +311,9 @@ def test_S1_bad_arguments_leave_nothing_behind(arguments):
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("arguments", [{"store": "somewhere", "rank": 0, "world_size": 1}, {"timeout": "soon"}])
+@pytest.mark.parametrize(
+    "arguments", [{"store": "somewhere", "rank": 0, "world_size": 1}, {"timeout": "soon"}]
+)
 def test_S1_arguments_of_another_type_are_named(arguments):
     with pytest.raises((TypeError, ValueError), match=f"{next(iter(arguments))}='so"):
         bagua_ref.init_process_group(**arguments)
@@ -342,7 +384,9 @@ def test_torch_groups_become_ours(world_of_one):
 
 
 def test_a_group_may_be_closed_while_it_is_being_closed(world_of_one, monkeypatch):
-    """Garbage collection, which may begin anywhere, closes the groups of trainings that have ended."""
+    """Garbage collection, which may begin anywhere, closes the groups of trainings that have
+    ended.
+    """
     group, closed = bagua_ref.new_group(), []
 
     def close(kind):
@@ -389,4 +433,5 @@ def test_the_time_to_broadcast_many_small_tensors_grows_with_their_number() -> N
         return max(simulate(main, (2,)))
 
     seconds(100)
-    assert min(seconds(4_000) for _ in range(3)) < 30 * max(seconds(500) for _ in range(3))  # 64 times if each looked at all
+    # 64 times if each looked at all
+    assert min(seconds(4_000) for _ in range(3)) < 30 * max(seconds(500) for _ in range(3))

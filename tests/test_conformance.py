@@ -1,4 +1,6 @@
-"""Tests of the conformance house as users see it: verdicts, reports, the command and the pytest plugin."""
+"""Tests of the conformance house as users see it: verdicts, reports, the command and the pytest
+plugin.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +54,20 @@ SAID = {
 }
 FATAL = (hostile.Segfaults, hostile.Leaves, hostile.HoldsTheInterpreter, hostile.Sleeps)
 REPEATED = (
-    hostile.Raises, hostile.WritesBeyondTheEnd, hostile.ChangesItsInput,
-    hostile.ReadsBeyondTheEnd, hostile.ReturnsWrongShapes, hostile.ReturnsNaN,
-)  # fmt: skip
+    hostile.Raises,
+    hostile.WritesBeyondTheEnd,
+    hostile.ChangesItsInput,
+    hostile.ReadsBeyondTheEnd,
+    hostile.ReturnsWrongShapes,
+    hostile.ReturnsNaN,
+)
 
 
 @pytest.mark.parametrize("backend", hostile.ALL, ids=lambda backend: backend.__name__)
 def test_a_backend_that_misbehaves_gets_a_verdict(backend):
-    """A counterexample runs, fails by itself, and passes with the reference; a verdict needs no process, if none must end."""
+    """A counterexample runs, fails by itself, and passes with the reference; a verdict needs no
+    process, if none must end.
+    """
     check = check_ids([all_checks()[hostile.CHECK_OF.get(backend, ADD)]])[0]
     report = on(backend(), check, time_limit=1.0)
     assert not report.passed
@@ -75,7 +83,9 @@ def test_a_backend_that_misbehaves_gets_a_verdict(backend):
         assert ran.returncode == 1, failed.counterexample
         assert "Error" in ran.stderr
         imported = f"from tests.hostile_backends import {backend.__name__}"
-        healed = failed.counterexample.replace(imported, "from bagua_ref.backends.reference import *")
+        healed = failed.counterexample.replace(
+            imported, "from bagua_ref.backends.reference import *"
+        )
         ran = run_script(healed.replace(f"{backend.__name__}()", "ReferenceBackend()"))
         assert ran.returncode == 0, ran.stderr
 
@@ -83,7 +93,9 @@ def test_a_backend_that_misbehaves_gets_a_verdict(backend):
 def test_what_hangs_is_tried_for_one_dtype_only():
     first, *others = on(hostile.Sleeps(), time_limit=0.5).failures()
     assert first.message == "add_: no answer within 0.5 s"
-    assert {failed.message for failed in others} == {f"not tried: {first.message}, for another dtype"}
+    assert {failed.message for failed in others} == {
+        f"not tried: {first.message}, for another dtype"
+    }
 
 
 def test_a_counterexample_is_small():
@@ -102,7 +114,8 @@ def test_a_canary_tells_places():
     assert canary.tensor.tolist() == [[0, 3], [1, 4]]
     assert not canary.changed_inside() + canary.changed_outside()
     canary.tensor[1, 0] = 7
-    canary.tensor.as_strided((1,), (1,), canary.tensor.storage_offset() + 2)[0] = 9  # a gap between the rows
+    # a gap between the rows
+    canary.tensor.as_strided((1,), (1,), canary.tensor.storage_offset() + 2)[0] = 9
     assert (canary.changed_inside(), canary.changed_outside()) == ([1], [2])
 
 
@@ -112,8 +125,16 @@ def test_a_canary_tells_places():
 def test_every_report_lists_the_clauses_that_are_not_covered():
     report = run_conformance(type("Empty", (), {"cache": object()})(), ["kernels"])
     missing = set(CLAUSES) - {check.clause for check in all_checks().values()}
-    assert {result.id for result in report.results if result.status == "not covered"} == missing >= {"S5.7", "S8.4", "S12.4"}
-    assert {row["id"] for row in json.loads(report.to_json())["results"] if row["status"] == "not covered"} == missing
+    assert (
+        {result.id for result in report.results if result.status == "not covered"}
+        == missing
+        >= {"S5.7", "S8.4", "S12.4"}
+    )
+    assert {
+        row["id"]
+        for row in json.loads(report.to_json())["results"]
+        if row["status"] == "not covered"
+    } == missing
     shown = next(line for line in str(report).splitlines() if line.startswith("not covered"))
     assert set(shown.removeprefix("not covered").replace(",", " ").split()) == missing
     assert f"{len(missing)} not covered" in str(report)
@@ -123,7 +144,9 @@ def test_every_report_lists_the_clauses_that_are_not_covered():
 
 
 def test_the_table_of_clauses_has_every_heading_of_the_specification():
-    headings = re.findall(r"^##+ (S[\d.]+) .* \{ #(\S+) \}$", (ROOT / "docs" / "spec.md").read_text(), re.MULTILINE)
+    headings = re.findall(
+        r"^##+ (S[\d.]+) .* \{ #(\S+) \}$", (ROOT / "docs" / "spec.md").read_text(), re.MULTILINE
+    )
     assert all(anchor == clause.lower().replace(".", "-") for clause, anchor in headings)
     names = [clause for clause, _ in headings]
     parents = {name.partition(".")[0] for name in names if "." in name}
@@ -136,7 +159,9 @@ def test_nothing_ran_is_not_passed():
     assert not report.passed
     assert not report.ran
     assert "NOTHING RAN" in str(report)
-    assert {result.message for result in report.results if result.status == "skipped"} == {"the target has no kernels"}
+    assert {result.message for result in report.results if result.status == "skipped"} == {
+        "the target has no kernels"
+    }
 
 
 def test_capabilities_limit_dtypes():
@@ -144,8 +169,14 @@ def test_capabilities_limit_dtypes():
         capabilities = {"dtypes": [torch.float32, "float16"]}
 
     ran = {result.id: result.status for result in on(Narrow()).results}
-    assert {name for name, status in ran.items() if status == "passed"} == {f"{ADD}[float16]", f"{ADD}[float32]"}
-    assert {name for name, status in ran.items() if status == "skipped"} == {f"{ADD}[bfloat16]", f"{ADD}[float64]"}
+    assert {name for name, status in ran.items() if status == "passed"} == {
+        f"{ADD}[float16]",
+        f"{ADD}[float32]",
+    }
+    assert {name for name, status in ran.items() if status == "skipped"} == {
+        f"{ADD}[bfloat16]",
+        f"{ADD}[float64]",
+    }
 
 
 @pytest.mark.parametrize("capabilities", [{"dtype": []}, ["float32"], {"dtypes": ["float33"]}])
@@ -185,7 +216,10 @@ def test_known_failures_are_strict():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"xfail": ["kernels.S1.ad"]}, "xfail: 'kernels.S1.ad' is unknown; closest are 'kernels.S1.add'"),
+        (
+            {"xfail": ["kernels.S1.ad"]},
+            "xfail: 'kernels.S1.ad' is unknown; closest are 'kernels.S1.add'",
+        ),
         ({"suites": ["kernel"]}, "suites: 'kernel' is unknown; closest are 'kernels'"),
         ({"profile": "fast"}, "profile"),
         ({"checks": ["S99"]}, "checks"),
@@ -198,7 +232,13 @@ def test_what_is_not_known_is_refused(options, words):
 
 
 @pytest.mark.parametrize(
-    ("target", "error"), [("no such", ValueError), (3, TypeError), ("os:nothing", AttributeError), ("no.such:X", ImportError)]
+    ("target", "error"),
+    [
+        ("no such", ValueError),
+        (3, TypeError),
+        ("os:nothing", AttributeError),
+        ("no.such:X", ImportError),
+    ],
 )
 def test_a_target_that_is_none_is_refused(target, error):
     with pytest.raises(error):
@@ -232,26 +272,36 @@ def test_the_same_seed_gives_the_same_inputs():
 
 
 def test_reports_as_json_and_junit(tmp_path):
-    report = on(hostile.ReturnsNaN(), "kernels.S3.4.average", progress=lambda done, total, result: None)
+    report = on(
+        hostile.ReturnsNaN(), "kernels.S3.4.average", progress=lambda done, total, result: None
+    )
     report.write(json_path=tmp_path / "r.json", junit_path=tmp_path / "r.xml")
     read = json.loads((tmp_path / "r.json").read_text())
     assert read["passed"] is False
     assert {"specification", "vectors", "bagua_ref"} <= read["versions"].keys()
     assert read["results"][0]["counterexample"].startswith(("import torch", "from math"))
     suite = ElementTree.parse(tmp_path / "r.xml").getroot()
-    assert suite.get("failures") == str(len(report.failures())) == str(len(suite.findall("testcase/failure")))
+    assert (
+        suite.get("failures")
+        == str(len(report.failures()))
+        == str(len(suite.findall("testcase/failure")))
+    )
     assert len(suite.findall("testcase")) == int(suite.get("tests"))
 
 
 def test_junit_can_hold_whatever_a_message_says():
-    report = Report("t", [Result("a", "kernels", "S1", "failed", message="\x00\x1b[31m <&>")], "quick", 0)
+    report = Report(
+        "t", [Result("a", "kernels", "S1", "failed", message="\x00\x1b[31m <&>")], "quick", 0
+    )
     failure = ElementTree.fromstring(report.to_junit()).find(".//failure")
     assert failure is not None
     assert "<&>" in f"{failure.get('message')} {failure.text}"
 
 
 def test_ids_are_stable():
-    """A change of this list can fail an implementation that passed before; note it in CHANGELOG under Conformance."""
+    """A change of this list can fail an implementation that passed before; note it in CHANGELOG
+    under Conformance.
+    """
     assert set(check_ids()) == set((ROOT / "tests" / "conformance_ids.txt").read_text().split())
 
 
@@ -259,7 +309,20 @@ def test_ids_are_stable():
 
 
 def test_verify_passes_fails_and_says_when_it_cannot_run(tmp_path, capsys):
-    assert main(["verify", "--backend", "reference", "--check", ONE, "--json-file", str(tmp_path / "r.json")]) == 0
+    assert (
+        main(
+            [
+                "verify",
+                "--backend",
+                "reference",
+                "--check",
+                ONE,
+                "--json-file",
+                str(tmp_path / "r.json"),
+            ]
+        )
+        == 0
+    )
     assert json.loads((tmp_path / "r.json").read_text())["passed"] is True
     assert "PASSED: reference" in capsys.readouterr().out
     assert main(["verify", "--backend", "reference", "--check", ONE, "--check", OTHER]) == 0
@@ -293,17 +356,36 @@ def test_verify_passes_fails_and_says_when_it_cannot_run(tmp_path, capsys):
 
 
 def test_verify_prints_nothing_but_json_whatever_the_implementation_prints(capfd):
-    assert main(["verify", "--backend", "tests.hostile_backends:Prints", "--check", ONE, "--json"]) == 0
+    assert (
+        main(["verify", "--backend", "tests.hostile_backends:Prints", "--check", ONE, "--json"])
+        == 0
+    )
     printed = capfd.readouterr()
     found = json.loads(printed.out)
-    assert (found["passed"], {result["status"] for result in found["results"]}) == (True, {"passed"})
+    assert (found["passed"], {result["status"] for result in found["results"]}) == (
+        True,
+        {"passed"},
+    )
     assert "look at me" in printed.err
 
 
 def test_verify_reads_known_failures(tmp_path, capsys):
     known = tmp_path / "xfails"
     known.write_text(f"# broken since May\n{ADD}  # all of it\n\n")
-    assert main(["verify", "--backend", "tests.hostile_backends:Raises", "--check", ONE, "--xfails", str(known)]) == 0
+    assert (
+        main(
+            [
+                "verify",
+                "--backend",
+                "tests.hostile_backends:Raises",
+                "--check",
+                ONE,
+                "--xfails",
+                str(known),
+            ]
+        )
+        == 0
+    )
     assert main(["verify", "--backend", "reference", "--check", ONE, "--xfails", str(known)]) == 1
     known.write_text("kernels.S1.nothing\n")
     with pytest.raises(SystemExit, match="2"):
@@ -312,7 +394,17 @@ def test_verify_reads_known_failures(tmp_path, capsys):
 
 
 def test_verify_ends_also_where_a_thread_hangs():
-    command = ["verify", "--backend", "tests.hostile_backends:Sleeps", "--check", ONE, "--jobs", "0", "--time-limit", "1"]
+    command = [
+        "verify",
+        "--backend",
+        "tests.hostile_backends:Sleeps",
+        "--check",
+        ONE,
+        "--jobs",
+        "0",
+        "--time-limit",
+        "1",
+    ]
     ran = run_script(f"import sys; from bagua_ref.cli import main; sys.exit(main({command}))")
     assert ran.returncode == 1, ran.stderr
     assert "no answer within 1 s" in ran.stdout
@@ -327,7 +419,10 @@ def test_without_hypothesis_the_error_says_what_to_install():
     )
     ran = run_script(code)
     assert ran.returncode == 2, ran.stderr
-    assert f"conformance checks need Hypothesis; install with: pip install -e '{ROOT}[conformance]'" in ran.stderr
+    assert (
+        f"conformance checks need Hypothesis; install with: pip install -e '{ROOT}[conformance]'"
+        in ran.stderr
+    )
 
 
 # The pytest plugin and suites
@@ -335,7 +430,9 @@ def test_without_hypothesis_the_error_says_what_to_install():
 
 def pytest_in(folder, *arguments):
     command = ["-q", "-p", "no:cacheprovider", *arguments]
-    script = f"import os, pytest, sys; os.chdir({str(folder)!r}); sys.exit(pytest.main({command!r}))"
+    script = (
+        f"import os, pytest, sys; os.chdir({str(folder)!r}); sys.exit(pytest.main({command!r}))"
+    )
     ran = run_script(script, {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, limit=250)
     return ran.returncode, ran.stdout + ran.stderr
 
@@ -361,7 +458,8 @@ def test_checks_of_a_suite_share_a_process_until_one_fails(failing, tmp_path):
     first, second, failed, third = map(processes, ("float32", "float64", "float16", "float32"))
     assert len(first) == 1
     assert first == second <= failed
-    assert (first == failed) == (failing is hostile.Raises)  # what ends a process is tried again, in others
+    # what ends a process is tried again, in others
+    assert (first == failed) == (failing is hostile.Raises)
     assert len(third) == 1
     assert third.isdisjoint(failed)
     runs.stop()
@@ -371,7 +469,9 @@ def test_checks_of_a_suite_share_a_process_until_one_fails(failing, tmp_path):
 def test_few_processes_are_kept_if_there_is_a_target_for_each_check():
     runs = OneByOne()
     for _ in range(MOST_JOBS + 2):
-        assert runs.run(runs.resolve(ReferenceBackend()), all_checks()[ADD], "float32", Search()).passed
+        assert runs.run(
+            runs.resolve(ReferenceBackend()), all_checks()[ADD], "float32", Search()
+        ).passed
     assert len(multiprocessing.active_children()) == MOST_JOBS
     runs.stop()
     assert multiprocessing.active_children() == []

@@ -1,4 +1,6 @@
-"""Tests of the suite of algorithms with outside trainers: correct ones pass, faulty ones fail with a script that runs."""
+"""Tests of the suite of algorithms with outside trainers: correct ones pass, faulty ones fail with
+a script that runs.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,14 @@ GRADIENTS = "algorithms.S5.1.gradients[float32]"
 PEERS = "algorithms.S5.3.shift_one[float32]"
 
 
-LACKS = {"algorithms.S9.1.inside_nodes", "algorithms.S9.5.one_byte", "algorithms.S9.5.not_finite_bytes"}
-"""They use hierarchical averaging or compression, which the outside trainers of local updates do not have."""
+LACKS = {
+    "algorithms.S9.1.inside_nodes",
+    "algorithms.S9.5.one_byte",
+    "algorithms.S9.5.not_finite_bytes",
+}
+"""They use hierarchical averaging or compression, which the outside trainers of local updates do
+not have.
+"""
 
 
 def on(target: Any, *checks: str, **options: Any) -> Report:
@@ -72,7 +80,9 @@ def test_arguments_are_the_targets_to_keep():
 )
 def test_a_trainer_that_misbehaves_gets_a_verdict(kind, said):
     target = outside.faulty(kind)
-    (failed,) = on(target(), GRADIENTS, shrink=False, time_limit=1.0 if kind is outside.Sleeps else 10.0).failures()
+    (failed,) = on(
+        target(), GRADIENTS, shrink=False, time_limit=1.0 if kind is outside.Sleeps else 10.0
+    ).failures()
     assert said in failed.message
     assert failed.message.startswith("gradient_allreduce(lr=")
     assert "algorithms.gradient_allreduce(world, " in failed.counterexample
@@ -110,7 +120,13 @@ def test_a_counterexample_is_small_and_repeats_the_failure(target, right):
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_inputs")
 def test_a_powersgd_with_another_basis_passes_but_for_its_messages() -> None:
-    report = on(compressed.target(compressed.PowerSGD), *clauses_of("S10"), shrink=False, jobs=2, time_limit=10.0)
+    report = on(
+        compressed.target(compressed.PowerSGD),
+        *clauses_of("S10"),
+        shrink=False,
+        jobs=2,
+        time_limit=10.0,
+    )
     (failed,) = report.failures()
     assert failed.id == "algorithms.S10.5.messages"
     assert report.counts()["passed"] >= 22
@@ -119,7 +135,9 @@ def test_a_powersgd_with_another_basis_passes_but_for_its_messages() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("four_inputs")
 def test_a_topk_passes() -> None:
-    assert on(compressed.target(topk=compressed.TopK), "S11.2", shrink=False, jobs=2, time_limit=10.0).passed
+    assert on(
+        compressed.target(topk=compressed.TopK), "S11.2", shrink=False, jobs=2, time_limit=10.0
+    ).passed
 
 
 @pytest.mark.slow
@@ -147,8 +165,10 @@ def test_a_memory_of_what_is_not_compressed_is_found() -> None:
         (compressed, "powersgd", compressed.ZeroGivesNaN, "S10.3.dependent_columns"),
         (compressed, "powersgd", compressed.StaysDead, "S10.2.dead_columns"),
         (compressed, "powersgd", compressed.IsPoisoned, "S10.4.not_finite"),
-        *((compressed, "powersgd", compressed.TorchsHook, check) for check in
-          ("S10.2.zero_gradients", "S10.2.dead_columns", "S10.3.dependent_columns")),
+        *(
+            (compressed, "powersgd", compressed.TorchsHook, check)
+            for check in ("S10.2.zero_gradients", "S10.2.dead_columns", "S10.3.dependent_columns")
+        ),
         (compressed, "topk", compressed.DividesBySenders, "S11.2.rounds[float32]"),
         (compressed, "topk", compressed.RemembersOverflows, "S11.2.not_finite[float32]"),
         (local_updates, "local_sgd", local_updates.LastBucketOnly, "S9.1.period[float32]"),
@@ -163,7 +183,15 @@ def test_a_memory_of_what_is_not_compressed_is_found() -> None:
         (local_updates, "diloco", local_updates.StartsInTheWarmUp, "S9.warmup"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
-)  # fmt: skip
-def test_faults_of_real_trainers_are_found(module: Any, argument: str, kind: Any, check: str) -> None:
-    (failed,) = on(module.target(**{argument: kind}), f"algorithms.{check}", shrink=False, jobs=2, time_limit=10.0).failures()
+)
+def test_faults_of_real_trainers_are_found(
+    module: Any, argument: str, kind: Any, check: str
+) -> None:
+    (failed,) = on(
+        module.target(**{argument: kind}),
+        f"algorithms.{check}",
+        shrink=False,
+        jobs=2,
+        time_limit=10.0,
+    ).failures()
     assert "elements differ" in failed.message

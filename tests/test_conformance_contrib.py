@@ -1,4 +1,6 @@
-"""Tests of the suites of fused optimizers and caches with outside targets: faulty ones fail with a script."""
+"""Tests of the suites of fused optimizers and caches with outside targets: faulty ones fail with a
+script.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def target_of(fuse_optimizer):
 @pytest.mark.usefixtures("few_inputs")
 def test_an_optimizer_that_fuses_nothing_fails_only_where_something_must_be_fused():
     report = on(target_of(unfused), "S6", jobs=2, shrink=False)
-    assert {result.id for result in report.failures()} == {f"fused_optimizer.S6.{name}" for name in ("count", "moved", "refuses")}
+    assert {result.id for result in report.failures()} == {
+        f"fused_optimizer.S6.{name}" for name in ("count", "moved", "refuses")
+    }
 
 
 @pytest.mark.parametrize(
@@ -88,11 +92,17 @@ def test_a_faulty_fused_optimizer_is_a_verdict_with_a_script(fuse_optimizer, che
     failed = on(target_of(fuse_optimizer), f"fused_optimizer.S6.{check}", **limit).failures()[0]
     assert said in failed.message
     script = failed.counterexample
-    assert f"from tests.test_conformance_contrib import {fuse_optimizer.__name__} as fuse_optimizer" in script
+    assert (
+        f"from tests.test_conformance_contrib import {fuse_optimizer.__name__} as fuse_optimizer"
+        in script
+    )
     if fuse_optimizer is forgets_gradients:
         assert run_script(script).returncode == 1, script
         ran = run_script(
-            script.replace("from tests.test_conformance_contrib import", "from bagua_ref.contrib import fuse_optimizer  #")
+            script.replace(
+                "from tests.test_conformance_contrib import",
+                "from bagua_ref.contrib import fuse_optimizer  #",
+            )
         )
         assert ran.returncode == 0, ran.stderr
 
@@ -175,9 +185,14 @@ def with_loader(loader):
     return type(f"Target{loader.__name__}", (Target,), {"loader": loader, "__module__": __name__})
 
 
-TargetPlain, TargetPickles, TargetRaises, TargetReturnsNothing, TargetSleeps, TargetSleepsInWorkers = map(
-    with_loader, (Plain, Pickles, Raises, ReturnsNothing, Sleeps, SleepsInWorkers)
-)
+(
+    TargetPlain,
+    TargetPickles,
+    TargetRaises,
+    TargetReturnsNothing,
+    TargetSleeps,
+    TargetSleepsInWorkers,
+) = map(with_loader, (Plain, Pickles, Raises, ReturnsNothing, Sleeps, SleepsInWorkers))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +217,9 @@ def test_a_faulty_cache_is_a_verdict_with_a_script(target, check, said):
         assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("target", [TargetSleeps, TargetSleepsInWorkers], ids=lambda target: target.__name__)
+@pytest.mark.parametrize(
+    "target", [TargetSleeps, TargetSleepsInWorkers], ids=lambda target: target.__name__
+)
 def test_a_cache_that_hangs_leaves_no_process_behind(target):
     check, before = "cache.S8.2.worker", set(processes("watchdog.py"))
     report = on(target(), check, shrink=False, time_limit=1.0)
@@ -219,7 +236,12 @@ def test_the_package_passes_in_processes_and_on_threads():
     before = set(processes("watchdog.py"))
     for jobs in (2, 0):
         report = on(
-            ReferenceTarget(), "cache.S8.2.worker", "cache.S8.3.damage", "fused_optimizer.S6.storages", jobs=jobs, time_limit=20
+            ReferenceTarget(),
+            "cache.S8.2.worker",
+            "cache.S8.3.damage",
+            "fused_optimizer.S6.storages",
+            jobs=jobs,
+            time_limit=20,
         )
         assert report.passed, report
     assert set(processes("watchdog.py", f" {os.getpid()} ")) <= before
@@ -242,16 +264,33 @@ def test_without_any_server_the_suite_is_skipped_with_a_reason(monkeypatch):
     }
 
 
-@pytest.mark.parametrize("target", ["reference", types.SimpleNamespace(samplers=contrib)], ids=["backend", "other"])
+@pytest.mark.parametrize(
+    "target", ["reference", types.SimpleNamespace(samplers=contrib)], ids=["backend", "other"]
+)
 def test_a_target_without_the_part_is_skipped_with_a_reason(target):
     for suite, part in (("cache", "cache"), ("fused_optimizer", "fuse_optimizer")):
         results = run_conformance(target, [suite]).results
-        assert {result.message for result in results if result.status == "skipped"} == {f"the target has no {part}"}
+        assert {result.message for result in results if result.status == "skipped"} == {
+            f"the target has no {part}"
+        }
 
 
 def test_the_command_names_the_package_s_own_target(capsys):
     from bagua_ref.cli import main
 
     name = "bagua_ref.conformance.targets.reference_target:ReferenceTarget"
-    assert main(["verify", "--backend", name, "--check", "fused_optimizer.S6.count", "--check", "cache.S8.2.none"]) == 0
+    assert (
+        main(
+            [
+                "verify",
+                "--backend",
+                name,
+                "--check",
+                "fused_optimizer.S6.count",
+                "--check",
+                "cache.S8.2.none",
+            ]
+        )
+        == 0
+    )
     assert f"PASSED: {name}" in capsys.readouterr().out

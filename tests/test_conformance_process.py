@@ -1,4 +1,6 @@
-"""Tests of targets in other programs: verdicts on them, faults of the protocol, and that nothing is left behind."""
+"""Tests of targets in other programs: verdicts on them, faults of the protocol, and that nothing is
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ def faulty(fault: str) -> str:
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    )
 
 
 # Verdicts
@@ -55,15 +60,21 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     "fault",
     [
         None,
-        pytest.param(("minmax_uint8.c", "g.scale = 255.0f", "g.scale = 254.0f"), marks=pytest.mark.proof),
-        pytest.param(("serve.c", "payload.data + place * size)", "payload.data)"), marks=pytest.mark.proof),
+        pytest.param(
+            ("minmax_uint8.c", "g.scale = 255.0f", "g.scale = 254.0f"), marks=pytest.mark.proof
+        ),
+        pytest.param(
+            ("serve.c", "payload.data + place * size)", "payload.data)"), marks=pytest.mark.proof
+        ),
     ],
     ids=str,
 )
 def test_a_program_in_C_is_judged(tmp_path: Path, fault: tuple[str, str, str] | None) -> None:
     oracle_c.need_compiler()
     program = oracle_c.build(tmp_path, fault, "serve")
-    report = run_conformance(ProcessTarget(str(program)), ["kernels", "codec"], shrink=False, time_limit=60.0)
+    report = run_conformance(
+        ProcessTarget(str(program)), ["kernels", "codec"], shrink=False, time_limit=60.0
+    )
     assert report.passed == (fault is None), str(report)
     assert report.ran
 
@@ -75,13 +86,22 @@ def test_a_codec_in_another_program_is_judged() -> None:
     assert report.counts()["passed"] > 10
 
 
-def test_samplers_in_another_program_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samplers_in_another_program_are_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(PROFILES, "quick", 4)
-    options: Any = {"checks": ["samplers.S7.3.indices", "samplers.S7.4.batches"], "shrink": False, "time_limit": 60.0}
-    assert run_conformance(ProcessTarget(SAMPLER), ["samplers"], **options).passed  # tests/outside has all checks
+    options: Any = {
+        "checks": ["samplers.S7.3.indices", "samplers.S7.4.batches"],
+        "shrink": False,
+        "time_limit": 60.0,
+    }
+    # tests/outside has all checks
+    assert run_conformance(ProcessTarget(SAMPLER), ["samplers"], **options).passed
     program = tmp_path / "faulty.py"
     program.write_text(
-        (ROOT / "tests" / "outside" / "plain_sampler.py").read_text().replace("place % mine", "min(place, mine - 1)")
+        (ROOT / "tests" / "outside" / "plain_sampler.py")
+        .read_text()
+        .replace("place % mine", "min(place, mine - 1)")
     )
     report = run_conformance(ProcessTarget(f"{PYTHON} {program}"), ["samplers"], **options)
     assert {result.id for result in report.failures()} == {"samplers.S7.4.batches"}
@@ -91,16 +111,22 @@ def test_samplers_in_another_program_are_judged(tmp_path: Path, monkeypatch: pyt
 def test_a_fault_of_ranks_in_other_programs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Programs, "_start", fork_program)
     target = ProcessTarget(everything("planted"))
-    report = run_conformance(target, checks=["collectives.S3.9.allreduce"], jobs=0, shrink=False, time_limit=120.0)
+    report = run_conformance(
+        target, checks=["collectives.S3.9.allreduce"], jobs=0, shrink=False, time_limit=120.0
+    )
     target.end()
     assert report.failures()
 
 
-def test_a_fault_in_another_program_is_found_with_a_script_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_another_program_is_found_with_a_script_that_repeats_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Programs, "_start", fork_program)
     target = ProcessTarget(everything("planted"))
     checks = ["kernels.S1.add_scaled[float32]"]
-    (failure,) = run_conformance(target, checks=checks, jobs=0, shrink=False, time_limit=60.0).failures()
+    (failure,) = run_conformance(
+        target, checks=checks, jobs=0, shrink=False, time_limit=60.0
+    ).failures()
     target.end()
     ended = run_script(failure.counterexample)
     assert ended.returncode != 0
@@ -113,14 +139,23 @@ def test_a_fault_in_another_program_is_found_with_a_script_that_repeats_it(monke
         ({}, None, {"external": False}),
         ({"max_ranks": 2, "external": True}, None, {"external": True, "max_ranks": 2}),
         ({}, "mpirun -n {ranks}", {"external": True, "max_ranks": 4}),
-        ({"max_ranks": 2, "external": False}, "mpirun -n {ranks}", {"external": False, "max_ranks": 2}),
+        (
+            {"max_ranks": 2, "external": False},
+            "mpirun -n {ranks}",
+            {"external": False, "max_ranks": 2},
+        ),
         ({"max_ranks": 6}, "mpirun -n {ranks}", {"external": True, "max_ranks": 4}),
     ],
 )
 def test_a_program_may_say_how_many_ranks_it_has_and_that_it_is_external(
-    said: dict[str, Any], launch: str | None, capabilities: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    said: dict[str, Any],
+    launch: str | None,
+    capabilities: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process, "Programs", lambda *_: SimpleNamespace(hello=lambda: said, end=lambda: None))
+    monkeypatch.setattr(
+        process, "Programs", lambda *_: SimpleNamespace(hello=lambda: said, end=lambda: None)
+    )
     target = ProcessTarget("program", launch, 4)
     assert target.capabilities == {"dtypes": list(DTYPES), **capabilities}
 
@@ -137,8 +172,12 @@ def test_a_program_may_say_how_many_ranks_it_has_and_that_it_is_external(
 def test_a_program_that_says_no_number_of_ranks_is_refused(
     said: dict[str, Any], wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "Programs", lambda *_: SimpleNamespace(hello=lambda: said, end=lambda: None))
-    with pytest.raises(ProgramError, match=re.escape(f"the program's answer to hello: answer[{wrong}")):
+    monkeypatch.setattr(
+        process, "Programs", lambda *_: SimpleNamespace(hello=lambda: said, end=lambda: None)
+    )
+    with pytest.raises(
+        ProgramError, match=re.escape(f"the program's answer to hello: answer[{wrong}")
+    ):
         ProcessTarget("program")
 
 
@@ -164,12 +203,24 @@ def test_operations_of_the_package_need_every_kernel() -> None:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("dies", "the program has ended with exit code 3; its standard error ends with:\nout of cheese"),
+        (
+            "dies",
+            "the program has ended with exit code 3; its standard error ends with:\nout of cheese",
+        ),
         ("crashes", "the program has ended with signal SIGSEGV"),
         ("garbage", r"b'hello world\\n' is not the header of an answer"),
         ("error", "answered add with an error: no cheese"),
-        ("short", r"the program has ended after 15 of 16 bytes of x with exit code 0; its standard error ends with:\ntoo short"),
-        ("shape", re.escape("{'x': ('torch.float32', [1, 4])} instead of {'x': ('torch.float32', [4])}")),
+        (
+            "short",
+            (
+                r"the program has ended after 15 of 16 bytes of x with exit code 0; its standard"
+                r" error ends with:\ntoo short"
+            ),
+        ),
+        (
+            "shape",
+            re.escape("{'x': ('torch.float32', [1, 4])} instead of {'x': ('torch.float32', [4])}"),
+        ),
         ("dtype", re.escape("{'x': ('torch.int32', [4])} instead of")),
         ("huge", "announces tensors of .* where at most 16 are expected"),
         ("nothing", re.escape("it has the tensors {} instead of")),
@@ -186,15 +237,27 @@ def test_what_breaks_the_protocol_is_said(fault: str, said: str) -> None:
     target.end()
 
 
-def test_requests_are_written_and_a_crash_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_are_written_and_a_crash_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     scripts, requests, check = tmp_path / "scripts", tmp_path / "requests", "kernels.S1.add"
-    command = ["verify", "--command", faulty("crashes"), "--check", f"{check}[float32]", "--scripts", str(scripts)]
+    command = [
+        "verify",
+        "--command",
+        faulty("crashes"),
+        "--check",
+        f"{check}[float32]",
+        "--scripts",
+        str(scripts),
+    ]
     assert main([*command, "--requests", str(requests)]) == 1
     printed = capsys.readouterr().out
     assert "answer to add: the program has ended with signal SIGSEGV" in printed
     assert "probably down" not in printed
     assert f"script: {scripts / check}.float32.py" in printed
-    written = sorted(path.read_bytes() for path in (requests / f"{check}.float32").glob("rank0-*.requests"))
+    written = sorted(
+        path.read_bytes() for path in (requests / f"{check}.float32").glob("rank0-*.requests")
+    )
     assert [request.partition(b"\n")[0] for request in written] == [
         b'{"call":"add","tensors":[{"name":"x","dtype":"float32","shape":[0]},{"name":"y","dtype":"float32","shape":[0]}]}',
         b'{"call":"hello","protocol":1,"tensors":[]}',
@@ -210,7 +273,9 @@ def test_a_program_that_has_ended_is_no_lost_connection() -> None:
     assert _is_of_connection(ConnectionResetError())
 
 
-def test_a_program_that_says_nothing_ends_the_command_at_the_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_that_says_nothing_ends_the_command_at_the_time_limit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     begin = time.monotonic()
     assert main(["verify", "--command", "sleep 600", "--time-limit", "1"]) == 2
     assert time.monotonic() - begin < 15
@@ -218,7 +283,9 @@ def test_a_program_that_says_nothing_ends_the_command_at_the_time_limit(capsys: 
 
 
 def test_another_version_is_refused() -> None:
-    with pytest.raises(ProgramError, match="speaks version 2 of the protocol, and this is version 1"):
+    with pytest.raises(
+        ProgramError, match="speaks version 2 of the protocol, and this is version 1"
+    ):
         ProcessTarget(faulty("version"))
 
 
@@ -238,7 +305,10 @@ def test_a_command_that_cannot_run_is_said(command: str, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("launch", "said"),
-    [("true --ranks={ranks}", "0 of 3 ranks have connected"), ("/no/such/launcher {ranks}", "cannot be started")],
+    [
+        ("true --ranks={ranks}", "0 of 3 ranks have connected"),
+        ("/no/such/launcher {ranks}", "cannot be started"),
+    ],
 )
 def test_a_launcher_that_fails_is_said(launch: str, said: str) -> None:
     with pytest.raises(ProgramError, match=said):
@@ -264,14 +334,15 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    """However that ends; the program here does not read its input again, and so does not see that it has closed."""
+    """However that ends; the program here does not read its input again, and so does not see that
+    it has closed.
+    """
     program = tmp_path / "stubborn.py"
     program.write_text(
-        "import os, sys, time\n"
-        "sys.stdin.buffer.readline()\n"
-        f"open(r'{tmp_path}/' + str(os.getpid()), 'w').close()\n"
-        'sys.stdout.write(\'{"protocol":1,"codecs":["OneBit"],"tensors":[]}\\n\'); sys.stdout.flush()\n'
-        "time.sleep(600)\n"
+        f"import os, sys, time\nsys.stdin.buffer.readline()\nopen(r'{tmp_path}/' +"
+        " str(os.getpid()),"
+        ' \'w\').close()\nsys.stdout.write(\'{"protocol":1,"codecs":["OneBit"],"tensors":[]}\\n\');'
+        " sys.stdout.flush()\ntime.sleep(600)\n"
     )
     script = (
         "import os, signal, sys\n"
@@ -306,7 +377,9 @@ def alive(pid: int) -> bool:
 def test_the_page_describes_every_request() -> None:
     folder = ROOT / "src/bagua_ref/conformance/targets"
     sources = (folder / "process.py").read_text()
-    calls = set(re.findall(r'(?:\.ask|\.ask_for|_in_place|_request)\(\s*"(\w+)"', sources)) | {"hello"}
+    calls = set(re.findall(r'(?:\.ask|\.ask_for|_in_place|_request)\(\s*"(\w+)"', sources)) | {
+        "hello"
+    }
     assert len(calls) > 25
     for call in calls:
         assert f"`{call}`" in PAGE, call
@@ -321,5 +394,8 @@ def test_the_session_on_the_page_is_what_is_said() -> None:
     program.end()
     assert payload.numel() == 64
     assert payload[32] == 0b10000000
-    assert '{"call":"payload_bytes","codec":"OneBit","elements":2,"dtype":"float32","tensors":[]}' in PAGE
+    assert (
+        '{"call":"payload_bytes","codec":"OneBit","elements":2,"dtype":"float32","tensors":[]}'
+        in PAGE
+    )
     assert '{"call":"compress","codec":"OneBit","num_chunks":1,"target_chunk":null,' in PAGE

@@ -1,4 +1,6 @@
-"""Tests of what leads from a failure to its cause: crashes, shrinking, fields, scripts in files, and what was not tried."""
+"""Tests of what leads from a failure to its cause: crashes, shrinking, fields, scripts in files,
+and what was not tried.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class CrashesOnce(ReferenceBackend):
 
 
 def only(target, check, **options):
-    (failed,) = run_conformance(target, checks=[check], jobs=1, time_limit=60.0, **options).failures()
+    (failed,) = run_conformance(
+        target, checks=[check], jobs=1, time_limit=60.0, **options
+    ).failures()
     return failed
 
 
@@ -54,7 +58,10 @@ def test_a_crash_that_repeats_is_called_one_and_made_smaller():
 def test_a_crash_that_does_not_repeat_fails_too(tmp_path, monkeypatch):
     monkeypatch.setattr(CrashesOnce, "mark", tmp_path / "crashed")
     failed = only(CrashesOnce(), "kernels.S1.add[float32]")
-    assert failed.message == "add_: the process died: exit code 3, but not when all inputs were tried again"
+    assert (
+        failed.message
+        == "add_: the process died: exit code 3, but not when all inputs were tried again"
+    )
     assert "# ends the process" in failed.counterexample
 
 
@@ -74,7 +81,9 @@ def test_shrinking_goes_on_to_the_smallest_number_of_chunks():
 
 
 def test_a_payload_that_differs_names_the_field():
-    failed = run_conformance(WrongKernels(), checks=["codec.S4.2.levels[float16]"], jobs=0, shrink=False).failures()[0]
+    failed = run_conformance(
+        WrongKernels(), checks=["codec.S4.2.levels[float16]"], jobs=0, shrink=False
+    ).failures()[0]
     assert "compress: result, minimum of chunk 0: " in failed.message
 
 
@@ -100,10 +109,17 @@ def test_S4_S12_every_byte_belongs_to_a_field(codec, place, field):
 
 
 @pytest.mark.parametrize(
-    "row", ["codec.S12.2.target_chunk_OneBit[float16]", "codec.S12.3.bound_MXFP8[float16]", "codec.S4.5.refuses[int32]"]
+    "row",
+    [
+        "codec.S12.2.target_chunk_OneBit[float16]",
+        "codec.S12.3.bound_MXFP8[float16]",
+        "codec.S4.5.refuses[int32]",
+    ],
 )
 def test_a_script_fails_by_itself_and_passes_on_the_reference(row):
-    script = run_conformance(Wrong(), checks=[row], jobs=0, shrink=False).failures()[0].counterexample
+    script = (
+        run_conformance(Wrong(), checks=[row], jobs=0, shrink=False).failures()[0].counterexample
+    )
     with pytest.raises(AssertionError):
         exec(script, {})
     exec(healed(script), {})
@@ -138,7 +154,10 @@ def test_the_last_lines_say_what_was_not_tried(capsys):
     *_, last, offer = capsys.readouterr().out.splitlines()
     assert last == "not tried, as the target lacks these parts: samplers, cache"
     assert offer.startswith("--backend reference has kernels only; --target reference checks")
-    assert main(["verify", "--target", "reference", "--check", "samplers.S7.1.lengths", "--jobs", "0"]) == 0
+    assert (
+        main(["verify", "--target", "reference", "--check", "samplers.S7.1.lengths", "--jobs", "0"])
+        == 0
+    )
     assert "not tried" not in capsys.readouterr().out
 
 

@@ -1,4 +1,6 @@
-"""Tests of what a target has outside of its code: few ranks, something that only one job may use, a server; and of hangs."""
+"""Tests of what a target has outside of its code: few ranks, something that only one job may use, a
+server; and of hangs.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +76,12 @@ def test_a_check_that_needs_more_ranks_is_skipped() -> None:
 
 
 @pytest.mark.parametrize(("smallest", "inputs"), [(1, 40), (2, 0)])
-def test_worlds_that_are_too_large_are_drawn_again_until_none_has_fitted_for_long(smallest: int, inputs: int) -> None:
-    """A check that no world fits is left after some inputs; one that few worlds fit gets as many inputs as others."""
+def test_worlds_that_are_too_large_are_drawn_again_until_none_has_fitted_for_long(
+    smallest: int, inputs: int
+) -> None:
+    """A check that no world fits is left after some inputs; one that few worlds fit gets as many
+    inputs as others.
+    """
     drawn: list[int] = []
 
     def function(lab: Any, draw: Any) -> None:
@@ -88,7 +94,10 @@ def test_worlds_that_are_too_large_are_drawn_again_until_none_has_fitted_for_lon
     check = Check("kernels.S1.new", "kernels", "S1", "", function)
     target = resolve(at_most(1, kernels="reference"))
     found = search.search(check, None, target, search.Search(shrink=False), Journal())
-    assert (found.examples, found.skipped) == (inputs, "" if inputs else "needs 2 ranks, the target has at most 1")
+    assert (found.examples, found.skipped) == (
+        inputs,
+        "" if inputs else "needs 2 ranks, the target has at most 1",
+    )
     assert (len(drawn) > 150) == (inputs > 0), len(drawn)
 
 
@@ -128,7 +137,9 @@ def test_capabilities_are_checked(capabilities: Any, error: type[Exception], sai
 
 
 def test_capabilities_of_the_target_precede_those_of_its_kernels() -> None:
-    kernels = type("Kernels", (ReferenceBackend,), {"capabilities": {"dtypes": ["float32"], "max_ranks": 3}})()
+    kernels = type(
+        "Kernels", (ReferenceBackend,), {"capabilities": {"dtypes": ["float32"], "max_ranks": 3}}
+    )()
     target = resolve(SimpleNamespace(kernels=kernels, capabilities={"max_ranks": 2}))
     assert (target.dtypes, target.max_ranks) == (("float32",), 2)
 
@@ -139,14 +150,21 @@ def test_the_pages_say_how_many_ranks_there_are() -> None:
         assert re.findall(r"up to (\d+) ranks", page) == [str(ranks)], suite
     page = (DOCS / "conformance" / "limits.md").read_text()
     said = " ".join(page.split())
-    assert {suite: int(ranks) for ranks, suite in re.findall(r"(\d+) (?:ranks )?in `(\w+)`", said)} == MOST_RANKS
+    assert {
+        suite: int(ranks) for ranks, suite in re.findall(r"(\d+) (?:ranks )?in `(\w+)`", said)
+    } == MOST_RANKS
     assert f"There are up to {runner.MOST_JOBS} jobs" in said
 
 
 def test_there_are_worlds_of_so_many_ranks() -> None:
     """That there are no larger ones is asserted for every world."""
-    assert sum(find(worlds(), lambda nodes: sum(nodes) >= MOST_RANKS["collectives"])) == MOST_RANKS["collectives"]
-    nodes = find(worlds_of(True, sizes_of("ring", 9)), lambda nodes: sum(nodes) >= MOST_RANKS["comm_ops"])
+    assert (
+        sum(find(worlds(), lambda nodes: sum(nodes) >= MOST_RANKS["collectives"]))
+        == MOST_RANKS["collectives"]
+    )
+    nodes = find(
+        worlds_of(True, sizes_of("ring", 9)), lambda nodes: sum(nodes) >= MOST_RANKS["comm_ops"]
+    )
     assert sum(nodes) == MOST_RANKS["comm_ops"]
     _, nodes, _ = find(graph_cases(6), lambda case: sum(case[1]) >= MOST_RANKS["algorithms"])
     assert sum(nodes) == MOST_RANKS["algorithms"]
@@ -154,7 +172,9 @@ def test_there_are_worlds_of_so_many_ranks() -> None:
 
 def test_larger_worlds_than_the_pages_say_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MOST_RANKS, "collectives", 8)
-    report = run_conformance(SimpleNamespace(communicator=own_communicator), checks=["collectives.S3.9.allgather"])
+    report = run_conformance(
+        SimpleNamespace(communicator=own_communicator), checks=["collectives.S3.9.allgather"]
+    )
     assert "MOST_RANKS and the pages say less" in report.failures()[0].message
 
 
@@ -163,7 +183,10 @@ def test_larger_worlds_than_the_pages_say_are_noticed(monkeypatch: pytest.Monkey
 
 def test_an_external_target_has_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner.torch.multiprocessing, "cpu_count", lambda: 3)
-    inside, outside = (resolve(SimpleNamespace(cache=contrib, capabilities={"external": external})) for external in (False, True))
+    inside, outside = (
+        resolve(SimpleNamespace(cache=contrib, capabilities={"external": external}))
+        for external in (False, True)
+    )
     assert [runner._jobs(jobs, inside) for jobs in (None, 0, 2)] == [3, 0, 2]
     assert [runner._jobs(jobs, outside) for jobs in (None, 0, 2)] == [1, 0, 2]
 
@@ -235,13 +258,31 @@ DIED = "the server behind the target is probably down"
 @pytest.mark.parametrize(
     ("backend", "said"),
     [
-        (Dies, rf"add_ raised ConnectionError: Error 111 connecting to gpu7:6379; 9 inputs passed, then .*{DIED}"),
-        (HangsAndDies, rf"add_ raised TimeoutError: no answer from gpu7; 9 inputs passed, then .*{DIED}"),
+        (
+            Dies,
+            (
+                r"add_ raised ConnectionError: Error 111 connecting to gpu7:6379; 9 inputs passed,"
+                rf" then .*{DIED}"
+            ),
+        ),
+        (
+            HangsAndDies,
+            rf"add_ raised TimeoutError: no answer from gpu7; 9 inputs passed, then .*{DIED}",
+        ),
         (NeverThere, r"add_ raised ConnectionRefusedError: \[Errno 111\] Connection refused"),
-        (FailsOnce, r"results differ for the same input: at first, add_ raised ConnectionResetError: .*; .* again, no violation"),
+        (
+            FailsOnce,
+            (
+                r"results differ for the same input: at first, add_ raised ConnectionResetError:"
+                r" .*; .* again, no violation"
+            ),
+        ),
         (
             FailsInTurns,
-            r"results differ for the same input: at first, add_ raised (.*): no .*; .* again, add_ raised (?!\1).*: no .*",
+            (
+                r"results differ for the same input: at first, add_ raised (.*): no .*; .* again,"
+                r" add_ raised (?!\1).*: no .*"
+            ),
         ),
         (Wrapped, rf"add_ raised RuntimeError: no answer; 9 inputs passed, then .*{DIED}"),
         (OfSomeInputs, r"add_ raised ConnectionResetError: \[Errno 104\] Connection reset by peer"),
@@ -268,8 +309,13 @@ class StopsServers(contrib.CacheLoader):
 
 
 def test_a_server_of_the_checks_that_dies_is_said_and_replaced() -> None:
-    report = run_conformance(SimpleNamespace(cache=SimpleNamespace(CacheLoader=StopsServers)), checks=["cache.S8.2.get"])
-    said = r"results differ for the same input: at first, .*store 0, a server of the check, had died; .* again, no violation"
+    report = run_conformance(
+        SimpleNamespace(cache=SimpleNamespace(CacheLoader=StopsServers)), checks=["cache.S8.2.get"]
+    )
+    said = (
+        r"results differ for the same input: at first, .*store 0, a server of the check, had died;"
+        r" .* again, no violation"
+    )
     assert re.fullmatch(said, report.failures()[0].message, re.DOTALL), report.failures()[0].message
 
 
@@ -308,7 +354,8 @@ class Target:
     kernels = Sleeps()
     cache = SimpleNamespace(CacheLoader=SleepingLoader)
     samplers = SimpleNamespace(
-        LoadBalancingDistributedSampler=SleepingSampler, LoadBalancingDistributedBatchSampler=SleepingBatchSampler
+        LoadBalancingDistributedSampler=SleepingSampler,
+        LoadBalancingDistributedBatchSampler=SleepingBatchSampler,
     )
 
     @staticmethod
@@ -344,7 +391,9 @@ LAST = {
         (f"collectives.S3.9.{name}" for name in ("allgather", "refuses", "every_dtype", "barrier")),
         "results = run_world(communicator, nodes, program, ",
     ),
-    "comm_ops.S3.2.low_precision[float32]": "results = run_world(own_communicator, nodes, program, ",
+    "comm_ops.S3.2.low_precision[float32]": (
+        "results = run_world(own_communicator, nodes, program, "
+    ),
     "algorithms.S5.2.gradients[float32]": "results = world.run(program)",
     "cache.S8.2.num_keys": "found = loader0.num_keys()",
     "samplers.S7.3.digits": "found = list(sampler)",
@@ -355,9 +404,14 @@ CLOSING = dict.fromkeys(("cache.S8.2.none", "cache.S8.3.counters"), "loader.clos
 """The same for a cache that is not closed; the second is after the check's own lines."""
 
 
-@pytest.mark.parametrize(("target", "last"), [(Target, LAST), (Closing, CLOSING)], ids=["calls", "close"])
+@pytest.mark.parametrize(
+    ("target", "last"), [(Target, LAST), (Closing, CLOSING)], ids=["calls", "close"]
+)
 def test_a_call_that_does_not_return_ends_its_script(target: Any, last: dict[str, str]) -> None:
-    found = {failed.id: failed for failed in run_conformance(target(), checks=[*last], time_limit=1.0).failures()}
+    found = {
+        failed.id: failed
+        for failed in run_conformance(target(), checks=[*last], time_limit=1.0).failures()
+    }
     assert found.keys() == last.keys()
     for check, failed in found.items():
         assert "no answer within 1 s" in failed.message
@@ -369,11 +423,23 @@ def test_a_call_that_does_not_return_ends_its_script(target: Any, last: dict[str
 
 
 def test_a_statement_of_several_lines_that_does_not_return_has_the_comment_above() -> None:
-    script = run_conformance(Target(), checks=["samplers.S7.5.refuses"], time_limit=1.0).failures()[0].counterexample
-    assert re.search(r"\n# does not return:\ntry:\n    samplers\.LoadBalancingDistributed\w+\(", script), script
+    script = (
+        run_conformance(Target(), checks=["samplers.S7.5.refuses"], time_limit=1.0)
+        .failures()[0]
+        .counterexample
+    )
+    assert re.search(
+        r"\n# does not return:\ntry:\n    samplers\.LoadBalancingDistributed\w+\(", script
+    ), script
     target = SimpleNamespace(cache=SimpleNamespace(CacheLoader=SleepingGet))
-    script = run_conformance(target, checks=["cache.S8.1.keys"], time_limit=1.0).failures()[0].counterexample
-    assert script.endswith("# does not return:\nfor key in [0]:\n    loader.get(key, load)\n"), script
+    script = (
+        run_conformance(target, checks=["cache.S8.1.keys"], time_limit=1.0)
+        .failures()[0]
+        .counterexample
+    )
+    assert script.endswith("# does not return:\nfor key in [0]:\n    loader.get(key, load)\n"), (
+        script
+    )
 
 
 def test_connections_that_are_closed_at_once_are_counted() -> None:
@@ -386,15 +452,34 @@ def test_connections_that_are_closed_at_once_are_counted() -> None:
 # The journal of calls
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.complex64]
+)
 @pytest.mark.parametrize(
     "view",
     [
-        lambda x: x.reshape(2, 3, 4), lambda x: x.reshape(4, 6).T, lambda x: x[:0].expand(0), lambda x: x[::5][:1], lambda x: x[3],
-        lambda x: x[:1].expand(3), lambda x: x.as_strided((1,), (0,)), lambda x: x.conj(), lambda x: x.to_sparse(),
+        lambda x: x.reshape(2, 3, 4),
+        lambda x: x.reshape(4, 6).T,
+        lambda x: x[:0].expand(0),
+        lambda x: x[::5][:1],
+        lambda x: x[3],
+        lambda x: x[:1].expand(3),
+        lambda x: x.as_strided((1,), (0,)),
+        lambda x: x.conj(),
+        lambda x: x.to_sparse(),
     ],
-    ids=["whole", "transposed", "empty", "one_strided", "scalar", "expanded", "stride_0", "conjugate", "sparse"],
-)  # fmt: skip
+    ids=[
+        "whole",
+        "transposed",
+        "empty",
+        "one_strided",
+        "scalar",
+        "expanded",
+        "stride_0",
+        "conjugate",
+        "sparse",
+    ],
+)
 def test_a_journal_keeps_any_tensor(view: Any, dtype: torch.dtype) -> None:
     journal, x = Journal(), view((torch.arange(24) % 7).to(dtype))
     with journal.call(("kernel", {"x": x})):

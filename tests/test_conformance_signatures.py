@@ -1,4 +1,6 @@
-"""Tests that suites call methods as the documentation says, and that a correct optimizer may round in its own way (S1)."""
+"""Tests that suites call methods as the documentation says, and that a correct optimizer may round
+in its own way (S1).
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,20 @@ DOCS = Path(__file__).parents[1] / "docs" / "conformance"
 
 
 def documented(suite: str) -> dict[str, tuple[int, set[str], set[str]]]:
-    """Return for each method in the suite's page how many positional arguments it takes, and what others it must and may take."""
+    """Return for each method in the suite's page how many positional arguments it takes, and what
+    others it must and may take.
+    """
     text = " ".join((DOCS / f"{suite}.md").read_text().split())
     found = {}
     for name, arguments in re.findall(r"`(\w+)\((world, [^)]*)\)`", text):
         positional, _, named = arguments.partition(" *, ")
         others = named.split(", ")
         optional = {other.partition("=")[0] for other in others if "=" in other}
-        found[name] = positional.count(","), {other for other in others if "=" not in other}, optional
+        found[name] = (
+            positional.count(","),
+            {other for other in others if "=" not in other},
+            optional,
+        )
     if "bytegrad` with the same arguments" in text:
         found["bytegrad"] = found["gradient_allreduce"]
     if "`qadam_with_memory`, which has the arguments of `qadam` and `compression`" in text:
@@ -41,12 +49,16 @@ def documented(suite: str) -> dict[str, tuple[int, set[str], set[str]]]:
 
 
 def test_operations_are_called_as_the_suites_page_says() -> None:
-    """The package's own pass their suite, so that it passes no argument which they do not take, and leaves none out."""
+    """The package's own pass their suite, so that it passes no argument which they do not take, and
+    leaves none out.
+    """
     found = documented("comm_ops")
     assert set(found) == {name for name in vars(ReferenceCommOps) if not name.startswith("_")}
     for name, (count, names, optional) in found.items():
         assert not optional, name
-        parameters = list(inspect.signature(getattr(ReferenceCommOps, name)).parameters.values())[1:]
+        parameters = list(inspect.signature(getattr(ReferenceCommOps, name)).parameters.values())[
+            1:
+        ]
         assert len([p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]) == count, name
         assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == names, name
         assert all(p.default is p.empty for p in parameters), name
@@ -65,7 +77,10 @@ class Strict:
 
         def call(*args: Any, **options: Any) -> Any:
             if len(args) != count or not required <= set(options) <= required | optional:
-                raise TypeError(f"{name} is called with {len(args)} arguments and {sorted(options)}, not {self._documented[name]}")
+                raise TypeError(
+                    f"{name} is called with {len(args)} arguments and {sorted(options)}, not"
+                    f" {self._documented[name]}"
+                )
             return getattr(self._algorithms, name)(*args, **options)
 
         return call
@@ -74,17 +89,28 @@ class Strict:
 @pytest.mark.proof
 def test_algorithms_are_called_as_the_suites_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROFILES, "quick", 10)  # few choose what is passed
-    wanted = [name for name in check_ids() if name.startswith("algorithms.") and (name.endswith("[float32]") or "[" not in name)]
+    wanted = [
+        name
+        for name in check_ids()
+        if name.startswith("algorithms.") and (name.endswith("[float32]") or "[" not in name)
+    ]
     target = types.SimpleNamespace(algorithms=Strict())
     report = run_conformance(target, ["algorithms"], checks=wanted, jobs=0, shrink=False)
     assert {result.status for result in report.results} == {"passed"}, report
-    target.algorithms._documented["bytegrad"][1].remove("average")  # its set is that of gradient_allreduce
-    report = run_conformance(target, ["algorithms"], checks=["algorithms.S5.1.gradients[float32]"], jobs=0, shrink=False)
+    # its set is that of gradient_allreduce
+    target.algorithms._documented["bytegrad"][1].remove("average")
+    report = run_conformance(
+        target, ["algorithms"], checks=["algorithms.S5.1.gradients[float32]"], jobs=0, shrink=False
+    )
     assert "gradient_allreduce is called with" in str(report)
 
 
 def in_float64(
-    group: dict[str, Any], parameters: list[torch.Tensor], states: list[dict[str, torch.Tensor]], s: int, warmup: int
+    group: dict[str, Any],
+    parameters: list[torch.Tensor],
+    states: list[dict[str, torch.Tensor]],
+    s: int,
+    warmup: int,
 ) -> None:
     """Step along m as S5.5 has it, rounded once."""
     beta1, beta2 = group["betas"]
@@ -96,7 +122,11 @@ def in_float64(
 
 
 def in_another_order(
-    group: dict[str, Any], parameters: list[torch.Tensor], states: list[dict[str, torch.Tensor]], s: int, warmup: int
+    group: dict[str, Any],
+    parameters: list[torch.Tensor],
+    states: list[dict[str, torch.Tensor]],
+    s: int,
+    warmup: int,
 ) -> None:
     """Step along m with the corrections in other places."""
     beta1, beta2 = group["betas"]
@@ -104,13 +134,19 @@ def in_another_order(
     for parameter, state in zip(parameters, states, strict=True):
         state["step"] += 1
         v = state["exp_avg_sq"].float()
-        step = state["exp_avg"].float() / (v.sqrt() + group["eps"] * correction) * (group["lr"] * correction / (1 - beta1**s))
+        step = (
+            state["exp_avg"].float()
+            / (v.sqrt() + group["eps"] * correction)
+            * (group["lr"] * correction / (1 - beta1**s))
+        )
         parameter.copy_(parameter.float() - torch.where((v > 0) | (s <= warmup), step, 0))
 
 
 @pytest.mark.usefixtures("few_inputs")
 @pytest.mark.parametrize("step", [in_float64, in_another_order])
-def test_a_frozen_step_may_be_rounded_as_an_optimizer_likes(step: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_step_may_be_rounded_as_an_optimizer_likes(
+    step: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(q_adam_optimizer, "_frozen_step", step)
     report = run_conformance("reference", checks=["algorithms.S5.5.steps"], jobs=0)
     assert report.passed, report
@@ -121,4 +157,6 @@ def test_a_frozen_step_that_is_not_adams_fails(monkeypatch: pytest.MonkeyPatch) 
         in_float64({**group, "lr": group["lr"] * 1.001}, *args)
 
     monkeypatch.setattr(q_adam_optimizer, "_frozen_step", longer)
-    assert not run_conformance("reference", checks=["algorithms.S5.5.steps[float32]"], jobs=0, shrink=False).passed
+    assert not run_conformance(
+        "reference", checks=["algorithms.S5.5.steps[float32]"], jobs=0, shrink=False
+    ).passed

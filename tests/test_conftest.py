@@ -32,12 +32,17 @@ SKIPPING = """
 
 def run_pytest(*options: str) -> list[str]:
     """Return the lines that pytest prints in the current folder."""
-    quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # run_script has imported Hypothesis already
+    # run_script has imported Hypothesis already
+    quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     return run_script(f"import pytest; pytest.main({[*quiet, *options]})").stdout.splitlines()
 
 
 @pytest.mark.parametrize(
-    ("ci", "expected"), [(False, {"skipped": 4, "xfailed": 1}), (True, {"errors": 2, "failed": 1, "skipped": 1, "xfailed": 1})]
+    ("ci", "expected"),
+    [
+        (False, {"skipped": 4, "xfailed": 1}),
+        (True, {"errors": 2, "failed": 1, "skipped": 1, "xfailed": 1}),
+    ],
 )
 def test_in_ci_a_missing_program_is_a_failure(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, ci: bool, expected: dict[str, int]
@@ -45,7 +50,9 @@ def test_in_ci_a_missing_program_is_a_failure(
     monkeypatch.setenv("CI", "true") if ci else monkeypatch.delenv("CI", raising=False)
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makeini("[pytest]\nmarkers = gpu")
-    pytester.makepyfile(test_skipping=SKIPPING, test_module='import pytest\npytest.importorskip("no_such_package")')
+    pytester.makepyfile(
+        test_skipping=SKIPPING, test_module='import pytest\npytest.importorskip("no_such_package")'
+    )
     lines = run_pytest("--continue-on-collection-errors")
     assert pytest.RunResult.parse_summary_nouns(lines) == expected
     if ci:
@@ -56,7 +63,9 @@ def test_in_ci_a_missing_program_is_a_failure(
 @pytest.mark.proof
 def test_a_random_order_is_that_of_its_seed_on_every_worker(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(CONFTEST.read_text())
-    pytester.makepyfile("import pytest\n@pytest.mark.parametrize('i', range(30))\ndef test(i): pass")
+    pytester.makepyfile(
+        "import pytest\n@pytest.mark.parametrize('i', range(30))\ndef test(i): pass"
+    )
 
     def order(seed: int, *more: str) -> list[str]:
         lines = run_pytest(f"--shuffle={seed}", "-v", *more)

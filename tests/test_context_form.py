@@ -1,4 +1,6 @@
-"""Tests of training as a context, and of torch's DistributedDataParallel as well: one reduction, or an error."""
+"""Tests of training as a context, and of torch's DistributedDataParallel as well: one reduction, or
+an error.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,22 @@ WORKING = [name for name in ALGORITHMS if name != "async"]
 
 
 def trained(rank: int, algorithm: str, in_context: bool) -> torch.Tensor:
-    """Train 6 steps: one without a backward pass, and each of the others with an accumulating one before."""
+    """Train 6 steps: one without a backward pass, and each of the others with an accumulating one
+    before.
+    """
     module = Net()
-    optimizer, made = by_name(algorithm, module, momentum=0.9, **({"period": 2} if algorithm in ("local_sgd", "diloco") else {}))
+    optimizer, made = by_name(
+        algorithm,
+        module,
+        momentum=0.9,
+        **({"period": 2} if algorithm in ("local_sgd", "diloco") else {}),
+    )
     before = set(module.__dict__)
-    with bagua_ref.train(module, [optimizer], made) if in_context else nullcontext(module.with_bagua([optimizer], made)):
+    with (
+        bagua_ref.train(module, [optimizer], made)
+        if in_context
+        else nullcontext(module.with_bagua([optimizer], made))
+    ):
         forward = module.training_step if in_context else lambda x: module(x).square().mean()
         for step in range(6):
             optimizer.zero_grad()
@@ -44,12 +57,16 @@ def trained(rank: int, algorithm: str, in_context: bool) -> torch.Tensor:
 @pytest.mark.parametrize("algorithm", WORKING)
 def test_the_context_gives_the_bits_of_with_bagua(algorithm: str) -> None:
     expected = simulate(2, lambda r: trained(r, algorithm, False))
-    for ours, theirs in zip(simulate(2, lambda r: trained(r, algorithm, True)), expected, strict=True):
+    for ours, theirs in zip(
+        simulate(2, lambda r: trained(r, algorithm, True)), expected, strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
 @on_every_rank(2)
-def test_training_twice_and_asynchronous_averaging_are_refused_and_an_error_leaves_cleanly(r: int) -> None:
+def test_training_twice_and_asynchronous_averaging_are_refused_and_an_error_leaves_cleanly(
+    r: int,
+) -> None:
     module = Net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
 
@@ -90,13 +107,23 @@ def test_DistributedDataParallel_over_the_same_ranks_is_refused() -> None:
         module = Net()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         made = GradientAllReduceAlgorithm()
-        with bagua_ref.train(module, [optimizer], made) if in_context else nullcontext(module.with_bagua([optimizer], made)):
+        with (
+            bagua_ref.train(module, [optimizer], made)
+            if in_context
+            else nullcontext(module.with_bagua([optimizer], made))
+        ):
             around = nn.parallel.DistributedDataParallel(module)
-            with pytest.raises(RuntimeError, match=r"around this module.*both reduce over ranks \[0, 1\].*drop"):
+            with pytest.raises(
+                RuntimeError, match=r"around this module.*both reduce over ranks \[0, 1\].*drop"
+            ):
                 around(batch(0))
     inside = nn.parallel.DistributedDataParallel(Net())
-    with pytest.raises(RuntimeError, match=r"inside this module.*both reduce over ranks \[0, 1\].*drop"):
-        inside.with_bagua([torch.optim.SGD(inside.parameters(), lr=0.1)], GradientAllReduceAlgorithm())
+    with pytest.raises(
+        RuntimeError, match=r"inside this module.*both reduce over ranks \[0, 1\].*drop"
+    ):
+        inside.with_bagua(
+            [torch.optim.SGD(inside.parameters(), lr=0.1)], GradientAllReduceAlgorithm()
+        )
 
 
 def in_node_and_between() -> torch.Tensor:

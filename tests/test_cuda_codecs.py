@@ -1,6 +1,8 @@
-"""Tests of the emulated CUDA codecs beyond the suites: many blocks, alignments, thread orders, every code, huge indices.
+"""Tests of the emulated CUDA codecs beyond the suites: many blocks, alignments, thread orders,
+every code, huge indices.
 
-Payloads must equal the reference's to the bit, but for the last bit of OneBit's scales, whose sums have any order (S12.2).
+Payloads must equal the reference's to the bit, but for the last bit of OneBit's scales, whose sums
+have any order (S12.2).
 """
 
 from __future__ import annotations
@@ -32,7 +34,13 @@ every_codec = pytest.mark.parametrize("name", ["MinMaxUInt8", *MX, "OneBit"])
 every_mx = pytest.mark.parametrize("name", MX)
 
 
-def same_payload(name: str, x: Tensor, num_chunks: int, payload_skip: int = 0, kernels: EmulatedBackend = emulated) -> Tensor:
+def same_payload(
+    name: str,
+    x: Tensor,
+    num_chunks: int,
+    payload_skip: int = 0,
+    kernels: EmulatedBackend = emulated,
+) -> Tensor:
     """Compare the payload of x with the reference's; return the latter."""
     expected = get_codec(name, reference).compress(x, num_chunks)
     payload = placed(torch.full_like(expected, 255), payload_skip)
@@ -42,7 +50,12 @@ def same_payload(name: str, x: Tensor, num_chunks: int, payload_skip: int = 0, k
 
 
 def same_values(
-    name: str, payload: Tensor, num_chunks: int, like: Tensor, skip: int = 0, kernels: EmulatedBackend = emulated
+    name: str,
+    payload: Tensor,
+    num_chunks: int,
+    like: Tensor,
+    skip: int = 0,
+    kernels: EmulatedBackend = emulated,
 ) -> None:
     """Compare the values of a payload with the reference's."""
     restored, wanted = placed(torch.full_like(like, 7), skip), torch.empty_like(like)
@@ -51,7 +64,17 @@ def same_values(
     assert_equal(restored, wanted, EXACT)
 
 
-SHAPES = [(5, 33), (2, 8187), (2, 8188), (2, 8189), (1, 16376), (1, 16377), (3, 20_001), (1, 200_003), (300, 1)]
+SHAPES = [
+    (5, 33),
+    (2, 8187),
+    (2, 8188),
+    (2, 8189),
+    (1, 16376),
+    (1, 16377),
+    (3, 20_001),
+    (1, 200_003),
+    (300, 1),
+]
 
 
 @every_compressible
@@ -71,7 +94,10 @@ def test_any_size_at_every_alignment(name, dtype, num_chunks, size):
 @every_codec
 def test_one_bad_value_anywhere_poisons_its_chunk_or_block_alone(name, dtype):
     size = 20_000
-    positions, values = (0, size - 1, size, size + size // 2, 2 * size - 1), itertools.cycle([math.inf, math.nan, -math.inf])
+    positions, values = (
+        (0, size - 1, size, size + size // 2, 2 * size - 1),
+        itertools.cycle([math.inf, math.nan, -math.inf]),
+    )
     for position, value in zip(positions, values, strict=False):
         x = numbers(3 * size, dtype)
         x[position] = value
@@ -85,7 +111,8 @@ def test_a_target_chunk_is_written_alone(name, dtype):
     x = placed(numbers(3 * size, dtype), 1)
     for target in range(3):
         payload, expected = (
-            torch.full((3 * get_codec(name).payload_bytes(size, dtype),), 255, dtype=torch.uint8) for _ in range(2)
+            torch.full((3 * get_codec(name).payload_bytes(size, dtype),), 255, dtype=torch.uint8)
+            for _ in range(2)
         )
         get_codec(name, emulated).compress(x, 3, target, payload)
         get_codec(name, reference).compress(x, 3, target, expected)
@@ -100,17 +127,30 @@ def test_neither_the_card_nor_the_order_of_threads_changes_a_bit(name, multiproc
     for num_chunks, size in [(3, 20_001), (5, 999), (2, 70_000)]:
         x = numbers(num_chunks * size, torch.float32)
         payload = same_payload(name, x, num_chunks, kernels=kernels)
-        assert torch.equal(get_codec(name, kernels).compress(x, num_chunks), get_codec(name, emulated).compress(x, num_chunks))
+        assert torch.equal(
+            get_codec(name, kernels).compress(x, num_chunks),
+            get_codec(name, emulated).compress(x, num_chunks),
+        )
         same_values(name, payload, num_chunks, x, kernels=kernels)
 
 
 @every_compressible
 @every_codec
 def test_every_16_bit_pattern_in_blocks_of_any_magnitude(name, dtype):
-    """Neighbours of one magnitude, then of all: subnormals, zeros of both signs and what saturates, in their blocks."""
+    """Neighbours of one magnitude, then of all: subnormals, zeros of both signs and what saturates,
+    in their blocks.
+    """
     patterns = torch.arange(65536, dtype=torch.int32)
-    for order in (patterns, patterns.view(32, 2048).t().reshape(-1), patterns.view(1024, 64).t().reshape(-1)):
-        x = (order << 16 | order).view(torch.float32) if dtype is torch.float32 else order.to(torch.int16).view(dtype)
+    for order in (
+        patterns,
+        patterns.view(32, 2048).t().reshape(-1),
+        patterns.view(1024, 64).t().reshape(-1),
+    ):
+        x = (
+            (order << 16 | order).view(torch.float32)
+            if dtype is torch.float32
+            else order.to(torch.int16).view(dtype)
+        )
         same_values(name, same_payload(name, x, 64), 64, x)
 
 
@@ -132,8 +172,12 @@ def test_S12_2_small_numbers_beside_a_large_one_count():
 
 
 def with_parts(launch: KernelLaunch, parts: int) -> KernelLaunch:
-    """Return a launch of a codec's kernel, with its last two numbers, parts and their size, replaced."""
-    places = [place for place, value in enumerate(launch.args) if isinstance(value, ctypes.c_longlong)][-2:]
+    """Return a launch of a codec's kernel, with its last two numbers, parts and their size,
+    replaced.
+    """
+    places = [
+        place for place, value in enumerate(launch.args) if isinstance(value, ctypes.c_longlong)
+    ][-2:]
     args = list(launch.args)
     for place, value in zip(places, (parts, 2**18), strict=True):
         args[place] = ctypes.c_longlong(value)

@@ -1,4 +1,6 @@
-"""Tests of the CUDA emulation: barriers, warps, atomics, conversions, and unsupported operations."""
+"""Tests of the CUDA emulation: barriers, warps, atomics, conversions, and unsupported
+operations.
+"""
 
 from __future__ import annotations
 
@@ -88,9 +90,17 @@ extern "C" __global__ void no_barrier(int* x) {
 }
 """
 NAMES = (
-    "reverse_block", "reverse_dynamic", "warps", "atomics", "half_there", "half_back", "half_of_the_block_waits",
-    "at_two_barriers", "a_lane_is_missing", "no_barrier",
-)  # fmt: skip
+    "reverse_block",
+    "reverse_dynamic",
+    "warps",
+    "atomics",
+    "half_there",
+    "half_back",
+    "half_of_the_block_waits",
+    "at_two_barriers",
+    "a_lane_is_missing",
+    "no_barrier",
+)
 
 
 @pytest.fixture(scope="module", params=["switch", "ucontext"])
@@ -101,9 +111,17 @@ def emulator(request):
 
 
 def run(
-    emulator: Emulator, kernel: str, *args: torch.Tensor | int, grid: int = 1, block: int = 256, shared: int = 0, order: int = 0
+    emulator: Emulator,
+    kernel: str,
+    *args: torch.Tensor | int,
+    grid: int = 1,
+    block: int = 256,
+    shared: int = 0,
+    order: int = 0,
 ):
-    values = tuple(ctypes.c_longlong(a) if isinstance(a, int) else ctypes.c_void_p(a.data_ptr()) for a in args)
+    values = tuple(
+        ctypes.c_longlong(a) if isinstance(a, int) else ctypes.c_void_p(a.data_ptr()) for a in args
+    )
     emulator.run(KernelLaunch("selftest", kernel, grid, values, shared, block), order=order)
 
 
@@ -127,14 +145,21 @@ def test_dynamic_shared_memory_is_the_launch_s(emulator, order):
 @orders
 def test_warps_exchange_and_blocks_vote(emulator, order):
     x, votes = torch.arange(128, dtype=torch.float32), torch.zeros(128, dtype=torch.int32)
-    expected = [float(sum(range(32 * (i // 32), 32 * (i // 32) + 32)) + 32 * (i // 32) + 3) for i in range(128)]
+    expected = [
+        float(sum(range(32 * (i // 32), 32 * (i // 32) + 32)) + 32 * (i // 32) + 3)
+        for i in range(128)
+    ]
     run(emulator, "warps", x, votes, block=128, order=order)
     assert x.tolist() == expected
     assert votes.tolist() == [1] * 128
 
 
 def test_atomics_lose_nothing(emulator):
-    total, half, most = torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+    total, half, most = (
+        torch.zeros(1, dtype=torch.int32),
+        torch.zeros(1),
+        torch.zeros(1, dtype=torch.int32),
+    )
     run(emulator, "atomics", total, half, most, grid=3)
     assert (total.item(), half.item(), most.item()) == (768, 384.0, 2255)
 
@@ -145,11 +170,17 @@ def test_conversions_are_torch_s_for_every_16_bit_number_and_all_around_them(emu
     run(emulator, "half_back", every, every, x, y, 65536)
     assert_equal(x, every.view(torch.float16).float(), EXACT)
     assert_equal(y, every.view(torch.bfloat16).float(), EXACT)
-    # Each number, its float32 neighbours, and the midpoint to the next one with its neighbours: where rounding changes.
+    # Each number, its float32 neighbours, and the midpoint to the next one with its neighbours:
+    # where rounding changes.
     for numbers, step in ((x, 0x1000), (y, 0x8000)):
         bits = numbers.view(torch.int32)
-        floats = torch.cat([bits + off for off in (-1, 0, 1, step - 1, step, step + 1)]).view(torch.float32)
-        half, brain = torch.empty(len(floats), dtype=torch.float16), torch.empty(len(floats), dtype=torch.bfloat16)
+        floats = torch.cat([bits + off for off in (-1, 0, 1, step - 1, step, step + 1)]).view(
+            torch.float32
+        )
+        half, brain = (
+            torch.empty(len(floats), dtype=torch.float16),
+            torch.empty(len(floats), dtype=torch.bfloat16),
+        )
         run(emulator, "half_there", floats, half, brain, len(floats))
         assert_equal(half, floats.half(), EXACT)
         assert_equal(brain, floats.bfloat16(), EXACT)
@@ -165,12 +196,24 @@ def test_a_nan_becomes_cuda_s_own(emulator):
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [
-        ("half_of_the_block_waits", r"divergent block 0: 128 threads at barrier selftest\.cu:\d+; 128 threads at the end"),
+        (
+            "half_of_the_block_waits",
+            r"divergent block 0: 128 threads at barrier selftest\.cu:\d+; 128 threads at the end",
+        ),
         (
             "at_two_barriers",
-            r"divergent block 0: 128 threads at barrier selftest\.cu:\d+; 128 threads at barrier selftest\.cu:\d+$",
+            (
+                r"divergent block 0: 128 threads at barrier selftest\.cu:\d+; 128 threads at"
+                r" barrier selftest\.cu:\d+$"
+            ),
         ),
-        ("a_lane_is_missing", r"divergent block 0: 224 threads at the end; 31 .* at warp operation|31 threads at warp operation"),
+        (
+            "a_lane_is_missing",
+            (
+                r"divergent block 0: 224 threads at the end; 31 .* at warp operation|31 threads at"
+                r" warp operation"
+            ),
+        ),
         ("nothing", "nothing: there is no such kernel"),
     ],
 )
@@ -203,5 +246,6 @@ def test_the_kernels_are_the_same_with_ucontext():
 
     x = torch.randn(3 * 9001, generator=torch.Generator().manual_seed(0))
     assert torch.equal(
-        get_codec("MinMaxUInt8", Slow()).compress(x, 3), get_codec("MinMaxUInt8", get_backend("reference")).compress(x, 3)
+        get_codec("MinMaxUInt8", Slow()).compress(x, 3),
+        get_codec("MinMaxUInt8", get_backend("reference")).compress(x, 3),
     )

@@ -22,13 +22,17 @@ COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 every_float = pytest.mark.parametrize("dtype", [*COMPRESSIBLE, torch.float64], ids=str)
 every_codec = pytest.mark.parametrize("name", ["MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8", "OneBit"])
 every_compressible = pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
-sizes = pytest.mark.parametrize(("num_chunks", "size"), [(1, 1), (3, 33), (2, 8191), (70, 5), (3, 20_001), (1, 3_000_017)])
+sizes = pytest.mark.parametrize(
+    ("num_chunks", "size"), [(1, 1), (3, 33), (2, 8191), (70, 5), (3, 20_001), (1, 3_000_017)]
+)
 
 
 def numbers(size: int, dtype: torch.dtype, skip: int = 0, seed: int = 0) -> Tensor:
     """Random numbers on the device, ``skip`` elements after an alignment boundary."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size + skip, generator=generator, dtype=torch.float64).to(dtype).cuda()[skip:]
+    return (
+        torch.randn(size + skip, generator=generator, dtype=torch.float64).to(dtype).cuda()[skip:]
+    )
 
 
 def test_the_backend_is_there():
@@ -41,8 +45,12 @@ def test_the_backend_is_there():
 @pytest.mark.parametrize("skip", [0, 1, 3])
 def test_arithmetic_is_the_reference_s(dtype, num_chunks, size, skip):
     def work(kernels: Any) -> Tensor:
-        x, y, z, w = (numbers(num_chunks * size, dtype, skip * (seed % 2), seed) for seed in range(4))
-        reduced = numbers(num_chunks * size, torch.float64 if dtype is torch.float64 else torch.float32, skip, 5)
+        x, y, z, w = (
+            numbers(num_chunks * size, dtype, skip * (seed % 2), seed) for seed in range(4)
+        )
+        reduced = numbers(
+            num_chunks * size, torch.float64 if dtype is torch.float64 else torch.float32, skip, 5
+        )
         kernels.add_(x, y)
         kernels.subtract_(x, z)
         kernels.add_scaled_(x, w, 0.3)
@@ -64,11 +72,18 @@ def test_arithmetic_is_the_reference_s(dtype, num_chunks, size, skip):
 def test_bytes_are_the_reference_s(name, dtype, num_chunks, size, skip):
     cuda, reference = get_codec(name, "cuda"), get_codec(name, "reference")
     x = numbers(num_chunks * size, dtype, skip)
-    room = torch.full((num_chunks * cuda.payload_bytes(size, dtype) + skip,), 255, dtype=torch.uint8, device="cuda")
+    room = torch.full(
+        (num_chunks * cuda.payload_bytes(size, dtype) + skip,),
+        255,
+        dtype=torch.uint8,
+        device="cuda",
+    )
     payload = cuda.compress(x, num_chunks, out=room[skip:])
     assert_payload(name, payload, reference.compress(x, num_chunks), num_chunks)
     x[x.numel() // 2] = float("nan")
-    assert_payload(name, cuda.compress(x, num_chunks), reference.compress(x, num_chunks), num_chunks)
+    assert_payload(
+        name, cuda.compress(x, num_chunks), reference.compress(x, num_chunks), num_chunks
+    )
     mine, theirs = torch.empty_like(x), torch.empty_like(x)
     cuda.decompress(payload, num_chunks, mine)
     reference.decompress(payload, num_chunks, theirs)
@@ -79,7 +94,11 @@ def test_bytes_are_the_reference_s(name, dtype, num_chunks, size, skip):
 @every_compressible
 def test_every_16_bit_pattern_and_no_subnormal_is_flushed(name, dtype):
     order = torch.arange(65536, dtype=torch.int32)
-    x = ((order << 16 | order).view(torch.float32) if dtype is torch.float32 else order.to(torch.int16).view(dtype)).cuda()
+    x = (
+        (order << 16 | order).view(torch.float32)
+        if dtype is torch.float32
+        else order.to(torch.int16).view(dtype)
+    ).cuda()
     expected = get_codec(name, "reference").compress(x, 64)
     assert_payload(name, get_codec(name, "cuda").compress(x, 64), expected, 64)
     mine, theirs = torch.empty_like(x), torch.empty_like(x)
@@ -139,7 +158,9 @@ def test_kernels_do_not_wait_for_the_device():
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized"])
+@pytest.mark.parametrize(
+    "name", ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized"]
+)
 def test_simulated_ranks_train_on_one_card_as_under_the_reference(name):
     def train(backend: str) -> list[Tensor]:
         def rank(comm: Any) -> Tensor:
@@ -151,7 +172,8 @@ def test_simulated_ranks_train_on_one_card_as_under_the_reference(name):
             for step in range(4):
                 inputs = numbers(35, torch.float32, seed=100 * comm.rank() + step).view(5, 7)
                 optimizer.zero_grad()
-                # Autograd has one thread per device, so simulated ranks must run backward on their own threads.
+                # Autograd has one thread per device, so simulated ranks must run backward on their
+                # own threads.
                 with torch.autograd.set_multithreading_enabled(False):
                     model(inputs).square().mean().backward()
                 optimizer.step()

@@ -1,4 +1,5 @@
-"""Tests of the emulated CUDA sources beyond the suites: many blocks, alignments, thread orders, huge indices.
+"""Tests of the emulated CUDA sources beyond the suites: many blocks, alignments, thread orders,
+huge indices.
 
 Results must equal the reference's to the bit; suites test the reference.
 """
@@ -51,11 +52,19 @@ def element_wise(kernels, x: Tensor, y: Tensor, z: Tensor, w: Tensor, wide: Tens
 def test_element_wise_kernels_at_every_alignment(dtype, size):
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     lanes = 128 // torch.finfo(dtype).bits
-    for skips in [(0, 0, 0, 0), (1, 1, 1, 1), (1, 0, 2, 3), (lanes - 1, lanes // 2, 0, 1), (0, 1, lanes - 1, 2)]:
+    for skips in [
+        (0, 0, 0, 0),
+        (1, 1, 1, 1),
+        (1, 0, 2, 3),
+        (lanes - 1, lanes // 2, 0, 1),
+        (0, 1, lanes - 1, 2),
+    ]:
         x, y, z, w = (placed(numbers(size, dtype, seed), skip) for seed, skip in enumerate(skips))
         reduced = placed(numbers(size, wide, 9), skips[3])
         for actual, expected in zip(
-            element_wise(emulated, x, y, z, w, reduced), element_wise(reference, x, y, z, w, reduced), strict=True
+            element_wise(emulated, x, y, z, w, reduced),
+            element_wise(reference, x, y, z, w, reduced),
+            strict=True,
         ):
             assert_equal(actual, expected, EXACT)
         if size > 5000:
@@ -65,7 +74,11 @@ def test_element_wise_kernels_at_every_alignment(dtype, size):
 @every_float
 @pytest.mark.parametrize(("num_chunks", "size"), [(3, 4096), (4, 8191), (513, 3), (7, 10_001)])
 def test_chunks_are_added_in_order_at_every_alignment(dtype, num_chunks, size):
-    for skip, target, average in [(0, 0, True), (1, num_chunks - 1, False), (3, num_chunks // 2, True)]:
+    for skip, target, average in [
+        (0, 0, True),
+        (1, num_chunks - 1, False),
+        (3, num_chunks // 2, True),
+    ]:
         x = placed(numbers(num_chunks * size, dtype), skip)
         expected = x.clone()
         emulated.reduce_chunks_(x, num_chunks, target, average)
@@ -90,13 +103,24 @@ def pieces(dtype: torch.dtype) -> list[Tensor]:
     few = base[:5040]
     two_each = few[:512].view(*(2,) * 9)
     return [
-        base[1:9], base[3:3], base[7:17_000], base[5], base[100:200:3], few.view(70, 72).t(),
-        few.view(2, 3, 4, 5, 6, 7).permute(5, 3, 1, 0, 2, 4), few.view(1, 7, 720)[:, 1:5, ::2],
-        base[:6].view(2, 3).expand(4, 2, 3), two_each.permute(*range(8, -1, -1)),
-    ]  # fmt: skip
+        base[1:9],
+        base[3:3],
+        base[7:17_000],
+        base[5],
+        base[100:200:3],
+        few.view(70, 72).t(),
+        few.view(2, 3, 4, 5, 6, 7).permute(5, 3, 1, 0, 2, 4),
+        few.view(1, 7, 720)[:, 1:5, ::2],
+        base[:6].view(2, 3).expand(4, 2, 3),
+        two_each.permute(*range(8, -1, -1)),
+    ]
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128],
+    ids=str,
+)
 @pytest.mark.parametrize("skip", [0, 1, 3])
 def test_gather_and_scatter_move_any_shape_and_any_dtype(dtype, skip):
     tensors = pieces(dtype)
@@ -104,34 +128,57 @@ def test_gather_and_scatter_move_any_shape_and_any_dtype(dtype, skip):
     flat = placed(torch.zeros_like(expected), skip)
     emulated.gather_flat(tensors, flat)
     assert torch.equal(flat, expected)
-    targets = [torch.zeros_like(tensor) for tensor in tensors]  # zeros_like keeps the order of axes where it can
+    # zeros_like keeps the order of axes where it can
+    targets = [torch.zeros_like(tensor) for tensor in tensors]
     emulated.scatter_flat(flat, targets)
     for target, tensor in zip(targets, tensors, strict=True):
         assert torch.equal(target, tensor)
 
 
 def test_more_tensors_than_fit_into_a_launch():
-    tensors = [torch.full((number % 5,), float(number)) for number in range(3 * movement.SEGMENTS + 5)]
+    tensors = [
+        torch.full((number % 5,), float(number)) for number in range(3 * movement.SEGMENTS + 5)
+    ]
     flat = torch.zeros(sum(tensor.numel() for tensor in tensors))
     emulated.gather_flat(tensors, flat)
     assert torch.equal(flat, torch.cat(tensors))
     assert (
-        len(movement.copy(DeviceProperties(2), flat, list(zip(tensors, [0] * len(tensors), strict=True)), gather=True).launches)
+        len(
+            movement.copy(
+                DeviceProperties(2),
+                flat,
+                list(zip(tensors, [0] * len(tensors), strict=True)),
+                gather=True,
+            ).launches
+        )
         == 3
     )
 
 
 @pytest.mark.parametrize("flatten", [True, False])
 def test_S2_3_dense_tensors_move_in_the_order_of_memory_and_without_a_launch_of_their_own(flatten):
-    tensors = [torch.arange(120.0).view(2, 3, 4, 5).permute(order) + 0 for order in ((0, 1, 2, 3), (0, 3, 1, 2), (3, 2, 0, 1))]
-    bucket = BaguaBucket([x.ensure_bagua_tensor(f"{x.shape}") for x in tensors], "0", flatten, backend=emulated)
+    tensors = [
+        torch.arange(120.0).view(2, 3, 4, 5).permute(order) + 0
+        for order in ((0, 1, 2, 3), (0, 3, 1, 2), (3, 2, 0, 1))
+    ]
+    bucket = BaguaBucket(
+        [x.ensure_bagua_tensor(f"{x.shape}") for x in tensors], "0", flatten, backend=emulated
+    )
     bucket._ops = [lambda flat: seen.append(flat.clone())]
     seen = []
     bucket.execute()
     assert torch.equal(seen[0], torch.arange(120.0).repeat(3))
     in_order = [layout.in_order(x) for layout, x in zip(bucket.layouts, tensors, strict=True)]
     assert (
-        len(movement.copy(DeviceProperties(2), seen[0], list(zip(in_order, (0, 120, 240), strict=True)), gather=True).launches) == 1
+        len(
+            movement.copy(
+                DeviceProperties(2),
+                seen[0],
+                list(zip(in_order, (0, 120, 240), strict=True)),
+                gather=True,
+            ).launches
+        )
+        == 1
     )
 
 
@@ -154,11 +201,14 @@ def test_many_elements_in_one_place_are_not_written():
 
 def test_memory_between_two_elements_is_refused():
     odd = torch.frombuffer(bytearray(64), dtype=torch.float32, count=4, offset=2)
-    with pytest.raises(ValueError, match=r"begins at address 0x[0-9a-f]+; it must be a multiple of 4"):
+    with pytest.raises(
+        ValueError, match=r"begins at address 0x[0-9a-f]+; it must be a multiple of 4"
+    ):
         emulated.add_(odd, torch.zeros(4))
 
 
-# Sizes beyond 2**31: reserved memory that is mostly never touched; only the last blocks of a grid are run.
+# Sizes beyond 2**31: reserved memory that is mostly never touched; only the last blocks of a grid
+# are run.
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -178,12 +228,16 @@ def test_chunks_and_copies_beyond_2_to_the_31():
     run_ends(launch, 2**30 // (8 * BLOCK))
     assert x[-2:].tolist() == [0.0, 7.0]
     flat = sparse(2 * x.numel(), torch.uint8)
-    (launch,) = movement.copy(DeviceProperties(2), flat, [(x.view(torch.uint8), 0)], gather=True).launches
+    (launch,) = movement.copy(
+        DeviceProperties(2), flat, [(x.view(torch.uint8), 0)], gather=True
+    ).launches
     run_ends(launch, 2 * x.numel() // movement.PIECE)
     assert flat[-2:].view(torch.float16).item() == 7.0
     # Every other pair, at element offsets beyond 2**31.
     apart = x.view(-1, 4)[:, :2]
-    (launch,) = movement.copy(DeviceProperties(2), flat.view(torch.float16), [(apart, 0)], gather=True).launches
+    (launch,) = movement.copy(
+        DeviceProperties(2), flat.view(torch.float16), [(apart, 0)], gather=True
+    ).launches
     apart[-1] = 9
     run_ends(launch, apart.numel() // BLOCK)
     assert flat.view(torch.float16)[apart.numel() - 2 : apart.numel()].tolist() == [9.0, 9.0]
@@ -203,14 +257,18 @@ def test_the_way_properties_reach_a_card_changes_nothing(dtype):
     x, y, z, w = (placed(numbers(99, dtype, seed), seed) for seed in range(4))
     reduced = numbers(99, wide, 5)
     for actual, expected in zip(
-        element_wise(kernels, x, y, z, w, reduced), element_wise(reference, x, y, z, w, reduced), strict=True
+        element_wise(kernels, x, y, z, w, reduced),
+        element_wise(reference, x, y, z, w, reduced),
+        strict=True,
     ):
         assert_equal(actual, expected, EXACT)
     kernels.reduce_chunks_(x, 3, 1, average=True)
     assert_equal(kernels.order_by_complexity(x), reference.order_by_complexity(x), EXACT)
     if dtype is not torch.float64:
         payload = get_codec("MinMaxUInt8", kernels).compress(x, 3, target_chunk=1)
-        assert torch.equal(payload, get_codec("MinMaxUInt8", reference).compress(x, 3, target_chunk=1))
+        assert torch.equal(
+            payload, get_codec("MinMaxUInt8", reference).compress(x, 3, target_chunk=1)
+        )
         get_codec("MinMaxUInt8", kernels).decompress(payload, 3, y)
         get_codec("MinMaxUInt8", reference).decompress(payload, 3, z)
         assert_equal(y, z, EXACT)
@@ -228,5 +286,7 @@ def test_the_way_properties_reach_a_card_changes_nothing(dtype):
 def _registered(monkeypatch):
     import bagua_ref.backends as registry
 
-    known = {"cuda-emulated": registry._Registration("tests.cuda_emulation.backend:EmulatedBackend", "")}
+    known = {
+        "cuda-emulated": registry._Registration("tests.cuda_emulation.backend:EmulatedBackend", "")
+    }
     monkeypatch.setattr(registry, "_registered", {**registry._registered, **known})

@@ -1,4 +1,6 @@
-"""Tests of the CUDA launcher with stand-ins for CuPy and torch.cuda; the driver's launches go to the emulation."""
+"""Tests of the CUDA launcher with stand-ins for CuPy and torch.cuda; the driver's launches go to
+the emulation.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ class FakeCuda:
         )
         self.driver.__dict__.update(
             moduleLoadData=self.load, moduleGetFunction=self.function, launchKernel=self.launch
-        )  # fmt: skip
+        )
         self.runtime.__dict__.update(
             getDeviceCount=lambda: 2,
             runtimeGetVersion=lambda: 12090,
@@ -76,7 +78,9 @@ class FakeCuda:
 
     def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, arguments, extra):
         if self.fail == "launch":
-            raise RuntimeError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: too many resources requested for launch")
+            raise RuntimeError(
+                "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: too many resources requested for launch"
+            )
         assert (gy, gz, by, bz, extra) == (1, 1, 1, 1, 0)
         self.launched.append((self.names[function], self.device, stream))
         emulator().run_packed(self.names[function], gx, bx, shared, arguments)
@@ -105,9 +109,13 @@ def cuda(monkeypatch, tmp_path):
     monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(launcher, "current_stream", lambda device: SimpleNamespace(cuda_stream=7000 + device.index))
+    monkeypatch.setattr(
+        launcher, "current_stream", lambda device: SimpleNamespace(cuda_stream=7000 + device.index)
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=2))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=2)
+    )
     for cached_function in (launcher._properties, launcher._nvrtc):
         cached_function.cache_clear()
     yield fake
@@ -121,7 +129,10 @@ class OnCpu(launcher.CudaBackend):
     device_types = ("cpu",)
 
     def _workspace(self, size, index, stream):
-        original, torch.empty = torch.empty, lambda *shape, device, **options: original(*shape, **options)
+        original, torch.empty = (
+            torch.empty,
+            lambda *shape, device, **options: original(*shape, **options),
+        )
         try:
             return super()._workspace(size, index, stream)
         finally:
@@ -142,7 +153,9 @@ def test_launches_go_to_torch_s_stream_on_the_tensor_s_device_and_the_device_is_
 
 
 @needs_compiler
-def test_a_source_is_compiled_once_and_kept_on_disk_until_something_changes(cuda, monkeypatch, tmp_path):
+def test_a_source_is_compiled_once_and_kept_on_disk_until_something_changes(
+    cuda, monkeypatch, tmp_path
+):
     def use() -> OnCpu:
         kernels = OnCpu()
         kernels.add_(torch.zeros(9), torch.ones(9))
@@ -154,7 +167,8 @@ def test_a_source_is_compiled_once_and_kept_on_disk_until_something_changes(cuda
     options = cuda.compiled[0][1]
     assert "--gpu-architecture=sm_90" in options
     assert "--fmad=false" in options
-    assert not any("ftz" in option or "fast" in option for option in options)  # S1, S12.1: subnormals are kept
+    # S1, S12.1: subnormals are kept
+    assert not any("ftz" in option or "fast" in option for option in options)
     assert f"-I{tmp_path / 'toolkit' / 'include'}" in options
     assert cuda.loaded == [b"cubin of elementwise.cu"]
     use()  # as in another process
@@ -186,7 +200,9 @@ def test_a_stream_keeps_its_workspace_until_it_is_too_small(cuda, monkeypatch):
     kernels = OnCpu()
     for _ in range(3):
         get_codec("MinMaxUInt8", kernels).compress(torch.randn(50_000), 1)
-    assert [(key, value.numel()) for key, value in kernels._workspaces.items()] == [((1, 7001), 65536)]
+    assert [(key, value.numel()) for key, value in kernels._workspaces.items()] == [
+        ((1, 7001), 65536)
+    ]
     first = kernels._workspaces[1, 7001]
     kernels._workspace(65537, 1, 7001)
     assert kernels._workspaces[1, 7001].numel() == 131072
@@ -199,14 +215,23 @@ def test_a_stream_keeps_its_workspace_until_it_is_too_small(cuda, monkeypatch):
 @needs_compiler
 def test_threads_on_one_stream_do_not_take_each_other_s_workspace(cuda):
     kernels, reference = OnCpu(), get_backend("reference")
-    inputs = [torch.randn(60_000, generator=torch.Generator().manual_seed(seed)) * 10**seed for seed in range(4)]
+    inputs = [
+        torch.randn(60_000, generator=torch.Generator().manual_seed(seed)) * 10**seed
+        for seed in range(4)
+    ]
     expected = [get_codec("MinMaxUInt8", reference).compress(x, 2) for x in inputs]
-    assert_right_on_threads(lambda index: get_codec("MinMaxUInt8", kernels).compress(inputs[index], 2), expected, rounds=5)
+    assert_right_on_threads(
+        lambda index: get_codec("MinMaxUInt8", kernels).compress(inputs[index], 2),
+        expected,
+        rounds=5,
+    )
 
 
 def test_what_cuda_refuses_is_an_error_with_its_words(cuda):
     cuda.fail = "compile"
-    with pytest.raises(RuntimeError, match=r"elementwise\.cu for sm_90: NVRTC_ERROR_COMPILATION\nthe log"):
+    with pytest.raises(
+        RuntimeError, match=r"elementwise\.cu for sm_90: NVRTC_ERROR_COMPILATION\nthe log"
+    ):
         OnCpu().add_(torch.zeros(9), torch.ones(9))
     cuda.fail = "launch"
     with pytest.raises(RuntimeError, match="CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"):
@@ -231,7 +256,9 @@ class TestUnavailable:
     def _nobody_has_asked(self, monkeypatch):
         monkeypatch.setattr(registry, "_instances", {})
 
-    @pytest.mark.parametrize(("cuda_of_torch", "extra"), [(None, "cuda12"), ("12.8", "cuda12"), ("13.0", "cuda13")])
+    @pytest.mark.parametrize(
+        ("cuda_of_torch", "extra"), [(None, "cuda12"), ("12.8", "cuda12"), ("13.0", "cuda13")]
+    )
     def test_without_cupy(self, monkeypatch, cuda_of_torch, extra):
         monkeypatch.setattr(torch.version, "cuda", cuda_of_torch)
         monkeypatch.setitem(sys.modules, "cupy", None)
@@ -247,7 +274,14 @@ class TestUnavailable:
         monkeypatch.setattr(torch.version, "cuda", None)
         assert "this torch was built without CUDA" in self.reason()
 
-    @pytest.mark.parametrize("error", [RuntimeError("cudaErrorInsufficientDriver"), ImportError("libnvrtc.so.12"), OSError("lib")])
+    @pytest.mark.parametrize(
+        "error",
+        [
+            RuntimeError("cudaErrorInsufficientDriver"),
+            ImportError("libnvrtc.so.12"),
+            OSError("lib"),
+        ],
+    )
     def test_where_cupy_finds_nothing(self, cuda, monkeypatch, error):
         def fail():
             raise error
@@ -255,7 +289,10 @@ class TestUnavailable:
         monkeypatch.setattr(cuda.nvrtc, "getVersion", fail)
         assert f"CuPy finds no device or no compiler: {error}" in self.reason()
 
-    @pytest.mark.parametrize(("version", "wheel"), [((12, 9), "nvidia-cuda-runtime-cu12"), ((13, 0), "nvidia-cuda-runtime")])
+    @pytest.mark.parametrize(
+        ("version", "wheel"),
+        [((12, 9), "nvidia-cuda-runtime-cu12"), ((13, 0), "nvidia-cuda-runtime")],
+    )
     def test_without_headers(self, cuda, monkeypatch, version, wheel):
         monkeypatch.setattr(cuda.nvrtc, "getVersion", lambda: version)
         monkeypatch.setattr(launcher, "header_folder", lambda: None)
@@ -269,7 +306,9 @@ class TestUnavailable:
 
 
 @pytest.mark.parametrize(("major", "folder"), [(12, "cuda_runtime"), (13, "cu13")])
-def test_headers_come_from_the_wheel_that_goes_with_the_compiler(cuda, monkeypatch, tmp_path, major, folder):
+def test_headers_come_from_the_wheel_that_goes_with_the_compiler(
+    cuda, monkeypatch, tmp_path, major, folder
+):
     wheel = tmp_path / "site" / "nvidia" / folder / "include"
     wheel.mkdir(parents=True)
     (wheel / "cuda_fp16.h").touch()
@@ -318,4 +357,6 @@ def test_every_kernel_is_in_its_source_and_sources_stand_alone():
         text = source_of(name)
         assert '#include "' not in text
         assert kernels
-    assert len({kernel for kernels in KERNELS.values() for kernel in kernels}) == sum(map(len, KERNELS.values()))
+    assert len({kernel for kernels in KERNELS.values() for kernel in kernels}) == sum(
+        map(len, KERNELS.values())
+    )

@@ -1,6 +1,8 @@
-"""Tests of whole trainings in the simulated world: the emulated CUDA sources and the reference give the same bits.
+"""Tests of whole trainings in the simulated world: the emulated CUDA sources and the reference give
+the same bits.
 
-The simulated world's collectives add in rank order, so no library's order of summation can make a difference.
+The simulated world's collectives add in rank order, so no library's order of summation can make a
+difference.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def train(name: str, kernels: Any, dtype: torch.dtype, flatten: bool) -> list[to
             options["q_adam_optimizer"] = optimizer
         else:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        model.with_bagua([optimizer], Algorithm.init(name, **options), do_flatten=flatten, backend=kernels)
+        model.with_bagua(
+            [optimizer], Algorithm.init(name, **options), do_flatten=flatten, backend=kernels
+        )
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(100 * comm.rank() + step)
             optimizer.zero_grad()
@@ -65,19 +69,30 @@ def train(name: str, kernels: Any, dtype: torch.dtype, flatten: bool) -> list[to
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("dtype", "flatten"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "flatten"), [(torch.float32, True), (torch.bfloat16, False)], ids=str
+)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_leaves_the_same_weights_to_the_bit(name, dtype, flatten):
     flatten |= name == "async"  # which asks for flat buckets (S5.6)
     emulated = EmulatedBackend()
     calls: list[str] = []
     submit = emulated._submit
-    emulated._submit = lambda plan, device: (calls.extend(launch.kernel for launch in plan.launches), submit(plan, device))
+    emulated._submit = lambda plan, device: (
+        calls.extend(launch.kernel for launch in plan.launches),
+        submit(plan, device),
+    )
     expected = train(name, get_backend("reference"), dtype, flatten)
     actual = train(name, emulated, dtype, flatten)
     for mine, wanted in zip(actual, expected, strict=True):
         assert_equal(mine, wanted, EXACT)
-    needed = {"bytegrad": "compress_on_chip", "low_precision_decentralized": "combine_ring", "decentralized": "average",
-              "qadam": "update_momentum", "async": "async_average", "diloco": "compress_on_chip"}  # fmt: skip
+    needed = {
+        "bytegrad": "compress_on_chip",
+        "low_precision_decentralized": "combine_ring",
+        "decentralized": "average",
+        "qadam": "update_momentum",
+        "async": "async_average",
+        "diloco": "compress_on_chip",
+    }
     if name in needed:  # otherwise this would compare the reference with itself
         assert any(call.startswith(needed[name]) for call in calls), set(calls)

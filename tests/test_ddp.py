@@ -16,7 +16,12 @@ from tests.trainings import equal, on_every_rank, sgd, simulate
 from torch import nn
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, AsyncModelAverageAlgorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
+from bagua_ref.algorithms import (
+    Algorithm,
+    AsyncModelAverageAlgorithm,
+    ByteGradAlgorithm,
+    GradientAllReduceAlgorithm,
+)
 from bagua_ref.conformance import EXACT, SUM, assert_equal
 from bagua_ref.data_parallel import DistributedDataParallel, distributed
 from bagua_ref.errors import CommunicationError, NotInitializedError
@@ -45,7 +50,8 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps:
 
 def assert_near(state: list[torch.Tensor], expected: list[torch.Tensor], roundings: int) -> None:
     for ours, theirs in zip(state, expected, strict=True):
-        # Each step adds the rounding error of one mean to weights and statistics of magnitude at most about 10.
+        # Each step adds the rounding error of one mean to weights and statistics of magnitude at
+        # most about 10.
         assert_equal(ours, theirs, SUM(roundings), magnitude=10.0)
 
 
@@ -55,12 +61,17 @@ def assert_near(state: list[torch.Tensor], expected: list[torch.Tensor], roundin
 @pytest.mark.slow
 @pytest.mark.parametrize(("nranks", "gradient_as_bucket_view"), [(2, False), (4, True)])
 @on_every_process()
-def test_S5_1_the_wrapper_gives_torch_ddps_weights_and_buffers_after_20_steps(nranks: int, gradient_as_bucket_view: bool) -> None:
+def test_S5_1_the_wrapper_gives_torch_ddps_weights_and_buffers_after_20_steps(
+    nranks: int, gradient_as_bucket_view: bool
+) -> None:
     states, rank = [], bagua_ref.get_rank()
     for kind in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
         model = kind(network(seed=rank), gradient_as_bucket_view=gradient_as_bucket_view)
         train(model, sgd(model), rank, range(20))
-        assert not hasattr(model, "inner") or model.bagua_buckets[0].check_flatten() is gradient_as_bucket_view
+        assert (
+            not hasattr(model, "inner")
+            or model.bagua_buckets[0].check_flatten() is gradient_as_bucket_view
+        )
         states.append(state_of(model))
     assert_near(*states, roundings=20 * nranks)
 
@@ -70,7 +81,9 @@ def test_S5_1_the_wrapper_gives_torch_ddps_weights_and_buffers_after_20_steps(nr
 def test_gradient_accumulation_in_a_torch_group_is_as_with_torchs_class() -> None:
     states, rank = [], bagua_ref.get_rank()
     for kind in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
-        model = kind(network(seed=rank), process_group=dist.new_group([0, 1]), find_unused_parameters=True)
+        model = kind(
+            network(seed=rank), process_group=dist.new_group([0, 1]), find_unused_parameters=True
+        )
         optimizer = sgd(model)
         for step in range(0, 12, 3):
             optimizer.zero_grad()
@@ -80,7 +93,9 @@ def test_gradient_accumulation_in_a_torch_group_is_as_with_torchs_class() -> Non
             model(batch(rank, step + 2)).square().mean().backward()
             optimizer.step()
         # Which forward broadcasts after no_sync() differs, but rank 0's state does not.
-        states.append(state_of(model) if rank == 0 else [p.detach().clone() for p in model.parameters()])
+        states.append(
+            state_of(model) if rank == 0 else [p.detach().clone() for p in model.parameters()]
+        )
     assert_near(*states, roundings=12 * 2)
 
 
@@ -93,7 +108,9 @@ def test_it_is_with_bagua_bit_for_bit(r: int, name: str) -> None:
         optimizer = sgd(module)
         arguments = ([optimizer], Algorithm.init(name))
         model = (
-            DistributedDataParallel(module, optimizers=arguments[0], algorithm=arguments[1], broadcast_buffers=False)
+            DistributedDataParallel(
+                module, optimizers=arguments[0], algorithm=arguments[1], broadcast_buffers=False
+            )
             if wraps
             else module.with_bagua(*arguments)
         )
@@ -109,11 +126,18 @@ def test_a_step_may_go_through_the_wrapper_or_through_the_module_inside() -> Non
         model = DistributedDataParallel(network())
         optimizer = sgd(model)
         for step in range(4):
-            train(model.module if alternate and step % 2 else model, optimizer, r, range(step, step + 1))
+            train(
+                model.module if alternate and step % 2 else model,
+                optimizer,
+                r,
+                range(step, step + 1),
+            )
         assert model.bagua_train_step_counter == 4
         return state_of(model)
 
-    for mixed, usual in zip(*(simulate(2, lambda r, a=a: rank(r, a)) for a in (True, False)), strict=True):
+    for mixed, usual in zip(
+        *(simulate(2, lambda r, a=a: rank(r, a)) for a in (True, False)), strict=True
+    ):
         assert all(map(torch.equal, mixed, usual))
 
 
@@ -122,7 +146,10 @@ def test_every_hook_is_there_once_also_after_wrapping_again(r: int) -> None:
     module = network().with_bagua([], GradientAllReduceAlgorithm())
     model = DistributedDataParallel(module)
     assert model.with_bagua([], ByteGradAlgorithm()) is model
-    for hooks in [module._forward_pre_hooks, *(p._post_accumulate_grad_hooks for p in module.parameters())]:
+    for hooks in [
+        module._forward_pre_hooks,
+        *(p._post_accumulate_grad_hooks for p in module.parameters()),
+    ]:
         assert len(hooks) == 1
     assert not model._forward_pre_hooks
     model(batch(r, 0)).sum().backward()
@@ -162,19 +189,25 @@ def test_its_options_reach_the_training(r: int) -> None:
     strict = DistributedDataParallel(Partly())
     with pytest.raises(CommunicationError, match=r"unused\.bias"):
         strict(batch(r, 0)).sum().backward()
-    model = DistributedDataParallel(Partly(), find_unused_parameters=True, timeout=7.0, backend="reference")
+    model = DistributedDataParallel(
+        Partly(), find_unused_parameters=True, timeout=7.0, backend="reference"
+    )
     model(batch(r, 0)).sum().backward()
     assert model.module.unused.weight.grad is None
     assert model.inner.engine._worker.timeout == 7.0
     assert model.bagua_buckets[0].backend == "reference"
-    small = DistributedDataParallel(nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5))), bucket_cap_mb=2048 / 2**20)
+    small = DistributedDataParallel(
+        nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5))),
+        bucket_cap_mb=2048 / 2**20,
+    )
     assert [bucket.bytes() for bucket in small.bagua_buckets] == [2048, 2048, 1024]
     small.with_bagua([], ByteGradAlgorithm())
     assert len(small.bagua_buckets) == 3
     assert small.inner.bucket_bytes == 2048
     default = DistributedDataParallel(nn.Linear(2, 2))
     assert default.inner.bucket_bytes == 25 * 1024**2
-    torchs = DistributedDataParallel(nn.BatchNorm1d(2), bucket_cap_mb=None, broadcast_buffers=None)  # newer torch's defaults
+    # newer torch's defaults
+    torchs = DistributedDataParallel(nn.BatchNorm1d(2), bucket_cap_mb=None, broadcast_buffers=None)
     assert torchs.inner.bucket_bytes == 25 * 1024**2
     assert torchs.broadcast_buffers is torchs.will_sync_module_buffers() is True
 
@@ -253,14 +286,17 @@ def buffers_after(r: int, mode: str) -> list[float]:
         ("attribute", [[0, 1, 2], [0, 2, 2], [0, 3, 2]]),
     ],
 )
-def test_S5_buffers_are_broadcast_before_training_forwards_outside_no_sync(mode: str, seen: list[list[float]]) -> None:
+def test_S5_buffers_are_broadcast_before_training_forwards_outside_no_sync(
+    mode: str, seen: list[list[float]]
+) -> None:
     assert simulate(3, lambda r: buffers_after(r, mode)) == seen
 
 
 @on_every_rank(2)
 def test_two_forwards_may_come_before_a_backward(r: int) -> list[torch.Tensor]:
     model = DistributedDataParallel(network())
-    # Batch normalisation saves its statistics for backward: autograd must not take the broadcast for a change of them.
+    # Batch normalisation saves its statistics for backward: autograd must not take the broadcast
+    # for a change of them.
     (model(batch(r, 0)).sum() + model(batch(r, 1)).square().sum()).backward()
     assert any(parameter.grad.any() for parameter in model.parameters())
     return [parameter.grad for parameter in model.parameters()]
@@ -277,7 +313,9 @@ def test_a_wrapper_without_buffers_or_without_other_ranks_makes_no_connections_f
     assert simulate(1, rank) == [(True, True)]
 
 
-def test_S5_6_with_async_ranks_keep_their_own_buffers_after_warm_up_and_need_not_keep_step() -> None:
+def test_S5_6_with_async_ranks_keep_their_own_buffers_after_warm_up_and_need_not_keep_step() -> (
+    None
+):
     def rank(r: int) -> tuple[list[bool], float]:
         module = network(seed=r)
         optimizer = sgd(module)
@@ -334,13 +372,22 @@ def test_S5_a_group_of_some_ranks_trains_alone() -> None:
 def test_state_dict_has_torchs_names_and_load_state_dict_takes_both(r: int) -> None:
     model, torchs = DistributedDataParallel(network()), network(seed=1)
     assert [*model.state_dict()] == [f"module.{name}" for name in torchs.state_dict()]
-    for state in (torchs.state_dict(), {f"module.{name}": value for name, value in torchs.state_dict().items()}):
+    for state in (
+        torchs.state_dict(),
+        {f"module.{name}": value for name, value in torchs.state_dict().items()},
+    ):
         model.module.load_state_dict(network().state_dict())
         assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
         assert all(map(torch.equal, state_of(model), state_of(torchs)))
         model(batch(r, 0)).sum().backward()
-    assert model.load_state_dict({"0.bias": torch.zeros(8)}, strict=False).missing_keys[0] == "0.weight"
-    assert model.load_state_dict({"module.0.bias": torch.zeros(8)}, strict=False).missing_keys[0] == "module.0.weight"
+    assert (
+        model.load_state_dict({"0.bias": torch.zeros(8)}, strict=False).missing_keys[0]
+        == "0.weight"
+    )
+    assert (
+        model.load_state_dict({"module.0.bias": torch.zeros(8)}, strict=False).missing_keys[0]
+        == "module.0.weight"
+    )
     with pytest.raises(RuntimeError, match="Unexpected key"):
         model.load_state_dict({**torchs.state_dict(), "more": torch.ones(1)})
     with pytest.raises(NotImplementedError, match="assign=True"):
@@ -355,7 +402,10 @@ def test_a_module_that_is_called_module_inside_is_no_trouble(r: int) -> None:
             self.module = nn.Linear(2, 2)
 
     model, other = DistributedDataParallel(Holder()), Holder()
-    for state in (other.state_dict(), {f"module.{name}": value for name, value in other.state_dict().items()}):
+    for state in (
+        other.state_dict(),
+        {f"module.{name}": value for name, value in other.state_dict().items()},
+    ):
         model.module.load_state_dict(Holder().state_dict())
         model.load_state_dict(state)
         assert all(map(torch.equal, state_of(model), state_of(other)))
@@ -385,7 +435,11 @@ def test_a_copy_or_pickle_is_a_wrapper_that_trains_alone(r: int) -> None:
 UNSUPPORTED: list[Any] = [
     ({"dim": 1}, NotImplementedError, "dim=1 is not supported"),
     ({"check_reduction": True}, NotImplementedError, "check_reduction=True is not supported"),
-    ({"output_device": 0}, NotImplementedError, "output_device=0 is not supported with device_ids=None"),
+    (
+        {"output_device": 0},
+        NotImplementedError,
+        "output_device=0 is not supported with device_ids=None",
+    ),
     ({"static_graph": True}, NotImplementedError, "static_graph=True of torch's"),
     ({"mixed_precision": "bf16"}, NotImplementedError, "mixed_precision='bf16' of torch's"),
     ({"static_grph": True}, TypeError, "unexpected keyword argument 'static_grph'"),
@@ -393,20 +447,33 @@ UNSUPPORTED: list[Any] = [
     (
         {"device_ids": [0]},
         ValueError,
-        r"device_ids=\[0\] must be the CUDA device that all parameters are on, or None; they are on cpu",
+        (
+            r"device_ids=\[0\] must be the CUDA device that all parameters are on, or None; they"
+            r" are on cpu"
+        ),
     ),
     ({"device_ids": ["cpu"]}, ValueError, r"device_ids=\['cpu'\] must be the CUDA device"),
     ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb=0 must be a positive number"),
     ({"bucket_cap_mb": True}, ValueError, "bucket_cap_mb=True"),
     ({"bucket_cap_mb": "much"}, ValueError, "bucket_cap_mb='much' must be a positive number"),
-    ({"process_group": 3}, TypeError, "process_group=3 must be a BaguaProcessGroup, a torch ProcessGroup"),
+    (
+        {"process_group": 3},
+        TypeError,
+        "process_group=3 must be a BaguaProcessGroup, a torch ProcessGroup",
+    ),
     ({"module": 3}, TypeError, "module=3 must be a torch.nn.Module"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "error", "message"), UNSUPPORTED, ids=[next(iter(case[0])) for case in UNSUPPORTED])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    UNSUPPORTED,
+    ids=[next(iter(case[0])) for case in UNSUPPORTED],
+)
 @on_every_rank(2)
-def test_what_is_not_supported_is_named(r: int, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_what_is_not_supported_is_named(
+    r: int, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
     module = network()
     with pytest.raises(error, match=message):
         DistributedDataParallel(**{"module": module, **arguments})
@@ -419,7 +486,11 @@ def test_what_is_not_supported_is_named(r: int, arguments: dict[str, Any], error
 @on_every_rank(1)
 def test_a_method_of_torchs_that_is_not_supported_names_itself(r: int, method: str) -> None:
     model = DistributedDataParallel(nn.Linear(2, 2))
-    needed = [p for p in inspect.signature(getattr(model, method)).parameters.values() if p.default is inspect.Parameter.empty]
+    needed = [
+        p
+        for p in inspect.signature(getattr(model, method)).parameters.values()
+        if p.default is inspect.Parameter.empty
+    ]
     with pytest.raises(NotImplementedError, match=rf"{method}\(\)"):
         getattr(model, method)(*[None] * len(needed))
 
@@ -441,7 +512,9 @@ def test_before_init_process_group_it_names_it() -> None:
             ("with_bagua", lambda m: m.with_bagua([], ByteGradAlgorithm())),
             ("DistributedDataParallel", DistributedDataParallel),
         ):
-            with pytest.raises(NotInitializedError, match=rf"init_process_group\(\) before {name}\(\)"):
+            with pytest.raises(
+                NotInitializedError, match=rf"init_process_group\(\) before {name}\(\)"
+            ):
                 wrap(nn.Linear(2, 2))
 
     SimulatedWorld(1).run(rank)
@@ -460,7 +533,8 @@ def test_there_is_one_class_under_all_names() -> None:
 
 @pytest.mark.parametrize("device", [1, "cuda:1", torch.device("cuda", 1)])
 def test_a_cuda_device_may_be_given_in_any_form(device: Any) -> None:
-    module = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=torch.device("cuda", 1))])  # without a CUDA device
+    # without a CUDA device
+    module = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=torch.device("cuda", 1))])
     assert distributed._device_ids(module, [device], device) == [1]
     with pytest.raises(ValueError, match="they are on cuda:1"):
         distributed._device_ids(module, ["cuda"], None)
@@ -468,7 +542,9 @@ def test_a_cuda_device_may_be_given_in_any_form(device: Any) -> None:
 
 def test_inputs_are_moved_however_they_are_nested() -> None:
     packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
-    args, kwargs = distributed._moved(((torch.ones(2), 3), {"a": [packed, "b"]}), torch.device("meta"))
+    args, kwargs = distributed._moved(
+        ((torch.ones(2), 3), {"a": [packed, "b"]}), torch.device("meta")
+    )
     assert args[0].is_meta
     assert args[1] == 3
     assert kwargs["a"][0].data.is_meta
@@ -485,10 +561,14 @@ def test_device_ids_moves_inputs_and_state_finds_its_device() -> None:
         if r == 0:
             module(batch(0, 0).cuda()).sum().backward()
             optimizer.step()
-        model = DistributedDataParallel(module, device_ids=[0], output_device=0, optimizers=[optimizer])
+        model = DistributedDataParallel(
+            module, device_ids=[0], output_device=0, optimizers=[optimizer]
+        )
         train(model, optimizer, r, range(3))
         entry = optimizer.state[next(module.parameters())]
-        return [t.cpu() for t in state_of(model)[:-3]], {name: str(value.device) for name, value in entry.items()}
+        return [t.cpu() for t in state_of(model)[:-3]], {
+            name: str(value.device) for name, value in entry.items()
+        }
 
     (zero, devices), (one, others) = simulate(2, rank)
     assert all(map(torch.equal, zero, one))

@@ -1,4 +1,6 @@
-"""Tests of the communication hooks for torch's DDP: equal to with_bagua, in every mode of DDP, over gloo."""
+"""Tests of the communication hooks for torch's DDP: equal to with_bagua, in every mode of DDP, over
+gloo.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ pytestmark = pytest.mark.slow
 NAMES = {
     "gradient_allreduce": {},
     "bytegrad": {"hierarchical": False},
-    "bytegrad with memory": {"hierarchical": False, "compression": "OneBit", "error_feedback": True},
+    "bytegrad with memory": {
+        "hierarchical": False,
+        "compression": "OneBit",
+        "error_feedback": True,
+    },
     "powersgd": {"warmup_steps": 2, "matrix_approximation_rank": 2, "min_compression_rate": 1.0},
     "topk": {"ratio": 0.1, "warmup_steps": 2},
 }
@@ -34,11 +40,17 @@ ONE = 1e-6
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16), nn.Tanh(), nn.Linear(16, 5))
+    return nn.Sequential(
+        nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16), nn.Tanh(), nn.Linear(16, 5)
+    )
 
 
-def step(module: nn.Module, optimizer: torch.optim.Optimizer, number: int, inside: Any = None) -> torch.Tensor:
-    """Train on two batches, the first one in the context ``inside`` if it is given; return the gradients."""
+def step(
+    module: nn.Module, optimizer: torch.optim.Optimizer, number: int, inside: Any = None
+) -> torch.Tensor:
+    """Train on two batches, the first one in the context ``inside`` if it is given; return the
+    gradients.
+    """
     generator = torch.Generator().manual_seed(100 * dist.get_rank() + number)
     optimizer.zero_grad()
     for context in (nullcontext(),) if inside is None else (inside, nullcontext()):
@@ -49,7 +61,9 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer, number: int, insid
     return gradients
 
 
-def hooked(name: str, options: dict[str, Any], **of_ddp: Any) -> tuple[Any, torch.optim.Optimizer, Any]:
+def hooked(
+    name: str, options: dict[str, Any], **of_ddp: Any
+) -> tuple[Any, torch.optim.Optimizer, Any]:
     """Return a DDP module with a hook, its optimizer, and the hook's state."""
     module = DistributedDataParallel(network(), **of_ddp)
     state, hook = bagua_ref.ddp_comm_hook(name.split()[0], **options)
@@ -57,15 +71,23 @@ def hooked(name: str, options: dict[str, Any], **of_ddp: Any) -> tuple[Any, torc
     return module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), state
 
 
-def train_both(name: str, bucket_mb: float | None, of_ddp: dict[str, Any], accumulate: bool) -> list[tuple[torch.Tensor, ...]]:
-    """Return every step's gradients, of DDP with a hook and of a wrapped module that is given DDP's buckets."""
+def train_both(
+    name: str, bucket_mb: float | None, of_ddp: dict[str, Any], accumulate: bool
+) -> list[tuple[torch.Tensor, ...]]:
+    """Return every step's gradients, of DDP with a hook and of a wrapped module that is given DDP's
+    buckets.
+    """
     hook, optimizer, state = hooked(name, NAMES[name], bucket_cap_mb=bucket_mb, **of_ddp)
-    ours, other = wrap(network(), Algorithm.init(name.split()[0], **NAMES[name]), lr=0.1, momentum=0.9)
+    ours, other = wrap(
+        network(), Algorithm.init(name.split()[0], **NAMES[name]), lr=0.1, momentum=0.9
+    )
     make, buckets = ours.bagua_algorithm.tensors_to_buckets, None
 
     def as_ddp(tensors: list[list[torch.Tensor]], do_flatten: bool) -> list[Any]:
         in_order = [tensor for bucket in tensors for tensor in bucket]
-        return make([[in_order[int(place)] for place in bucket] for bucket in state.buckets], do_flatten)
+        return make(
+            [[in_order[int(place)] for place in bucket] for bucket in state.buckets], do_flatten
+        )
 
     ours.bagua_algorithm.tensors_to_buckets = as_ddp
     pairs = []
@@ -92,7 +114,9 @@ MODES: dict[str, tuple[dict[str, Any], bool]] = {
 def test_a_hook_gives_what_with_bagua_gives_for_the_same_buckets_to_the_bit() -> None:
     for name in NAMES:
         for mode in MODES if name in ("powersgd", "topk", "bytegrad with memory") else ["plain"]:
-            for number, (ours, theirs) in enumerate(train_both(name, None if mode == "plain" else ONE, *MODES[mode])):
+            for number, (ours, theirs) in enumerate(
+                train_both(name, None if mode == "plain" else ONE, *MODES[mode])
+            ):
                 assert torch.equal(ours, theirs), f"{name}, {mode}, step {number}"
 
 
@@ -103,13 +127,18 @@ def restart(name: str) -> list[torch.Tensor]:
     for number in range(4):
         step(module, optimizer, number)
     saved = [part.state_dict() for part in (module, optimizer, state)]
-    saved = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, saved)
+    saved = torch.utils._pytree.tree_map(
+        lambda x: x.clone() if isinstance(x, torch.Tensor) else x, saved
+    )
     whole = [step(module, optimizer, number) for number in range(4, 7)]
     module, optimizer, state = hooked(name, NAMES[name], **of_ddp)
     for part, values in zip((module, optimizer, state), saved, strict=True):
         part.load_state_dict(values)
     assert state.reductions == 4
-    return [torch.stack(whole), torch.stack([step(module, optimizer, number) for number in range(4, 7)])]
+    return [
+        torch.stack(whole),
+        torch.stack([step(module, optimizer, number) for number in range(4, 7)]),
+    ]
 
 
 @on_every_process(2)
@@ -128,7 +157,9 @@ def test_S11_2_one_overflow_skips_one_step_under_every_hook() -> None:
         scaler = torch.amp.GradScaler("cpu", growth_interval=1000)
         for number in range(20):
             optimizer.zero_grad()
-            factor = torch.inf if number == 3 and dist.get_rank() == dist.get_world_size() - 1 else 1.0
+            factor = (
+                torch.inf if number == 3 and dist.get_rank() == dist.get_world_size() - 1 else 1.0
+            )
             scaler.scale(module(torch.ones(4, 16)).square().mean() * factor).backward()
             scaler.step(optimizer)
             scale = scaler.get_scale()
@@ -140,7 +171,11 @@ def test_S11_2_one_overflow_skips_one_step_under_every_hook() -> None:
 def differ(what: str) -> str:
     """Return the error of a training in which one rank differs."""
     rank = dist.get_rank()
-    options = {"warmup_steps": 0, "matrix_approximation_rank": 1 + (what == "options") * rank, "min_compression_rate": 1.0}
+    options = {
+        "warmup_steps": 0,
+        "matrix_approximation_rank": 1 + (what == "options") * rank,
+        "min_compression_rate": 1.0,
+    }
     try:
         module, optimizer, state = hooked("powersgd", options)
         for number in range(2):  # in the second one, DDP makes new buckets
@@ -149,10 +184,13 @@ def differ(what: str) -> str:
             state.load_state_dict({**state.state_dict(), "steps_of_optimizers": [7]})
         if what == "factors" and rank:
             saved = state.state_dict()
-            state.load_state_dict({**saved, "factors": {name: q + 1 for name, q in saved["factors"].items()}})
+            state.load_state_dict(
+                {**saved, "factors": {name: q + 1 for name, q in saved["factors"].items()}}
+            )
         if what == "failure" and rank:
             state._buckets[0].bucket.append_python_op(lambda bucket: 1 / 0)
-        for number in (2, 3):  # a rank may fail when the others have got what they need in this round
+        # a rank may fail when the others have got what they need in this round
+        for number in (2, 3):
             step(module, optimizer, number)
     except (RuntimeError, CommunicationError) as error:
         try:
@@ -178,19 +216,31 @@ def test_ranks_that_differ_are_an_error_on_every_rank_for_good(what: str, messag
 
 
 def share_a_hook() -> list[torch.Tensor]:
-    """Return gradients under two modules with hooks of their own, which are trained in turn, in bfloat16 and float32."""
+    """Return gradients under two modules with hooks of their own, which are trained in turn, in
+    bfloat16 and float32.
+    """
     group = dist.new_group([0, 1])
-    modules = [DistributedDataParallel(network().to(dtype), process_group=group) for dtype in (torch.bfloat16, torch.float32)]
+    modules = [
+        DistributedDataParallel(network().to(dtype), process_group=group)
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
     for module in modules:
         module.register_comm_hook(
-            *bagua_ref.ddp_comm_hook("powersgd", process_group=group, warmup_steps=0, min_compression_rate=1.0)
+            *bagua_ref.ddp_comm_hook(
+                "powersgd", process_group=group, warmup_steps=0, min_compression_rate=1.0
+            )
         )
     seen = []
     for number in range(3):
         for module in modules:
             dtype = module.module[0].weight.dtype
             module.zero_grad()
-            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()), dtype=dtype)
+            x = torch.randn(
+                8,
+                16,
+                generator=torch.Generator().manual_seed(10 * number + dist.get_rank()),
+                dtype=dtype,
+            )
             module(x).square().mean().backward()
             seen.append(torch.cat([p.grad.float().reshape(-1) for p in module.parameters()]))
     return seen
@@ -205,7 +255,11 @@ def test_modules_have_hooks_of_their_own_also_in_a_group_of_torch() -> None:
 @pytest.mark.parametrize("name", ["qadam", "decentralized", "PowerSGD"])
 def test_an_unknown_hook_is_an_error_that_lists_those_that_exist(name: str) -> None:
     with pytest.raises(
-        ValueError, match=f"'{name}' is no communication hook; there are 'gradient_allreduce', 'bytegrad', 'powersgd'"
+        ValueError,
+        match=(
+            f"'{name}' is no communication hook; there are 'gradient_allreduce', 'bytegrad',"
+            " 'powersgd'"
+        ),
     ):
         bagua_ref.ddp_comm_hook(name)
 
@@ -221,5 +275,7 @@ def test_options_are_checked_and_torch_must_be_initialized() -> None:
 def test_S11_2_float64_is_refused_before_anything_is_sent() -> None:
     module = DistributedDataParallel(network().double())
     module.register_comm_hook(*bagua_ref.ddp_comm_hook("topk"))
-    with pytest.raises(Exception, match=r"topk takes float16, bfloat16 or float32, not torch\.float64"):
+    with pytest.raises(
+        Exception, match=r"topk takes float16, bfloat16 or float32, not torch\.float64"
+    ):
         module(torch.zeros(1, 16, dtype=torch.float64)).sum().backward()

@@ -1,4 +1,6 @@
-"""Tests of (low-precision) decentralized averaging: operations, training, bad input, checkpoints (S3.4, S3.5, S5.3, S5.4)."""
+"""Tests of (low-precision) decentralized averaging: operations, training, bad input, checkpoints
+(S3.4, S3.5, S5.3, S5.4).
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,36 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainings import Scalar, batch, network, on_every_rank, sgd, simulate, train, wrap, wrapped
+from tests.trainings import (
+    Scalar,
+    batch,
+    network,
+    on_every_rank,
+    sgd,
+    simulate,
+    train,
+    wrap,
+    wrapped,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, DecentralizedAlgorithm, GradientAllReduceAlgorithm, LowPrecisionDecentralizedAlgorithm
+from bagua_ref.algorithms import (
+    Algorithm,
+    DecentralizedAlgorithm,
+    GradientAllReduceAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+)
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.comm_ops import shift_one_peer
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.data_parallel import DistributedDataParallel
 
 
-def one_bucket(value: float, count: int = 3, flatten: bool = True, **options: Any) -> tuple[BaguaBucket, torch.Tensor]:
+def one_bucket(
+    value: float, count: int = 3, flatten: bool = True, **options: Any
+) -> tuple[BaguaBucket, torch.Tensor]:
     tensor = torch.full((count,), value).ensure_bagua_tensor("t")
     return BaguaBucket([tensor], "0", flatten=flatten, **options), tensor
 
@@ -33,7 +52,8 @@ def like(bucket: BaguaBucket) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("rank", "nranks", "message"), [(0, 3, "nranks=3"), (0, 0, "nranks=0"), (4, 4, "rank=4"), (-1, 4, "rank=-1")]
+    ("rank", "nranks", "message"),
+    [(0, 3, "nranks=3"), (0, 0, "nranks=0"), (4, 4, "rank=4"), (-1, 4, "rank=-1")],
 )
 def test_shift_one_peer_refuses_what_has_no_peer(rank: int, nranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -45,7 +65,9 @@ def test_shift_one_peer_refuses_what_has_no_peer(rank: int, nranks: int, message
 def test_S3_4_the_result_waits_in_peer_weight_and_steps_are_counted(r: int, flatten: bool) -> None:
     bucket, tensor = one_bucket(float(r), flatten=flatten)
     peer_weight = like(bucket)
-    op = bucket.append_decentralized_synchronous_op(peer_weight, hierarchical=False, peer_selection_mode="shift_one")
+    op = bucket.append_decentralized_synchronous_op(
+        peer_weight, hierarchical=False, peer_selection_mode="shift_one"
+    )
     assert bucket._decentralized_op is op
     assert bucket._peer_weight is peer_weight
     assert op.step == 0
@@ -59,7 +81,12 @@ def test_S3_4_the_result_waits_in_peer_weight_and_steps_are_counted(r: int, flat
     first = tensor[0].item()
     bucket.execute()
     op.copy_back_peer_weight(bucket)
-    assert [first, *tensor.tolist()] == [[1, 1.5, 1.5, 1.5], [2, 1.5, 1.5, 1.5], [1, 1.5, 1.5, 1.5], [2, 1.5, 1.5, 1.5]][r]
+    assert [first, *tensor.tolist()] == [
+        [1, 1.5, 1.5, 1.5],
+        [2, 1.5, 1.5, 1.5],
+        [1, 1.5, 1.5, 1.5],
+        [2, 1.5, 1.5, 1.5],
+    ][r]
 
 
 @on_every_rank(4, nodes=(2, 2))
@@ -97,9 +124,21 @@ def bad_replicas() -> list[Any]:
     return [
         (lambda b: "weights", TypeError, "must be a torch.Tensor, not str"),
         (lambda b: torch.zeros(3), ValueError, "is not a bagua tensor.*ensure_bagua_tensor"),
-        (lambda b: torch.zeros(4).ensure_bagua_tensor(), ValueError, "has 4 elements; with bucket '0' of 3 it must have 3"),
-        (lambda b: flat.double().ensure_bagua_tensor(), TypeError, "torch.float64.*bucket '0' of torch.float32"),
-        (lambda b: torch.zeros(3, device="meta").ensure_bagua_tensor(), ValueError, "on meta.*device cpu"),
+        (
+            lambda b: torch.zeros(4).ensure_bagua_tensor(),
+            ValueError,
+            "has 4 elements; with bucket '0' of 3 it must have 3",
+        ),
+        (
+            lambda b: flat.double().ensure_bagua_tensor(),
+            TypeError,
+            "torch.float64.*bucket '0' of torch.float32",
+        ),
+        (
+            lambda b: torch.zeros(3, device="meta").ensure_bagua_tensor(),
+            ValueError,
+            "on meta.*device cpu",
+        ),
         (lambda b: torch.zeros(6)[::2].ensure_bagua_tensor(), ValueError, "1-D and contiguous"),
         (lambda b: b.tensors[0].view(3).ensure_bagua_tensor(), ValueError, "overlaps bucket '0'"),
     ]
@@ -120,7 +159,9 @@ def test_replicas_that_do_not_fit_are_refused_and_the_bucket_stays_usable(
             bucket.append_low_precision_decentralized_synchronous_op(*replicas, hierarchical=False)
     shared = like(bucket)
     with pytest.raises(ValueError, match="right_peer_weight overlaps left_peer_weight"):
-        bucket.append_low_precision_decentralized_synchronous_op(like(bucket), shared, shared, hierarchical=False)
+        bucket.append_low_precision_decentralized_synchronous_op(
+            like(bucket), shared, shared, hierarchical=False
+        )
     bucket.append_centralized_synchronous_op(average=False)
     bucket.execute()
     assert tensor.tolist() == [2] * 3
@@ -129,17 +170,27 @@ def test_replicas_that_do_not_fit_are_refused_and_the_bucket_stays_usable(
 @on_every_rank(2)
 def test_modes_compressions_and_dtypes_that_do_not_exist_here_are_refused(r: int) -> None:
     bucket, _ = one_bucket(1.0)
-    with pytest.raises(ValueError, match=r"peer_selection_mode='some' must be 'all', 'shift_one', .* or a function"):
+    with pytest.raises(
+        ValueError, match=r"peer_selection_mode='some' must be 'all', 'shift_one', .* or a function"
+    ):
         bucket.append_decentralized_synchronous_op(like(bucket), peer_selection_mode="some")
     for compression in (None, "zip"):
-        with pytest.raises(ValueError, match=f"compression={compression!r} is not a known codec; it must be one of"):
+        with pytest.raises(
+            ValueError, match=f"compression={compression!r} is not a known codec; it must be one of"
+        ):
             bucket.append_low_precision_decentralized_synchronous_op(
                 like(bucket), like(bucket), like(bucket), compression=compression
             )
     for dtype in (torch.float64, torch.int32):
-        other = BaguaBucket([torch.ones(2, dtype=dtype).ensure_bagua_tensor("t")], "1", flatten=True)
-        with pytest.raises(TypeError, match=f"float16, bfloat16 or float32, not bucket '1''s {dtype}"):
-            other.append_low_precision_decentralized_synchronous_op(like(other), like(other), like(other))
+        other = BaguaBucket(
+            [torch.ones(2, dtype=dtype).ensure_bagua_tensor("t")], "1", flatten=True
+        )
+        with pytest.raises(
+            TypeError, match=f"float16, bfloat16 or float32, not bucket '1''s {dtype}"
+        ):
+            other.append_low_precision_decentralized_synchronous_op(
+                like(other), like(other), like(other)
+            )
     with pytest.raises(TypeError, match=r"torch\.int32"):
         other.append_decentralized_synchronous_op(like(other))
 
@@ -162,24 +213,36 @@ def test_S3_5_hierarchical_quantises_node_means_also_on_one_node() -> None:
 
 @pytest.mark.parametrize("operation", ["shift_one", "ring"])
 @on_every_rank(4, nodes=(2, 2))
-def test_S3_3_before_pairs_and_rings_the_leader_gathers_instead_of_letting_the_library_reduce(r: int, operation: str) -> None:
+def test_S3_3_before_pairs_and_rings_the_leader_gathers_instead_of_letting_the_library_reduce(
+    r: int, operation: str
+) -> None:
     bucket, _ = one_bucket(1.0)
     group = bagua_ref.groups.communication._get_default_group().for_background()
     if operation == "ring":
-        bucket.append_low_precision_decentralized_synchronous_op(like(bucket), like(bucket), like(bucket), group=group)
+        bucket.append_low_precision_decentralized_synchronous_op(
+            like(bucket), like(bucket), like(bucket), group=group
+        )
     else:
-        bucket.append_decentralized_synchronous_op(like(bucket), peer_selection_mode="shift_one", group=group)
+        bucket.append_decentralized_synchronous_op(
+            like(bucket), peer_selection_mode="shift_one", group=group
+        )
     before = group.get_intra_node_communicator().bytes_sent
     bucket.execute()
-    # Three float32 numbers to the leader; of the leader's messages only the ring's broadcast counts, half on each rank.
-    assert group.get_intra_node_communicator().bytes_sent - before == ([6, 18, 6, 18] if operation == "ring" else [0, 12, 0, 12])[r]
+    # Three float32 numbers to the leader; of the leader's messages only the ring's broadcast
+    # counts, half on each rank.
+    assert (
+        group.get_intra_node_communicator().bytes_sent - before
+        == ([6, 18, 6, 18] if operation == "ring" else [0, 12, 0, 12])[r]
+    )
 
 
 @on_every_rank(2)
 def test_clear_ops_starts_anew(r: int) -> None:
     bucket, _ = one_bucket(1.0)
     for _ in range(2):
-        op = bucket.clear_ops().append_decentralized_synchronous_op(like(bucket), False, "shift_one")
+        op = bucket.clear_ops().append_decentralized_synchronous_op(
+            like(bucket), False, "shift_one"
+        )
         bucket.execute()
         assert op.step == 1
     assert "'shift_one'" in repr(op)
@@ -191,13 +254,22 @@ def test_clear_ops_starts_anew(r: int) -> None:
 @on_every_rank(2)
 def test_registered_under_their_names_with_their_attributes(r: int) -> None:
     module = network()
-    module.with_bagua([], Algorithm.init("decentralized", hierarchical=False, peer_selection_mode="shift_one"))
+    module.with_bagua(
+        [], Algorithm.init("decentralized", hierarchical=False, peer_selection_mode="shift_one")
+    )
     (bucket,) = module.bagua_buckets
     assert bucket._peer_weight.shape == (83,)
     assert bucket._decentralized_op.peer_selection_mode == "shift_one"
-    assert [t.bagua_backend_tensor().name for t in bucket.tensors] == ["2.bias", "2.weight", "0.bias", "0.weight"]
+    assert [t.bagua_backend_tensor().name for t in bucket.tensors] == [
+        "2.bias",
+        "2.weight",
+        "0.bias",
+        "0.weight",
+    ]
     assert bucket.tensors[0] is module[2].bias
-    module.with_bagua([sgd(module)], Algorithm.init("low_precision_decentralized", communication_interval=2))
+    module.with_bagua(
+        [sgd(module)], Algorithm.init("low_precision_decentralized", communication_interval=2)
+    )
     (bucket,) = module.bagua_buckets
     for replica in (bucket._weight, bucket._left_peer_weight, bucket._right_peer_weight):
         assert torch.equal(replica, bucket.flattened_tensor())
@@ -241,7 +313,9 @@ def penalty_first(module: nn.Module, forward: Callable[[int], torch.Tensor]) -> 
     loss.backward()
 
 
-REMEDY = r"replaces the weights by their average.*Add the losses and call backward\(\) once.*no_sync"
+REMEDY = (
+    r"replaces the weights by their average.*Add the losses and call backward\(\) once.*no_sync"
+)
 
 
 @pytest.mark.parametrize("use", [twice, in_order, reversed_order, penalty_first])
@@ -257,11 +331,14 @@ def test_S5_3_the_context_refuses_a_graph_of_before_the_copy_back(r: int, use: A
 
 
 @pytest.mark.parametrize(  # nothing shows a checkpoint to the context
-    ("form", "checkpointed"), [("flat", False), ("flat", True), ("not flat", False), ("wrapper", True)]
+    ("form", "checkpointed"),
+    [("flat", False), ("flat", True), ("not flat", False), ("wrapper", True)],
 )
 @pytest.mark.parametrize("use", [twice, in_order, reversed_order, penalty_first])
 @on_every_rank(2)
-def test_S5_3_a_graph_of_before_the_copy_back_is_refused_with_the_remedy(r: int, use: Any, form: str, checkpointed: bool) -> None:
+def test_S5_3_a_graph_of_before_the_copy_back_is_refused_with_the_remedy(
+    r: int, use: Any, form: str, checkpointed: bool
+) -> None:
     module = network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     algorithm = DecentralizedAlgorithm(hierarchical=False)
@@ -325,7 +402,9 @@ def test_S5_3_no_sync_and_evaluation_do_not_average_but_no_sync_counts_steps(r: 
 @on_every_rank(4)
 def test_S5_3_two_forwards_before_one_backward_average_the_last_ones_weights(r: int) -> None:
     module = Scalar()
-    module.with_bagua([], DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="shift_one"))
+    module.with_bagua(
+        [], DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="shift_one")
+    )
     with torch.no_grad():
         module.w.fill_(r)
     (module(1.0) + module(2.0)).backward()
@@ -351,7 +430,9 @@ def test_S2_3_weights_that_have_moved_come_back_before_the_forward_uses_them(see
         module = network()
         module.with_bagua([], DecentralizedAlgorithm())
         flat = []
-        module.register_forward_pre_hook(lambda *_: flat.append(module.bagua_buckets[0].check_flatten()))
+        module.register_forward_pre_hook(
+            lambda *_: flat.append(module.bagua_buckets[0].check_flatten())
+        )
         for parameter in module.parameters():
             parameter.data = parameter.data.clone()
         assert not module.bagua_buckets[0].check_flatten()
@@ -372,12 +453,15 @@ def averagings(module: nn.Module) -> Callable[[], int]:
 
 @on_every_rank(2)
 def test_S5_4_the_interval_counts_optimizer_steps_also_under_gradient_accumulation(r: int) -> None:
-    module, optimizer = wrap(Scalar(), LowPrecisionDecentralizedAlgorithm(communication_interval=2), lr=1.0)
+    module, optimizer = wrap(
+        Scalar(), LowPrecisionDecentralizedAlgorithm(communication_interval=2), lr=1.0
+    )
     done = averagings(module)
     seen = []
     for _ in range(5):
         optimizer.zero_grad()
-        module(1.0).backward()  # Two forwards per step: counting forwards would only ever see even numbers.
+        # Two forwards per step: counting forwards would only ever see even numbers.
+        module(1.0).backward()
         module(1.0).backward()
         optimizer.step()
         seen.append(done())
@@ -419,9 +503,27 @@ def fused(module: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("make", "optimizers", "algorithm", "error", "message"),
     [
-        (network, lambda m: [], "low_precision_decentralized", ValueError, "'0.weight', '0.bias', '2.weight', '2.bias'.*to_ignore"),
-        (network, lambda m: [sgd(m[0])], "low_precision_decentralized", ValueError, "holds '2.weight', '2.bias'; .*to_ignore"),
-        (network, lambda m: [fused(m)], "low_precision_decentralized", ValueError, "fused SGD.*without fuse_optimizer"),
+        (
+            network,
+            lambda m: [],
+            "low_precision_decentralized",
+            ValueError,
+            "'0.weight', '0.bias', '2.weight', '2.bias'.*to_ignore",
+        ),
+        (
+            network,
+            lambda m: [sgd(m[0])],
+            "low_precision_decentralized",
+            ValueError,
+            "holds '2.weight', '2.bias'; .*to_ignore",
+        ),
+        (
+            network,
+            lambda m: [fused(m)],
+            "low_precision_decentralized",
+            ValueError,
+            "fused SGD.*without fuse_optimizer",
+        ),
         (
             Wide,
             lambda m: [sgd(m)],
@@ -446,14 +548,22 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_when_wrapping(
 
 def test_S5_a_failed_attempt_to_wrap_anew_leaves_replicas_right() -> None:
     def rank(r: int) -> list[torch.Tensor]:
-        module, optimizer = wrapped(LowPrecisionDecentralizedAlgorithm(hierarchical=False, communication_interval=2))
+        module, optimizer = wrapped(
+            LowPrecisionDecentralizedAlgorithm(hierarchical=False, communication_interval=2)
+        )
         train(module, optimizer, r, range(4))
         with pytest.raises(ValueError, match="shift_one"):
-            module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="shift_one"))
+            module.with_bagua(
+                [optimizer],
+                DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="shift_one"),
+            )
         train(module, optimizer, r, range(4, 6))
-        with pytest.raises(ValueError, match="differ between ranks"):  # before anything was broadcast
+        # before anything was broadcast
+        with pytest.raises(ValueError, match="differ between ranks"):
             module.with_bagua([optimizer] if r else [], DecentralizedAlgorithm())
-        assert torch.equal(module.bagua_buckets[0]._weight, module.bagua_buckets[0].flattened_tensor())
+        assert torch.equal(
+            module.bagua_buckets[0]._weight, module.bagua_buckets[0].flattened_tensor()
+        )
         train(module, optimizer, r, range(6, 9))
         bucket = module.bagua_buckets[0]
         return [bucket._weight, bucket._left_peer_weight, bucket._right_peer_weight]

@@ -1,4 +1,6 @@
-"""Tests of the figures in README.md and the docs: what was measured is filled in from benchmarks/results, and all else is known."""
+"""Tests of the figures in README.md and the docs: what was measured is filled in from
+benchmarks/results, and all else is known.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ tables = sys.modules["_tables"]
 
 NOT_PROSE = re.compile(
     r"^```.*?^```|<!-- ([\w, ]+): begin -->.*?<!-- \1: end -->|`[^`]*`|\]\([^)]*\)"
-    r"|(?:Python|torch(?:\s+other\s+than)?|NumPy|CuPy|NVRTC|Bagua|License|capability|version|arXiv:)\s*[\d.]+(?: and [\d.]+)?",
+    r"|(?:Python|torch(?:\s+other\s+than)?|NumPy|CuPy|NVRTC|Bagua|License|capability|version|arXiv:)\s*[\d.]+(?:"
+    r" and [\d.]+)?",
     re.MULTILINE | re.DOTALL,
 )
 UNIT = (
@@ -28,13 +31,16 @@ UNIT = (
 )
 WORD = r"(?:two|three|four|five|six|seven|eight|nine|ten|twelve|twenty)"
 LOOKS_MEASURED = re.compile(
-    rf"(?<![\w.,/-])\d[\d,.]*(?: (?:to|and) \d[\d,.]*)? {UNIT}|\b{WORD} (?:times as \w+|(?:milli|micro)?seconds?|minutes?)"
+    rf"(?<![\w.,/-])\d[\d,.]*(?: (?:to|and) \d[\d,.]*)? {UNIT}|\b{WORD} (?:times as"
+    r" \w+|(?:milli|micro)?seconds?|minutes?)"
     r"|\b(?:twice|half) as (?:fast|slow|long|much|many)|(?<![\w.,/-])\d+\.\d+(?![\w.])"
 )
 """Numbers with a unit of time, size, rate or ratio, and all with decimals."""
 
 ELSEWHERE = ("docs/spec.md", "docs/findings.md", "docs/conformance", "docs/porting.md")
-"""Pages of rules that were set, not measured, and of what `python -m findings` writes and checks."""
+"""Pages of rules that were set, not measured, and of what `python -m findings` writes and
+checks.
+"""
 NOT_MEASURED = {
     "a limit, a default or an option": {
         "README.md": ["1 %"],
@@ -111,31 +117,49 @@ def name_of(page: Path) -> str:
 def test_figures_are_those_of_the_results(page: Path) -> None:
     text = page.read_text()
     assert text == pages.filled(text), "run: python docs/_benchmarks.py"
-    assert text.count("<!-- =") == len(pages.FIGURE.findall(text)), "a figure is not written as docs/_benchmarks.py says"
+    assert text.count("<!-- =") == len(pages.FIGURE.findall(text)), (
+        "a figure is not written as docs/_benchmarks.py says"
+    )
 
 
-@pytest.mark.parametrize("page", [page for page in pages.PAGES if not name_of(page).startswith(ELSEWHERE)], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [page for page in pages.PAGES if not name_of(page).startswith(ELSEWHERE)], ids=name_of
+)
 def test_every_other_number_that_looks_measured_is_known_not_to_be(page: Path) -> None:
     known = {number for where in NOT_MEASURED.values() for number in where.get(name_of(page), [])}
-    found = {re.sub(r"\s+", " ", match[0]) for match in LOOKS_MEASURED.finditer(prose(page.read_text()))}
-    if name_of(page).startswith("docs/algorithms/"):  # tests/test_docs.py compares these with what is computed
+    found = {
+        re.sub(r"\s+", " ", match[0]) for match in LOOKS_MEASURED.finditer(prose(page.read_text()))
+    }
+    # tests/test_docs.py compares these with what is computed
+    if name_of(page).startswith("docs/algorithms/"):
         found = {number for number in found if not number.endswith(" MB")}
-    assert found == known, "mark what was measured with its result; the rest belongs into NOT_MEASURED"
+    assert found == known, (
+        "mark what was measured with its result; the rest belongs into NOT_MEASURED"
+    )
 
 
 def test_every_table_of_results_is_on_one_page() -> None:
     blocks = [match[1] for page in pages.PAGES for match in pages.BLOCK.finditer(page.read_text())]
     assert all(blocks.count(name) == 1 for name in tables.TABLES)
-    assert {name for name in blocks if tables.table(name) is None} == {"mixing", "table"}  # made from the code
+    # made from the code
+    assert {name for name in blocks if tables.table(name) is None} == {"mixing", "table"}
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "A step takes 3 ms.", "It is 1.3 times as fast.", "It sends 26 MB a step.", "5 % slower", "twice as slow",
-        "three times as long", "0.83 to 0.95 of the steps", "64 bytes per sample", "about 20 microseconds", "ends 1.1 below",
+        "A step takes 3 ms.",
+        "It is 1.3 times as fast.",
+        "It sends 26 MB a step.",
+        "5 % slower",
+        "twice as slow",
+        "three times as long",
+        "0.83 to 0.95 of the steps",
+        "64 bytes per sample",
+        "about 20 microseconds",
+        "ends 1.1 below",
     ],
-)  # fmt: skip
+)
 def test_a_figure_that_is_typed_in_is_found(text: str) -> None:
     assert LOOKS_MEASURED.search(prose(text))
 

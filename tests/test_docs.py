@@ -1,4 +1,6 @@
-"""Tests of the documentation: its examples, figures and generated parts, and the files that are published."""
+"""Tests of the documentation: its examples, figures and generated parts, and the files that are
+published.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,24 @@ from bagua_ref.base.not_provided import REPLACEMENTS
 from bagua_ref.formulas.graphs import MODES
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^```python\n(.*?)^```\n(?:\s*^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL
+)
 
 MARK = "<<< end of block >>>"
 
 
 def blocks(page: Path) -> list[tuple[str, str | None]]:
-    """Return the page's Python blocks, each with the text block that directly follows it, if one does."""
+    """Return the page's Python blocks, each with the text block that directly follows it, if one
+    does.
+    """
     return [(match[1], match[2]) for match in BLOCK.finditer(page.read_text())]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page)], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_the_python_of_a_page_runs_and_prints_what_it_says(page: Path) -> None:
     found = blocks(page)
     script = f"\nprint({MARK!r})\n".join(code for code, _ in found)
@@ -45,7 +53,8 @@ def test_a_page_of_the_guide_has_python() -> None:
 
 REFERENCE = ("spec.md", "findings.md", "porting.md", "reference/")
 LEFT_OUT = re.compile(
-    r"^```.*?^```|!\[[^\]]*\]\([^)]*\)|<!-- [^>]*begin -->.*?<!-- [^>]*end -->|<!-- =.*?-->", re.MULTILINE | re.DOTALL
+    r"^```.*?^```|!\[[^\]]*\]\([^)]*\)|<!-- [^>]*begin -->.*?<!-- [^>]*end -->|<!-- =.*?-->",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -60,7 +69,9 @@ def test_the_guide_to_the_code_names_what_is_in_the_files() -> None:
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_of_the_guide_is_short(page: Path) -> None:
-    """Details are in pages of reference; code, descriptions of images and generated tables do not count."""
+    """Details are in pages of reference; code, descriptions of images and generated tables do not
+    count.
+    """
     words = len(LEFT_OUT.sub("", page.read_text()).split())
     assert words <= 1200 or str(page.relative_to(ROOT / "docs")).startswith(REFERENCE)
 
@@ -70,12 +81,24 @@ def test_the_tables_of_checks_are_current() -> None:
         assert path.read_text() == text, "run: python docs/_conformance.py"
 
 
-SECTIONS = ["Example", "Formula", "Message pattern", "Bytes sent", "Memory", "When to use it", "Options"]
+SECTIONS = [
+    "Example",
+    "Formula",
+    "Message pattern",
+    "Bytes sent",
+    "Memory",
+    "When to use it",
+    "Options",
+]
 TRAFFIC = [
     ("gradient_allreduce", {}),
     ("bytegrad", {"hierarchical": False}),
     ("decentralized", {"hierarchical": False}),
-    *(("decentralized", {"hierarchical": False, "peer_selection_mode": mode}) for mode in MODES if mode != "all"),
+    *(
+        ("decentralized", {"hierarchical": False, "peer_selection_mode": mode})
+        for mode in MODES
+        if mode != "all"
+    ),
     ("low_precision_decentralized", {"hierarchical": False}),
     ("qadam", {"hierarchical": False}),
     ("async", {"sync_interval_ms": 30}),
@@ -97,44 +120,66 @@ def test_every_algorithm_has_the_same_sections_and_a_picture_of_its_messages(nam
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), TRAFFIC, ids=[f"{name}-{options.get('peer_selection_mode', len(options))}" for name, options in TRAFFIC]
+    ("name", "options"),
+    TRAFFIC,
+    ids=[f"{name}-{options.get('peer_selection_mode', len(options))}" for name, options in TRAFFIC],
 )
 def test_a_page_says_how_much_is_sent(name: str, options: dict[str, Any]) -> None:
     patterns = load_script("docs/_patterns.py")
-    seconds = {"seconds": (0.04,) * patterns.RANKS} if name == "async" else {}  # asynchronous rounds take time
+    # asynchronous rounds take time
+    seconds = {"seconds": (0.04,) * patterns.RANKS} if name == "async" else {}
     recording = patterns.record(name, **seconds, **options)
     sent = patterns.bytes_per_step(name, patterns.PARAMETERS, patterns.RANKS, **options)
     for rank in range(patterns.RANKS):
         if name == "async":
-            rounds = len(recording.messages) / 2  # a round is an all-reduce, recorded as its two halves
+            # a round is an all-reduce, recorded as its two halves
+            rounds = len(recording.messages) / 2
             assert rounds > 0
             assert recording.sent(rank, 0) == rounds * sent
         else:
-            assert recording.sent(rank, 1) == sent  # after qadam's warm-up, and at the end of a period
+            # after qadam's warm-up, and at the end of a period
+            assert recording.sent(rank, 1) == sent
     megabytes = f"{patterns.bytes_per_step(name, patterns.RESNET50, patterns.RANKS, **options) / 1e6:.1f} MB"
     assert f"**{megabytes}**" in (ROOT / f"docs/algorithms/{name}.md").read_text()
-    rows = re.findall(rf"^\| \[`{name}`\].*$", (ROOT / "docs/algorithms/index.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        rf"^\| \[`{name}`\].*$", (ROOT / "docs/algorithms/index.md").read_text(), re.MULTILINE
+    )
     assert any(f"| {megabytes}" in row for row in rows)
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs/algorithms").glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs/algorithms").glob("*.md")), ids=lambda page: page.stem
+)
 def test_every_size_on_a_page_of_algorithms_is_computed(page: Path) -> None:
     patterns = load_script("docs/_patterns.py")
-    sizes = {patterns.bytes_per_step(name, patterns.RESNET50, patterns.RANKS, **options) for name, options in TRAFFIC}
+    sizes = {
+        patterns.bytes_per_step(name, patterns.RESNET50, patterns.RANKS, **options)
+        for name, options in TRAFFIC
+    }
     known = {f"{size / period / 1e6:.1f}" for size in sizes for period in (1, 8, 500)}
     assert set(re.findall(r"([\d.,]+) MB\b", page.read_text())) <= known
 
 
 def test_a_link_to_the_outside_is_on_the_list() -> None:
     script = load_script("docs/_links.py")
-    assert script.LIST.read_text().split() == script.addresses(), "look at what is new, then run: python docs/_links.py"
+    assert script.LIST.read_text().split() == script.addresses(), (
+        "look at what is new, then run: python docs/_links.py"
+    )
 
 
 def test_clauses_link_to_the_specification_but_in_code_and_links() -> None:
     pytest.importorskip("mkdocs")
     linked = load_script("docs/_clauses.py").linked
-    assert linked("<p>(S5.1), S99.1</p>", "../spec.html") == '<p>(<a href="../spec.html#s5-1">S5.1</a>), S99.1</p>'
-    for left in ("<code>S5.1</code>", '<a href="x">S5.1</a>', "<h2>S5.1</h2>", "<p>algorithms.S5.1.1</p>"):
+    assert (
+        linked("<p>(S5.1), S99.1</p>", "../spec.html")
+        == '<p>(<a href="../spec.html#s5-1">S5.1</a>), S99.1</p>'
+    )
+    for left in (
+        "<code>S5.1</code>",
+        '<a href="x">S5.1</a>',
+        "<h2>S5.1</h2>",
+        "<p>algorithms.S5.1.1</p>",
+    ):
         assert linked(left, "spec.html") == left
 
 
@@ -149,12 +194,21 @@ def test_the_table_of_mixing_is_current() -> None:
 
 
 def registered() -> set[str]:
-    """Return the algorithms that the package registers; the registry here may hold those of other tests, too."""
-    return set(re.findall(r'Registry\.register\("(\w+)"', (ROOT / "src/bagua_ref/algorithms/__init__.py").read_text()))
+    """Return the algorithms that the package registers; the registry here may hold those of other
+    tests, too.
+    """
+    return set(
+        re.findall(
+            r'Registry\.register\("(\w+)"',
+            (ROOT / "src/bagua_ref/algorithms/__init__.py").read_text(),
+        )
+    )
 
 
 def test_the_readme_lists_every_registered_algorithm_and_no_other() -> None:
-    rows = re.findall(r"^\| \[`(\w+)`\]\((\S+)\) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| \[`(\w+)`\]\((\S+)\) \|", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
     assert {name for name, _ in rows} == registered()
     assert all((ROOT / link).exists() for _, link in rows)
     specified = (ROOT / "docs/spec.md").read_text().split("In the registry:")[1].split("\n## ")[0]
@@ -194,12 +248,21 @@ def test_what_is_not_provided_has_no_page(site: dict[str, Any]) -> None:
     modules = documented(site)
     assert modules
     assert not {f"bagua_ref.{name}" for name in REPLACEMENTS} & set(modules)
-    assert not {f"api/{name.split('.')[0]}.md" for name in REPLACEMENTS if "." not in name} & site.keys()
+    assert (
+        not {f"api/{name.split('.')[0]}.md" for name in REPLACEMENTS if "." not in name}
+        & site.keys()
+    )
 
 
-@pytest.mark.parametrize("package", ["bagua_ref", "bagua_ref.algorithms", "bagua_ref.contrib", "bagua_ref.data_parallel"])
-def test_the_api_pages_have_every_function_and_class_that_a_package_exports(package: str, site: dict[str, Any]) -> None:
-    shown = {name for module in documented(site) for name in importlib.import_module(module).__all__}
+@pytest.mark.parametrize(
+    "package", ["bagua_ref", "bagua_ref.algorithms", "bagua_ref.contrib", "bagua_ref.data_parallel"]
+)
+def test_the_api_pages_have_every_function_and_class_that_a_package_exports(
+    package: str, site: dict[str, Any]
+) -> None:
+    shown = {
+        name for module in documented(site) for name in importlib.import_module(module).__all__
+    }
     found = importlib.import_module(package)
     assert {name for name in found.__all__ if callable(getattr(found, name))} <= shown
 
@@ -207,8 +270,14 @@ def test_the_api_pages_have_every_function_and_class_that_a_package_exports(pack
 def test_the_api_pages_leave_out_what_only_the_package_itself_imports(site: dict[str, Any]) -> None:
     modules = documented(site)
     conformance = [module for module in modules if module.startswith("bagua_ref.conformance")]
-    assert sorted(conformance) == ["bagua_ref.conformance", "bagua_ref.conformance.trace", "bagua_ref.conformance.vectors"]
-    assert not [module for module in modules if module.startswith(("bagua_ref.scheduling", "bagua_ref.cli"))]
+    assert sorted(conformance) == [
+        "bagua_ref.conformance",
+        "bagua_ref.conformance.trace",
+        "bagua_ref.conformance.vectors",
+    ]
+    assert not [
+        module for module in modules if module.startswith(("bagua_ref.scheduling", "bagua_ref.cli"))
+    ]
 
 
 def test_the_api_pages_leave_out_what_users_do_not_call() -> None:
@@ -216,7 +285,10 @@ def test_the_api_pages_leave_out_what_users_do_not_call() -> None:
     extensions = griffe.load_extensions(str(ROOT / "docs" / "_griffe.py"))
     package = griffe.load("bagua_ref", search_paths=[ROOT / "src"], extensions=extensions)
     assert {"AlgorithmImpl", "Algorithm"} <= package["algorithms.base"].members.keys()
-    assert package["algorithms.bytegrad"].members.keys() & {"ByteGradAlgorithm", "ByteGradAlgorithmImpl"} == {"ByteGradAlgorithm"}
+    assert package["algorithms.bytegrad"].members.keys() & {
+        "ByteGradAlgorithm",
+        "ByteGradAlgorithmImpl",
+    } == {"ByteGradAlgorithm"}
     assert "scatter" not in package["data_parallel.distributed.DistributedDataParallel"].members
     assert package["data_parallel.joining"].members.keys() & {"Joining", "join"} == {"join"}
     assert "all_cases" not in package["conformance.vectors"].members

@@ -49,7 +49,10 @@ def mark(*buckets: BaguaBucket) -> None:
 def test_S2_4_buckets_run_in_registered_order_on_one_other_thread() -> None:
     ran = []
     engine = Engine(RealWorld(), "m")
-    buckets = [bucket_of(name, lambda name: ran.append((name, threading.current_thread().name)), tensors=2) for name in "abc"]
+    buckets = [
+        bucket_of(name, lambda name: ran.append((name, threading.current_thread().name)), tensors=2)
+        for name in "abc"
+    ]
     engine.register_ordered_buckets(buckets)
     for _ in range(3):
         mark(buckets[2], buckets[0], buckets[1])
@@ -62,7 +65,9 @@ def test_S2_4_buckets_run_in_registered_order_on_one_other_thread() -> None:
 def test_S2_4_operations_of_a_bucket_run_in_the_order_appended() -> None:
     ran = []
     engine = Engine(RealWorld())
-    bucket = bucket_of("a", lambda _: ran.append(1), lambda _: ran.append(2), lambda _: ran.append(3))
+    bucket = bucket_of(
+        "a", lambda _: ran.append(1), lambda _: ran.append(2), lambda _: ran.append(3)
+    )
     engine.register_ordered_buckets([bucket])
     mark(bucket)
     engine.wait_pending_comm_ops()
@@ -72,11 +77,15 @@ def test_S2_4_operations_of_a_bucket_run_in_the_order_appended() -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("is_open", [False, True])
-def test_functions_and_rounds_of_other_buckets_run_after_the_round_under_way(is_open: bool, waits: bool) -> None:
+def test_functions_and_rounds_of_other_buckets_run_after_the_round_under_way(
+    is_open: bool, waits: bool
+) -> None:
     ran: list[str] = []
 
     engine = Engine(RealWorld())
-    engine.new_round = lambda: Recorder(lambda: ran.append("begin"), lambda: ran.append("end"), waits)
+    engine.new_round = lambda: Recorder(
+        lambda: ran.append("begin"), lambda: ran.append("end"), waits
+    )
     bucket, other = bucket_of("a", ran.append), bucket_of("b", ran.append)
     engine.register_ordered_buckets([bucket])
     mark(bucket)
@@ -104,7 +113,8 @@ def test_S2_5_an_error_is_raised_on_the_waiting_thread_and_the_worker_stays_usab
     engine.register_ordered_buckets([first, second])
     mark(first, second)
     with pytest.raises(
-        CommunicationError, match=r"bucket 'a', operation PythonOp\(.*risky\): ZeroDivisionError: by design"
+        CommunicationError,
+        match=r"bucket 'a', operation PythonOp\(.*risky\): ZeroDivisionError: by design",
     ) as raised:
         engine.wait_pending_comm_ops()
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
@@ -122,7 +132,9 @@ def test_S2_5_no_progress_names_bucket_and_operation() -> None:
     bucket = bucket_of("slow", lambda _: release.wait(30))
     engine.register_ordered_buckets([bucket])
     mark(bucket)
-    with pytest.raises(CommunicationTimeoutError, match=r"no progress for 0.2 s: bucket 'slow', operation PythonOp"):
+    with pytest.raises(
+        CommunicationTimeoutError, match=r"no progress for 0.2 s: bucket 'slow', operation PythonOp"
+    ):
         engine.wait_pending_comm_ops()
     release.set()
     engine.wait_pending_comm_ops()
@@ -132,7 +144,11 @@ def test_S2_5_no_progress_names_bucket_and_operation() -> None:
 def test_S2_5_the_timeout_names_the_bucket_under_way_where_several_are_pending() -> None:
     release = threading.Event()
     engine = Engine(RealWorld(), timeout=0.2)
-    buckets = [bucket_of("done", lambda _: None), bucket_of("stuck", lambda _: release.wait(30)), bucket_of("next")]
+    buckets = [
+        bucket_of("done", lambda _: None),
+        bucket_of("stuck", lambda _: release.wait(30)),
+        bucket_of("next"),
+    ]
     engine.register_ordered_buckets([*buckets, bucket_of("last")])
     mark(*buckets)
     for _ in range(2):  # a wait that timed out can be repeated
@@ -160,7 +176,9 @@ def test_S2_5_the_timeout_is_per_progress_and_the_simulated_clock_counts() -> No
     SimulatedWorld(1).run(rank)
 
 
-def test_S2_4_marking_again_before_the_bucket_runs_does_nothing_and_registering_clears_marks() -> None:
+def test_S2_4_marking_again_before_the_bucket_runs_does_nothing_and_registering_clears_marks() -> (
+    None
+):
     ran = []
     engine = Engine(RealWorld())
     bucket = bucket_of("a", ran.append, tensors=2)
@@ -179,10 +197,14 @@ def test_S2_4_marking_again_before_the_bucket_runs_does_nothing_and_registering_
 
 @pytest.mark.parametrize("size", [3, 5000])
 @pytest.mark.parametrize("flatten", [True, False])
-def test_S2_4_a_bucket_marked_again_before_the_wait_is_loaded_after_the_run_that_is_under_way(flatten: bool, size: int) -> None:
+def test_S2_4_a_bucket_marked_again_before_the_wait_is_loaded_after_the_run_that_is_under_way(
+    flatten: bool, size: int
+) -> None:
     entered, gate, seen = threading.Event(), threading.Event(), []
     parameter = torch.nn.Parameter(torch.zeros(size)).bagua_ensure_grad()
-    parameter.ensure_bagua_tensor("p", "", lambda p: p.grad, lambda p, grad: setattr(p, "grad", grad))
+    parameter.ensure_bagua_tensor(
+        "p", "", lambda p: p.grad, lambda p, grad: setattr(p, "grad", grad)
+    )
     bucket = BaguaBucket([parameter], "0", flatten, alignment=4)
 
     def operation(flat: torch.Tensor) -> None:
@@ -246,7 +268,9 @@ def test_a_round_begins_on_the_worker_with_its_first_tensor_before_any_bucket_is
     engine.close()
 
 
-def test_what_waits_for_no_rank_begins_a_round_on_the_marking_thread_unless_the_worker_is_busy() -> None:
+def test_what_waits_for_no_rank_begins_a_round_on_the_marking_thread_unless_the_worker_is_busy() -> (
+    None
+):
     entered, gate, threads = threading.Event(), threading.Event(), list[threading.Thread]()
 
     def operation(flat: torch.Tensor) -> None:
@@ -285,7 +309,9 @@ def test_a_round_ends_on_the_waiting_thread_after_its_buckets() -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_round_is_closed_after_its_last_bucket_and_waiting_raises_what_that_raises(waits: bool) -> None:
+def test_a_round_is_closed_after_its_last_bucket_and_waiting_raises_what_that_raises(
+    waits: bool,
+) -> None:
     ran: list[str] = []
     engine, refuse = Engine(RealWorld()), [False]
 
@@ -398,7 +424,9 @@ def test_S2_6_what_is_registered_twice_or_overlaps_is_refused_and_nothing_change
         BaguaBucket([part.ensure_bagua_tensor(f"part{place}")], str(place), flatten=False)
         for place, part in enumerate((flat[:3], flat[2:]))
     ]
-    same_tensor_name = [BaguaBucket([torch.ones(1).ensure_bagua_tensor("w")], name, flatten=False) for name in "ab"]
+    same_tensor_name = [
+        BaguaBucket([torch.ones(1).ensure_bagua_tensor("w")], name, flatten=False) for name in "ab"
+    ]
     for buckets, message in (
         ([bucket_of("a"), bucket_of("a")], "bucket name 'a' is registered twice"),
         (same_tensor_name, "tensor name 'w' is registered twice"),
@@ -443,7 +471,10 @@ def test_a_tensor_of_a_closed_engine_cannot_be_marked() -> None:
 def test_closing_waits_for_what_is_under_way_at_most_the_timeout() -> None:
     release, ran = threading.Event(), []
     engine, patient = Engine(RealWorld(), timeout=0.2), Engine(RealWorld(), timeout=60)
-    stuck, slow = bucket_of("stuck", lambda _: release.wait(30)), bucket_of("slow", lambda _: release.wait(30), ran.append)
+    stuck, slow = (
+        bucket_of("stuck", lambda _: release.wait(30)),
+        bucket_of("slow", lambda _: release.wait(30), ran.append),
+    )
     engine.register_ordered_buckets([stuck])
     patient.register_ordered_buckets([slow])
     mark(stuck, slow)
@@ -472,7 +503,11 @@ def test_every_rank_issues_the_same_sequence_whatever_its_order_of_marks(r: int)
     buckets = []
     for place in range(4):
         tensor = torch.full((3,), float(r + 10 * place)).ensure_bagua_tensor(f"t{place}")
-        buckets.append(BaguaBucket([tensor], str(place), flatten=True).append_centralized_synchronous_op(average=False))
+        buckets.append(
+            BaguaBucket([tensor], str(place), flatten=True).append_centralized_synchronous_op(
+                average=False
+            )
+        )
     engine.register_ordered_buckets(buckets)
     for _ in range(2):
         order = list(range(4))
@@ -480,4 +515,6 @@ def test_every_rank_issues_the_same_sequence_whatever_its_order_of_marks(r: int)
         for place in torch.randperm(4).tolist():
             mark(buckets[order[place]])
         engine.wait_pending_comm_ops()
-    assert [bucket.tensors[0][0].item() for bucket in buckets] == [3 * (0 + 1 + 2 + 30 * place) for place in range(4)]
+    assert [bucket.tensors[0][0].item() for bucket in buckets] == [
+        3 * (0 + 1 + 2 + 30 * place) for place in range(4)
+    ]

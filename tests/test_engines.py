@@ -1,4 +1,6 @@
-"""Tests of the files in examples/ that Slurm and Kubernetes run, with their programs and variables emulated on this machine."""
+"""Tests of the files in examples/ that Slurm and Kubernetes run, with their programs and variables
+emulated on this machine.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,13 @@ LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PET_", "MASTER_", "LOCAL_", "T
 
 
 def environment(folder: Path, **variables: object) -> dict[str, str]:
-    """Return this environment without a launcher's variables, with this Python's torchrun, and with ``variables``."""
+    """Return this environment without a launcher's variables, with this Python's torchrun, and with
+    ``variables``.
+    """
     clean = {
-        name: text for name, text in os.environ.items() if not name.startswith(LAUNCHERS) and name not in ("RANK", "WORLD_SIZE")
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(LAUNCHERS) and name not in ("RANK", "WORLD_SIZE")
     }
     programs = folder / "programs"
     programs.mkdir(exist_ok=True)
@@ -48,11 +54,16 @@ def by_hand(steps: int, folder: str) -> str:
 
 def digests(printed: str) -> dict[int, str]:
     """Return the digest of the weights that each rank has printed."""
-    return {int(rank): digest for rank, digest in re.findall(r"rank (\d+): weights (\w+) after step", printed)}
+    return {
+        int(rank): digest
+        for rank, digest in re.findall(r"rank (\d+): weights (\w+) after step", printed)
+    }
 
 
 def test_the_function_that_the_page_shows_is_that_of_the_example() -> None:
-    (code,) = re.findall(r"^```py\n(.*?)^```", (ROOT / "docs/engines.md").read_text(), re.MULTILINE | re.DOTALL)
+    (code,) = re.findall(
+        r"^```py\n(.*?)^```", (ROOT / "docs/engines.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     assert code in (EXAMPLES / "ray_train.py").read_text()
 
 
@@ -72,20 +83,29 @@ exit "${failed:-0}"
 
 
 def allocation(folder: Path) -> dict[str, str]:
-    """Return the environment of a batch script on two nodes that are both this machine, with emulations of Slurm's programs."""
+    """Return the environment of a batch script on two nodes that are both this machine, with
+    emulations of Slurm's programs.
+    """
     for job in range(os.getpid() % 1000, 8000):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", 20_000 + job)) != 0:
                 break
     slurm = {"SLURM_JOB_ID": job, "SLURM_NNODES": 2, "SLURM_JOB_NODELIST": "localhost,localhost"}
-    found = environment(folder, PET_LOCAL_ADDR="127.0.0.1", **slurm)  # this machine's name may have no address
+    # this machine's name may have no address
+    found = environment(folder, PET_LOCAL_ADDR="127.0.0.1", **slurm)
     program(folder / "programs" / "srun", SRUN)
-    program(folder / "programs" / "scontrol", '[[ "$1 $2" = "show hostnames" ]] && tr , "\\n" <<< "$3"')
+    program(
+        folder / "programs" / "scontrol", '[[ "$1 $2" = "show hostnames" ]] && tr , "\\n" <<< "$3"'
+    )
     return found
 
 
 def test_the_slurm_script_asks_for_one_launcher_per_node() -> None:
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", (EXAMPLES / "slurm.sbatch").read_text(), re.MULTILINE))
+    options = dict(
+        re.findall(
+            r"^#SBATCH --([\w-]+)=(\S+)$", (EXAMPLES / "slurm.sbatch").read_text(), re.MULTILINE
+        )
+    )
     assert int(options["nodes"]) > 1
     assert options["ntasks-per-node"] == "1"
 
@@ -93,9 +113,24 @@ def test_the_slurm_script_asks_for_one_launcher_per_node() -> None:
 @pytest.mark.proof
 def test_the_slurm_script_trains_on_two_nodes_and_restarts_when_a_rank_dies(tmp_path: Path) -> None:
     copy = tmp_path / "slurm.sbatch"
-    copy.write_text((EXAMPLES / "slurm.sbatch").read_text().replace("checkpoints/", f"{tmp_path}/checkpoints/"))
-    command = ("bash", str(copy), "--steps", "8", "--save-every", "2", "--kill-rank", "1", "--kill-step", "5")
-    ended = subprocess.run(command, env=allocation(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=200)
+    copy.write_text(
+        (EXAMPLES / "slurm.sbatch").read_text().replace("checkpoints/", f"{tmp_path}/checkpoints/")
+    )
+    command = (
+        "bash",
+        str(copy),
+        "--steps",
+        "8",
+        "--save-every",
+        "2",
+        "--kill-rank",
+        "1",
+        "--kill-step",
+        "5",
+    )
+    ended = subprocess.run(
+        command, env=allocation(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
     assert ended.returncode == 0, ended.stderr
     assert "resuming from step 4" in ended.stdout
     expected = launch(by_hand, 2, 8, str(tmp_path / "by hand"), init=False)[0]
@@ -104,8 +139,18 @@ def test_the_slurm_script_trains_on_two_nodes_and_restarts_when_a_rank_dies(tmp_
 
 @pytest.mark.proof
 def test_srun_alone_starts_ranks_that_find_each_other(tmp_path: Path) -> None:
-    command = ("srun", sys.executable, "examples/elastic.py", "--folder", str(tmp_path / "checkpoints"), "--steps", "4")
-    ended = subprocess.run(command, env=allocation(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = (
+        "srun",
+        sys.executable,
+        "examples/elastic.py",
+        "--folder",
+        str(tmp_path / "checkpoints"),
+        "--steps",
+        "4",
+    )
+    ended = subprocess.run(
+        command, env=allocation(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert ended.returncode == 0, ended.stderr
     expected = launch(by_hand, 2, 4, str(tmp_path / "by hand"), init=False)[0]
     assert digests(ended.stdout) == {0: expected, 1: expected}
@@ -122,7 +167,11 @@ def manifest(name: str) -> dict[str, Any]:
 def replicas() -> list[dict[str, Any]]:
     """Return the pods that the operator makes of the PyTorchJob, the first one first."""
     specs = manifest("kubernetes_pytorchjob.yaml")["spec"]["pytorchReplicaSpecs"]
-    return [specs[kind]["template"]["spec"] for kind in ("Master", "Worker") for _ in range(specs[kind]["replicas"])]
+    return [
+        specs[kind]["template"]["spec"]
+        for kind in ("Master", "Worker")
+        for _ in range(specs[kind]["replicas"])
+    ]
 
 
 def test_the_pytorchjob_has_what_the_operator_and_torchrun_need() -> None:
@@ -138,7 +187,8 @@ def test_the_pytorchjob_has_what_the_operator_and_torchrun_need() -> None:
         assert container["name"] == "pytorch"  # which is what the operator gives its variables to
         assert container["command"][0] == "torchrun"
         assert (ROOT / container["command"][1]).is_file()
-        assert not {"RANK", "WORLD_SIZE"} & {entry["name"] for entry in container.get("env", [])}  # torchrun sets them
+        # torchrun sets them
+        assert not {"RANK", "WORLD_SIZE"} & {entry["name"] for entry in container.get("env", [])}
         folders = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         claimed = [volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
         saved = container["command"][container["command"].index("--folder") + 1]
@@ -158,9 +208,16 @@ def test_the_trainjob_has_what_the_runtime_and_torchrun_need() -> None:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", ["PyTorchJob", "TrainJob"])
-def test_two_pods_with_the_variables_of_the_operator_train_together(kind: str, tmp_path: Path) -> None:
+def test_two_pods_with_the_variables_of_the_operator_train_together(
+    kind: str, tmp_path: Path
+) -> None:
     port = bagua_ref.env.find_free_network_port()
-    torchruns = {"PET_NNODES": 2, "PET_NPROC_PER_NODE": 1, "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+    torchruns = {
+        "PET_NNODES": 2,
+        "PET_NPROC_PER_NODE": 1,
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": port,
+    }
     if kind == "PyTorchJob":
         commands = [pod["containers"][0]["command"] for pod in replicas()]
         torchruns |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2}
@@ -168,9 +225,16 @@ def test_two_pods_with_the_variables_of_the_operator_train_together(kind: str, t
         commands = [manifest("kubernetes_trainjob.yaml")["spec"]["trainer"]["command"]] * 2
     pods = []
     for rank, command in enumerate(commands):
-        variables = torchruns | {"PET_NODE_RANK": rank} | ({"RANK": rank} if kind == "PyTorchJob" else {})
+        variables = (
+            torchruns | {"PET_NODE_RANK": rank} | ({"RANK": rank} if kind == "PyTorchJob" else {})
+        )
         here = [part.replace("/checkpoints", f"{tmp_path}/checkpoints") for part in command]
-        settings = {"env": environment(tmp_path, **variables), "cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        settings = {
+            "env": environment(tmp_path, **variables),
+            "cwd": ROOT,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+        }
         pods.append(subprocess.Popen(["/usr/bin/env", *here], text=True, **settings))
     ended = [pod.communicate(timeout=200) for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], ended

@@ -1,4 +1,6 @@
-"""Tests of error memory: other buckets, NaN rounds, 16 bits, padding, and what is refused (S11.1)."""
+"""Tests of error memory: other buckets, NaN rounds, 16 bits, padding, and what is refused
+(S11.1).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ EACH = pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 
 def kept(module: Any) -> list[torch.Tensor]:
     """Return copies of this rank's e and f, bucket by bucket."""
-    return [entry[name] for entry in module.bagua_algorithm.state_dict()["memories"]["buckets"] for name in ("worker", "server")]
+    return [
+        entry[name]
+        for entry in module.bagua_algorithm.state_dict()["memories"]["buckets"]
+        for name in ("worker", "server")
+    ]
 
 
 def assert_same(mine: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
@@ -67,7 +73,9 @@ def test_qadam_with_one_bit_and_error_memory_learns_the_digits() -> None:
             optimizer.step()
         assert optimizer.step_id > 2 * optimizer.warmup_steps
         with torch.no_grad():
-            return (model(digits.test_images).argmax(1) == digits.test_labels).double().mean().item()
+            return (
+                (model(digits.test_images).argmax(1) == digits.test_labels).double().mean().item()
+            )
 
     accuracies = simulate(2, rank)
     assert accuracies[0] == accuracies[1] > 0.93, accuracies
@@ -90,13 +98,16 @@ def test_memories_start_at_zero_in_buckets_of_other_tensors(
 
 
 @on_every_rank(2)
-def test_S11_1_what_16_bit_dtypes_round_away_is_not_remembered_and_payloads_are_float32(r: int) -> None:
+def test_S11_1_what_16_bit_dtypes_round_away_is_not_remembered_and_payloads_are_float32(
+    r: int,
+) -> None:
     module = Given([torch.zeros(4)]).to(torch.float16)
     algorithm = ByteGradAlgorithm(hierarchical=False, compression="MXFP8", error_feedback=True)
     module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.0)], algorithm)
     module([torch.tensor([1.0, 1.0, 1.0, 1.0], dtype=torch.float16)]).backward()
     assert not any(memory.any() for memory in kept(module))
-    # (448 + 1/1024) / 2 has more digits than a float16; MXFP8 takes both, so that nothing is left out.
+    # (448 + 1/1024) / 2 has more digits than a float16; MXFP8 takes both, so that nothing is left
+    # out.
     module.zero_grad()
     module([torch.full((4,), 448.0 if r else 2.0**-10, dtype=torch.float16)]).backward()
     worker, server = kept(module)
@@ -106,7 +117,9 @@ def test_S11_1_what_16_bit_dtypes_round_away_is_not_remembered_and_payloads_are_
 
 @pytest.mark.parametrize("delay", [0, 1])
 @on_every_rank(2)
-def test_S9_5_a_mean_that_is_not_finite_leaves_all_memories_of_its_fragment(r: int, delay: int) -> None:
+def test_S9_5_a_mean_that_is_not_finite_leaves_all_memories_of_its_fragment(
+    r: int, delay: int
+) -> None:
     module = network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     algorithm = DiLoCoAlgorithm(2, delay=delay, compression="MXFP4", error_feedback=True)
@@ -116,14 +129,18 @@ def test_S9_5_a_mean_that_is_not_finite_leaves_all_memories_of_its_fragment(r: i
     assert before[0].any()
     if r == 1:
         with torch.no_grad():
-            module[0].weight[0, 0] = torch.inf  # some chunks and blocks of the fragment remain finite
+            # some chunks and blocks of the fragment remain finite
+            module[0].weight[0, 0] = torch.inf
     for step in (2, 3):
         module(batch(r, step)).sum().backward()
         for parameter in module.parameters():
             parameter.grad.zero_()
         if step == 2:
             optimizer.step()
-    with pytest.raises(CommunicationError, match=r"fragment 0 was not applied: .* is not finite in '0.weight', as training has"):
+    with pytest.raises(
+        CommunicationError,
+        match=r"fragment 0 was not applied: .* is not finite in '0.weight', as training has",
+    ):
         optimizer.step()
     assert_same(kept(module), before)
 
@@ -135,19 +152,26 @@ def saved_by(make: Callable[..., Pair], ranks: int) -> list[Any]:
     def rank(r: int) -> Any:
         module, optimizer = make()
         train(module, optimizer, r, range(4))
-        return copy.deepcopy([part.state_dict() for part in (module, optimizer, module.bagua_algorithm)])
+        return copy.deepcopy(
+            [part.state_dict() for part in (module, optimizer, module.bagua_algorithm)]
+        )
 
     return simulate(ranks, rank)
 
 
-def test_memories_of_other_buckets_are_dropped_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memories_of_other_buckets_are_dropped_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     saved = saved_by(bytegrad, 2)
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "1")
 
     def rank(r: int) -> None:
         module, optimizer = bytegrad()
         train(module, optimizer, r, range(2))
-        with pytest.warns(UserWarning, match="1 of 1 error memories were saved for buckets that this training does not have"):
+        with pytest.warns(
+            UserWarning,
+            match="1 of 1 error memories were saved for buckets that this training does not have",
+        ):
             module.bagua_algorithm.load_state_dict(saved[r][2])
         assert not any(memory.any() for memory in kept(module))
 
@@ -161,7 +185,10 @@ def test_without_error_memory_states_hold_none_and_those_of_a_training_with_it_l
         module, _ = bytegrad(compression="MinMaxUInt8", error_feedback=False)
         assert module.bagua_algorithm.rank_state == frozenset()
         module.bagua_algorithm.load_state_dict(saved[r][2])
-        assert module.bagua_algorithm.state_dict().keys() == {"train_step_counter", "steps_of_optimizers"}
+        assert module.bagua_algorithm.state_dict().keys() == {
+            "train_step_counter",
+            "steps_of_optimizers",
+        }
         other, _ = bytegrad()
         other.bagua_algorithm.load_state_dict(module.bagua_algorithm.state_dict())
         assert not any(memory.any() for memory in kept(other))
@@ -187,5 +214,9 @@ def test_a_bucket_refuses_a_memory_that_does_not_fit(r: int) -> None:
     memory = ErrorMemory(4, 4, 1, bucket.device)
     with pytest.raises(ValueError, match="error_memory needs compression"):
         bucket.append_centralized_synchronous_op(scattergather=True, error_memory=memory)
-    with pytest.raises(ValueError, match=r"error_memory is for 4 elements in 1 chunks; bucket 'b' has 4 in 2"):
-        bucket.append_centralized_synchronous_op(scattergather=True, compression="MXFP8", error_memory=memory)
+    with pytest.raises(
+        ValueError, match=r"error_memory is for 4 elements in 1 chunks; bucket 'b' has 4 in 2"
+    ):
+        bucket.append_centralized_synchronous_op(
+            scattergather=True, compression="MXFP8", error_memory=memory
+        )

@@ -1,4 +1,6 @@
-"""Properties that every algorithm has in the life of a training: restarts, accumulation, dtypes, wrapping again, gloo, options."""
+"""Properties that every algorithm has in the life of a training: restarts, accumulation, dtypes,
+wrapping again, gloo, options.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,35 @@ import bagua_ref
 from bagua_ref.algorithms import Algorithm, AlgorithmImpl, GradientAllReduceAlgorithm
 from bagua_ref.conformance import EXACT, assert_equal
 
-pytestmark = pytest.mark.filterwarnings("ignore:qadam freezes v:UserWarning", "ignore:no QAdamAlgorithm renews:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:qadam freezes v:UserWarning", "ignore:no QAdamAlgorithm renews:UserWarning"
+)
 STEPS = 7
 LAST = {re.split("[ ,]", name)[0]: name for name in CASES}.values()
-"""One case of each algorithm, with most of what it can keep: for properties that do not depend on its options."""
+"""One case of each algorithm, with most of what it can keep: for properties that do not depend on
+its options.
+"""
 ALONE = [name for name in LAST if CASES[name].takes((1,))]
 
 
 def every(**needed: bool) -> pytest.MarkDecorator:
-    """Return a parametrization by the last case of each algorithm among those with these attributes."""
-    names = [name for name, case in CASES.items() if all(getattr(case, key) is value for key, value in needed.items())]
-    return pytest.mark.parametrize("name", {re.split("[ ,]", name)[0]: name for name in names}.values())
+    """Return a parametrization by the last case of each algorithm among those with these
+    attributes.
+    """
+    names = [
+        name
+        for name, case in CASES.items()
+        if all(getattr(case, key) is value for key, value in needed.items())
+    ]
+    return pytest.mark.parametrize(
+        "name", {re.split("[ ,]", name)[0]: name for name in names}.values()
+    )
 
 
 def on_ranks(name: str, function: Any, **options: Any) -> list[Any]:
-    """Return the results of ``function(rank)``; where all ranks have the same weights, results must be equal."""
+    """Return the results of ``function(rank)``; where all ranks have the same weights, results must
+    be equal.
+    """
     results = simulate(sum(CASES[name].nodes), function, **{"nodes": CASES[name].nodes, **options})
     if CASES[name].replicated:
         for result in results:
@@ -59,7 +75,9 @@ undisturbed = functools.cache(trained)
 
 
 def on_its_ranks(test: Any) -> Any:
-    """Run a test on every rank of an algorithm; the weights that it returns, if any, must be those of an undisturbed training."""
+    """Run a test on every rank of an algorithm; the weights that it returns, if any, must be those
+    of an undisturbed training.
+    """
 
     def run(name: str) -> None:
         results = on_ranks(name, lambda r: test(r, name))
@@ -96,7 +114,9 @@ def test_a_restart_at_any_step_equals_an_undisturbed_run_to_the_bit(name: str) -
             if at % 2 == do_flatten:
                 continue
             early = CASES[name].replicated and at % 4 > 1
-            again = Run(name, model(77, dtype), before=state if early else None, do_flatten=do_flatten)
+            again = Run(
+                name, model(77, dtype), before=state if early else None, do_flatten=do_flatten
+            )
             if not early:
                 again.step(90)  # a script may have trained before it loads
             again.load(state)
@@ -119,7 +139,10 @@ def test_memories_of_another_rank_are_refused_by_name_unless_they_are_dropped(na
     def rank(r: int) -> torch.Tensor:
         run = Run(name)
         before = run.algorithm.state_dict()
-        with pytest.raises(ValueError, match=f"memories of rank 0 of 3, and this is rank {r} of 2: .*drop_local=True"):
+        with pytest.raises(
+            ValueError,
+            match=f"memories of rank 0 of 3, and this is rank {r} of 2: .*drop_local=True",
+        ):
             run.algorithm.load_state_dict(saved[2])
         assert_same(run.algorithm.state_dict(), before)
         run.module.load_state_dict(saved[0])
@@ -139,7 +162,11 @@ def test_memories_of_another_rank_are_refused_by_name_unless_they_are_dropped(na
 def memories(run: Run) -> list[torch.Tensor]:
     """Return what this rank remembers."""
     kept = run.algorithm.state_dict()["memories"]
-    return [b[key] for b in kept["buckets"] for key in ("worker", "server")] if "buckets" in kept else list(kept.values())
+    return (
+        [b[key] for b in kept["buckets"] for key in ("worker", "server")]
+        if "buckets" in kept
+        else list(kept.values())
+    )
 
 
 # Passes
@@ -154,20 +181,29 @@ def test_gradients_accumulate_under_no_sync_and_nothing_else_happens(name: str) 
         if at_once:
             (run.loss(50) + run.loss(51)).backward()
         else:
-            alone, before, sent = copy.deepcopy(run.module), run.state(), run.module.bagua_metrics()["bytes_sent"]
+            alone, before, sent = (
+                copy.deepcopy(run.module),
+                run.state(),
+                run.module.bagua_metrics()["bytes_sent"],
+            )
             with run.module.no_sync():
                 run.loss(50).backward()
             alone(batch(r, 50)).square().mean().backward()
-            assert_same([p.grad for p in run.module.parameters()], [p.grad for p in alone.parameters()])
+            assert_same(
+                [p.grad for p in run.module.parameters()], [p.grad for p in alone.parameters()]
+            )
             assert_same(run.state(), before)
             assert run.module.bagua_metrics()["bytes_sent"] == sent
             run.loss(51).backward()
         run.optimizer.step()
         return run.weights()
 
-    in_turn, at_once = (on_ranks(name, lambda r, both=both: rank(r, both)) for both in (False, True))
+    in_turn, at_once = (
+        on_ranks(name, lambda r, both=both: rank(r, both)) for both in (False, True)
+    )
     if CASES[name].replicated:  # others average weights in forward passes
-        torch.testing.assert_close(in_turn, at_once, atol=2e-3, rtol=0)  # rounding may decide on a chunk's levels
+        # rounding may decide on a chunk's levels
+        torch.testing.assert_close(in_turn, at_once, atol=2e-3, rtol=0)
 
 
 @every()
@@ -208,7 +244,9 @@ def test_a_step_that_a_grad_scaler_skips_is_as_if_it_had_never_been(name: str) -
         for number in range(STEPS):
             for overflows in (True, False) if number == spoiled else (False,):
                 run.optimizer.zero_grad()
-                scaler.scale(run.loss(number) * (torch.inf if overflows and r == 1 else 1.0)).backward()
+                scaler.scale(
+                    run.loss(number) * (torch.inf if overflows and r == 1 else 1.0)
+                ).backward()
                 scaler.step(run.optimizer)
                 scaler.update(4.0)
         state = run.state()
@@ -216,7 +254,9 @@ def test_a_step_that_a_grad_scaler_skips_is_as_if_it_had_never_been(name: str) -
         return state
 
     ranks, nodes = sum(CASES[name].nodes), CASES[name].nodes
-    never, *skipped = (simulate(ranks, lambda r, at=at: rank(r, at), nodes=nodes) for at in (None, 1, 5))
+    never, *skipped = (
+        simulate(ranks, lambda r, at=at: rank(r, at), nodes=nodes) for at in (None, 1, 5)
+    )
     for found in skipped:
         assert_same(found, never)
 
@@ -225,7 +265,9 @@ def test_a_step_that_a_grad_scaler_skips_is_as_if_it_had_never_been(name: str) -
 
 
 class Odd(nn.Module):
-    """Has weights that are tied, frozen, and ignored, of which the last are trained by each rank alone."""
+    """Has weights that are tied, frozen, and ignored, of which the last are trained by each rank
+    alone.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +275,10 @@ class Odd(nn.Module):
         self.used, self.tied, self.frozen, self.ignored = (nn.Linear(6, 6) for _ in range(4))
         self.tied.weight = self.used.weight
         self.frozen.requires_grad_(False)
-        self._bagua_params_and_buffers_to_ignore, self._ddp_params_and_buffers_to_ignore = ["ignored.weight"], ["ignored.bias"]
+        self._bagua_params_and_buffers_to_ignore, self._ddp_params_and_buffers_to_ignore = (
+            ["ignored.weight"],
+            ["ignored.bias"],
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([self.tied(self.frozen(self.used(x))), self.ignored(x)])
@@ -256,7 +301,11 @@ def test_frozen_ignored_and_tied_parameters(name: str) -> None:
         assert_same(run.module.ignored.state_dict(), alone.ignored.state_dict())
         assert_same(run.module.frozen.state_dict(), still)
         assert run.module.frozen.weight not in run.optimizer.state
-        names = [t.bagua_backend_tensor().name for bucket in run.module.bagua_buckets for t in bucket.tensors]
+        names = [
+            t.bagua_backend_tensor().name
+            for bucket in run.module.bagua_buckets
+            for t in bucket.tensors
+        ]
         assert len(set(names)) == len(names)
         assert set(names) <= {"tied.bias", "used.bias", "used.weight", "tied.weight"}
         return run.module.used.state_dict()
@@ -270,7 +319,12 @@ def test_other_dtypes_train_or_are_refused_by_name(name: str, dtype: torch.dtype
     def rank(r: int) -> torch.Tensor:
         run = Run(name, model(0, dtype))
         run.step(*range(STEPS))
-        momenta = [value for state in run.optimizer.state.values() for key, value in state.items() if key != "step"]
+        momenta = [
+            value
+            for state in run.optimizer.state.values()
+            for key, value in state.items()
+            if key != "step"
+        ]
         assert {value.dtype for value in momenta} == {dtype}
         return run.weights()
 
@@ -289,7 +343,11 @@ def test_strides_of_weights_do_not_change_results(name: str) -> None:
         run = Run(name, make())
         strides = [p.stride() for p in run.module.parameters()]
         run.step(*range(STEPS))
-        assert [p.stride() for p in run.module.parameters()] == [p.grad.stride() for p in run.module.parameters()] == strides
+        assert (
+            [p.stride() for p in run.module.parameters()]
+            == [p.grad.stride() for p in run.module.parameters()]
+            == strides
+        )
         return run.weights()
 
     results = [on_ranks(name, lambda r, make=make: rank(r, make)) for make in (model, network)]
@@ -300,7 +358,9 @@ def test_strides_of_weights_do_not_change_results(name: str) -> None:
 
 
 @every()
-def test_the_size_of_buckets_changes_only_what_shares_a_chunk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_buckets_changes_only_what_shares_a_chunk(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     together = undisturbed(name)
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "1")
     for mine, wanted in zip(trained(name), together, strict=True):
@@ -347,7 +407,9 @@ def test_wrapping_again_replaces_the_algorithm_and_a_failed_attempt_does_not(nam
         run.step(*range(4, STEPS))
         found = run.weights()
         old = run.module._bagua
-        run.module.with_bagua([sgd := torch.optim.SGD(run.module.parameters(), lr=0.1)], GradientAllReduceAlgorithm())
+        run.module.with_bagua(
+            [sgd := torch.optim.SGD(run.module.parameters(), lr=0.1)], GradientAllReduceAlgorithm()
+        )
         run.optimizer, optimizer = sgd, run.optimizer
         run.step(0, 1)
         with pytest.raises(AssertionError):
@@ -411,7 +473,12 @@ def test_a_forgotten_model_is_collected_and_takes_its_threads_along(name: str) -
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in CASES if CASES[name].takes((1,)) and not CASES[name].compresses and "diloco" not in name]
+    "name",
+    [
+        name
+        for name in CASES
+        if CASES[name].takes((1,)) and not CASES[name].compresses and "diloco" not in name
+    ],
 )
 def test_a_rank_alone_trains_as_without(name: str) -> None:
     def rank(r: int) -> torch.Tensor:

@@ -39,7 +39,10 @@ def test_processes_train_with_bytegrad() -> None:
 
 
 def test_without_a_launcher_it_is_a_world_of_one() -> None:
-    script = "import runpy, sys; sys.argv[1:] = ['--epochs', '5']; runpy.run_path('examples/train_digits.py', run_name='__main__')"
+    script = (
+        "import runpy, sys; sys.argv[1:] = ['--epochs', '5'];"
+        " runpy.run_path('examples/train_digits.py', run_name='__main__')"
+    )
     ended = run_script(script)
     assert ended.returncode == 0, ended.stderr
     printed = ended.stdout
@@ -65,7 +68,9 @@ def test_an_unknown_algorithm_is_named(capsys: pytest.CaptureFixture[str]) -> No
 def test_every_example_is_listed() -> None:
     listed = (EXAMPLES / "README.md").read_text()
     kinds = (".py", ".sh", ".ipynb")
-    assert [path.name for path in EXAMPLES.iterdir() if path.suffix in kinds and path.name not in listed] == []
+    assert [
+        path.name for path in EXAMPLES.iterdir() if path.suffix in kinds and path.name not in listed
+    ] == []
 
 
 @pytest.mark.proof
@@ -75,5 +80,7 @@ def test_the_cells_of_the_notebook_print_what_it_shows() -> None:
     mark = "<<< end of cell >>>"
     ended = run_script(f"\nprint({mark!r})\n".join("".join(cell["source"]) for cell in code))
     assert ended.returncode == 0, ended.stderr
-    shown = ["".join(line for output in cell["outputs"] for line in output["text"]) for cell in code]
+    shown = [
+        "".join(line for output in cell["outputs"] for line in output["text"]) for cell in code
+    ]
     assert ended.stdout.split(f"{mark}\n") == shown

@@ -25,13 +25,22 @@ def test_planted(number):
 
 
 @pytest.mark.proof
-def test_a_failing_input_is_found_in_a_later_round_and_its_seed_replays_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_input_is_found_in_a_later_round_and_its_seed_replays_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CI", "true")  # where other runs take the same inputs every time
     (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text())
     (tmp_path / "test_planted.py").write_text(PLANTED)
 
     def explore(*options: str) -> str:
-        command = [sys.executable, ROOT / "property_tests" / "explore.py", "--workers", "0", *options, "test_planted.py"]
+        command = [
+            sys.executable,
+            ROOT / "property_tests" / "explore.py",
+            "--workers",
+            "0",
+            *options,
+            "test_planted.py",
+        ]
         ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
         assert ended.returncode == 1, ended.stdout + ended.stderr
         return ended.stdout

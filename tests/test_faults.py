@@ -1,4 +1,6 @@
-"""Ranks that lose step with each other end in an error on every rank, which names who and what; harmless things stay allowed."""
+"""Ranks that lose step with each other end in an error on every rank, which names who and what;
+harmless things stay allowed.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def run(fault: Any, algorithms: list[str], options: dict[str, Any]) -> Any:
 
 
 def texts(fault: Any, algorithms: list[str], **options: Any) -> dict[str, list[list[str]]]:
-    """Return the errors of both ranks for each algorithm, after checking that there was no long wait."""
+    """Return the errors of both ranks for each algorithm, after checking that there was no long
+    wait.
+    """
     ranks = launch(run, 2, fault, algorithms, options)
     for results in ranks:
         for algorithm, (_, seconds, _) in results.items():
@@ -49,9 +53,13 @@ def texts(fault: Any, algorithms: list[str], **options: Any) -> dict[str, list[l
 def test_a_backward_abandoned_half_way_is_an_error_on_all_ranks_at_once() -> None:
     for algorithm, (innocent, guilty) in texts(faults.abandons_a_backward, GRADIENTS).items():
         assert len(guilty) == 3, algorithm
-        assert all("cannot train on: one of its backward passes failed" in text for text in guilty), algorithm
+        assert all(
+            "cannot train on: one of its backward passes failed" in text for text in guilty
+        ), algorithm
         assert len(innocent) == 4, algorithm
-        assert all("rank 1 gave up: one of its backward passes failed" in text for text in innocent), (algorithm, innocent)
+        assert all(
+            "rank 1 gave up: one of its backward passes failed" in text for text in innocent
+        ), (algorithm, innocent)
 
 
 def test_abandoning_a_backward_is_harmless_where_it_communicates_nothing() -> None:
@@ -61,13 +69,19 @@ def test_abandoning_a_backward_is_harmless_where_it_communicates_nothing() -> No
 def test_a_skipped_optimizer_step_is_an_error_in_the_next_round() -> None:
     for algorithm, ranks in texts(faults.skips_an_optimizer_step, GRADIENTS).items():
         for errors in ranks:
-            assert "rank 0 has taken 4 optimizer steps, rank 1 has taken 3 optimizer steps" in errors[0], algorithm
+            assert (
+                "rank 0 has taken 4 optimizer steps, rank 1 has taken 3 optimizer steps"
+                in errors[0]
+            ), algorithm
 
 
 @pytest.mark.parametrize("fault", [faults.skips_an_optimizer_step, faults.abandons_a_backward])
 def test_a_backward_without_a_step_is_an_error_where_steps_communicate(fault: Any) -> None:
     for errors in texts(fault, ["low_precision_decentralized"])["low_precision_decentralized"]:
-        assert "rank 0 has run 1 backward passes since the last round, rank 1 has run 2 backward passes" in errors[0]
+        assert (
+            "rank 0 has run 1 backward passes since the last round, rank 1 has run 2 backward"
+            " passes" in errors[0]
+        )
 
 
 def test_the_end_of_a_warm_up_after_a_skipped_step_does_not_make_ranks_wait() -> None:
@@ -91,29 +105,41 @@ def test_checkpoints_of_different_steps_are_an_error_in_the_next_round() -> None
             assert "rank 0 has " in errors[0] or "rank 0 is " in errors[0], algorithm
 
 
-@pytest.mark.parametrize("fault", [faults.skips_an_optimizer_step, faults.loads_another_checkpoint, faults.abandons_a_backward])
+@pytest.mark.parametrize(
+    "fault",
+    [faults.skips_an_optimizer_step, faults.loads_another_checkpoint, faults.abandons_a_backward],
+)
 def test_S9_a_rank_that_loses_count_of_steps_is_an_error_on_every_rank(fault: Any) -> None:
     for name, ranks in texts(fault, list(COUNTED)).items():
         for errors in ranks:
             assert errors, name
-            assert all("disagree" in text or "gave up" in text or "cannot train on" in text for text in errors), (name, errors)
+            assert all(
+                "disagree" in text or "gave up" in text or "cannot train on" in text
+                for text in errors
+            ), (name, errors)
 
 
 def test_weights_that_one_rank_loads_are_an_error_where_replicas_are_equal() -> None:
     in_warm_up = ["local_sgd in warm-up", "diloco in warm-up"]
     for algorithm, ranks in texts(faults.loads_other_weights, [*GRADIENTS, *in_warm_up]).items():
         for errors in ranks:
-            assert "rank 0 has weights and optimizer state of checksum" in errors[0], (algorithm, errors)
+            assert "rank 0 has weights and optimizer state of checksum" in errors[0], (
+                algorithm,
+                errors,
+            )
 
 
 def test_other_buckets_than_before_are_an_error_before_any_is_sent() -> None:
-    for algorithm, ranks in texts(faults.makes_other_buckets, ["gradient_allreduce", "bytegrad"]).items():
+    for algorithm, ranks in texts(
+        faults.makes_other_buckets, ["gradient_allreduce", "bytegrad"]
+    ).items():
         for errors in ranks:
             assert "disagree: rank 0 has buckets of plan" in errors[0], (algorithm, errors)
 
 
 def test_a_rank_that_comes_after_the_modules_timeout_is_an_error_on_all_ranks() -> None:
-    algorithms = ["gradient_allreduce", "low_precision_decentralized"]  # collectives of all, and messages to neighbours
+    # collectives of all, and messages to neighbours
+    algorithms = ["gradient_allreduce", "low_precision_decentralized"]
     for algorithm, (early, late) in texts(faults.comes_late, algorithms, timeout=1).items():
         assert len(early) == 4, (algorithm, early)
         assert len(late) >= 3, (algorithm, late)
@@ -167,8 +193,11 @@ def run_with_children(children: str, algorithm: str) -> tuple[list[str], float]:
 @pytest.mark.parametrize(
     ("children", "algorithm", "over_gloo"),
     [
-        # The first reduces by a collective, the second exchanges messages, which gloo cannot interrupt.
-        *product(["fork of C"], ["gradient_allreduce", "low_precision_decentralized"], [False, True]),
+        # The first reduces by a collective, the second exchanges messages, which gloo cannot
+        # interrupt.
+        *product(
+            ["fork of C"], ["gradient_allreduce", "low_precision_decentralized"], [False, True]
+        ),
         ("workers", "gradient_allreduce", True),
         ("os.fork", "gradient_allreduce", False),
         ("a program", "gradient_allreduce", True),
@@ -196,7 +225,9 @@ def run_until_the_store_ends() -> tuple[list[str], float]:
 
 
 @pytest.mark.parametrize("over_gloo", [False, True], ids=["memory", "gloo"])
-def test_S2_5_the_end_of_the_rank_that_serves_the_store_is_noticed_and_named_at_once(over_gloo: bool) -> None:
+def test_S2_5_the_end_of_the_rank_that_serves_the_store_is_noticed_and_named_at_once(
+    over_gloo: bool,
+) -> None:
     ended = outcomes(run_until_the_store_ends, 2, init=False, over_gloo=over_gloo)[1]
     assert ended.result is not None, ended.traceback
     errors, seconds = ended.result

@@ -33,7 +33,9 @@ def test_every_row_says_what_its_verdict_needs() -> None:
     for row in (row for rows in COMMITTED.values() for row in rows):
         assert row["verdict"] in page.VERDICTS
         if row["verdict"] in ("fault", "differs by design"):
-            assert all(row[field] for field in ("why", "promise", "given", "complaint", "effect")), row
+            assert all(
+                row[field] for field in ("why", "promise", "given", "complaint", "effect")
+            ), row
         if row["verdict"] == "not judged":
             assert row["why"]
 
@@ -42,13 +44,19 @@ def test_another_verdict_and_a_missing_row_are_told() -> None:
     first, *others = COMMITTED["torch_averagers"]
     changed = {**first, "verdict": "fault" if first["verdict"] == "agrees" else "agrees"}
     told = runner.disagreements("torch_averagers", [changed, *others])
-    assert sorted(line.rpartition(": ")[2] for line in told) == ["committed, but not found now", "not among the committed ones"]
+    assert sorted(line.rpartition(": ")[2] for line in told) == [
+        "committed, but not found now",
+        "not among the committed ones",
+    ]
     assert len(runner.disagreements("torch_averagers", others)) == 1
 
 
 def test_a_peer_of_another_version_is_missing() -> None:
     assert missing("torch==" + torch.__version__.partition("+")[0]) is None
-    assert missing("torch==0.1") == f"torch {torch.__version__.partition('+')[0]} is installed, and the script is about 0.1"
+    assert (
+        missing("torch==0.1")
+        == f"torch {torch.__version__.partition('+')[0]} is installed, and the script is about 0.1"
+    )
     assert missing("no-such-peer==1") == "no-such-peer is not installed"
 
 

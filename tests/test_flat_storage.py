@@ -17,7 +17,11 @@ from bagua_ref.simulation import SimulatedWorld
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
 @pytest.mark.parametrize("do_flatten", [True, False])
 @pytest.mark.parametrize("name", ["gradient_allreduce", "decentralized"])
-@pytest.mark.parametrize("optimizer", [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.optim.AdamW], ids=["SGD", "AdamW"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.optim.AdamW],
+    ids=["SGD", "AdamW"],
+)
 def test_S2_3_weights_and_gradients_that_are_turned_where_they_lie_train_as_without_buckets(
     optimizer: Any, name: str, do_flatten: bool
 ) -> None:
@@ -41,7 +45,8 @@ def test_S2_3_weights_and_gradients_that_are_turned_where_they_lie_train_as_with
         return [p.detach().clone() for p in model.parameters()]
 
     expected = train(wrap=False)
-    for rank in SimulatedWorld(2).run(lambda comm: train(wrap=True)):  # a mean of equals is what each of them was
+    # a mean of equals is what each of them was
+    for rank in SimulatedWorld(2).run(lambda comm: train(wrap=True)):
         for ours, theirs in zip(rank, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -50,13 +55,24 @@ def test_S2_3_weights_and_gradients_that_are_turned_where_they_lie_train_as_with
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: x.t(), r"tensor 'w' has shape \(3, 2\) and torch.float32, but its bucket was made for shape \(2, 3\)"),
+        (
+            lambda x: x.t(),
+            (
+                r"tensor 'w' has shape \(3, 2\) and torch.float32, but its bucket was made for"
+                r" shape \(2, 3\)"
+            ),
+        ),
         (lambda x: x[:1], r"'w' has shape \(1, 3\)"),
-        (lambda x: x.view(torch.int32), "'w' has shape .* and torch.int32, but its bucket .* torch.float32; make the bucket"),
+        (
+            lambda x: x.view(torch.int32),
+            "'w' has shape .* and torch.int32, but its bucket .* torch.float32; make the bucket",
+        ),
     ],
     ids=["transposed", "shorter", "reinterpreted"],
 )
-def test_S2_3_another_shape_or_dtype_in_the_same_memory_is_refused(change: Any, message: str, flatten: bool) -> None:
+def test_S2_3_another_shape_or_dtype_in_the_same_memory_is_refused(
+    change: Any, message: str, flatten: bool
+) -> None:
     tensor = torch.arange(6.0).reshape(2, 3).ensure_bagua_tensor("w")
     bucket = BaguaBucket([tensor], "0", flatten)
     bucket.append_python_op(lambda name: None)

@@ -1,4 +1,6 @@
-"""Tests of processes forked after ``init_process_group``, over gloo: they cannot use the parent's groups, nor disturb them (S1)."""
+"""Tests of processes forked after ``init_process_group``, over gloo: they cannot use the parent's
+groups, nor disturb them (S1).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from bagua_ref.communicators import gloo_sockets
 from bagua_ref.communicators.gloo_sockets import open_sockets
 from bagua_ref.env import shares_memory
 
-REFUSED = "CommunicationError: this process was forked after init_process_group() and cannot use its parent's process groups; "
+REFUSED = (
+    "CommunicationError: this process was forked after init_process_group() and cannot use its"
+    " parent's process groups; "
+)
 
 
 def outcome(function: Callable[[], Any]) -> str:
@@ -102,11 +107,15 @@ def test_S1_everything_that_would_communicate_is_refused_in_a_forked_child() -> 
         "wrap": lambda: Training(GradientAllReduceAlgorithm()),
         "wrap again": lambda: training.module.with_bagua([], GradientAllReduceAlgorithm()),
     }
-    said: dict[str, str] = json.loads(forked(lambda: json.dumps({name: outcome(function) for name, function in tries.items()})))
+    said: dict[str, str] = json.loads(
+        forked(lambda: json.dumps({name: outcome(function) for name, function in tries.items()}))
+    )
     loss.backward()
     training.optimizer.step()
     assert_undisturbed(training)
-    assert {name: text[: len(REFUSED)] for name, text in said.items()} == dict.fromkeys(said, REFUSED)
+    assert {name: text[: len(REFUSED)] for name, text in said.items()} == dict.fromkeys(
+        said, REFUSED
+    )
     assert "'spawn'" in said["allreduce"]
 
 
@@ -129,14 +138,23 @@ def test_S1_a_forked_child_that_does_not_communicate_disturbs_nobody() -> None:
     training = Training(GradientAllReduceAlgorithm())
     training.step()
     said = [
-        forked(lambda: (bagua_ref.get_rank(), bagua_ref.get_world_size(), bagua_ref.is_initialized())),
+        forked(
+            lambda: (bagua_ref.get_rank(), bagua_ref.get_world_size(), bagua_ref.is_initialized())
+        ),
         forked(lambda: in_eval_mode(training)),
-        forked(lambda: network()(batch(0, 0)).square().sum().backward()),  # a module that is not wrapped
+        # a module that is not wrapped
+        forked(lambda: network()(batch(0, 0)).square().sum().backward()),
         forked(lambda: drops_everything(training)),
         forked(lambda: forked(lambda: bagua_ref.barrier())[: len(REFUSED)]),
     ]
     assert_undisturbed(training)
-    assert said == [f"({bagua_ref.get_rank()}, 2, True)", "torch.Size([4, 3])", "None", "0", REFUSED]
+    assert said == [
+        f"({bagua_ref.get_rank()}, 2, True)",
+        "torch.Size([4, 3])",
+        "None",
+        "0",
+        REFUSED,
+    ]
 
 
 @pytest.mark.parametrize("over_gloo", [False, True], ids=["memory", "gloo"])
@@ -150,16 +168,30 @@ def test_S2_5_a_forked_child_holds_no_socket_of_its_parents_groups(over_gloo: bo
     communicator: Any = training.module._bagua.process_group.get_global_communicator()
     found, port = open_sockets(), int(os.environ["MASTER_PORT"])
     kinds = {
-        "notes": {os.fstat(one.fileno()).st_ino for one in communicator._connection._sockets._sockets.values()},
-        "memory": {os.fstat(pipe.socket.fileno()).st_ino for pipe in communicator._connection.memory._pipes.values()}
-        if communicator._connection.memory is not None
-        else set(),
+        "notes": {
+            os.fstat(one.fileno()).st_ino
+            for one in communicator._connection._sockets._sockets.values()
+        },
+        "memory": (
+            {
+                os.fstat(pipe.socket.fileno()).st_ino
+                for pipe in communicator._connection.memory._pipes.values()
+            }
+            if communicator._connection.memory is not None
+            else set()
+        ),
         "gloo": set(communicator._connection._gloo_sockets._sockets.values()),
-        "store": {inode for file, inode in found.items() if (ports := gloo_sockets._ports(file)) and ports[0] == port},
+        "store": {
+            inode
+            for file, inode in found.items()
+            if (ports := gloo_sockets._ports(file)) and ports[0] == port
+        },
     }
 
     def counts() -> dict[str, int]:
-        return {kind: len(sockets & set(open_sockets().values())) for kind, sockets in kinds.items()}
+        return {
+            kind: len(sockets & set(open_sockets().values())) for kind, sockets in kinds.items()
+        }
 
     in_child = json.loads(forked(lambda: json.dumps(counts())))
     assert_undisturbed(training)
@@ -167,7 +199,8 @@ def test_S2_5_a_forked_child_holds_no_socket_of_its_parents_groups(over_gloo: bo
     bagua_ref.barrier()  # a rank that is done closes its connections
     assert here["notes"] == here["gloo"] == 1
     assert here["memory"] == (shares_memory() and not over_gloo)
-    assert here["store"] > 1 if bagua_ref.get_rank() == 0 else here["store"] == 0  # it listens, and both ranks have connections
+    # it listens, and both ranks have connections
+    assert here["store"] > 1 if bagua_ref.get_rank() == 0 else here["store"] == 0
     assert in_child == {"notes": 0, "memory": 0, "gloo": 0, "store": 0}
 
 

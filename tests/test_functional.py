@@ -1,4 +1,6 @@
-"""Tests of all_reduce as a differentiable function: closed forms, in the simulated world and over gloo."""
+"""Tests of all_reduce as a differentiable function: closed forms, in the simulated world and over
+gloo.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_the_result_is_the_reduction_and_the_input_stays(name: str, ranks: int) 
 
 
 def loss_and_gradients(name: str) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """With L_r = c_r |y|^2 and y the sum or mean of a_r x_r, return the loss, its gradient by x_r, and that gradient's by c_r."""
+    """With L_r = c_r |y|^2 and y the sum or mean of a_r x_r, return the loss, its gradient by x_r,
+    and that gradient's by c_r.
+    """
     r = bagua_ref.get_rank()
     x = x_of(r).requires_grad_()
     c = torch.tensor(1.0 + r, dtype=torch.float64, requires_grad=True)
@@ -62,7 +66,8 @@ def check_gradients(name: str, results: list[Any]) -> None:
     share = 1.0 if name == "SUM" else 1 / n
     y = share * sum((2.0 + r) * x_of(r) for r in range(n))
     all_c = sum(1.0 + r for r in range(n))
-    # dL/dx_r = a_r share sum_s 2 c_s y, and d(sum over ranks of |dL/dx_r|^2)/dc_s = sum_r 2 (a_r share)^2 4 all_c |y|^2.
+    # dL/dx_r = a_r share sum_s 2 c_s y, and d(sum over ranks of |dL/dx_r|^2)/dc_s = sum_r 2 (a_r
+    # share)^2 4 all_c |y|^2.
     second = sum(8 * ((2.0 + r) * share) ** 2 * all_c for r in range(n)) * y.square().sum()
     for r, (loss, gradient, by_c) in enumerate(results):
         assert math.isclose(loss, (1.0 + r) * y.square().sum().item(), rel_tol=1e-12)
@@ -115,7 +120,11 @@ def test_every_operator_of_baguas_has_its_number() -> None:
 @pytest.mark.parametrize("op", [dist.ReduceOp.PREMUL_SUM, 1, "sum", None])
 def test_an_operator_that_bagua_has_not_is_named(op: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"must be one of torch\.distributed\.ReduceOp's SUM, PRODUCT, MIN, MAX, BOR, BAND, BXOR, AVG"
+        ValueError,
+        match=(
+            r"must be one of torch\.distributed\.ReduceOp's SUM, PRODUCT, MIN, MAX, BOR, BAND,"
+            r" BXOR, AVG"
+        ),
     ):
         all_reduce(torch.ones(1), op=op)
 

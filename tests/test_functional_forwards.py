@@ -1,4 +1,6 @@
-"""Tests of forward passes with other tensors in place of parameters, as of torch.func.functional_call, and in transforms."""
+"""Tests of forward passes with other tensors in place of parameters, as of
+torch.func.functional_call, and in transforms.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def fast_weights_alone(model: nn.Module, x: Tensor) -> None:
 
 
 def some_fast_weights(model: nn.Module, x: Tensor) -> None:
-    name, weight = next((name, p) for name, p in named(model).items() if name.endswith("head.weight"))
+    name, weight = next(
+        (name, p) for name, p in named(model).items() if name.endswith("head.weight")
+    )
     functional_call(model, {name: weight * 0.5}, (x,)).square().mean().backward()
 
 
@@ -78,11 +82,15 @@ def slopes_of_inputs(model: nn.Module, x: Tensor) -> None:
 
 def several_buffers(model: nn.Module, x: Tensor) -> None:
     buffers = {name: torch.stack([b, 2 * b]) for name, b in model.named_buffers()}
-    vmap(lambda b: functional_call(model, (named(model), b), (x,)))(buffers).square().mean().backward()
+    vmap(lambda b: functional_call(model, (named(model), b), (x,)))(
+        buffers
+    ).square().mean().backward()
 
 
 def another_ones_parameters(model: nn.Module, x: Tensor) -> None:
-    """The target of the loss is computed with another module's parameters, before and after the forward pass."""
+    """The target of the loss is computed with another module's parameters, before and after the
+    forward pass.
+    """
     prefix = "module." if isinstance(model, DistributedDataParallel) else ""
     other = {prefix + name: p for name, p in Net().named_parameters()}
     target = functional_call(model, other, (x,)).detach()
@@ -92,15 +100,25 @@ def another_ones_parameters(model: nn.Module, x: Tensor) -> None:
 
 
 REACHING = [
-    maml, maml_of_several_tasks, fast_weights_alone, some_fast_weights, penalty_on_slopes, ensemble, slopes_of_inputs,
-    several_buffers, another_ones_parameters,
-]  # fmt: skip
+    maml,
+    maml_of_several_tasks,
+    fast_weights_alone,
+    some_fast_weights,
+    penalty_on_slopes,
+    ensemble,
+    slopes_of_inputs,
+    several_buffers,
+    another_ones_parameters,
+]
 """Their backward passes reach the parameters."""
 
 
 def slopes_per_sample(model: nn.Module, x: Tensor) -> None:
     detached = {name: p.detach() for name, p in named(model).items()}
-    slopes = vmap(grad(lambda p, sample: functional_call(model, p, (sample,)).square().mean()), in_dims=(None, 0))(detached, x)
+    slopes = vmap(
+        grad(lambda p, sample: functional_call(model, p, (sample,)).square().mean()),
+        in_dims=(None, 0),
+    )(detached, x)
     for name, p in named(model).items():
         p.grad = slopes[name].mean(0)
 
@@ -116,7 +134,9 @@ ALONE = [slopes_per_sample, maml_of_first_order]
 """They compute gradients of other tensors, and assign them."""
 
 
-def by_hand(compute: Callable[[nn.Module, Tensor], None], ranks: int, averaged: bool) -> list[Tensor]:
+def by_hand(
+    compute: Callable[[nn.Module, Tensor], None], ranks: int, averaged: bool
+) -> list[Tensor]:
     """Return each rank's weights after three steps without this package."""
     models = [Net() for _ in range(ranks)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -134,7 +154,12 @@ def by_hand(compute: Callable[[nn.Module, Tensor], None], ranks: int, averaged: 
     return [weights(model) for model in models]
 
 
-def train(rank: int, compute: Callable[[nn.Module, Tensor], None], form: str, algorithm: str = "gradient_allreduce") -> Tensor:
+def train(
+    rank: int,
+    compute: Callable[[nn.Module, Tensor], None],
+    form: str,
+    algorithm: str = "gradient_allreduce",
+) -> Tensor:
     model: Any = Net()
     options: dict[str, Any] = {"period": 2} if algorithm in ("local_sgd", "diloco") else {}
     if algorithm == "async":
@@ -155,15 +180,27 @@ def train(rank: int, compute: Callable[[nn.Module, Tensor], None], form: str, al
 
 @pytest.mark.parametrize("form", ["flat", "not flat", "wrapper"])
 @pytest.mark.parametrize("compute", REACHING)
-def test_S5_a_backward_that_reaches_the_parameters_is_synchronized(compute: Callable[..., None], form: str) -> None:
-    for found, expected in zip(simulate(2, lambda r: train(r, compute, form)), by_hand(compute, 2, averaged=True), strict=True):
+def test_S5_a_backward_that_reaches_the_parameters_is_synchronized(
+    compute: Callable[..., None], form: str
+) -> None:
+    for found, expected in zip(
+        simulate(2, lambda r: train(r, compute, form)),
+        by_hand(compute, 2, averaged=True),
+        strict=True,
+    ):
         torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("form", ["flat", "wrapper"])
 @pytest.mark.parametrize("compute", ALONE)
-def test_S5_gradients_of_other_tensors_stay_with_their_rank(compute: Callable[..., None], form: str) -> None:
-    for found, expected in zip(simulate(2, lambda r: train(r, compute, form)), by_hand(compute, 2, averaged=False), strict=True):
+def test_S5_gradients_of_other_tensors_stay_with_their_rank(
+    compute: Callable[..., None], form: str
+) -> None:
+    for found, expected in zip(
+        simulate(2, lambda r: train(r, compute, form)),
+        by_hand(compute, 2, averaged=False),
+        strict=True,
+    ):
         torch.testing.assert_close(found, expected)
 
 
@@ -173,7 +210,9 @@ def test_S5_every_algorithm_takes_functional_calls(r: int, algorithm: str) -> No
     local, changed = Net(), {}
     for compute in (maml, slopes_of_inputs, slopes_per_sample):
         found = train(r, compute, "flat", algorithm)
-        changed[compute.__name__] = not torch.equal(found, weights(local)) and bool(found.isfinite().all())
+        changed[compute.__name__] = not torch.equal(found, weights(local)) and bool(
+            found.isfinite().all()
+        )
     assert all(changed.values()), changed
 
 
@@ -213,7 +252,13 @@ def test_S5_a_call_that_replaces_frozen_parameters_only_is_a_training_forward(r:
     model = Net()
     model.body.requires_grad_(False)
     model.with_bagua([], Algorithm.init("gradient_allreduce"))
-    loss = functional_call(model, {"body.weight": torch.ones(3, 4, requires_grad=True)}, (batch(r, 0),)).square().mean()
+    loss = (
+        functional_call(
+            model, {"body.weight": torch.ones(3, 4, requires_grad=True)}, (batch(r, 0),)
+        )
+        .square()
+        .mean()
+    )
     assert model.bagua_train_step_counter == 1
     loss.backward()
     return model.head.weight.grad.clone()

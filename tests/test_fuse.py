@@ -19,7 +19,12 @@ from torch.utils._pytree import tree_leaves
 import bagua_ref.contrib
 from bagua_ref.conformance.lab.twins import assert_twins, copies, give_gradients, no_warning
 from bagua_ref.conformance.lab.twins import parameters as lab_parameters
-from bagua_ref.contrib.fuse.optimizer import ELEMENTWISE, fuse_optimizer, fuse_step, is_fused_optimizer
+from bagua_ref.contrib.fuse.optimizer import (
+    ELEMENTWISE,
+    fuse_optimizer,
+    fuse_step,
+    is_fused_optimizer,
+)
 
 Optimizer = torch.optim.Optimizer
 
@@ -40,7 +45,9 @@ def assert_alike(fused: Any, plain: Optimizer) -> None:
     assert list(fused.state_dict()["state"]) == list(plain.state_dict()["state"])
 
 
-def twins(make: Callable[[list[Any]], Optimizer], *shapes: Any, **flags: Any) -> tuple[list[Any], Any, list[Any], Optimizer]:
+def twins(
+    make: Callable[[list[Any]], Optimizer], *shapes: Any, **flags: Any
+) -> tuple[list[Any], Any, list[Any], Optimizer]:
     ps = parameters(*shapes)
     qs = copies(ps)
     return ps, fuse_optimizer(make(ps), **flags), qs, make(qs)
@@ -55,7 +62,9 @@ def sgd(params: Any) -> Optimizer:
 
 
 class Plain(torch.optim.Optimizer):
-    """Plain gradient descent, the base of optimizers that do one thing more: their `update` of one parameter."""
+    """Plain gradient descent, the base of optimizers that do one thing more: their `update` of one
+    parameter.
+    """
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, {"lr": 0.1, **options})
@@ -160,7 +169,12 @@ def test_a_class_that_needs_an_attribute_is_tried_with_it() -> None:
             p.count = getattr(p, "count", 0) + 1
 
     ps = parameters()
-    with pytest.raises(ValueError, match=r"Needs cannot be fused: step\(\) of a small copy of it raised AttributeError.*factor"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"Needs cannot be fused: step\(\) of a small copy of it raised AttributeError.*factor"
+        ),
+    ):
         fuse_optimizer(Needs(ps))
     for p in ps:
         p.factor = 0.5
@@ -169,7 +183,9 @@ def test_a_class_that_needs_an_attribute_is_tried_with_it() -> None:
     ps[2].is_hidden = True
     with pytest.raises(ValueError, match=r"Orthogonal cannot be fused: .*combines elements"):
         fuse_optimizer(Orthogonal(ps))
-    with pytest.raises(ValueError, match=r"Writes cannot be fused: .* different attributes for a parameter"):
+    with pytest.raises(
+        ValueError, match=r"Writes cannot be fused: .* different attributes for a parameter"
+    ):
         fuse_optimizer(Writes(ps))
 
 
@@ -203,7 +219,9 @@ def test_state_under_strings_is_left_where_it_is(steps_before: int) -> None:
 
 
 class DiffGrad(Plain):
-    """Multiplies by a sigmoid, whose last bits depend on an element's place in memory, as DiffGrad does."""
+    """Multiplies by a sigmoid, whose last bits depend on an element's place in memory, as DiffGrad
+    does.
+    """
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
         before = state.get("before", torch.zeros_like(p))
@@ -212,7 +230,9 @@ class DiffGrad(Plain):
 
 
 class DAdapt(Plain):
-    """Learns its step size from sums over all parameters, as D-Adaptation does; the first steps do not show it."""
+    """Learns its step size from sums over all parameters, as D-Adaptation does; the first steps do
+    not show it.
+    """
 
     d = 1e-6
 
@@ -223,7 +243,9 @@ class DAdapt(Plain):
 
 
 @pytest.mark.parametrize(
-    ("cls", "why"), [(DiffGrad, "rounds differently"), (DAdapt, r"combines elements .* by sum\(\)")], ids=["DiffGrad", "DAdapt"]
+    ("cls", "why"),
+    [(DiffGrad, "rounds differently"), (DAdapt, r"combines elements .* by sum\(\)")],
+    ids=["DiffGrad", "DAdapt"],
 )
 def test_classes_whose_bits_would_change_are_refused(cls: Any, why: str) -> None:
     with pytest.raises(ValueError, match=f"optimizer={cls.__name__} cannot be fused: .*{why}"):
@@ -283,7 +305,9 @@ def test_weights_move_beside_each_other_in_the_order_of_buckets() -> None:
     ps = parameters()
     fuse_optimizer(adam(ps))
     sizes = [4 * p.numel() for p in ps]
-    assert [p.data_ptr() - ps[-1].data_ptr() for p in ps] == [sum(sizes[place + 1 :]) for place in range(4)]
+    assert [p.data_ptr() - ps[-1].data_ptr() for p in ps] == [
+        sum(sizes[place + 1 :]) for place in range(4)
+    ]
 
 
 def test_what_lies_beside_each_other_is_fused_where_it_is() -> None:
@@ -315,9 +339,16 @@ def test_a_parameter_of_a_class_of_its_own_is_stepped_by_itself() -> None:
     class Special(nn.Parameter):
         pass
 
-    ps = [*parameters((3,), (4,)), Special(torch.ones(5)), nn.UninitializedParameter(requires_grad=False)]
+    ps = [
+        *parameters((3,), (4,)),
+        Special(torch.ones(5)),
+        nn.UninitializedParameter(requires_grad=False),
+    ]
     pointer = ps[2].data_ptr()
-    fused, plain = fuse_optimizer(sgd(ps)), sgd(qs := [*parameters((3,), (4,)), nn.Parameter(torch.ones(5))])
+    fused, plain = (
+        fuse_optimizer(sgd(ps)),
+        sgd(qs := [*parameters((3,), (4,)), nn.Parameter(torch.ones(5))]),
+    )
     for step in range(3):
         give(step, ps[:3], qs)
         fused.fuse_step()
@@ -340,10 +371,14 @@ def test_kept_gradients_move_together_once_and_new_ones_stay_where_they_are() ->
         give(step, ps)
         held = [(p.grad, p.grad.data_ptr()) for p in ps]
         fused.fuse_step()
-        assert [(id(p.grad), p.grad.data_ptr()) for p in ps] == [(id(grad), pointer) for grad, pointer in held]
+        assert [(id(p.grad), p.grad.data_ptr()) for p in ps] == [
+            (id(grad), pointer) for grad, pointer in held
+        ]
 
 
-def test_a_step_without_change_plans_nothing_and_allocates_no_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_change_plans_nothing_and_allocates_no_storage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     storage = torch.zeros(110)
     ps: list[Tensor] = [nn.Parameter(part) for part in storage.split(22)]
     fused: Any = fuse_optimizer(sgd(ps))
@@ -352,14 +387,20 @@ def test_a_step_without_change_plans_nothing_and_allocates_no_storage(monkeypatc
         fused.fuse_step()
     give(3, ps, kept=True)
     monkeypatch.setattr("bagua_ref.contrib.fuse.fuser.FusionPlan", None)
-    with Storages([*ps, *(p.grad for p in ps), *(state["momentum_buffer"] for state in fused.state.values())]) as storages:
+    with Storages(
+        [*ps, *(p.grad for p in ps), *(state["momentum_buffer"] for state in fused.state.values())]
+    ) as storages:
         fused.fuse_step()
     assert storages.start == 3 * 4 * 110
     assert storages.peak - storages.start <= 8  # one scalar of an operation
 
 
-@pytest.mark.parametrize(("flags", "allow_inexact"), [({}, False), ({"fused": True}, False), ({"fused": True}, True)])
-def test_a_graph_may_use_a_weight_after_a_fused_step_only_if_it_had_no_gradient(flags: Any, allow_inexact: bool) -> None:
+@pytest.mark.parametrize(
+    ("flags", "allow_inexact"), [({}, False), ({"fused": True}, False), ({"fused": True}, True)]
+)
+def test_a_graph_may_use_a_weight_after_a_fused_step_only_if_it_had_no_gradient(
+    flags: Any, allow_inexact: bool
+) -> None:
     ps = parameters((3, 5), (7,), (20_000,), (1,))  # a run, a large one, and a single element
     fused: Any = fuse_optimizer(torch.optim.SGD(ps, lr=0.1, **flags), allow_inexact=allow_inexact)
     for without in (None, 3):
@@ -412,12 +453,17 @@ def test_flattening_holds_one_copy_at_most_and_keeps_none(stepped: bool) -> None
         optimizer.step()
     kept = 3 if stepped else 2  # weights, gradients, momentum
     size = sum(4 * p.numel() for p in ps)
-    tensors = [*ps, *(p.grad for p in ps), *(state["momentum_buffer"] for state in optimizer.state.values())]
+    tensors = [
+        *ps,
+        *(p.grad for p in ps),
+        *(state["momentum_buffer"] for state in optimizer.state.values()),
+    ]
     with Storages(tensors) as storages:
         del tensors
         fuse_optimizer(optimizer)
         assert storages.start == kept * size
-        assert storages.peak <= (kept + 2) * size  # a weight's storage is counted beside the flat one of which it is a part
+        # a weight's storage is counted beside the flat one of which it is a part
+        assert storages.peak <= (kept + 2) * size
         assert storages.now() <= (kept + 1) * size
         for _ in range(4):
             optimizer.fuse_step()
@@ -434,8 +480,14 @@ class Whole(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("replace_step", [False, True])
-@pytest.mark.parametrize("make", [sgd, adam, lambda params: Whole(params, lr=0.1, momentum=0.9)], ids=["SGD", "Adam", "Whole"])
-def test_a_deep_copy_and_a_pickle_are_ordinary_and_leave_the_original_alone(make: Any, replace_step: bool) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [sgd, adam, lambda params: Whole(params, lr=0.1, momentum=0.9)],
+    ids=["SGD", "Adam", "Whole"],
+)
+def test_a_deep_copy_and_a_pickle_are_ordinary_and_leave_the_original_alone(
+    make: Any, replace_step: bool
+) -> None:
     ps, fused, qs, plain = twins(make, replace_step=replace_step)
     for step in range(3):
         give(step, ps, qs)
@@ -459,7 +511,13 @@ def test_a_deep_copy_and_a_pickle_are_ordinary_and_leave_the_original_alone(make
     plain.add_param_group({"params": parameters((3,))})
     fuse_optimizer(copied)
     for step in range(3, 6):
-        give(step, *([p for group in each.param_groups for p in group["params"]] for each in (copied, plain)))
+        give(
+            step,
+            *(
+                [p for group in each.param_groups for p in group["params"]]
+                for each in (copied, plain)
+            ),
+        )
         copied.fuse_step()
         plain.step()
         assert_alike(copied, plain)
@@ -473,7 +531,8 @@ def test_a_state_that_is_replaced_behind_its_back_counts() -> None:
     for step in range(12):
         give(step, ps, qs)
         if step == 2:
-            held = fused.state[ps[1]]  # a held entry can change later without another look-up in the state
+            # a held entry can change later without another look-up in the state
+            held = fused.state[ps[1]]
         if step == 6:
             held["exp_avg"] = torch.ones_like(ps[1])
             plain.state[qs[1]]["exp_avg"] = torch.ones_like(qs[1])
@@ -518,11 +577,18 @@ def test_state_is_shared_by_two_optimizers_as_torch_shares_it() -> None:
     ],
     ids=str,
 )
-def test_a_parameter_of_shape_nothing_has_the_bits_of_step_also_if_options_are_tensors(option: dict[str, Any]) -> None:
-    """Torch combines two scalars in the wider of their dtypes, and a vector with a scalar in the vector's dtype."""
+def test_a_parameter_of_shape_nothing_has_the_bits_of_step_also_if_options_are_tensors(
+    option: dict[str, Any],
+) -> None:
+    """Torch combines two scalars in the wider of their dtypes, and a vector with a scalar in the
+    vector's dtype.
+    """
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
-        ps = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((), (3,), (2, 2), ())]
+        ps = [
+            torch.nn.Parameter(torch.randn(shape, generator=generator))
+            for shape in ((), (3,), (2, 2), ())
+        ]
         qs = [torch.nn.Parameter(p.detach().clone()) for p in ps]
         fused = fuse_optimizer(torch.optim.AdamW(ps, lr=0.01, foreach=False))
         plain = torch.optim.AdamW(qs, lr=0.01, foreach=False)
@@ -544,12 +610,16 @@ def test_named_parameters_keep_their_names() -> None:
     optimizer = fuse_optimizer(torch.optim.Adam(model.named_parameters()))
     model(torch.ones(1, 3)).sum().backward()
     optimizer.fuse_step()
-    assert optimizer.state_dict()["param_groups"][0]["param_names"] == [name for name, _ in model.named_parameters()]
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == [
+        name for name, _ in model.named_parameters()
+    ]
     assert optimizer._bagua_fused_count == 1
 
 
 @pytest.mark.parametrize("do_flatten", [True, False])
-def test_weights_of_a_later_group_move_when_it_is_added_and_never_in_a_step(do_flatten: bool) -> None:
+def test_weights_of_a_later_group_move_when_it_is_added_and_never_in_a_step(
+    do_flatten: bool,
+) -> None:
     ps, late, qs = parameters(), parameters((4,), (2, 3)), parameters()
     late_twins = copy.deepcopy(late)
     fused, plain = fuse_optimizer(adam(ps), do_flatten=do_flatten), adam(qs)
@@ -562,7 +632,11 @@ def test_weights_of_a_later_group_move_when_it_is_added_and_never_in_a_step(do_f
     plain.param_groups[0]["params"] += copy.deepcopy(appended)
     aliases = [p.data for p in (*ps, *late, *appended)]
     for step in range(3):
-        give(step, fused.param_groups[0]["params"] + late, plain.param_groups[0]["params"] + late_twins)
+        give(
+            step,
+            fused.param_groups[0]["params"] + late,
+            plain.param_groups[0]["params"] + late_twins,
+        )
         fused.fuse_step()
         plain.step()
         for p, alias in zip((*ps, *late, *appended), aliases, strict=True):
@@ -588,7 +662,10 @@ def test_weights_that_are_read_as_another_dtype_where_they_are_leave_their_run()
 def test_a_weight_that_is_tied_to_another_one_later_is_updated_in_turn() -> None:
     ps = [nn.Parameter(torch.ones(4, dtype=torch.float32)), *parameters((4,), (4,))]
     qs = copy.deepcopy(ps)
-    fused, plain = (torch.optim.SGD([{"params": each}], lr=0.1, weight_decay=0.5, foreach=False) for each in (ps, qs))
+    fused, plain = (
+        torch.optim.SGD([{"params": each}], lr=0.1, weight_decay=0.5, foreach=False)
+        for each in (ps, qs)
+    )
     for each in (ps, qs):
         each[0].data = torch.ones(8)[::2]  # not contiguous, so not part of any run
     fused = fuse_optimizer(fused)

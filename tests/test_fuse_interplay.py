@@ -12,7 +12,12 @@ from tests.trainings import simulate
 from torch import Tensor, nn
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, QAdamAlgorithm, QAdamOptimizer
+from bagua_ref.algorithms import (
+    Algorithm,
+    GradientAllReduceAlgorithm,
+    QAdamAlgorithm,
+    QAdamOptimizer,
+)
 from bagua_ref.conformance.lab.twins import no_warning
 from bagua_ref.contrib import fuse_optimizer
 from bagua_ref.simulation import SimulatedWorld
@@ -33,7 +38,9 @@ def make(name: str, module: nn.Module) -> Any:
     return torch.optim.Adam(module.parameters(), lr=0.01)
 
 
-def train(module: nn.Module, optimizer: Any, rank: int, steps: int, fused: bool, set_to_none: bool) -> list[Tensor]:
+def train(
+    module: nn.Module, optimizer: Any, rank: int, steps: int, fused: bool, set_to_none: bool
+) -> list[Tensor]:
     for step in range(steps):
         optimizer.zero_grad(set_to_none=set_to_none)
         inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * rank + step))
@@ -48,7 +55,9 @@ def train(module: nn.Module, optimizer: Any, rank: int, steps: int, fused: bool,
 def wrapped(
     rank: int, name: str, fuse: bool, set_to_none: bool, do_flatten: bool, fuse_first: bool
 ) -> tuple[list[Tensor], int, int]:
-    """Return the weights after 10 steps, the number of fused groups, and the number of weights that have moved meanwhile."""
+    """Return the weights after 10 steps, the number of fused groups, and the number of weights that
+    have moved meanwhile.
+    """
     module = network()
     optimizer = make(name, module)
     algorithm: Any
@@ -81,7 +90,11 @@ def wrapped(
         ("gradient_allreduce", False, False, False),
         ("gradient_allreduce", True, False, False),
         ("bytegrad", False, True, False),
-        *(("decentralized", flatten, first, first) for flatten in (False, True) for first in (False, True)),
+        *(
+            ("decentralized", flatten, first, first)
+            for flatten in (False, True)
+            for first in (False, True)
+        ),
         ("qadam", False, True, True),
         ("qadam", True, False, False),
         ("async", True, False, True),
@@ -106,7 +119,8 @@ def test_S6_a_wrapped_module_trains_as_with_the_unfused_optimizer(
     ):
         for mine, right in zip(ours, theirs, strict=True):
             assert torch.equal(mine, right)
-        # Weights that a bucket holds are not moved, and momenta there, after a warm-up of 3 steps, are not stepped as one.
+        # Weights that a bucket holds are not moved, and momenta there, after a warm-up of 3 steps,
+        # are not stepped as one.
         apart = name == "decentralized" and not do_flatten and not fuse_first
         assert count == (0 if apart else 3 if name == "qadam" else 8)
         assert moved == (6 if name not in ("decentralized", "async") and not fuse_first else 0)
@@ -116,14 +130,18 @@ def test_S6_low_precision_decentralized_refuses_a_fused_optimizer() -> None:
     def main(r: int) -> None:
         module = network()
         optimizer = fuse_optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
-        module.with_bagua([optimizer], Algorithm.init("low_precision_decentralized", hierarchical=False))
+        module.with_bagua(
+            [optimizer], Algorithm.init("low_precision_decentralized", hierarchical=False)
+        )
 
     with pytest.raises(ValueError, match="optimizers hold a fused SGD"):
         simulate(2, main)
 
 
 @pytest.mark.parametrize("bucket_size", ["200", "10000000"])
-def test_S6_gradients_and_momenta_stay_in_their_buckets(monkeypatch: pytest.MonkeyPatch, bucket_size: str) -> None:
+def test_S6_gradients_and_momenta_stay_in_their_buckets(
+    monkeypatch: pytest.MonkeyPatch, bucket_size: str
+) -> None:
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", bucket_size)
 
     def main(r: int) -> None:
@@ -137,7 +155,9 @@ def test_S6_gradients_and_momenta_stay_in_their_buckets(monkeypatch: pytest.Monk
 
         module = network()
         optimizer = make("qadam", module)
-        module.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical=False), do_flatten=False)
+        module.with_bagua(
+            [optimizer], QAdamAlgorithm(optimizer, hierarchical=False), do_flatten=False
+        )
         train(module, optimizer, r, 4, False, True)
         pointers = [optimizer.state[p]["exp_avg"].data_ptr() for p in module.parameters()]
         fuse_optimizer(optimizer)
@@ -167,9 +187,16 @@ def test_S6_torch_ddp_trains_as_with_the_unfused_optimizer() -> None:
             assert all(map(torch.equal, ours, theirs))
 
 
-def twins(make: Callable[[Any], Optimizer], replace_step: bool = False) -> tuple[nn.Module, Any, nn.Module, Any]:
+def twins(
+    make: Callable[[Any], Optimizer], replace_step: bool = False
+) -> tuple[nn.Module, Any, nn.Module, Any]:
     ours, theirs = network(), network()
-    return ours, fuse_optimizer(make(ours.parameters()), replace_step=replace_step), theirs, make(theirs.parameters())
+    return (
+        ours,
+        fuse_optimizer(make(ours.parameters()), replace_step=replace_step),
+        theirs,
+        make(theirs.parameters()),
+    )
 
 
 def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
@@ -178,7 +205,9 @@ def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
 
 @pytest.mark.parametrize("replace", [True, False])
 def test_S6_a_grad_scaler_unscales_and_skips_overflows(replace: bool) -> None:
-    ours, fused, theirs, plain = twins(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), replace)
+    ours, fused, theirs, plain = twins(
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), replace
+    )
     for module, optimizer in ((ours, fused), (theirs, plain)):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         for step in range(8):
@@ -204,11 +233,14 @@ def test_S6_a_grad_scaler_unscales_and_skips_overflows(replace: bool) -> None:
     "schedule",
     [
         lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5),
-        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=12),  # momentum too
+        # momentum too
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=12),
         lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, 2),
     ],
 )
-def test_S6_learning_rate_schedulers_made_before_fusing_see_fuse_step_as_a_step(schedule: Any) -> None:
+def test_S6_learning_rate_schedulers_made_before_fusing_see_fuse_step_as_a_step(
+    schedule: Any,
+) -> None:
     ours, theirs = network(), network()
     fused: Any = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
     plain = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
@@ -227,7 +259,9 @@ def test_S6_learning_rate_schedulers_made_before_fusing_see_fuse_step_as_a_step(
 
 @pytest.mark.parametrize("before", [True, False])
 def test_S6_a_replaced_step_is_fused_whoever_calls_it(before: bool) -> None:
-    """A scheduler wraps the method, whether made before or after it is replaced, and hooks run once."""
+    """A scheduler wraps the method, whether made before or after it is replaced, and hooks run
+    once.
+    """
     ours, theirs, calls = network(), network(), list[str]()
     fused: Any = torch.optim.Adam(ours.parameters())
     plain = torch.optim.Adam(theirs.parameters())
@@ -244,7 +278,11 @@ def test_S6_a_replaced_step_is_fused_whoever_calls_it(before: bool) -> None:
             for module, optimizer in ((ours, fused), (theirs, plain)):
                 inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
 
-                def loss(module: nn.Module = module, optimizer: Any = optimizer, inputs: torch.Tensor = inputs) -> torch.Tensor:
+                def loss(
+                    module: nn.Module = module,
+                    optimizer: Any = optimizer,
+                    inputs: torch.Tensor = inputs,
+                ) -> torch.Tensor:
                     optimizer.zero_grad()
                     found = module(inputs).square().mean()
                     found.backward()

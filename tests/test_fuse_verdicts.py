@@ -1,4 +1,6 @@
-"""Tests of which optimizers can be fused: torch's own by a table that is verified here, others by the probe (S6)."""
+"""Tests of which optimizers can be fused: torch's own by a table that is verified here, others by
+the probe (S6).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from tests.scripts import load_script
 from tests.test_fuse import Plain, give, parameters
 from torch import Tensor
 
-from bagua_ref.contrib.fuse.optimizer import ELEMENTWISE, NOT_ELEMENTWISE, fuse_optimizer, is_fused_optimizer, try_on_clones
+from bagua_ref.contrib.fuse.optimizer import (
+    ELEMENTWISE,
+    NOT_ELEMENTWISE,
+    fuse_optimizer,
+    is_fused_optimizer,
+    try_on_clones,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +36,8 @@ def test_the_page_is_current_and_has_every_optimizer_of_torch() -> None:
     for name, cls in verdicts.classes().items():  # older versions of torch have fewer
         row = verdicts.row(name, cls)
         assert row in page, "run: python docs/_fuse_table.py"
-        assert ("| equal in every bit |" in row) == ("| fused |" in row) == (name in ELEMENTWISE)  # a trial agrees
+        # a trial agrees
+        assert ("| equal in every bit |" in row) == ("| fused |" in row) == (name in ELEMENTWISE)
     listed = [line.split("`")[1] for line in page if line.startswith("| `")]
     assert sorted(listed) == sorted([*ELEMENTWISE, *NOT_ELEMENTWISE])
 
@@ -37,7 +46,9 @@ def test_the_page_is_current_and_has_every_optimizer_of_torch() -> None:
 @pytest.mark.parametrize("name", [name for name in NOT_ELEMENTWISE if name in verdicts.classes()])
 def test_what_is_known_to_couple_elements_is_refused_by_name(name: str, verify: bool) -> None:
     optimizer = verdicts.make(verdicts.classes()[name])
-    with pytest.raises(ValueError, match=f"optimizer={name} cannot be fused: {NOT_ELEMENTWISE[name][:20]}"):
+    with pytest.raises(
+        ValueError, match=f"optimizer={name} cannot be fused: {NOT_ELEMENTWISE[name][:20]}"
+    ):
         fuse_optimizer(optimizer, verify=verify)
     assert not is_fused_optimizer(optimizer)
 
@@ -81,7 +92,12 @@ class WholeSteps(Plain):
     """Depends on all parameters together."""
 
     def step(self, closure: Any = None) -> Any:
-        self.total = sum(float(p.grad.sum()) for group in self.param_groups for p in group["params"] if p.grad is not None)
+        self.total = sum(
+            float(p.grad.sum())
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        )
         return super().step(closure)
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
@@ -147,7 +163,10 @@ def test_a_class_that_updates_each_element_by_itself_is_fused(cls: Any) -> None:
         (Rows, r"combines elements .* by mean\(\)"),
         (Blocks, r"state 'blocks' .* is a list, which cannot be split"),
         (Counts, "different weights"),
-        (NeedsClosure, r"step\(\) of a small copy of it raised TypeError: .*closure.* pass verify=False"),
+        (
+            NeedsClosure,
+            r"step\(\) of a small copy of it raised TypeError: .*closure.* pass verify=False",
+        ),
     ],
 )
 def test_a_class_that_does_not_is_refused_with_the_reason(cls: Any, why: str) -> None:
@@ -168,10 +187,12 @@ def test_a_class_that_does_not_is_refused_with_the_reason(cls: Any, why: str) ->
 @pytest.mark.parametrize(
     "special",
     [
-        lambda p: p.ndim > 3,  # like gradient centralization, which is often applied to convolutions only
+        # like gradient centralization, which is often applied to convolutions only
+        lambda p: p.ndim > 3,
         lambda p: p.ndim == 5,
         lambda p: p.ndim == 2 and p.shape[0] == p.shape[1],
-        lambda p: p.ndim > 1 and min(p.shape) >= 128,  # like Adafactor's factors in most implementations
+        # like Adafactor's factors in most implementations
+        lambda p: p.ndim > 1 and min(p.shape) >= 128,
         lambda p: p.numel() >= 4096,  # like 8-bit state
     ],
 )
@@ -180,18 +201,26 @@ def test_a_class_that_treats_a_few_shapes_otherwise_is_refused(special: Any) -> 
         def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
             p.sub_(grad.sign() if special(p) else grad, alpha=group["lr"])
 
-    with pytest.raises(ValueError, match=r"optimizer=Special cannot be fused: .*depends on shapes or order"):
+    with pytest.raises(
+        ValueError, match=r"optimizer=Special cannot be fused: .*depends on shapes or order"
+    ):
         fuse_optimizer(Special(parameters()))
 
 
 class Shampoo(Plain):
-    """Multiplies by a root of a matrix for each dimension, as Shampoo does; of a vector of n elements, that has n x n."""
+    """Multiplies by a root of a matrix for each dimension, as Shampoo does; of a vector of n
+    elements, that has n x n.
+    """
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
         for dim, size in enumerate(grad.shape):
             rows = grad.transpose(0, dim).reshape(size, -1)
-            values, vectors = torch.linalg.eigh(state.setdefault(dim, torch.eye(size) * 1e-4).add_(rows @ rows.t()))
-            rows = vectors @ (values.clamp_min(1e-6).pow(-1 / grad.ndim).unsqueeze(1) * (vectors.t() @ rows))
+            values, vectors = torch.linalg.eigh(
+                state.setdefault(dim, torch.eye(size) * 1e-4).add_(rows @ rows.t())
+            )
+            rows = vectors @ (
+                values.clamp_min(1e-6).pow(-1 / grad.ndim).unsqueeze(1) * (vectors.t() @ rows)
+            )
             grad = rows.view(grad.transpose(0, dim).shape).transpose(0, dim)
         p.sub_(grad, alpha=group["lr"])
 
@@ -217,7 +246,11 @@ class Pairs(Plain):
 @pytest.mark.parametrize("cls", [Shampoo, Pairs])
 def test_a_trial_makes_no_matrices_with_a_row_for_each_element(cls: Any) -> None:
     with pytest.raises(
-        ValueError, match=rf"optimizer={cls.__name__} cannot be fused: its step combines elements .* by m(m|ul)\(\)"
+        ValueError,
+        match=(
+            rf"optimizer={cls.__name__} cannot be fused: its step combines elements .* by"
+            r" m(m|ul)\(\)"
+        ),
     ):
         fuse_optimizer(cls(parameters()))
 
@@ -225,9 +258,14 @@ def test_a_trial_makes_no_matrices_with_a_row_for_each_element(cls: Any) -> None
 def test_a_trial_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bagua_ref.contrib.fuse.optimizer.MOST_SECONDS", 0.1)
     calls: list[int] = []
-    monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: (calls.append(1), sleep(seconds)))
+    monkeypatch.setattr(
+        time, "sleep", lambda seconds, sleep=time.sleep: (calls.append(1), sleep(seconds))
+    )
     optimizer = Slow(parameters())
-    with pytest.raises(ValueError, match=r"optimizer=Slow cannot be fused: .* more than 0.1 s\. .* pass verify=False"):
+    with pytest.raises(
+        ValueError,
+        match=r"optimizer=Slow cannot be fused: .* more than 0.1 s\. .* pass verify=False",
+    ):
         fuse_optimizer(optimizer)
     assert len(calls) <= 9  # one step of a clone, of 16 and more
     assert not is_fused_optimizer(optimizer)
@@ -259,10 +297,16 @@ class Stubborn(SlowInside):
 def test_a_trial_ends_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, cls: Any) -> None:
     steps: list[int] = []
     monkeypatch.setattr(SlowInside, "seconds", 0.0)
-    monkeypatch.setattr("bagua_ref.contrib.fuse.optimizer.time", SimpleNamespace(monotonic=lambda: SlowInside.seconds))
+    monkeypatch.setattr(
+        "bagua_ref.contrib.fuse.optimizer.time",
+        SimpleNamespace(monotonic=lambda: SlowInside.seconds),
+    )
     monkeypatch.setattr("bagua_ref.contrib.fuse.optimizer.MOST_SECONDS", 0.03)
     monkeypatch.setattr(cls, "step", lambda self, step=Plain.step: (step(self), steps.append(1)))
-    with pytest.raises(ValueError, match=rf"{cls.__name__} cannot be fused: .* more than 0.03 s\. .* pass verify=False"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{cls.__name__} cannot be fused: .* more than 0.03 s\. .* pass verify=False",
+    ):
         fuse_optimizer(cls(parameters()))
     assert not steps
 
@@ -278,7 +322,9 @@ def test_a_trial_ends_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, c
         (lambda params: torch.optim.SGD([{"params": []}], lr=0.1), False),
     ],
 )
-def test_the_log_says_once_where_torch_has_a_fused_step(make: Any, said: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_once_where_torch_has_a_fused_step(
+    make: Any, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     try:
         torch.optim.SGD(parameters(), lr=0.1, fused=True)
     except RuntimeError:
@@ -326,7 +372,10 @@ def test_verify_false_is_at_the_users_risk() -> None:
     assert optimizer._bagua_fused_count == 1
     blocks: Any = fuse_optimizer(Blocks(parameters()), verify=False)
     give(0, blocks.param_groups[0]["params"])
-    with pytest.raises(RuntimeError, match=r"state 'blocks' of 110 elements in 4 parameters is a list, .* cannot be fused"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"state 'blocks' of 110 elements in 4 parameters is a list, .* cannot be fused",
+    ):
         blocks.fuse_step()
 
 
@@ -364,7 +413,9 @@ def test_an_optimizer_that_was_stepped_before_is_tried_from_where_it_is() -> Non
     assert fused._bagua_fused_count == 1
 
 
-def test_a_third_party_optimizer_passes_and_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_third_party_optimizer_passes_and_the_example_runs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     if "CI" not in os.environ:  # CI must have it
         pytest.importorskip("lion_pytorch")
     from lion_pytorch import Lion

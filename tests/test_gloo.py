@@ -1,4 +1,6 @@
-"""Tests of real processes, over gloo and through shared memory, where the simulated world does not suffice (S1, S2.5, S3.9)."""
+"""Tests of real processes, over gloo and through shared memory, where the simulated world does not
+suffice (S1, S2.5, S3.9).
+"""
 
 from __future__ import annotations
 
@@ -49,17 +51,28 @@ def warm_up(comm):
 
 
 class InStep:
-    """Worlds for the conformance suite on real processes, which draw the same inputs and hear of each other's results.
+    """Worlds for the conformance suite on real processes, which draw the same inputs and hear of
+    each other's results.
 
-    The first ranks are a smaller world; its nodes are not those of the input, which collectives on tensors do not see.
+    The first ranks are a smaller world; its nodes are not those of the input, which collectives on
+    tensors do not see.
     """
 
     def __init__(self):
-        self.comms = [bagua_ref.new_group(list(range(n + 1))).get_global_communicator() for n in range(bagua_ref.get_world_size())]
-        self.store, self.rank, self.round = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])), bagua_ref.get_rank(), 0
+        self.comms = [
+            bagua_ref.new_group(list(range(n + 1))).get_global_communicator()
+            for n in range(bagua_ref.get_world_size())
+        ]
+        self.store, self.rank, self.round = (
+            dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])),
+            bagua_ref.get_rank(),
+            0,
+        )
 
     def run_world(self, factory, nodes, program, seed):
-        """Return every rank's result or raise the first rank's error, as the conformance package's function does."""
+        """Return every rank's result or raise the first rank's error, as the conformance package's
+        function does.
+        """
         self.round += 1
         result = error = None
         if self.rank < sum(nodes):
@@ -76,7 +89,9 @@ class InStep:
 
 
 def run_suite(seed=0, inputs=4):
-    """Run the collectives' suite on the processes of this world; return each check's message, up to the first failure."""
+    """Run the collectives' suite on the processes of this world; return each check's message, up to
+    the first failure.
+    """
     from bagua_ref.conformance.lab.journal import Journal
     from bagua_ref.conformance.run.search import PROFILES, Search, search
     from bagua_ref.conformance.suites.checks import checks_of
@@ -84,7 +99,12 @@ def run_suite(seed=0, inputs=4):
     from bagua_ref.conformance.targets.target import resolve
 
     PROFILES["quick"], world.run_world, messages = inputs, InStep().run_world, {}
-    target = resolve(SimpleNamespace(communicator=world.own_communicator, capabilities={"max_ranks": bagua_ref.get_world_size()}))
+    target = resolve(
+        SimpleNamespace(
+            communicator=world.own_communicator,
+            capabilities={"max_ranks": bagua_ref.get_world_size()},
+        )
+    )
     for name, check in checks_of(["collectives"]).items():
         if name.endswith("barrier"):  # its ranks share a list
             continue
@@ -117,7 +137,9 @@ def test_S3_9_the_suite_and_further_cases_pass_on_processes(nranks, over_gloo):
 
 
 class ThroughTheHost(TorchDistributedCommunicator):
-    """A communicator that copies every tensor through the host, as for CUDA tensors of ranks that share a GPU."""
+    """A communicator that copies every tensor through the host, as for CUDA tensors of ranks that
+    share a GPU.
+    """
 
     def _reachable(self, tensor, copied=True):
         return tensor.clone() if copied else torch.empty_like(tensor)
@@ -128,7 +150,9 @@ def random_shard(rank, size, dtype):
 
 
 def reduce_random():
-    """Return this rank's results for several dtypes and operators, and sizes on both sides of every switch of algorithm."""
+    """Return this rank's results for several dtypes and operators, and sizes on both sides of every
+    switch of algorithm.
+    """
     rank, n, results = bagua_ref.get_rank(), bagua_ref.get_world_size(), {}
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX):
@@ -145,7 +169,9 @@ def reduce_random():
 
 @transports
 def test_S3_9_reductions_of_random_floats(over_gloo):
-    """All ranks get the same bits; our own sums go in rank order, with 16-bit floats added in float32 and rounded once."""
+    """All ranks get the same bits; our own sums go in rank order, with 16-bit floats added in
+    float32 and rounded once.
+    """
     nranks = 3
     results = launch(reduce_random, nranks, over_gloo=over_gloo)
     for (dtype, op, size), (total, _, reduced) in results[0].items():
@@ -158,7 +184,11 @@ def test_S3_9_reductions_of_random_floats(over_gloo):
             parts = [shard[: size // nranks * nranks].chunk(nranks)[rank] for shard in shards]
             assert torch.equal(scattered, combine(parts, ReduceOp[op]))
         for result in (total, reduced):
-            assert torch.equal(result, expected) if exact else torch.allclose(result, expected, rtol=0, atol=1e-6)
+            assert (
+                torch.equal(result, expected)
+                if exact
+                else torch.allclose(result, expected, rtol=0, atol=1e-6)
+            )
 
 
 @transports
@@ -168,7 +198,10 @@ def test_large_tensors_do_not_wait_for_each_other(over_gloo):
     rank, n, comm = bagua_ref.get_rank(), bagua_ref.get_world_size(), default_comm()
     send = torch.full((2**21,), float(rank))
     from_left, from_right = torch.empty(2**21), torch.empty(2**21)
-    comm.exchange([(send, (rank - 1) % n), (send, (rank + 1) % n)], [(from_left, (rank - 1) % n), (from_right, (rank + 1) % n)])
+    comm.exchange(
+        [(send, (rank - 1) % n), (send, (rank + 1) % n)],
+        [(from_left, (rank - 1) % n), (from_right, (rank + 1) % n)],
+    )
     assert from_left.unique().tolist() == [(rank - 1) % n]
     assert from_right.unique().tolist() == [(rank + 1) % n]
     everything = torch.empty(n * 2**21)
@@ -181,7 +214,15 @@ def test_tensors_that_gloo_cannot_reach_go_through_the_hosts_memory():
     group = _get_default_group()
     transport = group._job.transport
     for name, shares_memory in (("gloo", False), ("memory", True)):
-        place = (dist.PrefixStore(name, transport.store), name, transport.rank, group.ranks, 30.0, transport.waits, shares_memory)
+        place = (
+            dist.PrefixStore(name, transport.store),
+            name,
+            transport.rank,
+            group.ranks,
+            30.0,
+            transport.waits,
+            shares_memory,
+        )
         comm = ThroughTheHost(Connection(*place), uses_nccl=False)
         for call in cases.calls(comm.nranks()):
             cases.check(comm, call)
@@ -204,12 +245,20 @@ def test_S3_9_collectives_of_cuda_tensors(nranks, backend):
 
 def places():
     group = _get_default_group()
-    comms = group.get_global_communicator(), group.get_inter_node_communicator(), group.get_intra_node_communicator()
+    comms = (
+        group.get_global_communicator(),
+        group.get_inter_node_communicator(),
+        group.get_intra_node_communicator(),
+    )
     x = torch.tensor([10.0 ** bagua_ref.get_rank()])
     bagua_ref.allreduce_inplace(x, comm=comms[2])
     bagua_ref.allreduce_inplace(x, comm=comms[1])
     bagua_ref.broadcast(x, 0, comms[2])
-    identity = (bagua_ref.env.get_node_rank(), bagua_ref.get_local_rank(), bagua_ref.get_local_size())
+    identity = (
+        bagua_ref.env.get_node_rank(),
+        bagua_ref.get_local_rank(),
+        bagua_ref.get_local_size(),
+    )
     return identity, [(comm.rank(), comm.nranks()) for comm in comms], x.item()
 
 
@@ -290,7 +339,11 @@ def test_a_group_of_torchs_among_some_ranks():
 @on_every_process(3)
 def test_two_threads_with_a_group_each(over_gloo):
     """Each thread reduces its own numbers in its own group; the sizes differ between threads."""
-    rank, groups, wrong = bagua_ref.get_rank(), [bagua_ref.new_group(), bagua_ref.new_group().for_background()], []
+    rank, groups, wrong = (
+        bagua_ref.get_rank(),
+        [bagua_ref.new_group(), bagua_ref.new_group().for_background()],
+        [],
+    )
 
     def work(thread):
         comm = groups[thread].get_global_communicator()  # both threads connect at the same time
@@ -355,17 +408,26 @@ def call_differently():
     for name, (call, other, *_) in disagreements.DIFFERENT_CALLS.items():
         comm = bagua_ref.new_group().get_global_communicator()
         begin = time.monotonic()
-        found[name] = caught(other if last else call, comm), caught(comm.barrier), time.monotonic() - begin
+        found[name] = (
+            caught(other if last else call, comm),
+            caught(comm.barrier),
+            time.monotonic() - begin,
+        )
     return found
 
 
-@pytest.mark.parametrize(("nranks", "over_gloo"), [(2, True), (3, False)], ids=["2-gloo", "3-memory"])
+@pytest.mark.parametrize(
+    ("nranks", "over_gloo"), [(2, True), (3, False)], ids=["2-gloo", "3-memory"]
+)
 def test_S3_9_ranks_that_make_different_calls_are_told_at_once_who_calls_what(nranks, over_gloo):
     others = "ranks 0-1 call" if nranks == 3 else "rank 0 calls"
     for found in launch(call_differently, nranks, over_gloo=over_gloo):
         for name, (message, then, seconds) in found.items():
             _, _, first, last = disagreements.DIFFERENT_CALLS[name]
-            assert f"{others} {first}" in message or first in message.partition(others)[2].partition(", rank")[0], (name, message)
+            assert (
+                f"{others} {first}" in message
+                or first in message.partition(others)[2].partition(", rank")[0]
+            ), (name, message)
             assert last in message.partition(f", rank {nranks - 1} calls ")[2], (name, message)
             assert "all ranks must call the same collective" in message, name
             assert then != "no error", name
@@ -378,7 +440,10 @@ def send_something_else():
         comm = bagua_ref.new_group().get_global_communicator()
         warm_up(comm)
         begin = time.monotonic()
-        found[name] = [caught(receive if rank else send, comm), caught(comm.barrier)], time.monotonic() - begin
+        found[name] = (
+            [caught(receive if rank else send, comm), caught(comm.barrier)],
+            time.monotonic() - begin,
+        )
     return found
 
 
@@ -389,7 +454,9 @@ def test_S3_9_a_message_of_another_size_or_dtype_is_an_error_on_both_ranks(over_
         (message, then), seconds = receiver[name]
         assert then != "no error"
         assert seconds < 5
-        assert not over_gloo or f"rank 0 sent {sent}, but rank 1 receives {received}" in message, name
+        assert not over_gloo or f"rank 0 sent {sent}, but rank 1 receives {received}" in message, (
+            name
+        )
         assert over_gloo or "rank 0 of the group has sent" in message, name
         assert any("rank 1 gave up" in text for text in sender[name][0]), (name, sender[name])
 
@@ -443,28 +510,47 @@ def collectives_that_wait(comm):
     }
 
 
-WAITING = ("allreduce", "small allreduce", "allgather", "alltoall", "broadcast", "recv", "exchange", "barrier")
+WAITING = (
+    "allreduce",
+    "small allreduce",
+    "allgather",
+    "alltoall",
+    "broadcast",
+    "recv",
+    "exchange",
+    "barrier",
+)
 
 
 @transports
 def test_S2_5_a_rank_that_dies_makes_the_others_raise(over_gloo):
-    """The error comes long before the timeout of a minute and names the collective, the group and the ranks."""
+    """The error comes long before the timeout of a minute and names the collective, the group and
+    the ranks.
+    """
     started = time.monotonic()
     ended = outcomes(die, 3, over_gloo=over_gloo)
     assert ended[1].exitcode == -signal.SIGKILL
     assert time.monotonic() - started < 40
     for rank in (0, 2):
-        assert isinstance(ended[rank].error, CommunicationError), ended[rank].traceback  # from the barrier at the end
+        # from the barrier at the end
+        assert isinstance(ended[rank].error, CommunicationError), ended[rank].traceback
         assert set(ended[rank].result) == set(WAITING)
         for collective, (group, message) in ended[rank].result.items():
-            for part in (collective.split()[-1], group, f" on rank {rank} in group ", " of ranks 0-2 "):
+            for part in (
+                collective.split()[-1],
+                group,
+                f" on rank {rank} in group ",
+                " of ranks 0-2 ",
+            ):
                 assert part in message
 
 
 @transports
 @on_every_process(3, collective_timeout=2)
 def test_S2_5_a_rank_that_stays_away_makes_the_others_raise_in_time_and_is_named(over_gloo):
-    """Rank 1 joins none of rank 0's collectives, each with its own group and thread; rank 2 waits for it to connect."""
+    """Rank 1 joins none of rank 0's collectives, each with its own group and thread; rank 2 waits
+    for it to connect.
+    """
     comms = {name: bagua_ref.new_group().get_global_communicator() for name in WAITING}
     raised = {}
 
@@ -498,14 +584,19 @@ def test_S2_5_a_rank_that_stays_away_makes_the_others_raise_in_time_and_is_named
             assert message.startswith(name.split()[-1])
             assert "timed out after 2 s; rank 1 has not come" in message
             if name in ("allreduce", "allgather", "barrier"):
-                assert f"rank 2 has not come, waiting in connect of group '{pair.group_name}/global'" in message
+                assert (
+                    f"rank 2 has not come, waiting in connect of group '{pair.group_name}/global'"
+                    in message
+                )
     bagua_ref.destroy_process_group()
 
 
 @on_every_process(2, init=False)
 def test_S1_nobody_waits_for_ever_for_the_others_to_start():
     if bagua_ref.get_rank() == 1:
-        said = r"rank 1 timed out after 0\.5 s waiting for rank 0 of 2 in the store at 127\.0\.0\.1:"
+        said = (
+            r"rank 1 timed out after 0\.5 s waiting for rank 0 of 2 in the store at 127\.0\.0\.1:"
+        )
         with pytest.raises(CommunicationTimeoutError, match=said):
             bagua_ref.init_process_group(timeout=0.5)
         assert not bagua_ref.is_initialized()
@@ -572,7 +663,9 @@ def end_with_an_exception():
         sys.last_value = ValueError("no batch 7")
         atexit._run_exitfuncs()
         os._exit(1)
-    with pytest.raises(CommunicationError, match=r"failed; rank 1 ended with ValueError: no batch 7$"):
+    with pytest.raises(
+        CommunicationError, match=r"failed; rank 1 ended with ValueError: no batch 7$"
+    ):
         bagua_ref.allreduce_inplace(torch.ones(10))
     bagua_ref.destroy_process_group()
 
@@ -589,7 +682,9 @@ def test_S2_5_a_store_that_is_gone_is_our_error():
             raise RuntimeError("Connection reset by peer")
 
     waits = Waiting(dist.HashStore(), 0, 1, Processes([], 0))
-    with pytest.raises(CommunicationError, match=r"connect on .*'alone'.* failed; .*Connection reset by peer"):
+    with pytest.raises(
+        CommunicationError, match=r"connect on .*'alone'.* failed; .*Connection reset by peer"
+    ):
         Connection(Gone(), "alone", 0, [0], 30.0, waits)
     waits.close()
 
@@ -603,7 +698,17 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_works_are_freed_before_abort_can_have_the_turn_even_if_the_error_is_kept(end):
-    connection, freed = Connection(dist.HashStore(), "alone", 0, [0], 30.0, Waiting(dist.HashStore(), 0, 1, Processes([], 0))), []
+    connection, freed = (
+        Connection(
+            dist.HashStore(),
+            "alone",
+            0,
+            [0],
+            30.0,
+            Waiting(dist.HashStore(), 0, 1, Processes([], 0)),
+        ),
+        [],
+    )
 
     class Work:
         @staticmethod  # as with torch's, no Python frame refers to the work
@@ -626,7 +731,17 @@ def test_works_are_freed_before_abort_can_have_the_turn_even_if_the_error_is_kep
 
 
 def test_S2_5_no_work_outlives_what_failed_between_two_pieces_even_if_the_error_is_kept():
-    connection, freed = Connection(dist.HashStore(), "alone", 0, [0], 30.0, Waiting(dist.HashStore(), 0, 1, Processes([], 0))), []
+    connection, freed = (
+        Connection(
+            dist.HashStore(),
+            "alone",
+            0,
+            [0],
+            30.0,
+            Waiting(dist.HashStore(), 0, 1, Processes([], 0)),
+        ),
+        [],
+    )
 
     class Work:
         def __del__(self):
@@ -641,7 +756,10 @@ def test_S2_5_no_work_outlives_what_failed_between_two_pieces_even_if_the_error_
         raise FloatingPointError
 
     with pytest.raises(FloatingPointError) as kept:
-        connection.run("alltoall", lambda _: exchange_pipelined(Group, [], [(torch.zeros(4), 0)], ([0], [0]), fill))
+        connection.run(
+            "alltoall",
+            lambda _: exchange_pipelined(Group, [], [(torch.zeros(4), 0)], ([0], [0]), fill),
+        )
     assert freed == ["work"], kept  # or the other ranks would not notice
 
 
@@ -649,7 +767,9 @@ def test_S2_5_no_work_outlives_what_failed_between_two_pieces_even_if_the_error_
 
 
 def test_a_script_leaves_cleanly():
-    """Three manners of leaving; `make proof` repeats all of them, from fresh interpreters as well."""
+    """Three manners of leaving; `make proof` repeats all of them, from fresh interpreters as
+    well.
+    """
     manners = ["keeps references", "leaves a thread behind", "brings torch's group"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, leaving.__file__, "1", *manners]
@@ -673,18 +793,36 @@ print(f"trained {{attempt}} {{bagua_ref.get_rank()}} {{weight[0].item():.4f}}\n"
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("fail", ['raise RuntimeError("once")', "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize(
+    "fail", ['raise RuntimeError("once")', "os.kill(os.getpid(), signal.SIGKILL)"]
+)
 def test_a_restarted_worker_group_trains_again(fail, tmp_path):
-    """As with ``torchrun --max-restarts=1`` when one rank fails or is killed once; none meets what the failed attempt left."""
+    """As with ``torchrun --max-restarts=1`` when one rank fails or is killed once; none meets what
+    the failed attempt left.
+    """
     script = tmp_path / "fails_once.py"
     script.write_text(FAILS_ONCE.format(fail=fail))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TMPDIR": str(tmp_path)}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "--monitor-interval=0.1",
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "TMPDIR": str(tmp_path),
+    }
     port = bagua_ref.env.find_free_network_port()
     launcher = subprocess.Popen(
         [*command, f"--master-port={port}", str(script)],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         output, complaints = launcher.communicate(timeout=120)
     finally:

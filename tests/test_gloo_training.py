@@ -1,4 +1,6 @@
-"""Tests of training over gloo processes: every algorithm matches the simulated world, and all-reduce torch's DDP (S5)."""
+"""Tests of training over gloo processes: every algorithm matches the simulated world, and
+all-reduce torch's DDP (S5).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Mixed(nn.Sequential):
         return self[1](self[0](x).double())  # type: ignore[no-any-return]
 
 
-def train_each(dtype: torch.dtype | None, names: list[str], do_flatten: bool) -> dict[str, list[torch.Tensor]]:
+def train_each(
+    dtype: torch.dtype | None, names: list[str], do_flatten: bool
+) -> dict[str, list[torch.Tensor]]:
     """Return the weights after every step with each of the algorithms."""
     seen: dict[str, list[torch.Tensor]] = {}
     for name in names:
@@ -61,7 +65,11 @@ def test_every_algorithm_trains_over_gloo_as_in_the_simulation(
     nodes: tuple[int, ...], dtype: torch.dtype | None, do_flatten: bool
 ) -> None:
     """None is a dtype for each layer, which the global weights of DiLoCo follow."""
-    given = dtype, [name for name, case in CASES.items() if case.takes(nodes) and (dtype or case.float64)], do_flatten
+    given = (
+        dtype,
+        [name for name, case in CASES.items() if case.takes(nodes) and (dtype or case.float64)],
+        do_flatten,
+    )
     real = launch(train_each, sum(nodes), *given, nodes=nodes)
     simulated = simulate(sum(nodes), lambda r: train_each(*given), nodes=nodes)
     for name in given[1]:
@@ -72,17 +80,29 @@ def test_every_algorithm_trains_over_gloo_as_in_the_simulation(
             exact = sum(nodes) == 2 or dtype is torch.bfloat16 or CASES[name].fixed_sums
             for step, (found, wanted) in enumerate(zip(ours[name], expected[name], strict=True)):
                 if exact or not CASES[name].compresses:
-                    assert_equal(found, wanted, EXACT if exact else SUM((step + 1) * (sum(nodes) + 1)), magnitude=1.0)
+                    assert_equal(
+                        found,
+                        wanted,
+                        EXACT if exact else SUM((step + 1) * (sum(nodes) + 1)),
+                        magnitude=1.0,
+                    )
 
 
 @pytest.mark.parametrize("over_gloo", [True, False], ids=["gloo", "memory"])
 @on_every_process(3)
 def test_S3_1_tensors_are_divided_once_by_the_operation_that_is_a_mean(over_gloo: bool) -> None:
-    """Also if a sum follows means, and when it replaces them; the mean divides tensors while they are loaded into the bucket."""
+    """Also if a sum follows means, and when it replaces them; the mean divides tensors while they
+    are loaded into the bucket.
+    """
     for flatten in (True, False):
         tensor = torch.zeros(3).ensure_bagua_tensor("t")
         bucket = BaguaBucket([tensor], "b", flatten)
-        for average, clear, expected in ((True, False, 2.0), (True, False, 2.0), (False, False, 6.0), (False, True, 6.0)):
+        for average, clear, expected in (
+            (True, False, 2.0),
+            (True, False, 2.0),
+            (False, False, 6.0),
+            (False, True, 6.0),
+        ):
             if clear:
                 bucket.clear_ops()
             bucket.append_centralized_synchronous_op(average=average)
@@ -95,7 +115,9 @@ def train_and_lose_a_peer() -> str:
     module, optimizer = wrap(network(), ByteGradAlgorithm(hierarchical=False), lr=0.1, timeout=5)
     train(module, optimizer, bagua_ref.get_rank(), range(2))
     if bagua_ref.get_rank() == 1:
-        handle = module[2].weight.register_post_accumulate_grad_hook(lambda parameter: (time.sleep(0.5), os._exit(3)))
+        handle = module[2].weight.register_post_accumulate_grad_hook(
+            lambda parameter: (time.sleep(0.5), os._exit(3))
+        )
         assert handle is not None
     try:
         train(module, optimizer, 0, range(3))

@@ -27,7 +27,12 @@ def low_precision() -> Algorithm:
 
 
 def train(
-    module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, rank: int, steps: int, overflows: Overflows
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    rank: int,
+    steps: int,
+    overflows: Overflows,
 ) -> list[float]:
     """Return the scale after each step."""
     scales = []
@@ -63,14 +68,20 @@ def test_torchs_own_scaler_is_an_error_that_names_the_step(r: int) -> None:
     with pytest.raises(CommunicationError) as caught:
         train(module, optimizer, torch.amp.GradScaler("cpu"), r, 3, {1: {1}})
     said = str(caught.value)
-    assert "rank 1 has taken 2 optimizer steps, ranks 0, 2 have taken 3 optimizer steps" in said or "backward passes since" in said
+    assert (
+        "rank 1 has taken 2 optimizer steps, ranks 0, 2 have taken 3 optimizer steps" in said
+        or "backward passes since" in said
+    )
 
 
 @on_every_rank(3)
 def test_one_rank_with_torchs_scaler_is_an_error_on_all(r: int) -> None:
     module, optimizer = wrapped(low_precision())
     scaler = torch.amp.GradScaler("cpu") if r == 1 else bagua_ref.GradScaler("cpu")
-    said = "rank 1 is about to exchange buckets, ranks 0, 2 are about to decide whether to skip an optimizer step"
+    said = (
+        "rank 1 is about to exchange buckets, ranks 0, 2 are about to decide whether to skip an"
+        " optimizer step"
+    )
     with pytest.raises(CommunicationError, match=said):
         train(module, optimizer, scaler, r, 3, {})
     with pytest.raises(CommunicationError, match="cannot train on"):
@@ -93,18 +104,25 @@ def test_with_two_optimizers_only_the_one_that_overflows_skips(r: int, first: in
             scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == 8.0
-    assert [int(o.state[module[2 * place].weight]["step"]) for place, o in enumerate(optimizers)] == [[2, 3], [3, 2]][first]
+    assert [
+        int(o.state[module[2 * place].weight]["step"]) for place, o in enumerate(optimizers)
+    ] == [[2, 3], [3, 2]][first]
 
 
 @pytest.mark.parametrize("counts", [[[5, 2, 0], [1, 0, 3]], [[3, 3, 3], [2, 2, 2]]])
 @on_every_rank(3)
-def test_ranks_without_batches_take_part_and_end_with_the_same_scale(r: int, counts: list[list[int]]) -> None:
+def test_ranks_without_batches_take_part_and_end_with_the_same_scale(
+    r: int, counts: list[list[int]]
+) -> None:
     module, optimizer = wrapped(low_precision())
     scaler = bagua_ref.GradScaler("cpu", init_scale=16.0)
     for epoch in counts:
         with bagua_ref.join([module, scaler]):
             train(module, optimizer, scaler, r, epoch[r], {0: {1, 4}})
-    assert (module._bagua.steps_of_optimizers, scaler.get_scale()) == ([sum(map(max, counts)) - 2], 4.0)
+    assert (module._bagua.steps_of_optimizers, scaler.get_scale()) == (
+        [sum(map(max, counts)) - 2],
+        4.0,
+    )
 
 
 @pytest.mark.parametrize("algorithm", [low_precision, GradientAllReduceAlgorithm])
@@ -112,7 +130,12 @@ def test_ranks_without_batches_take_part_and_end_with_the_same_scale(r: int, cou
 def test_inside_join_a_scaler_must_be_listed(r: int, algorithm: Any) -> None:
     module, optimizer = wrapped(algorithm())
     bagua_ref.barrier()  # or one rank may fail while another one is still wrapping
-    with pytest.raises(RuntimeError, match=r"must be among its joinables.*join\(\[model, scaler\]\)"), bagua_ref.join([module]):
+    with (
+        pytest.raises(
+            RuntimeError, match=r"must be among its joinables.*join\(\[model, scaler\]\)"
+        ),
+        bagua_ref.join([module]),
+    ):
         train(module, optimizer, bagua_ref.GradScaler("cpu"), r, 1, {})
 
 
@@ -120,7 +143,9 @@ def test_inside_join_a_scaler_must_be_listed(r: int, algorithm: Any) -> None:
 def test_a_scaler_that_is_not_enabled_does_nothing(r: int) -> None:
     module, optimizer = wrapped(low_precision())
     with bagua_ref.join([module]):
-        assert train(module, optimizer, bagua_ref.GradScaler("cpu", enabled=False), r, 1 + r, {}) == [1.0] * (1 + r)
+        assert train(
+            module, optimizer, bagua_ref.GradScaler("cpu", enabled=False), r, 1 + r, {}
+        ) == [1.0] * (1 + r)
 
 
 ALIKE: list[tuple[str, dict[str, Any]]] = [
@@ -129,17 +154,26 @@ ALIKE: list[tuple[str, dict[str, Any]]] = [
     ("async", {"sync_interval_ms": 0, "warmup_steps": 10}),
     ("qadam", {"hierarchical": False}),
 ]
-APART: list[tuple[str, dict[str, Any]]] = [("decentralized", {"hierarchical": False}), ("async", {"sync_interval_ms": 0})]
+APART: list[tuple[str, dict[str, Any]]] = [
+    ("decentralized", {"hierarchical": False}),
+    ("async", {"sync_interval_ms": 0}),
+]
 
 
-def scales_and_notes(name: str, options: dict[str, Any], scaler_class: Any) -> list[tuple[list[float], int]]:
-    """Return, for each rank, the scale after each step in which rank 1 overflows, and the number of notes exchanged."""
+def scales_and_notes(
+    name: str, options: dict[str, Any], scaler_class: Any
+) -> list[tuple[list[float], int]]:
+    """Return, for each rank, the scale after each step in which rank 1 overflows, and the number of
+    notes exchanged.
+    """
     counts = {}
 
     def rank(r: int) -> list[float]:
         module = network()
         scaler = scaler_class("cpu", init_scale=16.0)
-        optimizer, algorithm = by_name(name, module, **options, **({"grad_scaler": scaler} if name == "qadam" else {}))
+        optimizer, algorithm = by_name(
+            name, module, **options, **({"grad_scaler": scaler} if name == "qadam" else {})
+        )
         module.with_bagua([optimizer], algorithm)  # type: ignore[operator]
         comm = module._bagua.rounds.group.get_global_communicator()
         exchange, counts[r] = comm.exchange_ints, 0
@@ -163,7 +197,9 @@ def test_where_gradients_are_equal_nothing_more_is_sent(name: str, options: dict
 
 
 @pytest.mark.parametrize(("name", "options"), APART, ids=str)
-def test_where_ranks_may_take_different_steps_each_skips_its_own(name: str, options: dict[str, Any]) -> None:
+def test_where_ranks_may_take_different_steps_each_skips_its_own(
+    name: str, options: dict[str, Any]
+) -> None:
     ours = scales_and_notes(name, options, bagua_ref.GradScaler)
     assert ours == scales_and_notes(name, options, torch.amp.GradScaler)
     assert [scales[-1] for scales, _ in ours] == [16.0, 4.0, 16.0]

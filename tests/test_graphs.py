@@ -1,4 +1,6 @@
-"""Tests of graphs for decentralized averaging: formulas, checks, agreement between ranks, and real processes (S13)."""
+"""Tests of graphs for decentralized averaging: formulas, checks, agreement between ranks, and real
+processes (S13).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def lazy_ring(t: int, n: int) -> graphs.Graph:
 
 
 def average(
-    x: list[Any], mode: Any, rounds: int = 1, hierarchical: bool = False, nodes: tuple[int, ...] | None = None
+    x: list[Any],
+    mode: Any,
+    rounds: int = 1,
+    hierarchical: bool = False,
+    nodes: tuple[int, ...] | None = None,
 ) -> list[Any]:
     """Return every rank's tensor after some rounds without training between them."""
 
@@ -63,12 +69,18 @@ def test_S13_1_S13_2_log2_n_rounds_are_exact_from_any_step(mode: str, n: int, fi
     of_these = mixing([MODES[mode].graph(t, n) for t in range(first, first + rounds)])
     assert (of_these.rounds, of_these.exact) == (rounds, True)
     if rounds > 1:
-        assert mixing([MODES[mode].graph(t, n) for t in range(first, first + rounds - 1)]).contraction > 0
+        assert (
+            mixing([MODES[mode].graph(t, n) for t in range(first, first + rounds - 1)]).contraction
+            > 0
+        )
 
 
 @pytest.mark.parametrize("n", [3, 5, 6, 7, 9, 12, 24])
 def test_S13_1_for_no_other_n(n: int) -> None:
-    assert not mixing([graphs.one_peer_exponential(t, n) for t in range(MODES["one_peer_exponential"].period(n))], 1e-12).exact
+    assert not mixing(
+        [graphs.one_peer_exponential(t, n) for t in range(MODES["one_peer_exponential"].period(n))],
+        1e-12,
+    ).exact
 
 
 def test_S13_1_shift_one_never_is_exact_from_8_ranks_on() -> None:
@@ -81,7 +93,14 @@ def test_S13_1_shift_one_never_is_exact_from_8_ranks_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "sign"), [("one_peer_exponential", -1), ("hypercube", -1), ("ring", -1), ("exponential", 1), (lazy_ring, 1)]
+    ("mode", "sign"),
+    [
+        ("one_peer_exponential", -1),
+        ("hypercube", -1),
+        ("ring", -1),
+        ("exponential", 1),
+        (lazy_ring, 1),
+    ],
 )
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_S13_which_sums_start_from_plus_zero(mode: Any, sign: int, ranks: int) -> None:
@@ -91,14 +110,25 @@ def test_S13_which_sums_start_from_plus_zero(mode: Any, sign: int, ranks: int) -
 
 @pytest.mark.parametrize(
     ("mode", "n"),
-    [(mode, n) for mode in (*GRAPHS, lazy_ring) for n in (1, 2, 3, 5, 8) if mode != "hypercube" or MODES[mode].takes(n)],
+    [
+        (mode, n)
+        for mode in (*GRAPHS, lazy_ring)
+        for n in (1, 2, 3, 5, 8)
+        if mode != "hypercube" or MODES[mode].takes(n)
+    ],
 )
-def test_S13_a_round_is_one_exchange_of_so_many_bytes(mode: Any, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S13_a_round_is_one_exchange_of_so_many_bytes(
+    mode: Any, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from bagua_ref.communicators.simulated import SimulatedCommunicator
 
     calls = []
     exchange = SimulatedCommunicator.exchange
-    monkeypatch.setattr(SimulatedCommunicator, "exchange", lambda *args: (calls.append(args[0].rank()), exchange(*args)))
+    monkeypatch.setattr(
+        SimulatedCommunicator,
+        "exchange",
+        lambda *args: (calls.append(args[0].rank()), exchange(*args)),
+    )
 
     def rank(r: int) -> int:
         bucket, _ = one_bucket(float(r))
@@ -108,7 +138,9 @@ def test_S13_a_round_is_one_exchange_of_so_many_bytes(mode: Any, n: int, monkeyp
         bucket.execute()
         return group.get_global_communicator().bytes_sent - before
 
-    receivers = {"ring": min(n - 1, 2), "exponential": (n - 1).bit_length()}.get(mode, min(n - 1, 1))
+    receivers = {"ring": min(n - 1, 2), "exponential": (n - 1).bit_length()}.get(
+        mode, min(n - 1, 1)
+    )
     assert simulate(n, rank) == [12 * receivers] * n
     assert sorted(calls) == (list(range(n)) if n > 1 else [])
 
@@ -121,17 +153,29 @@ def test_S13_a_round_is_one_exchange_of_so_many_bytes(mode: Any, n: int, monkeyp
     [
         ([[(0, 1.0)]], "the graph has 1 rows; it must have 2"),
         ([[(0, 1.0)]] * 3, "the graph has 3 rows; it must have 2"),
-        ([[(0, 1.0)], [(1, 0.5)]], r"row 1 \(sources of rank 1\) has weights that sum to 0.5; they must sum to 1"),
+        (
+            [[(0, 1.0)], [(1, 0.5)]],
+            r"row 1 \(sources of rank 1\) has weights that sum to 0.5; they must sum to 1",
+        ),
         ([[(0, 1.0)], [(1, 1.0 + 2e-6)]], r"row 1 .* sum to 1.000002"),
         (
             [[(0, 1.0)], [(1, 0.5), (0, 0.5)]],
             r"column 0 \(receivers of rank 0\) has weights that sum to 1.5; they must sum to 1",
         ),
-        ([[(0, 1.0)], [(1, 0.5), (1, 0.5)]], "row 1 has source 1 twice; each source may appear once"),
+        (
+            [[(0, 1.0)], [(1, 0.5), (1, 0.5)]],
+            "row 1 has source 1 twice; each source may appear once",
+        ),
         ([[(1, 1.0)], [(0, 1.0)]], r"row 0 has sources \[1\]; rank 0 itself must be one of them"),
-        ([[(0, 1.0)], [(2, 0.0), (1, 1.0)]], "row 1 has source 2; sources must be ranks from 0 to 1"),
+        (
+            [[(0, 1.0)], [(2, 0.0), (1, 1.0)]],
+            "row 1 has source 2; sources must be ranks from 0 to 1",
+        ),
         ([[(0, 1.0)], [(-1, 0.0), (1, 1.0)]], "row 1 has source -1;"),
-        ([[(0, 1.5), (1, -0.5)], [(1, 1.5), (0, -0.5)]], "row 0 has weight -0.5 for source 1; weights must be finite and not neg"),
+        (
+            [[(0, 1.5), (1, -0.5)], [(1, 1.5), (0, -0.5)]],
+            "row 0 has weight -0.5 for source 1; weights must be finite and not neg",
+        ),
         ([[(0, 1.0)], [(1, math.nan)]], "row 1 has weight nan for source 1"),
         ([[(0, 1.0)], [(1, math.inf)]], "row 1 has weight inf for source 1"),
         ([[(0, 1.0)], []], r"row 1 has sources \[\]"),
@@ -160,15 +204,22 @@ def test_S13_4_what_is_no_graph_is_refused(graph: Any, message: str) -> None:
 
 def test_S13_4_sums_within_a_millionth_and_any_kind_of_number_are_taken() -> None:
     weight = torch.tensor(1 / 3)
-    graph = [[(torch.tensor(s), weight) for s in (0, 1, 2)]] * 2 + [((2, 1 / 3 + 9e-7), (1, 1 / 3), (0, 1 / 3))]
+    graph = [[(torch.tensor(s), weight) for s in (0, 1, 2)]] * 2 + [
+        ((2, 1 / 3 + 9e-7), (1, 1 / 3), (0, 1 / 3))
+    ]
     taken = checked_graph(tuple(graph), 3)
     assert taken[2] == [(2, 1 / 3 + 9e-7), (1, 1 / 3), (0, 1 / 3)]
     assert taken[0] == [(s, weight.item()) for s in (0, 1, 2)]
 
 
-@pytest.mark.parametrize(("t", "n", "error"), [(-1, 4, ValueError), (0, 0, ValueError), (0.0, 4, TypeError), (0, True, TypeError)])
+@pytest.mark.parametrize(
+    ("t", "n", "error"),
+    [(-1, 4, ValueError), (0, 0, ValueError), (0.0, 4, TypeError), (0, True, TypeError)],
+)
 @pytest.mark.parametrize("mode", MODES)
-def test_steps_and_sizes_that_do_not_exist_are_refused(mode: str, t: Any, n: Any, error: type[Exception]) -> None:
+def test_steps_and_sizes_that_do_not_exist_are_refused(
+    mode: str, t: Any, n: Any, error: type[Exception]
+) -> None:
     with pytest.raises(error, match=r"^[tn]=.* must be"):
         MODES[mode].graph(t, n)
 
@@ -183,15 +234,32 @@ def test_S13_2_only_powers_of_two_are_hypercubes() -> None:
     [
         ("shift_one", 3, None, r"3 \(ranks\)\. Use"),
         ("shift_one", 1, None, r"1 \(ranks\)\. Use"),
-        ("shift_one", 4, (4,), r"1 \(leaders of 4 ranks; hierarchical=False pairs ranks instead\)\. Use"),
-        ("shift_one", 6, (1, 2, 3), r"3 \(leaders of 6 ranks; hierarchical=False pairs ranks instead\)\. Use"),
+        (
+            "shift_one",
+            4,
+            (4,),
+            r"1 \(leaders of 4 ranks; hierarchical=False pairs ranks instead\)\. Use",
+        ),
+        (
+            "shift_one",
+            6,
+            (1, 2, 3),
+            r"3 \(leaders of 6 ranks; hierarchical=False pairs ranks instead\)\. Use",
+        ),
         ("shift_one", 5, (2, 2, 1), r"3 \(leaders of 5 ranks\)\. Use"),
         ("hypercube", 3, None, r"3 \(ranks\)\. Use"),
         ("hypercube", 6, (4, 1, 1), r"3 \(leaders of 6 ranks\)\. Use"),
-        ("hypercube", 4, (2, 1, 1), r"3 \(leaders of 4 ranks; hierarchical=False pairs ranks instead\)\. Use"),
+        (
+            "hypercube",
+            4,
+            (2, 1, 1),
+            r"3 \(leaders of 4 ranks; hierarchical=False pairs ranks instead\)\. Use",
+        ),
     ],
 )
-def test_S3_4_S13_2_numbers_without_pairs_are_refused_on_every_rank(mode: str, ranks: int, nodes: Any, what: str) -> None:
+def test_S3_4_S13_2_numbers_without_pairs_are_refused_on_every_rank(
+    mode: str, ranks: int, nodes: Any, what: str
+) -> None:
     needs = {"shift_one": "an even number", "hypercube": "a power of two"}[mode]
     message = f"{mode!r} pairs ranks, so it needs {needs} of them; this group has {what}"
 
@@ -228,10 +296,14 @@ def fails_later(t: int, n: int) -> Any:
 
 
 @on_every_rank(3)
-def test_S13_4_a_graph_that_is_wrong_at_first_is_refused_when_wrapping_and_training_goes_on_without(r: int) -> None:
+def test_S13_4_a_graph_that_is_wrong_at_first_is_refused_when_wrapping_and_training_goes_on_without(
+    r: int,
+) -> None:
     module = network()
     wrong = in_turn([[[(0, 1.0)], [(1, 1.0)], [(1, 1.0), (2, 0.0)]]])
-    with pytest.raises(ValueError, match=r"column 1 \(receivers of rank 1\) has weights that sum to 2\.0"):
+    with pytest.raises(
+        ValueError, match=r"column 1 \(receivers of rank 1\) has weights that sum to 2\.0"
+    ):
         module.with_bagua([], DecentralizedAlgorithm(False, wrong))
     with pytest.raises(LookupError, match="no graph at all"):
         module.with_bagua([], DecentralizedAlgorithm(False, lambda t, n: {}["no graph at all"]))
@@ -240,10 +312,13 @@ def test_S13_4_a_graph_that_is_wrong_at_first_is_refused_when_wrapping_and_train
 
 
 @pytest.mark.parametrize(
-    ("function", "message"), [(wrong_later, "ValueError: row 0 (sources of rank 0)"), (fails_later, "LookupError: 'no")]
+    ("function", "message"),
+    [(wrong_later, "ValueError: row 0 (sources of rank 0)"), (fails_later, "LookupError: 'no")],
 )
 @pytest.mark.parametrize("hierarchical", [False, True])
-def test_S13_4_a_graph_that_is_wrong_later_is_an_error_on_every_rank(function: Any, message: str, hierarchical: bool) -> None:
+def test_S13_4_a_graph_that_is_wrong_later_is_an_error_on_every_rank(
+    function: Any, message: str, hierarchical: bool
+) -> None:
     def rank(r: int) -> str:
         module, optimizer = wrapped(DecentralizedAlgorithm(hierarchical, function))
         train(module, optimizer, r, range(2))
@@ -285,8 +360,12 @@ HOW = ["fails", "is wrong", "has other weights", "has another order", "is a step
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("hierarchical", [False, True])
 @pytest.mark.parametrize("which", [0, 1, 3])
-def test_S13_4_a_function_that_differs_between_ranks_is_an_error_on_every_rank(how: str, hierarchical: bool, which: int) -> None:
-    """Ranks 1 and 2 are on one node: rank 1 leads it, and of rank 3's node rank 3 is the leader; rank 2 only listens."""
+def test_S13_4_a_function_that_differs_between_ranks_is_an_error_on_every_rank(
+    how: str, hierarchical: bool, which: int
+) -> None:
+    """Ranks 1 and 2 are on one node: rank 1 leads it, and of rank 3's node rank 3 is the leader;
+    rank 2 only listens.
+    """
 
     def run(r: int, from_step: int) -> None:
         bucket, _ = one_bucket(float(r))
@@ -298,7 +377,10 @@ def test_S13_4_a_function_that_differs_between_ranks_is_an_error_on_every_rank(h
 
     def rank(r: int) -> str:
         for from_step in (0, 2):
-            message = f"peer_selection_mode must give the same graph on every rank; at step t={from_step} it gave"
+            message = (
+                f"peer_selection_mode must give the same graph on every rank; at step t={from_step}"
+                " it gave"
+            )
             with pytest.raises(ValueError, match=message) as raised:
                 run(r, from_step)
         return str(raised.value)
@@ -313,7 +395,9 @@ def test_S13_4_a_function_that_differs_between_ranks_is_an_error_on_every_rank(h
 @pytest.mark.parametrize("how", ["fails", "has other weights"])
 @pytest.mark.parametrize("from_step", [0, 2])
 @on_every_rank(2)
-def test_S13_4_a_training_whose_functions_differ_neither_waits_nor_mixes(r: int, how: str, from_step: int) -> None:
+def test_S13_4_a_training_whose_functions_differ_neither_waits_nor_mixes(
+    r: int, how: str, from_step: int
+) -> None:
     module: Any = network()
     optimizer = sgd(module)
     algorithm = DecentralizedAlgorithm(False, other_on_rank(1, from_step, how)(r))

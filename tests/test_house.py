@@ -1,4 +1,5 @@
-"""The house stays one that a person can carry: lines per room, one owner per name, and rules that keep it so.
+"""The house stays one that a person can carry: lines per room, one owner per name, and rules that
+keep it so.
 
 A commit that raises a number of lines says why in the comment beside it.
 """
@@ -24,9 +25,12 @@ LINES: dict[str, int] = {
     "base": 1359,
     "buckets": 1152,
     "checkpoint": 1180,
-    "cli": 3186,  # the command sim, with links; trace diff; measure times operations by short trainings
+    # the command sim, with links; trace diff; measure times operations by short trainings
+    "cli": 3186,
     "comm_ops": 1158,
-    "communicators": 4694,  # the core on which simulated threads wake; bytes before rounding; whether a rank has drawn a number
+    # the core on which simulated threads wake; bytes before rounding; whether a rank has drawn a
+    # number
+    "communicators": 4694,
     "conformance": 294,  # formats, a folder before, and digests of traces
     "conformance/expected": 1776,  # what suites and traces said twice of PowerSGD's rounds
     "conformance/inputs": 1235,  # a value of each kind in every input
@@ -34,7 +38,8 @@ LINES: dict[str, int] = {
     "conformance/run": 1274,
     "conformance/suites": 4507,  # scripts of twins, which only they use
     "conformance/targets": 1591,  # which sizes are beyond a target's tiles
-    "conformance/trace": 3486,  # records of whole trainings, and their comparison; nouns in the singular
+    # records of whole trainings, and their comparison; nouns in the singular
+    "conformance/trace": 3486,
     "conformance/vectors": 2055,
     "contrib": 1638,  # the buffer of the cache's loader, which only it uses
     "contrib/cache": 1442,
@@ -47,14 +52,18 @@ LINES: dict[str, int] = {
     "integrations": 919,
     "observe": 242,
     "package": 496,  # RankCall, what errors of simulated ranks tell; bytes before rounding
-    "planning": 1266,  # what is sent at once; work of the processor that computes; words of a wrapped model
+    # what is sent at once; work of the processor that computes; words of a wrapped model
+    "planning": 1266,
     "property_tests": 3041,  # one row more of an oracle's options; names that only proofs try
     "scheduling": 613,
     "simulation": 3552,  # torch.distributed on simulated ranks, and the judge of bagua-ref sim
-    "tests": 39840,  # faults that dropped tests alone had found; worlds that no target fits; tests that faults name exist
+    # faults that dropped tests alone had found; worlds that no target fits; tests that faults name
+    # exist
+    "tests": 39840,
     "tests/cuda_emulation": 487,
     "tests/integrations": 1171,  # trainers are imported once, by the server that forks ranks
-    "tests/meta": 1309,  # guards and faults are planted in forks of processes that have collected or imported all
+    # guards and faults are planted in forks of processes that have collected or imported all
+    "tests/meta": 1309,
     "tests/outside": 246,
     "tests/proof": 716,  # scripts of a suite run in forks of one process
 }
@@ -74,21 +83,34 @@ SAME_NAME = {"MXFP4", "MXFP8", "MXINT8", "MinMaxUInt8", "OneBit"}
 
 
 def room(path: Path) -> str:
-    """Return the room of a file: its package, of conformance and contrib the part; of tests the folder."""
+    """Return the room of a file: its package, of conformance and contrib the part; of tests the
+    folder.
+    """
     parts = path.relative_to(ROOT).parts[:-1]
     if parts[0] != "src":
         return "/".join(parts[:2])
     inner = parts[2:]
-    return "/".join(inner[:2] if inner[:1] in (("conformance",), ("contrib",), ("backends",)) else inner[:1]) or "package"
+    return (
+        "/".join(
+            inner[:2] if inner[:1] in (("conformance",), ("contrib",), ("backends",)) else inner[:1]
+        )
+        or "package"
+    )
 
 
 def files() -> list[Path]:
-    found = [path for folder in (SOURCE, ROOT / "tests", ROOT / "property_tests") for path in folder.rglob("*.py")]
+    found = [
+        path
+        for folder in (SOURCE, ROOT / "tests", ROOT / "property_tests")
+        for path in folder.rglob("*.py")
+    ]
     return sorted(path for path in found if "__pycache__" not in path.parts)
 
 
 def is_public_name(path: Path) -> bool:
-    """Return whether a module only stands for one that is in a room, or raises that it is not provided."""
+    """Return whether a module only stands for one that is in a room, or raises that it is not
+    provided.
+    """
     text = path.read_text()
     return "sys.modules[__name__]" in text or "\nraise not_provided(" in text
 
@@ -128,7 +150,9 @@ def test_each_class_name_has_one_owner() -> None:
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 owners[node.name].append(str(path.relative_to(SOURCE)))
-    assert {name: where for name, where in owners.items() if len(where) > 1 and name not in SAME_NAME} == {}
+    assert {
+        name: where for name, where in owners.items() if len(where) > 1 and name not in SAME_NAME
+    } == {}
 
 
 def members(node: ast.ClassDef) -> set[str]:
@@ -143,13 +167,25 @@ def test_a_protocol_has_two_implementers() -> None:
     @cache
     def all_members(name: str) -> set[str]:
         node = classes.get(name)
-        own = {item.attr for item in ast.walk(node) if isinstance(item, ast.Attribute)} if node else set()
-        return set() if node is None else members(node) | own | {m for base in node.bases for m in all_members(ast.unparse(base))}
+        own = (
+            {item.attr for item in ast.walk(node) if isinstance(item, ast.Attribute)}
+            if node
+            else set()
+        )
+        return (
+            set()
+            if node is None
+            else members(node)
+            | own
+            | {m for base in node.bases for m in all_members(ast.unparse(base))}
+        )
 
     few = []
     for name, node in classes.items():
         if any(ast.unparse(base).startswith("Protocol") for base in node.bases):
-            having = [other for other in classes if other != name and members(node) <= all_members(other)]
+            having = [
+                other for other in classes if other != name and members(node) <= all_members(other)
+            ]
             few += [(name, having)] * (len(having) + (name in OTHER_IMPLEMENTER) < 2)
     assert few == []
 
@@ -165,16 +201,23 @@ def test_a_check_never_returns_early() -> None:
     early = [
         f"{path.relative_to(SOURCE)}:{returned.lineno}"
         for path, node in nodes()
-        if isinstance(node, ast.FunctionDef) and any(ast.unparse(d).startswith("check(") for d in node.decorator_list)
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(d).startswith("check(") for d in node.decorator_list)
         for returned in own_returns(node)
     ]
     assert early == []
 
 
 def test_tests_quote_no_source_text() -> None:
-    """A planted fault names what it changes (tests/meta/edit.py), or a line could not be simplified without a test."""
+    """A planted fault names what it changes (tests/meta/edit.py), or a line could not be simplified
+    without a test.
+    """
     lines = {path: path.read_text().splitlines() for path, _ in trees()}
-    plain = ((path, node) for path, node in nodes() if isinstance(node, ast.Assign | ast.AugAssign | ast.Return | ast.If | ast.For))
+    plain = (
+        (path, node)
+        for path, node in nodes()
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.Return | ast.If | ast.For)
+    )
     code = {line for path, node in plain if len(line := lines[path][node.lineno - 1].strip()) >= 24}
     quoted = [
         f"{path.relative_to(ROOT)}:{node.lineno}"

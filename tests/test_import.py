@@ -64,18 +64,36 @@ for line in sys.stdin:  # each statement in a process of its own, which has impo
 """
 
 OPTIONAL = {
-    "accelerate", "cupy", "fakeredis", "hiredis", "hypothesis", "jsonschema", "lightning", "lightning_fabric", "matplotlib",
-    "pytorch_lightning", "redis", "rich", "safetensors", "sklearn", "transformers", "triton",
-}  # fmt: skip
+    "accelerate",
+    "cupy",
+    "fakeredis",
+    "hiredis",
+    "hypothesis",
+    "jsonschema",
+    "lightning",
+    "lightning_fabric",
+    "matplotlib",
+    "pytorch_lightning",
+    "redis",
+    "rich",
+    "safetensors",
+    "sklearn",
+    "transformers",
+    "triton",
+}
 
 
 @pytest.fixture(scope="module")
 def probe() -> Iterator[Probe]:
-    """Run a statement in a process that has imported torch and run ``first``, and say what it did; seconds are the processor's."""
+    """Run a statement in a process that has imported torch and run ``first``, and say what it did;
+    seconds are the processor's.
+    """
     # As after an installation, which compiles: the environment must not forbid bytecode.
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONDONTWRITEBYTECODE": ""}
     command = [sys.executable, "-c", SERVER]
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
 
         def ask(statement: str, first: str = "") -> dict[str, Any]:
             server.stdin.write(json.dumps([statement, first]) + "\n")
@@ -98,35 +116,51 @@ def test_import_brings_no_optional_package(probe: Probe) -> None:
     loaded = {name.split(".")[0] for name in probe("import bagua_ref")["loaded"]}
     assert "bagua_ref" in loaded
     assert not loaded & OPTIONAL
-    assert not [name for name in probe("import bagua_ref")["loaded"] if name.startswith("bagua_ref.cli")]
+    assert not [
+        name for name in probe("import bagua_ref")["loaded"] if name.startswith("bagua_ref.cli")
+    ]
 
 
 def test_import_brings_no_backend(probe: Probe) -> None:
-    loaded = {name for name in probe("import bagua_ref")["loaded"] if name.startswith("bagua_ref.backends")}
+    loaded = {
+        name
+        for name in probe("import bagua_ref")["loaded"]
+        if name.startswith("bagua_ref.backends")
+    }
     assert loaded == {f"bagua_ref.backends{module}" for module in ("", ".base", ".codec")}
 
 
 def test_the_oracle_and_the_command_line_bring_no_optional_package(probe: Probe) -> None:
     loaded = probe("import bagua_ref.conformance, bagua_ref.cli")["loaded"]
     assert not {name.split(".")[0] for name in loaded} & {*OPTIONAL, "pytest"}
-    assert not [name for name in loaded if name.startswith(f"{ORACLE}.suites.") and name != f"{ORACLE}.suites.checks"]
+    assert not [
+        name
+        for name in loaded
+        if name.startswith(f"{ORACLE}.suites.") and name != f"{ORACLE}.suites.checks"
+    ]
 
 
 @pytest.mark.proof
 def test_a_run_of_one_suite_imports_only_what_that_suite_needs(probe: Probe) -> None:
-    loaded = probe("from bagua_ref.conformance import run_conformance; run_conformance('reference', ['kernels'], checks=['S7.2'])")[
-        "loaded"
-    ]
+    loaded = probe(
+        "from bagua_ref.conformance import run_conformance; run_conformance('reference',"
+        " ['kernels'], checks=['S7.2'])"
+    )["loaded"]
     suites = {name for name in loaded if name.startswith(f"{ORACLE}.suites.")}
     assert suites == {f"{ORACLE}.suites.checks", f"{ORACLE}.suites.kernels"}
     assert not {name.split(".")[0] for name in loaded} & (OPTIONAL - {"hypothesis"})
-    assert not [name for name in loaded if name.startswith((f"{ORACLE}.vectors", f"{ORACLE}.trace", "bagua_ref.contrib"))]
+    assert not [
+        name
+        for name in loaded
+        if name.startswith((f"{ORACLE}.vectors", f"{ORACLE}.trace", "bagua_ref.contrib"))
+    ]
 
 
 def test_the_probe_sees_what_it_looks_for(probe: Probe) -> None:
     planted = (
-        "import logging, os, subprocess, sys, threading, hypothesis;"
-        "threading.Thread(target=int).start(); subprocess.run([sys.executable, '-c', '']); logging.basicConfig()"
+        "import logging, os, subprocess, sys, threading,"
+        " hypothesis;threading.Thread(target=int).start(); subprocess.run([sys.executable, '-c',"
+        " '']); logging.basicConfig()"
     )
     seen = probe(planted)
     assert seen["started"] == ["threading.Thread.start", "subprocess.Popen"]
@@ -135,7 +169,9 @@ def test_the_probe_sees_what_it_looks_for(probe: Probe) -> None:
 
 
 def test_import_takes_little_time_of_its_own(probe: Probe) -> None:
-    of_torch = [name for name in probe("import bagua_ref")["loaded"] if name.split(".")[0] == "torch"]
+    of_torch = [
+        name for name in probe("import bagua_ref")["loaded"] if name.split(".")[0] == "torch"
+    ]
     first = "\n".join(f"import {name}" for name in of_torch)
     times = [probe("import bagua_ref", first + "\n" * run)["seconds"] for run in range(5)]
     assert statistics.median(times) <= LIMIT_S, f"seconds of five imports: {times}"
@@ -143,9 +179,15 @@ def test_import_takes_little_time_of_its_own(probe: Probe) -> None:
 
 def test_contrib_is_there_without_an_import_of_its_own_and_brings_no_redis(probe: Probe) -> None:
     seen = probe(
-        "import bagua_ref; assert 'bagua_ref.contrib' not in sys.modules; assert bagua_ref.contrib.fuse_optimizer is not None"
+        "import bagua_ref; assert 'bagua_ref.contrib' not in sys.modules; assert"
+        " bagua_ref.contrib.fuse_optimizer is not None"
     )
     assert seen["started"] == []
     assert seen["changed"] == []
-    assert not {name.split(".")[0] for name in seen["loaded"]} & {"redis", "fakeredis", "hiredis", "rich"}
+    assert not {name.split(".")[0] for name in seen["loaded"]} & {
+        "redis",
+        "fakeredis",
+        "hiredis",
+        "rich",
+    }
     assert "bagua_ref.contrib.cache_loader" in seen["loaded"]

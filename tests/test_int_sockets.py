@@ -1,4 +1,6 @@
-"""Tests of the sockets on which ranks exchange a few integers: alone, with a rank in each thread, and below trainings over gloo."""
+"""Tests of the sockets on which ranks exchange a few integers: alone, with a rank in each thread,
+and below trainings over gloo.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,22 @@ SOON = timedelta(seconds=0.05)
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
-def connect_all(ranks: Ranks, timeout: float = 20.0, hosts: Sequence[str] = ()) -> list[IntSockets | None]:
+def connect_all(
+    ranks: Ranks, timeout: float = 20.0, hosts: Sequence[str] = ()
+) -> list[IntSockets | None]:
     hosts = hosts or ["localhost"] * len(ranks.said)
-    return ranks.run(lambda rank, share: int_sockets.connect(rank, len(hosts), hosts[rank], share, timeout))
+    return ranks.run(
+        lambda rank, share: int_sockets.connect(rank, len(hosts), hosts[rank], share, timeout)
+    )
 
 
 @contextmanager
-def connected(nranks: int, timeout: float = 20.0, host: str = "localhost") -> Iterator[list[IntSockets]]:
-    sockets = [one for one in connect_all(Ranks(nranks), timeout, [host] * nranks) if one is not None]
+def connected(
+    nranks: int, timeout: float = 20.0, host: str = "localhost"
+) -> Iterator[list[IntSockets]]:
+    sockets = [
+        one for one in connect_all(Ranks(nranks), timeout, [host] * nranks) if one is not None
+    ]
     assert len(sockets) == nranks
     try:
         yield sockets
@@ -55,11 +65,17 @@ def connected(nranks: int, timeout: float = 20.0, host: str = "localhost") -> It
 @pytest.mark.parametrize("nranks", [1, 2, 5])
 @pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
 @given(data=st.data())
-def test_every_rank_gets_the_values_of_all_in_every_exchange(nranks: int, host: str, data: st.DataObject) -> None:
+def test_every_rank_gets_the_values_of_all_in_every_exchange(
+    nranks: int, host: str, data: st.DataObject
+) -> None:
     rounds = data.draw(
         st.integers(0, 6).flatmap(
             lambda size: st.lists(
-                st.lists(st.lists(INT64, min_size=size, max_size=size), min_size=nranks, max_size=nranks), min_size=1, max_size=4
+                st.lists(
+                    st.lists(INT64, min_size=size, max_size=size), min_size=nranks, max_size=nranks
+                ),
+                min_size=1,
+                max_size=4,
             )
         )
     )
@@ -135,7 +151,9 @@ def test_what_a_rank_said_before_it_left_is_read(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
-def test_sending_to_a_rank_that_has_left_is_an_error_that_the_connection_understands(host: str) -> None:
+def test_sending_to_a_rank_that_has_left_is_an_error_that_the_connection_understands(
+    host: str,
+) -> None:
     with connected(2, host=host) as (stays, leaves):
         leaves.close()
         with suppress(RuntimeError):  # the first message may find out
@@ -168,7 +186,10 @@ def test_where_a_rank_cannot_listen_no_rank_uses_sockets(
     broken: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     listen: Callable[..., socket.socket] = int_sockets.listen_towards
-    ranks, hosts = Ranks(3), ["localhost" if rank != broken else "no such host" for rank in range(3)]
+    ranks, hosts = (
+        Ranks(3),
+        ["localhost" if rank != broken else "no such host" for rank in range(3)],
+    )
 
     def maybe(host: str) -> socket.socket:
         if host == "no such host":
@@ -184,7 +205,9 @@ def test_where_a_rank_cannot_listen_no_rank_uses_sockets(
 
 
 @pytest.mark.parametrize("broken", [1, 2])
-def test_where_a_rank_cannot_be_reached_no_rank_uses_sockets(broken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_rank_cannot_be_reached_no_rank_uses_sockets(
+    broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mesh, "_LIMIT", 0.5)
     greet: Callable[..., socket.socket] = mesh._greet
 
@@ -220,7 +243,9 @@ def exchange_once(nranks: int, host: str, timeout: float = 20.0) -> float:
     """Connect and exchange integers; return the seconds that it took."""
     begin = time.monotonic()
     with connected(nranks, timeout, host) as ranks:
-        for rank, work in zip(ranks, [rank.send([place]) for place, rank in enumerate(ranks)], strict=True):
+        for rank, work in zip(
+            ranks, [rank.send([place]) for place, rank in enumerate(ranks)], strict=True
+        ):
             work.wait()
             assert rank.received() == [[place] for place in range(nranks)]
         return time.monotonic() - begin
@@ -247,7 +272,9 @@ def test_a_stranger_at_the_port_is_sent_away_and_delays_nobody(said: bytes, host
 
 @pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
 def test_a_stranger_who_sends_a_byte_now_and_then_delays_nobody(host: str) -> None:
-    """Each byte once renewed the time that a stranger had, so that the ranks in their collective timed out."""
+    """Each byte once renewed the time that a stranger had, so that the ranks in their collective
+    timed out.
+    """
     over = threading.Event()
 
     def dribble(stranger: socket.socket) -> None:
@@ -269,7 +296,9 @@ def test_a_stranger_who_sends_a_byte_now_and_then_delays_nobody(host: str) -> No
 
 
 @pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
-def test_ranks_connect_though_strangers_fill_the_backlog(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_connect_though_strangers_fill_the_backlog(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(socket, "SOMAXCONN", 1)
     welcome = mesh._welcome
 
@@ -294,10 +323,18 @@ def test_ranks_connect_though_strangers_fill_the_backlog(host: str, monkeypatch:
 
 
 def test_strangers_beyond_a_number_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would use up the descriptors of the process; the rank that they wait with here never comes."""
+    """They would use up the descriptors of the process; the rank that they wait with here never
+    comes.
+    """
     monkeypatch.setattr(mesh, "_STRANGERS", 2)
-    with int_sockets.listen_towards("localhost") as server, ThreadPoolExecutor(1) as pool, ExitStack() as opened:
-        waiting = pool.submit(mesh._welcome, server, bytes(16), {1}, {}, opened, time.monotonic() + 3)
+    with (
+        int_sockets.listen_towards("localhost") as server,
+        ThreadPoolExecutor(1) as pool,
+        ExitStack() as opened,
+    ):
+        waiting = pool.submit(
+            mesh._welcome, server, bytes(16), {1}, {}, opened, time.monotonic() + 3
+        )
         strangers = [socket.create_connection(server.getsockname()[:2]) for _ in range(8)]
         for stranger in strangers[:5]:
             stranger.settimeout(2)
@@ -308,7 +345,9 @@ def test_strangers_beyond_a_number_are_sent_away(monkeypatch: pytest.MonkeyPatch
         stranger.close()
 
 
-def test_processes_of_another_user_are_not_heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_processes_of_another_user_are_not_heard(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     monkeypatch.setattr(mesh, "_LIMIT", 0.3)
     with caplog.at_level(logging.INFO):
@@ -318,7 +357,9 @@ def test_processes_of_another_user_are_not_heard(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
-def test_where_a_rank_does_not_connect_the_others_give_up_before_the_timeout(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_rank_does_not_connect_the_others_give_up_before_the_timeout(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mesh, "_greet", refuse)
     begin = time.monotonic()
     assert connect_all(Ranks(2), timeout=1.0, hosts=[host] * 2) == [None] * 2
@@ -340,7 +381,9 @@ def test_addresses_of_the_sixth_version(monkeypatch: pytest.MonkeyPatch) -> None
     except OSError:
         pytest.skip("there are no addresses of version 6 here")
     ranks = [one for one in connect_all(Ranks(2), hosts=["::1"] * 2) if one is not None]
-    assert [one._sockets[peer].family for one, peer in zip(ranks, (1, 0), strict=True)] == [socket.AF_INET6] * 2
+    assert [one._sockets[peer].family for one, peer in zip(ranks, (1, 0), strict=True)] == [
+        socket.AF_INET6
+    ] * 2
     for one in ranks:
         one.close()
 
@@ -367,8 +410,12 @@ def test_sockets_that_nobody_refers_to_are_closed() -> None:
     one.close()
 
 
-def train(steps: int, skipped_by: int | None = None) -> tuple[torch.Tensor, set[socket.AddressFamily]]:
-    """Train over gloo; return the weights and the kind of the sockets that carry the integers, if any do."""
+def train(
+    steps: int, skipped_by: int | None = None
+) -> tuple[torch.Tensor, set[socket.AddressFamily]]:
+    """Train over gloo; return the weights and the kind of the sockets that carry the integers, if
+    any do.
+    """
     module, optimizer = wrap(network(), GradientAllReduceAlgorithm(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
@@ -381,7 +428,9 @@ def train(steps: int, skipped_by: int | None = None) -> tuple[torch.Tensor, set[
     return weights, {one.family for one in between}
 
 
-def train_without_sockets(steps: int, skipped_by: int | None = None) -> tuple[torch.Tensor, set[socket.AddressFamily]]:
+def train_without_sockets(
+    steps: int, skipped_by: int | None = None
+) -> tuple[torch.Tensor, set[socket.AddressFamily]]:
     if bagua_ref.get_rank() == 1:  # one rank is enough
         int_sockets.listen_towards = int_sockets.listen_locally = refuse
     return train(steps, skipped_by)
@@ -392,19 +441,24 @@ def refuse(*_: Any) -> socket.socket:
 
 
 def disagree(function: Callable[..., Any]) -> str:
-    with pytest.raises(CommunicationError, match=r"rank 1 has taken 1 optimizer steps, ranks 0, 2 have taken 2") as raised:
+    with pytest.raises(
+        CommunicationError, match=r"rank 1 has taken 1 optimizer steps, ranks 0, 2 have taken 2"
+    ) as raised:
         function(4, skipped_by=1)
     return str(raised.value)
 
 
 def test_gloo_trainings_use_sockets_where_they_can_and_end_alike() -> None:
-    without, over_tcp = (launch(function, 3, 4, over_gloo=True) for function in (train_without_sockets, train))
+    without, over_tcp = (
+        launch(function, 3, 4, over_gloo=True) for function in (train_without_sockets, train)
+    )
     over_unix = launch(train, 3, 4)
     assert [kinds for _, kinds in without] == [set()] * 3
     assert all(kinds and kinds <= {socket.AF_INET, socket.AF_INET6} for _, kinds in over_tcp)
     assert not shares_memory() or [kinds for _, kinds in over_unix] == [{socket.AF_UNIX}] * 3
     assert all(torch.equal(weights, without[0][0]) for weights, _ in (*without, *over_tcp))
-    assert all(torch.equal(weights, over_unix[0][0]) for weights, _ in over_unix)  # its sums are in another order than gloo's
+    # its sums are in another order than gloo's
+    assert all(torch.equal(weights, over_unix[0][0]) for weights, _ in over_unix)
 
 
 @pytest.mark.parametrize("function", [train, train_without_sockets])
@@ -416,7 +470,8 @@ def test_ranks_that_disagree_are_told_in_either_way(function: Callable[..., Any]
 def test_a_rank_that_gives_up_is_noticed_by_those_that_wait_for_its_note() -> None:
     module: Any = network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False))  # with it, an exchange comes before buckets
+    # with it, an exchange comes before buckets
+    module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False))
     module(batch(bagua_ref.get_rank(), 0)).square().mean().backward()
     optimizer.step()
     if bagua_ref.get_rank() == 1:
@@ -426,11 +481,17 @@ def test_a_rank_that_gives_up_is_noticed_by_those_that_wait_for_its_note() -> No
         began = time.monotonic()
         with pytest.raises(CommunicationError, match=r"rank 1 gave up: it has had enough$"):
             module(batch(bagua_ref.get_rank(), 1)).square().mean().backward()
-        assert time.monotonic() - began < 4.5, "its socket has not told: waits look for reports after five seconds"
+        assert time.monotonic() - began < 4.5, (
+            "its socket has not told: waits look for reports after five seconds"
+        )
 
 
 def open_sockets() -> int:
-    return sum(os.readlink(f"/proc/self/fd/{name}").startswith("socket:") for name in os.listdir("/proc/self/fd") if exists(name))
+    return sum(
+        os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+        for name in os.listdir("/proc/self/fd")
+        if exists(name)
+    )
 
 
 def exists(name: str) -> bool:
@@ -441,7 +502,9 @@ def exists(name: str) -> bool:
 def test_groups_that_are_gone_leave_no_sockets() -> None:
     counts = []
     for _ in range(4):
-        module, optimizer = wrap(network(), GradientAllReduceAlgorithm(), lr=0.1, process_group=bagua_ref.new_group())
+        module, optimizer = wrap(
+            network(), GradientAllReduceAlgorithm(), lr=0.1, process_group=bagua_ref.new_group()
+        )
         module(batch(bagua_ref.get_rank(), 0)).square().mean().backward()
         optimizer.step()
         module.bagua_resynchronize()

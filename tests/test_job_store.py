@@ -1,4 +1,6 @@
-"""Tests of errors in finding the job's store and the other ranks, with real sockets and processes (S1)."""
+"""Tests of errors in finding the job's store and the other ranks, with real sockets and processes
+(S1).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,15 @@ from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
 pytestmark = pytest.mark.slow
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +49,18 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def init(monkeypatch: pytest.MonkeyPatch, rank: int, host: str, port: Any, timeout: float) -> CommunicationError:
-    """Return the error of ``init_process_group`` of one of two ranks; it must come in time and leave nothing behind."""
-    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": host, "MASTER_PORT": port}.items():
+def init(
+    monkeypatch: pytest.MonkeyPatch, rank: int, host: str, port: Any, timeout: float
+) -> CommunicationError:
+    """Return the error of ``init_process_group`` of one of two ranks; it must come in time and
+    leave nothing behind.
+    """
+    for name, value in {
+        "RANK": rank,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+    }.items():
         monkeypatch.setenv(name, str(value))
     began = time.monotonic()
     with pytest.raises(CommunicationError) as raised:
@@ -83,7 +102,10 @@ def test_S1_nobody_listens_at_the_address(monkeypatch: pytest.MonkeyPatch) -> No
     threads = set(threading.enumerate())
     error = init(monkeypatch, 1, "127.0.0.1", port, 0.5)
     assert isinstance(error, CommunicationTimeoutError)
-    expected = f"rank 1 timed out after 0.5 s connecting to the job's store, which rank 0 serves at 127.0.0.1:{port} "
+    expected = (
+        "rank 1 timed out after 0.5 s connecting to the job's store, which rank 0 serves at"
+        f" 127.0.0.1:{port} "
+    )
     assert str(error).startswith(expected)
     assert "Connection refused" in str(error)
     time.sleep(0.3)
@@ -94,34 +116,62 @@ def test_S1_nobody_listens_at_the_address(monkeypatch: pytest.MonkeyPatch) -> No
 def test_S1_the_store_of_torchrun_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     error = init(monkeypatch, 0, "127.0.0.1", bagua_ref.env.find_free_network_port(), 0.3)
-    assert "rank 0 timed out after 0.3 s connecting to the job's store, which torchrun serves at 127.0.0.1:" in str(error)
+    assert (
+        "rank 0 timed out after 0.3 s connecting to the job's store, which torchrun serves at"
+        " 127.0.0.1:" in str(error)
+    )
 
 
-@pytest.mark.parametrize(("rank", "host"), [(0, "no-such-host.invalid"), (1, "no-such-host.invalid"), (1, "x" * 70)])
-def test_S1_an_address_that_is_unknown(rank: int, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rank", "host"), [(0, "no-such-host.invalid"), (1, "no-such-host.invalid"), (1, "x" * 70)]
+)
+def test_S1_an_address_that_is_unknown(
+    rank: int, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     error = init(monkeypatch, rank, host, bagua_ref.env.find_free_network_port(), 0.3)
     assert isinstance(error, CommunicationTimeoutError)
     assert f"rank {rank} timed out after 0.3 s connecting" in str(error)
     assert f"at {host}:" in str(error)
 
 
-@pytest.mark.parametrize("reply", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silent", "HTTP"])
-def test_S1_the_port_of_another_program(reply: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "reply", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silent", "HTTP"]
+)
+def test_S1_the_port_of_another_program(
+    reply: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with other_program(reply) as port:
         error = init(monkeypatch, 1, "127.0.0.1", port, 0.5)
-        assert re.match(rf"rank 1 (timed out after|tried for) 0\.5 s .*127\.0\.0\.1:{port}", str(error))
+        assert re.match(
+            rf"rank 1 (timed out after|tried for) 0\.5 s .*127\.0\.0\.1:{port}", str(error)
+        )
         assert re.search("does not answer as a store|Ping failed", str(error))
         error = init(monkeypatch, 0, "127.0.0.1", port, 0.5)
-        assert f"rank 0 cannot listen at 127.0.0.1:{port}, as another program has the port; set MASTER_PORT" in str(error)
+        assert (
+            f"rank 0 cannot listen at 127.0.0.1:{port}, as another program has the port; set"
+            " MASTER_PORT" in str(error)
+        )
         assert isinstance(error.__cause__, RuntimeError)
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
-    [("PORT", "seven", "PORT='seven'"), ("PORT", "65536", "PORT=65536"), ("PORT", "", "PORT is not"), ("ADDR", "", "ADDR is not")],
+    [
+        ("PORT", "seven", "PORT='seven'"),
+        ("PORT", "65536", "PORT=65536"),
+        ("PORT", "", "PORT is not"),
+        ("ADDR", "", "ADDR is not"),
+    ],
 )
-def test_S1_an_address_that_is_none(variable: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, other in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+def test_S1_an_address_that_is_none(
+    variable: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, other in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value if name == f"MASTER_{variable}" else other)
     with pytest.raises(ValueError, match=f"MASTER_{message}"):
         bagua_ref.init_process_group(timeout=0.5)
@@ -129,10 +179,20 @@ def test_S1_an_address_that_is_none(variable: str, value: str, message: str, mon
 
 def test_S1_ranks_wait_for_a_store_that_is_served_later(monkeypatch: pytest.MonkeyPatch) -> None:
     port = bagua_ref.env.find_free_network_port()
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }.items():
         monkeypatch.setenv(name, value)
     served: list[Any] = []
-    late = threading.Timer(0.5, lambda: served.append(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)))
+    late = threading.Timer(
+        0.5,
+        lambda: served.append(
+            dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        ),
+    )
     late.start()
     store, rank, world_size = job_store(None, -1, -1, 20.0)
     late.join()
@@ -146,7 +206,9 @@ def test_S1_the_store_ends_while_ranks_meet() -> None:
     port = store[0].port
     client = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     threading.Timer(0.3, store.clear).start()
-    with pytest.raises(CommunicationError, match=rf"^rank 1 lost the store at 127\.0\.0\.1:{port} after 0\.\d s") as raised:
+    with pytest.raises(
+        CommunicationError, match=rf"^rank 1 lost the store at 127\.0\.0\.1:{port} after 0\.\d s"
+    ) as raised:
         rendezvous(client, 1, 2, None, 20.0)
     assert isinstance(raised.value.__cause__, RuntimeError)
 
@@ -165,12 +227,17 @@ def without_rank_2() -> str:
 def test_S1_all_ranks_learn_who_is_missing_when_rank_0_gives_up() -> None:
     for rank, message in enumerate(launch(without_rank_2, 3, init=False)[:2]):
         assert re.fullmatch(
-            rf"rank {rank} timed out after [0123]\.\d s waiting for rank 2 of 3 in the store at 127\.0\.0\.1:\d+", message
+            rf"rank {rank} timed out after [0123]\.\d s waiting for rank 2 of 3 in the store at"
+            r" 127\.0\.0\.1:\d+",
+            message,
         )
 
 
 def die_once_rank_1_waits() -> None:
-    store = dist.PrefixStore("bagua_ref", dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), wait_for_workers=False))
+    store = dist.PrefixStore(
+        "bagua_ref",
+        dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), wait_for_workers=False),
+    )
     store.wait([f"{store.get('proposed').decode()}/answer1"])
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -216,7 +283,10 @@ def dies_after_meeting(place: str, name: str) -> str:
 def test_S1_a_rank_that_dies_while_ranks_connect(place: str, name: str, why: str) -> None:
     survivor = outcomes(dies_after_meeting, 2, place, name, init=False)[0]
     assert survivor.traceback == ""
-    beginning = r"rank 0 could not connect to the ranks that it found in the store at 127\.0\.0\.1:\d+, after \d\.\d s: "
+    beginning = (
+        r"rank 0 could not connect to the ranks that it found in the store at 127\.0\.0\.1:\d+,"
+        r" after \d\.\d s: "
+    )
     assert re.match(beginning + why, survivor.result)
 
 
@@ -244,7 +314,9 @@ def store_is_stopped() -> str:
 
 def test_S1_a_store_that_is_stopped() -> None:
     message = launch(store_is_stopped, 2, init=False)[0]
-    assert re.match(r"rank 0 timed out after 0\.5 s: the store at 127\.0\.0\.1:\d+ does not answer", message)
+    assert re.match(
+        r"rank 0 timed out after 0\.5 s: the store at 127\.0\.0\.1:\d+ does not answer", message
+    )
 
 
 def open_descriptors() -> int:
@@ -252,7 +324,9 @@ def open_descriptors() -> int:
 
 
 def come_and_go_on_one_port(times: int) -> list[int]:
-    """Return the number of open descriptors after each job; the ranks do not wait for each other, and nothing is collected."""
+    """Return the number of open descriptors after each job; the ranks do not wait for each other,
+    and nothing is collected.
+    """
     faults.serve_the_store()
     gc.disable()
     counts: list[int] = []
@@ -261,10 +335,13 @@ def come_and_go_on_one_port(times: int) -> list[int]:
         bagua_ref.init_process_group(timeout=30)
         bagua_ref.allreduce_inplace(torch.ones(3))
         if bagua_ref.get_rank() == 0 and len(counts) % 10 == 5:
-            time.sleep(0.3)  # rank 1 begins its next job meanwhile, and meets this one's store, which is about to end
+            # rank 1 begins its next job meanwhile, and meets this one's store, which is about to
+            # end
+            time.sleep(0.3)
         bagua_ref.destroy_process_group()
         while len(counts) > 1 and open_descriptors() > counts[1] and time.monotonic() < deadline:
-            time.sleep(0.01)  # torch's threads, which are late on a busy machine, close what ranks have left
+            # torch's threads, which are late on a busy machine, close what ranks have left
+            time.sleep(0.01)
         counts.append(open_descriptors())
     gc.enable()
     return counts
@@ -277,12 +354,16 @@ def test_S1_jobs_may_follow_each_other_on_one_port_and_leave_no_descriptors() ->
 
 
 def lacks(descriptors: int) -> tuple[float, str]:
-    """Rank 1 may open so few more descriptors; return how long this rank was held up by that, and its error."""
+    """Rank 1 may open so few more descriptors; return how long this rank was held up by that, and
+    its error.
+    """
     bagua_ref.init_process_group(timeout=60)
     begin = time.monotonic()
     if bagua_ref.get_rank() == 1:
         limit = open_descriptors() - 1 + descriptors
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
     error = ""
     try:
         faults.begin("gradient_allreduce", 1)
@@ -293,8 +374,12 @@ def lacks(descriptors: int) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("descriptors", [0, 2])
-def test_S2_5_a_rank_that_lacks_descriptors_does_not_make_the_others_wait_until_the_timeout(descriptors: int) -> None:
-    """With a few more, gloo itself ends the process; with more than these, ranks cannot share memory, and train over gloo."""
+def test_S2_5_a_rank_that_lacks_descriptors_does_not_make_the_others_wait_until_the_timeout(
+    descriptors: int,
+) -> None:
+    """With a few more, gloo itself ends the process; with more than these, ranks cannot share
+    memory, and train over gloo.
+    """
     (seconds, error), (_, own) = (o.result for o in outcomes(lacks, 2, descriptors, init=False))
     assert seconds < 20
     assert own

@@ -1,4 +1,6 @@
-"""Tests of the layers: imports go down only. They read the source with ast, so nothing needs to be installed or run."""
+"""Tests of the layers: imports go down only. They read the source with ast, so nothing needs to be
+installed or run.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 
 @dataclass(frozen=True)
 class Floor:
-    """Rooms of one layer, as patterns of module names without the package's, and the layers they may import."""
+    """Rooms of one layer, as patterns of module names without the package's, and the layers they
+    may import.
+    """
 
     layer: int
     rooms: tuple[str, ...]
@@ -25,10 +29,22 @@ class Floor:
 
 
 def layers(*parts: int | range) -> frozenset[int]:
-    return frozenset(layer for part in parts for layer in (part if isinstance(part, range) else (part,)))
+    return frozenset(
+        layer for part in parts for layer in (part if isinstance(part, range) else (part,))
+    )
 
 
-MOVED = ("bucket", "communication", "flight_recorder", "graphs", "low_rank", "mixing", "runtime", "tensor", "utils")
+MOVED = (
+    "bucket",
+    "communication",
+    "flight_recorder",
+    "graphs",
+    "low_rank",
+    "mixing",
+    "runtime",
+    "tensor",
+    "utils",
+)
 """Public names of modules that are in a room; nothing inside uses them."""
 
 # The architecture's table. A room may always import its own layer, but not in circles.
@@ -38,22 +54,49 @@ HOUSE = (
         ("errors", "env", "types", "base", "base.*", "observe", "observe.*"),
         layers(0),
     ),
-    Floor(0, ("model_parallel", "moe", "service", "distributed.launch", "distributed.run"), layers(0)),  # not provided
+    # not provided
+    Floor(
+        0, ("model_parallel", "moe", "service", "distributed.launch", "distributed.run"), layers(0)
+    ),
     Floor(
         1,
-        ("backends.base", "backends.codec", "communicators.base",
-          "communicators.collectives", "communicators.pipelining", "formulas", "formulas.*"),
+        (
+            "backends.base",
+            "backends.codec",
+            "communicators.base",
+            "communicators.collectives",
+            "communicators.pipelining",
+            "formulas",
+            "formulas.*",
+        ),
         layers(range(2)),
     ),
     Floor(
         2,
         (
-            "backends", "backends.reference", "backends.reference.*", "backends.cuda", "backends.cuda.*",
-            "communicators", "communicators.torch_distributed", "communicators.connection", "communicators.rendezvous",
-            "communicators.failures", "communicators.job_store", "communicators.processes", "communicators.failures",
-            "communicators.waiting", "communicators.pipelining", "communicators.int_sockets", "communicators.mesh",
-            "communicators.shared_memory", "communicators.gloo_sockets", "communicators.processes",
-            "communicators.tasks", "communicators.simulated", "communicators.scheduler",
+            "backends",
+            "backends.reference",
+            "backends.reference.*",
+            "backends.cuda",
+            "backends.cuda.*",
+            "communicators",
+            "communicators.torch_distributed",
+            "communicators.connection",
+            "communicators.rendezvous",
+            "communicators.failures",
+            "communicators.job_store",
+            "communicators.processes",
+            "communicators.failures",
+            "communicators.waiting",
+            "communicators.pipelining",
+            "communicators.int_sockets",
+            "communicators.mesh",
+            "communicators.shared_memory",
+            "communicators.gloo_sockets",
+            "communicators.processes",
+            "communicators.tasks",
+            "communicators.simulated",
+            "communicators.scheduler",
             "communicators.simulated_group",
         ),
         layers(range(3)),
@@ -70,9 +113,27 @@ HOUSE = (
     Floor(9, ("simulation", "simulation.*"), layers(range(3), 9)),
     Floor(9, ("planning", "planning.*"), layers(range(10))),
     Floor(10, ("", *MOVED), layers(range(11))),  # the public names
-    Floor(11, ("conformance.clauses", "conformance.expected", "conformance.expected.*", "conformance.vectors.answers"), layers(11)),
+    Floor(
+        11,
+        (
+            "conformance.clauses",
+            "conformance.expected",
+            "conformance.expected.*",
+            "conformance.vectors.answers",
+        ),
+        layers(11),
+    ),
     Floor(11, ("conformance.formats",), layers(0, 11)),
-    Floor(12, ("conformance.inputs", "conformance.inputs.*", "conformance.targets", "conformance.targets.*"), layers(range(13))),
+    Floor(
+        12,
+        (
+            "conformance.inputs",
+            "conformance.inputs.*",
+            "conformance.targets",
+            "conformance.targets.*",
+        ),
+        layers(range(13)),
+    ),
     Floor(13, ("conformance.lab", "conformance.lab.*"), layers(range(14))),
     Floor(14, ("conformance.suites", "conformance.suites.*"), layers(range(15))),
     Floor(15, ("conformance.run", "conformance.run.*"), layers(range(16))),
@@ -80,10 +141,13 @@ HOUSE = (
     Floor(17, ("conformance.trace", "conformance.trace.*"), layers(range(13), 17)),
     Floor(18, ("conformance",), layers(range(19))),
     Floor(19, ("cli", "cli.*"), layers(range(20))),
-)  # fmt: skip
+)
 
 LONG_FILES = {
-    "communicators/base.py": "one contract: each collective in both forms with its validation, which transports must not repeat",
+    "communicators/base.py": (
+        "one contract: each collective in both forms with its validation, which transports must not"
+        " repeat"
+    ),
 }
 """Files over 400 lines, and why each remains a single file."""
 
@@ -100,7 +164,9 @@ class Import:
 def floor_of(module: str) -> Floor | None:
     """Return the layer of ``module`` (a full name); the most specific pattern decides."""
     inner = module.removeprefix(PACKAGE).removeprefix(".")
-    found = [(len(room), floor) for floor in HOUSE for room in floor.rooms if fnmatchcase(inner, room)]
+    found = [
+        (len(room), floor) for floor in HOUSE for room in floor.rooms if fnmatchcase(inner, room)
+    ]
     return max(found, key=lambda entry: entry[0])[1] if found else None
 
 
@@ -116,11 +182,19 @@ def sources() -> dict[str, Path]:
     return {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 
-def imports_of(source: str, module: str, is_package: bool, modules: set[str], *, for_types: bool = False) -> Iterator[Import]:
-    """Yield what ``source`` imports; names taken from a package count as the submodule where there is one."""
+def imports_of(
+    source: str, module: str, is_package: bool, modules: set[str], *, for_types: bool = False
+) -> Iterator[Import]:
+    """Yield what ``source`` imports; names taken from a package count as the submodule where there
+    is one.
+    """
 
     def visit(node: ast.AST, in_function: bool) -> Iterator[Import]:
-        if isinstance(node, ast.If) and not for_types and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        if (
+            isinstance(node, ast.If)
+            and not for_types
+            and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        ):
             for child in node.orelse:
                 yield from visit(child, in_function)
             return
@@ -135,7 +209,9 @@ def imports_of(source: str, module: str, is_package: bool, modules: set[str], *,
             for alias in node.names:
                 submodule = f"{base}.{alias.name}"
                 yield Import(submodule if submodule in modules else base, node.lineno, in_function)
-        inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        inside = in_function or isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        )
         for child in ast.iter_child_nodes(node):
             yield from visit(child, inside)
 
@@ -158,16 +234,29 @@ def complaint(module: str, imported: Import) -> str | None:
         return f"{where} imports {imported.target}, which is in no known room"
     rooms = {name.split(".")[1] for name in (module, imported.target) if "." in name}
     if rooms == {"backends", "communicators"}:
-        return f"{where} imports {imported.target}; backends and communicators never import each other"
+        return (
+            f"{where} imports {imported.target}; backends and communicators never import each other"
+        )
     if there.layer not in here.may_import:
-        return f"{where} (layer {here.layer}) imports {imported.target} (layer {there.layer}); allowed: {sorted(here.may_import)}"
+        return (
+            f"{where} (layer {here.layer}) imports {imported.target} (layer {there.layer});"
+            f" allowed: {sorted(here.may_import)}"
+        )
     return None
 
 
 def package_imports(*, for_types: bool = False) -> dict[str, list[Import]]:
     found = sources()
     return {
-        module: list(imports_of(path.read_text(), module, path.name == "__init__.py", set(found), for_types=for_types))
+        module: list(
+            imports_of(
+                path.read_text(),
+                module,
+                path.name == "__init__.py",
+                set(found),
+                for_types=for_types,
+            )
+        )
         for module, path in found.items()
     }
 
@@ -201,17 +290,29 @@ def test_every_module_lives_in_a_known_room() -> None:
 
 def test_the_table_names_only_modules_that_exist() -> None:
     modules = {module.removeprefix(PACKAGE).removeprefix(".") for module in sources()}
-    assert [room for floor in HOUSE for room in floor.rooms if not any(fnmatchcase(module, room) for module in modules)] == []
+    assert [
+        room
+        for floor in HOUSE
+        for room in floor.rooms
+        if not any(fnmatchcase(module, room) for module in modules)
+    ] == []
 
 
 def test_imports_go_down_only() -> None:
-    wrong = [found for module, imports in package_imports().items() for entry in imports if (found := complaint(module, entry))]
+    wrong = [
+        found
+        for module, imports in package_imports().items()
+        for entry in imports
+        if (found := complaint(module, entry))
+    ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_there_are_no_cycles() -> None:
     graph = {
-        module: {entry.target for entry in imports if is_ours(entry.target) and entry.target != module}
+        module: {
+            entry.target for entry in imports if is_ours(entry.target) and entry.target != module
+        }
         for module, imports in package_imports(for_types=True).items()
     }
     assert find_cycle(graph) is None
@@ -219,35 +320,62 @@ def test_there_are_no_cycles() -> None:
 
 def test_files_are_short_or_explained() -> None:
     long = {
-        str(path.relative_to(SOURCE)): count for path in sources().values() if (count := len(path.read_text().splitlines())) > 400
+        str(path.relative_to(SOURCE)): count
+        for path in sources().values()
+        if (count := len(path.read_text().splitlines())) > 400
     }
     unexplained = {name: count for name, count in long.items() if name not in LONG_FILES}
     assert not unexplained, "files over 400 lines: split them, or explain them in the list above"
-    assert set(LONG_FILES) <= set(long), "files explained in the list above that are no longer long: remove them from it"
+    assert set(LONG_FILES) <= set(long), (
+        "files explained in the list above that are no longer long: remove them from it"
+    )
 
 
 @pytest.mark.parametrize(
     ("module", "source", "expected"),
     [
         ("types", "import bagua_ref.buckets.bucket", "layer 4"),
-        ("comm_ops.centralized", "from bagua_ref.communicators.simulated import SimulatedWorld", "layer 2"),
+        (
+            "comm_ops.centralized",
+            "from bagua_ref.communicators.simulated import SimulatedWorld",
+            "layer 2",
+        ),
         ("scheduling.engine", "from bagua_ref.groups import communication", "layer 6"),
         ("scheduling.engine", "def f():\n    from ..groups.communication import send", "layer 6"),
         ("algorithms.bytegrad", "from bagua_ref.backends import get_backend", "layer 2"),
-        ("backends.base", "from bagua_ref.communicators.collectives import combine", "never import each other"),
-        ("communicators.base", "from ..backends.base import KernelBackend", "never import each other"),
-        ("backends.reference.kernels", "def f():\n    import cupy.cuda", "only backends/cuda/launcher.py"),
+        (
+            "backends.base",
+            "from bagua_ref.communicators.collectives import combine",
+            "never import each other",
+        ),
+        (
+            "communicators.base",
+            "from ..backends.base import KernelBackend",
+            "never import each other",
+        ),
+        (
+            "backends.reference.kernels",
+            "def f():\n    import cupy.cuda",
+            "only backends/cuda/launcher.py",
+        ),
         ("buckets.bucket", "from bagua_ref import init_process_group", "layer 10"),
         ("buckets.bucket", "from bagua_ref.attic import chest", "no known room"),
         ("algorithms.base", "from bagua_ref.simulation import SimulatedWorld", "layer 9"),
         ("conformance.expected.kernels_scalar", "from bagua_ref.types import ReduceOp", "layer 0"),
-        ("conformance.suites.kernels", "def f():\n    from bagua_ref.conformance import vectors", "layer 16"),
+        (
+            "conformance.suites.kernels",
+            "def f():\n    from bagua_ref.conformance import vectors",
+            "layer 16",
+        ),
         ("simulation", "from bagua_ref.distributed import BaguaModule", "layer 8"),
     ],
 )
 def test_a_planted_violation_is_found(module: str, source: str, expected: str) -> None:
     modules = {*sources(), f"{PACKAGE}.communication"}
-    found = [complaint(f"{PACKAGE}.{module}", entry) for entry in imports_of(source, f"{PACKAGE}.{module}", False, modules)]
+    found = [
+        complaint(f"{PACKAGE}.{module}", entry)
+        for entry in imports_of(source, f"{PACKAGE}.{module}", False, modules)
+    ]
     assert len(found) == 1
     assert expected in found[0]
 
@@ -255,16 +383,32 @@ def test_a_planted_violation_is_found(module: str, source: str, expected: str) -
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("types", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from bagua_ref.buckets.bucket import BaguaBucket"),
+        (
+            "types",
+            (
+                "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from"
+                " bagua_ref.buckets.bucket import BaguaBucket"
+            ),
+        ),
         ("backends.cuda.launcher", "import cupy"),
-        ("buckets.bucket", "from bagua_ref.backends import get_backend\nfrom bagua_ref.comm_ops.base import PythonOp"),
+        (
+            "buckets.bucket",
+            (
+                "from bagua_ref.backends import get_backend\nfrom bagua_ref.comm_ops.base import"
+                " PythonOp"
+            ),
+        ),
         ("conformance.targets.reference_target", "from bagua_ref import contrib"),
         ("cli.demo", "import bagua_ref\nfrom bagua_ref.conformance import vectors"),
     ],
 )
 def test_what_the_table_allows_passes(module: str, source: str) -> None:
     entries = imports_of(source, f"{PACKAGE}.{module}", False, set(sources()))
-    assert [complaint(f"{PACKAGE}.{module}", entry) for entry in entries if complaint(f"{PACKAGE}.{module}", entry)] == []
+    assert [
+        complaint(f"{PACKAGE}.{module}", entry)
+        for entry in entries
+        if complaint(f"{PACKAGE}.{module}", entry)
+    ] == []
 
 
 def test_a_planted_cycle_is_found() -> None:

@@ -1,4 +1,6 @@
-"""Tests of local SGD and DiLoCo: what counts as a step, bad input, global weights, failures, states and overlap (S9)."""
+"""Tests of local SGD and DiLoCo: what counts as a step, bad input, global weights, failures, states
+and overlap (S9).
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,27 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import launch
-from tests.trainings import Scalar, batch, network, on_every_rank, sgd, simulate, train, weights, wrap, wrapped
+from tests.trainings import (
+    Scalar,
+    batch,
+    network,
+    on_every_rank,
+    sgd,
+    simulate,
+    train,
+    weights,
+    wrap,
+    wrapped,
+)
 from torch import nn
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, DiLoCoAlgorithm, GradientAllReduceAlgorithm, LocalSGDAlgorithm
+from bagua_ref.algorithms import (
+    Algorithm,
+    DiLoCoAlgorithm,
+    GradientAllReduceAlgorithm,
+    LocalSGDAlgorithm,
+)
 from bagua_ref.base.runtime import current_world
 from bagua_ref.comm_ops import CentralizedScatterGather
 from bagua_ref.communicators.simulated import SimulatedCommunicator
@@ -29,8 +47,12 @@ def plain(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(tensors, lr=1.0)
 
 
-def scalar(algorithm: Algorithm, dtype: torch.dtype = torch.float32) -> tuple[Any, torch.optim.Optimizer, Callable[[float], float]]:
-    """Return a wrapped `Scalar`, its optimizer, and a function that takes a step of the given size upwards."""
+def scalar(
+    algorithm: Algorithm, dtype: torch.dtype = torch.float32
+) -> tuple[Any, torch.optim.Optimizer, Callable[[float], float]]:
+    """Return a wrapped `Scalar`, its optimizer, and a function that takes a step of the given size
+    upwards.
+    """
     module, optimizer = wrap(Scalar(dtype), algorithm, lr=1.0)
 
     def step(size: float) -> float:
@@ -45,11 +67,15 @@ def scalar(algorithm: Algorithm, dtype: torch.dtype = torch.float32) -> tuple[An
 # Steps
 
 
-def test_S9_1_nodes_hear_of_each_other_only_when_weights_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S9_1_nodes_hear_of_each_other_only_when_weights_are_averaged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sizes: list[int] = []
     exchange = SimulatedCommunicator.exchange_ints
     monkeypatch.setattr(
-        SimulatedCommunicator, "exchange_ints", lambda comm, *args: (sizes.append(comm.nranks()), exchange(comm, *args))[1]
+        SimulatedCommunicator,
+        "exchange_ints",
+        lambda comm, *args: (sizes.append(comm.nranks()), exchange(comm, *args))[1],
     )
 
     def rank(r: int) -> None:
@@ -61,14 +87,17 @@ def test_S9_1_nodes_hear_of_each_other_only_when_weights_are_averaged(monkeypatc
             step(1.0)
 
     simulate(4, rank, nodes=(3, 1))
-    # In each step and node once for gradients; in steps 4 and 8 once more for weights, and then over all ranks.
+    # In each step and node once for gradients; in steps 4 and 8 once more for weights, and then
+    # over all ranks.
     assert sizes.count(3) == 3 * (8 + 2)
     assert sizes.count(4) == 4 * 2
 
 
 @pytest.mark.parametrize("skipped", range(1, 8))
 @on_every_rank(4, nodes=(2, 2))
-def test_a_step_that_a_rank_of_a_node_skips_is_an_error_on_every_rank_of_every_node(r: int, skipped: int) -> None:
+def test_a_step_that_a_rank_of_a_node_skips_is_an_error_on_every_rank_of_every_node(
+    r: int, skipped: int
+) -> None:
     module, _, step = scalar(LocalSGDAlgorithm(3, warmup_steps=2, hierarchical=True))
 
     def go_on() -> None:
@@ -107,7 +136,9 @@ def test_what_is_in_flight_is_applied_on_time_under_no_sync(r: int) -> None:
 
 @BOTH
 @on_every_rank(2)
-def test_gradients_accumulate_over_several_backwards_of_one_step(r: int, algorithm: Algorithm) -> None:
+def test_gradients_accumulate_over_several_backwards_of_one_step(
+    r: int, algorithm: Algorithm
+) -> None:
     module, optimizer, _ = scalar(algorithm)
     seen = []
     for _ in range(2):
@@ -141,9 +172,15 @@ def test_the_last_of_several_optimizers_counts(r: int, algorithm: Algorithm) -> 
     assert seen == [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 2, 2]][r]
 
 
-@pytest.mark.parametrize("algorithm", [LocalSGDAlgorithm(9, 1), DiLoCoAlgorithm(9, warmup_steps=1)], ids=["local_sgd", "diloco"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [LocalSGDAlgorithm(9, 1), DiLoCoAlgorithm(9, warmup_steps=1)],
+    ids=["local_sgd", "diloco"],
+)
 @on_every_rank(2)
-def test_a_backward_belongs_to_the_step_after_the_finished_ones(r: int, algorithm: Algorithm) -> None:
+def test_a_backward_belongs_to_the_step_after_the_finished_ones(
+    r: int, algorithm: Algorithm
+) -> None:
     module = nn.ModuleDict({"a": Scalar(), "b": Scalar()})
     module.forward = lambda x: module["a"](x) + module["b"](x)  # type: ignore[method-assign]
     optimizers = [torch.optim.SGD(module[name].parameters(), lr=1.0) for name in "ab"]
@@ -156,13 +193,17 @@ def test_a_backward_belongs_to_the_step_after_the_finished_ones(r: int, algorith
 
 
 @pytest.mark.parametrize(
-    "algorithm", [LocalSGDAlgorithm(1, 1), DiLoCoAlgorithm(1, plain, warmup_steps=1)], ids=["local_sgd", "diloco"]
+    "algorithm",
+    [LocalSGDAlgorithm(1, 1), DiLoCoAlgorithm(1, plain, warmup_steps=1)],
+    ids=["local_sgd", "diloco"],
 )
 @on_every_rank(2)
 def test_buffers_stay_local_after_the_warm_up(r: int, algorithm: Algorithm) -> None:
     module: Any = Scalar()
     module.register_buffer("seen", torch.zeros(1))
-    wrapper = DistributedDataParallel(module, optimizers=[optimizer := sgd(module)], algorithm=algorithm)
+    wrapper = DistributedDataParallel(
+        module, optimizers=[optimizer := sgd(module)], algorithm=algorithm
+    )
     seen = []
     for _ in range(3):
         module.seen.fill_(r + 1)
@@ -172,10 +213,14 @@ def test_buffers_stay_local_after_the_warm_up(r: int, algorithm: Algorithm) -> N
     assert seen == [[1, 1, 1], [1, 2, 2]][r]
 
 
-@pytest.mark.parametrize("algorithm", [LocalSGDAlgorithm(2, 1), DiLoCoAlgorithm(2, fragments=2, warmup_steps=1)], ids=str)
+@pytest.mark.parametrize(
+    "algorithm", [LocalSGDAlgorithm(2, 1), DiLoCoAlgorithm(2, fragments=2, warmup_steps=1)], ids=str
+)
 @on_every_rank(2)
 def test_weights_stay_where_and_as_they_are(r: int, algorithm: Algorithm) -> None:
-    module: Any = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 1)).to(memory_format=torch.channels_last)
+    module: Any = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 1)).to(
+        memory_format=torch.channels_last
+    )
     places = [(p.data_ptr(), p.stride()) for p in module.parameters()]
     _, optimizer = wrap(module, algorithm, lr=0.1, momentum=0.9)
     for step in range(4):
@@ -205,11 +250,27 @@ def sharing(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"fragments": 5}, ValueError, "fragments=5 must be at most 4, the number of trained parameters"),
-        ({"fragments": [NAMES[:3], NAMES[2:]]}, ValueError, "fragments name '2.weight' more than once"),
-        ({"fragments": [[*NAMES, "3.bias"]]}, ValueError, "fragments name '3.bias' though the module trains no such parameter"),
+        (
+            {"fragments": 5},
+            ValueError,
+            "fragments=5 must be at most 4, the number of trained parameters",
+        ),
+        (
+            {"fragments": [NAMES[:3], NAMES[2:]]},
+            ValueError,
+            "fragments name '2.weight' more than once",
+        ),
+        (
+            {"fragments": [[*NAMES, "3.bias"]]},
+            ValueError,
+            "fragments name '3.bias' though the module trains no such parameter",
+        ),
         ({"fragments": [NAMES[:3]]}, ValueError, "fragments name '2.bias' not at all"),
-        ({"outer_optimizer": lambda tensors: None}, TypeError, "outer_optimizer returned a NoneType; it must return a torch.optim"),
+        (
+            {"outer_optimizer": lambda tensors: None},
+            TypeError,
+            "outer_optimizer returned a NoneType; it must return a torch.optim",
+        ),
         (
             {"outer_optimizer": lambda tensors: plain(tensors[1:])},
             ValueError,
@@ -248,10 +309,14 @@ def test_outer_settings_that_differ_between_ranks_are_an_error_on_every_rank(r: 
 
 
 @pytest.mark.parametrize(
-    "algorithm", [LocalSGDAlgorithm(2, hierarchical=True), LocalSGDAlgorithm(2), DiLoCoAlgorithm(2)], ids=["nodes", "all", "diloco"]
+    "algorithm",
+    [LocalSGDAlgorithm(2, hierarchical=True), LocalSGDAlgorithm(2), DiLoCoAlgorithm(2)],
+    ids=["nodes", "all", "diloco"],
 )
 @on_every_rank(2)
-def test_a_round_that_one_rank_leaves_out_under_no_sync_is_an_error_on_every_rank(r: int, algorithm: Algorithm) -> None:
+def test_a_round_that_one_rank_leaves_out_under_no_sync_is_an_error_on_every_rank(
+    r: int, algorithm: Algorithm
+) -> None:
     module, _, step = scalar(algorithm)
     step(1.0)
 
@@ -275,7 +340,10 @@ def test_a_rank_that_skips_a_step_is_named(r: int, algorithm: Algorithm) -> None
     for _ in range(r):
         module(1.0).backward()
     step(1.0)
-    with pytest.raises(CommunicationError, match="rank 0 has run 2 backward passes since the last round, rank 1 has run 3"):
+    with pytest.raises(
+        CommunicationError,
+        match="rank 0 has run 2 backward passes since the last round, rank 1 has run 3",
+    ):
         step(1.0)
 
 
@@ -307,13 +375,18 @@ def test_training_inside_global_weights_is_refused(r: int) -> None:
     module, optimizer, step = scalar(DiLoCoAlgorithm(3, plain))
     step(1.0)
     with module.bagua_algorithm.global_weights():
-        with pytest.raises(RuntimeError, match=r"a training forward pass inside `with global_weights\(\)`"):
+        with pytest.raises(
+            RuntimeError, match=r"a training forward pass inside `with global_weights\(\)`"
+        ):
             module(1.0)
         module.eval()
         assert module(1.0).item() == 0
         module.train()
     module(-1.0).backward()
-    with module.bagua_algorithm.global_weights(), pytest.raises(RuntimeError, match="an optimizer step inside"):
+    with (
+        module.bagua_algorithm.global_weights(),
+        pytest.raises(RuntimeError, match="an optimizer step inside"),
+    ):
         optimizer.step()
 
 
@@ -347,7 +420,11 @@ def test_a_state_says_who_saved_it_and_holds_what_was_in_flight() -> None:
         return module.bagua_algorithm.state_dict()
 
     states = simulate(3, rank)
-    assert [(state["rank"], state["world_size"], state["version"]) for state in states] == [(0, 3, 1), (1, 3, 1), (2, 3, 1)]
+    assert [(state["rank"], state["world_size"], state["version"]) for state in states] == [
+        (0, 3, 1),
+        (1, 3, 1),
+        (2, 3, 1),
+    ]
     for state in states:
         assert (state["in_flight"]["fragment"], state["in_flight"]["due"]) == (0, 4)
         assert state["in_flight"]["mean"].keys() == set(state["fragments"][0])
@@ -359,7 +436,8 @@ def test_a_state_says_who_saved_it_and_holds_what_was_in_flight() -> None:
 def test_what_is_equal_on_all_ranks_loads_at_any_number_of_ranks() -> None:
     def saved(r: int) -> list[Any]:
         module, optimizer = wrapped(streaming())
-        train(module, optimizer, r, range(6))  # fragment 0 was applied after step 4, fragment 1 sent after step 5
+        # fragment 0 was applied after step 4, fragment 1 sent after step 5
+        train(module, optimizer, r, range(6))
         return [module.state_dict(), module.bagua_algorithm.state_dict()]
 
     (model, state), *_ = simulate(2, saved)
@@ -370,7 +448,10 @@ def test_what_is_equal_on_all_ranks_loads_at_any_number_of_ranks() -> None:
             module.load_state_dict(model)
             module.bagua_algorithm.load_state_dict(state, drop_local=bool(r))
             again = module.bagua_algorithm.state_dict()
-            assert all(torch.equal(again["global_weights"][name], g) for name, g in state["global_weights"].items())
+            assert all(
+                torch.equal(again["global_weights"][name], g)
+                for name, g in state["global_weights"].items()
+            )
             train(module, optimizer, r, range(6, 10))
             with module.bagua_algorithm.global_weights():
                 return weights(module)
@@ -383,7 +464,9 @@ def test_what_is_equal_on_all_ranks_loads_at_any_number_of_ranks() -> None:
 def test_what_a_rank_did_before_loading_does_not_count(r: int) -> None:
     module, optimizer = wrapped(LocalSGDAlgorithm(4))
     train(module, optimizer, r, range(2))
-    states = copy.deepcopy([part.state_dict() for part in (module, optimizer, module.bagua_algorithm)])
+    states = copy.deepcopy(
+        [part.state_dict() for part in (module, optimizer, module.bagua_algorithm)]
+    )
     for step in range(r):
         module(batch(r, step)).sum().backward()  # without a step
     for part, state in zip((module, optimizer, module.bagua_algorithm), states, strict=True):
@@ -395,7 +478,9 @@ def test_what_a_rank_did_before_loading_does_not_count(r: int) -> None:
 def test_loading_replaces_what_is_in_flight_and_keeps_tensors_that_a_user_holds(r: int) -> None:
     module: Any = network()
     optimizer, rate = sgd(module), torch.tensor(0.5)
-    module.with_bagua([optimizer], DiLoCoAlgorithm(4, lambda tensors: torch.optim.SGD(tensors, lr=rate), delay=2))
+    module.with_bagua(
+        [optimizer], DiLoCoAlgorithm(4, lambda tensors: torch.optim.SGD(tensors, lr=rate), delay=2)
+    )
     algorithm = module.bagua_algorithm
     empty = copy.deepcopy(algorithm.state_dict())
     train(module, optimizer, r, range(2))
@@ -421,7 +506,9 @@ def spoil_outer_momentum(state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("spoil", [spoil_global_weights, spoil_outer_momentum])
 @on_every_rank(2)
-def test_global_state_that_differs_after_loading_is_an_error_in_the_next_round(r: int, spoil: Callable[[Any], None]) -> None:
+def test_global_state_that_differs_after_loading_is_an_error_in_the_next_round(
+    r: int, spoil: Callable[[Any], None]
+) -> None:
     module, optimizer = wrapped(DiLoCoAlgorithm(4))
     train(module, optimizer, r, range(5))
     state = copy.deepcopy(module.bagua_algorithm.state_dict())
@@ -429,12 +516,16 @@ def test_global_state_that_differs_after_loading_is_an_error_in_the_next_round(r
         spoil(state)
     module.bagua_algorithm.load_state_dict(state)
     train(module, optimizer, r, range(5, 7))
-    with pytest.raises(CommunicationError, match="disagree: rank 0 has weights and optimizer state of checksum"):
+    with pytest.raises(
+        CommunicationError, match="disagree: rank 0 has weights and optimizer state of checksum"
+    ):
         train(module, optimizer, r, range(7, 8))
 
 
 @on_every_rank(2)
-def test_weights_of_one_rank_that_change_before_the_local_phase_are_an_error_in_the_first_round(r: int) -> None:
+def test_weights_of_one_rank_that_change_before_the_local_phase_are_an_error_in_the_first_round(
+    r: int,
+) -> None:
     module, _, step = scalar(DiLoCoAlgorithm(2))
     with torch.no_grad():
         module.w.fill_(r)  # g would differ
@@ -445,7 +536,9 @@ def test_weights_of_one_rank_that_change_before_the_local_phase_are_an_error_in_
 
 @BOTH
 @on_every_rank(2)
-def test_wrapping_again_and_resynchronizing_start_from_the_first_ranks_weights(r: int, algorithm: Algorithm) -> None:
+def test_wrapping_again_and_resynchronizing_start_from_the_first_ranks_weights(
+    r: int, algorithm: Algorithm
+) -> None:
     module, _, step = scalar(algorithm)
     seen = [step(r + 1)]
     module.bagua_resynchronize()
@@ -484,12 +577,15 @@ def late_partner(delay: int) -> Callable[[int], float]:
 def test_S9_4_steps_go_on_while_a_fragment_is_on_its_way() -> None:
     for delay in (1, 2, 3):
         assert simulate(2, late_partner(delay)) == [4.0 - delay] * 2
-    with pytest.raises(SimulationError, match="deadlock"):  # without a delay, rank 0 would wait for rank 1 in its step
+    # without a delay, rank 0 would wait for rank 1 in its step
+    with pytest.raises(SimulationError, match="deadlock"):
         simulate(2, late_partner(0))
 
 
 class HeldUp:
-    """An observer that lets rank 1's worker begin a fragment's mean only when rank 0 has computed on."""
+    """An observer that lets rank 1's worker begin a fragment's mean only when rank 0 has computed
+    on.
+    """
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -521,12 +617,15 @@ def profile_an_overlap() -> dict[str, tuple[float, float]]:
         if bagua_ref.get_rank() == 0:
             bagua_ref.barrier()
         optimizer.step()
-    return {event.name: (event.time_range.start, event.time_range.end) for event in profiled.events()}
+    return {
+        event.name: (event.time_range.start, event.time_range.end) for event in profiled.events()
+    }
 
 
 def test_S9_4_a_profile_shows_a_fragments_mean_beside_the_next_step() -> None:
     ranges = launch(profile_an_overlap, 2)[0]
     sent, (begin, end) = "bagua_ref::diloco/bucketfragment0", ranges["computes"]
     assert ranges[sent][0] < begin
-    assert end < ranges[f"{sent}/CentralizedScatterGather"][1]  # which had begun before, as rank 0 waited for that
+    # which had begun before, as rank 0 waited for that
+    assert end < ranges[f"{sent}/CentralizedScatterGather"][1]
     assert end < ranges["bagua_ref::diloco/wait"][1]

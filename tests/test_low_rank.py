@@ -50,7 +50,9 @@ SHAPES = [(5,), (24, 16), (40, 9), (3,), (16, 4, 3, 3)]
 
 
 def beside_torchs(rank: int) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Return every round's gradients and errors, ours and those of torch's hook from equal e and Q."""
+    """Return every round's gradients and errors, ours and those of torch's hook from equal e and
+    Q.
+    """
     module: Any = Given(torch.zeros(shape) for shape in SHAPES)
     algorithm = PowerSGDAlgorithm(rank, warmup_steps=0, memory="averaged", min_compression_rate=1.0)
     module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.0)], algorithm)
@@ -65,11 +67,19 @@ def beside_torchs(rank: int) -> list[tuple[list[torch.Tensor], list[torch.Tensor
         gradients = [t + torch.randn(t.shape, generator=generator) for t in trend]
         bucket = TorchsBucket(gradients)
         if number:  # in the first round, Q is random on both sides
-            errors = [kept.memories[name].reshape(-1) if name in matrices else torch.zeros(5 if name[-1] == "0" else 3)
-                      for name in (f"weights.{place}" for place in range(5))]  # fmt: skip
+            errors = [
+                kept.memories[name].reshape(-1)
+                if name in matrices
+                else torch.zeros(5 if name[-1] == "0" else 3)
+                for name in (f"weights.{place}" for place in range(5))
+            ]
             theirs.error_dict[0] = torch.cat(errors)
-            theirs.p_memory_dict[0] = torch.zeros(sum(rank * SHAPES[int(name[-1])][0] for name in matrices))
-            theirs.q_memory_dict[0] = torch.cat([kept.factors[name].reshape(-1) for name in matrices])
+            theirs.p_memory_dict[0] = torch.zeros(
+                sum(rank * SHAPES[int(name[-1])][0] for name in matrices)
+            )
+            theirs.q_memory_dict[0] = torch.cat(
+                [kept.factors[name].reshape(-1) for name in matrices]
+            )
             torchs.powerSGD_hook(theirs, bucket).wait()
         module.zero_grad()
         module(gradients).backward()
@@ -87,7 +97,9 @@ def beside_torchs(rank: int) -> list[tuple[list[torch.Tensor], list[torch.Tensor
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "rank"), [(2, 4), (4, 1)])
-def test_S10_3_each_round_gives_what_torchs_hook_gives_from_equal_memories_and_factors(ranks: int, rank: int) -> None:
+def test_S10_3_each_round_gives_what_torchs_hook_gives_from_equal_memories_and_factors(
+    ranks: int, rank: int
+) -> None:
     for rounds in launch(beside_torchs, ranks, rank):
         for ours, theirs in rounds:
             size = max(float(x.abs().max()) for x in theirs)
@@ -105,7 +117,9 @@ def test_S10_3_columns_of_the_largest_numbers_are_orthonormalized() -> None:
 
 
 @on_every_rank(4)
-def test_S10_4_a_first_message_that_overflows_is_nan_on_every_rank_and_leaves_no_trace(r: int) -> None:
+def test_S10_4_a_first_message_that_overflows_is_nan_on_every_rank_and_leaves_no_trace(
+    r: int,
+) -> None:
     module: Any = Given([torch.zeros(8, 6)])
     module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.0)], POWERSGD)
     for size in (3e38, 1.0):
@@ -120,10 +134,19 @@ def test_S10_4_a_first_message_that_overflows_is_nan_on_every_rank_and_leaves_no
 
 @pytest.mark.parametrize(
     ("algorithm", "what"),
-    [(POWERSGD, "steps"), (POWERSGD, "rounds"), (POWERSGD, "factors"), (POWERSGD, "weights"), (TOPK, "rounds"), (TOPK, "weights")],
+    [
+        (POWERSGD, "steps"),
+        (POWERSGD, "rounds"),
+        (POWERSGD, "factors"),
+        (POWERSGD, "weights"),
+        (TOPK, "rounds"),
+        (TOPK, "weights"),
+    ],
 )
 @on_every_rank(2)
-def test_states_that_differ_between_ranks_are_an_error_on_every_rank(r: int, algorithm: Algorithm, what: str) -> None:
+def test_states_that_differ_between_ranks_are_an_error_on_every_rank(
+    r: int, algorithm: Algorithm, what: str
+) -> None:
     module, optimizer = wrapped(algorithm)
     train(module, optimizer, r, range(2))
     state = module.bagua_algorithm.state_dict()
@@ -144,11 +167,20 @@ def test_states_that_differ_between_ranks_are_an_error_on_every_rank(r: int, alg
 
 
 @on_every_rank(1)
-def test_S11_2_float64_is_refused_by_name_when_wrapping_and_when_an_operation_is_made(r: int) -> None:
-    with pytest.raises(TypeError, match=r"parameter '0\.weight' is float64; topk takes float16, bfloat16 or float32"):
+def test_S11_2_float64_is_refused_by_name_when_wrapping_and_when_an_operation_is_made(
+    r: int,
+) -> None:
+    with pytest.raises(
+        TypeError,
+        match=r"parameter '0\.weight' is float64; topk takes float16, bfloat16 or float32",
+    ):
         wrapped(TOPK, dtype=torch.float64)
-    bucket = BaguaBucket([torch.ones(3, dtype=torch.float64).ensure_bagua_tensor("t")], "b", flatten=True)
-    with pytest.raises(TypeError, match=r"topk takes float16, bfloat16 or float32, not torch\.float64"):
+    bucket = BaguaBucket(
+        [torch.ones(3, dtype=torch.float64).ensure_bagua_tensor("t")], "b", flatten=True
+    )
+    with pytest.raises(
+        TypeError, match=r"topk takes float16, bfloat16 or float32, not torch\.float64"
+    ):
         TopK(None, bucket.kernels, 3, 0.5, None, lambda: True, bucket.dtype)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at most 2147483647 elements, not 2147483648"):
         TopK(None, bucket.kernels, 2**31, 0.5, None, lambda: True, torch.float32)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""Tests of each algorithm's memory beyond plain training, in copies of the weights: permanent, and while a bucket runs."""
+"""Tests of each algorithm's memory beyond plain training, in copies of the weights: permanent, and
+while a bucket runs.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ from bagua_ref.comm_ops.low_rank import Matrix
 def warm_backend() -> Iterator[None]:
     """Let the reference backend allocate its buffers, which have a fixed size and are shared."""
     kernels, x = get_backend("reference"), torch.ones(300_000)
-    get_codec("MinMaxUInt8", kernels).decompress(get_codec("MinMaxUInt8", kernels).compress(x, 2), 2, out=x)
+    get_codec("MinMaxUInt8", kernels).decompress(
+        get_codec("MinMaxUInt8", kernels).compress(x, 2), 2, out=x
+    )
     kernels.async_average_(x, x.clone(), x.clone(), 2)
     kernels.combine_ring_(x, x.clone(), x.clone(), x.clone())
     kernels.update_momentum_(x, x.clone(), 0.9)
     del x
-    gc.freeze()  # leave earlier tests' objects out of collection and count, which would take seconds
+    # leave earlier tests' objects out of collection and count, which would take seconds
+    gc.freeze()
     yield
     gc.unfreeze()
 
@@ -37,7 +42,11 @@ def warm_backend() -> Iterator[None]:
 def live_bytes() -> int:
     """Return the bytes of all storages referenced by Python tensors of this test."""
     gc.collect()
-    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.layout is torch.strided]
+    tensors = [
+        t
+        for t in gc.get_objects()
+        if issubclass(type(t), torch.Tensor) and t.layout is torch.strided
+    ]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -46,7 +55,8 @@ FOR_GOOD = [
     ("gradient_allreduce", {}, 0),
     ("bytegrad", {"hierarchical": False}, 0),
     ("bytegrad", {}, 0),
-    ("bytegrad", {"hierarchical": False, "error_feedback": True}, 1.5),  # e, and f of a chunk of two
+    # e, and f of a chunk of two
+    ("bytegrad", {"hierarchical": False, "error_feedback": True}, 1.5),
     ("decentralized", {"hierarchical": False}, 1),
     ("decentralized", {"hierarchical": False, "peer_selection_mode": "shift_one"}, 1),
     ("decentralized", {"hierarchical": False, "peer_selection_mode": "exponential"}, 1),
@@ -61,7 +71,8 @@ FOR_GOOD = [
     ("diloco", {"period": 2}, 2),  # global weights and the outer momentum
     ("diloco", {"period": 3, "delay": 2}, 3),  # and what is in flight
     ("diloco", {"period": 2, "compression": "MinMaxUInt8", "error_feedback": True}, 3.5),
-    ("powersgd", {"warmup_steps": 1}, 1.01),  # the memory and, here, a hundredth of that for the factor
+    # the memory and, here, a hundredth of that for the factor
+    ("powersgd", {"warmup_steps": 1}, 1.01),
     ("powersgd", {"warmup_steps": 1, "memory": None}, 0.01),
     ("topk", {}, 1),
     ("topk", {"error_feedback": False}, 0),
@@ -72,7 +83,8 @@ COPIES = ("local_sgd", "diloco")
 
 @pytest.mark.parametrize(
     ("name", "options", "expected", "do_flatten"),
-    [*((*row, True) for row in FOR_GOOD), *((*row, False) for row in FOR_GOOD[1::4])],  # without async, which needs flat buckets
+    # without async, which needs flat buckets
+    [*((*row, True) for row in FOR_GOOD), *((*row, False) for row in FOR_GOOD[1::4])],
 )
 def test_memory_over_plain_training_in_copies_of_the_weights(
     name: str, options: dict[str, Any], expected: int, do_flatten: bool
@@ -87,7 +99,9 @@ def test_memory_over_plain_training_in_copies_of_the_weights(
         for wrap in (False, True):
             if wrap:
                 arguments = {**options, "q_adam_optimizer": adam} if name == "qadam" else options
-                module.with_bagua([optimizer], Algorithm.init(name, **arguments), do_flatten=do_flatten)
+                module.with_bagua(
+                    [optimizer], Algorithm.init(name, **arguments), do_flatten=do_flatten
+                )
             for _ in range(4 if wrap else 2):  # QAdam compresses after its first two steps
                 optimizer.zero_grad(set_to_none=False)
                 module(torch.ones(1, 100)).sum().backward()
@@ -95,8 +109,10 @@ def test_memory_over_plain_training_in_copies_of_the_weights(
             if wrap and name == "async":
                 module.bagua_algorithm.abort(module)
             if wrap and name == "diloco":
-                module._bagua.engine.wait_pending_comm_ops()  # its scratch is gone, and the result still in flight
-            grads = [p.grad for p in module.parameters()]  # a gradient held only by C++ would not be counted
+                # its scratch is gone, and the result still in flight
+                module._bagua.engine.wait_pending_comm_ops()
+            # a gradient held only by C++ would not be counted
+            grads = [p.grad for p in module.parameters()]
             bagua_ref.barrier()
             used.append(live_bytes())
             bagua_ref.barrier()
@@ -110,7 +126,9 @@ def test_memory_over_plain_training_in_copies_of_the_weights(
 
 def peak_of(function: Callable[[], object]) -> int:
     """Return the peak of torch's allocations on this thread, above the initial amount."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         function()
     used = most = 0
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
@@ -123,31 +141,57 @@ def peak_of(function: Callable[[], object]) -> int:
 def append_topk(bucket: Any) -> None:
     # Equal elements would all be candidates; with other numbers, there are a few more or fewer.
     bucket.effective_tensors()[0].normal_(generator=torch.Generator().manual_seed(0))
-    error, group = torch.zeros(bucket.effective_tensors()[0].numel()), bagua_ref.groups.communication.new_group().for_background()
+    error, group = (
+        torch.zeros(bucket.effective_tensors()[0].numel()),
+        bagua_ref.groups.communication.new_group().for_background(),
+    )
     comm = group.get_global_communicator()
-    bucket.append_op(TopK(comm, bucket.kernels, len(error), 0.01, lambda: error, lambda: True, bucket.dtype), group)
+    bucket.append_op(
+        TopK(comm, bucket.kernels, len(error), 0.01, lambda: error, lambda: True, bucket.dtype),
+        group,
+    )
 
 
 def append_with_memory(bucket: Any) -> None:
     numel = bucket.effective_tensors()[0].numel()
     memory = ErrorMemory(numel, numel, 1, bucket.device)
-    bucket.append_centralized_synchronous_op(scattergather=True, compression="MinMaxUInt8", error_memory=memory)
+    bucket.append_centralized_synchronous_op(
+        scattergather=True, compression="MinMaxUInt8", error_memory=memory
+    )
 
 
 def append_low_rank(bucket: Any) -> None:
-    size, group = math.isqrt(bucket.effective_tensors()[0].numel()), bagua_ref.groups.communication.new_group().for_background()
+    size, group = (
+        math.isqrt(bucket.effective_tensors()[0].numel()),
+        bagua_ref.groups.communication.new_group().for_background(),
+    )
     factors, errors = {"t": torch.zeros(size, 1)}, {"t": torch.zeros(size, size)}
-    matrices, options = [Matrix("t", 0, size, size, 1, 0)], {"memory": "local", "seed": 0, "warm_start": True}
+    matrices, options = (
+        [Matrix("t", 0, size, size, 1, 0)],
+        {"memory": "local", "seed": 0, "warm_start": True},
+    )
     comm = group.get_global_communicator()
-    bucket.append_op(LowRank(comm, bucket.kernels, matrices, factors, errors, **options, round_number=lambda: 0), group)
+    bucket.append_op(
+        LowRank(comm, bucket.kernels, matrices, factors, errors, **options, round_number=lambda: 0),
+        group,
+    )
 
 
 Append = Callable[[Any], object]
 WHILE_RUNNING: dict[str, tuple[Append, float]] = {
     "gradient_allreduce": (lambda bucket: bucket.append_centralized_synchronous_op(), 0),
-    "bytegrad": (lambda bucket: bucket.append_centralized_synchronous_op(scattergather=True, compression="MinMaxUInt8"), 0.5),
-    "bytegrad with error memory": (append_with_memory, 2.5),  # the next e and f, here of one chunk, and payloads
-    "decentralized": (lambda bucket: bucket.append_decentralized_synchronous_op(like(bucket), hierarchical=False), 0),
+    "bytegrad": (
+        lambda bucket: bucket.append_centralized_synchronous_op(
+            scattergather=True, compression="MinMaxUInt8"
+        ),
+        0.5,
+    ),
+    # the next e and f, here of one chunk, and payloads
+    "bytegrad with error memory": (append_with_memory, 2.5),
+    "decentralized": (
+        lambda bucket: bucket.append_decentralized_synchronous_op(like(bucket), hierarchical=False),
+        0,
+    ),
     "low_precision_decentralized": (
         lambda bucket: bucket.append_low_precision_decentralized_synchronous_op(
             like(bucket), like(bucket), like(bucket), hierarchical=False
@@ -159,7 +203,9 @@ WHILE_RUNNING: dict[str, tuple[Append, float]] = {
     "powersgd": (append_low_rank, 0.01),  # P and Q are a 512th each
     "topk": (append_topk, 1.28),  # sort keys and a mask, or the sum; and what is sent and received
 }
-"""Function that appends the operation, and its scratch: payloads of a byte per element are a quarter of a copy each."""
+"""Function that appends the operation, and its scratch: payloads of a byte per element are a
+quarter of a copy each.
+"""
 
 
 @pytest.mark.parametrize("name", WHILE_RUNNING)

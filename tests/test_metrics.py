@@ -66,7 +66,9 @@ def trained(name: str, options: dict[str, Any], steps: int = 5) -> dict[str, Any
 
 
 @pytest.mark.parametrize(("name", "options", "rounds"), SENT)
-def test_bytes_sent_are_those_of_the_page_times_rounds(name: str, options: dict[str, Any], rounds: int) -> None:
+def test_bytes_sent_are_those_of_the_page_times_rounds(
+    name: str, options: dict[str, Any], rounds: int
+) -> None:
     ranks = 4
     patterns = load_script("docs/_patterns.py")
     sent = rounds * patterns.bytes_per_step(name, SIZE, ranks, **options)
@@ -90,7 +92,8 @@ def test_hierarchical_bytes_differ_between_leaders_and_others() -> None:
         return sent
 
     def inside(r: int) -> int:
-        return 4 * SIZE if r else 0  # gathered at the leader; the broadcast counts as the mean over ranks
+        # gathered at the leader; the broadcast counts as the mean over ranks
+        return 4 * SIZE if r else 0
 
     block = 32 + 32
     for r, sent in enumerate(simulate(4, rank, nodes=(2, 2))):
@@ -154,7 +157,17 @@ def test_codec_seconds_are_those_that_codecs_compute(monkeypatch: pytest.MonkeyP
             yield size
 
     monkeypatch.setattr(MinMaxUInt8, "_compress_in_steps", slow)
-    blocks = len(list(steps(bagua_ref.get_codec("MinMaxUInt8"), torch.ones(12), 1, None, torch.empty(64, dtype=torch.uint8))))
+    blocks = len(
+        list(
+            steps(
+                bagua_ref.get_codec("MinMaxUInt8"),
+                torch.ones(12),
+                1,
+                None,
+                torch.empty(64, dtype=torch.uint8),
+            )
+        )
+    )
     for metrics in simulate(2, lambda r: trained("bytegrad", {"hierarchical": False})):
         assert metrics["codec_seconds"] == 5 * 2 * blocks * 0.25
     for metrics in simulate(2, lambda r: trained("gradient_allreduce", {})):
@@ -165,7 +178,11 @@ def test_the_drifts_of_two_ranks_to_their_mean_are_equal() -> None:
     def rank(r: int) -> list[float]:
         found = []
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            module, optimizer = wrap(nn.Sequential(line(), nn.Linear(1, 2)).to(dtype), LocalSGDAlgorithm(period=2), lr=0.5)
+            module, optimizer = wrap(
+                nn.Sequential(line(), nn.Linear(1, 2)).to(dtype),
+                LocalSGDAlgorithm(period=2),
+                lr=0.5,
+            )
             assert "drift" not in module.bagua_metrics()
             for _ in range(2):
                 module(torch.full((1, SIZE), 1.0 + r, dtype=dtype)).sum().backward()
@@ -209,7 +226,8 @@ def test_rounds_of_asynchronous_averaging_are_counted() -> None:
     assert first["seconds_since_last_exchange"] <= 0.1
     assert abs(first["async_rounds"] - second["async_rounds"]) <= 1
     assert first["async_rounds"] >= 5
-    # An all-reduce of the weights and of a flag of 4 bytes for each round, and perhaps of one that is under way.
+    # An all-reduce of the weights and of a flag of 4 bytes for each round, and perhaps of one that
+    # is under way.
     per_round = 4 * SIZE + 4
     assert first["bytes_sent"] // per_round - first["async_rounds"] in (0, 1)
 
@@ -220,13 +238,24 @@ def over_gloo() -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_the_counts_over_gloo_are_those_of_the_simulation() -> None:
-    for found, expected in zip(launch(over_gloo, 2), simulate(2, lambda r: over_gloo()), strict=True):
+    for found, expected in zip(
+        launch(over_gloo, 2), simulate(2, lambda r: over_gloo()), strict=True
+    ):
         for (name, options, _), real, simulated in zip(SENT, found, expected, strict=True):
             assert real.keys() == simulated.keys()
-            for key in ("steps", "rounds", "steps_in_agreement", "bytes_sent", "bytes_sent_per_step"):
+            for key in (
+                "steps",
+                "rounds",
+                "steps_in_agreement",
+                "bytes_sent",
+                "bytes_sent_per_step",
+            ):
                 assert real[key] == simulated[key], (name, key)
             assert real["exposed_wait_seconds"] > 0
-            compresses = name in ("bytegrad", "low_precision_decentralized", "qadam", "topk") or "compression" in options
+            compresses = (
+                name in ("bytegrad", "low_precision_decentralized", "qadam", "topk")
+                or "compression" in options
+            )
             assert (real["codec_seconds"] > 0) is compresses, name
             assert all(type(value) in (int, float) for value in real.values())
 
@@ -252,7 +281,9 @@ def test_the_logger_writes_every_few_steps_with_means_over_these() -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         logged: list[tuple[dict[str, Any], int]] = []
         with bagua_ref.train(module, [optimizer], LocalSGDAlgorithm(period=4)):
-            logs = [MetricsLogger(module, lambda metrics, step: logged.append((metrics, step)), every=2)]
+            logs = [
+                MetricsLogger(module, lambda metrics, step: logged.append((metrics, step)), every=2)
+            ]
             logs.append(MetricsLogger(module, writer, every=3))
             for _ in range(6):
                 module(torch.ones(1, SIZE)).sum().backward()
@@ -265,16 +296,26 @@ def test_the_logger_writes_every_few_steps_with_means_over_these() -> None:
 
     logged, writer = simulate(2, rank)[0]
     assert [step for _, step in logged] == [2, 4, 6, 200]
-    assert [metrics["bagua/bytes_sent"] for metrics, _ in logged] == [0, 4 * SIZE, 4 * SIZE, 4 * SIZE]
+    assert [metrics["bagua/bytes_sent"] for metrics, _ in logged] == [
+        0,
+        4 * SIZE,
+        4 * SIZE,
+        4 * SIZE,
+    ]
     assert [metrics["bagua/bytes_sent_per_step"] for metrics, _ in logged] == [0, 2 * SIZE, 0, 0]
-    assert [(value, step) for name, value, step in writer.scalars if name == "bagua/steps"] == [(3, 3), (6, 6)]
+    assert [(value, step) for name, value, step in writer.scalars if name == "bagua/steps"] == [
+        (3, 3),
+        (6, 6),
+    ]
     with pytest.raises(ValueError, match="every=0"):
         MetricsLogger(line(), print, every=0)
     with pytest.raises(TypeError, match="write=3"):
         MetricsLogger(line(), 3)
 
 
-def test_a_disagreement_is_written_by_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disagreement_is_written_by_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(flight_recorder.FOLDER, str(tmp_path / "new"))
 
     def rank(r: int) -> str:
@@ -303,7 +344,11 @@ def test_a_disagreement_is_written_by_every_rank(tmp_path: Path, monkeypatch: py
             "CentralizedFullPrecision",
         ]
         assert all(o["ended"] >= o["started"] for o in before)
-        assert (before[1]["bytes"], before[1]["bucket"], before[1]["round"]) == (4 * (7 * 8 + 9 * 3), "0", 1)
+        assert (before[1]["bytes"], before[1]["bucket"], before[1]["round"]) == (
+            4 * (7 * 8 + 9 * 3),
+            "0",
+            1,
+        )
         assert (last["kind"], last["round"], last["ended"]) == ("end of round", 4, None)
     assert len(list((tmp_path / "new").iterdir())) == 3
 
@@ -319,7 +364,11 @@ def test_nothing_is_written_unasked_and_a_folder_that_cannot_be_written_hides_no
     monkeypatch.setenv(flight_recorder.FOLDER, str(tmp_path / "file"))
     flight_recorder.explain(error)
     assert str(error).startswith("why; this rank's last operations could not be written (")
-    assert [flight_recorder.dump(tmp_path).name for _ in range(3)] == ["rank0.json", "rank0-1.json", "rank0-2.json"]
+    assert [flight_recorder.dump(tmp_path).name for _ in range(3)] == [
+        "rank0.json",
+        "rank0-1.json",
+        "rank0-2.json",
+    ]
 
 
 @on_every_rank(2)
@@ -345,14 +394,24 @@ def test_a_rank_that_does_not_come_is_in_the_files_of_the_others(tmp_path: Path)
     assert all(isinstance(outcome.error, CommunicationError) for outcome in ended)
     for r in (0, 1):
         assert isinstance(ended[r].error, CommunicationTimeoutError)
-        assert str(ended[r].error).endswith(f"this rank's last operations are in {tmp_path}/rank{r}.json")
+        assert str(ended[r].error).endswith(
+            f"this rank's last operations are in {tmp_path}/rank{r}.json"
+        )
     written = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(3)]
-    started = [[o["started"] for o in one["operations"] if o["kind"] == "agreement"] for one in written]
+    started = [
+        [o["started"] for o in one["operations"] if o["kind"] == "agreement"] for one in written
+    ]
     assert [len(one) for one in started] == [3, 3, 3]
     assert started[2][2] - started[0][2] > 1.5  # the clocks of a machine's ranks can be compared
-    unfinished = [[(o["kind"], o["round"]) for o in one["operations"] if o["ended"] is None] for one in written]
-    late = "agreement" if shares_memory() else "CentralizedFullPrecision"  # over TCP, its note can be sent to ranks that are gone
-    assert unfinished == [[(kind, 3)] for kind in ("CentralizedFullPrecision", "CentralizedFullPrecision", late)]
+    unfinished = [
+        [(o["kind"], o["round"]) for o in one["operations"] if o["ended"] is None]
+        for one in written
+    ]
+    # over TCP, its note can be sent to ranks that are gone
+    late = "agreement" if shares_memory() else "CentralizedFullPrecision"
+    assert unfinished == [
+        [(kind, 3)] for kind in ("CentralizedFullPrecision", "CentralizedFullPrecision", late)
+    ]
 
 
 @pytest.mark.slow
@@ -377,11 +436,17 @@ def test_a_communication_hook_writes_what_was_last_too(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=rf"disagree.*{file}"):
         model(torch.ones(1, SIZE)).sum().backward()
     written = json.loads(file.read_text())
-    assert [o["kind"] for o in written["operations"]] == ["agreement", "CentralizedLowPrecision", "agreement"]
+    assert [o["kind"] for o in written["operations"]] == [
+        "agreement",
+        "CentralizedLowPrecision",
+        "agreement",
+    ]
 
 
 @on_every_rank(2)
-def test_a_failure_of_asynchronous_averaging_is_written(r: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_asynchronous_averaging_is_written(
+    r: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(flight_recorder.FOLDER, str(tmp_path))
     module, optimizer = wrap(line(), Algorithm.init("async", sync_interval_ms=100), lr=0.01)
 
@@ -393,5 +458,7 @@ def test_a_failure_of_asynchronous_averaging_is_written(r: int, tmp_path: Path, 
             if step == 10:
                 module.bagua_algorithm._rounds._group.abort("a test")
 
-    with pytest.raises(CommunicationError, match=f"this rank's last operations are in {tmp_path}/rank{r}"):
+    with pytest.raises(
+        CommunicationError, match=f"this rank's last operations are in {tmp_path}/rank{r}"
+    ):
         train()

@@ -1,4 +1,6 @@
-"""NCCL on a card (S2.5, S3.9): a training, a collective that does not end, the end of a process, and ranks that share a card."""
+"""NCCL on a card (S2.5, S3.9): a training, a collective that does not end, the end of a process,
+and ranks that share a card.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def trained(name: str) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     wrapped = model.with_bagua([optimizer], Algorithm.init(name, hierarchical=False))
     for step in range(4):
-        inputs = torch.randn(5, 7, generator=torch.Generator().manual_seed(10 * step + bagua_ref.get_rank()))
+        inputs = torch.randn(
+            5, 7, generator=torch.Generator().manual_seed(10 * step + bagua_ref.get_rank())
+        )
         optimizer.zero_grad()
         wrapped(inputs.cuda()).square().mean().backward()
         optimizer.step()
@@ -51,7 +55,9 @@ def test_S2_5_one_rank_trains_over_nccl_and_two_on_one_card_over_gloo():
 
 
 def hung() -> None:
-    """Queue a collective behind work that outlasts the timeout, and call the next one until it raises."""
+    """Queue a collective behind work that outlasts the timeout, and call the next one until it
+    raises.
+    """
     torch.cuda.set_device(0)
     bagua_ref.init_process_group(backend="nccl", timeout=2)
     x = torch.ones(1000, device="cuda")
@@ -90,10 +96,14 @@ print("trained", flush=True)
 
 
 @pytest.mark.parametrize(
-    "end", ["", "bagua_ref.destroy_process_group()", "raise SystemExit(3)"], ids=["falls", "destroys", "exits"]
+    "end",
+    ["", "bagua_ref.destroy_process_group()", "raise SystemExit(3)"],
+    ids=["falls", "destroys", "exits"],
 )
 def test_S2_5_a_process_ends_as_it_wants_to(end):
-    done = subprocess.run([sys.executable, "-c", TRAINING.format(end=end)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINING.format(end=end)], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == (3 if "SystemExit" in end else 0), done.stderr
     assert done.stdout == "trained\n"
     assert done.stderr == ""

@@ -1,4 +1,6 @@
-"""Tests that a forward pass decides whether its backward pass is synchronized (S5), whatever other passes come between."""
+"""Tests that a forward pass decides whether its backward pass is synchronized (S5), whatever other
+passes come between.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,13 @@ def nothing(model: Any, x: torch.Tensor) -> None:
     pass
 
 
-BETWEEN = (under_no_sync, without_gradients, without_gradients_under_no_sync, in_evaluation, in_evaluation_until_the_next_step)
+BETWEEN = (
+    under_no_sync,
+    without_gradients,
+    without_gradients_under_no_sync,
+    in_evaluation,
+    in_evaluation_until_the_next_step,
+)
 
 
 def wrapped(algorithm: str, wrapper: bool) -> tuple[Any, torch.optim.Optimizer]:
@@ -90,7 +98,9 @@ def wrapped(algorithm: str, wrapper: bool) -> tuple[Any, torch.optim.Optimizer]:
     return wrap_it(optimizers=[optimizer], algorithm=algorithm_of), optimizer
 
 
-def train(rank: int, algorithm: str, between: Callable[[Any, torch.Tensor], None], wrapper: bool) -> torch.Tensor:
+def train(
+    rank: int, algorithm: str, between: Callable[[Any, torch.Tensor], None], wrapper: bool
+) -> torch.Tensor:
     model, optimizer = wrapped(algorithm, wrapper)
     for step in range(4):
         model.train()
@@ -102,13 +112,22 @@ def train(rank: int, algorithm: str, between: Callable[[Any, torch.Tensor], None
     return weights(model)
 
 
-@pytest.mark.parametrize(("algorithm", "wrapper"), [*((name, False) for name in ALGORITHMS), ("gradient_allreduce", True)])
-def test_S5_a_forward_pass_between_another_one_and_its_backward_pass_changes_nothing(algorithm: str, wrapper: bool) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "wrapper"),
+    [*((name, False) for name in ALGORITHMS), ("gradient_allreduce", True)],
+)
+def test_S5_a_forward_pass_between_another_one_and_its_backward_pass_changes_nothing(
+    algorithm: str, wrapper: bool
+) -> None:
     def of(between: Callable[[Any, torch.Tensor], None]) -> list[torch.Tensor]:
         return simulate(2, lambda rank: train(rank, algorithm, between, wrapper))
 
     expected = of(nothing)
-    for between in BETWEEN if algorithm == "gradient_allreduce" else (under_no_sync, in_evaluation_until_the_next_step):
+    for between in (
+        BETWEEN
+        if algorithm == "gradient_allreduce"
+        else (under_no_sync, in_evaluation_until_the_next_step)
+    ):
         for found, without in zip(of(between), expected, strict=True):
             assert torch.equal(found, without), between.__name__
 
@@ -153,7 +172,9 @@ def around(module: Any, x: torch.Tensor) -> torch.Tensor:
     return loss_of(checkpoint(module, x.requires_grad_(), use_reentrant=True))
 
 
-def both(module: Any, rank: int, first_no_sync: bool, whole: bool = True, in_checkpoint: bool = False) -> list[torch.Tensor]:
+def both(
+    module: Any, rank: int, first_no_sync: bool, whole: bool = True, in_checkpoint: bool = False
+) -> list[torch.Tensor]:
     """Return the losses of a forward pass outside `no_sync` and of one inside, in either order."""
 
     def synchronized() -> torch.Tensor:
@@ -166,7 +187,9 @@ def both(module: Any, rank: int, first_no_sync: bool, whole: bool = True, in_che
     return [local(), synchronized()] if first_no_sync else [synchronized(), local()]
 
 
-@pytest.mark.parametrize(("first_no_sync", "in_checkpoint"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("first_no_sync", "in_checkpoint"), [(False, False), (True, False), (True, True)]
+)
 def test_S5_a_backward_pass_of_a_forward_pass_under_no_sync_stays_local_and_the_other_one_reduces_both(
     first_no_sync: bool, in_checkpoint: bool
 ) -> None:
@@ -187,8 +210,11 @@ def test_S5_a_backward_pass_of_a_forward_pass_under_no_sync_stays_local_and_the_
 
 @pytest.mark.parametrize("first_no_sync", [False, True])
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd", "decentralized"])
-def test_S5_a_backward_pass_that_reaches_both_is_synchronized_whole(algorithm: str, first_no_sync: bool) -> None:
-    # If the forward pass under no_sync came last, the gradients of the second half, which the other one does not use, arrive first.
+def test_S5_a_backward_pass_that_reaches_both_is_synchronized_whole(
+    algorithm: str, first_no_sync: bool
+) -> None:
+    # If the forward pass under no_sync came last, the gradients of the second half, which the other
+    # one does not use, arrive first.
     def rank(r: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         model, optimizer = wrapped(algorithm, wrapper=False)
         sum(both(model, r, first_no_sync, whole=False)).backward()  # type: ignore[union-attr]
@@ -201,7 +227,9 @@ def test_S5_a_backward_pass_that_reaches_both_is_synchronized_whole(algorithm: s
         assert torch.equal(first, second)
     if algorithm == "gradient_allreduce":
         assert all(map(torch.equal, found, other))
-        torch.testing.assert_close(found, mean_gradients(lambda module, r: both(module, r, True, whole=False)))
+        torch.testing.assert_close(
+            found, mean_gradients(lambda module, r: both(module, r, True, whole=False))
+        )
 
 
 @dataclass
@@ -220,7 +248,9 @@ class Hiding(Net):
 
 @pytest.mark.parametrize("kind", [Output, dict, SimpleNamespace])
 def test_S5_outputs_that_hide_their_tensors_are_taken_as_by_torchs_class(kind: Any) -> None:
-    """torch's class reduces the first backward pass after a forward pass outside no_sync, of whichever forward pass."""
+    """torch's class reduces the first backward pass after a forward pass outside no_sync, of
+    whichever forward pass.
+    """
 
     def value(output: Any) -> torch.Tensor:
         return loss_of(output["value"] if isinstance(output, dict) else output.value)
@@ -244,7 +274,9 @@ def test_S5_outputs_that_hide_their_tensors_are_taken_as_by_torchs_class(kind: A
             value(module(batch(r))).backward()
         return [*seen, gradients(module)]
 
-    (alone, local, all_, again), (other_alone, other_local, other_all, other_again) = simulate(2, rank)
+    (alone, local, all_, again), (other_alone, other_local, other_all, other_again) = simulate(
+        2, rank
+    )
     assert not any(map(torch.equal, alone, other_alone))
     assert not any(map(torch.equal, again, other_again))
     assert all(map(torch.equal, local, other_local)) == (kind is SimpleNamespace)
@@ -253,7 +285,9 @@ def test_S5_outputs_that_hide_their_tensors_are_taken_as_by_torchs_class(kind: A
 
 @pytest.mark.parametrize("before", [nothing, without_gradients])
 @pytest.mark.parametrize("no_sync", [False, True])
-def test_S5_a_reentrant_checkpoint_around_the_module_is_one_training_forward_pass(no_sync: bool, before: Any) -> None:
+def test_S5_a_reentrant_checkpoint_around_the_module_is_one_training_forward_pass(
+    no_sync: bool, before: Any
+) -> None:
     def rank(r: int) -> tuple[list[list[torch.Tensor]], int]:
         module, _ = wrapped("gradient_allreduce", wrapper=False)
         seen = []
@@ -286,7 +320,9 @@ def test_S5_a_forward_pass_without_gradients_counts_no_step_and_sends_nothing(r:
 
 
 @on_every_rank(2)
-def test_S5_6_a_forward_pass_without_gradients_lets_no_round_in_before_the_backward_pass(r: int) -> None:
+def test_S5_6_a_forward_pass_without_gradients_lets_no_round_in_before_the_backward_pass(
+    r: int,
+) -> None:
     module, optimizer = wrap(Net(), AsyncModelAverageAlgorithm(sync_interval_ms=0), lr=0.1)
     holder = module.bagua_algorithm._holder
     for between in (nothing, without_gradients, without_gradients):
@@ -303,10 +339,14 @@ def test_S5_6_a_forward_pass_without_gradients_lets_no_round_in_before_the_backw
 
 
 @on_every_rank(2)
-def test_S5_what_a_backward_pass_has_reached_is_forgotten_at_its_end_though_an_engines_thread_may_still_hold_it(r: int) -> None:
+def test_S5_what_a_backward_pass_has_reached_is_forgotten_at_its_end_though_an_engines_thread_may_still_hold_it(
+    r: int,
+) -> None:
     module = Net().with_bagua([], GradientAllReduceAlgorithm())
     held: list[Any] = []
-    handle = module.first.weight.register_post_accumulate_grad_hook(lambda p: held.append(module._bagua._passes.reached))
+    handle = module.first.weight.register_post_accumulate_grad_hook(
+        lambda p: held.append(module._bagua._passes.reached)
+    )
     loss_of(module(batch(r))).backward()
     assert held[0].synchronized
     assert module._bagua._passes.reached is None
@@ -314,7 +354,9 @@ def test_S5_what_a_backward_pass_has_reached_is_forgotten_at_its_end_though_an_e
 
 
 @on_every_rank(1)
-def test_S5_a_backward_pass_that_failed_half_way_does_not_disturb_a_reentrant_checkpoint_around_the_module(r: int) -> None:
+def test_S5_a_backward_pass_that_failed_half_way_does_not_disturb_a_reentrant_checkpoint_around_the_module(
+    r: int,
+) -> None:
     module, alone = Net().with_bagua([], GradientAllReduceAlgorithm()), Net()
     x = FailsInBackward.apply(batch(r).requires_grad_())  # type: ignore[no-untyped-call]
     with pytest.raises(ArithmeticError):
@@ -327,7 +369,9 @@ def test_S5_a_backward_pass_that_failed_half_way_does_not_disturb_a_reentrant_ch
 
 
 @on_every_rank(2)
-def test_S5_a_backward_pass_that_failed_leaves_nothing_to_the_next_one(r: int) -> list[torch.Tensor]:
+def test_S5_a_backward_pass_that_failed_leaves_nothing_to_the_next_one(
+    r: int,
+) -> list[torch.Tensor]:
     module = Net().with_bagua([], GradientAllReduceAlgorithm())
     with module.no_sync():
         x = FailsInBackward.apply(batch(r).requires_grad_())  # type: ignore[no-untyped-call]
@@ -337,5 +381,7 @@ def test_S5_a_backward_pass_that_failed_leaves_nothing_to_the_next_one(r: int) -
         failing.backward()
     module.zero_grad()
     synchronized.backward()
-    torch.testing.assert_close(gradients(module), mean_gradients(lambda module, r: [loss_of(module(batch(r, 1)))]))
+    torch.testing.assert_close(
+        gradients(module), mean_gradients(lambda module, r: [loss_of(module(batch(r, 1)))])
+    )
     return gradients(module)

@@ -1,4 +1,6 @@
-"""Tests of optimizer steps that communication does not know of: inside backward, or by an optimizer made after wrapping."""
+"""Tests of optimizer steps that communication does not know of: inside backward, or by an optimizer
+made after wrapping.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def sgd(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), **{"lr": 0.1, **options})
 
 
-def wrapped(algorithm: str, options: dict[str, Any], optimizers: list[torch.optim.Optimizer] | None = None) -> nn.Module:
+def wrapped(
+    algorithm: str, options: dict[str, Any], optimizers: list[torch.optim.Optimizer] | None = None
+) -> nn.Module:
     module = network()
     optimizer, made_for = by_name(algorithm, module, **options)
     (optimizers if optimizers is not None else []).append(optimizer)
@@ -68,7 +72,9 @@ def end(module: Any) -> None:
         module.bagua_algorithm.abort(module)
 
 
-def refused_without_change(module: nn.Module, optimizer: Any, act: Callable[[], None], message: str) -> None:
+def refused_without_change(
+    module: nn.Module, optimizer: Any, act: Callable[[], None], message: str
+) -> None:
     before, state = weights(module), len(optimizer.state) if hasattr(optimizer, "state") else 0
     with pytest.raises(RuntimeError, match=message):
         act()
@@ -88,7 +94,8 @@ LATER: list[Callable[[nn.Module], Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "make"), [*((algorithm, sgd) for algorithm in NEEDING), *zip(NEEDING, 2 * LATER, strict=True)]
+    ("algorithm", "make"),
+    [*((algorithm, sgd) for algorithm in NEEDING), *zip(NEEDING, 2 * LATER, strict=True)],
 )
 @on_every_rank(2)
 def test_an_optimizer_made_after_wrapping_is_refused_where_steps_count_or_weights_are_sent(
@@ -100,7 +107,12 @@ def test_an_optimizer_made_after_wrapping_is_refused_where_steps_count_or_weight
     later = make(module)
     module(batch(r)).square().mean().backward()
     act = later.fuse_step if hasattr(later, "fuse_step") else later.step
-    refused_without_change(module, later, act, r"not among the optimizers when it was wrapped.*Call with_bagua\(\) again")
+    refused_without_change(
+        module,
+        later,
+        act,
+        r"not among the optimizers when it was wrapped.*Call with_bagua\(\) again",
+    )
     known[0].step()
     if algorithm in ("local_sgd", "diloco", "powersgd", "topk"):
         options = {**NEEDING[algorithm]}
@@ -113,10 +125,16 @@ def test_an_optimizer_made_after_wrapping_is_refused_where_steps_count_or_weight
 @pytest.mark.parametrize("algorithm", OTHERS)
 @pytest.mark.parametrize("wrapper", [False, True])
 @on_every_rank(2)
-def test_gradient_algorithms_take_any_optimizer(r: int, algorithm: str, wrapper: bool) -> torch.Tensor:
+def test_gradient_algorithms_take_any_optimizer(
+    r: int, algorithm: str, wrapper: bool
+) -> torch.Tensor:
     module = network()
     named = Algorithm.init(algorithm, **OTHERS[algorithm])
-    model = DistributedDataParallel(module, algorithm=named) if wrapper else module.with_bagua([sgd(module)], named)
+    model = (
+        DistributedDataParallel(module, algorithm=named)
+        if wrapper
+        else module.with_bagua([sgd(module)], named)
+    )
     for phase, options in enumerate(({}, {"momentum": 0.9}, {"lr": 0.01})):
         optimizer = sgd(module, **options)
         for number in range(2):
@@ -165,7 +183,9 @@ def test_what_steps_no_trained_parameter_is_never_refused(r: int, algorithm: str
     other = nn.Linear(4, 1)
     for number in range(3):
         known[0].zero_grad()
-        scaler.scale(module(batch(r, number)).square().mean() * (torch.inf if number == 1 else 1)).backward()
+        scaler.scale(
+            module(batch(r, number)).square().mean() * (torch.inf if number == 1 else 1)
+        ).backward()
         scaler.unscale_(known[0])
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         scaler.step(known[0])
@@ -180,7 +200,8 @@ def test_what_steps_no_trained_parameter_is_never_refused(r: int, algorithm: str
     known[0].load_state_dict(known[0].state_dict())
     later = sgd(module, momentum=0.9)
     later.load_state_dict(later.state_dict())
-    unused = sgd(module, lr=0.0)  # torch.distributed.checkpoint lets an optimizer make its state by such a step
+    # torch.distributed.checkpoint lets an optimizer make its state by such a step
+    unused = sgd(module, lr=0.0)
     unused.step()
     known[0].add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
     assert torch.equal(weights(module), own)
@@ -189,7 +210,10 @@ def test_what_steps_no_trained_parameter_is_never_refused(r: int, algorithm: str
 
 @on_every_rank(1)
 def test_loading_the_state_of_such_an_optimizer_is_not_refused(r: int) -> None:
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
 
     known: list[Any] = []
     module = wrapped("local_sgd", NEEDING["local_sgd"], known)
@@ -253,7 +277,9 @@ def test_LBFGS_steps_with_its_closure(r: int, passed: bool) -> torch.Tensor:
 
 
 @on_every_rank(2)
-def test_a_closure_whose_backward_passes_do_not_all_bypass_the_module_may_run_again(r: int) -> torch.Tensor:
+def test_a_closure_whose_backward_passes_do_not_all_bypass_the_module_may_run_again(
+    r: int,
+) -> torch.Tensor:
     known: list[Any] = []
     module = wrapped("gradient_allreduce", {}, known)
 
@@ -284,7 +310,9 @@ def test_a_backward_pass_that_bypasses_the_module_stops_any_optimizer(r: int) ->
 # Steps inside backward
 
 
-def step_in_backward(module: nn.Module, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> dict[Any, Any]:
+def step_in_backward(
+    module: nn.Module, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+) -> dict[Any, Any]:
     optimizers = {p: make([p]) for p in module.parameters()}
 
     def hook(parameter: Any) -> None:
@@ -302,23 +330,36 @@ def step_in_backward(module: nn.Module, make: Callable[[list[nn.Parameter]], tor
         (algorithm, when)
         for algorithm in (*NEEDING, "gradient_allreduce", "bytegrad")
         for when in ("before", "after", "passed")
-        if (when == "after" if algorithm == "qadam" else when == "before" or algorithm in ("local_sgd", "gradient_allreduce"))
+        if (
+            when == "after"
+            if algorithm == "qadam"
+            else when == "before" or algorithm in ("local_sgd", "gradient_allreduce")
+        )
     ],
 )
 @on_every_rank(2)
-def test_a_step_inside_backward_is_refused_before_weights_change(r: int, algorithm: str, when: str) -> None:
+def test_a_step_inside_backward_is_refused_before_weights_change(
+    r: int, algorithm: str, when: str
+) -> None:
     known: list[Any] = []
     if when == "after":
         module: Any = wrapped(algorithm, NEEDING.get(algorithm, {}), known)
         step_in_backward(module, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     else:
         module = network()
-        optimizers = step_in_backward(module, lambda parameters: torch.optim.Adam(parameters, fused=True))
+        optimizers = step_in_backward(
+            module, lambda parameters: torch.optim.Adam(parameters, fused=True)
+        )
         options = NEEDING.get(algorithm, {})
         passed = list(optimizers.values()) if when == "passed" else [sgd(module)]
         module.with_bagua(passed, Algorithm.init(algorithm, **options))
     loss = module(batch(r)).square().mean()
-    refused_without_change(module, None, loss.backward, r"inside backward\(\).*Call step\(\) after backward\(\) has returned")
+    refused_without_change(
+        module,
+        None,
+        loss.backward,
+        r"inside backward\(\).*Call step\(\) after backward\(\) has returned",
+    )
     end(module)
 
 
@@ -411,7 +452,9 @@ def test_shards_are_trained_parameters_too() -> None:
 def test_a_compiled_module_knows_its_optimizers_and_compiled_steps_of_others_stay_whole() -> None:
     module = network()
     optimizer = sgd(module)
-    called = torch.compile(module, backend="eager").with_bagua([optimizer], Algorithm.init("local_sgd", period=1))
+    called = torch.compile(module, backend="eager").with_bagua(
+        [optimizer], Algorithm.init("local_sgd", period=1)
+    )
     step(called, optimizer, bagua_ref.get_rank())
     with pytest.raises(RuntimeError, match="local_sgd counts the steps"):
         step(called, sgd(module), bagua_ref.get_rank())

@@ -1,4 +1,6 @@
-"""Codec and wire at the same time between real processes: equal bits, and failures in the middle of a payload."""
+"""Codec and wire at the same time between real processes: equal bits, and failures in the middle of
+a payload.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ import bagua_ref
 from bagua_ref.algorithms import ByteGradAlgorithm
 from bagua_ref.backends import get_backend, get_codec, list_codecs
 from bagua_ref.backends.reference.codecs import MinMaxUInt8
-from bagua_ref.comm_ops import CentralizedErrorFeedback, CentralizedLowPrecision, CommOp, ErrorMemory
+from bagua_ref.comm_ops import (
+    CentralizedErrorFeedback,
+    CentralizedLowPrecision,
+    CommOp,
+    ErrorMemory,
+)
 from bagua_ref.communicators import pipelining, shared_memory
 from bagua_ref.communicators.pipelining import Overlap
 from bagua_ref.conformance import EXACT, assert_equal
@@ -25,7 +32,9 @@ from bagua_ref.simulation import SimulatedWorld
 pytestmark = pytest.mark.slow
 
 transports = pytest.mark.parametrize("over_gloo", [True, False], ids=["gloo", "memory"])
-worlds = pytest.mark.parametrize(("over_gloo", "nranks"), [(True, 2), (False, 3)], ids=["gloo-2", "memory-3"])
+worlds = pytest.mark.parametrize(
+    ("over_gloo", "nranks"), [(True, 2), (False, 3)], ids=["gloo-2", "memory-3"]
+)
 
 SIZES = (0, 1, 33, 5000, 70_000)
 """Elements of a chunk: no piece, one piece and many, also more than a tile."""
@@ -46,7 +55,12 @@ def reduce_all() -> list[torch.Tensor]:
             before = comm.bytes_sent
             for op in ops:
                 op(x)
-            results += [x.clone(), memory.worker, memory.server, torch.tensor(comm.bytes_sent - before)]
+            results += [
+                x.clone(),
+                memory.worker,
+                memory.server,
+                torch.tensor(comm.bytes_sent - before),
+            ]
     return results
 
 
@@ -62,7 +76,9 @@ def reduce_all_in_small_pieces() -> list[torch.Tensor]:
 
 
 @worlds
-def test_S3_2_S11_1_processes_give_the_bits_of_the_simulation_however_many_pieces_there_are(nranks: int, over_gloo: bool) -> None:
+def test_S3_2_S11_1_processes_give_the_bits_of_the_simulation_however_many_pieces_there_are(
+    nranks: int, over_gloo: bool
+) -> None:
     real = launch(reduce_all_in_small_pieces, nranks, over_gloo=over_gloo)
     simulated = SimulatedWorld(nranks).run(lambda comm: reduce_all_at_once())
     for one, other in zip(real, simulated, strict=True):
@@ -120,7 +136,9 @@ def reduce_with_a_failing_codec() -> str:
     shared_memory._LARGEST = 4096
     comm = bagua_ref.new_group().get_global_communicator()
     x = torch.ones(comm.nranks() * 600_000)
-    op = CentralizedLowPrecision(comm, get_backend("reference"), Failing(get_backend("reference")), average=True)
+    op = CentralizedLowPrecision(
+        comm, get_backend("reference"), Failing(get_backend("reference")), average=True
+    )
     begin, error = time.monotonic(), None
     try:
         op(x)
@@ -133,8 +151,12 @@ def reduce_with_a_failing_codec() -> str:
 
 
 @worlds
-def test_S2_5_a_codec_that_fails_in_the_middle_of_a_payload_is_an_error_on_every_rank_at_once(nranks: int, over_gloo: bool) -> None:
-    ended = outcomes(reduce_with_a_failing_codec, nranks, collective_timeout=30, limit=60, over_gloo=over_gloo)
+def test_S2_5_a_codec_that_fails_in_the_middle_of_a_payload_is_an_error_on_every_rank_at_once(
+    nranks: int, over_gloo: bool
+) -> None:
+    ended = outcomes(
+        reduce_with_a_failing_codec, nranks, collective_timeout=30, limit=60, over_gloo=over_gloo
+    )
     assert ended[1].result == "RuntimeError: the codec is broken"
     for rank in {*range(nranks)} - {1}:
         assert ended[rank].result.startswith("CommunicationError: alltoall on rank ")
@@ -145,7 +167,9 @@ def train_beside_a_rank_that_hangs() -> str:
     pipelining.PIECE = 4099
     shared_memory._LARGEST = 4096
     Failing.pause = 12
-    module, optimizer = wrap(torch.nn.Linear(1200, 1200), ByteGradAlgorithm(hierarchical=False), lr=0.1, timeout=1)
+    module, optimizer = wrap(
+        torch.nn.Linear(1200, 1200), ByteGradAlgorithm(hierarchical=False), lr=0.1, timeout=1
+    )
     for bucket in module.bagua_buckets:
         for op in bucket._ops:
             op.codec = Failing(get_backend("reference"))
@@ -158,8 +182,12 @@ def train_beside_a_rank_that_hangs() -> str:
 
 
 @transports
-def test_S2_5_a_payload_that_stops_in_the_middle_times_out_and_names_bucket_and_operation(over_gloo: bool) -> None:
-    ended = outcomes(train_beside_a_rank_that_hangs, 2, collective_timeout=3, limit=90, over_gloo=over_gloo)
+def test_S2_5_a_payload_that_stops_in_the_middle_times_out_and_names_bucket_and_operation(
+    over_gloo: bool,
+) -> None:
+    ended = outcomes(
+        train_beside_a_rank_that_hangs, 2, collective_timeout=3, limit=90, over_gloo=over_gloo
+    )
     for outcome in ended:
         assert outcome.result is not None, outcome.traceback
         assert CommunicationTimeoutError.__name__ in outcome.result

@@ -1,4 +1,6 @@
-"""Tests of the package's metadata, built by the same hooks as the wheel, and of the cheap parts of the release check."""
+"""Tests of the package's metadata, built by the same hooks as the wheel, and of the cheap parts of
+the release check.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,16 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)[^)]*\)")
 @pytest.fixture(scope="module")
 def metadata() -> dict[str, Any]:
     command = [sys.executable, "-m", "hatchling", "metadata"]
-    return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout)
+    return json.loads(
+        subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+    )
 
 
-def test_the_long_description_is_the_readme_without_relative_links(metadata: dict[str, Any]) -> None:
+def test_the_long_description_is_the_readme_without_relative_links(
+    metadata: dict[str, Any],
+) -> None:
     shown = metadata["readme"]
     assert shown["content-type"] == "text/markdown"
     assert "](docs/" in (ROOT / "README.md").read_text()
@@ -51,7 +59,13 @@ def test_the_release_check_refuses_what_fails_and_cleans_up(
 ) -> None:
     def check(folder: Path) -> None:
         (folder / "dist").mkdir()
-        release_check.run(folder, Path(sys.executable), sys.executable, "-c", "print('it broke'); raise SystemExit(3)")
+        release_check.run(
+            folder,
+            Path(sys.executable),
+            sys.executable,
+            "-c",
+            "print('it broke'); raise SystemExit(3)",
+        )
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(release_check, "check", check)

@@ -28,11 +28,17 @@ def watched(program: subprocess.Popen[bytes], **changed: Any) -> Processes:
     """Rank 0 is this process, rank 1 the program."""
     own = this_process()
     assert own[0], "this system hides what is needed"
-    theirs = {"where": own[0], "pid": program.pid, "started": processes._start_time(program.pid)} | changed
+    theirs = {
+        "where": own[0],
+        "pid": program.pid,
+        "started": processes._start_time(program.pid),
+    } | changed
     return Processes([own, list(theirs.values())], 0)
 
 
-def test_the_end_of_a_process_is_noticed_at_once_even_if_its_parent_has_not(program: subprocess.Popen[bytes]) -> None:
+def test_the_end_of_a_process_is_noticed_at_once_even_if_its_parent_has_not(
+    program: subprocess.Popen[bytes],
+) -> None:
     found = watched(program)
     assert len(found) == 1
     assert found.ended([1]) == set()
@@ -42,7 +48,9 @@ def test_the_end_of_a_process_is_noticed_at_once_even_if_its_parent_has_not(prog
     found.close()
 
 
-def test_a_process_that_has_the_number_of_an_earlier_one_is_another(program: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_has_the_number_of_an_earlier_one_is_another(
+    program: subprocess.Popen[bytes],
+) -> None:
     found = watched(program, started=1)
     assert found.ended([1]) == {1}
     found.close()
@@ -73,16 +81,24 @@ def test_waiting_can_be_ended(program: subprocess.Popen[bytes]) -> None:
     found.close()
 
 
-@pytest.mark.parametrize(("said", "interrupted"), [("", True), (waiting._HAS_LEFT, False)], ids=["killed", "left"])
+@pytest.mark.parametrize(
+    ("said", "interrupted"), [("", True), (waiting._HAS_LEFT, False)], ids=["killed", "left"]
+)
 def test_waits_for_a_rank_whose_process_has_ended_are_interrupted_unless_it_has_left(
-    program: subprocess.Popen[bytes], said: str, interrupted: bool, monkeypatch: pytest.MonkeyPatch, no_thread_is_left: None
+    program: subprocess.Popen[bytes],
+    said: str,
+    interrupted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    no_thread_is_left: None,
 ) -> None:
     store, reasons, others = dist.HashStore(), list[str](), list[str]()
     if said:
         store.set("waits/1", said)
     found, looks = watched(program), list[float]()
     look = found.ended
-    monkeypatch.setattr(found, "ended", lambda ranks, seconds: looks.append(seconds) or look(ranks, seconds))
+    monkeypatch.setattr(
+        found, "ended", lambda ranks, seconds: looks.append(seconds) or look(ranks, seconds)
+    )
     waits = Waiting(store, 0, 3, found)
     with waits.waiting("in allreduce", "all/7", (0, 1), reasons.append):
         program.kill()

@@ -27,15 +27,24 @@ def momenta(module: nn.Module, optimizer: QAdamOptimizer) -> torch.Tensor:
     return flat(optimizer.state[p]["exp_avg"] for p in module.parameters())
 
 
-def make(seed: int = 0, warmup_steps: int = WARMUP, **options: Any) -> tuple[nn.Sequential, QAdamOptimizer]:
+def make(
+    seed: int = 0, warmup_steps: int = WARMUP, **options: Any
+) -> tuple[nn.Sequential, QAdamOptimizer]:
     module = network(seed)
-    return module, QAdamOptimizer(module.parameters(), warmup_steps=warmup_steps, **{"lr": 0.01, **options})
+    return module, QAdamOptimizer(
+        module.parameters(), warmup_steps=warmup_steps, **{"lr": 0.01, **options}
+    )
 
 
 def wrapped(hierarchical: bool = False, **options: Any) -> tuple[nn.Sequential, QAdamOptimizer]:
     do_flatten = options.pop("do_flatten", True)
     module, optimizer = make(**options)
-    return module.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical), do_flatten=do_flatten), optimizer
+    return (
+        module.with_bagua(
+            [optimizer], QAdamAlgorithm(optimizer, hierarchical), do_flatten=do_flatten
+        ),
+        optimizer,
+    )
 
 
 def ops(module: nn.Module) -> list[str]:
@@ -67,9 +76,13 @@ def test_S5_5_the_phases_differ_in_what_is_communicated_and_change_once(r: int) 
     assert resets == [WARMUP]
 
 
-@pytest.mark.parametrize("at", [1, WARMUP + 2], ids=["back into the warm-up", "in the compressed phase"])
+@pytest.mark.parametrize(
+    "at", [1, WARMUP + 2], ids=["back into the warm-up", "in the compressed phase"]
+)
 @on_every_rank(2)
-def test_S5_5_loading_uses_what_was_loaded_and_resets_where_the_phase_changes(r: int, at: int) -> None:
+def test_S5_5_loading_uses_what_was_loaded_and_resets_where_the_phase_changes(
+    r: int, at: int
+) -> None:
     module, optimizer = wrapped()
     train(module, optimizer, r, range(at))
     saved = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
@@ -78,7 +91,8 @@ def test_S5_5_loading_uses_what_was_loaded_and_resets_where_the_phase_changes(r:
     assert module.bagua_buckets[0].check_flatten()
     module.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    assert not module.bagua_buckets[0].check_flatten()  # new tensors, until the next round moves them into flat storage
+    # new tensors, until the next round moves them into flat storage
+    assert not module.bagua_buckets[0].check_flatten()
     train(module, optimizer, r, range(at, WARMUP + 4))
     assert module.bagua_buckets[0].check_flatten()
     assert_equal(flat(module.parameters()), weights, EXACT)
@@ -91,18 +105,26 @@ def test_S5_5_wrapping_past_the_warm_up_starts_compressed(r: int) -> None:
     module.with_bagua([optimizer], QAdamAlgorithm(optimizer))
     assert not module.bagua_algorithm.need_reset()
     before = momenta(module, optimizer)
-    assert torch.equal(flat(module.bagua_buckets[0].effective_tensors()).sort()[0], before.sort()[0])
+    assert torch.equal(
+        flat(module.bagua_buckets[0].effective_tensors()).sort()[0], before.sort()[0]
+    )
     train(module, optimizer, r, range(WARMUP, WARMUP + 1))
     assert not torch.equal(momenta(module, optimizer), before)
 
 
 @pytest.mark.parametrize("listed", [True, False])
 @on_every_rank(3)
-def test_S5_wrapping_gives_all_ranks_the_first_ones_phase_and_options(r: int, listed: bool) -> torch.Tensor:
+def test_S5_wrapping_gives_all_ranks_the_first_ones_phase_and_options(
+    r: int, listed: bool
+) -> torch.Tensor:
     module, optimizer = make(warmup_steps=WARMUP + r, lr=0.1 + r)
     train(module, optimizer, 0, range(WARMUP if r == 0 else 1))
     module.with_bagua([optimizer] if listed else [], QAdamAlgorithm(optimizer))
-    assert (optimizer.step_id, optimizer.warmup_steps, optimizer.param_groups[0]["lr"]) == (WARMUP, WARMUP, 0.1)
+    assert (optimizer.step_id, optimizer.warmup_steps, optimizer.param_groups[0]["lr"]) == (
+        WARMUP,
+        WARMUP,
+        0.1,
+    )
     train(module, optimizer, r, range(3))
     return momenta(module, optimizer)
 
@@ -119,7 +141,14 @@ class Overflows(nn.Module):
         return y
 
 
-def train_scaled(r: int, scaler: Any, hand_over: bool, spoiled: int | None, steps: list[int], do_flatten: bool = True) -> Any:
+def train_scaled(
+    r: int,
+    scaler: Any,
+    hand_over: bool,
+    spoiled: int | None,
+    steps: list[int],
+    do_flatten: bool = True,
+) -> Any:
     """Train on the batches ``steps``; the gradients of batch number ``spoiled`` overflow on rank 1.
 
     Return the weights after every step, and the final weights, momenta and gradients.
@@ -138,7 +167,11 @@ def train_scaled(r: int, scaler: Any, hand_over: bool, spoiled: int | None, step
         scaler.update()
         weights.append(flat(module.parameters()))
     assert optimizer.step_id == len(steps) - (spoiled is not None)
-    return weights, (weights[-1], momenta(module, optimizer), flat(p.grad for p in module.parameters()))
+    return weights, (
+        weights[-1],
+        momenta(module, optimizer),
+        flat(p.grad for p in module.parameters()),
+    )
 
 
 @pytest.mark.parametrize("spoiled", [1, WARMUP - 1, WARMUP, WARMUP + 2])
@@ -154,18 +187,27 @@ def test_S5_5_a_grad_scaler_skips_the_same_step_on_every_rank(r: int, spoiled: i
 
 @pytest.mark.parametrize(
     ("spoiled", "do_flatten", "bucket_size"),
-    [(None, True, 1), (2, False, 2**20), (WARMUP, True, 1), (WARMUP + 1, False, 1), (WARMUP + 1, True, 2**20)],
+    [
+        (None, True, 1),
+        (2, False, 2**20),
+        (WARMUP, True, 1),
+        (WARMUP + 1, False, 1),
+        (WARMUP + 1, True, 2**20),
+    ],
 )
 def test_S5_5_a_grad_scaler_that_was_handed_over_changes_nothing(
     spoiled: int | None, do_flatten: bool, bucket_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", str(bucket_size))
     steps = list(range(WARMUP + 4))
-    again = steps if spoiled is None else [*steps[: spoiled + 1], *steps[spoiled:]]  # the skipped step is tried again
+    # the skipped step is tried again
+    again = steps if spoiled is None else [*steps[: spoiled + 1], *steps[spoiled:]]
 
     def rank(r: int, scale: float) -> Any:
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1)
-        return train_scaled(r, scaler, True, *((None, steps) if scale == 1 else (spoiled, again)), do_flatten)[1]
+        return train_scaled(
+            r, scaler, True, *((None, steps) if scale == 1 else (spoiled, again)), do_flatten
+        )[1]
 
     plain, scaled = (simulate(2, lambda r, scale=scale: rank(r, scale)) for scale in (1.0, 1024.0))
     for result, wanted in zip(scaled, plain, strict=True):
@@ -191,7 +233,8 @@ def test_lr_schedulers_closures_and_groups(r: int) -> torch.Tensor:
     optimizer = QAdamOptimizer(module[0].parameters(), lr=0.01, warmup_steps=WARMUP)
     optimizer.add_param_group({"params": module[2].parameters(), "lr": 0.0, "betas": (0.5, 0.9)})
     module.with_bagua([optimizer], QAdamAlgorithm(optimizer))
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.0], total_steps=20)  # it changes beta1, too
+    # it changes beta1, too
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.0], total_steps=20)
     still = flat(module[2].parameters())
     losses = []
 
@@ -243,7 +286,9 @@ def test_S5_5_float16_weights_without_gradient_stay_in_the_compressed_phase() ->
     assert parameter.tolist() == [1, 1, 1]
 
 
-def test_S5_5_large_parameters_step_block_by_block_without_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S5_5_large_parameters_step_block_by_block_without_a_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def rank(r: int) -> torch.Tensor:
         torch.manual_seed(0)
         layers = [nn.Linear(6, 300), nn.Linear(300, 300), nn.Linear(300, 230), nn.Linear(230, 3)]
@@ -263,7 +308,9 @@ def test_S5_5_large_parameters_step_block_by_block_without_a_difference(monkeypa
 @on_every_rank(2)
 def test_two_modules_share_an_optimizer(r: int) -> torch.Tensor:
     modules = [network(0), network(1)]
-    optimizer = QAdamOptimizer([p for m in modules for p in m.parameters()], lr=0.01, warmup_steps=WARMUP)
+    optimizer = QAdamOptimizer(
+        [p for m in modules for p in m.parameters()], lr=0.01, warmup_steps=WARMUP
+    )
     for module in modules:
         module.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical=False))
     with warnings.catch_warnings():
@@ -291,7 +338,12 @@ def test_a_step_returns_what_its_closure_does() -> None:
 
     assert optimizer.step(closure).item() == 2.0
     assert optimizer.step() is None
-    assert QAdamOptimizer([torch.nn.Parameter(torch.ones(2))], lr=0.0, warmup_steps=2).step(lambda: 7.0) == 7.0
+    assert (
+        QAdamOptimizer([torch.nn.Parameter(torch.ones(2))], lr=0.0, warmup_steps=2).step(
+            lambda: 7.0
+        )
+        == 7.0
+    )
 
 
 def test_a_copy_or_pickle_of_the_optimizer_keeps_its_phase() -> None:
@@ -351,7 +403,9 @@ BAD_OPTIONS: list[Any] = [
 
 
 @pytest.mark.parametrize(("options", "error", "message"), BAD_OPTIONS)
-def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_options_are_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         QAdamOptimizer([nn.Parameter(torch.ones(2))], **options)
     if "warmup_steps" not in options:
@@ -381,10 +435,16 @@ class Rows(nn.Module):
 @pytest.mark.filterwarnings("ignore:qadam freezes v:UserWarning")
 @pytest.mark.parametrize(
     ("compression", "dtype"),
-    [*((codec, torch.float32) for codec in bagua_ref.list_codecs()), ("OneBit", torch.bfloat16), ("MinMaxUInt8", torch.float16)],
+    [
+        *((codec, torch.float32) for codec in bagua_ref.list_codecs()),
+        ("OneBit", torch.bfloat16),
+        ("MinMaxUInt8", torch.float16),
+    ],
 )
 @on_every_rank(2)
-def test_S5_5_where_v_froze_at_zero_weights_do_not_move(r: int, compression: str, dtype: torch.dtype) -> None:
+def test_S5_5_where_v_froze_at_zero_weights_do_not_move(
+    r: int, compression: str, dtype: torch.dtype
+) -> None:
     module = Rows(dtype)
     optimizer = QAdamOptimizer(module.parameters(), lr=1e-3, warmup_steps=3, eps=1e-4)
     algorithm = QAdamAlgorithm(optimizer, False, compression=compression, error_feedback=True)
@@ -392,7 +452,8 @@ def test_S5_5_where_v_froze_at_zero_weights_do_not_move(r: int, compression: str
     start = module.rows.weight.detach().clone()
     for step in range(20):
         optimizer.zero_grad()
-        module(torch.arange(6 if step < 10 else 12)[r::2]).backward()  # the last rows have their first gradients late
+        # the last rows have their first gradients late
+        module(torch.arange(6 if step < 10 else 12)[r::2]).backward()
         optimizer.step()
     state = optimizer.state[module.rows.weight]
     assert torch.equal(state["exp_avg_sq"][6:], torch.zeros(6, 4))
@@ -416,10 +477,13 @@ def test_S5_5_one_warning_counts_where_v_froze_at_zero() -> None:
     with pytest.warns(UserWarning, match="qadam freezes v") as caught:
         simulate(3, rank)
     (said,) = [str(warning.message) for warning in caught if "qadam" in str(warning.message)]
-    assert said == (
-        "qadam freezes v after warmup_steps=3, and elements whose v is 0 do not move from now on: some had no gradient "
-        "in the warm-up (24 of 48 in 'rows.weight'); if they should learn, use a larger warmup_steps; others had gradients "
-        "whose squares are 0 in the weights' dtype (24 of 48 in 'rows.weight'); keep these weights in float32 instead of 16 bits"
+    assert (
+        said
+        == "qadam freezes v after warmup_steps=3, and elements whose v is 0 do not move from now"
+        " on: some had no gradient in the warm-up (24 of 48 in 'rows.weight'); if they should"
+        " learn, use a larger warmup_steps; others had gradients whose squares are 0 in the"
+        " weights' dtype (24 of 48 in 'rows.weight'); keep these weights in float32 instead of"
+        " 16 bits"
     )
 
 
@@ -431,7 +495,9 @@ def test_S5_5_where_v_is_not_zero_nothing_is_said(r: int) -> None:
 
 def test_the_algorithm_wants_its_own_optimizer() -> None:
     module, optimizer = make()
-    assert isinstance(Algorithm.init("qadam", q_adam_optimizer=optimizer, hierarchical=False), QAdamAlgorithm)
+    assert isinstance(
+        Algorithm.init("qadam", q_adam_optimizer=optimizer, hierarchical=False), QAdamAlgorithm
+    )
     with pytest.raises(TypeError, match="must be a QAdamOptimizer, not Adam"):
         QAdamAlgorithm(torch.optim.Adam(module.parameters()))
     with pytest.raises(TypeError, match="grad_scaler=3"):
@@ -442,7 +508,9 @@ def test_the_algorithm_wants_its_own_optimizer() -> None:
 def test_S5_5_a_parameter_that_the_optimizer_lacks_is_named_on_every_rank(r: int) -> None:
     module = network()
     lacking = QAdamOptimizer([module[0].weight, module[0].bias, module[2].weight])
-    with pytest.raises(ValueError, match=r"does not hold parameter '2\.bias'.*_bagua_params_and_buffers_to_ignore"):
+    with pytest.raises(
+        ValueError, match=r"does not hold parameter '2\.bias'.*_bagua_params_and_buffers_to_ignore"
+    ):
         module.with_bagua([lacking], QAdamAlgorithm(lacking))
     mine = lacking if r == 1 else QAdamOptimizer(module.parameters())
     with pytest.raises(ValueError, match=r"'2\.bias'" if r == 1 else "on another rank"):

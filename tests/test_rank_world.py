@@ -25,7 +25,12 @@ def test_spawned_threads_belong_to_their_rank():
     def program(comm):
         seen = queue.SimpleQueue()
         outer = current_world()
-        thread = outer.spawn(lambda: seen.put((get_rank(), current_world() is outer, threading.current_thread().name)), "helper")
+        thread = outer.spawn(
+            lambda: seen.put(
+                (get_rank(), current_world() is outer, threading.current_thread().name)
+            ),
+            "helper",
+        )
         thread.join()
         assert not thread.is_alive()
         return seen.get_nowait()
@@ -73,9 +78,13 @@ def test_a_lock_goes_to_who_came_first(seed):
                 world.sleep(10)
 
         with lock:
-            threads = [world.spawn(lambda number=number: wait(number), str(number)) for number in range(5)]
+            threads = [
+                world.spawn(lambda number=number: wait(number), str(number)) for number in range(5)
+            ]
             world.sleep(100)
-        assert lock.acquire(timeout=1) is False, "released to the first waiter, not to whoever asks next"
+        assert lock.acquire(timeout=1) is False, (
+            "released to the first waiter, not to whoever asks next"
+        )
         for thread in threads:
             thread.join()
         return order
@@ -132,7 +141,9 @@ def test_events():
         assert event.wait(timeout=2) is False
         assert world.now() == 2
         woken = []
-        threads = [world.spawn(lambda: woken.append(event.wait()), str(number)) for number in range(3)]
+        threads = [
+            world.spawn(lambda: woken.append(event.wait()), str(number)) for number in range(3)
+        ]
         late = world.spawn(lambda: woken.append(event.wait(timeout=9)), "late")
         world.sleep(1)
         assert woken == []
@@ -182,7 +193,9 @@ def test_what_a_world_made_still_works_after_its_run_where_nobody_waits():
     items.put(1)
     assert items.get() == 1
     assert world.now() == 0
-    with pytest.raises(SimulationError, match="'MainThread' would have to wait for simulated ranks"):
+    with pytest.raises(
+        SimulationError, match="'MainThread' would have to wait for simulated ranks"
+    ):
         items.get()
     with pytest.raises(SimulationError, match="not one of this run's threads"):
         comm.barrier()

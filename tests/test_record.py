@@ -1,4 +1,6 @@
-"""Tests of recorded trainings: digests, records that survive crashes, and planted faults that are located and named."""
+"""Tests of recorded trainings: digests, records that survive crashes, and planted faults that are
+located and named.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from bagua_ref.conformance.formats import _sums, _sums_on_device
 from bagua_ref.conformance.trace import Recorder, TraceError, diff_records, digest
 from bagua_ref.conformance.trace.causes import CAUSES
 
-GOLDEN = ["a55d4fcade95df72", "ca3aad378ed2a9cc", "3b6997c59bd7b4cc", "e28098a8970f303b", "7c7b5d5beb0ed3f2", "092d6a634bf672a7"]
+GOLDEN = [
+    "a55d4fcade95df72",
+    "ca3aad378ed2a9cc",
+    "3b6997c59bd7b4cc",
+    "e28098a8970f303b",
+    "7c7b5d5beb0ed3f2",
+    "092d6a634bf672a7",
+]
 """Digests that must never change: records from other machines and versions have them."""
 
 SIZES = [1, 2, 17, 2051, 16_383, 16_384, 16_385, 16_386, 70_001, 2**20 + 3, 2**21 + 2]
@@ -44,7 +53,8 @@ def test_near_values_do_not_collide() -> None:
     x = torch.linspace(-1, 1, 18_000)
     seen = {digest(x)}
     changed = 0
-    for distance in range(1, 60):  # pairs of values that change together, near or in the same lane of another row
+    # pairs of values that change together, near or in the same lane of another row
+    for distance in range(1, 60):
         for flip in (1, -(2**31), 2**22):
             y = x.clone()
             bits = y.view(torch.int32)
@@ -62,7 +72,15 @@ def test_near_values_do_not_collide() -> None:
 def test_a_digest_tells_order_dtype_and_shape_but_not_strides() -> None:
     for size in (6, 60, 12_000, 60_000):
         x = torch.arange(size, dtype=torch.float32)
-        others = [x.flip(0), x.view(torch.int32), x.reshape(2, -1), x.reshape(-1, 2), x[:-1], x[:0], torch.cat([x[1:], x[:1]])]
+        others = [
+            x.flip(0),
+            x.view(torch.int32),
+            x.reshape(2, -1),
+            x.reshape(-1, 2),
+            x[:-1],
+            x[:0],
+            torch.cat([x[1:], x[:1]]),
+        ]
         swapped = x.clone()
         swapped[[0, 1]] = x[[1, 0]]
         assert len({digest(y) for y in (x, swapped, *others)}) == len(others) + 2
@@ -84,14 +102,20 @@ def test_digests_are_those_of_any_machine() -> None:
 def test_S_a_digest_follows_its_definition() -> None:
     x = torch.randn(2 * 512 + 3, generator=torch.Generator().manual_seed(1)).double()
     data, drawn = x.numpy().tobytes(), hashlib.shake_128(b"digest").digest(2 * 4096)
-    k = [int.from_bytes(drawn[place : place + 8], "little") | 1 for place in range(0, len(drawn), 8)]
+    k = [
+        int.from_bytes(drawn[place : place + 8], "little") | 1 for place in range(0, len(drawn), 8)
+    ]
     sums = b""
     for row in (data[:4096], data[4096:8192]):
         words = [row[place : place + 8] for place in range(0, 4096, 8)]
         for keys, order in ((k[:512], "little"), (k[512:], "big")):
-            total = sum(key * int.from_bytes(word, order) for key, word in zip(keys, words, strict=True))  # type: ignore[arg-type]
+            total = sum(
+                key * int.from_bytes(word, order) for key, word in zip(keys, words, strict=True)
+            )  # type: ignore[arg-type]
             sums += (total % 2**64).to_bytes(8, "little")
-    hashed = hashlib.blake2b(f"{x.dtype} {list(x.shape)} ".encode() + sums + data[8192:], digest_size=8)
+    hashed = hashlib.blake2b(
+        f"{x.dtype} {list(x.shape)} ".encode() + sums + data[8192:], digest_size=8
+    )
     assert digest(x) == int.from_bytes(hashed.digest(), "little")
 
 
@@ -99,7 +123,8 @@ def test_digests_by_threads_and_on_devices_are_the_same(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x = torch.randn(2**21 + 2**19 + 1024)  # two threads of several blocks and a part
     data = x.view(torch.uint8)
-    one = [_sums(data[start : start + 2**20].numpy()) for start in range(0, data.numel(), 2**20)]  # too small for threads
+    # too small for threads
+    one = [_sums(data[start : start + 2**20].numpy()) for start in range(0, data.numel(), 2**20)]
     equal = _sums(data.numpy()) == _sums_on_device(data) == b"".join(one)
     assert equal  # by its name, as pytest would take long to show how so many bytes differ
     equal = _sums_on_device(data[4:-4092]) == _sums(data[4:-4092].numpy())
@@ -109,7 +134,12 @@ def test_digests_by_threads_and_on_devices_are_the_same(monkeypatch: pytest.Monk
 def test_flipped_signs_change_a_digest() -> None:
     """Signs are the highest bits of words, which a sum modulo 2^64 counts only as even or odd."""
     x = torch.randn(64, 512)
-    changed = [-x, x.double(), -x.double(), *(x.where(torch.arange(512) % period != 1, -x) for period in (2, 4, 512))]
+    changed = [
+        -x,
+        x.double(),
+        -x.double(),
+        *(x.where(torch.arange(512) % period != 1, -x) for period in (2, 4, 512)),
+    ]
     z = torch.view_as_complex(x.view(64, 256, 2))
     changed += [z, z.conj(), z.to(torch.complex128), z.conj().to(torch.complex128)]
     assert len({digest(y) for y in (x, *changed)}) == len(changed) + 1
@@ -130,7 +160,12 @@ def test_a_fault_is_located_and_named(fault: Fault, right: Path, tmp_path: Path)
     for pair in ((right, tmp_path), (tmp_path, right)):
         first = diff_records(*pair).first
         assert first is not None
-        assert (first.step, first.rank, first.record, first.cause) == (fault.step, 0, fault.record, fault.cause), str(first)
+        assert (first.step, first.rank, first.record, first.cause) == (
+            fault.step,
+            0,
+            fault.record,
+            fault.cause,
+        ), str(first)
 
 
 def test_where_values_begin_to_be_infinite_is_said(right: Path, tmp_path: Path) -> None:
@@ -162,7 +197,9 @@ def test_a_recorded_training_computes_the_same_bits(tmp_path: Path) -> None:
         training.part("0").weight.register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
         training.optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append(torch.ones(1)))
         training.run(folder, **({"what": "values"} if folder else {}))
-        weights.append([*training.model.state_dict().values(), *seen, torch.get_rng_state(), torch.rand(3)])
+        weights.append(
+            [*training.model.state_dict().values(), *seen, torch.get_rng_state(), torch.rand(3)]
+        )
         assert not training.model._forward_hooks
         assert not training.model._forward_pre_hooks
     assert len(weights[0]) == len(weights[1]) > 2 * STEPS
@@ -224,7 +261,10 @@ def test_a_pass_without_gradients_is_not_recorded(right: Path, tmp_path: Path) -
 
 
 def test_a_generator_that_nothing_uses_is_noted_only(right: Path, tmp_path: Path) -> None:
-    for name, plant in (("equal", None), ("lr", next(fault for fault in FAULTS if fault.cause == "learning rate").plant)):
+    for name, plant in (
+        ("equal", None),
+        ("lr", next(fault for fault in FAULTS if fault.cause == "learning rate").plant),
+    ):
         training = Training()
         random.seed(1)
         if plant is not None:
@@ -232,7 +272,11 @@ def test_a_generator_that_nothing_uses_is_noted_only(right: Path, tmp_path: Path
         training.run(tmp_path / name)
         report = diff_records(right, tmp_path / name)
         assert "python from step 0 on" in report.notes[-1]
-        assert report.first is None if plant is None else report.first is not None and report.first.cause == "learning rate"
+        assert (
+            report.first is None
+            if plant is None
+            else report.first is not None and report.first.cause == "learning rate"
+        )
 
 
 def test_a_restart_without_momentum_is_found(right: Path, tmp_path: Path) -> None:
@@ -330,7 +374,10 @@ def test_the_command_line(right: Path, tmp_path: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert ", 1 rank, " in out
     assert out.endswith("EQUAL\n")
-    assert main(["trace", "diff", str(right), str(tmp_path / "b"), "--png", str(tmp_path / "x.png")]) == 1
+    assert (
+        main(["trace", "diff", str(right), str(tmp_path / "b"), "--png", str(tmp_path / "x.png")])
+        == 1
+    )
     text = capsys.readouterr().out
     assert "random state" in text
     assert "DIFFERENT" in text
@@ -362,7 +409,9 @@ def test_other_kinds_of_tensors_and_modules(tmp_path: Path) -> None:
             bagua_ref.record(model, optimizer, folder)
         model(torch.tensor([[1, 2], [3, 1]]))
         called = wrap(model)
-        with bagua_ref.record(called, optimizer, folder, [{"x": torch.tensor([[1, 2], [3, 1]]), "note": "text"}] * 3) as recording:
+        with bagua_ref.record(
+            called, optimizer, folder, [{"x": torch.tensor([[1, 2], [3, 1]]), "note": "text"}] * 3
+        ) as recording:
             for batch in recording:
                 recording.loss(called(batch["x"]).square().mean()).backward()
                 optimizer.step()
@@ -376,8 +425,14 @@ def test_other_kinds_of_tensors_and_modules(tmp_path: Path) -> None:
 
 
 def test_a_setting_of_precision_of_newer_versions_is_no_error(tmp_path: Path) -> None:
-    code = "import torch, bagua_ref\nif hasattr(torch.backends, 'fp32_precision'): torch.backends.fp32_precision = 'tf32'\n"
-    code += f"m = torch.nn.Linear(1, 1)\nwith bagua_ref.record(m, torch.optim.SGD(m.parameters()), {str(tmp_path)!r}): pass"
+    code = (
+        "import torch, bagua_ref\nif hasattr(torch.backends, 'fp32_precision'):"
+        " torch.backends.fp32_precision = 'tf32'\n"
+    )
+    code += (
+        "m = torch.nn.Linear(1, 1)\nwith bagua_ref.record(m, torch.optim.SGD(m.parameters()),"
+        f" {str(tmp_path)!r}): pass"
+    )
     ended = run_script(code)
     assert ended.returncode == 0, ended.stderr
 
@@ -391,8 +446,12 @@ def test_a_folder_with_a_record_is_not_overwritten(right: Path, tmp_path: Path) 
         Training().run(tmp_path, first_step=0)
 
 
-def test_a_folder_of_another_kind_is_named(right: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    operations, mixed, newer, begun, empty = (tmp_path / name for name in ("operations", "mixed", "newer", "begun", "empty"))
+def test_a_folder_of_another_kind_is_named(
+    right: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    operations, mixed, newer, begun, empty = (
+        tmp_path / name for name in ("operations", "mixed", "newer", "begun", "empty")
+    )
     for folder in (operations, mixed):
         with Recorder(folder, rank=0, world_size=2 if folder is mixed else 1) as recorder:
             recorder.before_op("all", torch.ones(3))
@@ -400,8 +459,12 @@ def test_a_folder_of_another_kind_is_named(right: Path, tmp_path: Path, capsys: 
     Training().run(mixed, rank=1, world_size=2)
     shutil.copytree(right, newer)
     manifest = newer / "rank0" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"trace_version": "1"', '"trace_version": "2"'))
-    recording = bagua_ref.record(nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1), begun)
+    manifest.write_text(
+        manifest.read_text().replace('"trace_version": "1"', '"trace_version": "2"')
+    )
+    recording = bagua_ref.record(
+        nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1), begun
+    )
     empty.mkdir()
     command = "for `bagua-ref trace {}`; here".format
     with recording:  # under way

@@ -1,4 +1,6 @@
-"""Tests of recorded trainings on several ranks: faults of communication are located and named; equal runs do not differ."""
+"""Tests of recorded trainings on several ranks: faults of communication are located and named;
+equal runs do not differ.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,31 @@ from bagua_ref.simulation import SimulatedWorld
 STEPS, AT, RANKS = 5, 2, 2
 
 
-def learn(folder: Path, model: nn.Module, optimizer: Any, rank: int, change: Callable[..., int] = lambda *_: 0) -> None:
-    """Train; ``change`` may do anything before a step, and returns a number that is added to that of the rank's data."""
+def learn(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Any,
+    rank: int,
+    change: Callable[..., int] = lambda *_: 0,
+) -> None:
+    """Train; ``change`` may do anything before a step, and returns a number that is added to that
+    of the rank's data.
+    """
     with bagua_ref.record(model, optimizer, folder, what="values") as recording:
         ranks = recording._manifest["world_size"]
         for step in range(STEPS):
             other = change(step, model, optimizer)
-            x = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + (rank + other) % ranks))
+            x = torch.randn(
+                4, 7, generator=torch.Generator().manual_seed(10 * step + (rank + other) % ranks)
+            )
             recording.loss(model(x).square().mean()).backward()
             optimizer.step()
             optimizer.zero_grad()
 
 
-def with_algorithm(folder: Path, name: str = "gradient_allreduce", change: Any = lambda *_: 0, **options: Any) -> None:
+def with_algorithm(
+    folder: Path, name: str = "gradient_allreduce", change: Any = lambda *_: 0, **options: Any
+) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model.with_bagua([optimizer], Algorithm.init(name, **options))
@@ -60,8 +74,16 @@ FLAT = {"hierarchical": False}
 FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, str, str]]] = {
     "data of the other rank": ({}, {"change": swapped}, (AT, "input:0", "ranks swapped")),
     "summed gradients": (FLAT, {**FLAT, "average": False}, (0, "grad:0.weight", "scaled gradient")),
-    "compressed gradients": ({}, {"name": "bytegrad", **FLAT}, (0, "grad:0.weight", "communication")),
-    "no communication": ({}, {"name": "local_sgd", "period": 3}, (0, "grad:0.weight", "communication")),
+    "compressed gradients": (
+        {},
+        {"name": "bytegrad", **FLAT},
+        (0, "grad:0.weight", "communication"),
+    ),
+    "no communication": (
+        {},
+        {"name": "local_sgd", "period": 3},
+        (0, "grad:0.weight", "communication"),
+    ),
     "another peer": (
         {"name": "decentralized", "peer_selection_mode": "hypercube", **FLAT, "ranks": 4},
         {"name": "decentralized", "peer_selection_mode": "shift_one", **FLAT, "ranks": 4},
@@ -95,7 +117,9 @@ def test_simulated_ranks_and_processes_over_gloo_do_not_differ(tmp_path: Path) -
 
 
 def with_torch(folder: Path) -> None:
-    """Train with torch's DistributedDataParallel, with and without its hook for float16, and with FSDP2."""
+    """Train with torch's DistributedDataParallel, with and without its hook for float16, and with
+    FSDP2.
+    """
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
     from torch.distributed.fsdp import fully_shard
@@ -133,7 +157,9 @@ def test_torchs_ddp_is_recorded_and_equal_to_ours(torchs: Path, tmp_path: Path) 
     assert diff_records(torchs / "ddp", torchs / "again").first is None
     first = diff_records(torchs / "ddp", torchs / "fp16").first
     assert first is not None
-    assert (first.step, first.record, first.cause) == (0, "grad:0.weight", "dtype or device"), str(first)
+    assert (first.step, first.record, first.cause) == (0, "grad:0.weight", "dtype or device"), str(
+        first
+    )
     assert first.details.count("float16") == 1
 
 
@@ -141,7 +167,9 @@ def test_fsdp_is_recorded(torchs: Path) -> None:
     assert diff_records(torchs / "fsdp", torchs / "fsdp_again").first is None
     first = diff_records(torchs / "fsdp", torchs / "fsdp_lr").first
     assert first is not None
-    assert (first.step, first.record, first.cause) == (AT, "option:0.weight", "learning rate"), str(first)
+    assert (first.step, first.record, first.cause) == (AT, "option:0.weight", "learning rate"), str(
+        first
+    )
 
 
 def test_other_numbers_of_ranks_are_compared_in_what_must_be_equal(tmp_path: Path) -> None:

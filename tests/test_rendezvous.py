@@ -17,7 +17,9 @@ def meet_all(store, order, timeout=20.0, attempt=""):
     with ThreadPoolExecutor(len(order)) as pool:
         futures = {}
         for rank in order:
-            futures[rank] = pool.submit(rendezvous, store, rank, len(order), f"{attempt}card{rank}", timeout)
+            futures[rank] = pool.submit(
+                rendezvous, store, rank, len(order), f"{attempt}card{rank}", timeout
+            )
             threading.Event().wait(0.01)
         return [futures[rank].result() for rank in sorted(order)]
 
@@ -27,7 +29,9 @@ def test_all_learn_all_cards(order):
     met = meet_all(dist.HashStore(), order)
     names = {name for name, _ in met}
     assert len(names) == 1
-    assert [cards for _, cards in met] == [[f"card{rank}" for rank in range(len(order))]] * len(order)
+    assert [cards for _, cards in met] == [[f"card{rank}" for rank in range(len(order))]] * len(
+        order
+    )
 
 
 def test_each_meeting_has_a_name_of_its_own():
@@ -39,7 +43,9 @@ def test_each_meeting_has_a_name_of_its_own():
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=str)
 @pytest.mark.parametrize("died", [(0,), (1,), (1, 2), (0, 2), (0, 1, 2)], ids=str)
 def test_an_attempt_that_failed_does_no_harm(died, order):
-    """Only the ranks in ``died`` came to the first attempt (or all did); their keys must not be taken for new ones."""
+    """Only the ranks in ``died`` came to the first attempt (or all did); their keys must not be
+    taken for new ones.
+    """
     store = dist.HashStore()
     if len(died) == 3:
         meet_all(store, died, attempt="old")
@@ -54,8 +60,12 @@ def test_an_attempt_that_failed_does_no_harm(died, order):
 
 def test_who_is_missing_is_named():
     with pytest.raises(
-        CommunicationTimeoutError, match=r"^rank 0 timed out after 0\.1 s waiting for ranks 1-2 of 3 in the store at "
+        CommunicationTimeoutError,
+        match=r"^rank 0 timed out after 0\.1 s waiting for ranks 1-2 of 3 in the store at ",
     ):
         rendezvous(dist.HashStore(), 0, 3, None, 0.1)
-    with pytest.raises(CommunicationTimeoutError, match=r"^rank 1 timed out after 0\.1 s waiting for rank 0 of 2 in the store at "):
+    with pytest.raises(
+        CommunicationTimeoutError,
+        match=r"^rank 1 timed out after 0\.1 s waiting for rank 0 of 2 in the store at ",
+    ):
         rendezvous(dist.HashStore(), 1, 2, None, 0.1)

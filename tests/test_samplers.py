@@ -1,4 +1,6 @@
-"""Tests of the balanced samplers: bad input, resuming, and the command that shows their batches (S7)."""
+"""Tests of the balanced samplers: bad input, resuming, and the command that shows their batches
+(S7).
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,22 @@ from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.cli import balance, main
 from bagua_ref.cli.lengths import read_lengths
-from bagua_ref.contrib import BudgetBatchSampler, LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
+from bagua_ref.contrib import (
+    BudgetBatchSampler,
+    LoadBalancingDistributedBatchSampler,
+    LoadBalancingDistributedSampler,
+)
 from bagua_ref.simulation import SimulatedWorld
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6]
 
 
-def sampler_of(rank: int = 0, replicas: int = 3, lengths: Any = LENGTHS, **options: Any) -> LoadBalancingDistributedSampler:
-    return LoadBalancingDistributedSampler(range(len(lengths)), None, replicas, rank, complexities=lengths, **options)
+def sampler_of(
+    rank: int = 0, replicas: int = 3, lengths: Any = LENGTHS, **options: Any
+) -> LoadBalancingDistributedSampler:
+    return LoadBalancingDistributedSampler(
+        range(len(lengths)), None, replicas, rank, complexities=lengths, **options
+    )
 
 
 def pairs(indices: list[int]) -> list[list[int]]:
@@ -45,7 +55,9 @@ def batches_of(
     return LoadBalancingDistributedBatchSampler(sampler_of(rank, **options), batch_fn, drop_last)
 
 
-def budget_of(rank: int = 0, replicas: int = 3, costs: Any = LENGTHS, max_cost: Any = 18, **options: Any) -> BudgetBatchSampler:
+def budget_of(
+    rank: int = 0, replicas: int = 3, costs: Any = LENGTHS, max_cost: Any = 18, **options: Any
+) -> BudgetBatchSampler:
     return BudgetBatchSampler(costs, max_cost, num_replicas=replicas, rank=rank, **options)
 
 
@@ -62,7 +74,10 @@ def test_an_example_by_hand() -> None:
     assert list(sampler_of(0, 2, lengths, shuffle=False)) == [1, 0, 4]
     assert list(sampler_of(1, 2, lengths, shuffle=False)) == [3, 2, 1]
     assert list(sampler_of(1, 2, lengths, shuffle=False, drop_last=True)) == [3, 2]
-    assert sampler_of(1, 2, lengths, shuffle=False).shuffle_chunks() == ([[1, 3], [0, 2], [4, 1]], [0, 1, 2])
+    assert sampler_of(1, 2, lengths, shuffle=False).shuffle_chunks() == (
+        [[1, 3], [0, 2], [4, 1]],
+        [0, 1, 2],
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,8 +87,14 @@ def test_an_example_by_hand() -> None:
         (length for length in LENGTHS),
         [torch.tensor(length) for length in LENGTHS],
         np.array(LENGTHS, dtype=object),
-        *(np.array(LENGTHS, dtype=kind) for kind in ("uint8", "int16", "uint64", "float16", "float32", ">i4", ">f8")),
-        *(torch.tensor(LENGTHS, dtype=kind) for kind in (torch.uint8, torch.int32, torch.bfloat16, torch.float16, torch.float64)),
+        *(
+            np.array(LENGTHS, dtype=kind)
+            for kind in ("uint8", "int16", "uint64", "float16", "float32", ">i4", ">f8")
+        ),
+        *(
+            torch.tensor(LENGTHS, dtype=kind)
+            for kind in (torch.uint8, torch.int32, torch.bfloat16, torch.float16, torch.float64)
+        ),
         torch.tensor(LENGTHS, dtype=torch.float32, requires_grad=True),
         torch.tensor([LENGTHS, LENGTHS]).T[:, 0],
     ],
@@ -81,12 +102,18 @@ def test_an_example_by_hand() -> None:
 )
 def test_complexities_come_in_any_form(lengths: Any) -> None:
     expected = list(sampler_of(random_level=0.5))
-    sampler = LoadBalancingDistributedSampler(LENGTHS, None, 3, 0, random_level=0.5, complexities=lengths)
+    sampler = LoadBalancingDistributedSampler(
+        LENGTHS, None, 3, 0, random_level=0.5, complexities=lengths
+    )
     assert list(sampler) == expected
 
 
 def test_complexities_are_copied() -> None:
-    for lengths in (torch.tensor(LENGTHS), np.array(LENGTHS), torch.tensor(LENGTHS, dtype=torch.float64)):
+    for lengths in (
+        torch.tensor(LENGTHS),
+        np.array(LENGTHS),
+        torch.tensor(LENGTHS, dtype=torch.float64),
+    ):
         sampler = sampler_of(lengths=lengths, random_level=0.5)
         expected = list(sampler)
         lengths[:] = 1
@@ -96,13 +123,17 @@ def test_complexities_are_copied() -> None:
 def test_booleans_are_zeros_and_ones() -> None:
     flags = [length > 4 for length in LENGTHS]
     for form in (flags, np.array(flags), torch.tensor(flags)):
-        assert list(sampler_of(lengths=form)) == list(sampler_of(lengths=[int(flag) for flag in flags]))
+        assert list(sampler_of(lengths=form)) == list(
+            sampler_of(lengths=[int(flag) for flag in flags])
+        )
 
 
 def test_infinity_has_a_place_without_shuffle_only() -> None:
     lengths = [float("inf"), 10**400, 1.5, float("-inf")]
     assert list(sampler_of(0, 1, lengths, shuffle=False)) == [3, 2, 1, 0]
-    with pytest.raises(ValueError, match="from -inf to inf are too far apart for the noise of shuffle=True"):
+    with pytest.raises(
+        ValueError, match="from -inf to inf are too far apart for the noise of shuffle=True"
+    ):
         sampler_of(0, 1, lengths)
 
 
@@ -110,14 +141,20 @@ def test_integers_that_no_tensor_holds_are_told_apart() -> None:
     lengths = [2**70 + 1, 2**70, float(2**70), 2**70 - 1, 2**53 + 1, float(2**53)]
     assert list(sampler_of(0, 1, lengths, shuffle=False)) == [5, 4, 3, 1, 2, 0]
     assert list(sampler_of(0, 1, [2**53 + 1, 2.0**53], shuffle=False)) == [1, 0]
-    assert list(sampler_of(0, 1, [-(2**53) + 1, -(2.0**53) - 2, -(2**53) - 1], shuffle=False)) == [1, 2, 0]
+    assert list(sampler_of(0, 1, [-(2**53) + 1, -(2.0**53) - 2, -(2**53) - 1], shuffle=False)) == [
+        1,
+        2,
+        0,
+    ]
     with pytest.raises(ValueError, match=r"an integer of 20000 bits .* 64 bits"):
         sampler_of(0, 1, [0, 2**19999], random_level=1)
     assert sorted(sampler_of(0, 1, [0, 2**19999, 5], random_level=0.0)) == [0, 1, 2]
 
 
 def test_equal_complexities_warn_where_the_sampler_is_made() -> None:
-    with pytest.warns(UserWarning, match="all 4 complexities are 7, so there is nothing to balance") as warned:
+    with pytest.warns(
+        UserWarning, match="all 4 complexities are 7, so there is nothing to balance"
+    ) as warned:
         LoadBalancingDistributedSampler(range(4), lambda _: torch.tensor(7), 2, 0)
     assert warned[0].filename == __file__
     with warnings.catch_warnings():
@@ -139,7 +176,11 @@ class Untouchable:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"random_level": -0.1}, ValueError, r"random_level=-0.1 must be from 0 \(best balance\) to 1"),
+        (
+            {"random_level": -0.1},
+            ValueError,
+            r"random_level=-0.1 must be from 0 \(best balance\) to 1",
+        ),
         ({"random_level": 1.1}, ValueError, "random_level=1.1"),
         ({"random_level": float("nan")}, ValueError, "random_level is NaN"),
         ({"random_level": "high"}, TypeError, "random_level='high'"),
@@ -152,27 +193,66 @@ class Untouchable:
         ({"complexity_fn": None}, ValueError, "either complexity_fn or complexities="),
         ({"complexities": [1, 2]}, ValueError, "either complexity_fn or complexities="),
         ({"complexity_fn": [1, 2]}, TypeError, r"complexity_fn=\[1, 2\] must be a function"),
-        ({"complexity_fn": str}, TypeError, "the complexity of sample 0='1' is a str; it must be an int or a float"),
+        (
+            {"complexity_fn": str},
+            TypeError,
+            "the complexity of sample 0='1' is a str; it must be an int or a float",
+        ),
         ({"complexity_fn": complex}, TypeError, "complex"),
         ({"complexity_fn": lambda sample: None}, TypeError, "NoneType"),
-        ({"complexity_fn": lambda sample: float("nan")}, ValueError, "the complexity of sample 0 is NaN"),
-        ({"complexity_fn": lambda sample: torch.zeros(2)}, ValueError, r"sample 0 has shape \(2,\); it must be one number"),
-        ({"complexity_fn": None, "complexities": [1]}, ValueError, r"shape \(1,\).* each of the 2 samples"),
+        (
+            {"complexity_fn": lambda sample: float("nan")},
+            ValueError,
+            "the complexity of sample 0 is NaN",
+        ),
+        (
+            {"complexity_fn": lambda sample: torch.zeros(2)},
+            ValueError,
+            r"sample 0 has shape \(2,\); it must be one number",
+        ),
+        (
+            {"complexity_fn": None, "complexities": [1]},
+            ValueError,
+            r"shape \(1,\).* each of the 2 samples",
+        ),
         ({"complexity_fn": None, "complexities": np.ones((2, 1))}, ValueError, r"shape \(2, 1\)"),
         ({"complexity_fn": None, "complexities": torch.ones(2, 2)}, ValueError, r"shape \(2, 2\)"),
-        ({"complexity_fn": None, "complexities": torch.tensor([1, float("nan")])}, ValueError, r"complexities\[1\] is NaN"),
-        ({"complexity_fn": None, "complexities": {0: 3, 1: 2}}, TypeError, "complexities is a dict"),
+        (
+            {"complexity_fn": None, "complexities": torch.tensor([1, float("nan")])},
+            ValueError,
+            r"complexities\[1\] is NaN",
+        ),
+        (
+            {"complexity_fn": None, "complexities": {0: 3, 1: 2}},
+            TypeError,
+            "complexities is a dict",
+        ),
         ({"complexity_fn": None, "complexities": {3, 2}}, TypeError, "complexities is a set"),
         ({"complexity_fn": None, "complexities": "12"}, TypeError, r"complexities\[0\]='1'"),
-        ({"complexity_fn": None, "complexities": torch.ones(2, dtype=torch.complex64)}, TypeError, r"complexities\[0\]"),
-        ({"complexity_fn": None, "complexities": [2**70, 0], "random_level": 0.5}, ValueError, "does not fit into 64 bits"),
+        (
+            {"complexity_fn": None, "complexities": torch.ones(2, dtype=torch.complex64)},
+            TypeError,
+            r"complexities\[0\]",
+        ),
+        (
+            {"complexity_fn": None, "complexities": [2**70, 0], "random_level": 0.5},
+            ValueError,
+            "does not fit into 64 bits",
+        ),
         ({"seed": 2**64}, ValueError, "seed . epoch = 18446744073709551616 must fit into 64 bits"),
         ({"seed": 0.5}, TypeError, "seed=0.5 is a float"),
         ({"backend": "abacus", "dataset": Untouchable()}, ValueError, "abacus"),
     ],
-)  # fmt: skip
-def test_what_does_not_fit_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments: dict[str, Any] = {"dataset": [1, 2], "complexity_fn": abs, "num_replicas": 2, "rank": 1}
+)
+def test_what_does_not_fit_is_named(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments: dict[str, Any] = {
+        "dataset": [1, 2],
+        "complexity_fn": abs,
+        "num_replicas": 2,
+        "rank": 1,
+    }
     with pytest.raises(error, match=message):
         LoadBalancingDistributedSampler(**{**arguments, **options})
 
@@ -187,19 +267,25 @@ def test_epochs_that_no_generator_takes_are_refused_and_the_sampler_stays() -> N
 
 
 @pytest.mark.parametrize(
-    "form", [list, torch.tensor, lambda values: np.array(values, np.float32)], ids=["floats", "tensor", "array"]
+    "form",
+    [list, torch.tensor, lambda values: np.array(values, np.float32)],
+    ids=["floats", "tensor", "array"],
 )
 def test_S7_2_the_noise_bound_is_computed_in_float64(form: Any) -> None:
     """In float32, 2^25 + 1 rounds to 2^25, and randint with another bound draws other noise."""
     values = [0.0] * 5000 + [2.0**25]
 
     def order(bound: int) -> list[int]:
-        noise = torch.randint(bound, (len(values),), generator=torch.Generator().manual_seed(0)).tolist()
+        noise = torch.randint(
+            bound, (len(values),), generator=torch.Generator().manual_seed(0)
+        ).tolist()
         return sorted(range(len(values)), key=lambda i: values[i] + noise[i])
 
     assert order(2**25 + 1) != order(2**25)
     replicas = len(values)  # a single chunk, which is the order itself
-    sampler = LoadBalancingDistributedSampler(values, None, replicas, 0, random_level=1.0, complexities=form(values))
+    sampler = LoadBalancingDistributedSampler(
+        values, None, replicas, 0, random_level=1.0, complexities=form(values)
+    )
     assert sampler.shuffle_chunks()[0] == [order(2**25 + 1)]
 
 
@@ -227,7 +313,9 @@ def test_rank_and_size_come_from_a_simulated_world() -> None:
     assert SimulatedWorld(3).run(draw) == [(rank, 3, list(sampler_of(rank))) for rank in range(3)]
 
 
-def test_rank_and_size_come_from_torch_where_only_torch_was_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_and_size_come_from_torch_where_only_torch_was_initialized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
@@ -269,7 +357,10 @@ def test_a_backend_for_cuda_tensors_is_given_cuda_tensors() -> None:
     for lengths in (LENGTHS, [length + 0.5 for length in LENGTHS]):
         expected = list(sampler_of(lengths=lengths, random_level=0.5))
         assert list(sampler_of(lengths=lengths, random_level=0.5, backend=OnlyCuda())) == expected
-        assert list(sampler_of(lengths=torch.tensor(lengths, device="cuda"), random_level=0.5)) == expected
+        assert (
+            list(sampler_of(lengths=torch.tensor(lengths, device="cuda"), random_level=0.5))
+            == expected
+        )
 
 
 @pytest.mark.parametrize("random_level", [0, 0.1])
@@ -304,16 +395,20 @@ def test_a_sampler_tells_what_it_is() -> None:
     sampler = sampler_of(1, seed=3, random_level=0.5)
     sampler.set_epoch(2)
     take(sampler, 5)
-    assert repr(sampler) == (
-        "LoadBalancingDistributedSampler(23 samples, rank 1 of 3, shuffle=True, seed=3, drop_last=False, random_level=0.5; "
-        "epoch 2: 5 of 8 samples drawn)"
+    assert (
+        repr(sampler)
+        == "LoadBalancingDistributedSampler(23 samples, rank 1 of 3, shuffle=True, seed=3,"
+        " drop_last=False, random_level=0.5; epoch 2: 5 of 8 samples drawn)"
     )
     batch_sampler = batches_of(1)
     take(batch_sampler, 3)
-    assert repr(batch_sampler).startswith("LoadBalancingDistributedBatchSampler(LoadBalancingDistributedSampler(23 samples, rank 1")
+    assert repr(batch_sampler).startswith(
+        "LoadBalancingDistributedBatchSampler(LoadBalancingDistributedSampler(23 samples, rank 1"
+    )
     assert repr(batch_sampler).endswith("drop_last=False; epoch 0: 3 of 4 batches drawn)")
     assert repr(budget_of(0, 3, max_cost=20, drop_last=True)).startswith(
-        "BudgetBatchSampler(23 samples, max_cost=20, padded=True, rank 0 of 3, shuffle=True, seed=0, mix=8, drop_last=True"
+        "BudgetBatchSampler(23 samples, max_cost=20, padded=True, rank 0 of 3, shuffle=True,"
+        " seed=0, mix=8, drop_last=True"
     )
 
 
@@ -321,7 +416,9 @@ def test_a_sampler_tells_what_it_is() -> None:
 def test_S7_4_what_a_consumer_does_to_a_batch_changes_no_other(drop_last: bool) -> None:
     own = [[1, 2], [3]]  # one of the replicas repeats its batches in cycle
     cuts = [[[0, 1], [2], [3, 4], [5], [6]], own, [[7]] * 3]
-    batch_sampler = batches_of(1, lambda indices: cuts[indices[0] % 3], drop_last, lengths=[0, 1, 2], shuffle=False)
+    batch_sampler = batches_of(
+        1, lambda indices: cuts[indices[0] % 3], drop_last, lengths=[0, 1, 2], shuffle=False
+    )
     wanted = list(map(list, batch_sampler))
     for _ in range(2):
         found = []
@@ -343,9 +440,18 @@ def test_S7_2_noise_that_is_not_asked_for_or_not_always_zero_is_not_warned_about
         sampler_of(0, 1, [0, 1], random_level=1)
 
 
-@pytest.mark.parametrize(("lengths", "random_level"), [([0.1, 0.9, 0.5], 1), ([1, 2, 3], 0.4), ([0.0, 1.5], 0.5)])
-def test_S7_2_noise_that_is_always_zero_is_warned_about(lengths: list[float], random_level: float) -> None:
-    with pytest.warns(UserWarning, match=rf"random_level={random_level} has no effect: .* Multiply them so that they range over"):
+@pytest.mark.parametrize(
+    ("lengths", "random_level"), [([0.1, 0.9, 0.5], 1), ([1, 2, 3], 0.4), ([0.0, 1.5], 0.5)]
+)
+def test_S7_2_noise_that_is_always_zero_is_warned_about(
+    lengths: list[float], random_level: float
+) -> None:
+    with pytest.warns(
+        UserWarning,
+        match=(
+            rf"random_level={random_level} has no effect: .* Multiply them so that they range over"
+        ),
+    ):
         sampler = sampler_of(0, 1, lengths, random_level=random_level)
     plain = sampler_of(0, 1, lengths)
     for epoch in range(5):
@@ -392,12 +498,18 @@ def test_the_state_counts_the_iterator_that_began_last() -> None:
 
 
 def test_a_state_goes_through_json_and_a_checkpoint(tmp_path: Path) -> None:
-    for saving, resumed in ((sampler_of(random_level=0.5), sampler_of(2, random_level=0.5)), (batches_of(), batches_of(2))):
+    for saving, resumed in (
+        (sampler_of(random_level=0.5), sampler_of(2, random_level=0.5)),
+        (batches_of(), batches_of(2)),
+    ):
         whole = list(resumed)
         take(saving, 2)
         state = saving.state_dict()
         torch.save(state, tmp_path / "state.pt")
-        for loaded in (json.loads(json.dumps(state)), torch.load(tmp_path / "state.pt", weights_only=True)):
+        for loaded in (
+            json.loads(json.dumps(state)),
+            torch.load(tmp_path / "state.pt", weights_only=True),
+        ):
             resumed.load_state_dict(loaded)
             assert list(resumed) == whole[2:]
 
@@ -412,7 +524,7 @@ def test_a_state_goes_through_json_and_a_checkpoint(tmp_path: Path) -> None:
         ({"drop_last": True}, "drop_last=False, and here it is True"),
         ({"random_level": 1}, "random_level=0.5, and here it is 1"),
     ],
-)  # fmt: skip
+)
 def test_a_place_elsewhere_is_refused(options: dict[str, Any], message: str) -> None:
     saving = sampler_of(random_level=0.5)
     saving.set_epoch(7)
@@ -433,11 +545,19 @@ def test_a_place_among_other_numbers_that_no_tensor_holds_is_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "change", "message"),
     [
-        (sampler_of, {"samples": 9}, "samples=9 must be from 0 to 8, the number of samples in the epoch"),
+        (
+            sampler_of,
+            {"samples": 9},
+            "samples=9 must be from 0 to 8, the number of samples in the epoch",
+        ),
         (sampler_of, {"samples": -1}, "samples=-1"),
         (sampler_of, {"samples": None}, "NoneType"),
         (sampler_of, {"epoch": 2**70}, "64 bits"),
-        (batches_of, {"batches": 5}, "batches=5 must be from 0 to 4, the number of batches in the epoch"),
+        (
+            batches_of,
+            {"batches": 5},
+            "batches=5 must be from 0 to 4, the number of batches in the epoch",
+        ),
         (batches_of, {"batches": -1}, "batches=-1"),
         (batches_of, {"epoch": 2**70}, "64 bits"),
         (batches_of, {"epoch": "1"}, "str"),
@@ -453,7 +573,9 @@ def test_a_damaged_state_is_refused(make: Any, change: dict[str, Any], message: 
 def test_a_state_of_something_else_is_refused() -> None:
     with pytest.raises(TypeError, match="state_dict is a NoneType"):
         sampler_of().load_state_dict(None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"state_dict lacks num_replicas, length, .*epoch, samples"):
+    with pytest.raises(
+        ValueError, match=r"state_dict lacks num_replicas, length, .*epoch, samples"
+    ):
         sampler_of().load_state_dict({})
     with pytest.raises(ValueError, match="state_dict lacks batches"):
         batches_of().load_state_dict(sampler_of().state_dict())
@@ -478,7 +600,9 @@ def test_batches_follow_the_epoch_however_it_is_set() -> None:
 
 def test_batches_are_cut_again_on_demand() -> None:
     size = 2
-    batch_sampler = batches_of(0, lambda indices: [indices[place : place + size] for place in range(0, len(indices), size)])
+    batch_sampler = batches_of(
+        0, lambda indices: [indices[place : place + size] for place in range(0, len(indices), size)]
+    )
     size = 4
     assert len(batch_sampler) == 4
     batch_sampler.generate_batches()
@@ -489,7 +613,13 @@ def test_batches_are_cut_again_on_demand() -> None:
 def test_a_replica_without_batches_is_named_on_every_rank(drop_last: bool) -> None:
     for rank in range(3):
         with pytest.raises(ValueError, match="no batches for replica 1 from its 8 indices"):
-            batches_of(rank, lambda indices: [] if 4 in indices else [indices], drop_last, lengths=range(24), shuffle=False)
+            batches_of(
+                rank,
+                lambda indices: [] if 4 in indices else [indices],
+                drop_last,
+                lengths=range(24),
+                shuffle=False,
+            )
 
 
 def test_wrong_samplers_are_refused() -> None:
@@ -500,7 +630,10 @@ def test_wrong_samplers_are_refused() -> None:
         LoadBalancingDistributedBatchSampler(sampler_of(drop_last=True), pairs)
     with pytest.raises(TypeError, match="batch_fn=3 must be a function"):
         batches_of(0, 3)
-    with pytest.raises(TypeError, match="batch_fn returned a NoneType for replica 0; it must return a list of batches"):
+    with pytest.raises(
+        TypeError,
+        match="batch_fn returned a NoneType for replica 0; it must return a list of batches",
+    ):
         batches_of(0, lambda indices: None)
 
 
@@ -519,13 +652,16 @@ def test_batches_of_another_batch_fn_are_refused() -> None:
 
 def test_S7_6_an_example_by_hand() -> None:
     lengths = [30, 10, 40, 10, 50]  # chunks of two: [1, 3], [0, 2], [4, 1]
-    state = sampler_of(0, 2, lengths, shuffle=False).state_dict(samples=1)  # 1 and 3 are drawn; 0, 2, 4 are left
+    # 1 and 3 are drawn; 0, 2, 4 are left
+    state = sampler_of(0, 2, lengths, shuffle=False).state_dict(samples=1)
     rest = []
     for rank in range(4):
         sampler = sampler_of(rank, 4, lengths, shuffle=False)
         sampler.load_state_dict(state)
         assert len(sampler) == 1
-        assert repr(sampler).endswith("epoch 0: 1 of 3 drawn by each of 2, then 0 of 1 samples drawn)")
+        assert repr(sampler).endswith(
+            "epoch 0: 1 of 3 drawn by each of 2, then 0 of 1 samples drawn)"
+        )
         rest += list(sampler)
     assert rest == [0, 2, 4, 0]
 
@@ -576,7 +712,10 @@ def test_S7_6_a_loader_resumes_and_begins_later_epochs_at_their_starts(make: Any
     in_epoch = {"batch_size": 1} if make is sampler_of else {}
 
     def loader_of(sampler: Any, **options: Any) -> DataLoader[Any]:
-        options |= {"sampler" if in_epoch else "batch_sampler": sampler, "collate_fn": (lambda b: b[0]) if in_epoch else list}
+        options |= {
+            "sampler" if in_epoch else "batch_sampler": sampler,
+            "collate_fn": (lambda b: b[0]) if in_epoch else list,
+        }
         return DataLoader(range(len(LENGTHS)), num_workers=1, **in_epoch, **options)
 
     sampler, fresh, rest = continued(make), make(1, 2), list(continued(make))
@@ -637,8 +776,17 @@ def test_S7_6_a_refused_state_changes_nothing(make: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"stretches": [[2, 3]]}, "stretch 1 of 2, 2 replicas that drew 1 samples each, must be of .* other ones than before it"),
-        ({"stretches": [[3, 0]]}, "stretch 0 of 2, 3 replicas that drew 0 samples each, .* that drew at least 1"),
+        (
+            {"stretches": [[2, 3]]},
+            (
+                "stretch 1 of 2, 2 replicas that drew 1 samples each, must be of .* other ones than"
+                " before it"
+            ),
+        ),
+        (
+            {"stretches": [[3, 0]]},
+            "stretch 0 of 2, 3 replicas that drew 0 samples each, .* that drew at least 1",
+        ),
         ({"stretches": [[0, 1]]}, "must be of 1 to 1048576 replicas"),
         ({"stretches": [[2**40, 1]]}, "must be of 1 to 1048576 replicas"),
         ({"stretches": [[3, 8]]}, "samples=1 must be from 0 to 0"),  # after the end of the epoch
@@ -649,7 +797,7 @@ def test_S7_6_a_refused_state_changes_nothing(make: Any) -> None:
         ({"num_replicas": 1.5}, "num_replicas=1.5 is a float"),
         ({"num_samples": 11}, "num_samples=11, and here it is 12"),
     ],
-)  # fmt: skip
+)
 def test_S7_6_damaged_stretches_are_refused(change: dict[str, Any], message: str) -> None:
     sampler = sampler_of(1, 4)
     with pytest.raises((ValueError, TypeError), match=message):
@@ -662,7 +810,9 @@ def test_ranks_with_other_samplers_are_told_apart() -> None:
         def rank(comm: Any) -> str:
             bagua_ref.init_process_group()
             try:
-                budget_of(bagua_ref.get_rank(), 3, **changes[bagua_ref.get_rank()]).check_agreement()
+                budget_of(
+                    bagua_ref.get_rank(), 3, **changes[bagua_ref.get_rank()]
+                ).check_agreement()
             except ValueError as error:
                 return str(error)
             return ""
@@ -672,7 +822,10 @@ def test_ranks_with_other_samplers_are_told_apart() -> None:
     assert agree({}, {}, {}) == ["", "", ""]
     for said in agree({}, {"costs": LENGTHS[::-1]}, {}):
         assert said.startswith("rank 1 and rank 0 have samplers with different costs, here ")
-    assert "ranks 1-2 and rank 0 have samplers with different mix, here 3" in agree({"mix": 3}, {}, {})[0]
+    assert (
+        "ranks 1-2 and rank 0 have samplers with different mix, here 3"
+        in agree({"mix": 3}, {}, {})[0]
+    )
 
 
 # Batches under a budget
@@ -685,11 +838,19 @@ def test_ranks_with_other_samplers_are_told_apart() -> None:
         ({"max_cost": float("nan")}, ValueError, "max_cost is NaN"),
         ({"max_cost": float("inf")}, ValueError, "max_cost=inf"),
         ({"max_cost": "9"}, TypeError, "max_cost='9' is a str"),
-        ({"max_cost": 8}, ValueError, r"costs\[5\]=9 makes a batch of sample 5 alone cost 9, over max_cost=8"),
+        (
+            {"max_cost": 8},
+            ValueError,
+            r"costs\[5\]=9 makes a batch of sample 5 alone cost 9, over max_cost=8",
+        ),
         ({"costs": []}, ValueError, "costs is empty"),
         ({"costs": np.array([], dtype=np.uint64)}, ValueError, "costs is empty"),
         ({"costs": None}, TypeError, "costs is a NoneType; it must be a list, array or tensor"),
-        ({"costs": np.array(5)}, ValueError, r"costs has shape \(\); it must have one number for each sample"),
+        (
+            {"costs": np.array(5)},
+            ValueError,
+            r"costs has shape \(\); it must have one number for each sample",
+        ),
         ({"costs": np.array([1.0, np.nan])}, ValueError, r"costs\[1\] is NaN"),
         ({"costs": [1, 0]}, ValueError, r"costs\[1\]=0 must be positive and finite"),
         ({"costs": [1.0, float("inf")]}, ValueError, r"costs\[1\]=inf must be positive and finite"),
@@ -703,14 +864,24 @@ def test_ranks_with_other_samplers_are_told_apart() -> None:
         ({"padded": 1}, TypeError, "padded=1 must be True, False or a function"),
         ({"padded": lambda m, h: -m, "max_cost": 9}, ValueError, "padded must not decrease"),
         ({"padded": lambda m, h: 5 / h}, ValueError, "padded must not decrease"),
-        ({"padded": lambda m, h: 10 * m + 5 * (h < 3), "max_cost": 25}, ValueError, "of a batch that is not longer"),
+        (
+            {"padded": lambda m, h: 10 * m + 5 * (h < 3), "max_cost": 25},
+            ValueError,
+            "of a batch that is not longer",
+        ),
         ({"padded": lambda m, h: float("nan")}, ValueError, "NaN"),
         ({"padded": lambda m, h: "much"}, TypeError, "much"),
         ({"seed": 2**64}, ValueError, "64 bits"),
-        ({"costs": [5, 5], "drop_last": True}, ValueError, "leaves no batch: 2 batches of 2 samples are fewer than 3 replicas"),
+        (
+            {"costs": [5, 5], "drop_last": True},
+            ValueError,
+            "leaves no batch: 2 batches of 2 samples are fewer than 3 replicas",
+        ),
     ],
-)  # fmt: skip
-def test_S7_7_what_does_not_fit_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+)
+def test_S7_7_what_does_not_fit_is_named(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         budget_of(0, 3, **{"max_cost": 9, **options})
 
@@ -719,7 +890,10 @@ def test_S7_7_a_state_of_another_cost_is_refused() -> None:
     state = budget_of(padded=lambda m, h: m * h).state_dict(batches=1)
     budget_of(padded=lambda m, h: h * m).load_state_dict(state)
     changes: list[tuple[dict[str, Any], str]] = [
-        ({"padded": lambda m, h: m * h + (m > 2)}, "padded=a function, .* and here it is a function"),
+        (
+            {"padded": lambda m, h: m * h + (m > 2)},
+            "padded=a function, .* and here it is a function",
+        ),
         ({"padded": True}, "padded=a function, .* and here it is True"),
         ({"max_cost": 19}, "max_cost=18, and here it is 19"),
         ({"mix": 1}, "mix=8, and here it is 1"),
@@ -736,7 +910,9 @@ def test_S7_7_a_state_of_another_cost_is_refused() -> None:
 @pytest.fixture
 def lengths_file(tmp_path: Path) -> Path:
     path = tmp_path / "lengths.txt"
-    path.write_text("# lengths\n" + "".join(f"{length}\n\n" for length in LENGTHS) + "2.5 # half a word\n")
+    path.write_text(
+        "# lengths\n" + "".join(f"{length}\n\n" for length in LENGTHS) + "2.5 # half a word\n"
+    )
     return path
 
 
@@ -744,15 +920,39 @@ def balance_of(path: Path, *options: object) -> int:
     return main(["balance", "--lengths", str(path), "--ranks", "3", *map(str, options)])
 
 
-def test_balance_prints_draws_and_writes_json(lengths_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_balance_prints_draws_and_writes_json(
+    lengths_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     picture, values = tmp_path / "work.png", tmp_path / "balance.json"
-    options = ("--batch-size", 2, "--steps", 2, "--then", 2, "--png", picture, "--json-file", values)
+    options = (
+        "--batch-size",
+        2,
+        "--steps",
+        2,
+        "--then",
+        2,
+        "--png",
+        picture,
+        "--json-file",
+        values,
+    )
     assert balance_of(lengths_file, *options) == 0
     printed = capsys.readouterr().out
     row = r" +\d+ +[\d.]+% +1\.\d{3} +[\d.]+ +[\d.]+% +\d+ +[\d.e-]+"
-    for way in ("without balancing", "with balancing", "grouped by length", "budget mix=1", "budget mix=8", "budget mix=32"):
+    for way in (
+        "without balancing",
+        "with balancing",
+        "grouped by length",
+        "budget mix=1",
+        "budget mix=8",
+        "budget mix=32",
+    ):
         assert re.search(way + row, printed)
-    assert len(re.findall("budget mix=8" + row, printed)) == len(re.findall("with balancing" + row, printed)) == 2
+    assert (
+        len(re.findall("budget mix=8" + row, printed))
+        == len(re.findall("with balancing" + row, printed))
+        == 2
+    )
     assert "Second half of the epoch" in printed
     assert len(re.findall(r"^ +\d+   ", printed, re.MULTILINE)) == 2
     assert "…" not in printed
@@ -766,7 +966,10 @@ def test_balance_prints_draws_and_writes_json(lengths_file: Path, tmp_path: Path
 
 
 def test_balance_needs_matplotlib_only_for_the_picture(
-    lengths_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lengths_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.chdir(tmp_path)
@@ -780,23 +983,30 @@ def test_balance_needs_matplotlib_only_for_the_picture(
     assert not (tmp_path / "balance.png").exists()
 
 
-def test_balance_takes_arrays_columns_and_what_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_balance_takes_arrays_columns_and_what_can_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     np.save(tmp_path / "lengths.npy", np.array(LENGTHS))
     assert read_lengths(tmp_path / "lengths.npy") == LENGTHS
-    (tmp_path / "samples.csv").write_text("name,tokens\n" + "".join(f"x,{length}\n" for length in LENGTHS))
+    (tmp_path / "samples.csv").write_text(
+        "name,tokens\n" + "".join(f"x,{length}\n" for length in LENGTHS)
+    )
     assert read_lengths(tmp_path / "samples.csv", "tokens") == LENGTHS
     with pytest.raises(ValueError, match=r"has no column 'token'; it has name, tokens"):
         read_lengths(tmp_path / "samples.csv", "token")
     with pytest.raises(ValueError, match=r"column=None goes with a \.csv file"):
         read_lengths(tmp_path / "samples.csv")
     source = (
-        f"import torch\nlengths = {LENGTHS}\ntexts = lambda: ['a' * length for length in lengths]\nmade = torch.tensor(lengths)\n"
+        f"import torch\nlengths = {LENGTHS}\ntexts = lambda: ['a' * length for length in"
+        " lengths]\nmade = torch.tensor(lengths)\n"
     )
     (tmp_path / "corpus_here.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("lengths", "texts", "made"):
         assert read_lengths(f"corpus_here:{name}") == LENGTHS
-    with pytest.raises(ValueError, match=r"lengths='corpus_here:text' must be a file or package:name: .*text"):
+    with pytest.raises(
+        ValueError, match=r"lengths='corpus_here:text' must be a file or package:name: .*text"
+    ):
         read_lengths("corpus_here:text")
 
 
@@ -818,7 +1028,10 @@ def test_balance_reads_what_spreadsheets_write(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "complaint"),
     [
-        ("[{'ids': [1, 2], 'label': 3}]", "sample 0, is a dict of several parts; write a function that returns the lengths"),
+        (
+            "[{'ids': [1, 2], 'label': 3}]",
+            "sample 0, is a dict of several parts; write a function that returns the lengths",
+        ),
         ("[([1, 2], 3)]", "sample 0, is a tuple of several parts"),
         ("[1, None]", "sample 1, must have a length or be a number"),
         ("lambda: open('nowhere')", "FileNotFoundError"),
@@ -846,7 +1059,11 @@ def test_balance_takes_no_samples_whose_length_it_would_guess(
         ("1\n2\n", ["--ranks", "0"], "ranks=0 must be at least 1"),
         ("1\n2\n", ["--batch-size", "0"], "batch_size=0"),
         ("1\n2\n", ["--random-level", "2"], "random_level=2.0"),
-        ("1\n2\n", ["--max-cost", "1.5"], "costs[1]=2 makes a batch of sample 1 alone cost 2, over max_cost=1.5"),
+        (
+            "1\n2\n",
+            ["--max-cost", "1.5"],
+            "costs[1]=2 makes a batch of sample 1 alone cost 2, over max_cost=1.5",
+        ),
         ("1\n2\n", ["--per-second", "0"], "per_second=0.0"),
         ("1\n2\n", ["--then", "0"], "then=0 must be at least 1"),
         ("1\n2\n", ["--seed", str(2**64)], "must fit into 64 bits"),
@@ -854,7 +1071,11 @@ def test_balance_takes_no_samples_whose_length_it_would_guess(
     ],
 )
 def test_balance_names_bad_input(
-    content: str | None, more: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str | None,
+    more: list[str],
+    complaint: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "lengths.txt"
     if content is not None:
@@ -869,7 +1090,9 @@ def test_balance_names_bad_input(
 
 
 @pytest.mark.parametrize("path", [f"{__file__}/picture.png", "/tmp/picture.cdr"])
-def test_balance_names_a_picture_that_it_cannot_write(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_balance_names_a_picture_that_it_cannot_write(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("1\n2\n")
     assert balance_of(lengths, "--png", path) == 2
@@ -878,15 +1101,26 @@ def test_balance_names_a_picture_that_it_cannot_write(path: str, tmp_path: Path,
 
 @pytest.mark.parametrize("missing", ["rich", "matplotlib"])
 def test_balance_says_what_to_install(
-    missing: str, lengths_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    missing: str,
+    lengths_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     assert balance_of(lengths_file, "--png", tmp_path / "work.png") == 2
-    assert capsys.readouterr().err.endswith(f"needs {missing}; install with: {install_command('demo')}\n")
+    assert capsys.readouterr().err.endswith(
+        f"needs {missing}; install with: {install_command('demo')}\n"
+    )
 
 
 @pytest.mark.parametrize(
-    ("cost", "of_batch"), [("padded", lambda b: len(b) * max(b)), ("sum", sum), ("attention", lambda b: len(b) * max(b) ** 2)]
+    ("cost", "of_batch"),
+    [
+        ("padded", lambda b: len(b) * max(b)),
+        ("sum", sum),
+        ("attention", lambda b: len(b) * max(b) ** 2),
+    ],
 )
 def test_work_is_what_the_replicas_draw(cost: str, of_batch: Any) -> None:
     lengths = [1, 2, 3, 4, 50, 60, 70, 80]
@@ -895,7 +1129,9 @@ def test_work_is_what_the_replicas_draw(cost: str, of_batch: Any) -> None:
     assert before.work.shape == after.work.shape == (2, 2)
     assert after.imbalance < before.imbalance
     drawn = [pairs(list(sampler_of(rank, 2, lengths))) for rank in range(2)]
-    assert after.work.T.tolist() == [[of_batch([lengths[index] for index in batch]) for batch in own] for own in drawn]
+    assert after.work.T.tolist() == [
+        [of_batch([lengths[index] for index in batch]) for batch in own] for own in drawn
+    ]
     assert after.seconds == sum(max(step) for step in after.work.tolist()) / 10
     assert all(epoch.work.max() <= setting.budget and epoch.repeats == 0 for epoch in budgets)
     assert [len(epoch.work) > 0 for epoch in balance.change_replicas(setting, 3)] == [True, True]
@@ -912,7 +1148,9 @@ def test_many_replicas_are_a_range_and_the_picture_has_a_panel_for_each_way() ->
     balance.print_epochs(epochs, [], 3, console)
     assert console.file.getvalue().count(" to ") == 6
     panels = balance.draw_epochs(epochs).axes
-    assert [axes.get_title("left").split(":")[0].lower() for axes in panels] == [epoch.name for epoch in epochs]
+    assert [axes.get_title("left").split(":")[0].lower() for axes in panels] == [
+        epoch.name for epoch in epochs
+    ]
     assert panels[0].get_ylim() == panels[1].get_ylim()
 
 
@@ -925,7 +1163,9 @@ def test_the_example_writes_lengths_for_balance_and_trains_with_both_samplers(
     monkeypatch.setattr(example.sysconfig, "get_path", lambda name: texts)
     example.main(["--write-lengths", str(tmp_path / "lengths.txt")])
     assert re.match(r"\d+ lengths from \d+ to \d+ in ", capsys.readouterr().out)
-    before, after, *_ = balance.simulate_epochs(balance.Setting(read_lengths(tmp_path / "lengths.txt"), 4))
+    before, after, *_ = balance.simulate_epochs(
+        balance.Setting(read_lengths(tmp_path / "lengths.txt"), 4)
+    )
     assert before.imbalance > 1.3
     assert after.imbalance < 1.2
     SimulatedWorld(2).run(lambda comm: example.main(["--steps", "2"]))

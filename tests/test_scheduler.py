@@ -1,4 +1,6 @@
-"""Tests that nothing in a simulated world hangs or leaks: deadlocks, errors, interrupts, threads that outlive their rank."""
+"""Tests that nothing in a simulated world hangs or leaks: deadlocks, errors, interrupts, threads
+that outlive their rank.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,11 @@ def test_a_deadlock_is_seen_at_once_though_a_watchdog_is_set():
 
     with pytest.raises(SimulationError) as error:
         world.run(program)
-    match_all(error, "rank 0 waits in recv(src=1) of 1 float32 element of group 'simulated'", "rank 1 waits for an event")
+    match_all(
+        error,
+        "rank 0 waits in recv(src=1) of 1 float32 element of group 'simulated'",
+        "rank 1 waits for an event",
+    )
     assert world.virtual_time == 0
 
 
@@ -86,7 +92,10 @@ def test_a_background_thread_cannot_keep_a_stuck_world_going(monkeypatch):
             comm.barrier()
 
     with pytest.raises(
-        SimulationError, match=r"only background threads woke up, 1000 times until 1000.0 s: rank 0 waits in barrier"
+        SimulationError,
+        match=(
+            r"only background threads woke up, 1000 times until 1000.0 s: rank 0 waits in barrier"
+        ),
     ):
         SimulatedWorld(2).run(program)
 
@@ -96,7 +105,9 @@ def test_a_long_list_is_cut():
         SimulatedWorld(30).run(lambda comm: comm.recv(one(), src=(comm.rank() + 1) % 30))
 
 
-@pytest.mark.parametrize("error", [KeyError("lost"), SystemExit(3), KeyboardInterrupt("rank"), AssertionError("no")])
+@pytest.mark.parametrize(
+    "error", [KeyError("lost"), SystemExit(3), KeyboardInterrupt("rank"), AssertionError("no")]
+)
 def test_a_rank_that_raises_ends_the_run_with_its_own_exception(error):
     entered, left = [], []
 
@@ -132,7 +143,9 @@ def test_an_exception_of_a_background_thread_ends_the_run_too():
     with pytest.raises(LookupError, match="in the background") as raised:
         SimulatedWorld(2).run(program)
     if sys.version_info >= (3, 11):
-        assert raised.value.__notes__ == ["raised in rank 1's thread 'worker' of the simulated world"]
+        assert raised.value.__notes__ == [
+            "raised in rank 1's thread 'worker' of the simulated world"
+        ]
 
 
 def test_background_threads_end_silently_with_the_run():
@@ -153,7 +166,13 @@ def test_background_threads_end_silently_with_the_run():
 
         lock, sleeper = world.lock(), lambda: world.sleep(1)
         lock.acquire()
-        for wait in (world.event().wait, world.queue().get, lock.acquire, sleeper, lambda: comm.recv(one(), 1 - comm.rank())):
+        for wait in (
+            world.event().wait,
+            world.queue().get,
+            lock.acquire,
+            sleeper,
+            lambda: comm.recv(one(), 1 - comm.rank()),
+        ):
             world.spawn(lambda wait=wait: forever(wait), "forever")
         world.sleep(0.5)
         return "done"
@@ -165,7 +184,9 @@ def test_background_threads_end_silently_with_the_run():
 def test_a_thread_that_never_ran_is_ended_too():
     started = []
     for seed in range(20):
-        SimulatedWorld(1, seed=seed).run(lambda comm: current_world().spawn(lambda: started.append(1), "late") and None)
+        SimulatedWorld(1, seed=seed).run(
+            lambda comm: current_world().spawn(lambda: started.append(1), "late") and None
+        )
     assert 0 < len(started) < 20, "both happen"
 
 
@@ -206,7 +227,8 @@ def test_an_interrupt_of_the_caller_unwinds_all_ranks():
     def program(comm):
         try:
             if comm.rank() == 1:
-                signal.raise_signal(signal.SIGINT)  # in this thread, so that it does not wake the caller
+                # in this thread, so that it does not wake the caller
+                signal.raise_signal(signal.SIGINT)
             while True:
                 current_world().sleep(1)
         finally:
@@ -307,7 +329,9 @@ def test_garbage_is_collected_less_often_the_more_threads_there_are(monkeypatch,
 
     def program(comm):
         schedulers.add(comm._group.scheduler)
-        monkeypatch.setattr(gc, "collect", lambda: collected.extend(scheduler._switches for scheduler in schedulers))
+        monkeypatch.setattr(
+            gc, "collect", lambda: collected.extend(scheduler._switches for scheduler in schedulers)
+        )
         for _ in range(100):
             comm.barrier()
         monkeypatch.undo()

@@ -1,4 +1,6 @@
-"""Every schedule of a small world: the search itself, and faults of a training, which no schedule may turn into a mixed step."""
+"""Every schedule of a small world: the search itself, and faults of a training, which no schedule
+may turn into a mixed step.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from bagua_ref.simulation import Schedule, Schedules, SimulatedWorld
 
 
 def two_threads(steps: int) -> set[str]:
-    """Return the interleavings of two ranks that each say their name so often, and could be interrupted before each time."""
+    """Return the interleavings of two ranks that each say their name so often, and could be
+    interrupted before each time.
+    """
     found, schedules = [], Schedules()
     for schedule in schedules:
         said: list[str] = []
@@ -42,7 +46,9 @@ def two_threads(steps: int) -> set[str]:
 
 def test_every_interleaving_of_two_threads_is_found() -> None:
     for steps in (1, 2, 3):
-        assert two_threads(steps) == {"".join(order) for order in itertools.permutations("a" * steps + "b" * steps)}
+        assert two_threads(steps) == {
+            "".join(order) for order in itertools.permutations("a" * steps + "b" * steps)
+        }
 
 
 def lost_update(schedule: Schedule) -> int:
@@ -58,7 +64,9 @@ def lost_update(schedule: Schedule) -> int:
     return counter[0]
 
 
-def test_an_error_that_needs_one_interruption_is_found_with_one_deviation_and_its_schedule_repeats_it() -> None:
+def test_an_error_that_needs_one_interruption_is_found_with_one_deviation_and_its_schedule_repeats_it() -> (
+    None
+):
     alone, once = Schedules(0), Schedules(1)
     assert [lost_update(schedule) for schedule in alone] == [2]
     assert (alone.complete, alone.exhausted) == (True, False)
@@ -112,7 +120,9 @@ def test_ranks_that_poll_do_not_keep_the_others_from_running() -> None:
 def test_a_schedule_of_another_program_is_an_error() -> None:
     world = SimulatedWorld(2, schedule=Schedule([7]))
     assert repr(world) == "SimulatedWorld(2, nodes=(2,), schedule=Schedule([7]))"
-    with pytest.raises(SimulationError, match=r"choice 0 of Schedule\(\[7\]\) is 7, but only 2 threads can run"):
+    with pytest.raises(
+        SimulationError, match=r"choice 0 of Schedule\(\[7\]\) is 7, but only 2 threads can run"
+    ):
         world.run(lambda comm: comm.barrier())
 
 
@@ -128,7 +138,11 @@ def test_schedules_that_are_not_run_are_an_error() -> None:
         (lambda: Schedule([0.5]), ValueError, r"choices=\[0\.5\] must be"),
         (lambda: Schedules(-1), ValueError, "deviations=-1 must be 0 or more, or None"),
         (lambda: Schedules(limit=0), ValueError, "limit=0 must be at least 1"),
-        (lambda: SimulatedWorld(2, schedule=[0]), TypeError, r"schedule=\[0\] must be a Schedule, or None"),
+        (
+            lambda: SimulatedWorld(2, schedule=[0]),
+            TypeError,
+            r"schedule=\[0\] must be a Schedule, or None",
+        ),
     ],
 )
 def test_bad_arguments(call: Callable[[], object], error: type[Exception], message: str) -> None:
@@ -159,12 +173,18 @@ class Rank:
     """What one rank of a training brought into rounds, and what its optimizer used."""
 
     brought: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """For each backward pass: the weights, and what is averaged: this rank's gradients, or the weights."""
+    """For each backward pass: the weights, and what is averaged: this rank's gradients, or the
+    weights.
+    """
     used: list[tuple[int, Tensor]] = field(default_factory=list)
-    """For each step: the number of backward passes before it, and what the optimizer used: gradients, or weights."""
+    """For each step: the number of backward passes before it, and what the optimizer used:
+    gradients, or weights.
+    """
     errors: list[str] = field(default_factory=list)
     training: Training | None = None
-    """Kept until the run has ended: when it is freed, its thread is woken, and so the schedule changes."""
+    """Kept until the run has ended: when it is freed, its thread is woken, and so the schedule
+    changes.
+    """
 
 
 def flat(tensors: Any) -> Tensor:
@@ -180,13 +200,18 @@ def watch(training: Training, rank: Rank, averages_weights: bool, schedule: Sche
     def begin(*_: Any) -> None:
         if rank.brought:
             schedule.begin()
-        rank.brought.append((flat(parameters), flat(parameters) if averages_weights else torch.zeros(0)))
+        rank.brought.append(
+            (flat(parameters), flat(parameters) if averages_weights else torch.zeros(0))
+        )
         local.clear()
 
     def keep(place: int, grad: Tensor) -> None:
         local[place] = grad.clone()
         if not averages_weights and len(local) == len(parameters):
-            rank.brought[-1] = rank.brought[-1][0], flat(local[place] for place in range(len(parameters)))
+            rank.brought[-1] = (
+                rank.brought[-1][0],
+                flat(local[place] for place in range(len(parameters))),
+            )
 
     def use(*_: Any) -> None:
         schedule.begin()
@@ -207,15 +232,25 @@ def is_mean(value: Tensor, one: Tensor, other: Tensor, algorithm: str) -> bool:
 
 
 def check_no_step_is_mixed(ranks: list[Rank], algorithm: str) -> None:
-    """Check that all values that optimizers used are means of one pass of each rank, of equal weights where replicas are equal."""
+    """Check that all values that optimizers used are means of one pass of each rank, of equal
+    weights where replicas are equal.
+    """
     for me, rank in enumerate(ranks):
         for passes, value in rank.used:
             weights, mine = rank.brought[passes - 1]
-            partners = [place for place, (_, theirs) in enumerate(ranks[1 - me].brought) if is_mean(value, mine, theirs, algorithm)]
-            assert partners, f"rank {me} used what is not the mean of its pass {passes} and one of the other rank"
+            partners = [
+                place
+                for place, (_, theirs) in enumerate(ranks[1 - me].brought)
+                if is_mean(value, mine, theirs, algorithm)
+            ]
+            assert partners, (
+                f"rank {me} used what is not the mean of its pass {passes} and one of the other rank"
+            )
             if algorithm != IN_FORWARD:
                 other_weights = ranks[1 - me].brought[partners[0]][0]
-                assert torch.equal(weights, other_weights), f"rank {me} used a gradient that the other rank took at other weights"
+                assert torch.equal(weights, other_weights), (
+                    f"rank {me} used a gradient that the other rank took at other weights"
+                )
 
 
 def dies(training: Training) -> None:
@@ -240,14 +275,26 @@ def abandons_the_last_bucket(training: Training) -> None:
     faults.abandons_a_backward(training, layer=0)
 
 
-# Rounds of the first are compared while their buckets run, those of the second before; the others send other messages.
-ALIKE, COMPARED_FIRST, IN_TWO_PARTS, ASYNC = "gradient_allreduce", "qadam in warm-up", "bytegrad", "async in warm-up"
+# Rounds of the first are compared while their buckets run, those of the second before; the others
+# send other messages.
+ALIKE, COMPARED_FIRST, IN_TWO_PARTS, ASYNC = (
+    "gradient_allreduce",
+    "qadam in warm-up",
+    "bytegrad",
+    "async in warm-up",
+)
 IN_FORWARD = "decentralized"
 HARMFUL = [
-    faults.abandons_a_backward, abandons_the_last_bucket, faults.skips_an_optimizer_step, faults.loads_other_weights,
-    faults.freezes_a_parameter, dies,
-]  # fmt: skip
-QUICK = [(fault, ALIKE) for fault in (faults.abandons_a_backward, faults.skips_an_optimizer_step, dies)]
+    faults.abandons_a_backward,
+    abandons_the_last_bucket,
+    faults.skips_an_optimizer_step,
+    faults.loads_other_weights,
+    faults.freezes_a_parameter,
+    dies,
+]
+QUICK = [
+    (fault, ALIKE) for fault in (faults.abandons_a_backward, faults.skips_an_optimizer_step, dies)
+]
 PAIRS = [
     *itertools.product(HARMFUL, (ALIKE, COMPARED_FIRST)),
     *itertools.product((abandons_the_last_bucket, dies), (IN_TWO_PARTS, ASYNC)),
@@ -255,11 +302,17 @@ PAIRS = [
 
 
 def explore(
-    fault: Callable[[Training], None], algorithm: str, deviations: int, ends: type[Exception] | None = None, layers: int = 2
+    fault: Callable[[Training], None],
+    algorithm: str,
+    deviations: int,
+    ends: type[Exception] | None = None,
+    layers: int = 2,
 ) -> tuple[Schedules, list[list[Rank]]]:
-    """Run a training with a fault under all schedules with so many deviations; return what the ranks of each run did.
+    """Run a training with a fault under all schedules with so many deviations; return what the
+    ranks of each run did.
 
-    Choices vary from the beginning of the fault: of a step that is skipped, after the backward pass before it.
+    Choices vary from the beginning of the fault: of a step that is skipped, after the backward pass
+    before it.
     """
 
     def program(comm: Any, schedule: Schedule, ranks: list[Rank]) -> None:
@@ -299,10 +352,17 @@ def _a_bucket_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "algorithm"),
-    [pytest.param(*pair, marks=pytest.mark.slow if pair in QUICK else pytest.mark.proof) for pair in PAIRS],
+    [
+        pytest.param(*pair, marks=pytest.mark.slow if pair in QUICK else pytest.mark.proof)
+        for pair in PAIRS
+    ],
 )
-def test_a_fault_is_an_error_on_both_ranks_in_every_schedule_with_one_deviation(fault: Any, algorithm: str) -> None:
-    """Few schedules follow a backward pass that fails before the other rank begins its own: that rank is told at once."""
+def test_a_fault_is_an_error_on_both_ranks_in_every_schedule_with_one_deviation(
+    fault: Any, algorithm: str
+) -> None:
+    """Few schedules follow a backward pass that fails before the other rank begins its own: that
+    rank is told at once.
+    """
     schedules, found = explore(fault, algorithm, 1)
     assert all(rank.errors for ranks in found for rank in ranks)
     assert schedules.runs > 10
@@ -312,9 +372,16 @@ def test_a_fault_is_an_error_on_both_ranks_in_every_schedule_with_one_deviation(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("fault", "layers"),
-    [(abandons_the_last_bucket, 2), (faults.skips_an_optimizer_step, 1), (faults.loads_other_weights, 1), (dies, 2)],
+    [
+        (abandons_the_last_bucket, 2),
+        (faults.skips_an_optimizer_step, 1),
+        (faults.loads_other_weights, 1),
+        (dies, 2),
+    ],
 )
-def test_a_fault_is_an_error_on_both_ranks_in_every_schedule_with_two_deviations(fault: Any, layers: int) -> None:
+def test_a_fault_is_an_error_on_both_ranks_in_every_schedule_with_two_deviations(
+    fault: Any, layers: int
+) -> None:
     schedules, found = explore(fault, ALIKE, 2, layers=layers)
     assert all(rank.errors for ranks in found for rank in ranks)
     assert schedules.runs > 500
@@ -324,11 +391,16 @@ def test_a_fault_is_an_error_on_both_ranks_in_every_schedule_with_two_deviations
 @pytest.mark.parametrize(
     ("fault", "algorithm"),
     [
-        *((faults.raises_before_backward, algorithm) for algorithm in (ALIKE, COMPARED_FIRST, IN_TWO_PARTS, ASYNC, IN_FORWARD)),
+        *(
+            (faults.raises_before_backward, algorithm)
+            for algorithm in (ALIKE, COMPARED_FIRST, IN_TWO_PARTS, ASYNC, IN_FORWARD)
+        ),
         (faults.looks_at_a_batch, IN_FORWARD),
     ],
 )
-def test_what_mixes_nothing_is_right_in_every_schedule_with_one_deviation(fault: Any, algorithm: str) -> None:
+def test_what_mixes_nothing_is_right_in_every_schedule_with_one_deviation(
+    fault: Any, algorithm: str
+) -> None:
     for ranks in explore(fault, algorithm, 1)[1]:
         assert [rank.errors for rank in ranks] == [[], []]
         assert max(len(rank.used) for rank in ranks) == 2
@@ -336,12 +408,21 @@ def test_what_mixes_nothing_is_right_in_every_schedule_with_one_deviation(fault:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("algorithm", [ALIKE, COMPARED_FIRST, IN_FORWARD])
-@pytest.mark.parametrize(("fault", "error"), [(faults.ends_early, SimulationError), (faults.ends_by_an_exception, ValueError)])
-def test_a_rank_that_ends_ends_the_run_in_every_schedule_with_one_deviation(fault: Any, error: Any, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [(faults.ends_early, SimulationError), (faults.ends_by_an_exception, ValueError)],
+)
+def test_a_rank_that_ends_ends_the_run_in_every_schedule_with_one_deviation(
+    fault: Any, error: Any, algorithm: str
+) -> None:
     explore(fault, algorithm, 1, error)
 
 
-def test_without_the_comparison_of_ranks_a_mixed_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_comparison_of_ranks_a_mixed_step_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("bagua_ref.data_parallel.rounds.describe_differences", lambda *_: "")
-    with pytest.raises(AssertionError, match="used a gradient that the other rank took at other weights"):
+    with pytest.raises(
+        AssertionError, match="used a gradient that the other rank took at other weights"
+    ):
         explore(faults.skips_an_optimizer_step, "gradient_allreduce", 0)

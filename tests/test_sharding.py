@@ -1,4 +1,6 @@
-"""Tests of training what fully_shard (FSDP2) has sharded inside nodes: on a 2 x 2 mesh, against plain HSDP and loops by hand."""
+"""Tests of training what fully_shard (FSDP2) has sharded inside nodes: on a 2 x 2 mesh, against
+plain HSDP and loops by hand.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def made(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9)
 
 
-def loop(module: Any, optimizer: torch.optim.Optimizer, after: Callable[[int], None] = lambda step: None) -> list[torch.Tensor]:
+def loop(
+    module: Any, optimizer: torch.optim.Optimizer, after: Callable[[int], None] = lambda step: None
+) -> list[torch.Tensor]:
     """Train, in every other step with an accumulating backward pass before; return the shards."""
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
@@ -81,7 +85,8 @@ def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 def ours(mesh: Any, algorithm: Algorithm, in_context: bool) -> list[torch.Tensor]:
-    module = sharded(mesh["shard"], seed=dist.get_rank() // 2)  # the first ranks' weights are broadcast
+    # the first ranks' weights are broadcast
+    module = sharded(mesh["shard"], seed=dist.get_rank() // 2)
     optimizer = made(module)
     if not in_context:
         module.with_bagua([optimizer], algorithm, mesh["replicate"])
@@ -154,8 +159,12 @@ def test_compressed_gradients_are_those_of_plain_parameters_of_the_shards_shapes
         stand_ins: Any = nn.ParameterList(copies(module))
         carrier: Any = nn.Module()
         carrier.inside = stand_ins
-        carrier.forward = lambda grads, stand_ins=stand_ins: sum((p * g).sum() for p, g in zip(stand_ins, grads, strict=True))
-        carrier.with_bagua([torch.optim.SGD(stand_ins, lr=0.0)], Algorithm.init(name, **options), mesh["replicate"])
+        carrier.forward = lambda grads, stand_ins=stand_ins: sum(
+            (p * g).sum() for p, g in zip(stand_ins, grads, strict=True)
+        )
+        carrier.with_bagua(
+            [torch.optim.SGD(stand_ins, lr=0.0)], Algorithm.init(name, **options), mesh["replicate"]
+        )
 
         def exchange(optimizer: Any, *_: Any, module: Any = module, carrier: Any = carrier) -> None:
             grads = [p.grad.to_local() for p in module.parameters()]
@@ -200,7 +209,9 @@ def test_weights_and_optimizer_state_of_the_first_node_are_taken_over() -> None:
     for optimizer_class in (torch.optim.Adam, torch.optim.SGD):
         module = sharded(mesh["shard"], seed=dist.get_rank() // 2)
         optimizer = optimizer_class(
-            module.parameters(), lr=0.1, **({} if optimizer_class is torch.optim.Adam else {"momentum": 0.9})
+            module.parameters(),
+            lr=0.1,
+            **({} if optimizer_class is torch.optim.Adam else {"momentum": 0.9}),
         )
         for step in range(2):
             module(batch(step)).square().mean().backward()
@@ -255,11 +266,19 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     mesh = mesh_of_four()
     mixed = network()
     fully_shard(mixed[0], mesh=mesh["shard"])
-    in_columns = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh["shard"], {"0": ColwiseParallel()})
+    in_columns = parallelize_module(
+        nn.Sequential(nn.Linear(4, 4)), mesh["shard"], {"0": ColwiseParallel()}
+    )
     group, weight = mesh["replicate"], "'0.weight'"
-    over = f"{weight} is a DTensor with placements (Replicate(), Shard(dim=0)) on a mesh of shape (2, 2)"
+    over = (
+        f"{weight} is a DTensor with placements (Replicate(), Shard(dim=0)) on a mesh of shape"
+        " (2, 2)"
+    )
     if dist.get_rank() == 0:
-        too = f"{weight} is a DTensor sharded over ranks [0, 1], of which process_group holds [0, 1], too"
+        too = (
+            f"{weight} is a DTensor sharded over ranks [0, 1], of which process_group holds [0,"
+            " 1], too"
+        )
     else:
         too = f"{weight} is a DTensor sharded over ranks"
     for name, module, process_group, message in (
@@ -277,11 +296,26 @@ def test_what_cannot_work_is_refused_by_name() -> None:
             group,
             f"DecentralizedAlgorithm cannot train {weight}, which fully_shard (FSDP2)",
         ),
-        ("low_precision_decentralized", sharded(mesh["shard"]), group, f"LowPrecisionDecentralizedAlgorithm cannot train {weight}"),
-        ("async", sharded(mesh["shard"]), group, f"AsyncModelAverageAlgorithm cannot train {weight}"),
+        (
+            "low_precision_decentralized",
+            sharded(mesh["shard"]),
+            group,
+            f"LowPrecisionDecentralizedAlgorithm cannot train {weight}",
+        ),
+        (
+            "async",
+            sharded(mesh["shard"]),
+            group,
+            f"AsyncModelAverageAlgorithm cannot train {weight}",
+        ),
         ("qadam", sharded(mesh["shard"]), group, f"QAdamAlgorithm cannot train {weight}"),
         ("gradient_allreduce", mixed, group, f"'2.weight' is not sharded while {weight} is"),
-        ("gradient_allreduce", in_columns, group, f"{weight} is a DTensor that fully_shard (FSDP2) has not made"),
+        (
+            "gradient_allreduce",
+            in_columns,
+            group,
+            f"{weight} is a DTensor that fully_shard (FSDP2) has not made",
+        ),
     ):
         optimizer, algorithm = by_name(name, module)
         with pytest.raises((NotImplementedError, ValueError), match=re.escape(message)):
@@ -289,8 +323,13 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         assert "_bagua" not in module.__dict__
 
     module = sharded(mesh["shard"])
-    wrapped = DistributedDataParallel(module, optimizers=[made(module)], process_group=group, broadcast_buffers=False)
-    with pytest.raises(NotImplementedError, match=r"cannot train inside join\(\)"), bagua_ref.join([wrapped]):
+    wrapped = DistributedDataParallel(
+        module, optimizers=[made(module)], process_group=group, broadcast_buffers=False
+    )
+    with (
+        pytest.raises(NotImplementedError, match=r"cannot train inside join\(\)"),
+        bagua_ref.join([wrapped]),
+    ):
         pass
 
 
@@ -322,7 +361,11 @@ def run_the_page(code: str) -> list[torch.Tensor]:
 
 def test_the_example_of_the_page_runs() -> None:
     page = (Path(__file__).parents[1] / "docs/sharding.md").read_text()
-    (code,) = [block for block in re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "fully_shard" in block]
+    (code,) = [
+        block
+        for block in re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+        if "fully_shard" in block
+    ]
     found = launch(run_the_page, 4, code)
     assert same(found[0], found[2])
     assert same(found[1], found[3])

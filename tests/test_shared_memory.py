@@ -1,4 +1,6 @@
-"""Tests of the memory that processes of one machine share: alone, with a rank in each thread, and between processes."""
+"""Tests of the memory that processes of one machine share: alone, with a rank in each thread, and
+between processes.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def sharing(nranks: int, timeout: float = 20.0, piece: int = PAGE) -> Iterator[l
     """Ranks whose slots have ``piece`` bytes, so that few elements make many pieces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "_LARGEST", piece)
-        found = Ranks(nranks).run(lambda rank, share: shared_memory.connect(rank, nranks, share, timeout))
+        found = Ranks(nranks).run(
+            lambda rank, share: shared_memory.connect(rank, nranks, share, timeout)
+        )
     memories = [one for one in found if one is not None]
     assert len(memories) == nranks
     try:
@@ -66,13 +70,19 @@ def at_once(*functions: Callable[[], object]) -> None:
 
 def operations(dtype: torch.dtype) -> list[ReduceOp]:
     floats = dtype.is_floating_point
-    return [op for op in ReduceOp if not (floats and op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))
-            and not (op is ReduceOp.AVG and not floats)]  # fmt: skip
+    return [
+        op
+        for op in ReduceOp
+        if not (floats and op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))
+        and not (op is ReduceOp.AVG and not floats)
+    ]
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 5])
 @given(data=st.data())
-def test_S3_9_an_all_reduce_combines_in_the_order_of_ranks(nranks: int, data: st.DataObject) -> None:
+def test_S3_9_an_all_reduce_combines_in_the_order_of_ranks(
+    nranks: int, data: st.DataObject
+) -> None:
     dtype = data.draw(st.sampled_from(DTYPES))
     op = data.draw(st.sampled_from(operations(dtype)))
     elements = PAGE // dtype.itemsize
@@ -85,22 +95,37 @@ def test_S3_9_an_all_reduce_combines_in_the_order_of_ranks(nranks: int, data: st
         for _ in range(2):
             for tensor, value in zip(tensors, inputs, strict=True):
                 tensor.copy_(value)
-            at_once(*(lambda m=m, t=t: finish(m.allreduce(t, op)) for m, t in zip(ranks, tensors, strict=True)))
+            at_once(
+                *(
+                    lambda m=m, t=t: finish(m.allreduce(t, op))
+                    for m, t in zip(ranks, tensors, strict=True)
+                )
+            )
             for tensor in tensors:
                 torch.testing.assert_close(tensor, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("nranks", [2, 4])
 @given(data=st.data())
-def test_messages_arrive_whole_and_in_order_whoever_sends_how_many_to_whom(nranks: int, data: st.DataObject) -> None:
-    message = st.tuples(st.integers(0, nranks - 1), st.integers(0, nranks - 1), st.integers(1, 9 * PAGE))
+def test_messages_arrive_whole_and_in_order_whoever_sends_how_many_to_whom(
+    nranks: int, data: st.DataObject
+) -> None:
+    message = st.tuples(
+        st.integers(0, nranks - 1), st.integers(0, nranks - 1), st.integers(1, 9 * PAGE)
+    )
     plan = [m for m in data.draw(st.lists(message, min_size=1, max_size=10)) if m[0] != m[1]]
     sent = [torch.randint(256, (size,), dtype=torch.uint8) for _, _, size in plan]
     received = [torch.zeros_like(one) for one in sent]
 
     def exchange(memory: SharedMemory, rank: int) -> None:
-        sends = [(tensor, dst) for (src, dst, _), tensor in zip(plan, sent, strict=True) if src == rank]
-        recvs = [(tensor, src) for (src, dst, _), tensor in zip(plan, received, strict=True) if dst == rank]
+        sends = [
+            (tensor, dst) for (src, dst, _), tensor in zip(plan, sent, strict=True) if src == rank
+        ]
+        recvs = [
+            (tensor, src)
+            for (src, dst, _), tensor in zip(plan, received, strict=True)
+            if dst == rank
+        ]
         if sends or recvs:
             finish(memory.exchange(sends, recvs, "exchange"))
 
@@ -112,9 +137,14 @@ def test_messages_arrive_whole_and_in_order_whoever_sends_how_many_to_whom(nrank
             assert all(torch.equal(one, other) for one, other in zip(sent, received, strict=True))
 
 
-def test_what_is_sent_is_computed_before_and_what_is_received_is_read_after_piece_by_piece() -> None:
+def test_what_is_sent_is_computed_before_and_what_is_received_is_read_after_piece_by_piece() -> (
+    None
+):
     size, events = 3 * PAGE + 5, list[tuple[str, slice]]()
-    outgoing, incoming = torch.zeros(2, size, dtype=torch.uint8), torch.zeros(2, size, dtype=torch.uint8)
+    outgoing, incoming = (
+        torch.zeros(2, size, dtype=torch.uint8),
+        torch.zeros(2, size, dtype=torch.uint8),
+    )
 
     def fill(piece: slice) -> None:
         outgoing[0, piece] = 7
@@ -127,7 +157,9 @@ def test_what_is_sent_is_computed_before_and_what_is_received_is_read_after_piec
     outgoing[1] = 9
     with sharing(2) as (one, other):
         at_once(
-            lambda: finish(one.exchange([(outgoing[0], 1)], [(incoming[0], 1)], "alltoall", fill, read)),
+            lambda: finish(
+                one.exchange([(outgoing[0], 1)], [(incoming[0], 1)], "alltoall", fill, read)
+            ),
             lambda: finish(other.exchange([(outgoing[1], 0)], [(incoming[1], 0)], "alltoall")),
         )
     assert torch.all(incoming[1] == 7)
@@ -202,7 +234,12 @@ def test_a_sender_waits_for_a_receiver_only_when_its_slots_are_full(room: int) -
 def test_messages_about_slots_may_come_in_pieces() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     ours.setblocking(False)
-    pipe = shared_memory._Pipe(1, ours, [torch.zeros(PAGE, dtype=torch.uint8)] * 4, [torch.ones(PAGE, dtype=torch.uint8)] * 4)
+    pipe = shared_memory._Pipe(
+        1,
+        ours,
+        [torch.zeros(PAGE, dtype=torch.uint8)] * 4,
+        [torch.ones(PAGE, dtype=torch.uint8)] * 4,
+    )
     call = (7, 40)
     with ours, theirs:
         message = shared_memory._MESSAGE.pack(*call)
@@ -218,14 +255,30 @@ def test_messages_about_slots_may_come_in_pieces() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda memory: memory.allreduce(torch.ones(11), ReduceOp.SUM), "sent 44 bytes, where this rank expects 40 bytes"),
-        (lambda memory: memory.allreduce(torch.ones(10), ReduceOp.MAX), "data of another collective"),
-        (lambda memory: memory.allreduce(torch.ones(10, dtype=torch.int32), ReduceOp.SUM), "another collective"),
-        (lambda memory: memory.exchange([(torch.ones(10), 0)], [(torch.ones(10), 0)], "alltoall"), "another collective"),
+        (
+            lambda memory: memory.allreduce(torch.ones(11), ReduceOp.SUM),
+            "sent 44 bytes, where this rank expects 40 bytes",
+        ),
+        (
+            lambda memory: memory.allreduce(torch.ones(10), ReduceOp.MAX),
+            "data of another collective",
+        ),
+        (
+            lambda memory: memory.allreduce(torch.ones(10, dtype=torch.int32), ReduceOp.SUM),
+            "another collective",
+        ),
+        (
+            lambda memory: memory.exchange(
+                [(torch.ones(10), 0)], [(torch.ones(10), 0)], "alltoall"
+            ),
+            "another collective",
+        ),
     ],
     ids=["size", "operation", "dtype", "collective"],
 )
-def test_ranks_in_different_collectives_are_told(call: Callable[[SharedMemory], Iterable[Until]], message: str) -> None:
+def test_ranks_in_different_collectives_are_told(
+    call: Callable[[SharedMemory], Iterable[Until]], message: str
+) -> None:
     with sharing(2) as (one, other), ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(lambda: finish(call(other)))
         with pytest.raises(ComputingError) as raised:
@@ -260,7 +313,9 @@ def test_where_a_rank_cannot_share_memory_no_rank_does(
     monkeypatch.setattr(shared_memory, "_LIMIT", 0.5)
     with caplog.at_level(logging.INFO):
         assert Ranks(3).run(connect) == [None] * 3
-    assert all(line.startswith("ranks of one machine communicate over gloo") for line in caplog.messages)
+    assert all(
+        line.startswith("ranks of one machine communicate over gloo") for line in caplog.messages
+    )
     assert any("not permitted" in line for line in caplog.messages)
     gc.collect()  # an open socket would warn
 
@@ -276,7 +331,9 @@ def test_memory_that_nobody_refers_to_is_given_back_with_its_sockets() -> None:
 
 
 @pytest.mark.parametrize(("value", "allowed"), [("0", False), ("1", True)])
-def test_a_variable_turns_it_off(value: str, allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_turns_it_off(
+    value: str, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("BAGUA_REF_SHARED_MEMORY", value)
     assert bool(shared_memory.shared_by()) is allowed
 
@@ -314,7 +371,9 @@ def use_with_one_that_may_not() -> bool:
 def use_with_one_in_another_network() -> bool:
     if os.environ["RANK"] == "1":
         stat = os.stat
-        os.stat = lambda path, **options: stat("/proc/self/ns/uts" if path == "/proc/self/ns/net" else path, **options)  # type: ignore[assignment]
+        os.stat = lambda path, **options: stat(
+            "/proc/self/ns/uts" if path == "/proc/self/ns/net" else path, **options
+        )  # type: ignore[assignment]
     bagua_ref.init_process_group()
     return use()
 
@@ -333,8 +392,13 @@ def reduce_something_else() -> None:
 
 def test_every_rank_raises_if_tensors_differ_in_size() -> None:
     ended = outcomes(reduce_something_else, 3)
-    assert [type(one.error) for one in ended] == [CommunicationError] * 3, [one.traceback for one in ended]
-    who = "ranks 0, 2 call allreduce(op=SUM) of 60 float32 elements, rank 1 calls allreduce(op=SUM) of 50 float32 elements"
+    assert [type(one.error) for one in ended] == [CommunicationError] * 3, [
+        one.traceback for one in ended
+    ]
+    who = (
+        "ranks 0, 2 call allreduce(op=SUM) of 60 float32 elements, rank 1 calls allreduce(op=SUM)"
+        " of 50 float32 elements"
+    )
     assert all(who in str(one.error) for one in ended), [str(one.error) for one in ended]
 
 
@@ -351,7 +415,8 @@ def wait_for_a_message(seconds: float) -> float:
 
 
 def test_waiting_for_a_message_ends_at_the_timeout() -> None:
-    ended = outcomes(wait_for_a_message, 2, 3.0, collective_timeout=2.0)  # in which the ranks must meet, too
+    # in which the ranks must meet, too
+    ended = outcomes(wait_for_a_message, 2, 3.0, collective_timeout=2.0)
     assert ended[0].result is not None, ended[0].traceback
     assert 1.7 < ended[0].result < 4
 

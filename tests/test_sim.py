@@ -1,4 +1,6 @@
-"""`bagua-ref sim`: planted bugs in programs of torch.distributed are found and named, and their mended twins are not reported."""
+"""`bagua-ref sim`: planted bugs in programs of torch.distributed are found and named, and their
+mended twins are not reported.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,18 @@ def script_of(name: str) -> Script:
 
 
 @pytest.mark.parametrize(
-    "script", [script for script in SCRIPTS if "hash_seed" not in script.kinds], ids=lambda script: script.name
+    "script",
+    [script for script in SCRIPTS if "hash_seed" not in script.kinds],
+    ids=lambda script: script.name,
 )
 def test_a_planted_bug_is_found_and_its_line_named(script: Script, tmp_path: Path) -> None:
     report = judged(tmp_path, script.text(broken=True), script.ranks)
     if script.hint:
         assert report.verdict == "agree"
         assert [hint for hint in report.hints if script.hint in hint]
-        assert any(f"script.py:{line}" in hint for hint in report.hints for line in script.bug_lines())
+        assert any(
+            f"script.py:{line}" in hint for hint in report.hints for line in script.bug_lines()
+        )
     else:
         assert report.verdict == "found"
         found = report.finding
@@ -69,7 +75,9 @@ def test_a_planted_bug_is_found_and_its_line_named(script: Script, tmp_path: Pat
     [pytest.param(script.text(broken=False), script.ranks, id=script.name) for script in SCRIPTS]
     + [pytest.param(right(name), 2, id=name) for name in RIGHT],
 )
-def test_a_mended_twin_and_a_right_program_are_not_reported(text: str, ranks: int, tmp_path: Path) -> None:
+def test_a_mended_twin_and_a_right_program_are_not_reported(
+    text: str, ranks: int, tmp_path: Path
+) -> None:
     report = judged(tmp_path, text, ranks, seeds=3)
     assert (report.verdict, report.finding, report.hints) == ("agree", None, [])
 
@@ -94,14 +102,19 @@ bagua_ref.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized"])
+@pytest.mark.parametrize(
+    "name", ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized"]
+)
 def test_a_training_with_this_package_is_not_reported(name: str, tmp_path: Path) -> None:
     report = judged(tmp_path, BAGUA.format(name), seeds=2)
     assert (report.verdict, report.finding) == ("agree", None)
 
 
 def test_what_a_rank_overwrites_by_receiving_is_not_what_it_sends(tmp_path: Path) -> None:
-    text = right(next(iter(RIGHT))) + "dist.broadcast(torch.tensor(list(os.urandom(8)) if rank else [7] * 8), src=0)\n"
+    text = (
+        right(next(iter(RIGHT)))
+        + "dist.broadcast(torch.tensor(list(os.urandom(8)) if rank else [7] * 8), src=0)\n"
+    )
     assert judged(tmp_path, "import os\n" + text, seeds=2).finding is None
 
 
@@ -116,7 +129,8 @@ def test_a_set_that_orders_collectives_is_found_by_another_hash_seed(tmp_path: P
 @pytest.mark.proof
 def test_a_program_without_a_seed_does_the_same_in_every_interpreter(tmp_path: Path) -> None:
     text = script_of("forgotten_no_sync").text(broken=False)
-    text += "dist.broadcast_object_list([{'weight', 'bias', 'scale'}, os.urandom(8)], src=0)\n"  # pickles that always differ
+    # pickles that always differ
+    text += "dist.broadcast_object_list([{'weight', 'bias', 'scale'}, os.urandom(8)], src=0)\n"
     text += script_of("set_ordered_collectives").text(broken=False).partition("world_size()\n")[2]
     planned: list[int | None] = []
     script = tmp_path / "script.py"
@@ -189,7 +203,10 @@ def fails() -> None:
 def test_survivors_of_a_fault_may_raise_but_not_train_on(sim_world: Any) -> None:
     report = sim_world(trains(fails), ranks=3, seeds=1, faults=("kill", "stop", "slow"))
     assert report.planned == report.runs > 30
-    broken = judge(Program("swallows", function=trains(lambda: None)), Exploration((3,), seeds=1, faults=("kill",)))
+    broken = judge(
+        Program("swallows", function=trains(lambda: None)),
+        Exploration((3,), seeds=1, faults=("kill",)),
+    )
     assert broken.finding is not None
     assert broken.finding.kind == "fault"
     assert broken.finding.fault is not None
@@ -217,7 +234,9 @@ def test_the_fixture_fails_with_the_finding(sim_world: Any) -> None:
         if dist.get_rank() == 0:
             dist.barrier()
 
-    with pytest.raises(pytest.fail.Exception, match=r"rank 0 waits in barrier\(\) for rank 1 .*rank 1 has ended"):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"rank 0 waits in barrier\(\) for rank 1 .*rank 1 has ended"
+    ):
         sim_world(program)
 
 
@@ -232,8 +251,15 @@ def test_the_guide_shows_what_the_command_prints(tmp_path: Path) -> None:
     numbered = page.split("```text\n")[1].split("```")[0].splitlines()
     report = judged(tmp_path, "\n".join(line[4:] for line in numbered), 4)
     assert report.finding is not None
-    shown = page.split("```console\n")[1].split("```")[0].split("found in 1 run: ")[1].split("replay:")[0]
-    assert report.finding.message.replace(f"{tmp_path}/script.py", "train.py").split() == shown.split()
+    shown = (
+        page.split("```console\n")[1]
+        .split("```")[0]
+        .split("found in 1 run: ")[1]
+        .split("replay:")[0]
+    )
+    assert (
+        report.finding.message.replace(f"{tmp_path}/script.py", "train.py").split() == shown.split()
+    )
 
 
 # The command.
@@ -249,7 +275,13 @@ def test_the_command_replays_what_it_names(tmp_path: Path, capsys: Any) -> None:
     script.write_text(script_of(ENDED).text(broken=True))
     code, out = sim(capsys, str(script), "--json")
     result = json.loads(out)
-    assert (code, result["version"], result["verdict"], result["kind"], result["rank"]) == (1, 1, "found", "ended", 0)
+    assert (code, result["version"], result["verdict"], result["kind"], result["rank"]) == (
+        1,
+        1,
+        "found",
+        "ended",
+        0,
+    )
     assert (result["file"], result["line"] in script_of(ENDED).bug_lines()) == (str(script), True)
     assert result["command"] == f"bagua-ref sim {script} --ranks 2"
     code, out = sim(capsys, *result["command"].split()[2:])
@@ -258,10 +290,29 @@ def test_the_command_replays_what_it_names(tmp_path: Path, capsys: Any) -> None:
     assert "rank 1 has ended" in out
 
 
-def test_a_program_gets_its_arguments_a_folder_and_a_prefix_for_its_output(tmp_path: Path, capfd: Any) -> None:
+def test_a_program_gets_its_arguments_a_folder_and_a_prefix_for_its_output(
+    tmp_path: Path, capfd: Any
+) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys, os\nprint(sys.argv[1:], os.listdir('.'), os.environ['RANK'])\n")
-    assert main(["sim", str(script), "--ranks", "2", "--schedule", "default", "--limit", "5m", "--", "--lr", "3"]) == 0
+    assert (
+        main(
+            [
+                "sim",
+                str(script),
+                "--ranks",
+                "2",
+                "--schedule",
+                "default",
+                "--limit",
+                "5m",
+                "--",
+                "--lr",
+                "3",
+            ]
+        )
+        == 0
+    )
     out = capfd.readouterr().out.splitlines()
     assert sorted(out[:2]) == ["[rank 0] ['--lr', '3'] [] 0", "[rank 1] ['--lr', '3'] [] 1"]
     assert [line for line in out[2:] if not line.startswith("agree")] == []
@@ -309,12 +360,18 @@ else:
 """
 
 
-def test_a_run_that_ends_the_process_is_an_error_and_can_be_replayed(tmp_path: Path, capsys: Any) -> None:
+def test_a_run_that_ends_the_process_is_an_error_and_can_be_replayed(
+    tmp_path: Path, capsys: Any
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENDS_IN_ONE_SCHEDULE)
     code, out = sim(capsys, str(script), "--ranks", "3", "--json")
     result = json.loads(out)
-    assert (code, result["kind"], result["message"]) == (1, "crash", "the process of the run ended with exit code 3")
+    assert (code, result["kind"], result["message"]) == (
+        1,
+        "crash",
+        "the process of the run ended with exit code 3",
+    )
     assert result["schedule"].startswith("seed:")
     assert f"--schedule {result['schedule']}" in result["command"]
     code, out = sim(capsys, *result["command"].split()[2:])
@@ -338,7 +395,9 @@ def test_stopping_the_command_ends_its_workers(number: signal.Signals, tmp_path:
     script.write_text(ENDS_IN_ONE_SCHEDULE.replace("os._exit(3)", "pass"))
     forks = multiprocessing.get_context("forkserver")  # that of tests.launch
     here, there = forks.Pipe(duplex=False)
-    process = forks.Process(target=run_sim, args=(tmp_path, there, str(script), "--ranks", "3", "--seeds", "100000"))
+    process = forks.Process(
+        target=run_sim, args=(tmp_path, there, str(script), "--ranks", "3", "--seeds", "100000")
+    )
     process.start()
     there.close()
     with open(here.fileno(), closefd=False) as printed:
@@ -349,18 +408,18 @@ def test_stopping_the_command_ends_its_workers(number: signal.Signals, tmp_path:
         printed.read()  # which ends when no process has the pipe
     process.join()
     assert process.exitcode == (130 if number is signal.SIGINT else -number)
-    assert (tmp_path / "errors").read_text() == ("bagua-ref sim: interrupted\n" if number is signal.SIGINT else "")
+    assert (tmp_path / "errors").read_text() == (
+        "bagua-ref sim: interrupted\n" if number is signal.SIGINT else ""
+    )
 
 
 def test_data_loaders_may_do_without_worker_processes(tmp_path: Path, capsys: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, torch\n"
-        "class Processes(torch.utils.data.Dataset):\n"
-        "    __len__ = lambda self: 2\n"
-        "    __getitem__ = lambda self, i: os.getpid()\n"
-        "loader = torch.utils.data.DataLoader(Processes(), num_workers=1, timeout=9, persistent_workers=True)\n"
-        "assert {int(batch) for batch in loader} == {os.getpid()}\n"
+        "import os, torch\nclass Processes(torch.utils.data.Dataset):\n    __len__ = lambda self:"
+        " 2\n    __getitem__ = lambda self, i: os.getpid()\nloader ="
+        " torch.utils.data.DataLoader(Processes(), num_workers=1, timeout=9,"
+        " persistent_workers=True)\nassert {int(batch) for batch in loader} == {os.getpid()}\n"
     )
     code, out = sim(capsys, str(script), "--schedule", "default", "--workers", "0")
     assert code == 0, out

@@ -25,11 +25,17 @@ from bagua_ref.formulas.costs import LinkCost, LinkCosts, operation_seconds
 from bagua_ref.simulation import SimulatedWorld
 from bagua_ref.simulation.timing import Timeline
 
-LINKS = LinkCosts(between=LinkCost(0.5, 2**-10), inside=LinkCost(0.125, 2**-12))  # sums of such numbers are exact
+# sums of such numbers are exact
+LINKS = LinkCosts(between=LinkCost(0.5, 2**-10), inside=LinkCost(0.125, 2**-12))
 FREE = LinkCosts(LinkCost(0.0, 0.0), LinkCost(0.0, 0.0))
 
 
-def timed(program: Callable[[], Any], nodes: tuple[int, ...] = (4,), link: Any = LINKS, compute: Any = None) -> SimulatedWorld:
+def timed(
+    program: Callable[[], Any],
+    nodes: tuple[int, ...] = (4,),
+    link: Any = LINKS,
+    compute: Any = None,
+) -> SimulatedWorld:
     def start() -> Any:
         dist.init_process_group("gloo")
         return program()
@@ -59,15 +65,35 @@ CASES: dict[str, tuple[Callable[[], Any], costs.Operation]] = {
     "reduce": (lambda: dist.reduce(ones(10), dst=1), costs.reduce(40, 4, 1)),
     "broadcast": (lambda: dist.broadcast(ones(10), src=3), costs.broadcast(40, 4, 3)),
     "all_gather": (lambda: dist.all_gather(parts(5), ones(5)), costs.all_gather([20] * 4)),
-    "all_gather_into_tensor": (lambda: dist.all_gather_into_tensor(ones(20), ones(5)), costs.all_gather([20] * 4)),
-    "reduce_scatter": (lambda: dist.reduce_scatter(ones(5), parts(5)), costs.reduce_scatter([20] * 4)),
-    "reduce_scatter_tensor": (lambda: dist.reduce_scatter_tensor(ones(5), ones(20)), costs.reduce_scatter([20] * 4)),
+    "all_gather_into_tensor": (
+        lambda: dist.all_gather_into_tensor(ones(20), ones(5)),
+        costs.all_gather([20] * 4),
+    ),
+    "reduce_scatter": (
+        lambda: dist.reduce_scatter(ones(5), parts(5)),
+        costs.reduce_scatter([20] * 4),
+    ),
+    "reduce_scatter_tensor": (
+        lambda: dist.reduce_scatter_tensor(ones(5), ones(20)),
+        costs.reduce_scatter([20] * 4),
+    ),
     "all_to_all": (lambda: dist.all_to_all(parts(5), parts(5)), costs.all_to_all([[20] * 4] * 4)),
-    "all_to_all_single": (lambda: dist.all_to_all_single(ones(20), ones(20)), costs.all_to_all([[20] * 4] * 4)),
+    "all_to_all_single": (
+        lambda: dist.all_to_all_single(ones(20), ones(20)),
+        costs.all_to_all([[20] * 4] * 4),
+    ),
     "gather": (lambda: dist.gather(ones(5), root_only(parts(5)), dst=1), costs.gather([20] * 4, 1)),
-    "scatter": (lambda: dist.scatter(ones(5), root_only(parts(5)), src=1), costs.scatter([20] * 4, 1)),
+    "scatter": (
+        lambda: dist.scatter(ones(5), root_only(parts(5)), src=1),
+        costs.scatter([20] * 4, 1),
+    ),
     "send": (
-        lambda: [lambda: dist.send(ones(5), 2), lambda: None, lambda: dist.recv(ones(5), 0), lambda: None][dist.get_rank()](),
+        lambda: [
+            lambda: dist.send(ones(5), 2),
+            lambda: None,
+            lambda: dist.recv(ones(5), 0),
+            lambda: None,
+        ][dist.get_rank()](),
         costs.one_round([(0, 2, 20)]),
     ),
 }
@@ -87,7 +113,8 @@ COMMUNICATOR: dict[str, tuple[Callable[[SimulatedCommunicator], Any], costs.Oper
     "alltoall": (lambda comm: comm.alltoall(ones(20), ones(20)), costs.all_to_all([[20] * 4] * 4)),
     "exchange": (
         lambda comm: comm.exchange(
-            [(ones(5), (comm.rank() + s) % 4) for s in (1, 3)], [(ones(5), (comm.rank() + s) % 4) for s in (1, 3)]
+            [(ones(5), (comm.rank() + s) % 4) for s in (1, 3)],
+            [(ones(5), (comm.rank() + s) % 4) for s in (1, 3)],
         ),
         costs.one_round([(r, (r + s) % 4, 20) for r in range(4) for s in (1, 3)]),
     ),
@@ -105,7 +132,9 @@ def test_our_own_communicators_take_the_same_time(name: str) -> None:
 def test_any_bandwidth_and_latency_give_the_formula_to_the_bit() -> None:
     world = timed(lambda: dist.all_reduce(ones(1000)), link="1Gbit,20ms")
     assert isinstance(world.link, LinkCosts)
-    assert world.virtual_time == operation_seconds(costs.all_reduce(costs.chunk_bytes(1000, 4, 4)), [0] * 4, world.link)
+    assert world.virtual_time == operation_seconds(
+        costs.all_reduce(costs.chunk_bytes(1000, 4, 4)), [0] * 4, world.link
+    )
 
 
 def pairs_at_once(second_starts: float = 0.0) -> Callable[[], None]:
@@ -126,7 +155,8 @@ def test_two_collectives_at_once_share_the_nodes_link_and_not_those_of_pairs() -
 
 
 def test_a_collective_is_slower_only_while_another_is_under_way() -> None:
-    # Alone, a round takes 1 s, and both together 1.5 s each. From 0.25 s on the first is 1.5 times as slow as before.
+    # Alone, a round takes 1 s, and both together 1.5 s each. From 0.25 s on the first is 1.5 times
+    # as slow as before.
     world = timed(pairs_at_once(second_starts=0.25), (2, 2))
     spans = {span.rank: span for span in world.timeline.spans if span.kind == "communication"}  # type: ignore[union-attr]
     first, second = spans[0], spans[1]
@@ -160,8 +190,11 @@ def test_a_program_sees_the_time_and_a_work_under_way_is_not_completed() -> None
 def test_a_link_that_is_too_slow_for_the_timeout_ends_in_it() -> None:
     def program() -> None:
         with pytest.raises(RuntimeError, match=r"timed out after 1\.0 s|was given up"):
-            dist.all_reduce(ones(10_000), group=dist.new_group([0, 1], timeout=dist.default_pg_timeout / 1800))
-        assert time.monotonic() == pytest.approx(1.0, rel=1e-3)  # and not when the transfer's next round begins
+            dist.all_reduce(
+                ones(10_000), group=dist.new_group([0, 1], timeout=dist.default_pg_timeout / 1800)
+            )
+        # and not when the transfer's next round begins
+        assert time.monotonic() == pytest.approx(1.0, rel=1e-3)
 
     timed(program, (1, 1))
 
@@ -189,11 +222,14 @@ def test_S14_4_ddp_takes_the_time_of_overlapped_buckets(compute: float) -> None:
     links = LinkCosts.parse("1Gbit,10ms")
     world = timed(ddp(), (1, 1), links, compute)
     nbytes = [256 * 256 * 4] * 4
-    seconds = [operation_seconds(costs.all_reduce([size // 2] * 2), [0, 1], links) for size in nbytes]
+    seconds = [
+        operation_seconds(costs.all_reduce([size // 2] * 2), [0, 1], links) for size in nbytes
+    ]
     step, exposed = costs.overlap(compute / 3, 2 * compute / 3, nbytes, seconds)
     assert world.timeline is not None
     assert world.timeline.per_step() == (pytest.approx(step), pytest.approx(exposed))
-    assert (exposed == pytest.approx(seconds[-1])) == (compute > 1)  # all but the last bucket are hidden
+    # all but the last bucket are hidden
+    assert (exposed == pytest.approx(seconds[-1])) == (compute > 1)
 
 
 def test_compute_of_parameters_without_gradients_passes_before_the_step() -> None:
@@ -253,13 +289,29 @@ def test_the_trace_has_a_lane_for_each_rank_and_the_durations_of_spans() -> None
     events = json.loads(json.dumps(world.timeline.chrome_trace()))["traceEvents"]
     assert {event["tid"] for event in events} == {event["pid"] for event in events} == {0, 1}
     for rank in range(2):
-        lane = sorted((event["ts"], event["dur"]) for event in events if event["ph"] == "X" and event["pid"] == rank)
+        lane = sorted(
+            (event["ts"], event["dur"])
+            for event in events
+            if event["ph"] == "X" and event["pid"] == rank
+        )
         assert all(ts + dur <= following + 1e-3 for (ts, dur), (following, _) in pairwise(lane))
-        assert sum(dur for _, dur in lane) == pytest.approx(world.virtual_time * 1e6)  # it computes or waits all the time
+        # it computes or waits all the time
+        assert sum(dur for _, dur in lane) == pytest.approx(world.virtual_time * 1e6)
         operations = [event for event in events if event["ph"] in "be" and event["pid"] == rank]
-        reduced = [event for event in operations if event["name"].startswith("all_reduce(SUM) of float32[65536]")]
-        assert sorted(event["id"] for event in reduced if event["ph"] == "b") == [e["id"] for e in reduced if e["ph"] == "e"] != []
-    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"rank 0", "rank 1"}
+        reduced = [
+            event
+            for event in operations
+            if event["name"].startswith("all_reduce(SUM) of float32[65536]")
+        ]
+        assert (
+            sorted(event["id"] for event in reduced if event["ph"] == "b")
+            == [e["id"] for e in reduced if e["ph"] == "e"]
+            != []
+        )
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
+        "rank 0",
+        "rank 1",
+    }
 
 
 def test_a_program_without_steps_is_timed_as_a_whole() -> None:
@@ -269,10 +321,17 @@ def test_a_program_without_steps_is_timed_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"compute": 1.0}, {"link": "1Gbit,1ms", "compute": -1.0}, {"link": "1Gbit,1ms", "compute": "x"}]
+    "options",
+    [
+        {"compute": 1.0},
+        {"link": "1Gbit,1ms", "compute": -1.0},
+        {"link": "1Gbit,1ms", "compute": "x"},
+    ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"compute=.* must be seconds or .measured. with a link, or None"):
+    with pytest.raises(
+        ValueError, match=r"compute=.* must be seconds or .measured. with a link, or None"
+    ):
         SimulatedWorld(2, torch_distributed=True, **options)
 
 
@@ -303,31 +362,49 @@ def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_reports_times_and_writes_the_trace(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--compute", "120ms", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    exposed = operation_seconds(costs.all_reduce([131072] * 2), [0, 1], LinkCosts.parse("1Gbit,10ms"))
+    exposed = operation_seconds(
+        costs.all_reduce([131072] * 2), [0, 1], LinkCosts.parse("1Gbit,10ms")
+    )
     assert (result["verdict"], result["trace"]) == ("agree", "sim-trace.json")
     assert result["seconds_per_step"] == pytest.approx(0.12 + exposed)
     assert result["exposed_seconds_per_step"] == pytest.approx(exposed)
-    assert {event["tid"] for event in json.loads(Path("sim-trace.json").read_text())["traceEvents"]} == {0, 1}
+    assert {
+        event["tid"] for event in json.loads(Path("sim-trace.json").read_text())["traceEvents"]
+    } == {0, 1}
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_script")
-def test_the_command_measures_compute_in_a_run_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_compute_in_a_run_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main([*COMMAND, "--trace", "other.json"]) == 0
     told = capsys.readouterr().out
     seconds, exposed = (float(found) for found in re.findall(r"([\d.]+) s ", told)[-2:])
     assert 0 < exposed < seconds < 5
     assert "s of it exposed communication; trace: other.json" in told
-    spans = [event for event in json.loads(Path("other.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    spans = [
+        event
+        for event in json.loads(Path("other.json").read_text())["traceEvents"]
+        if event["ph"] == "X"
+    ]
     assert {event["cat"] for event in spans} == {"compute", "wait"}
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    (["--link", "fast"], "link='fast' must be BANDWIDTH,LATENCY such as 1Gbit,20ms"),
-    (["--link", "1Gbit,20ms", "--compute", "0ms"], "time '0ms' must be a number above 0 of s, ms or us"),
-    (["--compute", "120ms"], "arguments --compute and --trace need --link"),
-])  # fmt: skip
-def test_wrong_words_are_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--link", "fast"], "link='fast' must be BANDWIDTH,LATENCY such as 1Gbit,20ms"),
+        (
+            ["--link", "1Gbit,20ms", "--compute", "0ms"],
+            "time '0ms' must be a number above 0 of s, ms or us",
+        ),
+        (["--compute", "120ms"], "arguments --compute and --trace need --link"),
+    ],
+)
+def test_wrong_words_are_refused(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["sim", __file__, *words])
     assert ended.value.code == 2

@@ -24,9 +24,18 @@ def results(n: int) -> tuple[list[Any], list[Any]]:
 
 
 OF_FOUR = {
-    "collectives", "coalesced collectives", "DDP, join", "functional collectives", "GPipe", "hierarchical averager", "HSDP",
-    "messages", "objects", "subgroups", "tensor parallel",
-}  # fmt: skip
+    "collectives",
+    "coalesced collectives",
+    "DDP, join",
+    "functional collectives",
+    "GPipe",
+    "hierarchical averager",
+    "HSDP",
+    "messages",
+    "objects",
+    "subgroups",
+    "tensor parallel",
+}
 """Programs that do more on four ranks than on two."""
 
 CASES = [(4 if name in OF_FOUR else 2, name) for name in torch_programs.PROGRAMS]

@@ -1,4 +1,6 @@
-"""Tests of errors in programs for torch.distributed: what the simulated world finds, with rank, line and group."""
+"""Tests of errors in programs for torch.distributed: what the simulated world finds, with rank,
+line and group.
+"""
 
 from __future__ import annotations
 
@@ -73,20 +75,28 @@ def test_a_rank_that_returns_while_others_communicate():
         (lambda: dist.barrier(), lambda: dist.all_reduce(torch.ones(1))),
         (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(1))),
         (lambda: dist.all_reduce(torch.ones(1)), lambda: dist.all_reduce(torch.ones(1).double())),
-        (lambda: dist.all_reduce(torch.ones(1)), lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX)),
+        (
+            lambda: dist.all_reduce(torch.ones(1)),
+            lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX),
+        ),
         (lambda: dist.broadcast(torch.ones(1), 0), lambda: dist.broadcast(torch.ones(1), 1)),
-        (lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 2], [1, 2]),
-         lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 2], [1, 2])),
+        (
+            lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 2], [1, 2]),
+            lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 2], [1, 2]),
+        ),
         (lambda: dist.send(torch.ones(1), 1), lambda: dist.recv(torch.ones(2), 0)),
     ],
     ids=["operation", "shape", "dtype", "reduction", "root", "splits", "message"],
-)  # fmt: skip
+)
 def test_calls_that_do_not_match(first, second):
     def main():
         rank = init()
         (second if rank else first)()
 
-    assert {(call.rank, call.file) for call in found(main, "mismatch").calls} == {(0, __file__), (1, __file__)}
+    assert {(call.rank, call.file) for call in found(main, "mismatch").calls} == {
+        (0, __file__),
+        (1, __file__),
+    }
 
 
 def test_ranks_in_another_order_are_the_same_group_and_one_rank_makes_a_group_alone():
@@ -158,7 +168,9 @@ def test_an_error_passes_the_programs_handlers():
 
 
 def swaps(first_sender):
-    """Return a program in which two ranks send to each other; the ranks for which ``first_sender`` is true send first."""
+    """Return a program in which two ranks send to each other; the ranks for which ``first_sender``
+    is true send first.
+    """
 
     def main():
         rank = init()
@@ -196,7 +208,16 @@ def test_results_are_delivered_as_late_as_torch_allows():
         before = y.clone()
         received.wait()
         sent.wait()
-        return early.tolist(), versions, x.tolist(), read.item(), source.item(), ints.item(), before.item(), y.item()
+        return (
+            early.tolist(),
+            versions,
+            x.tolist(),
+            read.item(),
+            source.item(),
+            ints.item(),
+            before.item(),
+            y.item(),
+        )
 
     for rank, result in enumerate(run(main)):
         early, versions, x, read, source, ints, before, y = result
@@ -236,7 +257,10 @@ def test_store_waits_time_out_in_virtual_time():
 def test_monitored_barrier_names_the_missing_ranks():
     def main():
         if init() == 0:
-            with pytest.raises(RuntimeError, match=r"timed out after 5.0 s waiting in monitored_barrier\(\) .* for rank 1"):
+            with pytest.raises(
+                RuntimeError,
+                match=r"timed out after 5.0 s waiting in monitored_barrier\(\) .* for rank 1",
+            ):
                 dist.monitored_barrier(timeout=datetime.timedelta(seconds=5))
 
     run(main)
@@ -263,7 +287,9 @@ def test_one_seed_has_one_result_and_schedules_agree():
     assert run(main, 3, seed=5) == run(main, 3, seed=5)
     orders = {tuple(run(main, 3, seed=seed)[0][1]) for seed in range(8)}
     assert len(orders) > 1
-    results = [run(main, 3, schedule=schedule)[0][0] for schedule in Schedules(deviations=1, limit=5)]
+    results = [
+        run(main, 3, schedule=schedule)[0][0] for schedule in Schedules(deviations=1, limit=5)
+    ]
     assert all(result == results[0] for result in results)
 
 
@@ -294,7 +320,9 @@ def test_a_rank_that_does_not_yield_is_reported_with_its_stack(monkeypatch: pyte
     try:
         error = found(main, "unyielding")
         assert "# not simulated" in str(error)
-        assert [(call.rank, call.line) for call in error.calls] == [(1, line_of(main, "# not simulated"))]
+        assert [(call.rank, call.line) for call in error.calls] == [
+            (1, line_of(main, "# not simulated"))
+        ]
     finally:
         blocked.release()
     for thread in threading.enumerate():
@@ -317,7 +345,11 @@ def test_many_runs_of_one_seed_have_one_result():
     def main():
         rank = init()
         work = dist.all_reduce(x := torch.tensor([rank + 0.1]), async_op=True)
-        order = [dist.recv(torch.zeros(1)) for _ in range(2)] if rank == 0 else dist.send(torch.ones(1), 0)
+        order = (
+            [dist.recv(torch.zeros(1)) for _ in range(2)]
+            if rank == 0
+            else dist.send(torch.ones(1), 0)
+        )
         work.wait()
         return x.item(), order, random.random(), time.monotonic()
 

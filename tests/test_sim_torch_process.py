@@ -1,4 +1,6 @@
-"""Tests of what each simulated rank has of its own, as a process would: state, modules, threads, clocks, launches."""
+"""Tests of what each simulated rank has of its own, as a process would: state, modules, threads,
+clocks, launches.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,13 @@ def test_generators_environment_and_arguments_belong_to_the_rank():
     results = run(main)
     for rank, result in enumerate(results):
         drawn = torch.rand(1, generator=torch.Generator().manual_seed(rank)).item()
-        assert result == (random.Random(rank).random(), np.random.RandomState(rank).rand(), drawn, str(rank), str(rank))
+        assert result == (
+            random.Random(rank).random(),
+            np.random.RandomState(rank).rand(),
+            drawn,
+            str(rank),
+            str(rank),
+        )
     assert sys.argv is arguments
     assert "OWN" not in os.environ
     assert "RANK" not in os.environ
@@ -62,12 +70,21 @@ def test_ranks_begin_with_generators_in_different_states_but_for_torchs():
 
 def test_the_environment_is_that_of_torchs_launcher():
     def main():
-        return [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
+        return [
+            os.environ[name]
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        ]
 
-    assert run(main, 3, nodes=(1, 2)) == [["0", "3", "0", "1", "0"], ["1", "3", "0", "2", "1"], ["2", "3", "1", "2", "1"]]
+    assert run(main, 3, nodes=(1, 2)) == [
+        ["0", "3", "0", "1", "0"],
+        ["1", "3", "0", "2", "1"],
+        ["2", "3", "1", "2", "1"],
+    ]
 
 
-def test_a_script_has_its_own_main_module_and_modules_on_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_script_has_its_own_main_module_and_modules_on_each_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "own_module_of_script.py").write_text("seen = []\n")
     script = tmp_path / "script.py"
     script.write_text(
@@ -94,7 +111,12 @@ def test_a_script_has_its_own_main_module_and_modules_on_each_rank(tmp_path: Pat
 def test_threads_locks_and_queues_of_the_program_are_scheduled():
     def main():
         rank = init()
-        group, results, lock, done = dist.new_group(), queue.Queue(2), threading.Lock(), threading.Event()
+        group, results, lock, done = (
+            dist.new_group(),
+            queue.Queue(2),
+            threading.Lock(),
+            threading.Event(),
+        )
 
         def produce():
             for i in range(5):
@@ -153,7 +175,9 @@ def test_a_thread_that_is_no_daemon_is_waited_for():
 
 def test_an_exception_in_a_thread_does_not_end_the_rank(monkeypatch: pytest.MonkeyPatch):
     seen: list[str] = []
-    monkeypatch.setattr(threading, "excepthook", lambda arguments: seen.append(str(arguments.exc_value)))
+    monkeypatch.setattr(
+        threading, "excepthook", lambda arguments: seen.append(str(arguments.exc_value))
+    )
 
     def main():
         def fail():
@@ -258,7 +282,9 @@ def test_a_checkpoint_is_saved_in_the_background():
     def main():
         folder = [tempfile.mkdtemp() if init() == 0 else None]
         dist.broadcast_object_list(folder, 0)
-        torch.distributed.checkpoint.async_save({"a": torch.ones(3)}, checkpoint_id=folder[0]).result()
+        torch.distributed.checkpoint.async_save(
+            {"a": torch.ones(3)}, checkpoint_id=folder[0]
+        ).result()
         return Path(folder[0], ".metadata").exists()
 
     assert run(main) == [True, True]

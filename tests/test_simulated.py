@@ -1,4 +1,6 @@
-"""Tests of the simulated communicator and transport: disagreement, messages, groups, timeouts, abort."""
+"""Tests of the simulated communicator and transport: disagreement, messages, groups, timeouts,
+abort.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +40,25 @@ def test_S3_9_ranks_that_make_different_calls_are_told_who_calls_what_and_can_go
     (said,) = set(SimulatedWorld(3).run(program))
     (kind, message), total = said
     words = name.split()[0]
-    assert (kind, total) == ({"dtypes": TypeError, "sizes": ValueError, "an": ValueError}.get(words, SimulationError), 3), name
+    assert (kind, total) == (
+        {"dtypes": TypeError, "sizes": ValueError, "an": ValueError}.get(words, SimulationError),
+        3,
+    ), name
     before, _, after = message.partition(", but rank 2 calls ")
     assert first in before
     assert last in after
     assert "group 'simulated'" in message
-    assert {"dtypes": "same dtype", "roots": "same arguments", "collectives": "same collective"}.get(words, "") in message
+    assert {
+        "dtypes": "same dtype",
+        "roots": "same arguments",
+        "collectives": "same collective",
+    }.get(words, "") in message
 
 
 def test_a_disagreement_that_is_not_caught_ends_the_run():
-    with pytest.raises(SimulationError, match=r"rank 0 calls barrier\(\), but rank 1 calls broadcast\(src=0\)"):
+    with pytest.raises(
+        SimulationError, match=r"rank 0 calls barrier\(\), but rank 1 calls broadcast\(src=0\)"
+    ):
         SimulatedWorld(2).run(lambda comm: comm.broadcast(one()) if comm.rank() else comm.barrier())
 
 
@@ -59,7 +70,13 @@ def test_messages_that_do_not_fit():
             comm.send(one(7), 1)
             return None
         long, narrow, right = one(count=3), one().half(), one()
-        return caught(comm.recv, long, 0), caught(comm.recv, narrow, 0), comm.recv(right, 0), right.item(), long.tolist()
+        return (
+            caught(comm.recv, long, 0),
+            caught(comm.recv, narrow, 0),
+            comm.recv(right, 0),
+            right.item(),
+            long.tolist(),
+        )
 
     wrong_size, wrong_dtype, _, value, untouched = SimulatedWorld(2).run(program)[1]
     assert wrong_size[0] is ValueError
@@ -91,7 +108,10 @@ def test_two_threads_of_a_rank_must_not_share_a_communicator():
             current_world().sleep(1)
         comm.barrier()
 
-    with pytest.raises(SimulationError, match="two threads of rank 0 use group 'simulated' at once: one is in barrier"):
+    with pytest.raises(
+        SimulationError,
+        match="two threads of rank 0 use group 'simulated' at once: one is in barrier",
+    ):
         SimulatedWorld(2).run(program)
 
 
@@ -102,7 +122,9 @@ def test_two_threads_of_a_rank_must_not_receive_from_one_peer():
             comm.recv(one(), 1)
         current_world().sleep(1)
 
-    with pytest.raises(SimulationError, match="two threads of rank 0 receive from 1 of group 'simulated' at once"):
+    with pytest.raises(
+        SimulationError, match="two threads of rank 0 receive from 1 of group 'simulated' at once"
+    ):
         SimulatedWorld(2).run(program)
 
 
@@ -116,7 +138,12 @@ def test_connecting_groups_in_their_own_order():
         group.allgather(x, recv)
         return group.rank(), group.name, recv.tolist()
 
-    assert SimulatedWorld(4).run(program) == [(1, "some", [3, 0, 2]), None, (2, "some", [3, 0, 2]), (0, "some", [3, 0, 2])]
+    assert SimulatedWorld(4).run(program) == [
+        (1, "some", [3, 0, 2]),
+        None,
+        (2, "some", [3, 0, 2]),
+        (0, "some", [3, 0, 2]),
+    ]
 
 
 def test_groups_do_not_disturb_each_other():
@@ -130,7 +157,10 @@ def test_groups_do_not_disturb_each_other():
             group.allreduce_inplace(x)
             totals.append((value, x.item()))
 
-        threads = [current_world().spawn(lambda g=g, v=v: sum_in(g, v), str(v)) for v, g in enumerate(groups)]
+        threads = [
+            current_world().spawn(lambda g=g, v=v: sum_in(g, v), str(v))
+            for v, g in enumerate(groups)
+        ]
         for thread in threads:
             thread.join()
         return sorted(totals)
@@ -148,17 +178,31 @@ def test_groups_do_not_disturb_each_other():
 )
 def test_connecting_wrong_ranks(ranks, message):
     with pytest.raises(ValueError, match=re.escape(f"ranks={ranks} ") + message):
-        SimulatedWorld(2).run(lambda comm: comm.rank() or current_world().transport.connect("g", ranks, 300.0))
+        SimulatedWorld(2).run(
+            lambda comm: comm.rank() or current_world().transport.connect("g", ranks, 300.0)
+        )
 
 
 def test_connecting_different_ranks_under_one_name():
-    with pytest.raises(SimulationError, match=r"group 'g' is being connected by rank . for ranks .*, but rank . connects it for"):
-        SimulatedWorld(2).run(lambda comm: current_world().transport.connect("g", (0, 1) if comm.rank() else (1, 0), 300.0))
+    with pytest.raises(
+        SimulationError,
+        match=r"group 'g' is being connected by rank . for ranks .*, but rank . connects it for",
+    ):
+        SimulatedWorld(2).run(
+            lambda comm: current_world().transport.connect(
+                "g", (0, 1) if comm.rank() else (1, 0), 300.0
+            )
+        )
 
 
 def test_connecting_alone_is_a_deadlock():
-    with pytest.raises(SimulationError, match=r"rank 0 waits in connect\(ranks=\(0, 1\)\) of group 'g'; rank 1 has returned"):
-        SimulatedWorld(2).run(lambda comm: comm.rank() or current_world().transport.connect("g", (0, 1), 300.0))
+    with pytest.raises(
+        SimulationError,
+        match=r"rank 0 waits in connect\(ranks=\(0, 1\)\) of group 'g'; rank 1 has returned",
+    ):
+        SimulatedWorld(2).run(
+            lambda comm: comm.rank() or current_world().transport.connect("g", (0, 1), 300.0)
+        )
 
 
 def test_a_group_s_timeout_counts_virtual_seconds():
@@ -173,10 +217,17 @@ def test_a_group_s_timeout_counts_virtual_seconds():
         return None
 
     first, second = SimulatedWorld(2).run(program)
-    assert first == (CommunicationTimeoutError, "rank 0 timed out after 30.0 s waiting in barrier() of group 'g' for rank 1", 30)
+    assert first == (
+        CommunicationTimeoutError,
+        "rank 0 timed out after 30.0 s waiting in barrier() of group 'g' for rank 1",
+        30,
+    )
     assert second == (
         CommunicationError,
-        "group 'g' was given up: rank 0 timed out after 30.0 s waiting in barrier() of group 'g' for rank 1",
+        (
+            "group 'g' was given up: rank 0 timed out after 30.0 s waiting in barrier() of group"
+            " 'g' for rank 1"
+        ),
         100,
     )
 
@@ -188,7 +239,11 @@ def test_abort_ends_operations_under_way_and_later_ones():
         if comm.rank() == 3:
             current_world().sleep(1)
             group.abort()
-        operations = [lambda: group.recv(one(), src=3) if comm.rank() == 0 else group.barrier(), group.barrier, group.abort]
+        operations = [
+            lambda: group.recv(one(), src=3) if comm.rank() == 0 else group.barrier(),
+            group.barrier,
+            group.abort,
+        ]
         for operation in operations:
             try:
                 operation()
@@ -222,7 +277,9 @@ def test_a_closed_transport_can_connect_anew():
         group = transport.connect("g", (0, 1), timeout=300.0)
         group.barrier()
         transport.close()
-        with pytest.raises(CommunicationError, match=f"rank {comm.rank()} has closed its communicator of group 'g'"):
+        with pytest.raises(
+            CommunicationError, match=f"rank {comm.rank()} has closed its communicator of group 'g'"
+        ):
             group.barrier()
         with pytest.raises(CommunicationError, match="has closed"):
             group.send(one(), 1 - comm.rank())

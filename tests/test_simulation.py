@@ -1,4 +1,6 @@
-"""Tests of the simulated world: ranks, one interleaving per seed, no state shared that processes would not share."""
+"""Tests of the simulated world: ranks, one interleaving per seed, no state shared that processes
+would not share.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ def one(value=0.0, count=1):
 
 
 def test_results_come_by_rank_and_arguments_are_passed_on():
-    assert SimulatedWorld(3).run(lambda comm, a, b: (comm.rank(), comm.nranks(), a + b), 1, 2) == [(0, 3, 3), (1, 3, 3), (2, 3, 3)]
+    assert SimulatedWorld(3).run(lambda comm, a, b: (comm.rank(), comm.nranks(), a + b), 1, 2) == [
+        (0, 3, 3),
+        (1, 3, 3),
+        (2, 3, 3),
+    ]
 
 
 def test_S1_identity_on_uneven_nodes():
@@ -33,7 +39,12 @@ def test_S1_identity_on_uneven_nodes():
         return get_rank(), get_world_size(), get_local_rank(), get_local_size(), get_node_rank()
 
     world = SimulatedWorld(4, nodes=(1, 3))
-    assert world.run(program) == [(0, 4, 0, 1, 0), (1, 4, 0, 3, 1), (2, 4, 1, 3, 1), (3, 4, 2, 3, 1)]
+    assert world.run(program) == [
+        (0, 4, 0, 1, 0),
+        (1, 4, 0, 3, 1),
+        (2, 4, 1, 3, 1),
+        (3, 4, 2, 3, 1),
+    ]
     assert world.run(lambda comm: current_world().transport.node_of) == [(0, 1, 1, 1)] * 4
     assert get_rank() == 0
     assert get_world_size() == 1
@@ -51,7 +62,11 @@ def test_torch_distributed_stays_out_of_it():
         ({"world_size": 0}, ValueError, "world_size=0 must be at least 1"),
         ({"world_size": 2.0}, TypeError, "world_size=2.0 must be an int"),
         ({"world_size": True}, TypeError, "world_size=True must be an int"),
-        ({"world_size": 3, "nodes": (1, 1)}, ValueError, "nodes=(1, 1) must be .* sum to world_size=3"),
+        (
+            {"world_size": 3, "nodes": (1, 1)},
+            ValueError,
+            "nodes=(1, 1) must be .* sum to world_size=3",
+        ),
         ({"world_size": 3, "nodes": (4, -1)}, ValueError, "nodes=(4, -1) must be"),
         ({"world_size": 3, "nodes": (3, 0)}, ValueError, "each at least 1"),
         ({"world_size": 3, "seed": "a"}, TypeError, "seed='a' must be an int"),
@@ -128,7 +143,9 @@ def test_every_run_starts_afresh():
 
 @pytest.mark.parametrize("in_memory", [True, False], ids=["memory", "other interpreters"])
 @pytest.mark.parametrize(
-    "draw", [lambda: torch.rand(1).item(), random.random, lambda: random.gauss(0, 1)], ids=["torch", "random", "gauss"]
+    "draw",
+    [lambda: torch.rand(1).item(), random.random, lambda: random.gauss(0, 1)],
+    ids=["torch", "random", "gauss"],
 )
 def test_ranks_have_their_own_random_generators(draw, in_memory, monkeypatch):
     """Of two numbers of ``gauss``, the second changes an attribute only."""
@@ -160,7 +177,9 @@ def test_ranks_have_their_own_random_generators(draw, in_memory, monkeypatch):
 
 
 def test_ranks_may_run_on_the_same_cores_as_without_a_simulation():
-    """A thread that is about to run is kept on one core, so that it wakes faster; one that runs is not."""
+    """A thread that is about to run is kept on one core, so that it wakes faster; one that runs is
+    not.
+    """
     allowed = os.sched_getaffinity(0)
     own = {min(allowed)}
 
@@ -192,7 +211,9 @@ def test_backward_runs_on_the_rank_s_own_thread():
         seen = []
         assert not torch._C._is_multithreading_enabled()
         x = one(comm.rank()).requires_grad_()
-        x.register_post_accumulate_grad_hook(lambda p: seen.append(threading.get_ident()) or comm.allreduce_inplace(p.grad))
+        x.register_post_accumulate_grad_hook(
+            lambda p: seen.append(threading.get_ident()) or comm.allreduce_inplace(p.grad)
+        )
         (x * (comm.rank() + 1)).sum().backward()
         assert seen == [threading.get_ident()]
         return x.grad.item()
@@ -202,7 +223,9 @@ def test_backward_runs_on_the_rank_s_own_thread():
 
 def test_worlds_may_be_nested():
     def program(comm):
-        inner = SimulatedWorld(3, seed=comm.rank()).run(lambda c: (get_world_size(), c.broadcast_object(get_rank(), src=2)))
+        inner = SimulatedWorld(3, seed=comm.rank()).run(
+            lambda c: (get_world_size(), c.broadcast_object(get_rank(), src=2))
+        )
         comm.barrier()
         return inner, get_world_size()
 
@@ -230,7 +253,11 @@ def test_1024_ranks():
         comm.allreduce_inplace(x)
         payload = torch.full((n * chunk,), comm.rank() % 251, dtype=torch.uint8)
         comm.alltoall_inplace(payload)
-        return x[0].item(), payload.view(n, chunk)[:, 0].clone(), int(payload.sum(dtype=torch.int64))
+        return (
+            x[0].item(),
+            payload.view(n, chunk)[:, 0].clone(),
+            int(payload.sum(dtype=torch.int64)),
+        )
 
     expected = torch.arange(n) % 251
     for total, column, checksum in SimulatedWorld(n, nodes=(500, 524)).run(program):

@@ -35,14 +35,18 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 OPTIMIZERS = sorted(
     name
     for name, kind in vars(torch.optim).items()
-    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and kind is not torch.optim.Optimizer
 )
 
 
 def network(rank: int, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(rank)
     # Muon accepts matrices only.
-    return nn.Sequential(nn.Linear(4, 3, bias=False), nn.Tanh(), nn.Linear(3, 2, bias=False)).to(dtype)
+    return nn.Sequential(nn.Linear(4, 3, bias=False), nn.Tanh(), nn.Linear(3, 2, bias=False)).to(
+        dtype
+    )
 
 
 def step(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -52,7 +56,9 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None
     def closure() -> torch.Tensor:
         for parameter in module.parameters():
             grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-            parameter.grad = grad.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else grad
+            parameter.grad = (
+                grad.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else grad
+            )
         return torch.tensor(1.0)
 
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -67,7 +73,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         return [value]
     if isinstance(value, dict):
         return [tensor for key in value for tensor in tensors_in(value[key])]
-    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (list, tuple)) else []
+    return (
+        [tensor for item in value for tensor in tensors_in(item)]
+        if isinstance(value, (list, tuple))
+        else []
+    )
 
 
 def plain(value: Any) -> Any:
@@ -84,8 +94,12 @@ def assert_all_alike(results: list[Any]) -> None:
         assert plain(result) == plain(results[0])
 
 
-def check(name: str, options: dict[str, Any], dtype: torch.dtype, tensor_lr: bool = False) -> list[Any]:
-    """Wrap on ranks with different histories; return each rank's state after two more steps with equal gradients."""
+def check(
+    name: str, options: dict[str, Any], dtype: torch.dtype, tensor_lr: bool = False
+) -> list[Any]:
+    """Wrap on ranks with different histories; return each rank's state after two more steps with
+    equal gradients.
+    """
 
     def rank(r: int) -> Any:
         module = network(r, dtype)
@@ -96,7 +110,9 @@ def check(name: str, options: dict[str, Any], dtype: torch.dtype, tensor_lr: boo
         module.zero_grad()
         module.with_bagua([optimizer], GradientAllReduceAlgorithm())
         # load_state_dict adds this default, as torch's constructor would have.
-        defaults = {name: value for name, value in optimizer.defaults.items() if name != "differentiable"}
+        defaults = {
+            name: value for name, value in optimizer.defaults.items() if name != "differentiable"
+        }
         right_after = plain((optimizer.state_dict(), defaults, list(module.parameters())))
         for s in range(2):
             step(module, optimizer, seed=s)
@@ -107,17 +123,26 @@ def check(name: str, options: dict[str, Any], dtype: torch.dtype, tensor_lr: boo
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.float32) for name in OPTIMIZERS), ("Adam", torch.float64), ("Adam", torch.bfloat16), ("SGD", torch.bfloat16)],
+    [
+        *((name, torch.float32) for name in OPTIMIZERS),
+        ("Adam", torch.float64),
+        ("Adam", torch.bfloat16),
+        ("SGD", torch.bfloat16),
+    ],
     ids=str,
 )
-def test_S5_wrapping_broadcasts_any_torch_optimizer_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+def test_S5_wrapping_broadcasts_any_torch_optimizer_bit_for_bit(
+    name: str, dtype: torch.dtype
+) -> None:
     for options in [{}, *OPTIONS.get(name, [])]:
         results = check(name, options, dtype)
         assert_all_alike(results)
         assert results[0][0][0]["param_groups"][0]["lr"] == 0.01
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("LBFGS", "Muon", "SparseAdam")])
+@pytest.mark.parametrize(
+    "name", [name for name in OPTIMIZERS if name not in ("LBFGS", "Muon", "SparseAdam")]
+)
 def test_S5_a_tensor_learning_rate_is_broadcast_into_the_users_own_tensor(name: str) -> None:
     def rank(r: int) -> tuple[float, float, bool]:
         module = network(r)
@@ -125,7 +150,11 @@ def test_S5_a_tensor_learning_rate_is_broadcast_into_the_users_own_tensor(name: 
         optimizer = getattr(torch.optim, name)(module.parameters(), lr=lr, foreach=False)
         module.with_bagua([optimizer], GradientAllReduceAlgorithm())
         lr.mul_(2)  # as a user's schedule does
-        return optimizer.param_groups[0]["lr"].item(), optimizer.defaults["lr"].item(), optimizer.param_groups[0]["lr"] is lr
+        return (
+            optimizer.param_groups[0]["lr"].item(),
+            optimizer.defaults["lr"].item(),
+            optimizer.param_groups[0]["lr"] is lr,
+        )
 
     assert simulate(3, rank) == [(1.0, 1.0, True)] * 3
     assert_all_alike(check(name, {"foreach": False}, torch.float32, tensor_lr=True))
@@ -135,7 +164,9 @@ def test_S5_a_tensor_learning_rate_is_broadcast_into_the_users_own_tensor(name: 
 def test_S5_tensors_inside_tuples_of_options_are_kept_too(r: int) -> Any:
     module = network(r)
     betas = (torch.tensor(0.5 + r / 10), torch.tensor(0.9))
-    optimizer = torch.optim.Adam(module.parameters(), lr=torch.tensor(0.1), betas=betas, foreach=False, capturable=False)
+    optimizer = torch.optim.Adam(
+        module.parameters(), lr=torch.tensor(0.1), betas=betas, foreach=False, capturable=False
+    )
     module.with_bagua([optimizer], GradientAllReduceAlgorithm())  # type: ignore[operator]
     assert optimizer.param_groups[0]["betas"][0] is betas[0]
     return betas
@@ -147,11 +178,16 @@ def test_S5_groups_added_before_and_after_wrapping_have_the_first_ranks_options(
         first, second = module.parameters()
         late = nn.Parameter(torch.ones(2))
         optimizer = torch.optim.SGD([first], lr=0.1 + r, momentum=0.9)
-        optimizer.add_param_group({"params": [second], "lr": 1.0 + r, "weight_decay": r, "note": f"rank {r}"})
+        optimizer.add_param_group(
+            {"params": [second], "lr": 1.0 + r, "weight_decay": r, "note": f"rank {r}"}
+        )
         module.with_bagua([optimizer], GradientAllReduceAlgorithm())
         optimizer.add_param_group({"params": [late]})
         step(module, optimizer, 0)
-        return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+        return [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
 
     results = simulate(3, rank)
     assert_all_alike(results)
@@ -171,9 +207,14 @@ def test_S5_state_of_an_optimizer_that_torch_does_not_know() -> None:
             for group in self.param_groups:
                 for p in group["params"][:1]:
                     state = self.state[p]
-                    state.setdefault("master", p.float().clone()).sub_(p.grad.float(), alpha=group["lr"])
+                    state.setdefault("master", p.float().clone()).sub_(
+                        p.grad.float(), alpha=group["lr"]
+                    )
                     state.setdefault("name", "first")
-                    state["history"] = [*state.get("history", []), (state["master"].sum(), {"count": 1})]
+                    state["history"] = [
+                        *state.get("history", []),
+                        (state["master"].sum(), {"count": 1}),
+                    ]
                     p.copy_(state["master"])
 
     def rank(r: int) -> Any:
@@ -206,7 +247,9 @@ def test_S5_several_optimizers_and_an_ignored_parameter(r: int) -> Any:
 
 
 def bad_rank(r: int, what: str) -> str:
-    """Return the error of wrapping on rank ``r`` of four, if rank 1 differs, and in "several" rank 3 as well."""
+    """Return the error of wrapping on rank ``r`` of four, if rank 1 differs, and in "several" rank
+    3 as well.
+    """
     module: Any = network(r)
     optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(module.parameters(), lr=0.1)]
     algorithm: Any = GradientAllReduceAlgorithm()
@@ -236,24 +279,42 @@ def bad_rank(r: int, what: str) -> str:
 
 
 SAID = {
-    "frozen": "parameter '0.weight': (3, 4) torch.float32 on ranks 0, 2-3, (3, 4) torch.float32, frozen on rank 1",
-    "shape": "parameter '0.weight': (3, 4) torch.float32 on ranks 0, 2-3, (3, 5) torch.float32 on rank 1",
-    "groups": "optimizer 0: SGD of [2] parameters on ranks 0, 2-3, SGD of [1, 1] parameters on rank 1",
+    "frozen": (
+        "parameter '0.weight': (3, 4) torch.float32 on ranks 0, 2-3, (3, 4) torch.float32, frozen"
+        " on rank 1"
+    ),
+    "shape": (
+        "parameter '0.weight': (3, 4) torch.float32 on ranks 0, 2-3, (3, 5) torch.float32 on rank 1"
+    ),
+    "groups": (
+        "optimizer 0: SGD of [2] parameters on ranks 0, 2-3, SGD of [1, 1] parameters on rank 1"
+    ),
     "optimizers": "optimizer 0: SGD of [2] parameters on ranks 0, 2-3, none on rank 1",
     "buffers": "buffer 'extra': (1,) torch.float32 on ranks 0, 2-3, none on rank 1",
-    "algorithm": "algorithm: GradientAllReduceAlgorithm{'hierarchical': False, 'average': True} on ranks 0, 2-3, "
-    "ByteGradAlgorithm{'hierarchical': False, 'average': True, 'compression': 'MinMaxUInt8', 'error_feedback': False} on rank 1",
+    "algorithm": (
+        "algorithm: GradientAllReduceAlgorithm{'hierarchical': False, 'average': True} on ranks 0,"
+        " 2-3, ByteGradAlgorithm{'hierarchical': False, 'average': True, 'compression':"
+        " 'MinMaxUInt8', 'error_feedback': False} on rank 1"
+    ),
     "kind": "optimizer 0: SGD of [2] parameters on ranks 0, 2-3, Adam of [2] parameters on rank 1",
-    "order": "order: that of the group's first rank on ranks 0, 2-3, parameter '2.weight' before parameter '0.weight' on rank 1",
-    "several": "optimizer 0: SGD of [2] parameters on ranks 0, 2, SGD of [6] parameters on ranks 1, 3; "
-    "parameter '0.bias': none on ranks 0, 2, (3,) torch.float32 on ranks 1, 3; "
-    "parameter '2.bias': none on ranks 0, 2, (2,) torch.float32 on ranks 1, 3; and more",
+    "order": (
+        "order: that of the group's first rank on ranks 0, 2-3, parameter '2.weight' before"
+        " parameter '0.weight' on rank 1"
+    ),
+    "several": (
+        "optimizer 0: SGD of [2] parameters on ranks 0, 2, SGD of [6] parameters on ranks 1, 3; "
+        "parameter '0.bias': none on ranks 0, 2, (3,) torch.float32 on ranks 1, 3; "
+        "parameter '2.bias': none on ranks 0, 2, (2,) torch.float32 on ranks 1, 3; and more"
+    ),
 }
 
 
 @pytest.mark.parametrize("what", SAID)
 def test_S5_what_differs_is_an_error_on_all_ranks_that_says_who_differs_in_what(what: str) -> None:
-    message = "module, optimizers or settings differ between ranks, so they cannot train together. " + SAID[what]
+    message = (
+        "module, optimizers or settings differ between ranks, so they cannot train together. "
+        + SAID[what]
+    )
     assert simulate(4, lambda r: bad_rank(r, what)) == [message] * 4
 
 
@@ -261,14 +322,25 @@ def test_S5_what_differs_is_an_error_on_all_ranks_that_says_who_differs_in_what(
 def test_S5_ranks_are_named_by_their_global_numbers(r: int) -> None:
     group = bagua_ref.new_group([1, 3])
     if r % 2:
-        said = r"parameter 'weight': \(1, 1\) torch.float32 on rank 1, \(1, 3\) torch.float32 on rank 3$"
+        said = (
+            r"parameter 'weight': \(1, 1\) torch.float32 on rank 1, \(1, 3\) torch.float32 on"
+            r" rank 3$"
+        )
         with pytest.raises(ValueError, match=said):
             cast("Any", nn.Linear(r, 1)).with_bagua([], GradientAllReduceAlgorithm(), group)
 
 
-@given(st.lists(st.dictionaries(st.sampled_from("abcdefgh"), st.sampled_from("xyz")), min_size=2, max_size=5))
-def test_S5_the_first_three_differences_are_told_of_every_rank(entries: list[dict[str, str]]) -> None:
-    """Whatever the ranks have, each is listed with its own text, and names of which all have the same text are not listed."""
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from("abcdefgh"), st.sampled_from("xyz")), min_size=2, max_size=5
+    )
+)
+def test_S5_the_first_three_differences_are_told_of_every_rank(
+    entries: list[dict[str, str]],
+) -> None:
+    """Whatever the ranks have, each is listed with its own text, and names of which all have the
+    same text are not listed.
+    """
 
     def rank(comm: Any) -> str:
         return _differences_between(entries[comm.rank()], comm, range(len(entries)))
@@ -279,7 +351,10 @@ def test_S5_the_first_three_differences_are_told_of_every_rank(entries: list[dic
     for name in names:
         texts = [theirs.get(name, "none") for theirs in entries]
         if len(set(texts)) > 1:
-            parts = [f"{text} on {format_ranks([r for r, t in enumerate(texts) if t == text])}" for text in dict.fromkeys(texts)]
+            parts = [
+                f"{text} on {format_ranks([r for r, t in enumerate(texts) if t == text])}"
+                for text in dict.fromkeys(texts)
+            ]
             expected.append(f"{name}: {', '.join(parts)}")
     in_order = all(list(theirs) == list(entries[0]) for theirs in entries if theirs == entries[0])
     if in_order:
@@ -292,24 +367,42 @@ def test_S5_the_first_three_differences_are_told_of_every_rank(entries: list[dic
     ("optimizer", "algorithm", "says"),
     [
         ("Adam", "gradient_allreduce", "CPU kernels: AVX2 on ranks 0, 2, DEFAULT on rank 1"),
-        ("Adafactor", "bytegrad", "CPU kernels: AVX2 on ranks 0, 2, DEFAULT on rank 1; threads: 4 on ranks 0, 2, 8 on rank 1"),
+        (
+            "Adafactor",
+            "bytegrad",
+            (
+                "CPU kernels: AVX2 on ranks 0, 2, DEFAULT on rank 1; threads: 4 on ranks 0, 2, 8 on"
+                " rank 1"
+            ),
+        ),
         ("Adam", "decentralized", ""),
     ],
 )
 def test_S5_ranks_whose_optimizers_round_differently_are_named_on_every_rank(
     monkeypatch: pytest.MonkeyPatch, optimizer: str, algorithm: str, says: str
 ) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: ("AVX2", "DEFAULT")[bagua_ref.get_rank() % 2])
+    monkeypatch.setattr(
+        torch.backends.cpu,
+        "get_cpu_capability",
+        lambda: ("AVX2", "DEFAULT")[bagua_ref.get_rank() % 2],
+    )
     monkeypatch.setattr(torch, "get_num_threads", lambda: (4, 8)[bagua_ref.get_rank() % 2])
 
     def rank(r: int) -> None:
         module: Any = network(0)
-        module.with_bagua([getattr(torch.optim, optimizer)(module.parameters(), lr=0.1)], Algorithm.init(algorithm))
+        module.with_bagua(
+            [getattr(torch.optim, optimizer)(module.parameters(), lr=0.1)],
+            Algorithm.init(algorithm),
+        )
 
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")  # else equal ones are shown once
         simulate(3, rank)
-    said = [str(warning.message) for warning in warned if "hierarchical=True" not in str(warning.message)]
+    said = [
+        str(warning.message)
+        for warning in warned
+        if "hierarchical=True" not in str(warning.message)
+    ]
     assert len(said) == (3 if says else 0)
     assert all(f"gradients are equal: {says}. Use one torch on all ranks" in text for text in said)
 
@@ -321,7 +414,10 @@ def test_S5_ranks_that_differed_train_then(r: int) -> Any:
     if r == 1:
         with pytest.raises(TypeError):
             module.with_bagua([], 3)
-    said = r"parameter 'weight': \(1, 3\) torch.float32 on rank 0, \(2, 3\) torch.float32 on rank 1; parameter 'bias'"
+    said = (
+        r"parameter 'weight': \(1, 3\) torch.float32 on rank 0, \(2, 3\) torch.float32 on rank 1;"
+        r" parameter 'bias'"
+    )
     with pytest.raises(ValueError, match=said):
         cast("Any", nn.Linear(3, 1 + r)).with_bagua([], GradientAllReduceAlgorithm())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -335,7 +431,11 @@ def test_S5_comparing_ranks_that_agree_takes_one_small_collective() -> None:
     def sent(parameters: int) -> int:
         def rank(comm: Any) -> int:
             before = comm.bytes_sent
-            _differences_between({f"parameter {k}": "(3, 4) torch.float32" for k in range(parameters)}, comm, range(4))
+            _differences_between(
+                {f"parameter {k}": "(3, 4) torch.float32" for k in range(parameters)},
+                comm,
+                range(4),
+            )
             return int(comm.bytes_sent - before)
 
         return max(SimulatedWorld(4).run(rank))
@@ -381,7 +481,9 @@ def _expanded(rank: int, wrapper: bool, algorithm: str = "gradient_allreduce") -
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "decentralized"])
 @pytest.mark.parametrize("wrapper", [True, False])
-def test_S5_expanded_buffers_and_frozen_parameters_are_broadcast(wrapper: bool, algorithm: str) -> None:
+def test_S5_expanded_buffers_and_frozen_parameters_are_broadcast(
+    wrapper: bool, algorithm: str
+) -> None:
     simulate(2, lambda r: _expanded(r, wrapper, algorithm))
 
 
@@ -391,6 +493,10 @@ def test_S5_a_tensor_that_is_expanded_on_some_ranks_only_is_named_on_all(r: int)
     if r == 0:
         module.mask = module.mask.clone()
     with pytest.raises(
-        ValueError, match=r"buffer 'mask': \(4,\) torch.float32 on rank 0, \(4,\) torch.float32, expanded on rank 1"
+        ValueError,
+        match=(
+            r"buffer 'mask': \(4,\) torch.float32 on rank 0, \(4,\) torch.float32, expanded on"
+            r" rank 1"
+        ),
     ):
         module.with_bagua([], GradientAllReduceAlgorithm())

@@ -1,4 +1,6 @@
-"""Order of work on a device that queues it, seen through stand-ins for streams that remember what came before (S2.5)."""
+"""Order of work on a device that queues it, seen through stand-ins for streams that remember what
+came before (S2.5).
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Stream:
 
 
 class Streams:
-    """In place of the streams of `runtime`: threads begin on the default stream, an event is what was queued before it."""
+    """In place of the streams of `runtime`: threads begin on the default stream, an event is what
+    was queued before it.
+    """
 
     def __init__(self) -> None:
         self.default = Stream("default")
@@ -83,20 +87,33 @@ class Streams:
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Streams:
     fakes = Streams()
-    for name in ("current_stream", "side_stream", "record_event", "order_after", "hold", "use_stream"):
+    for name in (
+        "current_stream",
+        "side_stream",
+        "record_event",
+        "order_after",
+        "hold",
+        "use_stream",
+    ):
         monkeypatch.setattr(runtime, name, getattr(fakes, name))
     return fakes
 
 
 def bucket_on(stream: Stream, tensors: int, *functions: Any) -> BaguaBucket:
-    bucket = BaguaBucket([torch.ones(2).ensure_bagua_tensor(f"t{place}") for place in range(tensors)], "b", flatten=True)
+    bucket = BaguaBucket(
+        [torch.ones(2).ensure_bagua_tensor(f"t{place}") for place in range(tensors)],
+        "b",
+        flatten=True,
+    )
     for function in functions:
         bucket.append_python_op(function)
     bucket.stream = stream
     return bucket
 
 
-def test_S2_5_operations_run_on_the_groups_stream_after_all_marks_and_the_waiting_stream_after_them(fakes):
+def test_S2_5_operations_run_on_the_groups_stream_after_all_marks_and_the_waiting_stream_after_them(
+    fakes,
+):
     side, seen = Stream("side"), []
 
     def operation(name: str) -> None:
@@ -124,7 +141,10 @@ def test_S2_5_operations_run_on_the_groups_stream_after_all_marks_and_the_waitin
 
 def test_S2_5_a_second_round_does_not_wait_for_streams_of_the_first(fakes):
     side, seen = Stream("side"), []
-    bucket, engine = bucket_on(side, 1, lambda name: seen.append(fakes.current.before)), Engine(RealWorld(), "m")
+    bucket, engine = (
+        bucket_on(side, 1, lambda name: seen.append(fakes.current.before)),
+        Engine(RealWorld(), "m"),
+    )
     engine.register_ordered_buckets([bucket])
     old = Stream("old")
     with fakes.use_stream(old, CPU):
@@ -167,13 +187,18 @@ def test_S3_6_a_round_that_takes_back_what_training_has_dropped_waits_for_traini
     assert "forward" in side.before
 
 
-def test_a_group_has_one_stream_for_a_device_unless_it_was_given_one_and_simulated_ranks_none(fakes):
+def test_a_group_has_one_stream_for_a_device_unless_it_was_given_one_and_simulated_ranks_none(
+    fakes,
+):
     mine = Stream("mine")
 
     def rank(r: int) -> None:
         group = bagua_ref.groups.communication.new_group()
         assert group.side_stream(CPU) is None
-        assert bagua_ref.groups.communication.new_group(stream=mine).for_background().side_stream(CPU) is mine
+        assert (
+            bagua_ref.groups.communication.new_group(stream=mine).for_background().side_stream(CPU)
+            is mine
+        )
         current_world().transport.has_streams = True
         assert group.side_stream(CPU) is group.side_stream(CPU)
         assert group.side_stream(CPU) is not group.for_background().side_stream(CPU)
@@ -182,7 +207,9 @@ def test_a_group_has_one_stream_for_a_device_unless_it_was_given_one_and_simulat
 
 
 def test_on_a_cpu_there_is_nothing_to_order():
-    assert runtime.current_stream(CPU) is runtime.side_stream(CPU) is runtime.record_event(CPU) is None
+    assert (
+        runtime.current_stream(CPU) is runtime.side_stream(CPU) is runtime.record_event(CPU) is None
+    )
     with runtime.use_stream(None, CPU):
         runtime.order_after(None, CPU)
 
@@ -209,7 +236,13 @@ def watches_end(no_thread_is_left: None, monkeypatch: pytest.MonkeyPatch) -> Any
     """Wait for a watch to end, a second after it saw that nothing is under way any more."""
     monkeypatch.setattr(failures, "_LINGER", 20)
     yield
-    wait_until(lambda: not any(thread.name == "bagua_ref watch of collectives" for thread in threading.enumerate()))
+    wait_until(
+        lambda: (
+            not any(
+                thread.name == "bagua_ref watch of collectives" for thread in threading.enumerate()
+            )
+        )
+    )
 
 
 class Work:
@@ -269,7 +302,8 @@ def test_one_thread_watches_the_steps_of_a_training_and_keeps_no_work_that_is_do
 
 
 @pytest.mark.usefixtures("watches_end")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread's death is what is meant
+# the thread's death is what is meant
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_S2_5_work_that_fails_is_given_up_and_a_watch_that_died_of_giving_up_is_begun_anew():
     class Failed(Work):
         def is_completed(self) -> bool:
@@ -288,7 +322,9 @@ def test_S2_5_work_that_fails_is_given_up_and_a_watch_that_died_of_giving_up_is_
 
 
 @pytest.mark.usefixtures("watches_end")
-def test_S2_5_after_a_collective_that_does_not_end_the_next_one_raises_and_the_library_is_aborted(monkeypatch):
+def test_S2_5_after_a_collective_that_does_not_end_the_next_one_raises_and_the_library_is_aborted(
+    monkeypatch,
+):
     waits = Waiting(dist.HashStore(), 0, 1, Processes([], 0))
     connection = Connection(dist.HashStore(), "a group", 0, [0], 0.3, waits)
     aborted = []
@@ -300,9 +336,13 @@ def test_S2_5_after_a_collective_that_does_not_end_the_next_one_raises_and_the_l
 
     monkeypatch.setattr(connection, "_nccl_group", nccl_group)
     connection.run("allreduce", lambda group: [Work(completed=True)], over_nccl=True)
-    connection.run("allreduce", lambda group: [Work(completed=False)], over_nccl=True)  # returns, as the host does not wait
+    # returns, as the host does not wait
+    connection.run("allreduce", lambda group: [Work(completed=False)], over_nccl=True)
     wait_until(lambda: aborted)
-    with pytest.raises(CommunicationTimeoutError, match=r"broadcast on .*'a group'.*: allreduce timed out after 0.3 s"):
+    with pytest.raises(
+        CommunicationTimeoutError,
+        match=r"broadcast on .*'a group'.*: allreduce timed out after 0.3 s",
+    ):
         connection.run("broadcast", lambda group: [Work(completed=True)], over_nccl=True)
     waits.close()
 
@@ -313,8 +353,14 @@ def test_S2_5_where_nccl_refuses_ranks_that_share_a_card_the_error_names_gloo(mo
     monkeypatch.setattr(connection, "_nccl_group", lambda: None)
 
     def start(group: Any) -> Any:
-        raise RuntimeError("NCCL error\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 80")
+        raise RuntimeError(
+            "NCCL error\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA"
+            " device 80"
+        )
 
-    with pytest.raises(CommunicationError, match=r"share a GPU, which NCCL refuses; init_process_group\(backend='gloo'\)"):
+    with pytest.raises(
+        CommunicationError,
+        match=r"share a GPU, which NCCL refuses; init_process_group\(backend='gloo'\)",
+    ):
         connection.run("allreduce", start, over_nccl=True)
     waits.close()

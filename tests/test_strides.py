@@ -1,4 +1,6 @@
-"""Training of parameters that are not row-major: they keep their strides, and algorithms compute what they do otherwise (S2.3)."""
+"""Training of parameters that are not row-major: they keep their strides, and algorithms compute
+what they do otherwise (S2.3).
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ COMPRESSED: dict[str, dict[str, Any]] = {
 
 
 class Layers(nn.Module):
-    """Layers whose weights are laid out in memory as users do it: channels last, transposed, permuted."""
+    """Layers whose weights are laid out in memory as users do it: channels last, transposed,
+    permuted.
+    """
 
     def __init__(self, row_major: bool = False) -> None:
         super().__init__()
@@ -88,7 +92,9 @@ def weights(module: nn.Module) -> list[Tensor]:
     return [p.detach().clone(memory_format=torch.contiguous_format) for p in module.parameters()]
 
 
-def train_plainly(make: Callable[[Any], torch.optim.Optimizer], steps: int = 3, row_major: bool = True) -> list[Tensor]:
+def train_plainly(
+    make: Callable[[Any], torch.optim.Optimizer], steps: int = 3, row_major: bool = True
+) -> list[Tensor]:
     module = Layers(row_major)
     optimizer = make(module.parameters())
     for step in range(steps):
@@ -110,15 +116,22 @@ def make_run(
     optimizer: str = "SGD",
     **options: Any,
 ) -> tuple[Any, torch.optim.Optimizer]:
-    """Return layers in training, and their optimizer; ``options`` of the algorithm come on top of those in the table."""
+    """Return layers in training, and their optimizer; ``options`` of the algorithm come on top of
+    those in the table.
+    """
     module = Layers(row_major)
-    made_for, algorithm = by_name(name, module, **{**(table or {**AS_PLAIN, **COMPRESSED})[name], **options})
+    made_for, algorithm = by_name(
+        name, module, **{**(table or {**AS_PLAIN, **COMPRESSED})[name], **options}
+    )
     if name != "qadam":
         made_for = FUSED[optimizer](module.parameters())
     return module.with_bagua([made_for], algorithm, do_flatten=flatten), made_for  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("name", "flatten"), [*((name, True) for name in COMPRESSED), ("bytegrad", False), ("powersgd", False)])
+@pytest.mark.parametrize(
+    ("name", "flatten"),
+    [*((name, True) for name in COMPRESSED), ("bytegrad", False), ("powersgd", False)],
+)
 def test_S2_3_a_single_chunk_is_compressed_as_if_it_was_row_major(name: str, flatten: bool) -> None:
     def train(rank: int, row_major: bool) -> list[Tensor]:
         module, made = make_run(name, row_major, flatten)
@@ -126,13 +139,16 @@ def test_S2_3_a_single_chunk_is_compressed_as_if_it_was_row_major(name: str, fla
             step_on(module, made, batch(step))
         return weights(module)
 
-    (ours,), (theirs,) = (simulate(1, partial(train, row_major=row_major)) for row_major in (False, True))
+    (ours,), (theirs,) = (
+        simulate(1, partial(train, row_major=row_major)) for row_major in (False, True)
+    )
     # MXFP8's blocks are of 32 elements in the order of memory.
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=0.1 if name == "diloco" else 2e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in (*AS_PLAIN, *COMPRESSED) if name != "async"])  # its buckets are always flat
+# its buckets are always flat
+@pytest.mark.parametrize("name", [name for name in (*AS_PLAIN, *COMPRESSED) if name != "async"])
 def test_S2_3_flat_or_not_the_order_on_the_wire_is_that_of_memory(name: str) -> None:
     seen: dict[bool, list[Tensor]] = {}
 
@@ -159,11 +175,16 @@ def test_S2_3_flat_or_not_the_order_on_the_wire_is_that_of_memory(name: str) -> 
 
 
 @pytest.mark.parametrize("flatten", [True, False])
-def test_S2_3_a_bucket_holds_dense_tensors_in_the_order_of_memory_and_others_row_major(flatten: bool) -> None:
+def test_S2_3_a_bucket_holds_dense_tensors_in_the_order_of_memory_and_others_row_major(
+    flatten: bool,
+) -> None:
     def made() -> dict[str, Tensor]:
         return {
             "turned": torch.arange(6.0).view(3, 2).t(),
-            "channels last": torch.arange(16.0).view(2, 2, 2, 2).contiguous(memory_format=torch.channels_last) + 10,
+            "channels last": (
+                torch.arange(16.0).view(2, 2, 2, 2).contiguous(memory_format=torch.channels_last)
+                + 10
+            ),
             "gapped": torch.arange(12.0).view(4, 3).t()[:, ::2] + 0,
             "with gaps": torch.arange(30, 42.0).view(4, 3)[:, ::2],
             "expanded": torch.arange(50, 53.0).expand(2, 3),
@@ -172,11 +193,17 @@ def test_S2_3_a_bucket_holds_dense_tensors_in_the_order_of_memory_and_others_row
         }
 
     expected, tensors = made(), made()
-    bucket = BaguaBucket([tensor.ensure_bagua_tensor(name) for name, tensor in tensors.items()], "0", flatten, alignment=5)
+    bucket = BaguaBucket(
+        [tensor.ensure_bagua_tensor(name) for name, tensor in tensors.items()],
+        "0",
+        flatten,
+        alignment=5,
+    )
     seen: list[Tensor] = []
     bucket._ops = [lambda flat: (seen.append(flat.clone()), flat.mul_(2))]
     in_order = [
-        t.as_strided((t.numel(),), (1,)) if n not in ("with gaps", "expanded") else t.reshape(-1) for n, t in expected.items()
+        t.as_strided((t.numel(),), (1,)) if n not in ("with gaps", "expanded") else t.reshape(-1)
+        for n, t in expected.items()
     ]
     wanted = torch.cat([*in_order, torch.zeros(4)])
     assert torch.equal(bucket.flattened_tensor(), wanted)
@@ -193,7 +220,9 @@ def test_S2_3_a_bucket_holds_dense_tensors_in_the_order_of_memory_and_others_row
 
 def test_S2_3_an_expanded_gradient_becomes_one_with_the_weight_s_strides() -> None:
     parameter = nn.Parameter(torch.zeros(3, 2).t())
-    parameter.bagua_ensure_grad().ensure_bagua_tensor("p", "", lambda p: p.grad, lambda p, grad: setattr(p, "grad", grad))
+    parameter.bagua_ensure_grad().ensure_bagua_tensor(
+        "p", "", lambda p: p.grad, lambda p, grad: setattr(p, "grad", grad)
+    )
     bucket = BaguaBucket([parameter], "0", flatten=False)
     bucket._ops = [lambda flat: flat.mul_(2)]
     parameter.grad = torch.arange(3.0).expand(2, 3)
@@ -218,13 +247,25 @@ def test_S2_3_gradients_and_storage_keep_a_parameter_s_strides() -> None:
 @pytest.mark.parametrize("wrapper", [False, True])
 @pytest.mark.parametrize("name", ["gradient_allreduce", "decentralized", "topk", "local_sgd"])
 @on_every_rank(2)
-def test_S2_3_ranks_with_other_strides_are_refused_on_every_rank(rank: int, name: str, wrapper: bool) -> None:
+def test_S2_3_ranks_with_other_strides_are_refused_on_every_rank(
+    rank: int, name: str, wrapper: bool
+) -> None:
     model = nn.Linear(3, 2)
     if rank == 1:
         model.weight = nn.Parameter(torch.zeros(3, 2).t())
-    optimizer, algorithm = torch.optim.SGD(model.parameters(), lr=0.1), Algorithm.init(name, **AS_PLAIN[name])
-    wrap = partial(bagua_ref.data_parallel.DistributedDataParallel, model) if wrapper else model.with_bagua
-    with pytest.raises(ValueError, match=r"parameter 'weight': \(2, 3\) .* on rank 0, .* strides \(1, 2\) on rank 1"):
+    optimizer, algorithm = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        Algorithm.init(name, **AS_PLAIN[name]),
+    )
+    wrap = (
+        partial(bagua_ref.data_parallel.DistributedDataParallel, model)
+        if wrapper
+        else model.with_bagua
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"parameter 'weight': \(2, 3\) .* on rank 0, .* strides \(1, 2\) on rank 1",
+    ):
         wrap(optimizers=[optimizer], algorithm=algorithm)
 
 
@@ -232,7 +273,9 @@ def test_S2_3_ranks_with_other_strides_are_refused_on_every_rank(rank: int, name
 def test_S2_3_strides_of_axes_of_length_1_and_of_what_is_not_trained_may_differ(rank: int) -> None:
     model = nn.Conv2d(4, 4, 1)
     model.register_buffer("extra", torch.zeros(3, 2).t() if rank else torch.zeros(2, 3))
-    model.frozen = nn.Parameter(torch.zeros(3, 2).t() if rank else torch.zeros(2, 3), requires_grad=False)
+    model.frozen = nn.Parameter(
+        torch.zeros(3, 2).t() if rank else torch.zeros(2, 3), requires_grad=False
+    )
     model.turned = nn.Parameter(torch.zeros(12).as_strided((3, 4, 1), (1, 3, 5 + rank)))
     if rank:
         model.to(memory_format=torch.channels_last)
@@ -242,7 +285,10 @@ def test_S2_3_strides_of_axes_of_length_1_and_of_what_is_not_trained_may_differ(
 @pytest.mark.parametrize(
     ("name", "flatten"),
     [
-        *((name, True) for name in (*AS_PLAIN, "bytegrad", "powersgd", "qadam", "low_precision_decentralized")),
+        *(
+            (name, True)
+            for name in (*AS_PLAIN, "bytegrad", "powersgd", "qadam", "low_precision_decentralized")
+        ),
         *((name, False) for name in ("gradient_allreduce", "topk", "bytegrad", "qadam")),
     ],
 )
@@ -250,13 +296,26 @@ def test_S2_3_new_strides_make_new_buckets_or_are_refused(name: str, flatten: bo
     exact = name in AS_PLAIN
 
     def train(rank: int) -> list[Tensor]:
-        module, made = make_run(name, True, flatten, table=AS_PLAIN if exact else COMPRESSED, optimizer="Adam")
+        module, made = make_run(
+            name, True, flatten, table=AS_PLAIN if exact else COMPRESSED, optimizer="Adam"
+        )
         for step in range(6):
             if step in (2, 4):
-                module.conv.to(memory_format=torch.channels_last if step == 2 else torch.contiguous_format)
-                module.turned.data = module.turned.data.t().contiguous().t() if step == 2 else module.turned.data.contiguous()
+                module.conv.to(
+                    memory_format=torch.channels_last if step == 2 else torch.contiguous_format
+                )
+                module.turned.data = (
+                    module.turned.data.t().contiguous().t()
+                    if step == 2
+                    else module.turned.data.contiguous()
+                )
             if step == 2 and name == "async":
-                with pytest.raises(RuntimeError, match=r"'turned' had strides .4, 1. when .* has .1, 3. now.*with_bagua\(\) again"):
+                with pytest.raises(
+                    RuntimeError,
+                    match=(
+                        r"'turned' had strides .4, 1. when .* has .1, 3. now.*with_bagua\(\) again"
+                    ),
+                ):
                     module(batch(step))
                 return []
             step_on(module, made, batch(step))
@@ -276,7 +335,9 @@ def test_S11_2_memories_of_parameters_follow_new_strides(name: str, flatten: boo
         module, made = make_run(name, True, flatten)
         for step in range(6):
             if changes and step in (2, 4):
-                module.conv.to(memory_format=torch.channels_last if step == 2 else torch.contiguous_format)
+                module.conv.to(
+                    memory_format=torch.channels_last if step == 2 else torch.contiguous_format
+                )
             step_on(module, made, batch(step)[rank::2])
         return [*weights(module), *module.bagua_algorithm.state_dict()["memories"].values()]
 
@@ -299,7 +360,9 @@ def test_S11_1_memories_of_former_strides_are_dropped(rank: int) -> None:
     assert memory["tensors"] == ["weight (3, 2, 3, 3) with strides (18, 1, 6, 2)"]
 
 
-def test_S5_5_momenta_of_other_strides_on_one_rank_enter_buckets_in_the_order_of_the_weights() -> None:
+def test_S5_5_momenta_of_other_strides_on_one_rank_enter_buckets_in_the_order_of_the_weights() -> (
+    None
+):
     def train(rank: int, turns: bool) -> list[Tensor]:
         module = Layers()
         made = QAdamOptimizer(module.parameters(), lr=0.05, warmup_steps=3)
@@ -322,7 +385,9 @@ def test_S9_2_global_weights_of_other_strides_are_loaded(rank: int) -> None:
         module = Layers(row_major)
         made = torch.optim.SGD(module.parameters(), lr=0.05)
         outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, fused=True)
-        module.with_bagua([made], Algorithm.init("diloco", period=2, delay=1, outer_optimizer=outer))
+        module.with_bagua(
+            [made], Algorithm.init("diloco", period=2, delay=1, outer_optimizer=outer)
+        )
         return module, made
 
     module, made = make(row_major=True)
@@ -339,19 +404,27 @@ def test_S9_2_global_weights_of_other_strides_are_loaded(rank: int) -> None:
 
 def test_S9_5_fragments_are_sent_in_the_order_of_memory() -> None:
     module = Layers()
-    fragment = Fragment([*dict(module.named_parameters())], [*module.parameters()], lambda p: torch.optim.SGD(p, lr=1.0))
+    fragment = Fragment(
+        [*dict(module.named_parameters())],
+        [*module.parameters()],
+        lambda p: torch.optim.SGD(p, lr=1.0),
+    )
     with torch.no_grad():
         for place, parameter in enumerate(module.parameters()):
             parameter.copy_(-torch.arange(parameter.numel()).view(parameter.shape) - 100 * place)
         for g in fragment.copies:
             g.zero_()
     (flat,) = fragment.differences(1)
-    assert torch.equal(-flat, torch.cat([p.detach().as_strided((p.numel(),), (1,)) for p in module.parameters()]))
+    assert torch.equal(
+        -flat, torch.cat([p.detach().as_strided((p.numel(),), (1,)) for p in module.parameters()])
+    )
 
 
 @pytest.mark.parametrize("flatten", [True, False])
 @on_every_rank(2)
-def test_S2_3_gradients_that_are_there_when_wrapping_get_the_strides_of_the_weights(rank: int, flatten: bool) -> None:
+def test_S2_3_gradients_that_are_there_when_wrapping_get_the_strides_of_the_weights(
+    rank: int, flatten: bool
+) -> None:
     module = Layers()
     made = FUSED["Adam"](module.parameters())
     for parameter in module.parameters():
@@ -393,7 +466,9 @@ def test_S2_3_gradients_accumulated_before_strides_changed_stay() -> None:
             module.conv.to(memory_format=torch.channels_last)
             plan = module._bagua.rounds._plan if wrap else None
             module(batch(1)).backward()
-            assert not wrap or module._bagua.rounds._plan == plan, "nothing is communicated under no_sync, so no plan is made"
+            assert not wrap or module._bagua.rounds._plan == plan, (
+                "nothing is communicated under no_sync, so no plan is made"
+            )
         module(batch(2)).backward()
         assert not wrap or module._bagua.rounds._plan != plan
         made.step()
@@ -409,13 +484,21 @@ def test_S2_3_gradients_accumulated_before_strides_changed_stay() -> None:
     [
         *(
             (name, False, "rank 1 is about to make new buckets")
-            for name in ("gradient_allreduce", "decentralized", "local_sgd", "topk", "low_precision_decentralized")
+            for name in (
+                "gradient_allreduce",
+                "decentralized",
+                "local_sgd",
+                "topk",
+                "low_precision_decentralized",
+            )
         ),
         ("local_sgd", True, "buckets of plan"),
     ],
 )
 @on_every_rank(2)
-def test_S2_3_new_strides_that_differ_are_an_error_on_every_rank(rank: int, name: str, turned: bool, message: str) -> None:
+def test_S2_3_new_strides_that_differ_are_an_error_on_every_rank(
+    rank: int, name: str, turned: bool, message: str
+) -> None:
     module, made = make_run(name, row_major=True)
     step_on(module, made, batch(0))
     if rank == 1:
@@ -428,7 +511,9 @@ def test_S2_3_new_strides_that_differ_are_an_error_on_every_rank(rank: int, name
 
 @pytest.mark.parametrize("inside", [False, True])
 @on_every_rank(2)
-def test_S2_3_new_strides_before_backward_or_in_train_reach_the_gradients(rank: int, inside: bool) -> None:
+def test_S2_3_new_strides_before_backward_or_in_train_reach_the_gradients(
+    rank: int, inside: bool
+) -> None:
     found = []
     for wrap in (True, False):
         module = Layers(row_major=True)
@@ -489,12 +574,21 @@ def test_S2_3_loaded_optimizer_state_gets_the_strides_of_the_weights(rank: int) 
 
 
 @pytest.mark.parametrize("flatten", [True, False])
-def test_S2_5_gradients_of_parameters_that_a_rank_does_not_use_have_their_strides(flatten: bool) -> None:
+def test_S2_5_gradients_of_parameters_that_a_rank_does_not_use_have_their_strides(
+    flatten: bool,
+) -> None:
     def train(rank: int) -> list[Tensor]:
         module = Layers()
-        module.forward = lambda x: (x * module.turned).square().sum() if rank else module.bias.square().sum()
+        module.forward = lambda x: (
+            (x * module.turned).square().sum() if rank else module.bias.square().sum()
+        )
         made = FUSED["Adam"](module.parameters())
-        module.with_bagua([made], Algorithm.init("gradient_allreduce"), do_flatten=flatten, find_unused_parameters=True)
+        module.with_bagua(
+            [made],
+            Algorithm.init("gradient_allreduce"),
+            do_flatten=flatten,
+            find_unused_parameters=True,
+        )
         for step in range(3):
             step_on(module, made, torch.arange(1.0, 13.0).view(3, 4) + step)
         return [module.turned.detach(), module.bias.detach()]
@@ -523,7 +617,9 @@ def test_S3_9_a_broadcast_takes_any_strides_of_axes_of_length_1() -> None:
     assert SimulatedWorld(2).run(run) == [[1.0, 1.0]] * 2
 
 
-@pytest.mark.parametrize("name", ["bytegrad", "topk", "qadam", "low_precision_decentralized", "diloco"])
+@pytest.mark.parametrize(
+    "name", ["bytegrad", "topk", "qadam", "low_precision_decentralized", "diloco"]
+)
 @on_every_rank(2)
 def test_S2_3_memories_of_other_strides_are_refused_by_name(rank: int, name: str) -> None:
     memory = {} if name == "low_precision_decentralized" else {"error_feedback": True}
@@ -533,15 +629,20 @@ def test_S2_3_memories_of_other_strides_are_refused_by_name(rank: int, name: str
     saved = module.bagua_algorithm.state_dict()
     again, _ = make_run(name, row_major=True, **memory)
     before = again.bagua_algorithm.state_dict()
-    with pytest.raises(ValueError, match=r"'(conv.weight|turned).*with strides \((18, 1, 6, 2|1, 3)\)"):
+    with pytest.raises(
+        ValueError, match=r"'(conv.weight|turned).*with strides \((18, 1, 6, 2|1, 3)\)"
+    ):
         again.bagua_algorithm.load_state_dict(saved)
     assert repr(again.bagua_algorithm.state_dict()) == repr(before)
 
 
-@pytest.mark.parametrize("name", ["bytegrad", "powersgd", "qadam", "low_precision_decentralized", "diloco"])
+@pytest.mark.parametrize(
+    "name", ["bytegrad", "powersgd", "qadam", "low_precision_decentralized", "diloco"]
+)
 def test_S2_3_traces_of_weights_that_are_not_row_major_pass(name: str, tmp_path: Path) -> None:
     def run(rank: int) -> None:
-        chunks = {"error_feedback": False} if name in ("bytegrad", "qadam", "diloco") else {}  # their memories cannot be recorded
+        # their memories cannot be recorded
+        chunks = {"error_feedback": False} if name in ("bytegrad", "qadam", "diloco") else {}
         module, made = make_run(name, **chunks)
         with Recorder(tmp_path):
             for step in range(4):
@@ -552,7 +653,9 @@ def test_S2_3_traces_of_weights_that_are_not_row_major_pass(name: str, tmp_path:
     assert report.passed, report
 
 
-def train_with_hook(name: str, options: dict[str, Any], row_major: bool, in_bucket: bool) -> list[Tensor]:
+def train_with_hook(
+    name: str, options: dict[str, Any], row_major: bool, in_bucket: bool
+) -> list[Tensor]:
     module = DistributedDataParallel(Layers(row_major), gradient_as_bucket_view=in_bucket)
     state, hook = bagua_ref.ddp_comm_hook(name, **options)
     module.register_comm_hook(state, hook)
@@ -569,5 +672,8 @@ def test_S2_3_ddp_hooks_compute_the_same_for_any_strides() -> None:
         expected = train_plainly(FUSED["SGD"], steps=4)
         assert_close(train_with_hook("gradient_allreduce", {}, False, in_bucket), expected)
         for name in ("topk", "powersgd"):
-            ours, theirs = (train_with_hook(name, COMPRESSED[name], row_major, in_bucket) for row_major in (False, True))
+            ours, theirs = (
+                train_with_hook(name, COMPRESSED[name], row_major, in_bucket)
+                for row_major in (False, True)
+            )
             assert_close(ours, theirs)

@@ -90,7 +90,11 @@ def test_set_storage_takes_what_fits_exactly() -> None:
 
 def test_set_storage_of_a_proxy_moves_its_effective_tensor() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.ensure_bagua_tensor("w", getter_closure=lambda p: p.grad, setter_closure=lambda p, grad: setattr(p, "grad", grad))
+    parameter.ensure_bagua_tensor(
+        "w",
+        getter_closure=lambda p: p.grad,
+        setter_closure=lambda p, grad: setattr(p, "grad", grad),
+    )
     with pytest.raises(ValueError, match="bagua_ensure_grad"):
         parameter.bagua_set_storage(torch.zeros(2).untyped_storage())
     storage = torch.tensor([3.0, 4.0])
@@ -120,7 +124,9 @@ def test_marking_a_tensor_in_no_registered_bucket_is_an_error() -> None:
 
 def test_a_backend_tensor_is_its_effective_tensor_and_keeps_nothing_alive_in_a_cycle() -> None:
     parameter = parameter_with_grad()
-    backend_tensor = parameter.ensure_bagua_tensor("w", "m", lambda p: p.grad).bagua_backend_tensor()
+    backend_tensor = parameter.ensure_bagua_tensor(
+        "w", "m", lambda p: p.grad
+    ).bagua_backend_tensor()
     assert (backend_tensor.name, backend_tensor.module_name) == ("w", "m")
     assert backend_tensor.data_ptr() == parameter.grad.data_ptr()
     assert backend_tensor.num_elements() == parameter.grad.numel()

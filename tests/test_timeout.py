@@ -1,4 +1,6 @@
-"""Tests of the timeout: argument, else BAGUA_REF_TIMEOUT, else 300 seconds, validated alike wherever it is given (S2.5)."""
+"""Tests of the timeout: argument, else BAGUA_REF_TIMEOUT, else 300 seconds, validated alike
+wherever it is given (S2.5).
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_S2_5_argument_then_variable_then_300_seconds(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("wrap", [with_bagua, wrapper], ids=lambda f: f.__name__)
-def test_S2_5_a_wrapped_module_has_the_timeout_of_its_group(wrap: Callable[[Any], float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S2_5_a_wrapped_module_has_the_timeout_of_its_group(
+    wrap: Callable[[Any], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert simulate(None, wrap, None) == 300.0
     assert simulate(40, wrap, None) == 40.0
     assert simulate(40, wrap, 9) == 9.0
@@ -86,7 +90,23 @@ def test_S2_5_the_variable_limits_a_collective(monkeypatch: pytest.MonkeyPatch) 
 
 
 SECONDS = datetime.timedelta(seconds=3)
-BAD = [0, -1, 0.0, 1e-4, 2e9, math.inf, -math.inf, math.nan, True, False, "9", [3], 1j, SECONDS, torch.ones(1)]
+BAD = [
+    0,
+    -1,
+    0.0,
+    1e-4,
+    2e9,
+    math.inf,
+    -math.inf,
+    math.nan,
+    True,
+    False,
+    "9",
+    [3],
+    1j,
+    SECONDS,
+    torch.ones(1),
+]
 TAKERS: dict[str, Callable[[Any], Any]] = {
     "checked_timeout": checked_timeout,
     "init_process_group": lambda timeout: bagua_ref.init_process_group(timeout=timeout),
@@ -98,19 +118,26 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("taker", TAKERS.values(), ids=TAKERS)
 @pytest.mark.parametrize("bad", BAD, ids=repr)
-def test_S2_5_a_timeout_that_is_no_number_of_seconds_is_refused_everywhere(taker: Callable[[Any], Any], bad: Any) -> None:
+def test_S2_5_a_timeout_that_is_no_number_of_seconds_is_refused_everywhere(
+    taker: Callable[[Any], Any], bad: Any
+) -> None:
     with pytest.raises(ValueError) as refused:
         taker(bad)
     assert str(refused.value) == f"timeout={bad!r} must be a number of seconds from 0.001 to 1e9"
 
 
 @pytest.mark.parametrize("text", ["", "soon", "0", "-3", "inf", "nan", "5 s", "1e10"])
-def test_S2_5_a_variable_that_is_no_number_of_seconds_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S2_5_a_variable_that_is_no_number_of_seconds_is_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("BAGUA_REF_TIMEOUT", text)
     for taker in (bagua_ref.init_process_group, get_default_timeout):
         with pytest.raises(ValueError) as refused:
             taker()
-        assert str(refused.value) == f"BAGUA_REF_TIMEOUT={text!r} must be a number of seconds from 0.001 to 1e9"
+        assert (
+            str(refused.value)
+            == f"BAGUA_REF_TIMEOUT={text!r} must be a number of seconds from 0.001 to 1e9"
+        )
     assert not bagua_ref.is_initialized()
     assert simulate(3, wrapper, None) == 3.0  # an argument takes precedence
 

@@ -1,4 +1,6 @@
-"""Tests of resuming through torch.distributed.checkpoint, with any order of wrapping and loading (S5)."""
+"""Tests of resuming through torch.distributed.checkpoint, with any order of wrapping and loading
+(S5).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ import torch.distributed.checkpoint as dcp
 from tests.launch import on_every_process
 from tests.trainings import on_every_rank
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
@@ -19,7 +25,15 @@ from bagua_ref.data_parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.slow
 
-ALGORITHMS = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async", "local_sgd"]
+ALGORITHMS = [
+    "gradient_allreduce",
+    "bytegrad",
+    "decentralized",
+    "low_precision_decentralized",
+    "qadam",
+    "async",
+    "local_sgd",
+]
 
 
 class Training:
@@ -27,7 +41,11 @@ class Training:
 
     def __init__(self, algorithm: str, optimizer: str) -> None:
         torch.manual_seed(bagua_ref.get_rank())
-        self.algorithm, self.memory, self.wrapped = algorithm.split()[0], algorithm.endswith("memory"), False
+        self.algorithm, self.memory, self.wrapped = (
+            algorithm.split()[0],
+            algorithm.endswith("memory"),
+            False,
+        )
         self.module: nn.Module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
         made: Any = QAdamOptimizer if self.algorithm == "qadam" else getattr(torch.optim, optimizer)
         options = {"warmup_steps": 2} if self.algorithm == "qadam" else {}
@@ -42,13 +60,17 @@ class Training:
         algorithm = Algorithm.init(self.algorithm, **options)
         self.wrapped = True
         if wrapper:
-            self.module = DistributedDataParallel(self.module, optimizers=[self.optimizer], algorithm=algorithm)
+            self.module = DistributedDataParallel(
+                self.module, optimizers=[self.optimizer], algorithm=algorithm
+            )
         else:
             self.module.with_bagua([self.optimizer], algorithm)
 
     @property
     def plain(self) -> nn.Module:
-        return self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
+        return (
+            self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
+        )
 
     def train(self, steps: range) -> None:
         for step in steps:
@@ -62,13 +84,19 @@ class Training:
         own = {"model": model, "optimizer": optimizer}
         if self.wrapped:
             own["algorithm"] = self.module.bagua_algorithm.state_dict()
-        return {f"rank{bagua_ref.get_rank()}": own}  # with some algorithms, weights differ between ranks
+        # with some algorithms, weights differ between ranks
+        return {f"rank{bagua_ref.get_rank()}": own}
 
     def load(self, path: str) -> None:
         state = self.state()
         dcp.load(state, checkpoint_id=path)
         own = state[f"rank{bagua_ref.get_rank()}"]
-        set_state_dict(self.plain, self.optimizer, model_state_dict=own["model"], optim_state_dict=own["optimizer"])
+        set_state_dict(
+            self.plain,
+            self.optimizer,
+            model_state_dict=own["model"],
+            optim_state_dict=own["optimizer"],
+        )
         if self.wrapped:
             self.module.bagua_algorithm.load_state_dict(own["algorithm"])
 
@@ -90,10 +118,14 @@ def _resume(algorithm: str, optimizer: str, wrapper: bool, path: str) -> None:
         else:
             resumed.load(path)
             resumed.wrap(wrapper)
-            resumed.load(path)  # now the algorithm's state, and the weights, as wrapping gave every rank rank 0's
+            # now the algorithm's state, and the weights, as wrapping gave every rank rank 0's
+            resumed.load(path)
         assert resumed.module.bagua_train_step_counter == 4
         resumed.train(range(4, 8))
-        assert torch.equal(resumed.weights(), whole.weights()), (wrap_first, resumed.weights() - whole.weights())
+        assert torch.equal(resumed.weights(), whole.weights()), (
+            wrap_first,
+            resumed.weights() - whole.weights(),
+        )
 
 
 RESUMED = [
@@ -106,14 +138,24 @@ RESUMED = [
 
 
 @on_every_process(2)
-def test_a_training_resumes_bit_for_bit_whether_it_is_wrapped_or_loaded_first(tmp_path: Path) -> None:
+def test_a_training_resumes_bit_for_bit_whether_it_is_wrapped_or_loaded_first(
+    tmp_path: Path,
+) -> None:
     for number, case in enumerate(RESUMED):
         _resume(*case, str(tmp_path / str(number)))
 
 
 @on_every_rank(2)
 def test_a_step_that_only_makes_state_on_one_rank_counts_and_communicates_nothing(r: int) -> None:
-    for algorithm in ("gradient_allreduce", "low_precision_decentralized", "qadam", "local_sgd", "diloco", "powersgd", "topk"):
+    for algorithm in (
+        "gradient_allreduce",
+        "low_precision_decentralized",
+        "qadam",
+        "local_sgd",
+        "diloco",
+        "powersgd",
+        "topk",
+    ):
         found = []
         for looks in (True, False):
             training = Training(algorithm, "SGD")

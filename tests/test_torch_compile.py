@@ -1,4 +1,6 @@
-"""Tests of torch.compile and torch.jit: importing changes no module, and compiled modules train like others."""
+"""Tests of torch.compile and torch.jit: importing changes no module, and compiled modules train
+like others.
+"""
 
 from __future__ import annotations
 
@@ -97,39 +99,53 @@ def test_exporting_a_wrapped_module_is_no_step() -> None:
         bagua_ref.destroy_process_group()
 
 
-def _after(wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]) -> nn.Module:
+def _after(
+    wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]
+) -> nn.Module:
     return torch.compile(wrap(module), **how)
 
 
-def _before(wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]) -> nn.Module:
+def _before(
+    wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]
+) -> nn.Module:
     return wrap(torch.compile(module, **how))
 
 
-def _method_after(wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]) -> nn.Module:
+def _method_after(
+    wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]
+) -> nn.Module:
     wrapped = wrap(module)
     wrapped.compile(**how)
     return wrapped
 
 
-def _method_before(wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]) -> nn.Module:
+def _method_before(
+    wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]
+) -> nn.Module:
     module.compile(**how)
     return wrap(module)
 
 
-def _method_inside(wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]) -> nn.Module:
+def _method_inside(
+    wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]
+) -> nn.Module:
     wrapped = wrap(module)
     module.compile(**how)
     return wrapped
 
 
-def _container(wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]) -> nn.Module:
+def _container(
+    wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]
+) -> nn.Module:
     return torch.compile(Containing(wrap(module)), **how)
 
 
 FORMS = (_after, _before, _method_after, _method_before, _method_inside, _container)
 
 
-def _train(algorithm: str, form: Any, fullgraph: bool, backend: Any = "eager") -> tuple[list[torch.Tensor], int]:
+def _train(
+    algorithm: str, form: Any, fullgraph: bool, backend: Any = "eager"
+) -> tuple[list[torch.Tensor], int]:
     """Return the weights after six steps, and the number of training forwards counted."""
     torch._dynamo.reset()
     module = Net()
@@ -147,19 +163,28 @@ def _train(algorithm: str, form: Any, fullgraph: bool, backend: Any = "eager") -
         optimizer.step()
     if algorithm == "async":
         module.bagua_algorithm.abort(module if form is _container else called)
-    steps = called.bagua_train_step_counter if form is not _container else module.bagua_train_step_counter
+    steps = (
+        called.bagua_train_step_counter
+        if form is not _container
+        else module.bagua_train_step_counter
+    )
     return [p.detach().clone() for p in module.parameters()], steps
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
-    [name if name == "gradient_allreduce" else pytest.param(name, marks=pytest.mark.proof) for name in ALGORITHMS],
+    [
+        name if name == "gradient_allreduce" else pytest.param(name, marks=pytest.mark.proof)
+        for name in ALGORITHMS
+    ],
 )
 @on_every_process(2)
 def test_compiled_modules_train_bit_for_bit_as_others(algorithm: str) -> None:
     expected, _ = _train(algorithm, None, fullgraph=False)
-    for form in FORMS if algorithm == "gradient_allreduce" else (_after, _before, _method_after, _container):
+    for form in (
+        FORMS if algorithm == "gradient_allreduce" else (_after, _before, _method_after, _container)
+    ):
         for fullgraph in (True, False) if form is _after else (form is not _container,):
             weights, steps = _train(algorithm, form, fullgraph)
             assert steps == 6, (form, fullgraph, steps)
@@ -175,14 +200,16 @@ def _called_by(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "before_wrapping", "algorithm"), [(Net, True, "gradient_allreduce"), (sequential, False, "decentralized")]
+    ("make", "before_wrapping", "algorithm"),
+    [(Net, True, "gradient_allreduce"), (sequential, False, "decentralized")],
 )
 @pytest.mark.parametrize("form", ["function", "compile", "method", "container"])
 def test_a_module_of_the_same_class_may_be_compiled_and_run_before(
     form: str, make: Callable[[], nn.Module], before_wrapping: bool, algorithm: str
 ) -> None:
     """The other one runs between steps, too, as a copy that is evaluated does."""
-    torch._dynamo.config.skip_nnmodule_hook_guards = True  # as it is unless another test has wrapped a module
+    # as it is unless another test has wrapped a module
+    torch._dynamo.config.skip_nnmodule_hook_guards = True
 
     def called(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         if form == "function":
@@ -212,7 +239,9 @@ def test_a_module_of_the_same_class_may_be_compiled_and_run_before(
         bagua_ref.destroy_process_group()
 
 
-def _count_breaks(wrap: Callable[[nn.Module], nn.Module]) -> dict[tuple[str, str, bool], int | None]:
+def _count_breaks(
+    wrap: Callable[[nn.Module], nn.Module],
+) -> dict[tuple[str, str, bool], int | None]:
     """Return the graph breaks for each way to compile; None where it cannot be compiled."""
     found: dict[tuple[str, str, bool], int | None] = {}
     for form in FORMS:
@@ -221,7 +250,11 @@ def _count_breaks(wrap: Callable[[nn.Module], nn.Module]) -> dict[tuple[str, str
                 torch._dynamo.reset()
                 torch._dynamo.utils.counters.clear()
                 try:
-                    module = form(wrap, make(), {"backend": torch._dynamo.testing.CompileCounter(), "fullgraph": fullgraph})
+                    module = form(
+                        wrap,
+                        make(),
+                        {"backend": torch._dynamo.testing.CompileCounter(), "fullgraph": fullgraph},
+                    )
                     for _ in range(2):
                         module(torch.ones(2, 4)).sum().backward()
                     breaks: int | None = sum(torch._dynamo.utils.counters["graph_break"].values())
@@ -250,7 +283,9 @@ def test_graphs_break_no_more_often_than_with_torchs_ddp() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", pytest.param("decentralized", marks=pytest.mark.proof)])
+@pytest.mark.parametrize(
+    "algorithm", ["gradient_allreduce", pytest.param("decentralized", marks=pytest.mark.proof)]
+)
 @on_every_process(2)
 def test_a_training_step_can_be_compiled_as_a_whole(algorithm: str) -> None:
     """It ends with the weights of others, and dynamo traces nothing of this package."""

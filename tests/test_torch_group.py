@@ -1,4 +1,6 @@
-"""Tests of conformance checks on communicators: torch's process groups over real threads, and scripts that show a fault."""
+"""Tests of conformance checks on communicators: torch's process groups over real threads, and
+scripts that show a fault.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ class Careless:
 
     def reduce_scatter(self, send_tensor, recv_tensor, op):
         wide = recv_tensor.double()
-        self._inner.reduce_scatter(send_tensor.double(), wide, op if send_tensor.is_floating_point() else ReduceOp.SUM)
+        self._inner.reduce_scatter(
+            send_tensor.double(), wide, op if send_tensor.is_floating_point() else ReduceOp.SUM
+        )
         recv_tensor.copy_(wide)
 
 
@@ -119,7 +123,9 @@ CHECKS = [
 def test_S3_9_every_failure_of_a_communicator_comes_with_a_script_that_shows_it(check):
     (failed,) = judge(careless, check).failures()
     assert fails(failed.counterexample)
-    assert not fails(failed.counterexample.replace("run_world(communicator", "run_world(own_communicator"))
+    assert not fails(
+        failed.counterexample.replace("run_world(communicator", "run_world(own_communicator")
+    )
 
 
 class OnAnObject:
@@ -135,11 +141,17 @@ class WithoutAName:
     communicator = staticmethod(lambda world: Careless(world.transport))
 
 
-@pytest.mark.parametrize("target", [OnAnObject(), WithoutAName()], ids=lambda target: type(target).__name__)
+@pytest.mark.parametrize(
+    "target", [OnAnObject(), WithoutAName()], ids=lambda target: type(target).__name__
+)
 def test_S3_9_a_script_finds_the_factory_on_its_target(target):
-    (failed,) = run_conformance(target, ["collectives"], checks=["collectives.S3.9.barrier"]).failures()
+    (failed,) = run_conformance(
+        target, ["collectives"], checks=["collectives.S3.9.barrier"]
+    ).failures()
     assert fails(failed.counterexample)
-    assert not fails(failed.counterexample.replace("run_world(communicator", "run_world(own_communicator"))
+    assert not fails(
+        failed.counterexample.replace("run_world(communicator", "run_world(own_communicator")
+    )
 
 
 def fails(script: str) -> bool:

@@ -1,4 +1,6 @@
-"""Tests of traces of whole trainings: correct ones pass, faults are located exactly (S3.1 to S3.6, S5)."""
+"""Tests of traces of whole trainings: correct ones pass, faults are located exactly (S3.1 to S3.6,
+S5).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,14 @@ from bagua_ref.cli import main
 from bagua_ref.comm_ops import LowPrecisionDecentralized, decentralized, shift_one_peer
 from bagua_ref.comm_ops.base import reduce_to_leader
 from bagua_ref.conformance.formats import read_safetensors, write_safetensors
-from bagua_ref.conformance.trace import Divergence, Recorder, TraceError, TraceReport, check_trace, read_trace
+from bagua_ref.conformance.trace import (
+    Divergence,
+    Recorder,
+    TraceError,
+    TraceReport,
+    check_trace,
+    read_trace,
+)
 from bagua_ref.errors import CommunicationError
 from bagua_ref.simulation import SimulatedWorld
 
@@ -45,8 +54,17 @@ SHIFT_ONE = {"hierarchical": False, "peer_selection_mode": "shift_one"}
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes_do_not_diverge(tmp_path: Path, dtype: torch.dtype) -> None:
     cases = [("gradient_allreduce", {}), ("decentralized", SHIFT_ONE)]
-    cases += [("bytegrad", {}), ("low_precision_decentralized", FLAT)] if dtype is not torch.float64 else []
-    cases += [("powersgd", {"warmup_steps": 0, "min_compression_rate": 0.01, "matrix_approximation_rank": 2})]
+    cases += (
+        [("bytegrad", {}), ("low_precision_decentralized", FLAT)]
+        if dtype is not torch.float64
+        else []
+    )
+    cases += [
+        (
+            "powersgd",
+            {"warmup_steps": 0, "min_compression_rate": 0.01, "matrix_approximation_rank": 2},
+        )
+    ]
     cases += [("topk", {"ratio": 0.1, "warmup_steps": 1})] if dtype is not torch.float64 else []
     for number, (name, options) in enumerate(cases):
         simulate(tmp_path / str(number), name, options, (2,), dtype=dtype)
@@ -69,7 +87,9 @@ def run_example(directory: str, hook: str) -> str:
     return printed.getvalue()
 
 
-def test_the_example_records_torchs_ddp_whose_fp16_hook_diverges_by_rounding_to_float16(tmp_path: Path) -> None:
+def test_the_example_records_torchs_ddp_whose_fp16_hook_diverges_by_rounding_to_float16(
+    tmp_path: Path,
+) -> None:
     assert launch(run_example, 2, str(tmp_path), "fp16", init=False)[0].startswith("10 steps, ")
     report = check_trace(tmp_path, "gradient_allreduce")
     first = first_of(report)
@@ -91,7 +111,9 @@ def test_torchs_ddp_without_it_is_gradient_allreduce(tmp_path: Path) -> None:
 class NextChunk(MinMaxUInt8):
     """Compresses the chunk after the one that was reduced."""
 
-    def compress(self, x: Tensor, num_chunks: int, target_chunk: int | None = None, out: Tensor | None = None) -> Tensor:
+    def compress(
+        self, x: Tensor, num_chunks: int, target_chunk: int | None = None, out: Tensor | None = None
+    ) -> Tensor:
         if target_chunk is None:
             return super().compress(x, num_chunks, out=out)
         size = x.numel() // num_chunks
@@ -138,10 +160,13 @@ def peer_off_by_one_at_odd_steps(rank: int, nranks: int, step: int) -> int:
     return shift_one_peer(rank, nranks, step + step % 2)
 
 
-def test_a_peer_formula_that_is_off_by_one_at_odd_steps_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_formula_that_is_off_by_one_at_odd_steps_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as planted:
         planted.setattr("bagua_ref.formulas.graphs.shift_one_peer", peer_off_by_one_at_odd_steps)
-        planted.setattr(decentralized, "_named", decentralized._named.__wrapped__)  # what it keeps, later tests would get
+        # what it keeps, later tests would get
+        planted.setattr(decentralized, "_named", decentralized._named.__wrapped__)
         simulate(tmp_path, "decentralized", SHIFT_ONE, (6,), steps=3)
     report = check_trace(tmp_path)
     first = first_of(report)
@@ -159,7 +184,9 @@ class ForgetfulRing(LowPrecisionDecentralized):
         self.left_peer_weight.copy_(left)
 
 
-def test_a_replica_that_is_not_kept_is_found_at_the_step_that_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_is_not_kept_is_found_at_the_step_that_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as planted:
         planted.setattr("bagua_ref.buckets.bucket.LowPrecisionDecentralized", ForgetfulRing)
         simulate(tmp_path, "low_precision_decentralized", FLAT, (4,))
@@ -167,8 +194,12 @@ def test_a_replica_that_is_not_kept_is_found_at_the_step_that_uses_it(tmp_path: 
     assert (first_of(report).step, first_of(report).rank, report.steps) == (1, 0, [0, 1, 2, 3])
 
 
-def test_a_mean_that_divides_by_the_wrong_number_on_uneven_nodes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def mean_of_node(x: Tensor, intra: Any, kernels: Any, divisor: float | None, in_rank_order: bool) -> None:
+def test_a_mean_that_divides_by_the_wrong_number_on_uneven_nodes_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mean_of_node(
+        x: Tensor, intra: Any, kernels: Any, divisor: float | None, in_rank_order: bool
+    ) -> None:
         reduce_to_leader(x, intra, kernels, float(intra.nranks()), in_rank_order)
 
     with monkeypatch.context() as planted:
@@ -212,11 +243,19 @@ def test_one_ulp_in_one_output_is_found_at_its_place(
     report = check_trace(tmp_path, name)
     found = report.first
     assert found is not None
-    assert (found.rank, found.step, found.bucket, found.element, found.ulps) == (rank, step, "0", element, 1)
+    assert (found.rank, found.step, found.bucket, found.element, found.ulps) == (
+        rank,
+        step,
+        "0",
+        element,
+        1,
+    )
     wrong = [execution for execution in report.executions if any(execution.wrong)]
     assert sum(wrong[0].wrong) == 1
     # A ring's results are also its next step's replicas; elsewhere only the result changes.
-    assert {execution.step for execution in wrong} <= ({step, step + 1} if "low" in name else {step})
+    assert {execution.step for execution in wrong} <= (
+        {step, step + 1} if "low" in name else {step}
+    )
     if "low" not in name:
         assert report.diverging == 1
 
@@ -229,7 +268,12 @@ def test_a_sum_may_differ_in_the_last_bit_but_not_by_more(tmp_path: Path, name: 
     alter(tmp_path, 2, 1, lambda x: x[7].mul_(1.001).add_(1e-4))
     report = check_trace(tmp_path)
     assert report.first is not None
-    assert (report.first.rank, report.first.step, report.first.element, report.diverging) == (2, 1, 7, 1)
+    assert (report.first.rank, report.first.step, report.first.element, report.diverging) == (
+        2,
+        1,
+        7,
+        1,
+    )
 
 
 def test_a_wrong_peer_is_named(tmp_path: Path) -> None:
@@ -248,7 +292,9 @@ def test_a_wrong_peer_is_named(tmp_path: Path) -> None:
     [*EXACT_CASES, ("gradient_allreduce", {}), ("decentralized", FLAT)],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_what_belongs_to_another_step_is_found(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+def test_what_belongs_to_another_step_is_found(
+    tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
     simulate(tmp_path, name, options, (4,))
     other = read_trace(tmp_path)[1].records(2)["0"].outputs["x"]
     alter(tmp_path, 1, 3, lambda x: x.copy_(other))
@@ -270,16 +316,22 @@ def test_other_usual_causes_are_named(tmp_path: Path) -> None:
         return found
 
     assert kind(1, lambda rank, x: 2 * x) == "as if summed, where a mean was expected"
-    assert kind(2, lambda rank, x: ranks[rank].records(1)["0"].inputs["x"]) == (
-        "as if nothing had been communicated: the outputs equal the inputs"
+    assert (
+        kind(2, lambda rank, x: ranks[rank].records(1)["0"].inputs["x"])
+        == "as if nothing had been communicated: the outputs equal the inputs"
     )
     assert kind(3, lambda rank, x: x.bfloat16().float()).startswith("as if rounded to bfloat16")
-    assert kind(4, lambda rank, x: x + rank) == "as if ranks had ended with different values, where all must have the same"
+    assert (
+        kind(4, lambda rank, x: x + rank)
+        == "as if ranks had ended with different values, where all must have the same"
+    )
 
 
 def test_a_mean_taken_for_bytegrad_is_named(tmp_path: Path) -> None:
     simulate(tmp_path, "gradient_allreduce", {}, (4,))
-    assert check_trace(tmp_path, "bytegrad", FLAT).kinds == {"as if it had been communicated in full precision, not compressed": 4}
+    assert check_trace(tmp_path, "bytegrad", FLAT).kinds == {
+        "as if it had been communicated in full precision, not compressed": 4
+    }
 
 
 @pytest.mark.parametrize("name", ["bytegrad", "qadam"])
@@ -287,7 +339,9 @@ def test_operations_with_error_memory_are_not_checked(tmp_path: Path, name: str)
     simulate(tmp_path, name, {**FLAT, "error_feedback": True}, (2,))
     why = "error memories, which the result depends on, are not recorded"
     if name == "bytegrad":
-        with pytest.raises(TraceError, match=f"nothing could be replayed: step 0, bucket '0': {why}"):
+        with pytest.raises(
+            TraceError, match=f"nothing could be replayed: step 0, bucket '0': {why}"
+        ):
             check_trace(tmp_path)
     else:  # its warm-up is checked
         assert {reason for _, _, reason in check_trace(tmp_path).not_checked} == {why}
@@ -299,8 +353,13 @@ def test_an_asynchronous_round_is_checked_whole_where_x_is_recorded(tmp_path: Pa
         snapshots = [torch.full((5,), float(rank + step)) for rank in range(3)]
         reduced = snapshots[0] + snapshots[1] + snapshots[2]
         before = [snapshot + 0.5 for snapshot in snapshots]
-        after = [x + (reduced / 3 - snapshot) + (step == 2) * 1e-3 for x, snapshot in zip(before, snapshots, strict=True)]
-        outputs = [{"reduced": reduced, "before": x, "x": y} for x, y in zip(before, after, strict=True)]
+        after = [
+            x + (reduced / 3 - snapshot) + (step == 2) * 1e-3
+            for x, snapshot in zip(before, snapshots, strict=True)
+        ]
+        outputs = [
+            {"reduced": reduced, "before": x, "x": y} for x, y in zip(before, after, strict=True)
+        ]
         steps.append(([{"snapshot": snapshot} for snapshot in snapshots], {}, outputs))
     record_steps(tmp_path, steps)
     report = check_trace(tmp_path, "async")
@@ -328,12 +387,18 @@ def test_qadams_update_of_the_momentum_is_checked_where_it_is_recorded(tmp_path:
 
 
 def test_sampled_steps_and_buckets_can_all_be_replayed(tmp_path: Path) -> None:
-    for name, options in (("low_precision_decentralized", FLAT), ("decentralized", SHIFT_ONE), ("bytegrad", {})):
+    for name, options in (
+        ("low_precision_decentralized", FLAT),
+        ("decentralized", SHIFT_ONE),
+        ("bytegrad", {}),
+    ):
         simulate(tmp_path / name, name, options, (2,), steps=9, every=3)
         report = check_trace(tmp_path / name)
         assert report.passed
         assert (report.steps, report.not_checked) == ([0, 3, 6], [])
-    simulate(tmp_path / "share", "low_precision_decentralized", FLAT, (2,), steps=20, buckets=0.5, seed=3)
+    simulate(
+        tmp_path / "share", "low_precision_decentralized", FLAT, (2,), steps=20, buckets=0.5, seed=3
+    )
     report = check_trace(tmp_path / "share")
     assert report.passed
     assert not report.not_checked
@@ -364,7 +429,9 @@ def test_the_limit_stops_recording_with_one_warning_and_training_goes_on(tmp_pat
     assert report.notes == ["rank 0 stopped recording: step 3 would exceed max_bytes=3000"]
 
 
-def test_a_disk_that_fails_stops_recording_not_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_stops_recording_not_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from bagua_ref.conformance.trace import rank_recorder
 
     def full(path: Path, tensors: Any) -> bytes:
@@ -401,7 +468,8 @@ def test_an_operation_that_is_none_of_ours_runs_and_is_not_recorded(tmp_path: Pa
 
 
 def test_a_crash_leaves_all_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current_world(), "observers", ())  # restored later, as the recorder is never left
+    # restored later, as the recorder is never left
+    monkeypatch.setattr(current_world(), "observers", ())
     recorder = Recorder(tmp_path, rank=0, world_size=1)
     recorder.__enter__()
     for _ in range(3):
@@ -429,13 +497,15 @@ def test_an_exception_drops_the_step_that_is_not_whole(tmp_path: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert sorted(read_trace(tmp_path)[0].steps) == [0, 1]  # without step(): a bucket that comes again begins a new step
+    # without step(): a bucket that comes again begins a new step
+    assert sorted(read_trace(tmp_path)[0].steps) == [0, 1]
 
 
 def test_a_bucket_that_comes_late_is_in_its_step(tmp_path: Path) -> None:
     with Recorder(tmp_path, rank=0, world_size=1) as recorder:
         for step in range(4):
-            for bucket in (0, 1) if step % 2 == 0 else (0,):  # bucket 1 is in every second step only
+            # bucket 1 is in every second step only
+            for bucket in (0, 1) if step % 2 == 0 else (0,):
                 recorder.before_op(bucket, torch.ones(2))
                 recorder.after_op(bucket, torch.ones(2))
             recorder.step()
@@ -451,7 +521,9 @@ def test_ranks_that_ended_at_different_steps_are_checked_as_far_as_all_went(tmp_
     report = check_trace(tmp_path, "gradient_allreduce")
     assert report.passed
     assert report.steps == [0, 1, 2]
-    assert report.notes == ["1 steps, from step 3 on, were recorded by some ranks only (rank 1) and are not checked"]
+    assert report.notes == [
+        "1 steps, from step 3 on, were recorded by some ranks only (rank 1) and are not checked"
+    ]
 
 
 def test_nothing_is_observed_after_the_recorder_has_ended(tmp_path: Path) -> None:
@@ -464,25 +536,26 @@ def test_nothing_is_observed_after_the_recorder_has_ended(tmp_path: Path) -> Non
 
 
 @pytest.mark.proof
-def test_recording_needs_nothing_that_is_optional_and_checking_only_safetensors(tmp_path: Path) -> None:
+def test_recording_needs_nothing_that_is_optional_and_checking_only_safetensors(
+    tmp_path: Path,
+) -> None:
     simulate(tmp_path / "ours", "bytegrad", FLAT, (2,), steps=1)
     ours, alone = str(tmp_path / "ours"), str(tmp_path / "alone")
     ended = run_python(
         "-c",
-        "import sys, torch\n"
-        "absent = ['hypothesis', 'jsonschema', 'matplotlib', 'rich', 'sklearn']\n"
-        "assert not sys.modules.keys() & {*absent, 'bagua_ref.conformance.trace'}\n"
-        "sys.modules.update(dict.fromkeys(absent))\n"
-        "from bagua_ref.conformance.trace import *\n"
-        f"print(check_trace({ours!r}))\n"
-        f"with Recorder({alone!r}, rank=0, world_size=1) as r: r.before_op(0, torch.ones(3)); r.after_op(0, torch.ones(3))\n"
-        "print(r.steps_written)\n"
-        "sys.modules.update({name: None for name in sys.modules if name.partition('.')[0] == 'safetensors'})\n"
-        f"try: check_trace({alone!r}, 'bytegrad')\n"
-        "except TraceError as error: print(error)\n",
+        "import sys, torch\nabsent = ['hypothesis', 'jsonschema', 'matplotlib', 'rich',"
+        " 'sklearn']\nassert not sys.modules.keys() & {*absent,"
+        " 'bagua_ref.conformance.trace'}\nsys.modules.update(dict.fromkeys(absent))\nfrom"
+        f" bagua_ref.conformance.trace import *\nprint(check_trace({ours!r}))\nwith"
+        f" Recorder({alone!r}, rank=0, world_size=1) as r: r.before_op(0, torch.ones(3));"
+        " r.after_op(0, torch.ones(3))\nprint(r.steps_written)\nsys.modules.update({name: None"
+        " for name in sys.modules if name.partition('.')[0] == 'safetensors'})\ntry:"
+        f" check_trace({alone!r}, 'bytegrad')\nexcept TraceError as error: print(error)\n",
     )
     assert ended.returncode == 0, ended.stderr
-    assert re.search(r"NO DIVERGENCE(.|\n)*\n1\n.*install safetensors: pip install", ended.stdout), ended.stdout
+    assert re.search(
+        r"NO DIVERGENCE(.|\n)*\n1\n.*install safetensors: pip install", ended.stdout
+    ), ended.stdout
 
 
 def test_recording_changes_no_weight(tmp_path: Path) -> None:
@@ -533,10 +606,14 @@ def test_two_operations_of_one_bucket_do_not_mix(tmp_path: Path) -> None:
     SimulatedWorld(2).run(rank)
     assert sorted(read_trace(tmp_path)[0].steps) == [0, 1, 2]
     assert check_trace(tmp_path, "gradient_allreduce", {"average": False}, buckets=["0"]).passed
-    assert check_trace(tmp_path, "bytegrad", {"average": True, "hierarchical": False}, buckets=["0#2"]).passed
+    assert check_trace(
+        tmp_path, "bytegrad", {"average": True, "hierarchical": False}, buckets=["0#2"]
+    ).passed
 
 
-def test_numpy_arrays_of_any_kind_are_recorded(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_numpy_arrays_of_any_kind_are_recorded(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     backwards = np.arange(6, dtype=np.float32).reshape(2, 3)[::-1]
     fixed = np.ones(3, np.float32)
     fixed.setflags(write=False)
@@ -547,20 +624,28 @@ def test_numpy_arrays_of_any_kind_are_recorded(tmp_path: Path, recwarn: pytest.W
     assert check_trace(tmp_path, "gradient_allreduce").passed
     (rank,) = read_trace(tmp_path)
     assert rank.records(0)["0"].inputs["x"].tolist() == [3, 4, 5, 0, 1, 2, 1, 1, 1]
-    assert rank.manifest["buckets"]["0"]["tensors"] == [{"name": "0", "shape": [2, 3]}, {"name": "1", "shape": [3]}]
+    assert rank.manifest["buckets"]["0"]["tensors"] == [
+        {"name": "0", "shape": [2, 3]},
+        {"name": "1", "shape": [3]},
+    ]
 
 
 def test_a_trace_of_a_group_that_is_not_all_ranks_says_what_to_do(tmp_path: Path) -> None:
     def rank(comm: Any) -> None:
         bagua_ref.init_process_group()
         group = bagua_ref.groups.communication.new_group([1, 3])
-        for directory, named in ((tmp_path / "a", {}), (tmp_path / "b", {"rank": comm.rank() // 2, "world_size": 2})):
+        for directory, named in (
+            (tmp_path / "a", {}),
+            (tmp_path / "b", {"rank": comm.rank() // 2, "world_size": 2}),
+        ):
             if named and comm.rank() not in (1, 3):
                 continue
             with Recorder(directory, **named):
                 if comm.rank() in (1, 3):
                     model = network()
-                    model.with_bagua([], Algorithm.init("bytegrad", hierarchical=False), process_group=group)
+                    model.with_bagua(
+                        [], Algorithm.init("bytegrad", hierarchical=False), process_group=group
+                    )
                     model(torch.randn(4, 7)).sum().backward()
 
     SimulatedWorld(4).run(rank)
@@ -572,7 +657,9 @@ def test_a_trace_of_a_group_that_is_not_all_ranks_says_what_to_do(tmp_path: Path
         shutil.copytree(tmp_path / "a" / f"rank{other}", tmp_path / "a" / f"rank{number}")
         manifest = tmp_path / "a" / f"rank{number}" / "manifest.json"
         manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "rank": number}))
-    with pytest.raises(TraceError, match="a group of 2 ranks, but the trace has 4: pass the rank, world_size"):
+    with pytest.raises(
+        TraceError, match="a group of 2 ranks, but the trace has 4: pass the rank, world_size"
+    ):
         check_trace(tmp_path / "a", "bytegrad")
 
 
@@ -593,11 +680,17 @@ def test_a_trace_of_a_group_that_is_not_all_ranks_says_what_to_do(tmp_path: Path
         ({"options": {"x": math.nan}}, ValueError, "options: x=nan must be finite"),
         ({"algorithm": 3}, TypeError, "algorithm=3 must be a name"),
         ({"rank": 2, "world_size": 2}, ValueError, "rank=2 must be from 0 to world_size - 1 = 1"),
-        ({"rank": 0, "world_size": 3, "nodes": [2, 2]}, ValueError, r"nodes=\[2, 2\] must be .* sum to world_size=3"),
+        (
+            {"rank": 0, "world_size": 3, "nodes": [2, 2]},
+            ValueError,
+            r"nodes=\[2, 2\] must be .* sum to world_size=3",
+        ),
         ({"rank": 0, "world_size": 0}, ValueError, "world_size=0 must be 1 or more"),
     ],
 )
-def test_a_recorder_refuses(tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_a_recorder_refuses(
+    tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message), Recorder(tmp_path, **arguments):
         pass
 
@@ -626,7 +719,10 @@ def test_the_three_calls_refuse(tmp_path: Path) -> None:
             recorder.before_op(None, torch.ones(1))
         with pytest.raises(TypeError, match=r"info: at=.* must be a number"):
             recorder.before_op("c", torch.ones(1), at=torch.ones(1))
-    with pytest.raises(ValueError, match="already holds a trace of this rank"), Recorder(tmp_path, rank=0, world_size=1):
+    with (
+        pytest.raises(ValueError, match="already holds a trace of this rank"),
+        Recorder(tmp_path, rank=0, world_size=1),
+    ):
         pass
 
 
@@ -645,33 +741,79 @@ def test_traces_that_cannot_be_used_say_why(tmp_path: Path) -> None:
         with pytest.raises((TraceError, ValueError), match=message):
             check_trace(directory, "bytegrad")
 
-    broken("a", "rank2", shutil.rmtree, r"rank2/manifest.json' is missing; a trace of 3 ranks needs rank0 to rank2")
+    broken(
+        "a",
+        "rank2",
+        shutil.rmtree,
+        r"rank2/manifest.json' is missing; a trace of 3 ranks needs rank0 to rank2",
+    )
     broken("b", "rank1/manifest.json", lambda p: p.write_text("{"), "is not valid JSON")
-    broken("c", "rank1/manifest.json", lambda p: p.write_text("{}"), "is not the manifest of a trace")
-    broken("d", "rank1/00000001.safetensors", Path.unlink, "00000001.safetensors' cannot be read: No such file")
-    broken("e", "rank1/00000001.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-1]), "not a complete")
-    broken("f", "rank1/steps.jsonl", lambda p: p.write_text("what\n"), "line 1 is not a valid entry of a step")
+    broken(
+        "c", "rank1/manifest.json", lambda p: p.write_text("{}"), "is not the manifest of a trace"
+    )
+    broken(
+        "d",
+        "rank1/00000001.safetensors",
+        Path.unlink,
+        "00000001.safetensors' cannot be read: No such file",
+    )
+    broken(
+        "e",
+        "rank1/00000001.safetensors",
+        lambda p: p.write_bytes(p.read_bytes()[:-1]),
+        "not a complete",
+    )
+    broken(
+        "f",
+        "rank1/steps.jsonl",
+        lambda p: p.write_text("what\n"),
+        "line 1 is not a valid entry of a step",
+    )
     far = json.dumps({"step": 0, "file": "../x", "records": []})
-    broken("j", "rank1/steps.jsonl", lambda p: p.write_text(f"{far}\n"), "file='../x' must be a name in this folder")
+    broken(
+        "j",
+        "rank1/steps.jsonl",
+        lambda p: p.write_text(f"{far}\n"),
+        "file='../x' must be a name in this folder",
+    )
     broken(
         "k",
         "rank1/steps.jsonl",
         lambda p: p.write_text('{"step": 0, "file": "x", "records": [{}]}\n'),
         "must have the key 'bucket'",
     )
-    broken("g", "rank0/steps.jsonl", lambda p: p.write_text(""), "nothing could be replayed: no step was recorded by all ranks")
+    broken(
+        "g",
+        "rank0/steps.jsonl",
+        lambda p: p.write_text(""),
+        "nothing could be replayed: no step was recorded by all ranks",
+    )
     change = json.loads((tmp_path / "rank1/manifest.json").read_text())
-    broken("h", "rank1/manifest.json", lambda p: p.write_text(json.dumps({**change, "nodes": [1, 2]})), r"nodes=\[1, 2\]")
-    broken("i", "rank1/manifest.json", lambda p: p.write_text(json.dumps({**change, "trace_version": "9"})), "trace_version '9'")
+    broken(
+        "h",
+        "rank1/manifest.json",
+        lambda p: p.write_text(json.dumps({**change, "nodes": [1, 2]})),
+        r"nodes=\[1, 2\]",
+    )
+    broken(
+        "i",
+        "rank1/manifest.json",
+        lambda p: p.write_text(json.dumps({**change, "trace_version": "9"})),
+        "trace_version '9'",
+    )
     with pytest.raises(ValueError, match="algorithm='bytgrad' must be one of gradient_allreduce"):
         check_trace(tmp_path, "bytgrad")
-    with pytest.raises(ValueError, match="option 'interval' is unknown; bytegrad has hierarchical, average"):
+    with pytest.raises(
+        ValueError, match="option 'interval' is unknown; bytegrad has hierarchical, average"
+    ):
         check_trace(tmp_path, "bytegrad", {"interval": 2})
     with pytest.raises(ValueError, match="option hierarchical='no' must be true or false"):
         check_trace(tmp_path, "bytegrad", {"hierarchical": "no"})
     with pytest.raises(ValueError, match="buckets: '7' is not in the trace, which has 0"):
         check_trace(tmp_path, buckets=["7"])
-    with pytest.raises(TraceError, match="shift_one needs an even number of ranks, and there are 3"):
+    with pytest.raises(
+        TraceError, match="shift_one needs an even number of ranks, and there are 3"
+    ):
         check_trace(tmp_path, "decentralized", SHIFT_ONE)
 
 
@@ -687,9 +829,20 @@ def test_trace_check_exits_0_1_and_2(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "replaying: 4 of 4 steps" in captured.err
     alter(directory, 1, 2, lambda x: one_ulp_up(x, 30))
     report, picture = tmp_path / "report.json", tmp_path / "errors.png"
-    command = ["trace", "check", str(directory), "--algorithm", "bytegrad", "--option", "hierarchical=false"]
+    command = [
+        "trace",
+        "check",
+        str(directory),
+        "--algorithm",
+        "bytegrad",
+        "--option",
+        "hierarchical=false",
+    ]
     assert main([*command, "--json-file", str(report), "--png", str(picture)]) == 1
-    assert "First divergence: step 2, rank 1, bucket '0', tensor '0.bias'[0] (element 30" in capsys.readouterr().out
+    assert (
+        "First divergence: step 2, rank 1, bucket '0', tensor '0.bias'[0] (element 30"
+        in capsys.readouterr().out
+    )
     found = json.loads(report.read_text())
     assert (found["passed"], found["diverging"], found["first"]["element"]) == (False, 1, 30)
     assert picture.read_bytes()[:4] == b"\x89PNG"
@@ -711,25 +864,34 @@ def test_a_picture_without_matplotlib_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     command = ["trace", "check", str(tmp_path / "trace"), "--png", str(tmp_path / "errors.png")]
     assert main(command) == 2
-    assert capsys.readouterr().err.endswith(f"--png needs matplotlib; install with: {install_command('demo')}\n")
+    assert capsys.readouterr().err.endswith(
+        f"--png needs matplotlib; install with: {install_command('demo')}\n"
+    )
     monkeypatch.undo()
     with pytest.raises(SystemExit, match="2"):
         main([*command, "--algorithm", "bytgrad"])
     assert "'bytgrad' must be one of" in capsys.readouterr().err
 
 
-def test_trace_show_says_what_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_show_says_what_was_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     simulate(tmp_path, "decentralized", SHIFT_ONE, (2,))
     assert main(["trace", "show", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "decentralized(hierarchical=False, peer_selection_mode=shift_one) on 2 ranks, nodes [2]" in shown
+    assert (
+        "decentralized(hierarchical=False, peer_selection_mode=shift_one) on 2 ranks, nodes [2]"
+        in shown
+    )
     assert shown.count("complete") == 2
     assert main(["trace", "show", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["algorithm"] == "decentralized"
     assert found["options"]["peer_selection_mode"] == "shift_one"
     assert [rank["complete"] for rank in found["ranks"]] == [True, True]
-    assert [bucket["recorded"] for bucket in found["buckets"].values()] == [len(found["ranks"][0]["steps"])]
+    assert [bucket["recorded"] for bucket in found["buckets"].values()] == [
+        len(found["ranks"][0]["steps"])
+    ]
     assert main(["trace", "show", str(tmp_path / "rank0")]) == 2
 
 
@@ -741,6 +903,8 @@ def test_the_picture_of_a_long_trace_with_infinite_errors_can_be_drawn(tmp_path:
     report = TraceReport("bytegrad", {}, (3,), [])
     report.executions = [Execution(step, "0", [4] * 3, [0] * 3, [0.0] * 3) for step in range(1000)]
     report.executions[500] = Execution(500, "0", [4] * 3, [0, 2, 0], [0.0, math.inf, 0.0])
-    report.executions[500].first = Divergence(500, 1, "0", "w", [0], 0, 1.0, math.nan, None, "EXACT")
+    report.executions[500].first = Divergence(
+        500, 1, "0", "w", [0], 0, 1.0, math.nan, None, "EXACT"
+    )
     draw_errors(report).savefig(tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000

@@ -1,4 +1,6 @@
-"""Tests of traces of DiLoCo: outer steps with momentum and the schedule are replayed, faults are located and named (S9)."""
+"""Tests of traces of DiLoCo: outer steps with momentum and the schedule are replayed, faults are
+located and named (S9).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ OUTER = {"outer_lr": LR, "outer_momentum": 0.9, "outer_nesterov": True}
 
 
 class Loop:
-    """A hand-written DiLoCo on all ranks, recorded through three calls; subclasses have one fault each.
+    """A hand-written DiLoCo on all ranks, recorded through three calls; subclasses have one fault
+    each.
 
     Args:
         period: steps after which every fragment has been sent once.
@@ -29,17 +32,23 @@ class Loop:
     dtype = torch.float32
     recording: dict[str, Any] = {}
 
-    def __init__(self, period: int = 2, fragments: int = 1, delay: int = 0, mix: float = 0.25, **options: Any) -> None:
+    def __init__(
+        self, period: int = 2, fragments: int = 1, delay: int = 0, mix: float = 0.25, **options: Any
+    ) -> None:
         self.period, self.fragments, self.delay, self.mix = period, fragments, delay, mix
         self.options = {**OUTER, **options}
         generator = self.generator = torch.Generator().manual_seed(0)
-        self.g = [torch.randn(SIZE, generator=generator, dtype=self.dtype) for _ in range(fragments)]
+        self.g = [
+            torch.randn(SIZE, generator=generator, dtype=self.dtype) for _ in range(fragments)
+        ]
         self.xs = [[g.clone() for g in self.g] for _ in range(RANKS)]
         self.outer = [self.optimizer(torch.nn.Parameter(g)) for g in self.g]
         self.means: list[torch.Tensor] = []
 
     def optimizer(self, g: torch.nn.Parameter) -> torch.optim.Optimizer:
-        lr, momentum, nesterov = (self.options[f"outer_{name}"] for name in ("lr", "momentum", "nesterov"))
+        lr, momentum, nesterov = (
+            self.options[f"outer_{name}"] for name in ("lr", "momentum", "nesterov")
+        )
         return torch.optim.SGD([g], lr=lr, momentum=momentum, nesterov=nesterov)
 
     def outer_step(self, place: int, mean: torch.Tensor) -> None:
@@ -54,11 +63,24 @@ class Loop:
         return t % (self.period // self.fragments) == 0
 
     def train(self, directory: Path, steps: int = 9) -> TraceReport:
-        options = {"period": self.period, "fragments": self.fragments, "delay": self.delay, "mix": self.mix, **self.options}
+        options = {
+            "period": self.period,
+            "fragments": self.fragments,
+            "delay": self.delay,
+            "mix": self.mix,
+            **self.options,
+        }
         with ExitStack() as stack:
             recorders = [
                 stack.enter_context(
-                    Recorder(directory, rank=rank, world_size=RANKS, algorithm="diloco", options=options, **self.recording)
+                    Recorder(
+                        directory,
+                        rank=rank,
+                        world_size=RANKS,
+                        algorithm="diloco",
+                        options=options,
+                        **self.recording,
+                    )
                 )
                 for rank in range(RANKS)
             ]
@@ -71,7 +93,11 @@ class Loop:
         for t in range(1, steps + 1):
             for rank, xs in enumerate(self.xs):
                 for x in xs:
-                    x -= 0.1 * (rank + 1) * torch.randn(SIZE, generator=self.generator, dtype=self.dtype)
+                    x -= (
+                        0.1
+                        * (rank + 1)
+                        * torch.randn(SIZE, generator=self.generator, dtype=self.dtype)
+                    )
             if mean is not None and self.is_due(t):
                 self.apply(recorders, place, mean, t)
                 mean = None
@@ -119,7 +145,9 @@ ROUND = ["x", "difference", "g after", "g", "weights", "before", "fragment", "ap
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_S9_a_right_loop_does_not_diverge(tmp_path: Path, settings: dict[str, Any], dtype: torch.dtype) -> None:
+def test_S9_a_right_loop_does_not_diverge(
+    tmp_path: Path, settings: dict[str, Any], dtype: torch.dtype
+) -> None:
     loop = type("OfDtype", (Loop,), {"dtype": dtype})(**settings)
     report = loop.train(tmp_path, steps=31)
     assert report.passed, report
@@ -197,8 +225,18 @@ class SamePeriod(Loop):
     ("loop", "step", "tensor", "kind"),
     [
         (MomentumLost(), 1, "g after", "as if the outer momentum had been lost"),
-        (MomentumLost(outer_nesterov=False), 1, "g after", "as if the outer momentum had been lost"),
-        (MomentumLost(period=4, fragments=2, delay=1), 2, "g after", "as if the outer momentum had been lost"),
+        (
+            MomentumLost(outer_nesterov=False),
+            1,
+            "g after",
+            "as if the outer momentum had been lost",
+        ),
+        (
+            MomentumLost(period=4, fragments=2, delay=1),
+            2,
+            "g after",
+            "as if the outer momentum had been lost",
+        ),
         (OneRoundLate(), 0, "g after", "as if outer_lr had been 0"),
         (NoNesterov(), 0, "g after", "as if Nesterov momentum had not been used"),
         (NoNesterov(outer_nesterov=False, outer_momentum=0.0), 1, "g after", "like no known cause"),
@@ -207,7 +245,12 @@ class SamePeriod(Loop):
         (WrongDifference(), 0, "difference", None),
         (NoStep(), 0, "g after", "as if outer_lr had been 0"),
         (Damped(outer_nesterov=False), 1, "g after", "like no known cause"),
-        (OneStepLate(), 0, "before", "as if the fragment had been applied after another step than the delay says"),
+        (
+            OneStepLate(),
+            0,
+            "before",
+            "as if the fragment had been applied after another step than the delay says",
+        ),
         (
             OneStepLate(period=4, delay=1),
             0,
@@ -215,12 +258,19 @@ class SamePeriod(Loop):
             "as if the fragment had been applied after another step than the delay says",
         ),
         (MovesTheOthers(fragments=2), 2, "g before", "as if g had been changed between rounds"),
-        (OtherFragments(period=4, fragments=2), 0, "fragment", "as if another fragment had been sent after that step than is due"),
+        (
+            OtherFragments(period=4, fragments=2),
+            0,
+            "fragment",
+            "as if another fragment had been sent after that step than is due",
+        ),
         (SamePeriod(), 1, "t", "as if the fragment had been sent again within a period"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Loop) else "",
 )
-def test_S9_a_fault_is_located_and_named(tmp_path: Path, loop: Loop, step: int, tensor: str, kind: str | None) -> None:
+def test_S9_a_fault_is_located_and_named(
+    tmp_path: Path, loop: Loop, step: int, tensor: str, kind: str | None
+) -> None:
     report = loop.train(tmp_path)
     assert report.first is not None
     assert (report.first.step, report.first.rank, report.first.tensor) == (step, 0, tensor), report
@@ -269,15 +319,27 @@ class OneBucket(Loop):
     [
         (Forgets(), "the schedule is declared, but info 't' was not recorded", 4),
         (Skips(), "1 rounds between steps t=2 and 6 were not sent, or not recorded", 1),
-        (Sampled(), "the outer momentum depends on rounds of this fragment that are not in the trace", 1),
-        (OneBucket(), "the outer momentum depends on rounds of this fragment that are not in the trace", 4),
+        (
+            Sampled(),
+            "the outer momentum depends on rounds of this fragment that are not in the trace",
+            1,
+        ),
+        (
+            OneBucket(),
+            "the outer momentum depends on rounds of this fragment that are not in the trace",
+            4,
+        ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Loop) else "",
 )
-def test_S9_what_is_missing_is_named_and_the_rest_compared(tmp_path: Path, loop: Loop, reason: str, count: int) -> None:
+def test_S9_what_is_missing_is_named_and_the_rest_compared(
+    tmp_path: Path, loop: Loop, reason: str, count: int
+) -> None:
     report = loop.train(tmp_path)
     assert report.passed, report
-    assert [why.startswith(reason) for _, _, why in report.not_checked] == [True] * count, report.not_checked
+    assert [why.startswith(reason) for _, _, why in report.not_checked] == [True] * count, (
+        report.not_checked
+    )
     assert len(report.executions) > 8
 
 

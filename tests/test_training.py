@@ -1,4 +1,6 @@
-"""Tests of training through with_bagua in the simulated world: hooks, buckets, changes to models (S2.1, S2.5, S5)."""
+"""Tests of training through with_bagua in the simulated world: hooks, buckets, changes to models
+(S2.1, S2.5, S5).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainings import FailsInBackward, batch, network, on_every_rank, sgd, simulate, train, weights, wrap, wrapped
+from tests.trainings import (
+    FailsInBackward,
+    batch,
+    network,
+    on_every_rank,
+    sgd,
+    simulate,
+    train,
+    weights,
+    wrap,
+    wrapped,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,12 +38,16 @@ from bagua_ref.errors import CommunicationError
 
 
 def by_hand(ranks: int, steps: int) -> torch.Tensor:
-    """Return the weights after data-parallel SGD with momentum, computed with one model and the mean of the ranks' gradients."""
+    """Return the weights after data-parallel SGD with momentum, computed with one model and the
+    mean of the ranks' gradients.
+    """
     module = network()
     optimizer = sgd(module)
     for step in range(steps):
         optimizer.zero_grad()
-        sum(module(batch(rank, step)).square().mean() for rank in range(ranks)).div(ranks).backward()
+        sum(module(batch(rank, step)).square().mean() for rank in range(ranks)).div(
+            ranks
+        ).backward()
         optimizer.step()
     return weights(module)
 
@@ -38,11 +55,17 @@ def by_hand(ranks: int, steps: int) -> torch.Tensor:
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("do_flatten", [True, False])
 @pytest.mark.parametrize("hierarchical", [True, False])
-def test_S5_1_gradient_allreduce_is_large_batch_training(hierarchical: bool, do_flatten: bool, set_to_none: bool) -> None:
+def test_S5_1_gradient_allreduce_is_large_batch_training(
+    hierarchical: bool, do_flatten: bool, set_to_none: bool
+) -> None:
     def rank(r: int) -> torch.Tensor:
         module = network(seed=r)  # wrapping broadcasts rank 0's weights
         optimizer = sgd(module)
-        wrapped = module.with_bagua([optimizer], GradientAllReduceAlgorithm(hierarchical=hierarchical), do_flatten=do_flatten)
+        wrapped = module.with_bagua(
+            [optimizer],
+            GradientAllReduceAlgorithm(hierarchical=hierarchical),
+            do_flatten=do_flatten,
+        )
         assert wrapped is module
         train(module, optimizer, r, range(6), set_to_none=set_to_none)
         return weights(module)
@@ -183,7 +206,10 @@ def test_no_sync_on_a_plain_module_does_nothing() -> None:
 
 @on_every_rank(2)
 def test_several_models_at_once_do_not_mix(r: int) -> None:
-    (one, first), (two, second) = wrapped(GradientAllReduceAlgorithm()), wrapped(GradientAllReduceAlgorithm())
+    (one, first), (two, second) = (
+        wrapped(GradientAllReduceAlgorithm()),
+        wrapped(GradientAllReduceAlgorithm()),
+    )
     assert one.bagua_module_name != two.bagua_module_name
     for step in range(3):
         first.zero_grad()
@@ -195,7 +221,9 @@ def test_several_models_at_once_do_not_mix(r: int) -> None:
     torch.testing.assert_close(weights(one), by_hand(2, 3))
 
 
-@pytest.mark.parametrize("name", ["gradient_allreduce", "decentralized", "low_precision_decentralized", "async"])
+@pytest.mark.parametrize(
+    "name", ["gradient_allreduce", "decentralized", "low_precision_decentralized", "async"]
+)
 @on_every_rank(1)
 def test_S2_1_parameters_enter_in_reverse_order(r: int, name: str) -> None:
     module, _ = wrap(network(), Algorithm.init(name), lr=0.1)
@@ -207,16 +235,31 @@ def test_S2_1_parameters_enter_in_reverse_order(r: int, name: str) -> None:
 def test_S2_1_bucket_size_from_the_environment(r: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def sizes(name: str = "gradient_allreduce") -> list[list[str]]:
         module = nn.Sequential(
-            nn.Linear(4, 4), nn.Linear(4, 4).to(torch.float64), nn.Linear(4, 2).to(torch.bfloat16), nn.Linear(4, 4)
+            nn.Linear(4, 4),
+            nn.Linear(4, 4).to(torch.float64),
+            nn.Linear(4, 2).to(torch.bfloat16),
+            nn.Linear(4, 4),
         )
         module.with_bagua([], Algorithm.init(name))
-        return [[t.bagua_backend_tensor().name for t in bucket.tensors] for bucket in module.bagua_buckets]
+        return [
+            [t.bagua_backend_tensor().name for t in bucket.tensors]
+            for bucket in module.bagua_buckets
+        ]
 
-    whole = [["2.bias", "2.weight"], ["3.bias", "3.weight", "0.bias", "0.weight"], ["1.bias", "1.weight"]]
+    whole = [
+        ["2.bias", "2.weight"],
+        ["3.bias", "3.weight", "0.bias", "0.weight"],
+        ["1.bias", "1.weight"],
+    ]
     assert sizes() == whole
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "64")
     assert sizes("decentralized") == whole  # S5.3: one bucket per dtype
-    assert sizes() == [["2.bias", "2.weight"], ["3.bias", "3.weight"], ["0.bias", "0.weight"], ["1.bias", "1.weight"]]
+    assert sizes() == [
+        ["2.bias", "2.weight"],
+        ["3.bias", "3.weight"],
+        ["0.bias", "0.weight"],
+        ["1.bias", "1.weight"],
+    ]
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "1")
     assert [len(bucket) for bucket in sizes()] == [1] * 8
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "1k")
@@ -234,7 +277,11 @@ class Checkpointed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for name in "abc":
             layer = getattr(self, name)
-            x = checkpoint(layer, x, use_reentrant=self.use_reentrant) if name in self.which else layer(x)
+            x = (
+                checkpoint(layer, x, use_reentrant=self.use_reentrant)
+                if name in self.which
+                else layer(x)
+            )
             x = x.tanh()
         return x
 
@@ -264,17 +311,26 @@ def test_S2_5_post_backward_runs_once_with_checkpoints(use_reentrant: bool, whic
 
 
 @on_every_rank(2)
-def test_S2_5_post_backward_runs_once_with_a_checkpoint_in_a_checkpoint_and_around_the_module(r: int) -> None:
+def test_S2_5_post_backward_runs_once_with_a_checkpoint_in_a_checkpoint_and_around_the_module(
+    r: int,
+) -> None:
     class Nested(Checkpointed):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(lambda t: checkpoint(self.a, self.b(t), use_reentrant=True), self.c(x), use_reentrant=True)
+            return checkpoint(
+                lambda t: checkpoint(self.a, self.b(t), use_reentrant=True),
+                self.c(x),
+                use_reentrant=True,
+            )
 
     for around in (False, True):
         module = Nested(True, "")
         module.with_bagua([], GradientAllReduceAlgorithm())
         ends = []
         original = module._bagua._post_backward_hook
-        module._bagua._post_backward_hook = lambda ends=ends, original=original: (ends.append(1), original())
+        module._bagua._post_backward_hook = lambda ends=ends, original=original: (
+            ends.append(1),
+            original(),
+        )
         x = torch.randn(2, 4, requires_grad=True)
         output = checkpoint(module, x, use_reentrant=True) if around else module(x)
         output.sum().backward()
@@ -282,8 +338,10 @@ def test_S2_5_post_backward_runs_once_with_a_checkpoint_in_a_checkpoint_and_arou
         assert module.bagua_train_step_counter == 1
 
 
-@pytest.mark.parametrize(  # in the first case there is one bucket; in the second, the layer's must wait for those of "first"
-    ("order", "size", "fails"), [("layer first", "1000", False), ("layer first", "1", False), ("first layer", "1", True)]
+# in the first case there is one bucket; in the second, the layer's must wait for those of "first"
+@pytest.mark.parametrize(
+    ("order", "size", "fails"),
+    [("layer first", "1000", False), ("layer first", "1", False), ("first layer", "1", True)],
 )
 @on_every_rank(1)
 def test_S2_4_a_layer_in_two_reentrant_checkpoints_is_an_error_once_its_bucket_has_run(
@@ -318,13 +376,20 @@ class Partly(nn.Module):
 
 
 @on_every_rank(2)
-def test_S2_5_an_unused_parameter_is_an_error_that_names_it_and_training_can_go_on_together(r: int) -> None:
+def test_S2_5_an_unused_parameter_is_an_error_that_names_it_and_training_can_go_on_together(
+    r: int,
+) -> None:
     module = Partly()
     module.with_bagua([], GradientAllReduceAlgorithm())
     for _ in range(2):
-        with pytest.raises(CommunicationError, match=r"bucket '0': 'unused\.bias', 'unused\.weight'.*find_unused_parameters=True"):
+        with pytest.raises(
+            CommunicationError,
+            match=r"bucket '0': 'unused\.bias', 'unused\.weight'.*find_unused_parameters=True",
+        ):
             module(batch(r, 0)).sum().backward()
-        with pytest.raises(CommunicationError, match=r"cannot train on: .*unused\.bias.*bagua_resynchronize"):
+        with pytest.raises(
+            CommunicationError, match=r"cannot train on: .*unused\.bias.*bagua_resynchronize"
+        ):
             module(batch(r, 0), both=True)
         module.bagua_resynchronize()
         module.zero_grad()
@@ -350,7 +415,9 @@ def test_a_backend_that_cannot_run_is_refused_before_weights_are_broadcast(r: in
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_training_goes_on_after_an_exception_in_backward_alone_or_resynchronized(ranks: int) -> None:
+def test_training_goes_on_after_an_exception_in_backward_alone_or_resynchronized(
+    ranks: int,
+) -> None:
     class Sometimes(nn.Module):
         fail = True
 
@@ -372,7 +439,10 @@ def test_training_goes_on_after_an_exception_in_backward_alone_or_resynchronized
             module.fail = False
             module.zero_grad()
             if ranks > 1:
-                with pytest.raises(CommunicationError, match=r"backward passes failed after .*bagua_resynchronize\(\)"):
+                with pytest.raises(
+                    CommunicationError,
+                    match=r"backward passes failed after .*bagua_resynchronize\(\)",
+                ):
                     module(batch(r, 0))
                 module.bagua_resynchronize()
             module(batch(r, 0)).sum().backward()
@@ -381,7 +451,11 @@ def test_training_goes_on_after_an_exception_in_backward_alone_or_resynchronized
 
 
 BAD_ARGUMENTS: list[Any] = [
-    ({"algorithm": torch.optim.SGD}, TypeError, "algorithm=.*SGD.* must be an Algorithm or a registered name"),
+    (
+        {"algorithm": torch.optim.SGD},
+        TypeError,
+        "algorithm=.*SGD.* must be an Algorithm or a registered name",
+    ),
     ({"algorithm": "bytegrd"}, ValueError, "did you mean .bytegrad."),
     ({"optimizers": None}, TypeError, "optimizers=None"),
     ({"optimizers": ["SGD"]}, TypeError, r"optimizers=\['SGD'\]"),
@@ -393,10 +467,14 @@ BAD_ARGUMENTS: list[Any] = [
 
 @pytest.mark.parametrize(("arguments", "error", "message"), BAD_ARGUMENTS)
 @on_every_rank(2)
-def test_bad_arguments_are_refused(r: int, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_arguments_are_refused(
+    r: int, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
     module = network()
     with pytest.raises(error, match=message):
-        module.with_bagua(**{"optimizers": [], "algorithm": GradientAllReduceAlgorithm(), **arguments})
+        module.with_bagua(
+            **{"optimizers": [], "algorithm": GradientAllReduceAlgorithm(), **arguments}
+        )
     module.with_bagua([], GradientAllReduceAlgorithm())
     module(batch(r, 0)).sum().backward()
 
@@ -408,7 +486,9 @@ def test_bad_modules_are_refused(r: int) -> None:
     with pytest.raises(NotImplementedError, match=r"'0\.weight'.*sparse"):
         nn.Sequential(nn.Embedding(3, 2, sparse=True)).with_bagua([], GradientAllReduceAlgorithm())
     with pytest.raises(TypeError, match=r"'0\.weight' is torch.complex64.*view_as_real"):
-        nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64)).with_bagua([], GradientAllReduceAlgorithm())
+        nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64)).with_bagua(
+            [], GradientAllReduceAlgorithm()
+        )
     with pytest.raises(ValueError, match="differ between ranks"):
         nn.Linear(2, 2 + r).with_bagua([], GradientAllReduceAlgorithm())
 
@@ -426,7 +506,12 @@ class Spectral(nn.Module):
         self._bagua_params_and_buffers_to_ignore = ["ignored"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (torch.view_as_complex(self.weight) * self.frozen * self.phases * x).abs().square().mean()
+        return (
+            (torch.view_as_complex(self.weight) * self.frozen * self.phases * x)
+            .abs()
+            .square()
+            .mean()
+        )
 
 
 @on_every_rank(2)
@@ -450,7 +535,9 @@ def test_S2_1_complex_weights_train_as_the_error_says(r: int) -> None:
 
 
 class LookUp(nn.Module):
-    """Gets sparse gradients from the function, which no attribute tells; its own ``sparse`` means something else."""
+    """Gets sparse gradients from the function, which no attribute tells; its own ``sparse`` means
+    something else.
+    """
 
     sparse = True
 
@@ -482,7 +569,10 @@ def test_S2_1_only_an_embeddings_sparse_counts(r: int, name: str) -> None:
         with pytest.raises(NotImplementedError, match=r"'0\.weight'.*sparse=False"):
             nn.Sequential(made).with_bagua([], algorithm)
     module = nn.Sequential(LookUp(sparse=False), Scaled())
-    module[1]._bagua_params_and_buffers_to_ignore = module._bagua_params_and_buffers_to_ignore = ["1.weight", "weight"]
+    module[1]._bagua_params_and_buffers_to_ignore = module._bagua_params_and_buffers_to_ignore = [
+        "1.weight",
+        "weight",
+    ]
     for part in module:
         _, optimizer = wrap(part, algorithm, lr=0.1)
         part(torch.tensor([r, 1 + r])).square().sum().backward()
@@ -492,16 +582,24 @@ def test_S2_1_only_an_embeddings_sparse_counts(r: int, name: str) -> None:
 @pytest.mark.parametrize("do_flatten", [True, False])
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "powersgd", "topk"])
 @on_every_rank(2)
-def test_S2_1_a_sparse_gradient_that_comes_all_the_same_is_refused_by_name(r: int, name: str, do_flatten: bool) -> None:
+def test_S2_1_a_sparse_gradient_that_comes_all_the_same_is_refused_by_name(
+    r: int, name: str, do_flatten: bool
+) -> None:
     module = LookUp()
-    module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.1)], Algorithm.init(name), do_flatten=do_flatten)
+    module.with_bagua(
+        [torch.optim.SGD(module.parameters(), lr=0.1)], Algorithm.init(name), do_flatten=do_flatten
+    )
     with pytest.raises(NotImplementedError, match=r"'weight' is torch\.sparse_coo.*sparse=False"):
         module(torch.tensor([r, 1 + r])).square().sum().backward()
 
 
 def test_unknown_algorithm_lists_what_there_is() -> None:
     with pytest.raises(
-        ValueError, match=r"'telepathy' is not a registered algorithm; there are .*'bytegrad'.*'gradient_allreduce'"
+        ValueError,
+        match=(
+            r"'telepathy' is not a registered algorithm; there are"
+            r" .*'bytegrad'.*'gradient_allreduce'"
+        ),
     ):
         Algorithm.init("telepathy")
 
@@ -513,7 +611,10 @@ def test_unknown_algorithm_lists_what_there_is() -> None:
             "bytegrd",
             {},
             ValueError,
-            r"name='bytegrd' is not a registered algorithm \(did you mean 'bytegrad'\?\); there are 'async'",
+            (
+                r"name='bytegrd' is not a registered algorithm \(did you mean 'bytegrad'\?\); there"
+                r" are 'async'"
+            ),
         ),
         (
             "bytegrad",
@@ -525,7 +626,9 @@ def test_unknown_algorithm_lists_what_there_is() -> None:
         ("gradient_allreduce", {"averages": 1}, TypeError, "there are 'hierarchical', 'average'$"),
     ],
 )
-def test_a_misspelt_name_or_option_suggests_the_right_one(name: str, options: Any, error: Any, message: str) -> None:
+def test_a_misspelt_name_or_option_suggests_the_right_one(
+    name: str, options: Any, error: Any, message: str
+) -> None:
     with pytest.raises(error, match=message):
         Algorithm.init(name, **options)
 
@@ -544,7 +647,8 @@ def test_an_algorithm_is_given_by_its_name_and_one_optimizer_by_itself(r: int, n
         module(torch.arange(3.0) + r).sum().backward()
         optimizer.step()
     assert (
-        repr(modules[0]._bagua.algorithm).partition("optimizer")[0] == repr(modules[1]._bagua.algorithm).partition("optimizer")[0]
+        repr(modules[0]._bagua.algorithm).partition("optimizer")[0]
+        == repr(modules[1]._bagua.algorithm).partition("optimizer")[0]
     )
     assert torch.equal(modules[0].weight, modules[1].weight)
 
@@ -552,7 +656,10 @@ def test_an_algorithm_is_given_by_its_name_and_one_optimizer_by_itself(r: int, n
 @on_every_rank(1)
 def test_qadam_by_its_name_needs_its_own_optimizer(r: int) -> None:
     module = torch.nn.Linear(3, 2)
-    with pytest.raises(ValueError, match="algorithm='qadam' needs exactly one optimizer, a QAdamOptimizer; there are: SGD"):
+    with pytest.raises(
+        ValueError,
+        match="algorithm='qadam' needs exactly one optimizer, a QAdamOptimizer; there are: SGD",
+    ):
         module.with_bagua(torch.optim.SGD(module.parameters()), "qadam")
 
 

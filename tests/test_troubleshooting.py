@@ -1,4 +1,6 @@
-"""Tests of docs/reference/troubleshooting.md: its messages, variables and loggers are those of the sources."""
+"""Tests of docs/reference/troubleshooting.md: its messages, variables and loggers are those of the
+sources.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,36 @@ TEXT = (ROOT / "docs/reference/troubleshooting.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
 
 LISTED = {
-    "BackendUnavailableError", "CheckpointError", "CommunicationError", "CommunicationTimeoutError", "NotInitializedError",
-    "RuntimeError", "StoreLostError",
-}  # fmt: skip
-"""Each message of these must be on the page. Other classes are exempt: what a user passed is named by a ValueError, TypeError or
-NotImplementedError, with what is allowed."""
+    "BackendUnavailableError",
+    "CheckpointError",
+    "CommunicationError",
+    "CommunicationTimeoutError",
+    "NotInitializedError",
+    "RuntimeError",
+    "StoreLostError",
+}
+"""Each message of these must be on the page. Other classes are exempt: what a user passed is named
+by a ValueError, TypeError or NotImplementedError, with what is allowed."""
 ROOMS = (
-    "algorithms", "backends/__init__.py", "buckets", "checkpoint", "communicators", "contrib", "data_parallel", "distributed",
-    "groups", "integrations", "scheduling",
-)  # fmt: skip
+    "algorithms",
+    "backends/__init__.py",
+    "buckets",
+    "checkpoint",
+    "communicators",
+    "contrib",
+    "data_parallel",
+    "distributed",
+    "groups",
+    "integrations",
+    "scheduling",
+)
 """Where a training, its launch or a cache can fail."""
 INSIDE = (
-    "communicators/int_sockets.py", "communicators/mesh.py", "communicators/shared_memory.py", "communicators/simulated_group.py",
-)  # fmt: skip
+    "communicators/int_sockets.py",
+    "communicators/mesh.py",
+    "communicators/shared_memory.py",
+    "communicators/simulated_group.py",
+)
 """Files whose errors others catch and name."""
 
 
@@ -43,25 +62,39 @@ def template(node: ast.AST) -> str:
     """Return a string with … for what is filled in."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
-    return "".join(template(part) if isinstance(part, ast.Constant) else "…" for part in getattr(node, "values", ()))
+    return "".join(
+        template(part) if isinstance(part, ast.Constant) else "…"
+        for part in getattr(node, "values", ())
+    )
 
 
 @cache
 def strings() -> list[str]:
-    return [text for tree in trees().values() for node in ast.walk(tree) if (text := template(node))]
+    return [
+        text for tree in trees().values() for node in ast.walk(tree) if (text := template(node))
+    ]
 
 
 def raised(path: str) -> Iterator[tuple[str, int, str]]:
-    """Yield the class, line and message of each error that the file raises with words of its own."""
+    """Yield the class, line and message of each error that the file raises with words of its
+    own.
+    """
     for node in ast.walk(trees()[path]):
         called = node.exc if isinstance(node, ast.Raise) else None
-        if isinstance(called, ast.Call) and called.args and len(re.findall(r"\w\w", text := template(called.args[0]))) > 2:
+        if (
+            isinstance(called, ast.Call)
+            and called.args
+            and len(re.findall(r"\w\w", text := template(called.args[0]))) > 2
+        ):
             yield ast.unparse(called.func), called.lineno, text
 
 
 def fragments() -> list[str]:
     rows = [
-        row for section in SECTIONS.values() for row in re.findall(r"^\| (.*?) \|", section, re.MULTILINE) if "message" in section
+        row
+        for section in SECTIONS.values()
+        for row in re.findall(r"^\| (.*?) \|", section, re.MULTILINE)
+        if "message" in section
     ]
     return [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
 
@@ -75,10 +108,14 @@ def test_a_message_of_the_page_is_one_of_the_sources(fragment: str) -> None:
     assert any(fragment in text for text in strings())
 
 
-@pytest.mark.parametrize("path", [path for path in PATHS if path.startswith(ROOMS) and path not in INSIDE])
+@pytest.mark.parametrize(
+    "path", [path for path in PATHS if path.startswith(ROOMS) and path not in INSIDE]
+)
 def test_every_error_of_these_classes_is_on_the_page(path: str) -> None:
     lacking = [
-        (line, text) for name, line, text in raised(path) if name in LISTED and not any(part in text for part in fragments())
+        (line, text)
+        for name, line, text in raised(path)
+        if name in LISTED and not any(part in text for part in fragments())
     ]
     assert lacking == []
 
@@ -89,13 +126,20 @@ def test_the_tables_of_variables_and_loggers_are_complete() -> None:
     assert read == listed
     others = set(re.findall(r"`([A-Z][A-Z_]+)`", SECTIONS["Environment variables"])) - listed
     asked = "\n".join(path.read_text() for path in sorted(SOURCES.rglob("*.py")))
-    assert {name for name in re.findall(r'environ(?:\.get\(|\[)"(\w+)"', asked) if not name.startswith("BAGUA_")} - {
+    assert {
+        name
+        for name in re.findall(r'environ(?:\.get\(|\[)"(\w+)"', asked)
+        if not name.startswith("BAGUA_")
+    } - {
         "PYTHONHASHSEED"  # which simulated programs are given
     } <= others
     loggers = {
-        ast.unparse(node.args[0]).strip("'").replace("__name__", "bagua_ref." + path.removesuffix(".py").replace("/", "."))
+        ast.unparse(node.args[0])
+        .strip("'")
+        .replace("__name__", "bagua_ref." + path.removesuffix(".py").replace("/", "."))
         for path, tree in trees().items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and re.match(r"logging\.getLogger\((__name__|'bagua_ref\.)", ast.unparse(node))
+        if isinstance(node, ast.Call)
+        and re.match(r"logging\.getLogger\((__name__|'bagua_ref\.)", ast.unparse(node))
     }
     assert loggers == set(re.findall(r"`(bagua_ref\.[\w.]+)`", SECTIONS["Loggers"]))

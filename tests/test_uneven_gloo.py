@@ -1,4 +1,6 @@
-"""Training inside join() over gloo processes: as in the simulated world, and as in torch's own join()."""
+"""Training inside join() over gloo processes: as in the simulated world, and as in torch's own
+join().
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.launch import launch, on_every_process
-from tests.test_uneven import ALGORITHMS, ENDED, Counts, joined, train, two_modules, without_join, wrapped
+from tests.test_uneven import (
+    ALGORITHMS,
+    ENDED,
+    Counts,
+    joined,
+    train,
+    two_modules,
+    without_join,
+    wrapped,
+)
 from tests.trainings import batch, by_name, network, simulate, weights
 from torch import nn
 
@@ -47,7 +58,9 @@ def everything(r: int | None = None) -> dict[str, torch.Tensor]:
 def test_every_algorithm_trains_on_uneven_data_as_in_the_simulated_world() -> None:
     for ours, expected in zip(launch(everything, 3), simulate(3, everything), strict=True):
         for name, result in ours.items():
-            torch.testing.assert_close(result, expected[name], rtol=1e-4, atol=1e-2 if name == "qadam" else 1e-5, msg=name)
+            torch.testing.assert_close(
+                result, expected[name], rtol=1e-4, atol=1e-2 if name == "qadam" else 1e-5, msg=name
+            )
 
 
 def each_without_join(names: list[str]) -> None:
@@ -67,7 +80,10 @@ def each_without_join(names: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("over_gloo", "names"),
-    [(False, [*ALGORITHMS, "qadam"]), (True, ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized"])],
+    [
+        (False, [*ALGORITHMS, "qadam"]),
+        (True, ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized"]),
+    ],
     ids=["memory", "gloo"],
 )
 def test_an_error_outside_of_join_says_to_use_it(over_gloo: bool, names: list[str]) -> None:
@@ -133,7 +149,10 @@ def compare_with_torchs_join(divide: bool) -> None:
     rank, seen = bagua_ref.get_rank(), []
     for kind in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
         torch.manual_seed(0)
-        model = kind(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)), bucket_cap_mb=1e-4)
+        model = kind(
+            nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)),
+            bucket_cap_mb=1e-4,
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for epoch in EPOCHS:
             with model.join(divide_by_initial_world_size=divide):
@@ -154,7 +173,9 @@ def test_an_early_end_and_an_exception_reach_all_ranks() -> None:
     rank = bagua_ref.get_rank()
     module, optimizer = wrapped(GradientAllReduceAlgorithm())
     with (
-        pytest.raises(RuntimeError, match=r"^rank 1 has no more batches, which ends training on all ranks"),
+        pytest.raises(
+            RuntimeError, match=r"^rank 1 has no more batches, which ends training on all ranks"
+        ),
         bagua_ref.join([module], throw_on_early_termination=True),
     ):
         train(module, optimizer, rank, [3, 1, 3][rank])

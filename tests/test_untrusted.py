@@ -1,4 +1,6 @@
-"""Tests of hostile input: the checks of its form, and small inputs that must cost neither much time nor much memory."""
+"""Tests of hostile input: the checks of its form, and small inputs that must cost neither much time
+nor much memory.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_keys_with_one_hash_are_refused(key: Any) -> None:
 
 
 def test_keys_of_different_hashes_that_meet_in_a_dict_are_refused() -> None:
-    """Half of a dict's places are taken in the order in which it looks for a free one, and other keys begin to look there."""
+    """Half of a dict's places are taken in the order in which it looks for a free one, and other
+    keys begin to look there.
+    """
     last = 2**13 - 1
     first = [0]
     while len(first) < 5000:
@@ -113,7 +117,10 @@ def test_json_is_refused(data: bytes, message: str) -> None:
 
 
 def test_json_is_read() -> None:
-    assert load_json('{"a": [1, 2.5, null, true, "ä"], "b": {}}'.encode()) == {"a": [1, 2.5, None, True, "ä"], "b": {}}
+    assert load_json('{"a": [1, 2.5, null, true, "ä"], "b": {}}'.encode()) == {
+        "a": [1, 2.5, None, True, "ä"],
+        "b": {},
+    }
     assert str(load_json(b"[" * 50 + b"0" + b"]" * 50)).count("[") == 50
 
 
@@ -126,7 +133,11 @@ def test_json_is_read() -> None:
         (2**63, NATURAL, "it must be from 0 to 9223372036854775807"),
         (10**400, (int, float), r"it must be from -1.79769e\+308 to 1.79769e\+308"),
         (-(10**400), SCALAR, "it must be from -1.79769e"),
-        ([], SCALAR, "it must be a string or an integer or a number or a boolean or null, not a list"),
+        (
+            [],
+            SCALAR,
+            "it must be a string or an integer or a number or a boolean or null, not a list",
+        ),
         (None, [int], "it must be a list, not null"),
         (["a"], [int], r"it\[0\] must be an integer, not a string"),
         ([1], [int, int], "it must have 2 items, not 1"),
@@ -187,7 +198,9 @@ def test_two_steps_of_a_trace_may_not_share_a_file(trace: Path) -> None:
     """Otherwise a short index could have a large file read many times."""
     index = trace / "steps.jsonl"
     index.write_text(index.read_text().replace("00000001.safe", "00000000.safe"))
-    with pytest.raises(TraceError, match=r"line 2 .*file='00000000.safetensors' is already that of step 0"):
+    with pytest.raises(
+        TraceError, match=r"line 2 .*file='00000000.safetensors' is already that of step 0"
+    ):
         read_trace(trace.parent)
 
 
@@ -197,23 +210,48 @@ def test_two_steps_of_a_trace_may_not_share_a_file(trace: Path) -> None:
         ({"world_size": 10**12}, r"nodes=\[1\]"),
         ({"world_size": 10**12, "nodes": [10**12]}, "rank1/manifest.json' is missing"),
         ({"algorithm": ["bytegrad"]}, r"\['algorithm'\] must be a string"),
-        ({"options": {"average": "maybe"}}, "rank0/manifest.json': option average='maybe' must be true or false"),
-        ({"buckets": {"0": {"dtype": "float32", "elements": 4, "tensors": [{"name": "w", "shape": [1] * 65}]}}}, "64 dimensions"),
-        ({"buckets": {"0": {"dtype": "float32"}}}, r"\['buckets'\]\['0'\] must have the key 'elements'"),
+        (
+            {"options": {"average": "maybe"}},
+            "rank0/manifest.json': option average='maybe' must be true or false",
+        ),
+        (
+            {
+                "buckets": {
+                    "0": {
+                        "dtype": "float32",
+                        "elements": 4,
+                        "tensors": [{"name": "w", "shape": [1] * 65}],
+                    }
+                }
+            },
+            "64 dimensions",
+        ),
+        (
+            {"buckets": {"0": {"dtype": "float32"}}},
+            r"\['buckets'\]\['0'\] must have the key 'elements'",
+        ),
         ({"stopped": {"reason": 7}}, r"\['stopped'\]\['reason'\] must be a string"),
     ],
 )
-def test_a_manifest_of_a_trace_is_refused(trace: Path, change: dict[str, Any], message: str) -> None:
+def test_a_manifest_of_a_trace_is_refused(
+    trace: Path, change: dict[str, Any], message: str
+) -> None:
     manifest = json.loads((trace / "manifest.json").read_text())
     (trace / "manifest.json").write_text(json.dumps({**manifest, **change}))
     with pytest.raises(TraceError, match=message):
         check_trace(trace.parent)
 
 
-def test_names_in_a_trace_send_no_commands_to_the_terminal(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_in_a_trace_send_no_commands_to_the_terminal(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bucket = {"dtype": "float32", "elements": 4, "tensors": []}
     manifest = json.loads((trace / "manifest.json").read_text())
-    manifest |= {"buckets": {"\x1b[2J\ud800": bucket}, "stopped": {"reason": "\x1b[2J\nPASSED"}, "complete": False}
+    manifest |= {
+        "buckets": {"\x1b[2J\ud800": bucket},
+        "stopped": {"reason": "\x1b[2J\nPASSED"},
+        "complete": False,
+    }
     (trace / "manifest.json").write_text(json.dumps(manifest))
     assert main(["trace", "show", str(trace.parent)]) == 0
     assert main(["trace", "check", str(trace.parent)]) == 0
@@ -227,7 +265,13 @@ def vectors(tmp_path: Path) -> Path:
     """Golden vectors with one case, whose tolerance is a SUM."""
     manifest = json.loads((VECTORS / "manifest.json").read_text())
     case = next(case for case in manifest["cases"] if case["tolerance"].startswith("SUM"))
-    case = {**case, "inputs": [], "outputs": [{"name": "x", "tensor": "x", "dtype": "float32", "shape": [3], "magnitude": "m"}]}
+    case = {
+        **case,
+        "inputs": [],
+        "outputs": [
+            {"name": "x", "tensor": "x", "dtype": "float32", "shape": [3], "magnitude": "m"}
+        ],
+    }
     folder = tmp_path / "vectors"
     folder.mkdir()
     files = []
@@ -252,17 +296,32 @@ def test_vectors_that_would_cost_much_are_refused(vectors: Path) -> None:
         with pytest.raises(VectorsError, match=message):
             check_outputs(vectors, vectors.parent / "outputs")
 
-    refused("does not match the schema at cases/0/flags", cases=[{**case, "flags": [{"a": k} for k in range(30_000)]}])
-    refused("does not match the schema at cases/0/tolerance", cases=[{**case, "tolerance": f"ULP({'9' * 20})"}])
+    refused(
+        "does not match the schema at cases/0/flags",
+        cases=[{**case, "flags": [{"a": k} for k in range(30_000)]}],
+    )
+    refused(
+        "does not match the schema at cases/0/tolerance",
+        cases=[{**case, "tolerance": f"ULP({'9' * 20})"}],
+    )
     refused(f"lists '{file['name']}' twice", files=[*whole["files"], file])
     refused("has a case twice", cases=[case] * 2)
     data = write_safetensors(vectors / file["name"], {"m": torch.ones(1000, 1)})
-    refused("has no 'm' of the shape of 'x'", files=[{**file, "sha256": hashlib.sha256(data).hexdigest()}, whole["files"][1]])
+    refused(
+        "has no 'm' of the shape of 'x'",
+        files=[{**file, "sha256": hashlib.sha256(data).hexdigest()}, whole["files"][1]],
+    )
 
 
-def test_names_of_outputs_send_no_commands_to_the_terminal(vectors: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_safetensors(vectors.parent / "outputs" / "mine.safetensors", {"\x1b[2J\nPASSED": torch.ones(3)})
-    assert main(["vectors", "check", str(vectors), "--outputs", str(vectors.parent / "outputs")]) == 1
+def test_names_of_outputs_send_no_commands_to_the_terminal(
+    vectors: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_safetensors(
+        vectors.parent / "outputs" / "mine.safetensors", {"\x1b[2J\nPASSED": torch.ones(3)}
+    )
+    assert (
+        main(["vectors", "check", str(vectors), "--outputs", str(vectors.parent / "outputs")]) == 1
+    )
     assert r"\x1b[2J\nPASSED: extra" in capsys.readouterr().out
 
 
@@ -275,7 +334,12 @@ def test_a_manifest_may_not_refer_to_a_device(vectors: Path) -> None:
 
 @pytest.mark.parametrize("tasks", ["1(x10000000)", "1(x999999999)", "0(x999999999),2"])
 def test_slurms_short_lists_are_not_written_out(tasks: str) -> None:
-    names = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+    names = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_LOCALID": "0",
+    }
     tracemalloc.start()
     with pytest.raises(ValueError, match="contradict each other"):
         read_launch({**names, "SLURM_STEP_TASKS_PER_NODE": tasks})
@@ -288,7 +352,9 @@ def test_the_fuzzer_runs_a_property(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="pip install atheris"):
         fuzz.main(["test_x"])
     given: list[Any] = []
-    atheris = SimpleNamespace(instrument_imports=lambda include: nullcontext(), Setup=lambda *setup: given.extend(setup))
+    atheris = SimpleNamespace(
+        instrument_imports=lambda include: nullcontext(), Setup=lambda *setup: given.extend(setup)
+    )
     atheris.Fuzz = lambda: given[1](b"\x01" + bytes(100))
     monkeypatch.setitem(sys.modules, "atheris", atheris)
     with pytest.raises(SystemExit, match="must be one of\n  test_S4_3"):
@@ -300,14 +366,20 @@ def test_the_fuzzer_runs_a_property(monkeypatch: pytest.MonkeyPatch) -> None:
     read.assert_called_once()
 
 
-def test_errors_send_no_commands_to_the_terminal(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_send_no_commands_to_the_terminal(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     manifest = json.loads((trace / "manifest.json").read_text())
     manifest["buckets"]["\x1b[2J"] = {"dtype": "float32", "elements": 4, "tensors": []}
     (trace / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(SystemExit):
         main(["trace", "check", str(trace.parent), "--bucket", "7"])
-    header = json.dumps({"\x1b[2J": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}).encode()
-    (trace / "00000000.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    header = json.dumps(
+        {"\x1b[2J": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}
+    ).encode()
+    (trace / "00000000.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes(8)
+    )
     assert main(["trace", "check", str(trace.parent)]) == 2
     printed = capsys.readouterr().err
     assert "\x1b" not in printed
@@ -315,11 +387,15 @@ def test_errors_send_no_commands_to_the_terminal(trace: Path, capsys: pytest.Cap
 
 
 def test_a_momentum_factor_out_of_range_is_not_replayed(tmp_path: Path) -> None:
-    with Recorder(tmp_path, rank=0, world_size=1, algorithm="qadam", options={"warmup_steps": 0}) as recorder:
+    with Recorder(
+        tmp_path, rank=0, world_size=1, algorithm="qadam", options={"warmup_steps": 0}
+    ) as recorder:
         recorder.before_op("0", {"momentum": torch.ones(4), "grad": torch.ones(4)}, beta1=7)
         recorder.after_op("0", torch.ones(4))
         recorder.step()
-    with pytest.raises(TraceError, match=r"nothing could be replayed: .*beta1=7 must be a number from 0 to 1"):
+    with pytest.raises(
+        TraceError, match=r"nothing could be replayed: .*beta1=7 must be a number from 0 to 1"
+    ):
         check_trace(tmp_path)
 
 
@@ -328,7 +404,11 @@ def test_ranks_of_another_version_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     store.set("bagua_ref/m/answer1", json.dumps(["mark", ["node", 1]]))
     monkeypatch.setattr("uuid.uuid4", lambda: SimpleNamespace(hex="m"))
     with pytest.raises(
-        CommunicationError, match=r"rank 1 wrote an invalid message .*it\[1\] must have 5 items, not 2. All ranks must run"
+        CommunicationError,
+        match=(
+            r"rank 1 wrote an invalid message .*it\[1\] must have 5 items, not 2. All ranks"
+            r" must run"
+        ),
     ):
         TorchDistributedTransport(store, 0, 2, -1, 0.2)
 

@@ -1,4 +1,6 @@
-"""Tests of parameters that no rank reaches with find_unused_parameters: their gradients stay as they were, as in DDP (S2.5)."""
+"""Tests of parameters that no rank reaches with find_unused_parameters: their gradients stay as
+they were, as in DDP (S2.5).
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,13 @@ def averaging() -> dict[str, Any]:
         "bytegrad, hierarchical": lambda o: ByteGradAlgorithm(),
         "bytegrad, OneBit": lambda o: ByteGradAlgorithm(compression="OneBit"),
         "topk": lambda o: TopKAlgorithm(0.2, error_feedback=False),
-        "powersgd": lambda o: PowerSGDAlgorithm(warmup_steps=0, min_compression_rate=0.1, memory=None),
+        "powersgd": lambda o: PowerSGDAlgorithm(
+            warmup_steps=0, min_compression_rate=0.1, memory=None
+        ),
         "powersgd, warm-up": lambda o: PowerSGDAlgorithm(warmup_steps=100),
-        "async, warm-up": lambda o: AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=100),
+        "async, warm-up": lambda o: AsyncModelAverageAlgorithm(
+            sync_interval_ms=0, warmup_steps=100
+        ),
         "local_sgd, warm-up": lambda o: LocalSGDAlgorithm(2, warmup_steps=100),
         "local_sgd, in nodes": lambda o: LocalSGDAlgorithm(2, hierarchical=True),
         "diloco, warm-up": lambda o: DiLoCoAlgorithm(2, warmup_steps=100),
@@ -69,13 +75,20 @@ def adam(module: nn.Module, name: str = "") -> torch.optim.Optimizer:
 
 
 @pytest.mark.filterwarnings("ignore:compression='OneBit'")
-@pytest.mark.parametrize(("name", "do_flatten"), [*((name, True) for name in averaging()), ("bytegrad", False), ("topk", False)])
-def test_S2_5_what_no_rank_reaches_keeps_its_gradient_and_does_not_move(name: str, do_flatten: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "do_flatten"),
+    [*((name, True) for name in averaging()), ("bytegrad", False), ("topk", False)],
+)
+def test_S2_5_what_no_rank_reaches_keeps_its_gradient_and_does_not_move(
+    name: str, do_flatten: bool
+) -> None:
     def rank(r: int) -> list[torch.Tensor]:
         module = Partly()
         optimizer = adam(module, name)
         flat = do_flatten or "async" in name  # which takes nothing else
-        module.with_bagua([optimizer], averaging()[name](optimizer), do_flatten=flat, find_unused_parameters=True)
+        module.with_bagua(
+            [optimizer], averaging()[name](optimizer), do_flatten=flat, find_unused_parameters=True
+        )
         module(batch(r, 0), "abc").square().mean().backward()
         optimizer.step()  # so there is a state that could move it
         seen = []
@@ -88,13 +101,21 @@ def test_S2_5_what_no_rank_reaches_keeps_its_gradient_and_does_not_move(name: st
             assert module.c.bias.grad is kept
             assert torch.equal(kept, torch.full((3,), 5.0))
             assert r // 2 > 0 or module.b.weight.grad.any(), "rank 0 has reached it"
-            seen += [p.grad.clone() for layer in (module.a, module.b) for p in layer.parameters() if p.grad is not None]
+            seen += [
+                p.grad.clone()
+                for layer in (module.a, module.b)
+                for p in layer.parameters()
+                if p.grad is not None
+            ]
             optimizer.step()
-            assert torch.equal(module.c.weight, still) or "local" in name  # what averages weights may round them
+            # what averages weights may round them
+            assert torch.equal(module.c.weight, still) or "local" in name
         return seen
 
     seen = simulate(4, rank, nodes=(2, 2))
-    assert [len(mine) for mine in seen] == ([12, 12, 6, 6] if name == "local_sgd, in nodes" else [12] * 4)
+    assert [len(mine) for mine in seen] == (
+        [12, 12, 6, 6] if name == "local_sgd, in nodes" else [12] * 4
+    )
     for mine, neighbours in zip(seen[0], seen[1], strict=True):
         assert torch.equal(mine, neighbours)
 
@@ -134,25 +155,36 @@ def test_S2_5_what_was_reached_under_no_sync_counts(ranks: int) -> None:
 WITH_MEMORY: dict[str, Any] = {
     "topk": lambda: TopKAlgorithm(0.1),
     "bytegrad": lambda: ByteGradAlgorithm(hierarchical=False, error_feedback=True),
-    "bytegrad, OneBit": lambda: ByteGradAlgorithm(hierarchical=False, compression="OneBit", error_feedback=True),
+    "bytegrad, OneBit": lambda: ByteGradAlgorithm(
+        hierarchical=False, compression="OneBit", error_feedback=True
+    ),
     "powersgd": lambda: PowerSGDAlgorithm(warmup_steps=0, min_compression_rate=0.1),
 }
 
 
-@pytest.mark.parametrize(("name", "do_flatten"), [*((name, True) for name in WITH_MEMORY), ("bytegrad", False), ("topk", False)])
+@pytest.mark.parametrize(
+    ("name", "do_flatten"),
+    [*((name, True) for name in WITH_MEMORY), ("bytegrad", False), ("topk", False)],
+)
 def test_S2_5_what_an_error_memory_delivers_is_a_gradient(name: str, do_flatten: bool) -> None:
-    """What was applied, and the mean of the memories, is the sum of the mean gradients, also where no rank reached anything."""
+    """What was applied, and the mean of the memories, is the sum of the mean gradients, also where
+    no rank reached anything.
+    """
 
     def rank(r: int) -> Any:
         module, given, applied = Partly(), torch.zeros(3, 6), torch.zeros(3, 6)
-        module.with_bagua([], WITH_MEMORY[name](), do_flatten=do_flatten, find_unused_parameters=True)
+        module.with_bagua(
+            [], WITH_MEMORY[name](), do_flatten=do_flatten, find_unused_parameters=True
+        )
         late = 0
         for step in range(6):
             module.zero_grad()
             used = "ac" if step == 0 else "a"
             x = batch(r, step)
             if step == 0:
-                (given,) = torch.autograd.grad(module.c(x).mul(torch.arange(1.0, 4)).sum(), module.c.weight)
+                (given,) = torch.autograd.grad(
+                    module.c(x).mul(torch.arange(1.0, 4)).sum(), module.c.weight
+                )
             (module(x, used) * torch.arange(1.0, 4)).sum().backward()
             assert module.b.weight.grad is None or name == "bytegrad, OneBit"
             if module.c.weight.grad is not None:
@@ -162,7 +194,9 @@ def test_S2_5_what_an_error_memory_delivers_is_a_gradient(name: str, do_flatten:
         if name.startswith("bytegrad"):
             (bucket,) = algorithm.error_memories.state()["buckets"]
             places = [tensor.split()[0] for tensor in bucket["tensors"]]
-            start = sum(module.get_parameter(place).numel() for place in places[: places.index("c.weight")])
+            start = sum(
+                module.get_parameter(place).numel() for place in places[: places.index("c.weight")]
+            )
             server = torch.zeros(bucket["numel"])
             server.view(2, -1)[r] = bucket["server"]
             left = (bucket["worker"] / 2 + server)[start : start + 18].view(3, 6)
@@ -174,7 +208,9 @@ def test_S2_5_what_an_error_memory_delivers_is_a_gradient(name: str, do_flatten:
     assert torch.equal(results[0][1], results[1][1])
     assert results[0][3] > 0
     want = sum(given for given, _, _, _ in results)
-    torch.testing.assert_close(results[0][1] + sum(left for _, _, left, _ in results), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        results[0][1] + sum(left for _, _, left, _ in results), want, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,18 +244,28 @@ def test_S2_5_qadam_leaves_the_momentum_and_memory_of_what_no_rank_reaches(
     for step in range(8):
         optimizer.zero_grad()
         before = [kept(module.b), kept(module.c)]
-        module(batch(r, step), ("abc" if step in (0, 1, 2, 5) else "ab" if r == 1 else "a")).square().mean().backward()
+        module(
+            batch(r, step), ("abc" if step in (0, 1, 2, 5) else "ab" if r == 1 else "a")
+        ).square().mean().backward()
         optimizer.step()
-        same = [all(map(torch.equal, *pair)) for pair in zip([kept(module.b), kept(module.c)], before, strict=True)]
+        same = [
+            all(map(torch.equal, *pair))
+            for pair in zip([kept(module.b), kept(module.c)], before, strict=True)
+        ]
         assert same == [False, step not in (0, 1, 2, 5)]
         assert (module.c.weight.grad is None) == same[1]
 
 
 @FLATTEN
 @on_every_rank(2)
-def test_S2_5_qadam_leaves_the_momentum_that_it_had_before_an_overflow(r: int, do_flatten: bool) -> None:
+def test_S2_5_qadam_leaves_the_momentum_that_it_had_before_an_overflow(
+    r: int, do_flatten: bool
+) -> None:
     module = Partly()
-    optimizer, scaler = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2), bagua_ref.GradScaler("cpu")
+    optimizer, scaler = (
+        QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2),
+        bagua_ref.GradScaler("cpu"),
+    )
     algorithm = QAdamAlgorithm(optimizer, False, grad_scaler=scaler)
     module.with_bagua([optimizer], algorithm, do_flatten=do_flatten, find_unused_parameters=True)
     momenta = []
@@ -237,11 +283,14 @@ def test_S2_5_qadam_leaves_the_momentum_that_it_had_before_an_overflow(r: int, d
 
 
 @pytest.mark.filterwarnings("ignore:qadam freezes v")
-@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "topk", "powersgd, warm-up", "qadam"])
+@pytest.mark.parametrize(
+    "name", ["gradient_allreduce", "bytegrad", "topk", "powersgd, warm-up", "qadam"]
+)
 @on_every_rank(3)
 def test_S2_5_ranks_without_batches_take_part(r: int, name: str) -> torch.Tensor:
     module = Partly()
-    optimizer, algorithm = by_name("qadam", module, hierarchical=False)  # whose warm-up ends while ranks have no batches
+    # whose warm-up ends while ranks have no batches
+    optimizer, algorithm = by_name("qadam", module, hierarchical=False)
     if name != "qadam":
         optimizer = adam(module)
         algorithm = averaging()[name](optimizer)
@@ -264,7 +313,9 @@ def test_ranks_that_differ_in_the_option_are_told_when_wrapping(r: int) -> None:
         Partly().with_bagua([], GradientAllReduceAlgorithm(), find_unused_parameters=r == 1)
 
 
-@pytest.mark.parametrize("algorithm", [GradientAllReduceAlgorithm(), TopKAlgorithm(0.5)], ids=["alike", "not alike"])
+@pytest.mark.parametrize(
+    "algorithm", [GradientAllReduceAlgorithm(), TopKAlgorithm(0.5)], ids=["alike", "not alike"]
+)
 @on_every_rank(2)
 def test_ranks_that_have_lost_step_are_told_in_what(r: int, algorithm: Algorithm) -> None:
     module, optimizer = wrap(Partly(), algorithm, lr=0.1, find_unused_parameters=True)
@@ -276,7 +327,9 @@ def test_ranks_that_have_lost_step_are_told_in_what(r: int, algorithm: Algorithm
 
 
 def missing(model: Any, rank: int) -> list[Any]:
-    """Train with AdamW, sometimes with two batches for a step; return which gradients were missing, and the weights."""
+    """Train with AdamW, sometimes with two batches for a step; return which gradients were missing,
+    and the weights.
+    """
     optimizer, seen = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1), []
     used = ["abc", "a", "ab" if rank else "a", "a", "bc", "a"]
     for step, names in enumerate(used):

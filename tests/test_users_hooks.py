@@ -1,4 +1,6 @@
-"""Tests that hooks of the user on a parameter act before its gradient is reduced, whichever was registered first."""
+"""Tests that hooks of the user on a parameter act before its gradient is reduced, whichever was
+registered first.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in (self.first, self.second, self.third):
-            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+            x = (
+                layer(x)
+                if self.reentrant is None
+                else checkpoint(layer, x, use_reentrant=self.reentrant)
+            )
             x = x.tanh()
         return x
 
@@ -74,13 +80,20 @@ def backward(module: nn.Module, rank: int) -> list[torch.Tensor | None]:
 
 
 def mean_of_hooked(hook: Hook, make: Callable[[], nn.Module] = Net) -> list[torch.Tensor]:
-    """Return the mean over ranks of the gradients that the hook leaves, zero where it leaves none."""
+    """Return the mean over ranks of the gradients that the hook leaves, zero where it leaves
+    none.
+    """
     found = []
     for rank in range(2):
         module = make()
         register(module, hook)
         zeros = [torch.zeros_like(p) for p in module.parameters()]
-        found.append([zero if g is None else g for zero, g in zip(zeros, backward(module, rank), strict=True)])
+        found.append(
+            [
+                zero if g is None else g
+                for zero, g in zip(zeros, backward(module, rank), strict=True)
+            ]
+        )
     return [(a + b) / 2 for a, b in zip(*found, strict=True)]
 
 
@@ -93,26 +106,34 @@ def check(found: list[Any], hook: Hook, make: Callable[[], nn.Module] = Net) -> 
 @pytest.mark.parametrize("order", ["before", "after", "both"])
 @pytest.mark.parametrize("form", ["with_bagua", "wrapper", "train"])
 @on_every_rank(2)
-def test_a_hook_acts_before_the_reduction(r: int, form: str, order: str, do_flatten: bool, hook: Hook) -> None:
+def test_a_hook_acts_before_the_reduction(
+    r: int, form: str, order: str, do_flatten: bool, hook: Hook
+) -> None:
     def wrap(module: nn.Module) -> Any:
         if form == "wrapper":
             return DistributedDataParallel(module, gradient_as_bucket_view=do_flatten)
         if form == "with_bagua":
             return module.with_bagua([], GradientAllReduceAlgorithm(), do_flatten=do_flatten)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        return bagua_ref.train(module, [optimizer], GradientAllReduceAlgorithm(), do_flatten=do_flatten)
+        return bagua_ref.train(
+            module, [optimizer], GradientAllReduceAlgorithm(), do_flatten=do_flatten
+        )
 
     module, seen = Net(), []
     first = module.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append("first"))
     if order != "after":
         register(module, hook, slice(0, 6 if order == "before" else 3))
     if order == "both":
-        removed = module.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append("removed"))
+        removed = module.first.weight.register_post_accumulate_grad_hook(
+            lambda p: seen.append("removed")
+        )
     wrapped = wrap(module)
     if form == "train":
         wrapped.__enter__()
     if order != "before":
-        later = module.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append("last"))
+        later = module.first.weight.register_post_accumulate_grad_hook(
+            lambda p: seen.append("last")
+        )
         register(module, hook, slice(0 if order == "after" else 3, 6))
         later.remove()
     if order == "both":
@@ -140,11 +161,17 @@ def _in_another_dtype(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [None, True, False])
-@pytest.mark.parametrize("change", [lambda module: None, _frozen_and_back, _wrapped_again, _in_another_dtype])
+@pytest.mark.parametrize(
+    "change", [lambda module: None, _frozen_and_back, _wrapped_again, _in_another_dtype]
+)
 @pytest.mark.parametrize("late", [False, True])
 @on_every_rank(2)
-def test_it_does_so_too_after_changes_and_in_checkpoints(r: int, late: bool, change: Any, reentrant: bool | None) -> None:
-    module = Net(reentrant).with_bagua([], GradientAllReduceAlgorithm(), do_flatten=change is not _in_another_dtype)
+def test_it_does_so_too_after_changes_and_in_checkpoints(
+    r: int, late: bool, change: Any, reentrant: bool | None
+) -> None:
+    module = Net(reentrant).with_bagua(
+        [], GradientAllReduceAlgorithm(), do_flatten=change is not _in_another_dtype
+    )
     if not late:
         register(module, scale)
     change(module)
@@ -155,12 +182,16 @@ def test_it_does_so_too_after_changes_and_in_checkpoints(r: int, late: bool, cha
 
 
 @on_every_rank(2)
-def test_a_hook_registered_between_forward_and_backward_or_by_a_hook_acts_before_the_reduction(r: int) -> None:
+def test_a_hook_registered_between_forward_and_backward_or_by_a_hook_acts_before_the_reduction(
+    r: int,
+) -> None:
     module = Net().with_bagua([], GradientAllReduceAlgorithm())
     once: list[Any] = []
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(
-            lambda p: once.append(p.register_post_accumulate_grad_hook(scale)) if len(once) < 6 else None
+            lambda p: (
+                once.append(p.register_post_accumulate_grad_hook(scale)) if len(once) < 6 else None
+            )
         )
     backward(module, r)  # the hooks that this registers act from the next backward pass on
     module.zero_grad()
@@ -171,7 +202,10 @@ def test_a_hook_registered_between_forward_and_backward_or_by_a_hook_acts_before
     loss = module(batch(r)).square().sum()
     register(module, clamp)
     loss.backward()
-    first, second = [[g.clone() for g in found if g is not None], [p.grad for p in module.parameters()]]
+    first, second = [
+        [g.clone() for g in found if g is not None],
+        [p.grad for p in module.parameters()],
+    ]
     check(second, clamp)
     assert len(first) == 6
 

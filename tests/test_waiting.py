@@ -23,7 +23,9 @@ Enter = Callable[..., "Wait"]
 class Wait:
     """A wait of one rank in a thread of its own, until it is interrupted or ended."""
 
-    def __init__(self, waits: Waiting, place: str, is_background: bool, members: tuple[int, ...] = (0, 1)) -> None:
+    def __init__(
+        self, waits: Waiting, place: str, is_background: bool, members: tuple[int, ...] = (0, 1)
+    ) -> None:
         self.reasons: list[str] = []
         self.given_up = ""
         self._end = threading.Event()
@@ -35,7 +37,14 @@ class Wait:
 
     def _run(self) -> None:
         waits, place, members, is_background = self._arguments
-        with waits.waiting(f"in {place}", place, members, self._interrupt, is_background, who_gave_up=lambda: self.given_up):
+        with waits.waiting(
+            f"in {place}",
+            place,
+            members,
+            self._interrupt,
+            is_background,
+            who_gave_up=lambda: self.given_up,
+        ):
             self._inside.set()
             self._end.wait(10)
 
@@ -54,7 +63,9 @@ def store() -> dist.Store:
 
 
 @pytest.fixture
-def ranks(store: dist.Store, monkeypatch: pytest.MonkeyPatch, no_thread_is_left: None) -> Iterator[list[Waiting]]:
+def ranks(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch, no_thread_is_left: None
+) -> Iterator[list[Waiting]]:
     monkeypatch.setattr(waiting, "_PATIENCE", 0.2)
     monkeypatch.setattr(waiting, "_INTERVAL", 0.05)
     made = [Waiting(store, rank, 2, Processes([], 0)) for rank in range(2)]
@@ -84,11 +95,16 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_ranks_that_wait_in_different_collectives_are_all_interrupted_with_the_same_words(enter: Enter) -> None:
+def test_ranks_that_wait_in_different_collectives_are_all_interrupted_with_the_same_words(
+    enter: Enter,
+) -> None:
     waits = [enter(0, "gradients/3"), enter(1, "barrier/7")]
     until(lambda: all(wait.reasons for wait in waits))
     assert {wait.reasons[0] for wait in waits} == {
-        "deadlock: every rank is waiting for another: rank 0 waits in gradients/3; rank 1 waits in barrier/7"
+        (
+            "deadlock: every rank is waiting for another: rank 0 waits in gradients/3; rank 1 waits in"
+            " barrier/7"
+        )
     }
 
 
@@ -131,7 +147,9 @@ def test_a_wait_that_ends_is_taken_back_at_once(enter: Enter, store: dist.Store)
     assert json.loads(store.get("waits/0")) == []
 
 
-def test_a_store_that_does_not_answer_keeps_no_wait_from_ending(monkeypatch: pytest.MonkeyPatch, no_thread_is_left: None) -> None:
+def test_a_store_that_does_not_answer_keeps_no_wait_from_ending(
+    monkeypatch: pytest.MonkeyPatch, no_thread_is_left: None
+) -> None:
     monkeypatch.setattr(waiting, "_PATIENCE", 0.1)
     monkeypatch.setattr(waiting, "_INTERVAL", 0.05)
     monkeypatch.setattr(waiting, "_LIMIT", 0.1)
@@ -156,7 +174,9 @@ def test_a_store_that_does_not_answer_keeps_no_wait_from_ending(monkeypatch: pyt
     waits._threads[0].join(10)
 
 
-def test_who_is_missing_from_a_collective_is_known_with_what_it_waits_for(ranks: list[Waiting], enter: Enter) -> None:
+def test_who_is_missing_from_a_collective_is_known_with_what_it_waits_for(
+    ranks: list[Waiting], enter: Enter
+) -> None:
     missing = lambda rank, place: ranks[rank].who_is_missing(place, (0, 1))  # noqa: E731
     assert missing(0, "gradients/3") == "rank 1 has not come"
     elsewhere = enter(1, "barrier/7")
@@ -168,8 +188,13 @@ def test_who_is_missing_from_a_collective_is_known_with_what_it_waits_for(ranks:
     assert missing(0, "barrier/7") == "rank 1 has not come"
 
 
-def test_a_wait_that_has_just_timed_out_is_still_known(ranks: list[Waiting], store: dist.Store) -> None:
-    with pytest.raises(RuntimeError), ranks[1].waiting("in gradients/3", "gradients/3", (0, 1), print, timeout=0.1):
+def test_a_wait_that_has_just_timed_out_is_still_known(
+    ranks: list[Waiting], store: dist.Store
+) -> None:
+    with (
+        pytest.raises(RuntimeError),
+        ranks[1].waiting("in gradients/3", "gradients/3", (0, 1), print, timeout=0.1),
+    ):
         raise RuntimeError
     until(lambda: store.check(["seen/1"]))
     time.sleep(0.2)
@@ -192,7 +217,9 @@ def test_the_exception_that_ends_a_rank_is_told(ranks: list[Waiting]) -> None:
     assert ranks[1].exit_reasons((0, 1)) == ""
 
 
-def test_a_connection_that_closes_because_none_could_go_on_is_known_for_that(enter: Enter, ranks: list[Waiting]) -> None:
+def test_a_connection_that_closes_because_none_could_go_on_is_known_for_that(
+    enter: Enter, ranks: list[Waiting]
+) -> None:
     ours, theirs = enter(0, "gradients/3"), enter(1, "barrier/7")
     until(lambda: theirs.reasons)
     ours.end()  # before this rank's own watch has seen the verdict, or after it

@@ -1,4 +1,6 @@
-"""Tests of the warning and the log line when a training begins: their bytes are those that ranks then send (S14.1)."""
+"""Tests of the warning and the log line when a training begins: their bytes are those that ranks
+then send (S14.1).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ import torch
 from tests.launch import launch
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, ByteGradAlgorithm, DecentralizedAlgorithm, QAdamOptimizer
+from bagua_ref.algorithms import (
+    Algorithm,
+    ByteGradAlgorithm,
+    DecentralizedAlgorithm,
+    QAdamOptimizer,
+)
 from bagua_ref.graphs import ring
 from bagua_ref.simulation import SimulatedWorld
 
@@ -33,7 +40,9 @@ def train(name: str, steps: int, options: dict[str, Any]) -> None:
     if name == "qadam":
         optimizer = QAdamOptimizer(model.parameters(), warmup_steps=WARMUP)
         options = {"q_adam_optimizer": optimizer, **options}
-    model.with_bagua(optimizer, Own(**options) if name == "own" else Algorithm.init(name, **options))
+    model.with_bagua(
+        optimizer, Own(**options) if name == "own" else Algorithm.init(name, **options)
+    )
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.ones(2, 100)).sum().backward()
@@ -42,7 +51,9 @@ def train(name: str, steps: int, options: dict[str, Any]) -> None:
 
 
 def simulate(nodes: tuple[int, ...], name: str, **options: Any) -> tuple[list[str], int, int]:
-    """Return the warnings, and what the busiest rank sends in a step of the warm-up and afterwards, by the messages."""
+    """Return the warnings, and what the busiest rank sends in a step of the warm-up and afterwards,
+    by the messages.
+    """
     sent = {}
     for steps in (0, 1, WARMUP, WARMUP + PERIOD):
         world = SimulatedWorld(sum(nodes), nodes=nodes, link="1Gbit,1ms")
@@ -68,7 +79,10 @@ def numbers_of_bytes(text: str) -> list[int]:
     return [int(found.replace(",", "")) for found in re.findall(r"(\d[\d,]*) B\b", text)]
 
 
-@pytest.mark.parametrize(("name", "n"), [("bytegrad", 2), ("low_precision_decentralized", 3), ("qadam", 4), ("local_sgd", 3)])
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [("bytegrad", 2), ("low_precision_decentralized", 3), ("qadam", 4), ("local_sgd", 3)],
+)
 def test_one_rank_warns_where_the_option_costs_bytes(name: str, n: int) -> None:
     options = {"period": PERIOD} if name == "local_sgd" else {}
     warned, _, sent = simulate((n,), name, hierarchical=True, **options)
@@ -104,10 +118,16 @@ def test_the_log_has_the_bytes_now_and_after_the_warm_up(caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize(("name", "sent"), [("gradient_allreduce", 8080), ("own", None)])
-def test_the_log_of_algorithms_without_warm_up(name: str, sent: int | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_of_algorithms_without_warm_up(
+    name: str, sent: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, LOGGER):
         simulate((1, 1), name)
-    found = {tuple(numbers_of_bytes(record.getMessage())) for record in caplog.records if record.name == LOGGER}
+    found = {
+        tuple(numbers_of_bytes(record.getMessage()))
+        for record in caplog.records
+        if record.name == LOGGER
+    }
     assert found == (set() if sent is None else {(sent, 0, 0)})
 
 
@@ -117,7 +137,9 @@ def test_the_log_stays_empty_unless_asked(caplog: pytest.LogCaptureFixture) -> N
     assert [record for record in caplog.records if record.name == LOGGER] == []
 
 
-def test_functions_of_users_are_called_for_trained_steps_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_functions_of_users_are_called_for_trained_steps_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     asked = []
 
     def graph(step: int, n: int) -> Any:
@@ -178,4 +200,6 @@ def test_buckets_of_ddp_have_the_size_that_it_was_given(caplog: pytest.LogCaptur
         for steps, world in enumerate(worlds):
             world.run(wrap(steps))
     texts = {record.getMessage() for record in caplog.records if record.name == LOGGER}
-    assert {numbers_of_bytes(text)[0] for text in texts} == {busiest(worlds[1].timeline.messages - worlds[0].timeline.messages)}
+    assert {numbers_of_bytes(text)[0] for text in texts} == {
+        busiest(worlds[1].timeline.messages - worlds[0].timeline.messages)
+    }

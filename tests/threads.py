@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 
-def assert_right_on_threads(work: Callable[[int], Tensor], expected: Sequence[Tensor], rounds: int) -> None:
-    """Raise AssertionError unless ``work(i)`` is ``expected[i]`` in every round, with one thread per ``i``."""
+def assert_right_on_threads(
+    work: Callable[[int], Tensor], expected: Sequence[Tensor], rounds: int
+) -> None:
+    """Raise AssertionError unless ``work(i)`` is ``expected[i]`` in every round, with one thread
+    per ``i``.
+    """
     wrong: list[int] = []
 
     def run(index: int) -> None:

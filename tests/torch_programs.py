@@ -18,7 +18,11 @@ import torch.distributed.algorithms.model_averaging.averagers as averagers
 import torch.distributed.algorithms.model_averaging.hierarchical_model_averager as hierarchical
 import torch.distributed.checkpoint
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,12 +36,18 @@ import bagua_ref
 from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 
 
-def run(names: Iterable[str], exact: bool, programs: dict[str, Callable[[bool], Any]] | None = None) -> dict[str, Any]:
-    """Return the results of programs, by default of `PROGRAMS`, on this rank; each of them in a group of all ranks."""
+def run(
+    names: Iterable[str], exact: bool, programs: dict[str, Callable[[bool], Any]] | None = None
+) -> dict[str, Any]:
+    """Return the results of programs, by default of `PROGRAMS`, on this rank; each of them in a
+    group of all ranks.
+    """
     results = {}
     store, rank, size = next(dist.rendezvous("env://"))
     for name in names:
-        dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=size)
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=size
+        )
         results[name] = (programs or PROGRAMS)[name](exact)
         dist.barrier()
         dist.destroy_process_group()
@@ -57,10 +67,18 @@ def small_model(exact: bool, seed: int = 0) -> nn.Sequential:
 
 def batches(exact: bool, steps: int = 3) -> list[torch.Tensor]:
     torch.manual_seed(100 + dist.get_rank())
-    return [torch.randint(-1, 2, (4, 4)).double() if exact else torch.randn(4, 4) for _ in range(steps)]
+    return [
+        torch.randint(-1, 2, (4, 4)).double() if exact else torch.randn(4, 4) for _ in range(steps)
+    ]
 
 
-def train(model: Any, exact: bool, optimizer: Any = None, steps: int = 3, after: Callable[[], None] = lambda: None) -> list[Any]:
+def train(
+    model: Any,
+    exact: bool,
+    optimizer: Any = None,
+    steps: int = 3,
+    after: Callable[[], None] = lambda: None,
+) -> list[Any]:
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.25)
     for batch in batches(exact, steps):
         optimizer.zero_grad()
@@ -75,7 +93,10 @@ def loss(model: Any, batch: torch.Tensor, exact: bool) -> torch.Tensor:
 
 
 def state(model: Any) -> list[torch.Tensor]:
-    return [p.full_tensor().detach() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+    return [
+        p.full_tensor().detach() if hasattr(p, "full_tensor") else p.detach()
+        for p in model.parameters()
+    ]
 
 
 def ddp(exact: bool, **options: Any) -> list[Any]:
@@ -90,7 +111,9 @@ def hooked(state: Any, hook: Any, steps: int = 3, **options: Any) -> list[Any]:
 
 def power_sgd(exact: bool) -> list[Any]:
     return hooked(
-        powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook, 4
+        powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2),
+        powerSGD_hook.powerSGD_hook,
+        4,
     )
 
 
@@ -108,7 +131,11 @@ def no_sync(exact: bool) -> list[Any]:
 
 def joined(exact: bool, with_zero: bool = False) -> list[Any]:
     model = DistributedDataParallel(small_model(exact))
-    kind = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD) if with_zero else torch.optim.SGD
+    kind = (
+        functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD)
+        if with_zero
+        else torch.optim.SGD
+    )
     optimizer: Any = kind(model.parameters(), lr=0.25)
     with Join([model, optimizer]) if with_zero else model.join():
         for batch in batches(exact, 2 + dist.get_rank()):
@@ -121,13 +148,19 @@ def joined(exact: bool, with_zero: bool = False) -> list[Any]:
 def post_local_sgd(exact: bool) -> list[Any]:
     model = DistributedDataParallel(small_model(exact))
     own, _ = dist.new_subgroups(1)
-    model.register_comm_hook(post_localSGD_hook.PostLocalSGDState(None, own, 1), post_localSGD_hook.post_localSGD_hook)
+    model.register_comm_hook(
+        post_localSGD_hook.PostLocalSGDState(None, own, 1), post_localSGD_hook.post_localSGD_hook
+    )
     averager = averagers.PeriodicModelAverager(period=2, warmup_steps=1)
-    return train(model, exact, PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), 0.25), averager))
+    return train(
+        model, exact, PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), 0.25), averager)
+    )
 
 
 def hierarchical_averager(exact: bool) -> list[Any]:
-    periods = collections.OrderedDict([(1, 2), (2, dist.get_world_size())] if dist.get_world_size() > 2 else [(2, 2)])
+    periods = collections.OrderedDict(
+        [(1, 2), (2, dist.get_world_size())] if dist.get_world_size() > 2 else [(2, 2)]
+    )
     averager, model = hierarchical.HierarchicalModelAverager(periods), small_model(exact)
     return train(model, exact, after=lambda: averager.average_parameters(model.parameters()))
 
@@ -144,7 +177,9 @@ def fsdp(exact: bool) -> list[Any]:
 
 def hsdp(exact: bool) -> list[Any]:
     size = dist.get_world_size()
-    return _fully_sharded(exact, init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+    return _fully_sharded(
+        exact, init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    )
 
 
 def _fully_sharded(exact: bool, mesh: Any) -> list[Any]:
@@ -186,7 +221,9 @@ def reentrant(exact: bool) -> list[Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.25)
     for batch in batches(exact):
         optimizer.zero_grad()
-        loss(lambda x: checkpoint(model, x, use_reentrant=True), batch.requires_grad_(), exact).backward()
+        loss(
+            lambda x: checkpoint(model, x, use_reentrant=True), batch.requires_grad_(), exact
+        ).backward()
         optimizer.step()
     return state(model)
 
@@ -194,16 +231,25 @@ def reentrant(exact: bool) -> list[Any]:
 def gradient_hooks(exact: bool) -> list[Any]:
     model, works, sums = small_model(exact), [], []  # type: Any, list[Any], list[Any]
     first, second, *others = model.parameters()
-    first.register_post_accumulate_grad_hook(lambda p: works.append(dist.all_reduce(p.grad, async_op=True)))
+    first.register_post_accumulate_grad_hook(
+        lambda p: works.append(dist.all_reduce(p.grad, async_op=True))
+    )
     second.register_post_accumulate_grad_hook(
-        lambda p: sums.append(dist.all_reduce(p.grad, async_op=True).get_future().then(lambda future: future.value()[0].sum()))
+        lambda p: sums.append(
+            dist.all_reduce(p.grad, async_op=True)
+            .get_future()
+            .then(lambda future: future.value()[0].sum())
+        )
     )
     for parameter in others:
         parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
     loss(model, batches(exact)[0], exact).backward()
     for work in works:
         work.wait()
-    return [*(future.wait() for future in sums), *(parameter.grad for parameter in model.parameters())]
+    return [
+        *(future.wait() for future in sums),
+        *(parameter.grad for parameter in model.parameters()),
+    ]
 
 
 def pipeline(exact: bool) -> list[Any]:
@@ -213,7 +259,9 @@ def pipeline(exact: bool) -> list[Any]:
     if exact:
         nn.init.ones_(layer.weight)
     stage = PipelineStage(layer, rank, n, torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: (output - target).square().sum())
+    schedule = ScheduleGPipe(
+        stage, 2, loss_fn=lambda output, target: (output - target).square().sum()
+    )
     torch.manual_seed(7)
     batch = torch.randint(-1, 2, (4, 4)).to(layer.weight.dtype)
     schedule.step(*([batch] if rank == 0 else []), **({"target": batch} if rank == n - 1 else {}))
@@ -246,12 +294,22 @@ def distributed_checkpoint(exact: bool) -> list[Any]:
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return (torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape) * (dist.get_rank() + 1)).to(dtype)
+    return (
+        torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape) * (dist.get_rank() + 1)
+    ).to(dtype)
 
 
 def collectives(exact: bool) -> list[Any]:
     rank, n, out = dist.get_rank(), dist.get_world_size(), []  # type: int, int, list[Any]
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8):
+    for dtype in (
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+    ):
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
             dist.all_reduce(x := numbers(3, 2, dtype=dtype), op)
             out.append(x)
@@ -278,12 +336,20 @@ def collectives(exact: bool) -> list[Any]:
     sent, received = [rank + 1] * n, [r + 1 for r in range(n)]
     dist.all_to_all_single(x := torch.zeros(sum(received)), numbers(sum(sent)), received, sent)
     out.append(x)
-    works = [dist.all_reduce(x := numbers(4), async_op=True), dist.broadcast(y := numbers(2), 0, async_op=True)]
+    works = [
+        dist.all_reduce(x := numbers(4), async_op=True),
+        dist.broadcast(y := numbers(2), 0, async_op=True),
+    ]
     works.append(dist.all_gather_into_tensor(z := torch.zeros(n * 2), numbers(2), async_op=True))
     for work in works:
         work.wait()
     out += [x, y, z]
-    out.append(dist.all_reduce(numbers(4), async_op=True).get_future().then(lambda future: future.value()[0] * 2).wait())
+    out.append(
+        dist.all_reduce(numbers(4), async_op=True)
+        .get_future()
+        .then(lambda future: future.value()[0] * 2)
+        .wait()
+    )
     dist.monitored_barrier()
     return out
 
@@ -293,7 +359,9 @@ def objects(exact: bool) -> list[Any]:
     dist.all_gather_object(everyone := [None] * n, {"rank": rank})
     dist.gather_object(rank, gathered := [None] * n if rank == 0 else None, 0)
     dist.broadcast_object_list(broadcast := [{"a": rank}, rank], 1)
-    dist.scatter_object_list(scattered := [None], [str(i) for i in range(n)] if rank == 0 else None, 0)
+    dist.scatter_object_list(
+        scattered := [None], [str(i) for i in range(n)] if rank == 0 else None, 0
+    )
     return [everyone, gathered, broadcast, scattered]
 
 
@@ -301,11 +369,17 @@ def messages(exact: bool) -> list[Any]:
     rank, n, out = dist.get_rank(), dist.get_world_size(), []  # type: int, int, list[Any]
     right, left = (rank + 1) % n, (rank - 1) % n
     works = [dist.isend(numbers(3), right, tag=3), dist.isend(numbers(3) + 100, right, tag=4)]
-    works += [dist.irecv(x := torch.zeros(3), left, tag=4), dist.irecv(y := torch.zeros(3), left, tag=3)]
+    works += [
+        dist.irecv(x := torch.zeros(3), left, tag=4),
+        dist.irecv(y := torch.zeros(3), left, tag=3),
+    ]
     for work in works:
         work.wait()
     out += [x, y]
-    sends = [dist.P2POp(dist.isend, numbers(3), right), dist.P2POp(dist.irecv, x := torch.zeros(3), left)]
+    sends = [
+        dist.P2POp(dist.isend, numbers(3), right),
+        dist.P2POp(dist.irecv, x := torch.zeros(3), left),
+    ]
     for work in dist.batch_isend_irecv(sends):
         work.wait()
     out.append(x)
@@ -363,13 +437,17 @@ PROGRAMS: dict[str, Callable[[bool], Any]] = {
     "DDP": ddp,
     "DDP, static graph": lambda exact: ddp(exact, static_graph=True),
     "DDP, unused parameters": lambda exact: ddp(exact, find_unused_parameters=True),
-    "DDP, small buckets that are views": lambda exact: ddp(exact, bucket_cap_mb=1e-4, gradient_as_bucket_view=True),
+    "DDP, small buckets that are views": lambda exact: ddp(
+        exact, bucket_cap_mb=1e-4, gradient_as_bucket_view=True
+    ),
     "DDP, checkpointed": checkpointed,
     "DDP, static graph in a reentrant checkpoint": reentrant,
     "DDP, compiled": compiled,
     "DDP, no_sync": no_sync,
     "DDP, join": joined,
-    "DDP, allreduce hook": lambda exact: hooked(None, default_hooks.allreduce_hook, bucket_cap_mb=1e-4),
+    "DDP, allreduce hook": lambda exact: hooked(
+        None, default_hooks.allreduce_hook, bucket_cap_mb=1e-4
+    ),
     "DDP, fp16 hook": lambda exact: hooked(None, default_hooks.fp16_compress_hook),
     "DDP, PowerSGD hook": power_sgd,
     "DDP, post-local SGD hook": post_local_sgd,

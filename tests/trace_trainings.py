@@ -1,4 +1,6 @@
-"""Trainings that tests record: ours with every algorithm, and an outside one through three calls."""
+"""Trainings that tests record: ours with every algorithm, and an outside one through three
+calls.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))
 
 
-def learn(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int, pause: float = 0.0) -> None:
+def learn(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int, pause: float = 0.0
+) -> None:
     generator = torch.Generator().manual_seed(rank)
     dtype = next(model.parameters()).dtype
     for _ in range(steps):
@@ -43,7 +47,9 @@ def train(
     dtype: torch.dtype = torch.float32,
     **recording: Any,
 ) -> Recorder:
-    """Train with algorithm ``name`` on the calling rank while recording; the world exists already."""
+    """Train with algorithm ``name`` on the calling rank while recording; the world exists
+    already.
+    """
     model = network().to(dtype)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if name == "qadam":
@@ -58,7 +64,9 @@ def train(
     return recorder
 
 
-def simulate(directory: Path, name: str, options: dict[str, Any], nodes: tuple[int, ...], **settings: Any) -> list[Recorder]:
+def simulate(
+    directory: Path, name: str, options: dict[str, Any], nodes: tuple[int, ...], **settings: Any
+) -> list[Recorder]:
     """Record a training in the simulated world; return each rank's recorder."""
 
     def rank(comm: Any) -> Recorder:
@@ -74,10 +82,14 @@ def record_steps(
     algorithm: str | None = None,
     **options: Any,
 ) -> None:
-    """Record an outsider's steps of one bucket on all ranks: each is inputs by rank, info, and outputs by rank."""
+    """Record an outsider's steps of one bucket on all ranks: each is inputs by rank, info, and
+    outputs by rank.
+    """
     ranks = len(steps[0][0])
     for rank in range(ranks):
-        with Recorder(directory, rank=rank, world_size=ranks, algorithm=algorithm, options=options) as recorder:
+        with Recorder(
+            directory, rank=rank, world_size=ranks, algorithm=algorithm, options=options
+        ) as recorder:
             for inputs, info, outputs in steps:
                 recorder.before_op("all", inputs[rank], **info)
                 recorder.after_op("all", outputs[rank])
@@ -85,7 +97,9 @@ def record_steps(
 
 
 def train_and_die(directory: Path) -> None:
-    """Train on real processes until rank 1 exits during its third step; rank 0's next exchange then fails."""
+    """Train on real processes until rank 1 exits during its third step; rank 0's next exchange then
+    fails.
+    """
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.with_bagua([optimizer], Algorithm.init("bytegrad", hierarchical=False), timeout=5)

@@ -15,8 +15,12 @@ from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 from bagua_ref.simulation import SimulatedWorld
 
 
-def simulate(ranks: int, function: Callable[[int], Any], nodes: tuple[int, ...] | None = None, seed: int = 0) -> list[Any]:
-    """Return the results of ``function(rank)`` on every rank of a simulated world, with a default group."""
+def simulate(
+    ranks: int, function: Callable[[int], Any], nodes: tuple[int, ...] | None = None, seed: int = 0
+) -> list[Any]:
+    """Return the results of ``function(rank)`` on every rank of a simulated world, with a default
+    group.
+    """
 
     def main(comm: Any) -> Any:
         bagua_ref.init_process_group()
@@ -37,7 +41,8 @@ def equal(one: Any, other: Any) -> bool:
 def on_every_rank(
     ranks: int, nodes: tuple[int, ...] | None = None, seed: int = 0
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Run a test on every rank of a simulated world, with a default group; what it returns must be the same on all.
+    """Run a test on every rank of a simulated world, with a default group; what it returns must be
+    the same on all.
 
     The test's first argument is the rank.
     """
@@ -69,36 +74,51 @@ def small_batch(rank: int, step: int = 0) -> torch.Tensor:
     return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def wrapped(algorithm: Algorithm, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    """Return a `network` in training, and its optimizer; ``options`` are those of ``with_bagua``."""
+def wrapped(
+    algorithm: Algorithm, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a `network` in training, and its optimizer; ``options`` are those of
+    ``with_bagua``.
+    """
     return wrap(network(dtype=dtype), algorithm, lr=0.1, momentum=0.9, **options)
 
 
 def wrap(
     module: nn.Module, algorithm: Algorithm, lr: float, momentum: float = 0.0, **options: Any
 ) -> tuple[Any, torch.optim.Optimizer]:
-    """Return a module, wrapped to be trained by SGD, and its optimizer; ``options`` are those of ``with_bagua``."""
+    """Return a module, wrapped to be trained by SGD, and its optimizer; ``options`` are those of
+    ``with_bagua``.
+    """
     optimizer = sgd(module, lr, momentum)
     return module.with_bagua([optimizer], algorithm, **options), optimizer  # type: ignore[operator]
 
 
 def by_name(
-    name: str, module: nn.Module, lr: float = 0.1, momentum: float = 0.0, warmup_steps: int | None = None, **options: Any
+    name: str,
+    module: nn.Module,
+    lr: float = 0.1,
+    momentum: float = 0.0,
+    warmup_steps: int | None = None,
+    **options: Any,
 ) -> tuple[Any, Algorithm]:
-    """Return an optimizer of the kind that a registered algorithm takes, and the algorithm with options.
+    """Return an optimizer of the kind that a registered algorithm takes, and the algorithm with
+    options.
 
     Args:
         name: of the algorithm.
         module: what it trains.
         lr: of SGD.
         momentum: of SGD.
-        warmup_steps: of QAdam's optimizer, where None is 2, or of the algorithm, where None is its own default.
+        warmup_steps: of QAdam's optimizer, where None is 2, or of the algorithm, where None is its
+            own default.
         options: of the algorithm.
     """
     if name != "qadam":
         given = options if warmup_steps is None else {"warmup_steps": warmup_steps, **options}
         return sgd(module, lr, momentum), Algorithm.init(name, **given)
-    optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2 if warmup_steps is None else warmup_steps)
+    optimizer = QAdamOptimizer(
+        module.parameters(), lr=0.01, warmup_steps=2 if warmup_steps is None else warmup_steps
+    )
     return optimizer, Algorithm.init(name, q_adam_optimizer=optimizer, **options)
 
 
@@ -122,7 +142,9 @@ def sgd(module: nn.Module, lr: float = 0.1, momentum: float = 0.9) -> torch.opti
     return torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum)
 
 
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range, **zero: Any) -> None:
+def train(
+    module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range, **zero: Any
+) -> None:
     """Take a step with each of a rank's batches; ``zero`` are options of zero_grad."""
     dtype = next(module.parameters()).dtype
     for step in steps:

@@ -1,4 +1,6 @@
-"""A target of which every part is wrong: all results differ, and nothing is refused. Scripts of its failures must fail."""
+"""A target of which every part is wrong: all results differ, and nothing is refused. Scripts of its
+failures must fail.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from bagua_ref.conformance.targets.world import own_communicator
 
 def healed(script: str) -> str:
     """Return a script about `Wrong` that is about the reference instead."""
-    return script.replace("from tests.wrong_target import Wrong", "from tests.wrong_target import Right as Wrong")
+    return script.replace(
+        "from tests.wrong_target import Wrong", "from tests.wrong_target import Right as Wrong"
+    )
 
 
 def spoiled(value: Any) -> Any:
@@ -64,7 +68,13 @@ def _wrong_kernel(name: str, *places: int) -> Callable[..., Any]:
 
 def _wrong_codec(codec: type[Any]) -> type[Any]:
     class Codec(codec):
-        def compress(self, x: Tensor, num_chunks: int, target_chunk: int | None = None, out: Tensor | None = None) -> Tensor:
+        def compress(
+            self,
+            x: Tensor,
+            num_chunks: int,
+            target_chunk: int | None = None,
+            out: Tensor | None = None,
+        ) -> Tensor:
             try:
                 return super().compress(x, num_chunks, target_chunk, out)
             except TypeError:
@@ -76,7 +86,9 @@ def _wrong_codec(codec: type[Any]) -> type[Any]:
             except TypeError:
                 return out
 
-        def _compress(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
+        def _compress(
+            self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
+        ) -> None:
             super()._compress(x, num_chunks, target_chunk, out)
             out.bitwise_xor_(85)
 
@@ -90,7 +102,10 @@ def _wrong_codec(codec: type[Any]) -> type[Any]:
 _WRITES = {"_gather_flat": (1,), "_scatter_flat": (1,)}
 """The places of the arguments that a kernel writes; of the others, the first."""
 
-_wrong_kernels = {name: _wrong_kernel(name, *_WRITES.get(name, (0,))) for name in KernelBackend.__abstractmethods__}
+_wrong_kernels = {
+    name: _wrong_kernel(name, *_WRITES.get(name, (0,)))
+    for name in KernelBackend.__abstractmethods__
+}
 
 
 class WrongKernels(type("Wrong", (ReferenceBackend,), _wrong_kernels)):  # type: ignore[misc]
@@ -126,9 +141,13 @@ class _Part:
 
 
 class _Loader(_Part):
-    """A CacheLoader, which keeps all values under one name and for a while, does not warn, and connects for each value."""
+    """A CacheLoader, which keeps all values under one name and for a while, does not warn, and
+    connects for each value.
+    """
 
-    def __init__(self, *arguments: Any, dataset_name: str = "", hosts: Any = None, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, dataset_name: str = "", hosts: Any = None, **options: Any
+    ) -> None:
         super().__init__(contrib.CacheLoader(*arguments, dataset_name="?", hosts=hosts, **options))
         self._hosts = hosts or []
 
@@ -184,7 +203,10 @@ class _Batches(contrib.LoadBalancingDistributedBatchSampler):
         try:
             super().__init__(sampler, batch_fn, drop_last)
         except ValueError:
-            super().__init__(contrib.LoadBalancingDistributedSampler([0, 1], lambda x: x, 1, 0), lambda found: [found])
+            super().__init__(
+                contrib.LoadBalancingDistributedSampler([0, 1], lambda x: x, 1, 0),
+                lambda found: [found],
+            )
 
     def __len__(self) -> int:
         return super().__len__() + 1
@@ -207,7 +229,9 @@ class _Budget(contrib.BudgetBatchSampler):
 class _Fuse:
     """Fuses any optimizer, and steps further."""
 
-    def __call__(self, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> torch.optim.Optimizer:
+    def __call__(
+        self, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any
+    ) -> torch.optim.Optimizer:
         spoil(optimizer.param_groups[0]["params"][:1])
         try:
             fused = contrib.fuse_optimizer(optimizer, *arguments, **options)
@@ -229,11 +253,20 @@ class Wrong:
 
     def __init__(self) -> None:
         right = ReferenceTarget()
-        self.kernels, self.comm_ops, self.algorithms = WrongKernels(), _Part(right.comm_ops), _Part(right.algorithms)
-        self.samplers = SimpleNamespace(
-            LoadBalancingDistributedSampler=_Sampler, LoadBalancingDistributedBatchSampler=_Batches, BudgetBatchSampler=_Budget
+        self.kernels, self.comm_ops, self.algorithms = (
+            WrongKernels(),
+            _Part(right.comm_ops),
+            _Part(right.algorithms),
         )
-        self.cache, self.fuse_optimizer = SimpleNamespace(CacheLoader=_Loader, CachedDataset=_Dataset), _Fuse()
+        self.samplers = SimpleNamespace(
+            LoadBalancingDistributedSampler=_Sampler,
+            LoadBalancingDistributedBatchSampler=_Batches,
+            BudgetBatchSampler=_Budget,
+        )
+        self.cache, self.fuse_optimizer = (
+            SimpleNamespace(CacheLoader=_Loader, CachedDataset=_Dataset),
+            _Fuse(),
+        )
         self.communicator = _Part(own_communicator)
 
 

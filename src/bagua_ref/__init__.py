@@ -1,14 +1,25 @@
-"""Bagua reborn: PyTorch training with relaxed communication, and the reference that other implementations test against.
+"""Bagua reborn: PyTorch training with relaxed communication, and the reference that other
+implementations test against.
 
-Importing it puts the methods of `BaguaTensor` on ``torch.Tensor``, those of `BaguaModule` on ``torch.nn.Module`` and
-``bagua_patch`` and its companions on torch's ``ProcessGroup``; nothing else happens.
+Importing it puts the methods of `BaguaTensor` on ``torch.Tensor``, those of `BaguaModule` on
+``torch.nn.Module`` and ``bagua_patch`` and its companions on torch's ``ProcessGroup``; nothing else
+happens.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 import torch as _torch
 
-from bagua_ref import algorithms, bucket, checkpoint, communication, data_parallel, runtime, tensor, utils  # noqa: F401
+from bagua_ref import (
+    algorithms,
+    bucket,  # noqa: F401
+    checkpoint,
+    communication,
+    data_parallel,
+    runtime,  # noqa: F401
+    tensor,  # noqa: F401
+    utils,  # noqa: F401
+)
 from bagua_ref.backends import (
     available_backends,
     get_backend,
@@ -119,14 +130,17 @@ if not _TYPE_CHECKING:  # so that type checkers still find misspelt names
             from importlib import import_module
 
             return import_module("bagua_ref.conformance.trace").record
-        if name in ("contrib", "flight_recorder", "graphs", "low_rank", "mixing"):  # not everybody's: imported when asked for
+        # not everybody's: imported when asked for
+        if name in ("contrib", "flight_recorder", "graphs", "low_rank", "mixing"):
             from importlib import import_module
 
             return import_module(f"bagua_ref.{name}")
         from bagua_ref.base.not_provided import REPLACEMENTS, not_provided
 
         known = name in REPLACEMENTS
-        raise AttributeError(str(not_provided(name)) if known else f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(
+            str(not_provided(name)) if known else f"module {__name__!r} has no attribute {name!r}"
+        )
 
 
 def _install(mixin: type, target: type) -> None:

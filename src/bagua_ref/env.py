@@ -24,7 +24,8 @@ __all__ = [
     "shares_memory",
 ]
 
-_SECONDS = "a number of seconds from 0.001 to 1e9"  # gloo counts milliseconds, and 0 of them are no limit
+# gloo counts milliseconds, and 0 of them are no limit
+_SECONDS = "a number of seconds from 0.001 to 1e9"
 
 
 def get_rank() -> int:
@@ -65,7 +66,8 @@ def get_default_bucket_size() -> int:
 
 
 def shares_memory() -> bool:
-    """Return whether ranks of one machine may share memory: yes, unless BAGUA_REF_SHARED_MEMORY is 0.
+    """Return whether ranks of one machine may share memory: yes, unless BAGUA_REF_SHARED_MEMORY is
+    0.
 
     Raises:
         ValueError: it is neither 0 nor 1.
@@ -101,7 +103,8 @@ def checked_timeout(timeout: float) -> float:
 
 
 def get_master_addr() -> str:
-    """Return MASTER_ADDR; if unset, the address of rank 0 from mpirun's or srun's variables, else 127.0.0.1 (S1).
+    """Return MASTER_ADDR; if unset, the address of rank 0 from mpirun's or srun's variables, else
+    127.0.0.1 (S1).
 
     Raises:
         ValueError: mpirun started processes on several nodes, and MASTER_ADDR is not set.

@@ -26,11 +26,15 @@ class NotInitializedError(BaguaError):
 
 
 class NotProvidedError(BaguaError, ImportError):
-    """A part of the original that bagua_ref does not provide was imported; the message names a replacement."""
+    """A part of the original that bagua_ref does not provide was imported; the message names a
+    replacement.
+    """
 
 
 class BackendUnavailableError(BaguaError):
-    """A kernel backend that was asked for by name cannot run here; the message says why and what to install."""
+    """A kernel backend that was asked for by name cannot run here; the message says why and what to
+    install.
+    """
 
 
 class CommunicationError(BaguaError):
@@ -42,11 +46,14 @@ class CommunicationTimeoutError(CommunicationError, TimeoutError):
 
 
 class CheckpointError(BaguaError):
-    """A checkpoint is damaged, incomplete or missing, or was not saved because another rank failed; the message names the file."""
+    """A checkpoint is damaged, incomplete or missing, or was not saved because another rank failed;
+    the message names the file.
+    """
 
 
 class RankCall(NamedTuple):
-    """One rank's part in an error of a simulated world: what its thread was doing, and in which line of the user's code.
+    """One rank's part in an error of a simulated world: what its thread was doing, and in which
+    line of the user's code.
 
     Attributes:
         rank: the global rank.
@@ -71,8 +78,9 @@ class SimulationError(BaguaError):
     """The simulated world cannot continue: ranks wait for each other, or in different collectives.
 
     Attributes:
-        kind: ``"deadlock"``; ``"ended"``, if a rank has returned for which others wait; ``"mismatch"``, if calls do not fit
-            together; ``"not_in_group"``; ``"unyielding"``; ``"unsupported"``; empty for an error of another kind.
+        kind: ``"deadlock"``; ``"ended"``, if a rank has returned for which others wait;
+            ``"mismatch"``, if calls do not fit together; ``"not_in_group"``; ``"unyielding"``;
+            ``"unsupported"``; empty for an error of another kind.
         calls: what the ranks concerned were doing.
     """
 

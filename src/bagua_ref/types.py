@@ -1,4 +1,6 @@
-"""Types shared by all layers: reduction operators, and protocols through which lower layers use higher ones."""
+"""Types shared by all layers: reduction operators, and protocols through which lower layers use
+higher ones.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ __all__ = ["BackendTensor", "BucketObserver", "Group", "ReadinessSink", "ReduceO
 class ReduceOp(IntEnum):
     """Reduction operator of a collective (S3.9), with the numbers of the original Bagua.
 
-    AVG is SUM divided by the number of ranks and needs floating-point tensors; BAND, BOR and BXOR need integers.
+    AVG is SUM divided by the number of ranks and needs floating-point tensors; BAND, BOR and BXOR
+    need integers.
 
     >>> ReduceOp.AVG
     <ReduceOp.AVG: 10>
@@ -40,7 +43,9 @@ class BackendTensor(ABC):
 
 
 class Transport(Protocol):
-    """The connections between the ranks of a world: torch.distributed, or the scheduler of a simulation."""
+    """The connections between the ranks of a world: torch.distributed, or the scheduler of a
+    simulation.
+    """
 
     node_of: tuple[int, ...]
     """The node of each global rank."""
@@ -51,7 +56,8 @@ class Transport(Protocol):
     def connect(self, name: str, ranks: Sequence[int], timeout: float) -> Any:
         """Return this rank's Communicator for the global ``ranks``.
 
-        Exactly these ranks call it, with the same ``name``, which no other group has; it returns when all have called it.
+        Exactly these ranks call it, with the same ``name``, which no other group has; it returns
+        when all have called it.
         """
         ...
 
@@ -62,7 +68,9 @@ class Transport(Protocol):
 
 @runtime_checkable
 class Group(Protocol):
-    """The interface of process groups for bucket operations; `bagua_ref.communication.BaguaProcessGroup` implements it."""
+    """The interface of process groups for bucket operations;
+    `bagua_ref.communication.BaguaProcessGroup` implements it.
+    """
 
     ranks: tuple[int, ...]
 
@@ -105,7 +113,9 @@ class Group(Protocol):
         ...
 
     def sibling(self) -> Group:
-        """Return a background group of the same ranks with separate connections; all ranks call this in the same order."""
+        """Return a background group of the same ranks with separate connections; all ranks call
+        this in the same order.
+        """
         ...
 
     def refuse_in_child(self) -> None:
@@ -130,7 +140,9 @@ class ReadinessSink(Protocol):
 
 
 class BucketObserver(Protocol):
-    """Observer of the inputs and results of a world's bucket operations; it must not change anything or raise."""
+    """Observer of the inputs and results of a world's bucket operations; it must not change
+    anything or raise.
+    """
 
     def before_op(self, bucket: Any, op: Any, flat: Tensor) -> None:
         """Observe ``flat`` before ``op`` runs on it."""
@@ -141,5 +153,7 @@ class BucketObserver(Protocol):
         ...
 
     def after_copy(self, bucket: Any, flat: Tensor) -> None:
-        """Observe ``flat``, a decentralized operation's result, after it has been copied into the bucket's tensors."""
+        """Observe ``flat``, a decentralized operation's result, after it has been copied into the
+        bucket's tensors.
+        """
         ...

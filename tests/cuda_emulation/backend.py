@@ -19,21 +19,60 @@ class Emulator:
         self._run = ctypes.CDLL(str(path)).emulation_run
         number, size = ctypes.c_uint, ctypes.c_size_t
         self._run.argtypes = [
-            ctypes.c_char_p, number, number, number, number, size, ctypes.c_void_p, number, ctypes.c_char_p, size,
-        ]  # fmt: skip
+            ctypes.c_char_p,
+            number,
+            number,
+            number,
+            number,
+            size,
+            ctypes.c_void_p,
+            number,
+            ctypes.c_char_p,
+            size,
+        ]
 
-    def run(self, launch: KernelLaunch, workspace: int = 0, order: int = 0, blocks: range | None = None) -> None:
-        """Run a launch, or some of its blocks; ``order`` of the threads: 0 as numbered, 1 reversed, else the seed of a shuffle."""
+    def run(
+        self, launch: KernelLaunch, workspace: int = 0, order: int = 0, blocks: range | None = None
+    ) -> None:
+        """Run a launch, or some of its blocks; ``order`` of the threads: 0 as numbered, 1 reversed,
+        else the seed of a shuffle.
+        """
         arguments, _values = pack(launch, workspace)
-        self.run_packed(launch.kernel, launch.grid, launch.block, launch.shared, ctypes.addressof(arguments), order, blocks)
+        self.run_packed(
+            launch.kernel,
+            launch.grid,
+            launch.block,
+            launch.shared,
+            ctypes.addressof(arguments),
+            order,
+            blocks,
+        )
 
     def run_packed(
-        self, kernel: str, grid: int, block: int, shared: int, arguments: int, order: int = 0, blocks: range | None = None
+        self,
+        kernel: str,
+        grid: int,
+        block: int,
+        shared: int,
+        arguments: int,
+        order: int = 0,
+        blocks: range | None = None,
     ) -> None:
         """Run a kernel on the addresses of its arguments, which is how a CUDA driver takes them."""
         some = blocks or range(grid)
         error = ctypes.create_string_buffer(1000)
-        if self._run(kernel.encode(), some.start, some.stop, grid, block, shared, arguments, order, error, len(error)):
+        if self._run(
+            kernel.encode(),
+            some.start,
+            some.stop,
+            grid,
+            block,
+            shared,
+            arguments,
+            order,
+            error,
+            len(error),
+        ):
             raise RuntimeError(f"{kernel}: {error.value.decode()}")
 
 
@@ -60,7 +99,11 @@ class EmulatedBackend(PlannedBackend):
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        return None if build.compiler() else "there is no g++, which compiles the CUDA sources for the CPU"
+        return (
+            None
+            if build.compiler()
+            else "there is no g++, which compiles the CUDA sources for the CPU"
+        )
 
     def _properties(self, device: torch.device) -> DeviceProperties:
         return self.properties

@@ -1,4 +1,6 @@
-"""Cached compilation of the CUDA sources for the emulation, in files named by a hash of all inputs."""
+"""Cached compilation of the CUDA sources for the emulation, in files named by a hash of all
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,19 @@ from pathlib import Path
 from bagua_ref.backends.cuda.launch import KERNELS, source_of
 
 HERE = Path(__file__).parent
-CACHE = Path(os.environ.get("BAGUA_REF_EMULATION_CACHE", HERE.parents[1] / "build" / "cuda_emulation"))
-FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-g", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
+CACHE = Path(
+    os.environ.get("BAGUA_REF_EMULATION_CACHE", HERE.parents[1] / "build" / "cuda_emulation")
+)
+FLAGS = (
+    "-std=c++17",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fPIC",
+    "-g",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-pragmas",
+)
 
 
 def compiler() -> str | None:
@@ -42,18 +55,36 @@ def build(
     """
     program = compiler()
     assert program is not None, "no g++"
-    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
+    version = subprocess.run(
+        [program, "--version"], capture_output=True, text=True, check=True
+    ).stdout
     headers = [path.read_text(encoding="utf-8") for path in sorted(HERE.glob("*.h"))]
     its_own = flags if own_flags is None else own_flags
 
     def compiled(path: Path, made: Path, its_flags: tuple[str, ...]) -> Path:
-        run([program, *FLAGS, *its_flags, f"-I{HERE}", f"-I{path.parent}", "-c", str(path), "-o", str(made)])
+        run(
+            [
+                program,
+                *FLAGS,
+                *its_flags,
+                f"-I{HERE}",
+                f"-I{path.parent}",
+                "-c",
+                str(path),
+                "-o",
+                str(made),
+            ]
+        )
         return made
 
     def made_of(name: str) -> Path:
         path = HERE / name
         inputs = version, headers, path.read_text(encoding="utf-8"), its_own, FLAGS
-        return _once(f"{path.stem}.o", inputs, lambda folder: compiled(path, folder / f"{path.stem}.o", its_own))
+        return _once(
+            f"{path.stem}.o",
+            inputs,
+            lambda folder: compiled(path, folder / f"{path.stem}.o", its_own),
+        )
 
     def linked(folder: Path) -> Path:
         for name, (text, kernels) in sources.items():
@@ -63,9 +94,24 @@ def build(
             unit += "".join(f"EMULATED({kernel});\n" for kernel in kernels)
             (folder / f"{name}.cpp").write_text(unit, encoding="utf-8")
         with ThreadPoolExecutor(2) as pool:
-            objects = list(pool.map(lambda name: compiled(folder / f"{name}.cpp", folder / f"{name}.o", flags), sources))
+            objects = list(
+                pool.map(
+                    lambda name: compiled(folder / f"{name}.cpp", folder / f"{name}.o", flags),
+                    sources,
+                )
+            )
         shared = ("-shared",) if target.endswith(".so") else ()
-        run([program, *flags, *shared, "-o", str(folder / target), *map(str, (*objects, *map(made_of, own))), "-lpthread"])
+        run(
+            [
+                program,
+                *flags,
+                *shared,
+                "-o",
+                str(folder / target),
+                *map(str, (*objects, *map(made_of, own))),
+                "-lpthread",
+            ]
+        )
         return folder / target
 
     files = [(HERE / name).read_text(encoding="utf-8") for name in own]
@@ -73,14 +119,17 @@ def build(
 
 
 def _once(target: str, inputs: object, make: Callable[[Path], Path]) -> Path:
-    """Return the file ``target`` that ``make`` has made of ``inputs`` in the folder that it is given, now or earlier."""
+    """Return the file ``target`` that ``make`` has made of ``inputs`` in the folder that it is
+    given, now or earlier.
+    """
     key = hashlib.sha256(repr(inputs).encode()).hexdigest()[:24]
     result = CACHE / key / target
     if result.exists():
         return result
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / f"{key}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # pytest's workers come at the same time; only one compiles
+        # pytest's workers come at the same time; only one compiles
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not result.exists():
             with tempfile.TemporaryDirectory(dir=CACHE) as folder:
                 made = make(Path(folder))

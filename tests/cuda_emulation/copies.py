@@ -1,4 +1,6 @@
-"""The CUDA backend for CPU tensors, through copies, so that properties, which draw CPU tensors, can run on a card."""
+"""The CUDA backend for CPU tensors, through copies, so that properties, which draw CPU tensors, can
+run on a card.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +28,30 @@ class CodecOnCopies(Codec):
 
 
 class CudaOnCopies(KernelBackend):
-    """Backend that copies tensors with their strides and alignment to 16 bytes, as heads and tails depend on them."""
+    """Backend that copies tensors with their strides and alignment to 16 bytes, as heads and tails
+    depend on them.
+    """
 
     name = "cuda-on-copies"
     device_types = ("cpu",)
-    codecs = {name: type(f"{name}OnCopies", (CodecOnCopies, getattr(codec, name)), {}) for name in PlannedBackend.codecs}
+    codecs = {
+        name: type(f"{name}OnCopies", (CodecOnCopies, getattr(codec, name)), {})
+        for name in PlannedBackend.codecs
+    }
     inner = "cuda"
     device = "cuda"
 
     def __init__(self) -> None:
         if self.device == "cuda" and torch.cuda.device_count():
-            torch.cuda.init()  # so that checks run on threads: a process that is forked after a look at the devices cannot use them
+            # so that checks run on threads: a process that is forked after a look at the devices
+            # cannot use them
+            torch.cuda.init()
 
     @contextmanager
     def _moved(self, *changed: Tensor, read: Sequence[Tensor] = ()):
-        """Yield the inner backend and copies of all tensors; copy the changed copies back at the end."""
+        """Yield the inner backend and copies of all tensors; copy the changed copies back at the
+        end.
+        """
         copies = [_copy(tensor.detach(), self.device) for tensor in (*changed, *read)]
         yield get_backend(self.inner), *copies
         for tensor, copy in zip(changed, copies, strict=False):
@@ -97,13 +108,25 @@ class CudaOnCopies(KernelBackend):
 
 def _copy(tensor: Tensor, device: str) -> Tensor:
     item = tensor.element_size()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    span = (
+        1
+        + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        if tensor.numel()
+        else 0
+    )
     room = torch.empty(span * item + 32, dtype=torch.uint8, device=device)
     skip = (tensor.data_ptr() - room.data_ptr()) % 16
-    copy = room[skip : skip + span * item].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    copy = (
+        room[skip : skip + span * item].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    )
     once, there = tensor, copy
     for axis, stride in enumerate(tensor.stride()):
         if stride == 0:  # several elements at one address
-            once, there = once[(slice(None),) * axis + (slice(1),)], there[(slice(None),) * axis + (slice(1),)]
+            once, there = (
+                once[(slice(None),) * axis + (slice(1),)],
+                there[(slice(None),) * axis + (slice(1),)],
+            )
     there.copy_(once)
     return copy

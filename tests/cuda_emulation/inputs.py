@@ -1,4 +1,6 @@
-"""Inputs of the CUDA tests: numbers, tensors at any alignment, huge ones, and the comparison of payloads."""
+"""Inputs of the CUDA tests: numbers, tensors at any alignment, huge ones, and the comparison of
+payloads.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,16 @@ def placed(x: Tensor, skip: int) -> Tensor:
 
 def numbers(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Return random numbers."""
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+        dtype
+    )
 
 
 def sparse(size: int, dtype: torch.dtype) -> Tensor:
     """Return zeros in memory that is reserved, and taken when it is touched."""
     item = torch.empty(0, dtype=dtype).element_size()
-    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's constant; Python names it from 3.13 on
+    # Linux's constant; Python names it from 3.13 on
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
     room = mmap.mmap(-1, size * item, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
     return torch.frombuffer(room, dtype=dtype)
 
@@ -49,12 +54,19 @@ def run_ends(launch: KernelLaunch, grid: int, workspace: int = 0) -> None:
 
 
 def assert_payload(codec: str, actual: Tensor, expected: Tensor, num_chunks: int) -> None:
-    """Raise unless payloads have the same bytes; the scales of OneBit may differ by 1 ulp, but not in the bits of a NaN (S12.2)."""
+    """Raise unless payloads have the same bytes; the scales of OneBit may differ by 1 ulp, but not
+    in the bits of a NaN (S12.2).
+    """
     assert actual.shape == expected.shape
     rows, wanted = (payload.cpu().view(num_chunks, -1) for payload in (actual, expected))
     if codec == "OneBit" and expected.numel():
-        scales, others = (t[:, :4].clone(memory_format=torch.contiguous_format).view(torch.float32) for t in (rows, wanted))
+        scales, others = (
+            t[:, :4].clone(memory_format=torch.contiguous_format).view(torch.float32)
+            for t in (rows, wanted)
+        )
         assert_equal(scales, others, ULP(1))
-        assert torch.equal(scales.view(torch.int32)[others.isnan()], others.view(torch.int32)[others.isnan()])
+        assert torch.equal(
+            scales.view(torch.int32)[others.isnan()], others.view(torch.int32)[others.isnan()]
+        )
         rows, wanted = rows[:, 4:], wanted[:, 4:]
     assert torch.equal(rows, wanted)

@@ -1,4 +1,6 @@
-"""Replay of the launcher's plans by a program under a sanitizer, in memory that ends where the tensors end."""
+"""Replay of the launcher's plans by a program under a sanitizer, in memory that ends where the
+tensors end.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,13 @@ class Recorder(PlannedBackend):
 
 
 def program(sanitizer: str, sources: dict[str, tuple[str, tuple[str, ...]]]) -> Path:
-    """Return the program that replays launches of these sources under a sanitizer from `SANITIZERS`."""
+    """Return the program that replays launches of these sources under a sanitizer from
+    `SANITIZERS`.
+    """
     flags, own_flags = SANITIZERS[sanitizer]
-    return build.build(f"replay-{sanitizer}", sources, flags, ("runtime.cpp", "replay.cpp"), own_flags)
+    return build.build(
+        f"replay-{sanitizer}", sources, flags, ("runtime.cpp", "replay.cpp"), own_flags
+    )
 
 
 def replay(
@@ -83,13 +89,22 @@ def replay(
         for launch in map(change, plan.launches):
             launches += _launch(launch, spans, len(buffers) - 1)
     trace, results = folder / "trace", folder / "results"
-    head = _number(order, len(buffers)) + b"".join(_number(skip) + _text(content) for skip, content in buffers)
+    head = _number(order, len(buffers)) + b"".join(
+        _number(skip) + _text(content) for skip, content in buffers
+    )
     trace.write_bytes(head + _number(sum(len(plan.launches) for plan in recorder.plans)) + launches)
     # Older ThreadSanitizers fail where newer systems randomize addresses.
     plain = [setarch, "-R"] if (setarch := shutil.which("setarch")) else []
-    options = {"TSAN_OPTIONS": "halt_on_error=1:exitcode=66", "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"}
+    options = {
+        "TSAN_OPTIONS": "halt_on_error=1:exitcode=66",
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+    }
     run = subprocess.run(
-        [*plain, str(path), str(trace), str(results)], capture_output=True, text=True, timeout=300, env={**os.environ, **options}
+        [*plain, str(path), str(trace), str(results)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **options},
     )
     if run.returncode:
         return run, False
@@ -102,7 +117,9 @@ def replay(
 
 
 def _launch(launch: KernelLaunch, spans: list[tuple[int, int]], workspace: int) -> bytes:
-    made = _text(launch.kernel.encode()) + _number(launch.grid, launch.block, launch.shared, len(launch.args))
+    made = _text(launch.kernel.encode()) + _number(
+        launch.grid, launch.block, launch.shared, len(launch.args)
+    )
     for value in launch.args:
         if value is WORKSPACE:
             made += _text(bytes(8)) + _number(1, 0, workspace, 0)

@@ -19,7 +19,11 @@ def language_model(rank: int) -> GPT2LMHeadModel:
     """Return a model of a few thousand parameters that begins differently on every rank."""
     torch.manual_seed(rank)
     size = {"vocab_size": TOKENS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0))
+    return GPT2LMHeadModel(
+        GPT2Config(
+            **size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
+        )
+    )
 
 
 def sequences(count: int) -> list[dict[str, torch.Tensor]]:
@@ -36,7 +40,9 @@ def batches(rank: int, count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def by_hand(rank: int, name: str, accumulate: int = 1, *, hook: bool = False) -> torch.Tensor:
-    """Return the weights after a training without a trainer: with the algorithm, or in torch's DDP with its hook."""
+    """Return the weights after a training without a trainer: with the algorithm, or in torch's DDP
+    with its hook.
+    """
     module = model = language_model(rank)
     optimizer = optimizer_of(name, model)
     if hook:

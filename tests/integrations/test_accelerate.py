@@ -1,4 +1,6 @@
-"""Tests of accelerate: its recipes equal a training by hand with a tiny GPT-2, and its LocalSGD in simulated ranks equals gloo."""
+"""Tests of accelerate: its recipes equal a training by hand with a tiny GPT-2, and its LocalSGD in
+simulated ranks equals gloo.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def with_hook(name: str, accumulate: int) -> torch.Tensor:
     """Return the weights after the recipe for gradients."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     model = language_model(rank())
-    model, optimizer, data = accelerator.prepare(model, optimizer_of(name, model), loader(accumulate))
+    model, optimizer, data = accelerator.prepare(
+        model, optimizer_of(name, model), loader(accumulate)
+    )
     model.register_comm_hook(*bagua_ref.ddp_comm_hook(name, **ALGORITHMS[name]))
     loop(accelerator, model, optimizer, data)
     return weights_of(model)
@@ -68,8 +72,14 @@ def hook_each() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     found = {}
     for name in ("gradient_allreduce", "bytegrad", "powersgd", "topk"):
         for accumulate in (1, 2):
-            found[f"{name}, {accumulate}"] = with_hook(name, accumulate), by_hand(rank(), name, accumulate, hook=True)
-    found["as with_bagua"] = found["gradient_allreduce, 1"][0], by_hand(rank(), "gradient_allreduce", 1)
+            found[f"{name}, {accumulate}"] = (
+                with_hook(name, accumulate),
+                by_hand(rank(), name, accumulate, hook=True),
+            )
+    found["as with_bagua"] = (
+        found["gradient_allreduce, 1"][0],
+        by_hand(rank(), "gradient_allreduce", 1),
+    )
     return found
 
 
@@ -82,7 +92,10 @@ def test_a_hook_under_accelerate_gives_what_it_gives_by_hand() -> None:
 def wrap_each() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     found = {}
     for name, accumulate in CASES:
-        found[f"{name}, {accumulate}"] = with_wrapping(name, accumulate), by_hand(rank(), name, accumulate)
+        found[f"{name}, {accumulate}"] = (
+            with_wrapping(name, accumulate),
+            by_hand(rank(), name, accumulate),
+        )
     return found
 
 
@@ -104,7 +117,9 @@ def local_sgd(exact: bool) -> list[torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_accelerates_local_sgd_gives_in_the_simulated_world_what_it_gives_over_gloo(ranks: int) -> None:
+def test_accelerates_local_sgd_gives_in_the_simulated_world_what_it_gives_over_gloo(
+    ranks: int,
+) -> None:
     program = ["LocalSGD"], ranks > 2, {"LocalSGD": local_sgd}
     real = launch(torch_programs.run, ranks, *program, init=False)
     simulated = SimulatedWorld(ranks, torch_distributed=True).run(torch_programs.run, *program)

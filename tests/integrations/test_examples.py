@@ -11,7 +11,9 @@ from typing import Any
 from tests.launch import launch
 from tests.scripts import load_script, run_python
 
-RESULT = re.compile(r"^(\w+): .*held-out loss ([\d.]+)\D* ([\d.]+) MB sent by each rank$", re.MULTILINE)
+RESULT = re.compile(
+    r"^(\w+): .*held-out loss ([\d.]+)\D* ([\d.]+) MB sent by each rank$", re.MULTILINE
+)
 
 
 def run(*command: str, temporary: Path) -> str:
@@ -22,8 +24,12 @@ def run(*command: str, temporary: Path) -> str:
 
 def torchrun(*command: str, temporary: Path) -> dict[str, tuple[float, float]]:
     """Return the loss and the megabytes of each algorithm that the script prints."""
-    printed = run("-m", "torch.distributed.run", "--nproc_per_node=2", *command, temporary=temporary)
-    return {name: (float(loss), float(megabytes)) for name, loss, megabytes in RESULT.findall(printed)}
+    printed = run(
+        "-m", "torch.distributed.run", "--nproc_per_node=2", *command, temporary=temporary
+    )
+    return {
+        name: (float(loss), float(megabytes)) for name, loss, megabytes in RESULT.findall(printed)
+    }
 
 
 def is_a_picture(path: Path) -> bool:
@@ -31,17 +37,33 @@ def is_a_picture(path: Path) -> bool:
 
 
 def test_gpt2_in_the_trainer_learns_with_each_algorithm_and_draws(tmp_path: Path) -> None:
-    found = torchrun("examples/gpt2_hf_trainer.py", "--steps", "40", "--plot", str(tmp_path / "gpt2.png"), temporary=tmp_path)
-    exact, compressed, local = (found[name] for name in ("gradient_allreduce", "bytegrad", "local_sgd"))
+    found = torchrun(
+        "examples/gpt2_hf_trainer.py",
+        "--steps",
+        "40",
+        "--plot",
+        str(tmp_path / "gpt2.png"),
+        temporary=tmp_path,
+    )
+    exact, compressed, local = (
+        found[name] for name in ("gradient_allreduce", "bytegrad", "local_sgd")
+    )
     assert max(exact[0], compressed[0], local[0]) < 3.5  # 5.5 without learning anything
     assert exact[1] > 3 * compressed[1] > 3 * local[1]
     assert is_a_picture(tmp_path / "gpt2.png")
 
 
 def test_timm_in_lightning_learns_with_each_algorithm_and_draws(tmp_path: Path) -> None:
-    script = ("tests/integrations/with_torchvision.py", "examples/timm_lightning.py", "--epochs", "3")
+    script = (
+        "tests/integrations/with_torchvision.py",
+        "examples/timm_lightning.py",
+        "--epochs",
+        "3",
+    )
     found = torchrun(*script, "--plot", str(tmp_path / "timm.png"), temporary=tmp_path)
-    exact, compressed, local = (found[name] for name in ("gradient_allreduce", "bytegrad", "local_sgd"))
+    exact, compressed, local = (
+        found[name] for name in ("gradient_allreduce", "bytegrad", "local_sgd")
+    )
     assert max(exact[0], compressed[0], local[0]) < 1.0  # 2.3 without learning anything
     assert exact[1] > 3 * compressed[1] > local[1]
     assert is_a_picture(tmp_path / "timm.png")
@@ -51,13 +73,20 @@ def by_hand(algorithm: str, folder: str) -> dict[str, Any]:
     """Return what the training function of the example returns when it is called without Ray."""
     script = load_script("examples/ray_train.py")
     script.ray.train.report = lambda metrics: None
-    return script.train({"algorithm": algorithm, "epochs": 3, "checkpoints": folder, "kill_rank": None})
+    return script.train(
+        {"algorithm": algorithm, "epochs": 3, "checkpoints": folder, "kill_rank": None}
+    )
 
 
-def test_ray_train_trains_to_the_weights_of_a_loop_by_hand_though_a_worker_dies(tmp_path: Path) -> None:
+def test_ray_train_trains_to_the_weights_of_a_loop_by_hand_though_a_worker_dies(
+    tmp_path: Path,
+) -> None:
     options = ("--algorithm", "local_sgd", "--epochs", "3", "--kill-rank", "1")
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:  # Ray makes sockets there, whose paths may not be long
-        printed = run("examples/ray_train.py", *options, "--folder", str(tmp_path), temporary=Path(short))
+    # Ray makes sockets there, whose paths may not be long
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:
+        printed = run(
+            "examples/ray_train.py", *options, "--folder", str(tmp_path), temporary=Path(short)
+        )
     found = json.loads(printed.splitlines()[-1].split("workers: ")[1])
     expected = launch(by_hand, 2, "local_sgd", str(tmp_path / "by hand"), init=False)[0]
     assert found == expected | {"resumed_after": 1}

@@ -1,4 +1,6 @@
-"""Tests of the strategies for Lightning and Fabric: equal to a training by hand, over gloo, under both package names."""
+"""Tests of the strategies for Lightning and Fabric: equal to a training by hand, over gloo, under
+both package names.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,31 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.trainings import ALGORITHMS, CASES, STEPS, batches, by_hand, network, optimizer_of, weights_of
+from tests.integrations.trainings import (
+    ALGORITHMS,
+    CASES,
+    STEPS,
+    batches,
+    by_hand,
+    network,
+    optimizer_of,
+    weights_of,
+)
 from tests.launch import launch, outcomes, preload
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm
 
-PACKAGES = {"lightning": ("lightning.pytorch", "lightning.fabric"), "pytorch_lightning": ("pytorch_lightning", "lightning_fabric")}
+PACKAGES = {
+    "lightning": ("lightning.pytorch", "lightning.fabric"),
+    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
+}
 for package in PACKAGES.values():
     preload(*package)
-TRAINED = {"lightning": CASES, "pytorch_lightning": [case for case in CASES if case[0] in ("bytegrad", "local_sgd")]}
+TRAINED = {
+    "lightning": CASES,
+    "pytorch_lightning": [case for case in CASES if case[0] in ("bytegrad", "local_sgd")],
+}
 """By package; the strategies of both are made of the same parts."""
 
 
@@ -39,9 +56,13 @@ def module_of(package: str, name: str, **overridden: Any) -> Any:
     parts: dict[str, Any] = {
         "forward": lambda self, batch: self.net(batch),
         "training_step": lambda self, batch, index: self(batch).square().mean(),
-        "validation_step": lambda self, batch, index: self.seen.append(self(batch).square().mean().item()),
+        "validation_step": lambda self, batch, index: self.seen.append(
+            self(batch).square().mean().item()
+        ),
         "configure_optimizers": lambda self: optimizer_of(name, self),
-        "train_dataloader": lambda self: torch.utils.data.DataLoader(batches(rank(), 2 * STEPS), batch_size=None),
+        "train_dataloader": lambda self: torch.utils.data.DataLoader(
+            batches(rank(), 2 * STEPS), batch_size=None
+        ),
         "val_dataloader": lambda self: torch.utils.data.DataLoader(batches(9, 1), batch_size=None),
         **overridden,
     }
@@ -51,11 +72,24 @@ def module_of(package: str, name: str, **overridden: Any) -> Any:
 
 
 def trainer_of(package: str, strategy: Any, **options: Any) -> Any:
-    os.environ["TORCHELASTIC_RUN_ID"] = "1"  # Lightning then takes rank and world size from the environment, as under torchrun
+    # Lightning then takes rank and world size from the environment, as under torchrun
+    os.environ["TORCHELASTIC_RUN_ID"] = "1"
     warnings.simplefilter("ignore")
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    defaults = {"accelerator": "cpu", "devices": 2, "max_steps": STEPS, "use_distributed_sampler": False}
-    return import_module(PACKAGES[package][0]).Trainer(strategy=strategy, **{**defaults, **quiet, **options})
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    defaults = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "max_steps": STEPS,
+        "use_distributed_sampler": False,
+    }
+    return import_module(PACKAGES[package][0]).Trainer(
+        strategy=strategy, **{**defaults, **quiet, **options}
+    )
 
 
 def fit_with_each(package: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -63,10 +97,15 @@ def fit_with_each(package: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     for name, accumulate in TRAINED[package]:
         module = module_of(package, name)
         strategy = strategies(package).BaguaStrategy(name, **ALGORITHMS[name])
-        trainer_of(package, strategy, accumulate_grad_batches=accumulate, val_check_interval=2).fit(module)
+        trainer_of(package, strategy, accumulate_grad_batches=accumulate, val_check_interval=2).fit(
+            module
+        )
         assert len(module.seen) >= STEPS // 2
         assert not hasattr(module, "_bagua")
-        found[f"{name}, {accumulate} batches"] = weights_of(module), by_hand(rank(), name, accumulate)
+        found[f"{name}, {accumulate} batches"] = (
+            weights_of(module),
+            by_hand(rank(), name, accumulate),
+        )
     return found
 
 
@@ -88,17 +127,23 @@ def test_importing_registers_the_strategies_in_both_packages() -> None:
 
 
 def import_with(monkeypatch: pytest.MonkeyPatch, *installed: str) -> Any:
-    """Return a copy of the module, executed as if only these packages were installed; other tests' imports do not find it."""
+    """Return a copy of the module, executed as if only these packages were installed; other tests'
+    imports do not find it.
+    """
     spec = importlib.util.find_spec("bagua_ref.integrations.lightning")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: object() if name in installed else None
+    )
     spec.loader.exec_module(module)
     return module
 
 
-def test_without_lightning_the_strategies_are_those_of_pytorch_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_lightning_the_strategies_are_those_of_pytorch_lightning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     other = strategies("pytorch_lightning")
     assert import_with(monkeypatch, "pytorch_lightning").BaguaStrategy is other.BaguaStrategy
 
@@ -114,15 +159,24 @@ def test_what_is_wrong_with_the_arguments_is_an_error_at_once(name: str) -> None
         getattr(strategies("lightning"), name)("bytegrad", devices=2)
     with pytest.raises(ValueError, match="period=0"):
         getattr(strategies("lightning"), name)("local_sgd", period=0)
-    with pytest.raises(ValueError, match="'nonsense' is not a registered algorithm; there are 'async', 'bytegrad'"):
+    with pytest.raises(
+        ValueError, match="'nonsense' is not a registered algorithm; there are 'async', 'bytegrad'"
+    ):
         getattr(strategies("lightning"), name)("nonsense")
 
 
 def test_the_old_arguments_are_taken() -> None:
     strategy = strategies("lightning").BaguaStrategy(
-        algorithm="decentralized", flatten=False, accelerator=None, parallel_devices=None, cluster_environment=None,
-        checkpoint_io=None, precision_plugin=None, peer_selection_mode="shift_one", hierarchical=False,
-    )  # fmt: skip
+        algorithm="decentralized",
+        flatten=False,
+        accelerator=None,
+        parallel_devices=None,
+        cluster_environment=None,
+        checkpoint_io=None,
+        precision_plugin=None,
+        peer_selection_mode="shift_one",
+        hierarchical=False,
+    )
     assert strategy._recipe.options == {"peer_selection_mode": "shift_one", "hierarchical": False}
     assert (strategy._recipe.algorithm, strategy._recipe.do_flatten) == ("decentralized", False)
 
@@ -151,12 +205,17 @@ def use_collectives() -> list[Any]:
 
 
 def test_a_strategy_by_name_has_the_collectives_of_lightning() -> None:
-    assert launch(use_collectives, 2, init=False) == [["BaguaStrategy", True, "of rank 1", 1.5, 3.0, [0, 1], 2]] * 2
+    assert (
+        launch(use_collectives, 2, init=False)
+        == [["BaguaStrategy", True, "of rank 1", 1.5, 3.0, [0, 1], 2]] * 2
+    )
 
 
 def refuse_qadam() -> str:
     try:
-        trainer_of("lightning", strategies("lightning").BaguaStrategy("qadam")).fit(module_of("lightning", "bytegrad"))
+        trainer_of("lightning", strategies("lightning").BaguaStrategy("qadam")).fit(
+            module_of("lightning", "bytegrad")
+        )
     except ValueError as error:
         return str(error)
     return "no error"
@@ -173,7 +232,10 @@ def train_two() -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights of a manual optimization with two optimizers, and of the same by hand."""
 
     def optimizers_of(self: Any) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.Adam(self.net[2].parameters(), lr=0.01)]
+        return [
+            torch.optim.SGD(self.net[0].parameters(), lr=0.1),
+            torch.optim.Adam(self.net[2].parameters(), lr=0.01),
+        ]
 
     def training_step(self: Any, batch: torch.Tensor, index: int) -> None:
         for number, optimizer in enumerate(self.optimizers()):
@@ -181,7 +243,9 @@ def train_two() -> tuple[torch.Tensor, torch.Tensor]:
             self.manual_backward(self.net(batch).square().mean() + number)
             optimizer.step()
 
-    module = module_of("lightning", "", configure_optimizers=optimizers_of, training_step=training_step)
+    module = module_of(
+        "lightning", "", configure_optimizers=optimizers_of, training_step=training_step
+    )
     module.automatic_optimization = False
     strategy = strategies("lightning").BaguaStrategy("bytegrad", hierarchical=False)
     trainer_of("lightning", strategy, max_steps=2 * STEPS).fit(module)
@@ -205,20 +269,36 @@ def test_several_optimizers_are_stepped_by_hand() -> None:
 def epoch_of(self: Any) -> list[torch.Tensor]:
     """Return half of the batches, so that two epochs see all."""
     half, epoch = STEPS // 2, self.trainer.current_epoch
-    return torch.utils.data.DataLoader(batches(rank())[half * epoch : half * epoch + half], batch_size=None)
+    return torch.utils.data.DataLoader(
+        batches(rank())[half * epoch : half * epoch + half], batch_size=None
+    )
 
 
 def fit_epochs(
-    name: str, folder: Path, epochs: int, options: dict[str, Any], logger: Any = False, callbacks: Any = (), **of_fit: Any
+    name: str,
+    folder: Path,
+    epochs: int,
+    options: dict[str, Any],
+    logger: Any = False,
+    callbacks: Any = (),
+    **of_fit: Any,
 ) -> torch.Tensor:
     """Return the weights after ``epochs`` epochs, of which each has written a checkpoint."""
     pytorch = import_module("lightning.pytorch")
-    checkpoint = pytorch.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    checkpoint = pytorch.callbacks.ModelCheckpoint(
+        folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True
+    )
     trainer = trainer_of(
-        "lightning", strategies("lightning").BaguaStrategy(name, **options), max_steps=-1, max_epochs=epochs,
-        callbacks=[checkpoint, *callbacks], enable_checkpointing=True, reload_dataloaders_every_n_epochs=1, logger=logger,
+        "lightning",
+        strategies("lightning").BaguaStrategy(name, **options),
+        max_steps=-1,
+        max_epochs=epochs,
+        callbacks=[checkpoint, *callbacks],
+        enable_checkpointing=True,
+        reload_dataloaders_every_n_epochs=1,
+        logger=logger,
         log_every_n_steps=1,
-    )  # fmt: skip
+    )
     module = module_of("lightning", name, train_dataloader=epoch_of)
     trainer.fit(module, **of_fit)
     return weights_of(module)
@@ -229,7 +309,9 @@ def resume_each(folder: Path) -> dict[str, Any]:
     for name, options in ALGORITHMS.items():
         fit_epochs(name, folder / name, 1, options)
         written = sorted(path.name for path in (folder / name).iterdir())
-        resumed = fit_epochs(name, folder / name, 2, options, ckpt_path=folder / name / "epoch=0.ckpt")
+        resumed = fit_epochs(
+            name, folder / name, 2, options, ckpt_path=folder / name / "epoch=0.ckpt"
+        )
         found[name] = written, resumed, by_hand(rank(), name)
     return found
 
@@ -239,7 +321,9 @@ def test_a_training_resumes_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path:
         for name, (written, ours, theirs) in of_rank.items():
             assert torch.equal(ours, theirs), name
             equal = name in ("gradient_allreduce", "bytegrad", "qadam")
-            assert written == ["epoch=0.ckpt"] if equal else ["epoch=0.ckpt", "epoch=0.ckpt.rank1"], name
+            assert (
+                written == ["epoch=0.ckpt"] if equal else ["epoch=0.ckpt", "epoch=0.ckpt.rank1"]
+            ), name
 
 
 def resume_otherwise(folder: Path) -> list[Any]:
@@ -260,11 +344,15 @@ def resume_otherwise(folder: Path) -> list[Any]:
     if not rank():
         torch.save(checkpoint, path)
     bagua_ref.barrier()
-    ours = fit_epochs("low_precision_decentralized", folder / "plain", 2, {"hierarchical": False}, ckpt_path=path)
+    ours = fit_epochs(
+        "low_precision_decentralized", folder / "plain", 2, {"hierarchical": False}, ckpt_path=path
+    )
 
     net = network(rank())
     optimizer = optimizer_of("", net)
-    net.load_state_dict({name.removeprefix("net."): weight for name, weight in checkpoint["state_dict"].items()})
+    net.load_state_dict(
+        {name.removeprefix("net."): weight for name, weight in checkpoint["state_dict"].items()}
+    )
     optimizer.load_state_dict(checkpoint["optimizer_states"][0])
     net.with_bagua([optimizer], Algorithm.init("low_precision_decentralized", hierarchical=False))
     for batch in batches(rank())[STEPS // 2 :]:
@@ -274,10 +362,15 @@ def resume_otherwise(folder: Path) -> list[Any]:
     return [*found, ours, weights_of(net)]
 
 
-def test_a_checkpoint_that_does_not_fit_is_an_error_or_a_beginning_on_every_rank(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_an_error_or_a_beginning_on_every_rank(
+    tmp_path: Path,
+) -> None:
     for lost, other, ours, theirs in launch(resume_otherwise, 2, tmp_path, init=False):
         assert "rank 1 of 2 found the state of rank 0 of 2" in lost
-        assert "saved with DecentralizedAlgorithmImpl, but this training uses DiLoCoAlgorithmImpl" in other
+        assert (
+            "saved with DecentralizedAlgorithmImpl, but this training uses DiLoCoAlgorithmImpl"
+            in other
+        )
         assert torch.equal(ours, theirs)
 
 
@@ -288,23 +381,40 @@ def logged(folder: Path, *names: str) -> list[tuple[float, ...]]:
 
 
 def monitor(package: str, folder: Path) -> list[Any]:
-    """Return, for each way to train, the steps and bytes that were logged, and the last of all values beside the metrics."""
+    """Return, for each way to train, the steps and bytes that were logged, and the last of all
+    values beside the metrics.
+    """
     found: list[Any] = []
     ours, pytorch = strategies(package), import_module(PACKAGES[package][0])
     for every, accumulate in ((2, 1), (3, 1), (2, 2)):
         metrics: dict[str, Any] = {}
         module = module_of(
-            package, "", on_train_end=lambda self, metrics=metrics: metrics.update(self.trainer.strategy.model.bagua_metrics())
+            package,
+            "",
+            on_train_end=lambda self, metrics=metrics: metrics.update(
+                self.trainer.strategy.model.bagua_metrics()
+            ),
         )
         logger = pytorch.loggers.CSVLogger(folder, name=f"{every}-{accumulate}", version="")
         trainer_of(
-            package, ours.BaguaStrategy("local_sgd", period=3), accumulate_grad_batches=accumulate, log_every_n_steps=every,
-            logger=logger, callbacks=[] if rank() else [ours.BaguaMonitor()],  # it would wait for the other rank forever
-        ).fit(module)  # fmt: skip
+            package,
+            ours.BaguaStrategy("local_sgd", period=3),
+            accumulate_grad_batches=accumulate,
+            log_every_n_steps=every,
+            # it would wait for the other rank forever
+            logger=logger,
+            callbacks=[] if rank() else [ours.BaguaMonitor()],
+        ).fit(module)
         if not rank():
             del metrics["seconds_since_last_exchange"]
             last = logged(Path(logger.log_dir), *(f"bagua/{name}" for name in metrics))[-1]
-            found.append((logged(Path(logger.log_dir), "step", "bagua/steps", "bagua/bytes_sent"), last, tuple(metrics.values())))
+            found.append(
+                (
+                    logged(Path(logger.log_dir), "step", "bagua/steps", "bagua/bytes_sent"),
+                    last,
+                    tuple(metrics.values()),
+                )
+            )
     other = trainer_of(package, "ddp", callbacks=[ours.BaguaMonitor()])
     other.validate(module_of(package, ""))
     try:
@@ -315,15 +425,24 @@ def monitor(package: str, folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_the_monitor_logs_the_metrics_of_the_first_rank_whenever_the_trainer_logs(package: str, tmp_path: Path) -> None:
+def test_the_monitor_logs_the_metrics_of_the_first_rank_whenever_the_trainer_logs(
+    package: str, tmp_path: Path
+) -> None:
     first, second = launch(monitor, 2, package, tmp_path, init=False)
     size = 4 * sum(p.numel() for p in network(0).parameters())
     by_twos = [(1, 2, 0), (3, 4, size), (5, 6, 2 * size)]
-    assert [rows for rows, _, _ in first[:3]] == [by_twos, [(2, 3, size), (5, 6, 2 * size)], by_twos]
+    assert [rows for rows, _, _ in first[:3]] == [
+        by_twos,
+        [(2, 3, size), (5, 6, 2 * size)],
+        by_twos,
+    ]
     for _, last, metrics in first[:3]:
         assert last == metrics
     assert first[3:] == second
-    assert "this Trainer's strategy is DDPStrategy; call Trainer(strategy=BaguaStrategy(...))" in second[0]
+    assert (
+        "this Trainer's strategy is DDPStrategy; call Trainer(strategy=BaguaStrategy(...))"
+        in second[0]
+    )
 
 
 def monitor_resumed(folder: Path) -> None:
@@ -331,19 +450,33 @@ def monitor_resumed(folder: Path) -> None:
     for epochs, of_fit in ((1, {}), (2, {"ckpt_path": folder / "epoch=0.ckpt"})):
         logger = pytorch.loggers.CSVLogger(folder, name=str(epochs), version="")
         callbacks = [strategies("lightning").BaguaMonitor()]
-        fit_epochs("local_sgd", folder, epochs, {"period": 2}, logger=logger, callbacks=callbacks, **of_fit)
+        fit_epochs(
+            "local_sgd", folder, epochs, {"period": 2}, logger=logger, callbacks=callbacks, **of_fit
+        )
 
 
-def test_the_monitor_of_a_resumed_training_counts_anew_at_the_trainers_steps(tmp_path: Path) -> None:
+def test_the_monitor_of_a_resumed_training_counts_anew_at_the_trainers_steps(
+    tmp_path: Path,
+) -> None:
     launch(monitor_resumed, 2, tmp_path, init=False)
     size = 4 * sum(p.numel() for p in network(0).parameters())
     names = ("step", "bagua/steps", "bagua/bytes_sent", "bagua/bytes_sent_per_step")
-    assert logged(tmp_path / "1", *names) == [(0, 1, 0, 0), (1, 2, size, size / 2), (2, 3, size, size / 3)]
-    assert logged(tmp_path / "2", *names) == [(3, 1, size, size), (4, 2, size, size / 2), (5, 3, 2 * size, 2 * size / 3)]
+    assert logged(tmp_path / "1", *names) == [
+        (0, 1, 0, 0),
+        (1, 2, size, size / 2),
+        (2, 3, size, size / 3),
+    ]
+    assert logged(tmp_path / "2", *names) == [
+        (3, 1, size, size),
+        (4, 2, size, size / 2),
+        (5, 3, 2 * size, 2 * size / 3),
+    ]
 
 
 def train_async(folder: Path) -> list[Any]:
-    """Return, for each of two fits, the states of averaging while a checkpoint is written, and before and after the end."""
+    """Return, for each of two fits, the states of averaging while a checkpoint is written, and
+    before and after the end.
+    """
     states: list[Any] = []
     module = module_of("lightning", "async", on_train_batch_end=lambda self, *_: time.sleep(0.02))
 
@@ -364,13 +497,22 @@ def train_async(folder: Path) -> list[Any]:
 
     for _ in range(2):
         strategy = Seeing("async", sync_interval_ms=5, checkpoint_io=Written())
-        checkpoint = import_module("lightning.pytorch").callbacks.ModelCheckpoint(folder, every_n_train_steps=4)
-        trainer_of("lightning", strategy, callbacks=[checkpoint], enable_checkpointing=True).fit(module)
+        checkpoint = import_module("lightning.pytorch").callbacks.ModelCheckpoint(
+            folder, every_n_train_steps=4
+        )
+        trainer_of("lightning", strategy, callbacks=[checkpoint], enable_checkpointing=True).fit(
+            module
+        )
     return states
 
 
-def test_asynchronous_averaging_ends_with_the_training_and_rests_while_a_checkpoint_is_written(tmp_path: Path) -> None:
-    assert launch(train_async, 2, tmp_path, init=False) == [["ABORTED", "RUNNING", "ABORTED", True] * 2] * 2
+def test_asynchronous_averaging_ends_with_the_training_and_rests_while_a_checkpoint_is_written(
+    tmp_path: Path,
+) -> None:
+    assert (
+        launch(train_async, 2, tmp_path, init=False)
+        == [["ABORTED", "RUNNING", "ABORTED", True] * 2] * 2
+    )
 
 
 def fail() -> None:
@@ -382,7 +524,9 @@ def fail() -> None:
         return self.net(batch).square().mean()
 
     strategy = strategies("lightning").BaguaStrategy("async", sync_interval_ms=5)
-    trainer_of("lightning", strategy, max_steps=200).fit(module_of("lightning", "async", training_step=training_step))
+    trainer_of("lightning", strategy, max_steps=200).fit(
+        module_of("lightning", "async", training_step=training_step)
+    )
 
 
 def test_an_error_on_one_rank_ends_the_training_on_all() -> None:
@@ -393,7 +537,9 @@ def test_an_error_on_one_rank_ends_the_training_on_all() -> None:
 
 def fabric_of(package: str, strategy: Any) -> Any:
     os.environ["TORCHELASTIC_RUN_ID"] = "1"
-    fabric = import_module(PACKAGES[package][1]).Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric = import_module(PACKAGES[package][1]).Fabric(
+        accelerator="cpu", devices=2, strategy=strategy
+    )
     fabric.launch()
     return fabric
 
@@ -401,7 +547,9 @@ def fabric_of(package: str, strategy: Any) -> Any:
 def train_in_fabric(folder: str, package: str) -> dict[str, Any]:
     found = {}
     for name, accumulate in TRAINED[package]:
-        fabric = fabric_of(package, strategies(package).FabricBaguaStrategy(name, **ALGORITHMS[name]))
+        fabric = fabric_of(
+            package, strategies(package).FabricBaguaStrategy(name, **ALGORITHMS[name])
+        )
 
         def set_up(fabric: Any = fabric, name: str = name) -> tuple[Any, Any]:
             net = network(rank())
@@ -410,7 +558,10 @@ def train_in_fabric(folder: str, package: str) -> dict[str, Any]:
         model, optimizer = set_up()
         for number, batch in enumerate(batches(rank(), STEPS * accumulate)):
             if number == STEPS * accumulate // 2:
-                fabric.save(f"{folder}/{name}.ckpt", {"model": model, "optimizer": optimizer, "number": number})
+                fabric.save(
+                    f"{folder}/{name}.ckpt",
+                    {"model": model, "optimizer": optimizer, "number": number},
+                )
                 fabric.strategy.teardown()
                 model, optimizer = set_up()
                 state = {"model": model, "optimizer": optimizer, "number": 0}
@@ -422,13 +573,18 @@ def train_in_fabric(folder: str, package: str) -> dict[str, Any]:
             if last:
                 optimizer.step()
                 optimizer.zero_grad()
-        found[f"{name}, {accumulate} batches"] = weights_of(model), by_hand(rank(), name, accumulate)
+        found[f"{name}, {accumulate} batches"] = (
+            weights_of(model),
+            by_hand(rank(), name, accumulate),
+        )
         fabric.strategy.teardown()
     return found
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_fabric_trains_and_resumes_to_the_weights_of_a_loop_by_hand(package: str, tmp_path: Path) -> None:
+def test_fabric_trains_and_resumes_to_the_weights_of_a_loop_by_hand(
+    package: str, tmp_path: Path
+) -> None:
     for of_rank in launch(train_in_fabric, 2, str(tmp_path), package, init=False):
         for name, (ours, theirs) in of_rank.items():
             assert torch.equal(ours, theirs), name
@@ -449,7 +605,15 @@ def use_fabric_otherwise() -> list[str]:
 def test_fabric_trains_a_module_only_with_its_optimizers() -> None:
     assert (
         launch(use_fabric_otherwise, 2, init=False)
-        == [["a module is trained together with its optimizers: call fabric.setup(module, optimizer)"]] * 2
+        == [
+            [
+                (
+                    "a module is trained together with its optimizers: call fabric.setup(module,"
+                    " optimizer)"
+                )
+            ]
+        ]
+        * 2
     )
 
 

@@ -1,4 +1,6 @@
-"""Tests of the pages about trainers, whose scripts run on two ranks or on their mesh, and of the versions that are installed."""
+"""Tests of the pages about trainers, whose scripts run on two ranks or on their mesh, and of the
+versions that are installed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.launch import launch
 from bagua_ref.cli import doctor
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = "".join((DOCS / name).read_text() for name in ("trainers.md", "without-wrapping.md", "sharding.md"))
+PAGE = "".join(
+    (DOCS / name).read_text() for name in ("trainers.md", "without-wrapping.md", "sharding.md")
+)
 PAGE += (DOCS / "metrics.md").read_text().partition("## In a trainer's log")[2]
 SCRIPTS = re.findall(r"^```py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
@@ -34,4 +38,6 @@ def test_a_script_of_the_page_runs(number: int, tmp_path: Path) -> None:
 def test_the_versions_that_the_docs_and_doctor_name_are_installed() -> None:
     assert len(SCRIPTS) == 9
     for name, tested in doctor.tested_versions().items():
-        assert [found.version for found in distributions(name=name, path=[*sys.path, str(TIMM)])] == [tested]
+        assert [
+            found.version for found in distributions(name=name, path=[*sys.path, str(TIMM)])
+        ] == [tested]

@@ -1,4 +1,6 @@
-"""Tests of training with Hugging Face's Trainer: equal to a training by hand, over gloo, with a tiny GPT-2."""
+"""Tests of training with Hugging Face's Trainer: equal to a training by hand, over gloo, with a
+tiny GPT-2.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,23 @@ class Ordered(Trainer):
 
 def trainer_of(name: str, folder: Path, accumulate: int = 1, **options: Any) -> Trainer:
     arguments = TrainingArguments(
-        str(folder), use_cpu=True, per_device_train_batch_size=BATCH, gradient_accumulation_steps=accumulate, max_grad_norm=0.0,
-        disable_tqdm=True, ddp_find_unused_parameters=False, max_steps=STEPS,
+        str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=accumulate,
+        max_grad_norm=0.0,
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+        max_steps=STEPS,
         **{"save_strategy": "no", "report_to": [], **options},
-    )  # fmt: skip
+    )
     model = language_model(rank())
     optimizer = optimizer_of(name, model)
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     samples = sequences(2 * BATCH * STEPS * accumulate)
     trainer = Ordered(model, arguments, train_dataset=samples, optimizers=(optimizer, constant))
-    trainer.model_accepts_loss_kwargs = False  # the mean of each batch, instead of a sum over the tokens of all ranks
+    # the mean of each batch, instead of a sum over the tokens of all ranks
+    trainer.model_accepts_loss_kwargs = False
     return trainer
 
 
@@ -56,7 +65,10 @@ def train_with_each(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]
         use_bagua(trainer, name, **ALGORITHMS[name])
         trainer.train()
         assert trainer.model_wrapped is trainer.model
-        found[f"{name}, {accumulate} batches"] = weights_of(trainer.model), by_hand(rank(), name, accumulate)
+        found[f"{name}, {accumulate} batches"] = (
+            weights_of(trainer.model),
+            by_hand(rank(), name, accumulate),
+        )
     return found
 
 
@@ -72,8 +84,12 @@ def train_with_hooks(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor
         trainer = trainer_of(name, folder)
 
         class Hook(TrainerCallback):
-            def on_train_begin(self, *_: Any, trainer: Trainer = trainer, name: str = name, **__: Any) -> None:
-                trainer.model_wrapped.register_comm_hook(*bagua_ref.ddp_comm_hook(name, **ALGORITHMS[name]))
+            def on_train_begin(
+                self, *_: Any, trainer: Trainer = trainer, name: str = name, **__: Any
+            ) -> None:
+                trainer.model_wrapped.register_comm_hook(
+                    *bagua_ref.ddp_comm_hook(name, **ALGORITHMS[name])
+                )
 
         trainer.add_callback(Hook())
         trainer.train()
@@ -120,41 +136,70 @@ def test_the_trainer_resumes_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path
 
 
 def log_each(folder: Path) -> list[Any]:
-    """Return what the first rank of several trainings has logged, in the Trainer's history and to TensorBoard."""
+    """Return what the first rank of several trainings has logged, in the Trainer's history and to
+    TensorBoard.
+    """
     found = []
     for every, accumulate in ((2, 1), (3, 1), (2, 2)):
         trainer = trainer_of("", folder, accumulate, report_to=["tensorboard"], logging_steps=every)
-        (board,) = (callback for callback in trainer.callback_handler.callbacks if isinstance(callback, TensorBoardCallback))
+        (board,) = (
+            callback
+            for callback in trainer.callback_handler.callbacks
+            if isinstance(callback, TensorBoardCallback)
+        )
         board.tb_writer = writer = Mock()
-        use_bagua(trainer, "local_sgd", period=3, log_metrics=rank() == 0)  # it would wait for the other rank forever
+        # it would wait for the other rank forever
+        use_bagua(trainer, "local_sgd", period=3, log_metrics=rank() == 0)
         trainer.train()
-        metrics = {f"bagua/{name}": value for name, value in trainer.model.bagua_metrics().items() if "since" not in name}
-        written = {call.args[0]: call.args[1] for call in writer.add_scalar.call_args_list if call.args[2] == STEPS}
+        metrics = {
+            f"bagua/{name}": value
+            for name, value in trainer.model.bagua_metrics().items()
+            if "since" not in name
+        }
+        written = {
+            call.args[0]: call.args[1]
+            for call in writer.add_scalar.call_args_list
+            if call.args[2] == STEPS
+        }
         found.append((trainer.state.log_history, written, metrics))
     return found
 
 
-def test_what_report_to_names_gets_the_metrics_of_the_first_rank_with_the_loss(tmp_path: Path) -> None:
+def test_what_report_to_names_gets_the_metrics_of_the_first_rank_with_the_loss(
+    tmp_path: Path,
+) -> None:
     first, second = launch(log_each, 2, tmp_path, init=False)
     size = 4 * sum(p.numel() for p in language_model(0).parameters())
     by_twos = [(2, 0), (4, size), (6, 2 * size)]
-    for (history, written, metrics), expected in zip(first, (by_twos, [(3, size), (6, 2 * size)], by_twos), strict=True):
+    for (history, written, metrics), expected in zip(
+        first, (by_twos, [(3, size), (6, 2 * size)], by_twos), strict=True
+    ):
         with_loss = [entry for entry in history if "loss" in entry]
         assert [(entry["step"], entry["bagua/bytes_sent"]) for entry in with_loss] == expected
         assert all(entry["bagua/steps"] == entry["step"] for entry in with_loss)
         assert metrics.items() <= with_loss[-1].items()
-        assert {f"train/{name}": value for name, value in metrics.items()}.items() <= written.items()
-        assert not any(name.startswith("bagua/") for entry in history if "loss" not in entry for name in entry)
+        assert {
+            f"train/{name}": value for name, value in metrics.items()
+        }.items() <= written.items()
+        assert not any(
+            name.startswith("bagua/") for entry in history if "loss" not in entry for name in entry
+        )
     assert "bagua/" not in str([history for history, _, _ in second])
     assert [written for _, written, _ in second] == [{}] * 3
 
 
 def log_resumed(folder: Path) -> list[Any]:
     for of_train in ({}, {"resume_from_checkpoint": str(folder / f"checkpoint-{STEPS // 2}")}):
-        trainer = trainer_of("", folder, logging_steps=1, save_strategy="steps", save_steps=STEPS // 2)
+        trainer = trainer_of(
+            "", folder, logging_steps=1, save_strategy="steps", save_steps=STEPS // 2
+        )
         use_bagua(trainer, "local_sgd", period=2, log_metrics=True)
         trainer.train(**of_train)
-    return [(entry["step"], entry["bagua/steps"], entry["bagua/rounds"]) for entry in trainer.state.log_history if "loss" in entry]
+    return [
+        (entry["step"], entry["bagua/steps"], entry["bagua/rounds"])
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
 
 
 def test_a_resumed_training_counts_anew_after_the_history_of_the_first(tmp_path: Path) -> None:

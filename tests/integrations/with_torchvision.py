@@ -1,7 +1,8 @@
-"""The run of a script that imports timm and torchvision: `python tests/integrations/with_torchvision.py SCRIPT ARGUMENTS`.
+"""The run of a script that imports timm and torchvision: `python
+tests/integrations/with_torchvision.py SCRIPT ARGUMENTS`.
 
-Package indexes have torchvision for CUDA. Beside a torch without CUDA its operators do not load, and importing it fails as two of
-them are not declared. No model here calls these.
+Package indexes have torchvision for CUDA. Beside a torch without CUDA its operators do not load,
+and importing it fails as two of them are not declared. No model here calls these.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ def main() -> None:
     sys.path.append(str(TIMM))
     if torch.version.cuda is None:
         for operator in ("nms", "qnms"):  # both suppress boxes that overlap
-            torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            torch.library.define(
+                f"torchvision::{operator}",
+                "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+            )
     del sys.argv[0]
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

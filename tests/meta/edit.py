@@ -1,15 +1,19 @@
-"""Edits of a function's syntax tree, by which planted faults are named: what changes, and where it acts.
+"""Edits of a function's syntax tree, by which planted faults are named: what changes, and where it
+acts.
 
-``where`` is a module under src/bagua_ref and a function or class in it, ``comm_ops/top_k:largest``; nothing after the colon is
-the module itself. ``part`` names one node there by what it does:
+``where`` is a module under src/bagua_ref and a function or class in it, ``comm_ops/top_k:largest``;
+nothing after the colon is the module itself. ``part`` names one node there by what it does:
 
-- a statement: ``set x``, ``update x`` (+= and the like), ``do f`` (a call), ``if x``, ``while x``, ``for x``, ``return``,
-  ``raise E``, ``with f``, ``try``, ``def f``, ``yield``; ``x`` is the first name that the condition, target or call mentions;
-- an expression: ``call f``, ``compare <``, ``and``, ``or``, ``binary +``, ``unary not``, ``constant 255``, ``name x``,
-  ``attribute a.b``, ``index x``, ``argument out`` (a keyword), ``choice`` (x if y else z), ``each x`` (a comprehension).
+- a statement: ``set x``, ``update x`` (+= and the like), ``do f`` (a call), ``if x``, ``while x``,
+  ``for x``, ``return``, ``raise E``, ``with f``, ``try``, ``def f``, ``yield``; ``x`` is the first
+  name that the condition, target or call mentions;
+- an expression: ``call f``, ``compare <``, ``and``, ``or``, ``binary +``, ``unary not``, ``constant
+  255``, ``name x``, ``attribute a.b``, ``index x``, ``argument out`` (a keyword), ``choice`` (x if
+  y else z), ``each x`` (a comprehension).
 
-``A inside B`` is what it says, and ``A #2/3`` is the second of three. The replacement is code in which ``$`` stands for the node
-and ``$1``, ``$2`` for its operands, arguments, elements, value or condition, in the order of the source; "" removes a statement.
+``A inside B`` is what it says, and ``A #2/3`` is the second of three. The replacement is code in
+which ``$`` stands for the node and ``$1``, ``$2`` for its operands, arguments, elements, value or
+condition, in the order of the source; "" removes a statement.
 """
 
 from __future__ import annotations
@@ -27,11 +31,34 @@ from typing import Any
 PACKAGE = Path(__file__).parents[2] / "src/bagua_ref"
 
 SYMBOLS = {
-    "Add": "+", "Sub": "-", "Mult": "*", "Div": "/", "FloorDiv": "//", "Mod": "%", "Pow": "**", "MatMult": "@", "LShift": "<<",
-    "RShift": ">>", "BitOr": "|", "BitAnd": "&", "BitXor": "^", "Eq": "==", "NotEq": "!=", "Lt": "<", "LtE": "<=", "Gt": ">",
-    "GtE": ">=", "Is": "is", "IsNot": "is not", "In": "in", "NotIn": "not in", "Not": "not", "USub": "-", "UAdd": "+",
+    "Add": "+",
+    "Sub": "-",
+    "Mult": "*",
+    "Div": "/",
+    "FloorDiv": "//",
+    "Mod": "%",
+    "Pow": "**",
+    "MatMult": "@",
+    "LShift": "<<",
+    "RShift": ">>",
+    "BitOr": "|",
+    "BitAnd": "&",
+    "BitXor": "^",
+    "Eq": "==",
+    "NotEq": "!=",
+    "Lt": "<",
+    "LtE": "<=",
+    "Gt": ">",
+    "GtE": ">=",
+    "Is": "is",
+    "IsNot": "is not",
+    "In": "in",
+    "NotIn": "not in",
+    "Not": "not",
+    "USub": "-",
+    "UAdd": "+",
     "Invert": "~",
-}  # fmt: skip
+}
 
 
 def tree_of(where: str) -> ast.Module:
@@ -45,15 +72,23 @@ def path_of(where: str) -> Path:
 
 def module_of(where: str) -> str:
     """Return the name by which the module of ``where`` is imported."""
-    return ".".join(path_of(where).relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(path_of(where).relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
+        ".__init__"
+    )
 
 
 def change_code(where: str, text: str) -> bool:
-    """Give the imported function its code from the module's changed ``text``; False if the change is to more than its body."""
+    """Give the imported function its code from the module's changed ``text``; False if the change
+    is to more than its body.
+    """
     code = compile(text, str(path_of(where)), "exec", dont_inherit=True)
     found: Any = importlib.import_module(module_of(where))
     for name in where.partition(":")[2].split("."):
-        inside = [const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name]
+        inside = [
+            const
+            for const in code.co_consts
+            if isinstance(const, CodeType) and const.co_name == name
+        ]
         if not inside:
             return False
         code, found = inside[-1], vars(found)[name]
@@ -74,7 +109,8 @@ def planted(where: str, *changes: str) -> str:
 
 
 def edited(where: str, *changes: str) -> ast.Module:
-    """Return the module's tree with ``changes``, pairs of a part and its replacement, made in the place.
+    """Return the module's tree with ``changes``, pairs of a part and its replacement, made in the
+    place.
 
     Raises:
         LookupError: the place or a part does not exist, or is not the only one of its name.
@@ -90,10 +126,16 @@ def edited(where: str, *changes: str) -> ast.Module:
 
 
 def parts(tree: ast.Module, where: str, *names: str) -> tuple[ast.AST, list[ast.AST]]:
-    """Return the place of ``where`` in its module's tree, and the nodes there that have these names."""
+    """Return the place of ``where`` in its module's tree, and the nodes there that have these
+    names.
+    """
     place: Any = tree
     for name in filter(None, where.partition(":")[2].split(".")):
-        inside = [n for n in _nodes(place) if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name == name]
+        inside = [
+            n
+            for n in _nodes(place)
+            if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name == name
+        ]
         if not inside:
             raise LookupError(f"{where}: there is no {name!r}")
         place = inside[-1]  # the implementation, after its overloads
@@ -105,26 +147,41 @@ def select(place: ast.AST, part: str, where: str = "") -> ast.AST:
     name, _, count = part.partition(" #")
     wanted, *around = name.split(" inside ")
     named = list(labelled(place))
-    matching = [node for node, labels in named if labels[0] == wanted and set(around) <= set(labels[1:])]
+    matching = [
+        node for node, labels in named if labels[0] == wanted and set(around) <= set(labels[1:])
+    ]
     position, total = map(int, count.split("/")) if count else (1, 1)
     if len(matching) != total:
-        raise LookupError(f"{where}: {len(matching)} parts are {part!r}: {sorted({labels[0] for _, labels in named})}")
+        raise LookupError(
+            f"{where}: {len(matching)} parts are {part!r}:"
+            f" {sorted({labels[0] for _, labels in named})}"
+        )
     return matching[position - 1]
 
 
 def name_of(place: ast.AST, node: ast.AST) -> str:
-    """Return the shortest name that `select` finds ``node`` by in ``place``, counted only if nothing around it tells it apart."""
+    """Return the shortest name that `select` finds ``node`` by in ``place``, counted only if
+    nothing around it tells it apart.
+    """
     everything = _all_labelled(place)
     mine = next(labels for other, labels in everything if other is node)
     counted = ""
-    for around in sorted({None, *mine[1:]} - {mine[0], "expr", "block"}, key=lambda label: len(label or "")):
+    for around in sorted(
+        {None, *mine[1:]} - {mine[0], "expr", "block"}, key=lambda label: len(label or "")
+    ):
         if around and around.startswith("def "):
             continue
-        alike = [other for other, labels in everything if labels[0] == mine[0] and (around is None or around in labels[1:])]
+        alike = [
+            other
+            for other, labels in everything
+            if labels[0] == mine[0] and (around is None or around in labels[1:])
+        ]
         name = mine[0] if around is None else f"{mine[0]} inside {around}"
         if len(alike) == 1:
             return name
-        counted = counted or f"{name} #{[other is node for other in alike].index(True) + 1}/{len(alike)}"
+        counted = (
+            counted or f"{name} #{[other is node for other in alike].index(True) + 1}/{len(alike)}"
+        )
     return counted
 
 
@@ -134,11 +191,15 @@ def _all_labelled(place: ast.AST) -> list[tuple[ast.AST, list[str]]]:
 
 
 def labelled(place: ast.AST) -> Iterator[tuple[ast.AST, list[str]]]:
-    """Yield the nodes of ``place``, in the order of the source, with their labels and those around them, innermost first."""
+    """Yield the nodes of ``place``, in the order of the source, with their labels and those around
+    them, innermost first.
+    """
 
     def walk(node: ast.AST, around: list[str]) -> Iterator[tuple[ast.AST, list[str]]]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)):
+            if isinstance(
+                child, (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)
+            ):
                 continue
             labels = [label(child), *around]
             yield child, labels
@@ -162,7 +223,11 @@ def dotted(node: ast.AST) -> str:
             return name
         case ast.Attribute(value=value, attr=attr):
             owner = dotted(value)
-            return f"{owner}.{attr}" if re.fullmatch(r"[\w.]*\w", owner) and not owner.startswith(".") else f".{attr}"
+            return (
+                f"{owner}.{attr}"
+                if re.fullmatch(r"[\w.]*\w", owner) and not owner.startswith(".")
+                else f".{attr}"
+            )
         case ast.Subscript(value=value):
             return f"{dotted(value)}[]"
         case ast.Call(func=value):
@@ -232,7 +297,11 @@ def label(node: ast.AST) -> str:
             return f"argument {arg}"
         case ast.IfExp():
             return "choice"
-        case ast.ListComp(generators=[first, *_]) | ast.GeneratorExp(generators=[first, *_]) | ast.SetComp(generators=[first, *_]):
+        case (
+            ast.ListComp(generators=[first, *_])
+            | ast.GeneratorExp(generators=[first, *_])
+            | ast.SetComp(generators=[first, *_])
+        ):
             return f"each {dotted(first.target)}"
         case ast.DictComp(generators=[first, *_]):
             return f"each {dotted(first.target)}"
@@ -276,14 +345,20 @@ def operands(node: ast.AST) -> list[Any]:
             return [values]
         case ast.comprehension(iter=values, ifs=ifs):
             return [values, *ifs]
-        case ast.ListComp(elt=elt, generators=[first, *_]) | ast.GeneratorExp(elt=elt, generators=[first, *_]):
+        case (
+            ast.ListComp(elt=elt, generators=[first, *_])
+            | ast.GeneratorExp(elt=elt, generators=[first, *_])
+        ):
             return [elt, first.iter, *first.ifs]
     return []
 
 
 def _replacement(node: ast.AST, new: str) -> list[Any]:
     """Return the nodes that take the place of ``node``: one, or any number of statements."""
-    stand_ins = {"_whole_": node, **{f"_part{place}_": part for place, part in enumerate(operands(node), 1)}}
+    stand_ins = {
+        "_whole_": node,
+        **{f"_part{place}_": part for place, part in enumerate(operands(node), 1)},
+    }
     text = re.sub(r"\$(\d?)", lambda found: f"_part{found[1]}_" if found[1] else "_whole_", new)
     if isinstance(node, ast.keyword):
         value = _Fill({**stand_ins, "_whole_": node.value}).visit(ast.parse(text, mode="eval").body)
@@ -293,7 +368,11 @@ def _replacement(node: ast.AST, new: str) -> list[Any]:
     if isinstance(node, ast.expr):
         return [_Fill(stand_ins).visit(ast.parse(text, mode="eval").body)]
     if isinstance(node, ast.ExceptHandler):
-        return [_Fill({**stand_ins, "_part1_": node.type}).visit(ast.parse(f"try: pass\n{text}").body[0]).handlers[0]]
+        return [
+            _Fill({**stand_ins, "_part1_": node.type})
+            .visit(ast.parse(f"try: pass\n{text}").body[0])
+            .handlers[0]
+        ]
     body = _Fill(stand_ins).visit(ast.parse(text)).body
     return body or [ast.Pass()]
 
@@ -305,7 +384,9 @@ class _Fill(ast.NodeTransformer):
         self._stand_ins = stand_ins
 
     def visit_Expr(self, node: ast.Expr) -> Any:
-        if isinstance(node.value, ast.Name) and isinstance(whole := self._stand_ins.get(node.value.id), ast.stmt):
+        if isinstance(node.value, ast.Name) and isinstance(
+            whole := self._stand_ins.get(node.value.id), ast.stmt
+        ):
             return whole
         return self.generic_visit(node)
 

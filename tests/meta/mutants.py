@@ -1,20 +1,27 @@
-"""Planted faults that the checks must find: ``python -m tests.meta.mutants`` prints the table of what killed each.
+"""Planted faults that the checks must find: ``python -m tests.meta.mutants`` prints the table of
+what killed each.
 
-A mutant is the package with one module changed. It runs in a separate process, a fork in which the changed function gets its new
-code, or which imports the changed package anew; the checks of the clause that it breaks must find it with any seed, in the quick
-profile or, where it says so, in the large one.
+A mutant is the package with one module changed. It runs in a separate process, a fork in which the
+changed function gets its new code, or which imports the changed package anew; the checks of the
+clause that it breaks must find it with any seed, in the quick profile or, where it says so, in the
+large one.
 
 Left out, as no input distinguishes them from the reference:
 
 - (x + y) * 0.5 for (x + y) / 2: halving is exact either way.
 - scale divided in float64 and rounded: 53 bits are more than 2 * 24 + 2.
-- no minimum with upper before lower is subtracted: rounding is monotonic, so x <= max gives x*scale <= upper.
-- 16-bit floats combined in 16 bits by a collective, or in another order: libraries may do so, and the tolerance allows it.
-- the node's sum by the library's reduce before compression: the simulated world's reduce also adds in rank order.
+- no minimum with upper before lower is subtracted: rounding is monotonic, so x <= max gives x*scale
+  <= upper.
+- 16-bit floats combined in 16 bits by a collective, or in another order: libraries may do so, and
+  the tolerance allows it.
+- the node's sum by the library's reduce before compression: the simulated world's reduce also adds
+  in rank order.
 - the two messages of a ring of two ranks swapped: both have the same bytes.
 - NaN accepted where complexities are read: sorting checks again.
-- no check of min*scale for overflow: it overflows only where max*scale does, in chunks of one value.
-- a parameter whose gradient comes later stays out of its run: it is stepped separately, with the same result.
+- no check of min*scale for overflow: it overflows only where max*scale does, in chunks of one
+  value.
+- a parameter whose gradient comes later stays out of its run: it is stepped separately, with the
+  same result.
 - a full store that is not used for a while, even for reading: S8.3 lets load_fn serve all values.
 - a cached value's length not checked: its checksum covers whatever is left of it.
 """
@@ -44,7 +51,9 @@ from tests.meta import edit
 from tests.meta.planted import FAULTS, Fault, note
 
 FEW = (4, 12)
-"""Inputs of each check that are tried first: most faults need few, and the checks before the one that finds them would try all."""
+"""Inputs of each check that are tried first: most faults need few, and the checks before the one
+that finds them would try all.
+"""
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,9 @@ class _Patched(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoade
         if fullname != self.name:
             return None
         locations = [str(Path(self.path).parent)] if self.path.endswith("__init__.py") else None
-        return importlib.util.spec_from_file_location(fullname, self.path, loader=self, submodule_search_locations=locations)
+        return importlib.util.spec_from_file_location(
+            fullname, self.path, loader=self, submodule_search_locations=locations
+        )
 
     def get_code(self, fullname: str) -> Any:
         return compile(self.source, self.path, "exec")
@@ -80,21 +91,29 @@ class _Patched(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoade
 def _import_anew(mutant: Fault, text: str) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "bagua_ref"]:
         del sys.modules[name]
-    sys.meta_path.insert(0, _Patched(edit.module_of(mutant.where), str(edit.path_of(mutant.where)), text))
+    sys.meta_path.insert(
+        0, _Patched(edit.module_of(mutant.where), str(edit.path_of(mutant.where)), text)
+    )
 
 
 def _try_in_child(mutant: Fault, text: str, seed: int, checks: list[str], outbox: Any) -> None:
-    found = edit.change_code(mutant.where, text) and _failure(mutant, seed, checks, alone=bool(mutant.by))
-    if not found:  # other functions of the module may have been built with the old code when it was imported
+    found = edit.change_code(mutant.where, text) and _failure(
+        mutant, seed, checks, alone=bool(mutant.by)
+    )
+    # other functions of the module may have been built with the old code when it was imported
+    if not found:
         _import_anew(mutant, text)
         found = _failure(mutant, seed, checks)
     outbox.send(found)
 
 
-def _failure(mutant: Fault, seed: int, checks: list[str], alone: bool = False) -> tuple[str, int, str] | None:
+def _failure(
+    mutant: Fault, seed: int, checks: list[str], alone: bool = False
+) -> tuple[str, int, str] | None:
     """Return the first check that fails, the inputs that it needed and its message.
 
-    The check that has found the fault before is tried first, and unless it is tried ``alone`` all are then, with few inputs first.
+    The check that has found the fault before is tried first, and unless it is tried ``alone`` all
+    are then, with few inputs first.
     """
     from bagua_ref.conformance.run.runner import OneByOne, reason_to_skip, row_id
     from bagua_ref.conformance.run.search import PROFILES, Search
@@ -124,12 +143,16 @@ def _failure(mutant: Fault, seed: int, checks: list[str], alone: bool = False) -
 
 
 def run(mutant: Fault, seed: int = 0) -> Kill:
-    """Run the checks of the mutant's clause, first those that are quick and have found many of the earlier mutants."""
+    """Run the checks of the mutant's clause, first those that are quick and have found many of the
+    earlier mutants.
+    """
     from bagua_ref.conformance.suites.checks import checks_of
 
     with _parsing:
         text = edit.planted(mutant.where, *mutant.edit)
-    checks = [check.id for check in checks_of([mutant.suite]).values() if check.clause == mutant.clause]
+    checks = [
+        check.id for check in checks_of([mutant.suite]).values() if check.clause == mutant.clause
+    ]
     assert checks, f"{mutant.name}: no check of {mutant.suite} is about {mutant.clause}"
     checks.sort(key=lambda name: _seconds[name] / (1 + _found_by[name]))
     context = multiprocessing.get_context("fork")
@@ -145,7 +168,9 @@ def run(mutant: Fault, seed: int = 0) -> Kill:
     finally:
         process.join(timeout=60)
     _found_by[by.partition("[")[0]] += 1
-    return Kill(mutant.name, mutant.suite, mutant.clause, by, examples, time.perf_counter() - begun, message)
+    return Kill(
+        mutant.name, mutant.suite, mutant.clause, by, examples, time.perf_counter() - begun, message
+    )
 
 
 _parsing = threading.Lock()
@@ -159,7 +184,9 @@ _seconds: dict[str, float] = {}
 
 
 def warm_up(suites: list[str]) -> None:
-    """Let each check try an input in this process, so that children need not import, compile and cache the same again."""
+    """Let each check try an input in this process, so that children need not import, compile and
+    cache the same again.
+    """
     from bagua_ref.conformance.lab.journal import Journal
     from bagua_ref.conformance.run.search import PROFILES, Search, search
     from bagua_ref.conformance.suites.checks import checks_of, prepare, variants
@@ -172,7 +199,9 @@ def warm_up(suites: list[str]) -> None:
         for suite in suites:
             prepare(suite)
         for check in checks_of(suites).values():
-            _seconds[check.id] = search(check, variants(check)[0], target, Search(shrink=False), journal).seconds
+            _seconds[check.id] = search(
+                check, variants(check)[0], target, Search(shrink=False), journal
+            ).seconds
     gc.collect()
     gc.freeze()  # no child traverses what it shares with this process
 
@@ -180,21 +209,35 @@ def warm_up(suites: list[str]) -> None:
 def table(kills: list[Kill]) -> str:
     lines = ["| mutant | clause | killed by | inputs needed | seconds |", "|---|---|---|---|---|"]
     for kill in kills:
-        lines.append(f"| {kill.mutant} | {kill.clause} | {kill.by or '**lives**'} | {kill.examples} | {kill.seconds:.1f} |")
+        lines.append(
+            f"| {kill.mutant} | {kill.clause} | {kill.by or '**lives**'} | {kill.examples} |"
+            f" {kill.seconds:.1f} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--suite", action="append", help="only mutants of this suite; may be repeated")
-    parser.add_argument("--name", action="append", help="only mutants whose name contains this; may be repeated")
+    parser.add_argument(
+        "--suite", action="append", help="only mutants of this suite; may be repeated"
+    )
+    parser.add_argument(
+        "--name", action="append", help="only mutants whose name contains this; may be repeated"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the table there too")
-    parser.add_argument("--note", action="store_true", help="write into planted.jsonl which check has found each fault")
+    parser.add_argument(
+        "--note",
+        action="store_true",
+        help="write into planted.jsonl which check has found each fault",
+    )
     arguments = parser.parse_args()
     chosen = [
-        m for m in FAULTS if m.suite in (arguments.suite or [m.suite]) and any(name in m.name for name in arguments.name or [""])
+        m
+        for m in FAULTS
+        if m.suite in (arguments.suite or [m.suite])
+        and any(name in m.name for name in arguments.name or [""])
     ]
     warm_up(sorted({mutant.suite for mutant in chosen}))
     begun = time.perf_counter()
@@ -202,7 +245,10 @@ def main() -> int:
         kills = list(pool.map(lambda mutant: run(mutant, arguments.seed), chosen))
     print(table(kills))
     alive = [kill.mutant for kill in kills if not kill.by]
-    print(f"\n{len(kills) - len(alive)} of {len(kills)} killed in {time.perf_counter() - begun:.0f} s, seed {arguments.seed}")
+    print(
+        f"\n{len(kills) - len(alive)} of {len(kills)} killed in {time.perf_counter() - begun:.0f}"
+        f" s, seed {arguments.seed}"
+    )
     for name in alive:
         print(f"alive: {name}")
     if arguments.json:

@@ -1,8 +1,10 @@
-"""The table of planted faults, `planted.jsonl`: a fault a line, as `tests.meta.edit` names it, and what must find it.
+"""The table of planted faults, `planted.jsonl`: a fault a line, as `tests.meta.edit` names it, and
+what must find it.
 
-A line has ``name``, ``where`` and ``edit`` (parts and replacements in turn), and either ``suite`` and ``clause``, whose checks must
-find it in the profile "quick" or the one that it names, and ``by``, the check that did (``mutants --note`` writes it); or ``test``,
-which must fail; or ``vectors``, the suite of golden vectors that the second implementation must then answer wrongly.
+A line has ``name``, ``where`` and ``edit`` (parts and replacements in turn), and either ``suite``
+and ``clause``, whose checks must find it in the profile "quick" or the one that it names, and
+``by``, the check that did (``mutants --note`` writes it); or ``test``, which must fail; or
+``vectors``, the suite of golden vectors that the second implementation must then answer wrongly.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class Fault:
         suite: the checks that must find it.
         clause: the clause that it breaks.
         profile: of the checks that must find it.
-        by: the check that has found it before, with its dtype, and is tried first; empty: not known.
+        by: the check that has found it before, with its dtype, and is tried first; empty: not
+            known.
     """
 
     name: str
@@ -66,5 +69,8 @@ WRONG_ANSWERS = [WrongAnswer(**row) for row in ROWS if "vectors" in row]
 
 def note(found: dict[str, str]) -> None:
     """Write into the table by which check each of these faults was found."""
-    rows = [{**row, "by": found[row["name"]]} if "suite" in row and row["name"] in found else row for row in ROWS]
+    rows = [
+        {**row, "by": found[row["name"]]} if "suite" in row and row["name"] in found else row
+        for row in ROWS
+    ]
     TABLE.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")

@@ -1,4 +1,6 @@
-"""Each guard against ranks that lose step, and against failing and hostile servers, is removed once, and a test must fail."""
+"""Each guard against ranks that lose step, and against failing and hostile servers, is removed
+once, and a test must fail.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def warm_pytest() -> Iterator[WarmPytest]:
         yield runs
 
 
-@pytest.mark.parametrize("test", {guard.test.partition("::")[0]: guard.test for guard in GUARDS}.values())
+@pytest.mark.parametrize(
+    "test", {guard.test.partition("::")[0]: guard.test for guard in GUARDS}.values()
+)
 def test_a_test_of_each_file_passes_without_a_mutant(warm_pytest: WarmPytest, test: str) -> None:
     """Show that tests run in the forks; that all of them pass is shown where they are."""
     code, output = warm_pytest.run(test, limit=100)

@@ -1,4 +1,6 @@
-"""Tests that oracles import nothing they judge: expected values must not share the package's faults."""
+"""Tests that oracles import nothing they judge: expected values must not share the package's
+faults.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,16 @@ def forbidden(source: str) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [node.module or ""] if not node.level else ["relative import"]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
+            "import_module",
+            "__import__",
+        ):
             names = ["import by name"]
         for name in names:
-            outside = name.split(".")[0] not in ("bagua_ref", "tests", "property_tests", "benchmarks") and " " not in name
+            outside = (
+                name.split(".")[0] not in ("bagua_ref", "tests", "property_tests", "benchmarks")
+                and " " not in name
+            )
             if not (outside or f"{name}.".startswith("bagua_ref.conformance.expected.")):
                 yield name
 
@@ -34,7 +42,9 @@ def test_an_oracle_imports_nothing_of_what_it_judges(path):
 
 
 def test_there_are_oracles():
-    assert {"algorithms_numpy", "codecs_scalar", "kernels_scalar"} <= {path.stem for path in ORACLES}
+    assert {"algorithms_numpy", "codecs_scalar", "kernels_scalar"} <= {
+        path.stem for path in ORACLES
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Runs of tests in forks of a pytest that has collected them: ``python -m tests.meta.warm_pytest``, in a copy of the checkout."""
+"""Runs of tests in forks of a pytest that has collected them: ``python -m tests.meta.warm_pytest``,
+in a copy of the checkout.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,20 @@ from tests.meta import edit
 from tests.meta.mutate import planted_in
 
 OPTIONS = [
-    *("-o", "addopts=--import-mode=importlib", "--assert=plain", "-v", "-s", "-p", "no:cacheprovider", "-p", "no:xdist"),
+    *(
+        "-o",
+        "addopts=--import-mode=importlib",
+        "--assert=plain",
+        "-v",
+        "-s",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+    ),
     "--hypothesis-profile=no_shrinking",
-    *("-o", "timeout_func_only=true"),  # where the limit ended the report of a failure, the failure would not count
+    # where the limit ended the report of a failure, the failure would not count
+    *("-o", "timeout_func_only=true"),
 ]
 LIMIT = 60
 """Seconds after which a run is killed that not even pytest's own time limit has ended."""
@@ -44,28 +57,41 @@ class WarmPytest:
         self._folder = tempfile.TemporaryDirectory()  # takes what runs leave that are killed
         environment = {**os.environ, "TMPDIR": self._folder.name, "PYTHONPATH": f"{self._copy}/src"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._server = subprocess.Popen([sys.executable, "-m", __name__], cwd=self._copy, env=environment, text=True, **pipes)
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", __name__], cwd=self._copy, env=environment, text=True, **pipes
+        )
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._server.communicate()
         self._folder.cleanup()
 
-    def run(self, test: str, where: str = "", changes: Sequence[str] = (), limit: int = 10) -> tuple[int | None, str]:
-        """Run a test with ``changes`` in the function ``where``; return pytest's exit code and its output.
+    def run(
+        self, test: str, where: str = "", changes: Sequence[str] = (), limit: int = 10
+    ) -> tuple[int | None, str]:
+        """Run a test with ``changes`` in the function ``where``; return pytest's exit code and its
+        output.
 
         The code is None if not even pytest's own time limit of so many seconds has ended the test.
         """
         pipes: tuple[IO[str], IO[str]] = self._server.stdin, self._server.stdout  # type: ignore[assignment]
         with tempfile.NamedTemporaryFile() as output:
-            order = {"test": test, "where": where, "changes": changes, "limit": limit, "output": output.name}
+            order = {
+                "test": test,
+                "where": where,
+                "changes": changes,
+                "limit": limit,
+                "output": output.name,
+            }
             print(json.dumps(order), file=pipes[0], flush=True)
             code = json.loads(pipes[1].readline())
             return code, output.read().decode(errors="replace")
 
 
 class Served:
-    """A plugin that runs the tests that lines of standard input name, and writes their exit codes."""
+    """A plugin that runs the tests that lines of standard input name, and writes their exit
+    codes.
+    """
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
@@ -80,9 +106,14 @@ class Served:
             order = json.loads(line)
             items = session.perform_collect([order["test"]])  # imports the package as it is
             gc.freeze()  # no run traverses what it shares with this process
-            with planted_in(Path.cwd(), order["where"], *order.pop("changes")) if order["where"] else nullcontext():
+            with (
+                planted_in(Path.cwd(), order["where"], *order.pop("changes"))
+                if order["where"]
+                else nullcontext()
+            ):
                 code = _in_fork(_run, items, **order)
-                if code == 0 and order["where"]:  # other functions may have been built with the old code
+                # other functions may have been built with the old code
+                if code == 0 and order["where"]:
                     code = _in_fork(_run_anew, **order)
             print(json.dumps(code), file=self._answers, flush=True)
         return True
@@ -100,7 +131,10 @@ def _in_fork(run: Callable[..., int], *args: Any, output: str, **order: Any) -> 
         try:
             os.setsid()
             for descriptor, opened in enumerate(
-                (os.open(os.devnull, os.O_RDONLY), *[os.open(output, os.O_WRONLY | os.O_APPEND)] * 2)
+                (
+                    os.open(os.devnull, os.O_RDONLY),
+                    *[os.open(output, os.O_WRONLY | os.O_APPEND)] * 2,
+                )
             ):
                 os.dup2(opened, descriptor)
             code = run(*args, **order)
@@ -135,7 +169,11 @@ def _run(items: list[pytest.Item], where: str, limit: int, **_: Any) -> int:
 
 def _run_anew(test: str, limit: int, **_: Any) -> int:
     """Run a test with everything of the copy imported anew."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("bagua_ref", "conftest", "property_tests", "tests")]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.partition(".")[0] in ("bagua_ref", "conftest", "property_tests", "tests")
+    ]:
         del sys.modules[name]
     multiprocessing.forkserver.set_forkserver_preload(["bagua_ref.conformance"])
     fork_server()
@@ -143,7 +181,8 @@ def _run_anew(test: str, limit: int, **_: Any) -> int:
 
 
 if __name__ == "__main__":
-    for late in ("torch._dynamo", "torch.distributed.checkpoint", "cupy"):  # what tests import only while they run
+    # what tests import only while they run
+    for late in ("torch._dynamo", "torch.distributed.checkpoint", "cupy"):
         with suppress(ImportError):
             importlib.import_module(late)
     raise SystemExit(pytest.main(OPTIONS, [Served()]))

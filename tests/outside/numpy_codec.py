@@ -1,4 +1,6 @@
-"""MXINT8 and OneBit in NumPy, written from S12 alone, as a program that answers requests on standard input and output."""
+"""MXINT8 and OneBit in NumPy, written from S12 alone, as a program that answers requests on
+standard input and output.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-ITEM = {"float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2"), "float32": np.dtype("<f4"), "uint8": np.dtype("u1")}
+ITEM = {
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+    "float32": np.dtype("<f4"),
+    "uint8": np.dtype("u1"),
+}
 
 
 def padded(size: int) -> int:
@@ -25,14 +32,20 @@ def to_float32(x: Array, dtype: str) -> Array:
 
 def rounded(x: Array, dtype: str) -> Array:
     """Round to the dtype; numbers beyond its range become its largest finite ones."""
-    largest = {"float16": 65504.0, "bfloat16": 2.0**127 * (2 - 2**-7), "float32": float(np.finfo(np.float32).max)}[dtype]
+    largest = {
+        "float16": 65504.0,
+        "bfloat16": 2.0**127 * (2 - 2**-7),
+        "float32": float(np.finfo(np.float32).max),
+    }[dtype]
     finite = np.clip(x.astype(np.float64), -largest, largest).astype(np.float32)
     if dtype == "float32":
         return finite
     if dtype == "float16":
         return finite.astype(np.float16)
     bits = finite.view(np.uint32)
-    return np.where(np.isnan(finite), 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(finite), 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(
+        np.uint16
+    )
 
 
 class OneBit:
@@ -73,7 +86,11 @@ class MXINT8:
                 continue
             largest = np.abs(row).max()
             exponent = int(np.clip(np.frexp(largest)[1] - 1, -127, 127)) if largest else -127
-            whole = np.clip(np.rint(row * 2.0 ** (6 - exponent)), -127, 127).astype(np.int8).view(np.uint8)
+            whole = (
+                np.clip(np.rint(row * 2.0 ** (6 - exponent)), -127, 127)
+                .astype(np.int8)
+                .view(np.uint8)
+            )
             block[place] = exponent + 127
             start = 32 * place
             block[scales + start : scales + min(start + 32, x.size)] = whole[: x.size - start]
@@ -83,14 +100,18 @@ class MXINT8:
     def decompress(block: Array, c: int) -> Array:
         scales = -(-c // 32)
         exponent = np.repeat(block[:scales].astype(np.int64), 32)[:c]
-        found = np.ldexp(block[scales : scales + c].view(np.int8).astype(np.float64), exponent - 127 - 6)
+        found = np.ldexp(
+            block[scales : scales + c].view(np.int8).astype(np.float64), exponent - 127 - 6
+        )
         return np.where(exponent == 255, np.nan, found)
 
 
 CODECS: dict[str, Any] = {"OneBit": OneBit, "MXINT8": MXINT8}
 
 
-def answer(header: dict[str, Any], tensors: dict[str, tuple[Array, str]]) -> tuple[dict[str, Any], dict[str, tuple[Array, str]]]:
+def answer(
+    header: dict[str, Any], tensors: dict[str, tuple[Array, str]]
+) -> tuple[dict[str, Any], dict[str, tuple[Array, str]]]:
     if header["call"] == "hello":
         return {"protocol": 1, "name": "NumPy", "codecs": list(CODECS)}, {}
     codec = CODECS[header["codec"]]
@@ -102,7 +123,10 @@ def answer(header: dict[str, Any], tensors: dict[str, tuple[Array, str]]) -> tup
         parts = to_float32(x, dtype).reshape(chunks, x.size // chunks)
         blocks = [codec.compress(part) if part.size else np.zeros(0, np.uint8) for part in parts]
         if header["target_chunk"] is not None:
-            before, target = tensors["payload"][0].reshape(chunks, -1).copy(), header["target_chunk"]
+            before, target = (
+                tensors["payload"][0].reshape(chunks, -1).copy(),
+                header["target_chunk"],
+            )
             before[target] = blocks[target]
             blocks = list(before)
         return {}, {"payload": (np.concatenate(blocks), "uint8")}
@@ -124,7 +148,10 @@ def main() -> None:
             found, outputs = answer(header, tensors)
         except Exception as error:
             found, outputs = {"error": f"{type(error).__name__}: {error}"}, {}
-        found["tensors"] = [{"name": name, "dtype": dtype, "shape": [x.size]} for name, (x, dtype) in outputs.items()]
+        found["tensors"] = [
+            {"name": name, "dtype": dtype, "shape": [x.size]}
+            for name, (x, dtype) in outputs.items()
+        ]
         sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
         for x, _ in outputs.values():
             sys.stdout.buffer.write(x.tobytes())

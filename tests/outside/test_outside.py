@@ -1,4 +1,6 @@
-"""Correct implementations of other people's making, each judged once by the suites that concern it: none may be found wrong."""
+"""Correct implementations of other people's making, each judged once by the suites that concern it:
+none may be found wrong.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def judge(report: Report, at_least: int) -> None:
 
 
 def test_gloo() -> None:
-    report = run_conformance(assemble(None, "bagua_ref.conformance.targets.torch_group:gloo"), ["collectives"])
+    report = run_conformance(
+        assemble(None, "bagua_ref.conformance.targets.torch_group:gloo"), ["collectives"]
+    )
     print(report)
     # gloo's minimum and maximum of a NaN depend on the rank that has it, which S3.9 does not allow.
     assert [result.id for result in report.failures()] == ["collectives.S3.9.nan"], str(report)
@@ -47,11 +51,21 @@ def test_mpi() -> None:
 
 
 def test_a_codec_in_NumPy() -> None:
-    judge(run_conformance(ProcessTarget(f"{PYTHON} {HERE}/numpy_codec.py"), ["codec"], time_limit=60.0), 40)
+    judge(
+        run_conformance(
+            ProcessTarget(f"{PYTHON} {HERE}/numpy_codec.py"), ["codec"], time_limit=60.0
+        ),
+        40,
+    )
 
 
 def test_a_sampler_in_plain_Python() -> None:
-    judge(run_conformance(ProcessTarget(f"{PYTHON} {HERE}/plain_sampler.py"), ["samplers"], time_limit=60.0), 5)
+    judge(
+        run_conformance(
+            ProcessTarget(f"{PYTHON} {HERE}/plain_sampler.py"), ["samplers"], time_limit=60.0
+        ),
+        5,
+    )
 
 
 def test_the_bf16_hook_of_torch(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Repeated tests of the cache: a killed rank's server ends with it, and no worker loses values (S8.2, S8.4)."""
+"""Repeated tests of the cache: a killed rank's server ends with it, and no worker loses values
+(S8.2, S8.4).
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
 pytestmark = pytest.mark.slow
 
-SEED = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")  # CI must give the same result every time
+# CI must give the same result every time
+SEED = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")
 
 
 @pytest.mark.parametrize("suite", sorted({check.suite for check in all_checks().values()}))
@@ -60,7 +61,11 @@ def test_nobody_is_blamed_wrongly_for_lack_of_inputs(monkeypatch):
 
 
 def test_nobody_is_blamed_wrongly_for_large_inputs():
-    checks = [check.id for check in all_checks().values() if check.id.rpartition(".")[2].startswith("long")]
+    checks = [
+        check.id
+        for check in all_checks().values()
+        if check.id.rpartition(".")[2].startswith("long")
+    ]
     checks.append("collectives.S3.9.broadcast_object")
     report = run_conformance(ReferenceTarget(), checks=checks, profile="large", seed=SEED)
     assert report.passed, report

@@ -1,6 +1,8 @@
-"""Compilation of the CUDA sources by NVRTC, from wheels and without a card, for four GPU generations.
+"""Compilation of the CUDA sources by NVRTC, from wheels and without a card, for four GPU
+generations.
 
-Needs CuPy, NVRTC and CUDA's headers, all from wheels: ``pip install 'bagua_ref[nvrtc]'``. No driver and no device.
+Needs CuPy, NVRTC and CUDA's headers, all from wheels: ``pip install 'bagua_ref[nvrtc]'``. No driver
+and no device.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ ARCHITECTURES = (75, 80, 90, 100)
 REGISTERS = 80  # per thread, so that three blocks fit on a multiprocessor
 ENTRY = re.compile(
     r"Compiling entry function '(?P<kernel>\w+)'.*?"
-    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes"
+    r" spill loads.*?"
     r"Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
     re.DOTALL,
 )
@@ -54,7 +57,9 @@ def test_every_kernel_compiles_and_none_spills(architecture, capsys):
         print(f"\nsm_{architecture}, NVRTC {VERSION}")
         print(f"{'kernel':<28}registers  spilled  stack  shared")
         for kernel, use in table.items():
-            print(f"{kernel:<28}{use['registers']:>9}{use['stores'] + use['loads']:>9}{use['stack']:>7}{use['shared']:>8}")
+            print(
+                f"{kernel:<28}{use['registers']:>9}{use['stores'] + use['loads']:>9}{use['stack']:>7}{use['shared']:>8}"
+            )
     for kernel, use in table.items():
         assert use["stores"] == use["loads"] == use["stack"] == 0, kernel
         assert use["registers"] <= REGISTERS, kernel
@@ -63,8 +68,12 @@ def test_every_kernel_compiles_and_none_spills(architecture, capsys):
 
 def test_the_compiler_s_words_reach_the_user(monkeypatch):
     assert not missing, missing
-    monkeypatch.setattr(launcher, "source_of", lambda name: 'extern "C" __global__ void broken() { nonsense(); }')
-    with pytest.raises(RuntimeError, match=r"codec\.cu for sm_90: [\s\S]*\"nonsense\" is undefined"):
+    monkeypatch.setattr(
+        launcher, "source_of", lambda name: 'extern "C" __global__ void broken() { nonsense(); }'
+    )
+    with pytest.raises(
+        RuntimeError, match=r"codec\.cu for sm_90: [\s\S]*\"nonsense\" is undefined"
+    ):
         launcher.compile_source("codec", 90)
 
 
@@ -76,14 +85,19 @@ def test_a_spill_would_be_seen(monkeypatch):
         + "__syncthreads();"
         + "".join(f"x[{i}] = v{i};" for i in range(200))
     )
-    text = f'extern "C" __global__ void __launch_bounds__(1024, 2) spilling(float* x, int n) {{ {live} }}'
+    text = (
+        'extern "C" __global__ void __launch_bounds__(1024, 2) spilling(float* x, int n) {'
+        f" {live} }}"
+    )
     monkeypatch.setattr(launcher, "source_of", lambda name: text)
     assert uses("codec", 80)["spilling"]["stores"] > 0
 
 
 def test_a_card_from_the_future_gets_ptx(monkeypatch):
     assert not missing, missing
-    monkeypatch.setattr(launcher, "source_of", lambda name: 'extern "C" __global__ void nothing() {}')
+    monkeypatch.setattr(
+        launcher, "source_of", lambda name: 'extern "C" __global__ void nothing() {}'
+    )
     text, _ = launcher.compile_source("codec", 999)
     assert b".target sm_" in text
     assert text.endswith(b"\0")

@@ -1,4 +1,6 @@
-"""Repeated tests of leaving: of the commonest manners, a hundred of a hundred processes end cleanly."""
+"""Repeated tests of leaving: of the commonest manners, a hundred of a hundred processes end
+cleanly.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,25 @@ OFTEN = ("destroys", "forgets")
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("times", "manners"), [(50, OFTEN), (5, [m for m in leaving.MANNERS if m not in OFTEN])], ids=[50, 5])
+@pytest.mark.parametrize(
+    ("times", "manners"),
+    [(50, OFTEN), (5, [m for m in leaving.MANNERS if m not in OFTEN])],
+    ids=[50, 5],
+)
 def test_every_exit_is_zero(times, manners):
-    """Run pairs of interpreters, forked from one that has imported torch, as starting takes longest."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    """Run pairs of interpreters, forked from one that has imported torch, as starting takes
+    longest.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, leaving.__file__, str(times), *manners]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
-    assert Counter(ended.stdout.splitlines()) == {f"{manner}, 0, 0": times for manner in manners}, ended.stderr[-4000:]
+    assert Counter(ended.stdout.splitlines()) == {f"{manner}, 0, 0": times for manner in manners}, (
+        ended.stderr[-4000:]
+    )
 
 
 @pytest.mark.timeout(600)
@@ -35,7 +49,13 @@ def test_an_exit_of_a_fresh_interpreter_is_zero(manner):
     pipe = os.pipe()
     command = [sys.executable, leaving.__file__, manner, *map(str, pipe)]
     ranks = [
-        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True, pass_fds=pipe)
+        subprocess.Popen(
+            command,
+            env={**environment, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+            pass_fds=pipe,
+        )
         for rank in range(2)
     ]
     for end in pipe:

@@ -1,4 +1,6 @@
-"""Tests of training modules compiled by TorchInductor: ranks stay in step, and results are as without compiling."""
+"""Tests of training modules compiled by TorchInductor: ranks stay in step, and results are as
+without compiling.
+"""
 
 from __future__ import annotations
 

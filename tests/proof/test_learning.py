@@ -13,7 +13,16 @@ from bagua_ref.cli.recipes import ALONE, RECIPES
 
 @pytest.mark.timeout(1800)
 def test_every_algorithm_reaches_the_accuracy_of_a_single_process(tmp_path: Path) -> None:
-    ended = run_python("benchmarks/learning.py", "--seeds", 0, 1, 2, "--json", tmp_path / "learning.json", limit=1500)
+    ended = run_python(
+        "benchmarks/learning.py",
+        "--seeds",
+        0,
+        1,
+        2,
+        "--json",
+        tmp_path / "learning.json",
+        limit=1500,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = json.loads((tmp_path / "learning.json").read_text())["rows"]
     assert rows[0]["ours"] >= 95

@@ -1,4 +1,6 @@
-"""Proof that equal runs do not differ: 100 pairs of random networks, optimizers and seeds, half of them restarted."""
+"""Proof that equal runs do not differ: 100 pairs of random networks, optimizers and seeds, half of
+them restarted.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,13 @@ class Random(Training):
         torch.manual_seed(self.number)
         random.seed(self.number)
         width = draw.randint(1, 40)
-        middle = [draw.choice([nn.Tanh(), nn.ReLU(), nn.Dropout(0.3), nn.BatchNorm1d(width)]) for _ in range(draw.randint(0, 3))]
-        self.model = nn.Sequential(nn.Linear(6, width), *middle, nn.Linear(width, draw.randint(1, 4)))
+        middle = [
+            draw.choice([nn.Tanh(), nn.ReLU(), nn.Dropout(0.3), nn.BatchNorm1d(width)])
+            for _ in range(draw.randint(0, 3))
+        ]
+        self.model = nn.Sequential(
+            nn.Linear(6, width), *middle, nn.Linear(width, draw.randint(1, 4))
+        )
         self.optimizer = draw.choice(OPTIMIZERS)(self.model.parameters())
 
 

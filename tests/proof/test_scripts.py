@@ -1,4 +1,6 @@
-"""Tests of the scripts that reports give: each fails on the target that it is about, and passes on the reference."""
+"""Tests of the scripts that reports give: each fails on the target that it is about, and passes on
+the reference.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,32 @@ from bagua_ref.conformance.suites.checks import checks_of, prepare, variants
 
 pytestmark = pytest.mark.slow
 
-RIGHT = {"collectives.S3.9.barrier", "cache.S8.3.back", "algorithms.S10.5.messages", "algorithms.S10.5.same_bits"}
-"""Checks of what `Wrong` does right: it sends what the reference sends, and its ranks are wrong alike."""
+RIGHT = {
+    "collectives.S3.9.barrier",
+    "cache.S8.3.back",
+    "algorithms.S10.5.messages",
+    "algorithms.S10.5.same_bits",
+}
+"""Checks of what `Wrong` does right: it sends what the reference sends, and its ranks are wrong
+alike.
+"""
 
 OF_PIECES = {
-    "kernels.S1.long", "codec.S4.2.long", "codec.S12.1.long_MXFP8", "codec.S12.1.long_MXFP4", "codec.S12.1.long_MXINT8"
-}  # fmt: skip
-"""Checks that expect of a long input what the target makes of its pieces, which is wrong in `Wrong`'s script for the reference."""
+    "kernels.S1.long",
+    "codec.S4.2.long",
+    "codec.S12.1.long_MXFP8",
+    "codec.S12.1.long_MXFP4",
+    "codec.S12.1.long_MXINT8",
+}
+"""Checks that expect of a long input what the target makes of its pieces, which is wrong in
+`Wrong`'s script for the reference.
+"""
 
 
 def exit_codes(suite: str, scripts: list[str]) -> list[int]:
-    """Return the exit code of each script, run in a fork of this process, which has imported what scripts of the suite import."""
+    """Return the exit code of each script, run in a fork of this process, which has imported what
+    scripts of the suite import.
+    """
     prepare(suite)
     return [exit_code(script) for script in scripts]
 
@@ -52,9 +69,13 @@ def exit_code(script: str) -> int:
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_a_script_fails_on_a_wrong_target_and_passes_on_the_reference(suite: str, tmp_path: Path) -> None:
+def test_a_script_fails_on_a_wrong_target_and_passes_on_the_reference(
+    suite: str, tmp_path: Path
+) -> None:
     checks = {row_id(check, variants(check)[0]): name for name, check in checks_of([suite]).items()}
-    report = run_conformance(Wrong(), [suite], checks=list(checks), jobs=2, shrink=False, time_limit=60.0)
+    report = run_conformance(
+        Wrong(), [suite], checks=list(checks), jobs=2, shrink=False, time_limit=60.0
+    )
     scripts = {result.id: result.counterexample for result in report.failures()}
     assert {name for row, name in checks.items() if row not in scripts} <= RIGHT
     both = [text for script in scripts.values() for text in (script, healed(script))]

@@ -24,15 +24,33 @@ def test_the_commands_of_the_tutorial_more_than_double_the_speed(tmp_path: Path)
         pytest.skip(f"the tutorial {error}")
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": programs, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path)}
+    environment = {
+        **os.environ,
+        "PATH": programs,
+        "PYTHONPATH": str(ROOT / "src"),
+        "TMPDIR": str(tmp_path),
+    }
     steps: list[float] = []
     losses: list[float] = []
     for kind, text in BLOCK.findall((ROOT / "docs/tutorial.md").read_text()):
-        text = text.replace("--seeds 1\n", "--seeds 1 --limit 5m\n")  # a busy machine may need more than a minute for it
-        command, given = (["bash", "-ec", text], "") if kind == "console" else (["patch", "train.py"], text)
-        ended = subprocess.run(command, input=given, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+        # a busy machine may need more than a minute for it
+        text = text.replace("--seeds 1\n", "--seeds 1 --limit 5m\n")
+        command, given = (
+            (["bash", "-ec", text], "") if kind == "console" else (["patch", "train.py"], text)
+        )
+        ended = subprocess.run(
+            command,
+            input=given,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
         assert ended.returncode == 0, ended.stderr
-        for found in re.finditer(r"^(\d+) ms per step, held-out loss ([\d.]+)$", ended.stdout, re.MULTILINE):
+        for found in re.finditer(
+            r"^(\d+) ms per step, held-out loss ([\d.]+)$", ended.stdout, re.MULTILINE
+        ):
             steps.append(float(found[1]))
             losses.append(float(found[2]))
         if "bagua-ref sim" in text:

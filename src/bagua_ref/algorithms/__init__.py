@@ -1,9 +1,17 @@
 """Training algorithms, one file each, and the registry of their names (S5)."""
 
 from bagua_ref.algorithms.async_model_average import AsyncModelAverageAlgorithm
-from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, TrainingContext
+from bagua_ref.algorithms.base import (
+    Algorithm,
+    AlgorithmImpl,
+    GlobalAlgorithmRegistry,
+    TrainingContext,
+)
 from bagua_ref.algorithms.bytegrad import ByteGradAlgorithm
-from bagua_ref.algorithms.decentralized import DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
+from bagua_ref.algorithms.decentralized import (
+    DecentralizedAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+)
 from bagua_ref.algorithms.diloco import DiLoCoAlgorithm
 from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua_ref.algorithms.local_sgd import LocalSGDAlgorithm

@@ -1,4 +1,6 @@
-"""Asynchronous model averaging: weights are averaged in the background while each rank trains at its own speed (S5.6)."""
+"""Asynchronous model averaging: weights are averaged in the background while each rank trains at
+its own speed (S5.6).
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,12 @@ __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl", "Stat
 
 @dataclass(eq=False, repr=False)
 class AsyncModelAverageAlgorithm(Algorithm):
-    """Weights are averaged in the background, at intervals of time, while every rank trains at its own speed (S5.6, S3.6).
+    """Weights are averaged in the background, at intervals of time, while every rank trains at its
+    own speed (S5.6, S3.6).
 
-    Ranks need not take the same number of steps; call ``model.bagua_algorithm.abort(model)`` on every rank before evaluating.
-    ``destroy_process_group()`` and the end of the interpreter do so, too, and wait for the other ranks.
+    Ranks need not take the same number of steps; call ``model.bagua_algorithm.abort(model)`` on
+    every rank before evaluating. ``destroy_process_group()`` and the end of the interpreter do so,
+    too, and wait for the other ranks.
 
     Args:
         peer_selection_mode: "all": the mean over all ranks.
@@ -52,8 +56,15 @@ class AsyncModelAverageAlgorithm(Algorithm):
         if self.peer_selection_mode != "all":
             raise ValueError(f"peer_selection_mode={self.peer_selection_mode!r} must be 'all'")
         if isinstance(interval, bool) or not 0 <= interval < math.inf:
-            raise ValueError(f"sync_interval_ms={interval!r} must be 0 (no rounds) or a positive number of milliseconds")
-        if not isinstance(self.warmup_steps, int) or isinstance(self.warmup_steps, bool) or self.warmup_steps < 0:
+            raise ValueError(
+                f"sync_interval_ms={interval!r} must be 0 (no rounds) or a positive number of"
+                " milliseconds"
+            )
+        if (
+            not isinstance(self.warmup_steps, int)
+            or isinstance(self.warmup_steps, bool)
+            or self.warmup_steps < 0
+        ):
             raise ValueError(f"warmup_steps={self.warmup_steps!r} must be an int, 0 or more")
 
 
@@ -61,13 +72,14 @@ class AsyncModelAverageAlgorithm(Algorithm):
 class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     """`AsyncModelAverageAlgorithm` at work on one module.
 
-    The buckets of weights, their operations and the background thread exist from the start: a rank that aborts during warm-up
-    must take part in the rounds of ranks that have finished theirs.
+    The buckets of weights, their operations and the background thread exist from the start: a rank
+    that aborts during warm-up must take part in the rounds of ranks that have finished theirs.
     """
 
     name = "async"
     options: AsyncModelAverageAlgorithm
-    takes_new_strides = False  # ranks do not step together, and the thread moves weights back at any time
+    # ranks do not step together, and the thread moves weights back at any time
+    takes_new_strides = False
 
     def __init__(self, process_group: Group, options: AsyncModelAverageAlgorithm) -> None:
         super().__init__(process_group)
@@ -88,12 +100,16 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     steps_together = ranks_in_step
 
     def check_join(self, divide_by_initial_world_size: bool) -> bool:
-        """Return whether steps of the warm-up are to come, to which ranks without batches contribute zero gradients."""
+        """Return whether steps of the warm-up are to come, to which ranks without batches
+        contribute zero gradients.
+        """
         return self.context.bagua_train_step_counter < self.options.warmup_steps
 
     @property
     def begins_in_forward(self) -> bool:  # type: ignore[override]
-        """Whether the warm-up is over: from then on the forward-pre hook starts rounds and holds the weights (S5.6)."""
+        """Whether the warm-up is over: from then on the forward-pre hook starts rounds and holds
+        the weights (S5.6).
+        """
         return not self._warming_up
 
     def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
@@ -106,7 +122,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self.context.end_join()
             self._warming_up = False
             # A rank that is in the warm-up still would wait for this one.
-            self.process_group.abort(f"it has left the warm-up, of {self.options.warmup_steps} steps")
+            self.process_group.abort(
+                f"it has left the warm-up, of {self.options.warmup_steps} steps"
+            )
             return True
         return False
 
@@ -116,23 +134,36 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             return super().init_tensors(bagua_ddp)
         # Proxies of the parameters, which may be registered for their gradients at the same time.
         return [
-            register(parameter.detach(), name, bagua_ddp.bagua_module_name, lambda _, parameter=parameter: parameter)  # type: ignore[misc]
+            register(
+                parameter.detach(),
+                name,
+                bagua_ddp.bagua_module_name,
+                lambda _, parameter=parameter: parameter,  # type: ignore[misc]
+            )
             for name, parameter in reversed(bagua_ddp.bagua_build_params())
         ]
 
-    def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
-        """Return the gradients' buckets in warm-up, after it one bucket of weights for each dtype and device.
+    def tensors_to_buckets(
+        self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool
+    ) -> list[BaguaBucket]:
+        """Return the gradients' buckets in warm-up, after it one bucket of weights for each dtype
+        and device.
 
         Raises:
             ValueError: do_flatten is False.
         """
         if not do_flatten:
             raise ValueError(
-                "do_flatten=False: asynchronous averaging changes weights in their flat storage; it needs do_flatten=True"
+                "do_flatten=False: asynchronous averaging changes weights in their flat storage; it"
+                " needs do_flatten=True"
             )
         if not self._weight_buckets:
             self._prepare_rounds()
-        return super().tensors_to_buckets(tensors, do_flatten) if self._warming_up else self._weight_buckets
+        return (
+            super().tensors_to_buckets(tensors, do_flatten)
+            if self._warming_up
+            else self._weight_buckets
+        )
 
     def _prepare_rounds(self) -> None:
         context, warming_up = self.context, self._warming_up
@@ -144,14 +175,23 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             bucket = BaguaBucket(proxies, str(place), flatten=True, backend=context.kernel_backend)
             for proxy, weight in zip(proxies, bucket.effective_tensors(), strict=True):
                 proxy.data = weight.detach()  # or it would keep the weight's former storage
-            bucket.append_asynchronous_model_average_op(self.options.peer_selection_mode, group=group)
+            bucket.append_asynchronous_model_average_op(
+                self.options.peer_selection_mode, group=group
+            )
             self._weight_buckets.append(bucket)
         name = f"bagua_ref averaging {context.bagua_module_name}"
         meter = context.engine.meter
         self._rounds = AveragingThread(
-            context.world, name, self._weight_buckets, group, self.options.sync_interval_ms / 1000, meter
+            context.world,
+            name,
+            self._weight_buckets,
+            group,
+            self.options.sync_interval_ms / 1000,
+            meter,
         )
-        self._holder = WeightLockHooks(context.called_module, context.bagua_optimizers, self._rounds.ops, meter)
+        self._holder = WeightLockHooks(
+            context.called_module, context.bagua_optimizers, self._rounds.ops, meter
+        )
         weakref.finalize(self, self._rounds.forget).atexit = False
         rounds, drop = self._rounds, weakref.WeakMethod(self._holder.drop)
 
@@ -168,7 +208,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             bucket.append_centralized_synchronous_op(group=self.process_group)
 
     def init_forward_pre_hook(self, bagua_ddp: TrainingContext) -> Callable[[Any], object]:
-        """Start averaging at the second forward pass after the warm-up; raise the error that ended it, if any."""
+        """Start averaging at the second forward pass after the warm-up; raise the error that ended
+        it, if any.
+        """
 
         def hook(input: Any) -> None:
             self._rounds.raise_failure()
@@ -177,9 +219,15 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
         return hook
 
-    def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
+    def init_backward_hook(
+        self, bagua_ddp: TrainingContext
+    ) -> Callable[[str, torch.nn.Parameter], object]:
         """Mark gradients ready during the warm-up only."""
-        return super().init_backward_hook(bagua_ddp) if self._warming_up else lambda name, parameter: None
+        return (
+            super().init_backward_hook(bagua_ddp)
+            if self._warming_up
+            else lambda name, parameter: None
+        )
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
         """Wait for the gradients and release the weights, whatever the output was."""
@@ -193,7 +241,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def abort(self, bagua_ddp: Any = None, *, bagua_module: Any = None) -> None:
         """Stop averaging on all ranks; wait until all of them have called this (S5.6).
 
-        Collective; may be called in any state, and again before `resume`, which does nothing. There is no final averaging.
+        Collective; may be called in any state, and again before `resume`, which does nothing. There
+        is no final averaging.
 
         Args:
             bagua_ddp: the wrapped module, its wrapper, or the training context.
@@ -209,7 +258,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._rounds.stop()
 
     def resume(self, bagua_ddp: Any = None, *, bagua_module: Any = None) -> None:
-        """Let training forwards start averaging again after `abort`; does nothing if it was not aborted (S5.6).
+        """Let training forwards start averaging again after `abort`; does nothing if it was not
+        aborted (S5.6).
 
         Args:
             bagua_ddp: the wrapped module, its wrapper, or the training context.
@@ -225,12 +275,19 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def _check_module(self, method: str, bagua_ddp: Any, bagua_module: Any) -> None:
         if (bagua_ddp is None) == (bagua_module is None):
             given = "neither is" if bagua_ddp is None else "both are"
-            raise TypeError(f"{method}() takes the module as bagua_ddp or as bagua_module; {given} given")
+            raise TypeError(
+                f"{method}() takes the module as bagua_ddp or as bagua_module; {given} given"
+            )
         module, context = bagua_module if bagua_ddp is None else bagua_ddp, self.context
         inside = getattr(module, "module", None)
-        modules = [uncompiled(given) for given in (module, inside) if isinstance(given, torch.nn.Module)]
+        modules = [
+            uncompiled(given) for given in (module, inside) if isinstance(given, torch.nn.Module)
+        ]
         if module is not context and context.module not in modules:
-            raise ValueError(f"{type(module).__name__} is not the module that this algorithm trains, {context.bagua_module_name!r}")
+            raise ValueError(
+                f"{type(module).__name__} is not the module that this algorithm trains,"
+                f" {context.bagua_module_name!r}"
+            )
 
     def suspend(self) -> Callable[[], None]:
         """Abort, unless aborted already; return a function that resumes."""
@@ -264,4 +321,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def check_idle(self) -> None:
         """Raise RuntimeError if averaging is under way."""
         if self._rounds.state not in (State.IDLE, State.ABORTED):
-            raise RuntimeError("averaging is under way, so no state can be loaded; call abort(model) on every rank before loading")
+            raise RuntimeError(
+                "averaging is under way, so no state can be loaded; call abort(model) on every rank"
+                " before loading"
+            )

@@ -1,4 +1,6 @@
-"""The thread of asynchronous averaging on a rank, and the hooks by which training holds the weight lock (S3.6, S5.6)."""
+"""The thread of asynchronous averaging on a rank, and the hooks by which training holds the weight
+lock (S3.6, S5.6).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ _logger = logging.getLogger(__name__)
 
 
 class State(Enum):
-    """State of averaging on this rank; `TRANSITIONS` lists the allowed changes, which only `AveragingThread` makes."""
+    """State of averaging on this rank; `TRANSITIONS` lists the allowed changes, which only
+    `AveragingThread` makes.
+    """
 
     IDLE = "not started; the next forward pass that is due starts the rounds"
     RUNNING = "a background thread averages every sync_interval_ms"
@@ -54,13 +58,28 @@ class AveragingThread:
         world: starts the thread.
         name: of the thread.
         buckets: of weights, each with one asynchronous operation.
-        group: used by this thread only; closed when training ends, so that a waiting thread ends, too.
+        group: used by this thread only; closed when training ends, so that a waiting thread ends,
+            too.
         interval: seconds between the end of a round and the next.
         meter: counts for the training.
     """
 
-    def __init__(self, world: World, name: str, buckets: list[BaguaBucket], group: Group, interval: float, meter: Meter) -> None:
-        self._world, self._name, self._buckets, self._group, self._interval = world, name, buckets, group, interval
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        buckets: list[BaguaBucket],
+        group: Group,
+        interval: float,
+        meter: Meter,
+    ) -> None:
+        self._world, self._name, self._buckets, self._group, self._interval = (
+            world,
+            name,
+            buckets,
+            group,
+            interval,
+        )
         self._meter = meter
         self.ops: list[AsynchronousModelAverage] = [bucket._async_op for bucket in buckets]
         self.state = State.IDLE
@@ -81,7 +100,8 @@ class AveragingThread:
             self._spawn()
 
     def stop(self) -> None:
-        """Wait until all ranks have called this; averaging continues until then. A second call does nothing.
+        """Wait until all ranks have called this; averaging continues until then. A second call does
+        nothing.
 
         Raises:
             CommunicationError: a round failed.
@@ -107,7 +127,9 @@ class AveragingThread:
             self._go(State.IDLE)
 
     def restore(self, aborted: bool) -> None:
-        """Take over whether averaging was aborted, which all ranks have saved alike, without communication."""
+        """Take over whether averaging was aborted, which all ranks have saved alike, without
+        communication.
+        """
         if not aborted:
             self.resume()
         elif self.state is State.IDLE:
@@ -119,12 +141,15 @@ class AveragingThread:
             error, self.error = self.error, None
             self._go(State.ABORTED)
             raise CommunicationError(
-                f"asynchronous averaging stopped in round {self.completed}: {type(error).__name__}: {error}. Every rank must call "
-                "model.bagua_algorithm.abort(model), or end by destroy_process_group()"
+                f"asynchronous averaging stopped in round {self.completed}: {type(error).__name__}:"
+                f" {error}. Every rank must call model.bagua_algorithm.abort(model), or end by"
+                " destroy_process_group()"
             ) from error
 
     def forget(self) -> None:
-        """End without waiting, as there is no training any more; rounds under way end when the other ranks stop, too."""
+        """End without waiting, as there is no training any more; rounds under way end when the
+        other ranks stop, too.
+        """
         self._forgotten = True
         if self.state is State.RUNNING:
             for op in self.ops:
@@ -135,11 +160,14 @@ class AveragingThread:
             self._group.close()
 
     def end(self) -> None:
-        """Stop as this rank ends: wait until the other ranks stop or end, too; a round that fails meanwhile is logged."""
+        """Stop as this rank ends: wait until the other ranks stop or end, too; a round that fails
+        meanwhile is logged.
+        """
         if self.state in (State.RUNNING, State.FAILED) or self._forgotten:
             try:
                 self.stop()
-            except CommunicationError as error:  # this rank's training is over, and its connections are yet to be closed
+            except CommunicationError as error:
+                # this rank's training is over, and its connections are yet to be closed
                 _logger.warning("%s", error)
 
     def _spawn(self) -> None:
@@ -169,10 +197,12 @@ class AveragingThread:
 
 
 class WeightLockHooks:
-    """Holds the weights from each training forward pass to the end of its backward pass, and during ``optimizer.step`` (S5.6).
+    """Holds the weights from each training forward pass to the end of its backward pass, and during
+    ``optimizer.step`` (S5.6).
 
-    The hold always ends: when a forward pass or step raises, when the graph of the output is freed, when the backward pass
-    completes or fails, and at the latest at the next forward pass, ``eval()``, step or abort.
+    The hold always ends: when a forward pass or step raises, when the graph of the output is freed,
+    when the backward pass completes or fails, and at the latest at the next forward pass,
+    ``eval()``, step or abort.
 
     Args:
         module: acquires the locks in its training forward passes.
@@ -217,7 +247,9 @@ class WeightLockHooks:
         self._after_step()
 
     def collect(self) -> None:
-        """Release holds that finalizers and ``eval()`` have ended; a round that waits calls this."""
+        """Release holds that finalizers and ``eval()`` have ended; a round that waits calls
+        this.
+        """
         while self._dropped:
             self._dropped.pop().release()
         module, forward = self._module(), self._forward
@@ -254,8 +286,14 @@ class WeightLockHooks:
             tensor.register_hook(_Release(self._forward, self._dropped).begin)
 
     def _held_for_backward(self) -> bool:
-        """Return whether an earlier forward pass than this one, which has no gradients, still holds the weights."""
-        return not torch.is_grad_enabled() and self._forward is not None and self._forward.awaits_backward
+        """Return whether an earlier forward pass than this one, which has no gradients, still holds
+        the weights.
+        """
+        return (
+            not torch.is_grad_enabled()
+            and self._forward is not None
+            and self._forward.awaits_backward
+        )
 
     def _before_step(self, *_: Any) -> None:
         self.drop_forward()
@@ -290,9 +328,11 @@ class _Hold:
 
 
 class _Release:
-    """Releases a hold at the end of the backward pass that comes to a graph; if freed before that, at the next `collect`.
+    """Releases a hold at the end of the backward pass that comes to a graph; if freed before that,
+    at the next `collect`.
 
-    The graph keeps one, and the autograd engine another one during the backward pass, which it frees, uncalled, if that fails.
+    The graph keeps one, and the autograd engine another one during the backward pass, which it
+    frees, uncalled, if that fails.
     """
 
     def __init__(self, hold: _Hold, dropped: list[_Hold]) -> None:
@@ -301,7 +341,9 @@ class _Release:
     @untraced
     def begin(self, gradient: torch.Tensor) -> None:
         """Note that the backward pass has come to the graph: a hook on an output."""
-        torch.autograd.Variable._execution_engine.queue_callback(_Release(self._hold, self._dropped).end)
+        torch.autograd.Variable._execution_engine.queue_callback(
+            _Release(self._hold, self._dropped).end
+        )
 
     @untraced
     def end(self) -> None:
@@ -312,8 +354,12 @@ class _Release:
         self._dropped.append(self._hold)
 
 
-def _call_on_exception(optimizer: torch.optim.Optimizer, function: Callable[[], None]) -> Callable[[], None]:
-    """Make ``optimizer.step`` call ``function`` when it raises, as its post hooks are not; return a function that undoes this."""
+def _call_on_exception(
+    optimizer: torch.optim.Optimizer, function: Callable[[], None]
+) -> Callable[[], None]:
+    """Make ``optimizer.step`` call ``function`` when it raises, as its post hooks are not; return a
+    function that undoes this.
+    """
     before = optimizer.__dict__.get("step")
     step = optimizer.step
 

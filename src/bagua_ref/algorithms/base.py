@@ -12,7 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bagua_ref.algorithms.registry import GlobalAlgorithmRegistry, _AlgorithmRegistry, check_options  # noqa: F401 - the original's
+from bagua_ref.algorithms.registry import (
+    GlobalAlgorithmRegistry,
+    _AlgorithmRegistry,  # noqa: F401  # the original has it here
+    check_options,
+)
 from bagua_ref.algorithms.state import ErrorMemories, TensorStore, check_entries, saved_by
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import World
@@ -34,7 +38,8 @@ class TrainingContext(NotCopied):
         bagua_module_name: unique in this process.
         bagua_buckets: the buckets in the order in which they are scheduled.
         bagua_optimizers: as passed when wrapping.
-        bagua_train_step_counter: training forward passes begun so far; the current step is one less.
+        bagua_train_step_counter: training forward passes begun so far; the current step is one
+            less.
         bagua_algorithm: the implementation in use.
         steps_of_optimizers: the steps that each optimizer has taken.
         backward_passes: those begun outside `no_sync`.
@@ -42,7 +47,8 @@ class TrainingContext(NotCopied):
         kernel_backend: the ``backend`` argument of wrapping.
         shards: this rank's shards of parameters that fully_shard (FSDP2) has sharded, by name.
         rounds: the rounds of communication.
-        engine: ``mark_ready(tensor)`` and ``gradient_ready(name, parameter)`` schedule, ``wait_pending_comm_ops()`` waits.
+        engine: ``mark_ready(tensor)`` and ``gradient_ready(name, parameter)`` schedule,
+            ``wait_pending_comm_ops()`` waits.
     """
 
     process_group: Group
@@ -76,12 +82,16 @@ class TrainingContext(NotCopied):
 
     @property
     def called_module(self) -> torch.nn.Module:
-        """The module that training calls: the wrapped one, or its torch.compile wrapper if that was wrapped."""
+        """The module that training calls: the wrapped one, or its torch.compile wrapper if that was
+        wrapped.
+        """
         module = self._called()
         return self.module if module is None else module
 
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Return the parameters that need a gradient and are not ignored, as ``named_parameters()`` names them (S2.1)."""
+        """Return the parameters that need a gradient and are not ignored, as ``named_parameters()``
+        names them (S2.1).
+        """
         return self._named
 
     def note_load(self) -> None:
@@ -89,24 +99,31 @@ class TrainingContext(NotCopied):
         self.rounds.note_load()
 
     def reset(self) -> None:
-        """Get tensors, buckets, operations and hooks from the algorithm (S5); the state is not broadcast again."""
+        """Get tensors, buckets, operations and hooks from the algorithm (S5); the state is not
+        broadcast again.
+        """
         raise NotImplementedError(f"the buckets of {self.bagua_module_name!r} cannot be made again")
 
     def reshard(self) -> None:
-        """If the module is sharded, let its next forward pass gather the weights anew, as they have changed."""
+        """If the module is sharded, let its next forward pass gather the weights anew, as they have
+        changed.
+        """
 
     def end_join(self) -> None:
-        """Inside `bagua_ref.join`: let this rank have no more batches, and wait until this is so for all; elsewhere, do nothing."""
+        """Inside `bagua_ref.join`: let this rank have no more batches, and wait until this is so
+        for all; elsewhere, do nothing.
+        """
         if self.rounds.joining is not None:
             self.rounds.joining.follow()
 
 
 class AlgorithmImpl(NotCopied):
-    """An algorithm applied to one module; the base class moves gradients through buckets but communicates nothing.
+    """An algorithm applied to one module; the base class moves gradients through buckets but
+    communicates nothing.
 
-    Subclasses override what differs. Each training step calls, in this order: ``need_reset``, the forward-pre hook, the backward
-    hook for each parameter, the post-backward hook and the post-optimizer-step hook, as the ``init_*_hook`` methods returned them
-    (S5).
+    Subclasses override what differs. Each training step calls, in this order: ``need_reset``, the
+    forward-pre hook, the backward hook for each parameter, the post-backward hook and the
+    post-optimizer-step hook, as the ``init_*_hook`` methods returned them (S5).
 
     Args:
         process_group: the group to communicate in.
@@ -126,91 +143,130 @@ class AlgorithmImpl(NotCopied):
         """The training that this implementation takes part in."""
         context = self._context() if self._context is not None else None
         if context is None:
-            raise RuntimeError(f"{type(self).__name__} takes part in no training; wrap a module with it first")
+            raise RuntimeError(
+                f"{type(self).__name__} takes part in no training; wrap a module with it first"
+            )
         return context
 
     name = "this algorithm"
     """The algorithm's name in messages and states."""
 
     entries: frozenset[str] = frozenset()
-    """Entries of `state_dict` that every state has, besides `counters`; if "version" is one, states also say who saved them."""
+    """Entries of `state_dict` that every state has, besides `counters`; if "version" is one, states
+    also say who saved them.
+    """
 
     stores: Mapping[str, TensorStore | ErrorMemories] = MappingProxyType({})
-    """Stores of tensors kept from round to round, by the entry of `state_dict` that holds theirs."""
+    """Stores of tensors kept from round to round, by the entry of `state_dict` that holds
+    theirs.
+    """
 
     counted: tuple[str, ...] = ()
     """Attributes of this object that are among its `counters`."""
 
     rank_state: frozenset[str] = frozenset()
-    """Entries of `state_dict` that only the same rank of as many ranks can load; `load_state_dict` takes states without them."""
+    """Entries of `state_dict` that only the same rank of as many ranks can load; `load_state_dict`
+    takes states without them.
+    """
 
     ranks_in_step: bool = True
-    """Whether all ranks run the same training forward passes; if not, buffers are not broadcast before them."""
+    """Whether all ranks run the same training forward passes; if not, buffers are not broadcast
+    before them.
+    """
 
     steps_together: bool = True
     """Whether all ranks take the same optimizer steps."""
 
     steps_follow_backward = False
-    """Whether an optimizer step that no backward pass of the module preceded counts as none of the training's."""
+    """Whether an optimizer step that no backward pass of the module preceded counts as none of the
+    training's.
+    """
 
     replicas_are_equal: bool = False
-    """Whether weights and optimizer state are equal on all ranks; if so, they are compared after a state was loaded."""
+    """Whether weights and optimizer state are equal on all ranks; if so, they are compared after a
+    state was loaded.
+    """
 
     rounds_are_alike = False
     """Whether every round sends the same messages and changes nothing but gradients.
 
-    If so, buckets run while the ranks still compare what they are about to do, and waiting for the round raises if they differ;
-    otherwise the first bucket waits for the comparison.
+    If so, buckets run while the ranks still compare what they are about to do, and waiting for the
+    round raises if they differ; otherwise the first bucket waits for the comparison.
     """
 
     takes_new_strides = True
-    """Whether buckets can be made anew during training because the strides of parameters have changed (S2.3)."""
+    """Whether buckets can be made anew during training because the strides of parameters have
+    changed (S2.3).
+    """
 
     agrees_in_nodes = False
-    """Whether ranks compare what they are about to do inside their node first, as some rounds stay there."""
+    """Whether ranks compare what they are about to do inside their node first, as some rounds stay
+    there.
+    """
 
     round_stays_in_node: bool = False
-    """Whether the round that begins communicates inside nodes only, so that nodes need not compare."""
+    """Whether the round that begins communicates inside nodes only, so that nodes need not
+    compare.
+    """
 
     delivers_error_memory = False
-    """Whether a round also makes gradients of what ranks have left out in earlier ones, be it for a parameter that no rank uses."""
+    """Whether a round also makes gradients of what ranks have left out in earlier ones, be it for a
+    parameter that no rank uses.
+    """
 
     def leave_alone(self, parameters: Sequence[torch.nn.Parameter]) -> Callable[[], None]:
-        """Return a function that undoes what the next round does to ``parameters``, which no rank uses, but gradients (S2.5)."""
+        """Return a function that undoes what the next round does to ``parameters``, which no rank
+        uses, but gradients (S2.5).
+        """
         return _nothing
 
     def replicas(self) -> list[tuple[Tensor, list[torch.optim.Optimizer]]]:
-        """Return the tensors that are equal on all ranks and compared after a state was loaded, each with its optimizers."""
+        """Return the tensors that are equal on all ranks and compared after a state was loaded,
+        each with its optimizers.
+        """
         context = self.context
-        return [(p, context.bagua_optimizers) for _, p in context.bagua_build_params()] if self.replicas_are_equal else []
+        return (
+            [(p, context.bagua_optimizers) for _, p in context.bagua_build_params()]
+            if self.replicas_are_equal
+            else []
+        )
 
     def facts(self) -> list[Fact]:
-        """Return further facts that must be equal on all ranks when a round of communication begins; always as many."""
+        """Return further facts that must be equal on all ranks when a round of communication
+        begins; always as many.
+        """
         return []
 
     begins_in_forward: bool = False
-    """Whether the algorithm needs the module's training forward pass in each step; if not, a backward pass alone suffices."""
+    """Whether the algorithm needs the module's training forward pass in each step; if not, a
+    backward pass alone suffices.
+    """
 
     why_one_backward = ""
-    """Why graphs cannot be used again after a backward pass, and what to do instead; "" if they can."""
+    """Why graphs cannot be used again after a backward pass, and what to do instead; "" if they
+    can.
+    """
 
     average = True
     """Whether the buckets' result is the mean over all ranks of what they contribute."""
 
     def check_join(self, divide_by_initial_world_size: bool) -> bool:
-        """Return whether ranks wait for each other, so that ranks without batches have to `shadow` rounds in `bagua_ref.join`.
+        """Return whether ranks wait for each other, so that ranks without batches have to `shadow`
+        rounds in `bagua_ref.join`.
 
         Raises:
             NotImplementedError: they cannot; says why, and what to use instead.
             ValueError: ``divide_by_initial_world_size`` must be the other value.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} cannot train inside join(): it does not say what a rank without batches contributes. Define "
-            "check_join() and shadow(), or use gradient_allreduce, bytegrad, decentralized or low_precision_decentralized"
+            f"{type(self).__name__} cannot train inside join(): it does not say what a rank without"
+            " batches contributes. Define check_join() and shadow(), or use gradient_allreduce,"
+            " bytegrad, decentralized or low_precision_decentralized"
         )
 
     def shadow(self, facts: Sequence[int]) -> None:
-        """Take part, without a batch, in a round that other ranks have begun; this one contributes zeros to every bucket.
+        """Take part, without a batch, in a round that other ranks have begun; this one contributes
+        zeros to every bucket.
 
         Args:
             facts: the values of `facts` on those ranks.
@@ -219,50 +275,70 @@ class AlgorithmImpl(NotCopied):
         context.engine.run(lambda: [*map(BaguaBucket.shadow, context.bagua_buckets)])
 
     def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return the reason that ``optimizer``, which was not passed when wrapping, must not step the parameters; "" if it may."""
+        """Return the reason that ``optimizer``, which was not passed when wrapping, must not step
+        the parameters; "" if it may.
+        """
         return ""
 
     def suspend(self) -> Callable[[], None]:
-        """Stop background communication, collectively, because the module is wrapped again; return a function that resumes it."""
+        """Stop background communication, collectively, because the module is wrapped again; return
+        a function that resumes it.
+        """
         return _nothing
 
     def close(self) -> None:
         """Release everything outside the buckets; the module now has another algorithm."""
 
     def metrics(self) -> dict[str, float | int]:
-        """Return this algorithm's part of `bagua_ref.distributed.BaguaModule.bagua_metrics`; it does not communicate."""
+        """Return this algorithm's part of `bagua_ref.distributed.BaguaModule.bagua_metrics`; it
+        does not communicate.
+        """
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a checkpoint needs, besides that of model and optimizers, to continue exactly where it was saved.
+        """Return the state that a checkpoint needs, besides that of model and optimizers, to
+        continue exactly where it was saved.
 
         Each rank saves its own. Subclasses add to it.
         """
-        state = {**self.counters(), **self._shard(), **(saved_by(self.process_group) if "version" in self.entries else {})}
+        state = {
+            **self.counters(),
+            **self._shard(),
+            **(saved_by(self.process_group) if "version" in self.entries else {}),
+        }
         return state | {entry: store.state() for entry, store in self.stores.items()}
 
     def load_state_dict(self, state: dict[str, Any], drop_local: bool = False) -> None:
-        """Continue from ``state``; call it on every rank, after wrapping and after loading the state of model and optimizers.
+        """Continue from ``state``; call it on every rank, after wrapping and after loading the
+        state of model and optimizers.
 
         It does not communicate.
 
         Args:
-            state: what `state_dict` returned; with entries of `rank_state`, on the same rank of as many ranks.
-            drop_local: take the state of any rank of any number of ranks, without these entries: memories start at zero.
+            state: what `state_dict` returned; with entries of `rank_state`, on the same rank of as
+                many ranks.
+            drop_local: take the state of any rank of any number of ranks, without these entries:
+                memories start at zero.
 
         Raises:
-            ValueError: it is a state of another algorithm, version or model, of another rank, or of other shards of parameters
-                (FSDP2); nothing has been loaded.
+            ValueError: it is a state of another algorithm, version or model, of another rank, or of
+                other shards of parameters (FSDP2); nothing has been loaded.
             RuntimeError: the algorithm works in the background; the message says how to stop it.
         """
         self.check_idle()
-        state = {name: value for name, value in state.items() if not drop_local or name not in self.rank_state}
+        state = {
+            name: value
+            for name, value in state.items()
+            if not drop_local or name not in self.rank_state
+        }
         self.check_state(state)
         self.load_checked(state)
         self.load_counters(state)
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless `load_state_dict` can load ``state``; change nothing. Subclasses check what they add."""
+        """Raise ValueError unless `load_state_dict` can load ``state``; change nothing. Subclasses
+        check what they add.
+        """
         check_entries(state, self.name, self.entries, self.counters(), self._shard())
         for entry, store in self.stores.items():
             if entry in state:
@@ -277,7 +353,9 @@ class AlgorithmImpl(NotCopied):
         """Raise RuntimeError if something must be stopped before a state is loaded."""
 
     def _shard(self) -> dict[str, Any]:
-        """Return the number of this rank's shard of the parameters, and that of all shards; nothing if they are whole."""
+        """Return the number of this rank's shard of the parameters, and that of all shards; nothing
+        if they are whole.
+        """
         meshes = [shard.sharded.device_mesh for shard in self.context.shards.values()]
         return {"shard": [meshes[0].get_local_rank(), meshes[0].size()]} if meshes else {}
 
@@ -294,33 +372,53 @@ class AlgorithmImpl(NotCopied):
         """Continue from the numbers that `counters` returned."""
         context = self.context
         context.bagua_train_step_counter = state["train_step_counter"]
-        context.steps_of_optimizers[:] = state.get("steps_of_optimizers", context.steps_of_optimizers)
+        context.steps_of_optimizers[:] = state.get(
+            "steps_of_optimizers", context.steps_of_optimizers
+        )
         for name in self.counted:
             setattr(self, name, state[name])
 
     def begin_forward(self) -> None:
-        """Note the start of a training forward pass, also under `no_sync`; called before `need_reset`."""
+        """Note the start of a training forward pass, also under `no_sync`; called before
+        `need_reset`.
+        """
 
     def end_unsynchronized_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the end of an optimizer step that must not communicate, as after a forward pass under `no_sync`.
+        """Note the end of an optimizer step that must not communicate, as after a forward pass
+        under `no_sync`.
 
         After the other steps, the post-optimizer-step hook is called.
         """
 
     def need_reset(self) -> bool:
-        """Return whether tensors, buckets and operations must be made again; called before each training forward pass."""
+        """Return whether tensors, buckets and operations must be made again; called before each
+        training forward pass.
+        """
         return False
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
-        """Return the tensors to communicate in the order in which they become ready: gradients, last layer first (S2.1)."""
+        """Return the tensors to communicate in the order in which they become ready: gradients,
+        last layer first (S2.1).
+        """
         return [
-            register(with_aligned_grad(parameter), name, bagua_ddp.bagua_module_name, attrgetter("grad"), _set_grad)
+            register(
+                with_aligned_grad(parameter),
+                name,
+                bagua_ddp.bagua_module_name,
+                attrgetter("grad"),
+                _set_grad,
+            )
             for name, parameter in reversed(bagua_ddp.bagua_build_params())
         ]
 
-    def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+    def tensors_to_buckets(
+        self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool
+    ) -> list[BaguaBucket]:
         """Return one bucket for each list of tensors, named "0", "1", ... (S2.1)."""
-        return [BaguaBucket(bucket, str(place), flatten=do_flatten) for place, bucket in enumerate(tensors)]
+        return [
+            BaguaBucket(bucket, str(place), flatten=do_flatten)
+            for place, bucket in enumerate(tensors)
+        ]
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append the operations to a new bucket."""
@@ -329,15 +427,23 @@ class AlgorithmImpl(NotCopied):
         """Return ``hook(input)``, called before each training forward."""
         return _nothing
 
-    def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
-        """Return ``hook(name, parameter)``, called when a parameter's gradient is accumulated; this one marks it ready."""
+    def init_backward_hook(
+        self, bagua_ddp: TrainingContext
+    ) -> Callable[[str, torch.nn.Parameter], object]:
+        """Return ``hook(name, parameter)``, called when a parameter's gradient is accumulated; this
+        one marks it ready.
+        """
         return bagua_ddp.engine.gradient_ready
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
-        """Return ``hook()``, called once at the end of the outermost backward pass; this one waits for communication."""
+        """Return ``hook()``, called once at the end of the outermost backward pass; this one waits
+        for communication.
+        """
         return bagua_ddp.engine.wait_pending_comm_ops
 
-    def init_post_optimizer_step_hook(self, bagua_ddp: TrainingContext) -> Callable[[torch.optim.Optimizer], object]:
+    def init_post_optimizer_step_hook(
+        self, bagua_ddp: TrainingContext
+    ) -> Callable[[torch.optim.Optimizer], object]:
         """Return ``hook(optimizer)``, called after each optimizer's step."""
         return _nothing
 
@@ -352,8 +458,13 @@ class Algorithm:
     takes_shards = False
     """Whether it trains this rank's shards of parameters that fully_shard (FSDP2) has sharded."""
 
-    def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse parameters or optimizers that this algorithm cannot train, before anything is sent or changed by wrapping.
+    def check(
+        self,
+        parameters: list[tuple[str, torch.nn.Parameter]],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        """Refuse parameters or optimizers that this algorithm cannot train, before anything is sent
+        or changed by wrapping.
 
         Args:
             parameters: those that take part, by name, in the order of ``named_parameters()``.
@@ -370,9 +481,17 @@ class Algorithm:
         return self.implementation(process_group, self)
 
     def settings(self) -> dict[str, Any]:
-        """Return the numbers, strings and lists among the options, which must be equal on all ranks."""
-        options = {name: getattr(self, name, None) for name in inspect.signature(type(self)).parameters}
-        return {name: value for name, value in options.items() if isinstance(value, (int, float, str, list))}
+        """Return the numbers, strings and lists among the options, which must be equal on all
+        ranks.
+        """
+        options = {
+            name: getattr(self, name, None) for name in inspect.signature(type(self)).parameters
+        }
+        return {
+            name: value
+            for name, value in options.items()
+            if isinstance(value, (int, float, str, list))
+        }
 
     @classmethod
     def init(cls, name: str, **kwargs: Any) -> Algorithm:

@@ -1,4 +1,6 @@
-"""ByteGrad: gradient averaging with compressed chunks on the wire, one byte per element by default (S5.2)."""
+"""ByteGrad: gradient averaging with compressed chunks on the wire, one byte per element by default
+(S5.2).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class ByteGradAlgorithm(Algorithm):
         hierarchical: full precision inside nodes, compressed between their leaders (S3.3).
         average: the mean instead of the sum.
         compression: the name of a codec, one of `bagua_ref.list_codecs` (S4, S12).
-        error_feedback: keep what compression leaves out, in float32, and add it to the next round's gradients (S11.1).
+        error_feedback: keep what compression leaves out, in float32, and add it to the next round's
+            gradients (S11.1).
 
     Raises:
         ValueError: there is no such codec.
@@ -56,7 +59,9 @@ class ByteGradAlgorithm(Algorithm):
 
 @implements(ByteGradAlgorithm)
 class ByteGradAlgorithmImpl(AlgorithmImpl):
-    """`ByteGradAlgorithm` at work on one module; ``error_memories`` are what compression has left out on this rank."""
+    """`ByteGradAlgorithm` at work on one module; ``error_memories`` are what compression has left
+    out on this rank.
+    """
 
     name = "bytegrad"
     replicas_are_equal = True  # all ranks step with the same gradients
@@ -66,12 +71,16 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         self.average = options.average
         self.error_memories = ErrorMemories(self.name, process_group)
         if options.error_feedback:
-            self.stores, self.rank_state = {"memories": self.error_memories}, frozenset({"memories"})
+            self.stores, self.rank_state = (
+                {"memories": self.error_memories},
+                frozenset({"memories"}),
+            )
         self.delivers_error_memory = options.error_feedback
         self.rounds_are_alike = not options.error_feedback  # a round changes error memory, too
 
     def check_join(self, divide_by_initial_world_size: bool) -> bool:
-        """Return True: ranks without batches contribute zero gradients, and what compression left out before.
+        """Return True: ranks without batches contribute zero gradients, and what compression left
+        out before.
 
         Raises:
             ValueError: there is error memory, and a mean with divide_by_initial_world_size=False.
@@ -80,11 +89,20 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
             check_join_with_memory(self.name, divide_by_initial_world_size)
         return True
 
-    def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
-        """Pad each bucket so that it divides by the number of ranks, and of leaders if hierarchical (S5.2)."""
+    def tensors_to_buckets(
+        self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool
+    ) -> list[BaguaBucket]:
+        """Pad each bucket so that it divides by the number of ranks, and of leaders if hierarchical
+        (S5.2).
+        """
         group = self.process_group
-        alignment = math.lcm(len(group.ranks), communicator_of(group, self.options.hierarchical).nranks())
-        return [BaguaBucket(bucket, str(place), flatten=do_flatten, alignment=alignment) for place, bucket in enumerate(tensors)]
+        alignment = math.lcm(
+            len(group.ranks), communicator_of(group, self.options.hierarchical).nranks()
+        )
+        return [
+            BaguaBucket(bucket, str(place), flatten=do_flatten, alignment=alignment)
+            for place, bucket in enumerate(tensors)
+        ]
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.2, S11.1 with error memory, or S3.3 with it between leaders."""
@@ -99,4 +117,8 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
 
     def memory_of(self, bucket: BaguaBucket) -> ErrorMemory | None:
         """Return the memory of a bucket's compression errors; None without error feedback."""
-        return self.error_memories.of_bucket(bucket, self.options.hierarchical) if self.options.error_feedback else None
+        return (
+            self.error_memories.of_bucket(bucket, self.options.hierarchical)
+            if self.options.error_feedback
+            else None
+        )

@@ -1,4 +1,6 @@
-"""The base of powersgd and topk: exact means in the warm-up, then rounds that keep what was left out (S10, S11.2)."""
+"""The base of powersgd and topk: exact means in the warm-up, then rounds that keep what was left
+out (S10, S11.2).
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ __all__ = ["CompressedGradientsImpl"]
 
 
 class CompressedGradientsImpl(AlgorithmImpl):
-    """Gradients are averaged as by gradient_allreduce while t <= warmup_steps, and compressed after that.
+    """Gradients are averaged as by gradient_allreduce while t <= warmup_steps, and compressed after
+    that.
 
-    t counts the steps of the last optimizer from 1; a step that no backward pass preceded does not count. A round is a backward
-    pass that communicates.
+    t counts the steps of the last optimizer from 1; a step that no backward pass preceded does not
+    count. A round is a backward pass that communicates.
 
     Args:
         process_group: the group to communicate in.
@@ -36,7 +39,9 @@ class CompressedGradientsImpl(AlgorithmImpl):
 
     steps_follow_backward = True
     replicas_are_equal = True  # all ranks step with the same gradients
-    entries = frozenset({"version", "rank", "world_size", "steps_of_optimizers", "algorithm", "factors"})
+    entries = frozenset(
+        {"version", "rank", "world_size", "steps_of_optimizers", "algorithm", "factors"}
+    )
     rank_state = frozenset({"memories"})
     counted = ("rounds",)
 
@@ -46,7 +51,10 @@ class CompressedGradientsImpl(AlgorithmImpl):
         self.has_memory = self.delivers_error_memory = has_memory
         self.rounds = 0
         self.memories, self.factors = TensorStore("memories"), TensorStore("factors")
-        self.stores = {"factors": self.factors, **({"memories": self.memories} if has_memory else {})}
+        self.stores = {
+            "factors": self.factors,
+            **({"memories": self.memories} if has_memory else {}),
+        }
         self._shadowed: bool | None = None
         """While this rank has no batch: whether the other ranks' round is compressed."""
 
@@ -73,11 +81,18 @@ class CompressedGradientsImpl(AlgorithmImpl):
         ]
 
     def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return the reason to refuse other optimizers in the warm-up, which would never end; "" after it."""
-        return "" if self.compressing else f"{self.name} counts the steps of those to tell when its warm-up is over"
+        """Return the reason to refuse other optimizers in the warm-up, which would never end; ""
+        after it.
+        """
+        return (
+            ""
+            if self.compressing
+            else f"{self.name} counts the steps of those to tell when its warm-up is over"
+        )
 
     def check_join(self, divide_by_initial_world_size: bool) -> bool:
-        """Return True: ranks without batches contribute zero gradients, and what they have left out before.
+        """Return True: ranks without batches contribute zero gradients, and what they have left out
+        before.
 
         Raises:
             ValueError: there is a memory, and divide_by_initial_world_size=False.
@@ -106,7 +121,9 @@ class CompressedGradientsImpl(AlgorithmImpl):
         return hook
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters, the factors, which are equal on all ranks, and this rank's memories."""
+        """Return the counters, the factors, which are equal on all ranks, and this rank's
+        memories.
+        """
         return {**super().state_dict(), "algorithm": self.name}
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -116,6 +133,8 @@ class CompressedGradientsImpl(AlgorithmImpl):
             check_saved_here(state, self.process_group)
 
     def load_checked(self, state: dict[str, Any]) -> None:
-        """Load the factors and memories; the next round compares what must be equal on all ranks."""
+        """Load the factors and memories; the next round compares what must be equal on all
+        ranks.
+        """
         super().load_checked(state)
         self.context.note_load()

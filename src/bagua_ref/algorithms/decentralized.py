@@ -36,37 +36,45 @@ __all__ = [
 ]
 
 _WEIGHTS_AVERAGED = (
-    "decentralized replaces the weights by their average at the end of a backward pass (S5.3), so that forward passes that came "
-    "before have no backward pass any more. Add the losses and call backward() once, or call backward() after each forward pass "
-    "before the next one; or run all these forward and backward passes inside model.no_sync(), which averages nothing"
+    "decentralized replaces the weights by their average at the end of a backward pass (S5.3), so"
+    " that forward passes that came before have no backward pass any more. Add the losses and call"
+    " backward() once, or call backward() after each forward pass before the next one; or run all"
+    " these forward and backward passes inside model.no_sync(), which averages nothing"
 )
 
 
 @dataclass(eq=False, repr=False)
 class DecentralizedAlgorithm(Algorithm):
-    """Each rank trains on its own gradients, and averages its weights with all ranks or along a graph (S5.3, S3.4, S13).
+    """Each rank trains on its own gradients, and averages its weights with all ranks or along a
+    graph (S5.3, S3.4, S13).
 
-    Averaging runs during the forward and backward pass. Its result replaces the weights at the end of the backward pass; the
-    optimizer then applies this rank's gradients, which were computed with the weights before averaging.
+    Averaging runs during the forward and backward pass. Its result replaces the weights at the end
+    of the backward pass; the optimizer then applies this rank's gradients, which were computed with
+    the weights before averaging.
 
     Args:
-        hierarchical: average inside nodes, communicate between their leaders. In what follows, ranks are then leaders.
-        peer_selection_mode: what each rank averages; t counts averagings from 0, n is the number of ranks.
+        hierarchical: average inside nodes, communicate between their leaders. In what follows,
+            ranks are then leaders.
+        peer_selection_mode: what each rank averages; t counts averagings from 0, n is the number of
+            ranks.
 
             - "all": all ranks;
-            - "shift_one": itself and one rank of the other half, the next one each time; n must be even;
+            - "shift_one": itself and one rank of the other half, the next one each time; n must be
+              even;
             - "one_peer_exponential": itself and rank (r - 2^k) mod n, k = t mod ceil(log2 n);
             - "hypercube": itself and rank r xor 2^k, k = t mod log2 n; n must be a power of two;
             - "ring": itself and both neighbours;
             - "exponential": itself and ranks (r - 2^k) mod n for all k;
-            - a function ``(t, n) -> graph``, the same on all ranks. A graph is a list that has for each receiving rank a list of
-              (source rank, weight) pairs, itself among them. The weights of each rank, and those with which it is received, sum
-              to 1.
-        communication_interval: number of training forward passes from one averaging to the next; the first one averages.
+            - a function ``(t, n) -> graph``, the same on all ranks. A graph is a list that has for
+              each receiving rank a list of (source rank, weight) pairs, itself among them. The
+              weights of each rank, and those with which it is received, sum to 1.
+        communication_interval: number of training forward passes from one averaging to the next;
+            the first one averages.
 
     Raises:
-        ValueError: an unknown mode, an interval below 1; on wrapping: a mode that does not take so many ranks, a function whose
-            first graph is not doubly stochastic, or differs between ranks.
+        ValueError: an unknown mode, an interval below 1; on wrapping: a mode that does not take so
+            many ranks, a function whose first graph is not doubly stochastic, or differs between
+            ranks.
         TypeError: an interval that is no int.
 
     >>> def lazy_ring(t, n):
@@ -74,9 +82,9 @@ class DecentralizedAlgorithm(Algorithm):
     >>> DecentralizedAlgorithm(hierarchical=False, peer_selection_mode=lazy_ring).communication_interval
     1
 
-    Source: decentralized full precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499); Lian et al., "Can Decentralized
-    Algorithms Outperform Centralized Algorithms?", NeurIPS 2017 (arXiv:1705.09056); graphs: Ying et al., NeurIPS 2021
-    (arXiv:2110.13363).
+    Source: decentralized full precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499); Lian
+    et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017
+    (arXiv:1705.09056); graphs: Ying et al., NeurIPS 2021 (arXiv:2110.13363).
     """
 
     hierarchical: bool = True
@@ -100,18 +108,30 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
     def __init__(self, process_group: Group, options: DecentralizedAlgorithm) -> None:
         super().__init__(process_group)
         self._averaging = False
-        """Whether the last training forward pass marked the weights ready, and no backward pass has copied the result back yet."""
+        """Whether the last training forward pass marked the weights ready, and no backward pass has
+        copied the result back yet.
+        """
         self._rounds = 0
         """How often the weights were marked ready."""
         self._guard = GraphGuard(_WEIGHTS_AVERAGED)
 
     def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return the reason to refuse other optimizers, if some were passed; without any, none is needed."""
-        return "decentralized tells from the steps of those whether weights were averaged" if self.context.bagua_optimizers else ""
+        """Return the reason to refuse other optimizers, if some were passed; without any, none is
+        needed.
+        """
+        return (
+            "decentralized tells from the steps of those whether weights were averaged"
+            if self.context.bagua_optimizers
+            else ""
+        )
 
     def facts(self) -> list[Fact]:
         """Return the number of averagings, and if not every step averages, the step."""
-        step = self.context.bagua_train_step_counter - 1 if self.options.communication_interval > 1 else 0
+        step = (
+            self.context.bagua_train_step_counter - 1
+            if self.options.communication_interval > 1
+            else 0
+        )
         return [
             Fact("{has} averaged weights {value} times", self._rounds),
             Fact("{is} at training step {value}", step),
@@ -127,16 +147,26 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         self._guard.watch(bagua_ddp.called_module)
         return super().init_tensors(bagua_ddp)
 
-    def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+    def tensors_to_buckets(
+        self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool
+    ) -> list[BaguaBucket]:
         """Return one bucket for each dtype and device (S5.3)."""
-        return super().tensors_to_buckets(by_dtype_and_device(chain.from_iterable(tensors)), do_flatten)
+        return super().tensors_to_buckets(
+            by_dtype_and_device(chain.from_iterable(tensors)), do_flatten
+        )
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S3.4; the operation is ``bucket._decentralized_op``, its result ``bucket._peer_weight``."""
+        """Append S3.4; the operation is ``bucket._decentralized_op``, its result
+        ``bucket._peer_weight``.
+        """
         op = bucket.append_decentralized_synchronous_op(
-            register(bucket.flattened_tensor()), self.options.hierarchical, self.options.peer_selection_mode, self.process_group
+            register(bucket.flattened_tensor()),
+            self.options.hierarchical,
+            self.options.peer_selection_mode,
+            self.process_group,
         )
-        op.step = self._rounds  # more than 0 where a failed attempt to wrap again repeats this during training
+        # more than 0 where a failed attempt to wrap again repeats this during training
+        op.step = self._rounds
 
     def init_forward_pre_hook(self, bagua_ddp: TrainingContext) -> Callable[[Any], object]:
         """Mark the weights ready at steps divisible by the interval."""
@@ -171,7 +201,9 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         self._guard.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and the number of each bucket's averagings, which determines the next graph."""
+        """Return the step and the number of each bucket's averagings, which determines the next
+        graph.
+        """
         self.context.engine.wait_pending_comm_ops()
         return super().state_dict()
 
@@ -193,10 +225,12 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
 
 
 class GraphGuard:
-    """Notes each forward pass of a module, and refuses its backward pass once the weights were overwritten.
+    """Notes each forward pass of a module, and refuses its backward pass once the weights were
+    overwritten.
 
-    Without it, torch refuses most of them, by an error that names a version of a tensor. Those that save no weights, or compute
-    with them again, as checkpoints do, would mix old weights with new ones.
+    Without it, torch refuses most of them, by an error that names a version of a tensor. Those that
+    save no weights, or compute with them again, as checkpoints do, would mix old weights with new
+    ones.
 
     Args:
         message: the error's text.
@@ -209,7 +243,9 @@ class GraphGuard:
         """How often the weights were overwritten."""
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Note the forward passes of ``module``, which training calls, from now on; again: do nothing."""
+        """Note the forward passes of ``module``, which training calls, from now on; again: do
+        nothing.
+        """
         self._handle = self._handle or module.register_forward_hook(OwnHook(self._after_forward))
 
     def close(self) -> None:

@@ -1,4 +1,6 @@
-"""DiLoCo: local steps, and an outer optimizer on the mean of what they changed; streaming in fragments (S9.2 to S9.6)."""
+"""DiLoCo: local steps, and an outer optimizer on the mean of what they changed; streaming in
+fragments (S9.2 to S9.6).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ import torch
 from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
-from bagua_ref.algorithms.fragments import Fragment, FragmentSchedule, InFlight, checked_fragments, named_fragments
+from bagua_ref.algorithms.fragments import (
+    Fragment,
+    FragmentSchedule,
+    InFlight,
+    checked_fragments,
+    named_fragments,
+)
 from bagua_ref.algorithms.local_sgd import LocalUpdatesImpl, norms_of
 from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.algorithms.state import ErrorMemories, check_tensors
@@ -31,41 +39,53 @@ __all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl"]
 
 @dataclass(eq=False, repr=False)
 class DiLoCoAlgorithm(Algorithm):
-    """Every rank trains on its own gradients; now and then an outer optimizer moves shared global weights (S9.2 to S9.6).
+    """Every rank trains on its own gradients; now and then an outer optimizer moves shared global
+    weights (S9.2 to S9.6).
 
-    The global weights g start as the weights x of the first local step. Every ``period`` steps, ``D = mean over ranks of (g - x)``
-    becomes the gradient with which the outer optimizer updates g, and x becomes g. The state of the inner optimizers stays local.
+    The global weights g start as the weights x of the first local step. Every ``period`` steps, ``D
+    = mean over ranks of (g - x)`` becomes the gradient with which the outer optimizer updates g,
+    and x becomes g. The state of the inner optimizers stays local.
 
-    Streaming: with P fragments, each is sent once per period, ``gap = period/P`` steps after the one before. Its mean is computed
-    in the background during the next ``delay`` steps and applied after them: ``x <- g + mix*(x - g)``. With t' the steps after the
-    warm-up, from 1, fragment p is sent after the step with ``t' = (p+1)*gap - delay (mod period)``.
+    Streaming: with P fragments, each is sent once per period, ``gap = period/P`` steps after the
+    one before. Its mean is computed
+    in the background during the next ``delay`` steps and applied after them: ``x <- g + mix*(x -
+    g)``. With t' the steps after the warm-up, from 1, fragment p is sent after the step with ``t' =
+    (p+1)*gap - delay (mod period)``.
 
-    Each rank sends ``8 (n-1)/n`` bytes per float32 weight every ``period`` steps, about a quarter with compression. It keeps g in
-    float32 (float64 for float64 weights), the outer optimizer's state, and one fragment while it is in flight.
+    Each rank sends ``8 (n-1)/n`` bytes per float32 weight every ``period`` steps, about a quarter
+    with compression. It keeps g in float32 (float64 for float64 weights), the outer optimizer's
+    state, and one fragment while it is in flight.
 
     Args:
         period: steps after which every fragment has been sent once.
-        outer_optimizer: makes an optimizer of a list of tensors, the part of g in a fragment; called for each fragment when the
-            module is wrapped. None: ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
-        fragments: their number P, which splits the parameters into contiguous parts of about equal size, or lists of parameter
-            names in which each trained parameter stands exactly once.
-        delay: steps from sending a fragment to applying its mean, from 0 to gap - 1. With 0, training waits for the mean.
-        mix: the share of x that a rank keeps when a fragment is applied, from 0 (x becomes g) to 1 (x stays).
-        warmup_steps: steps on averaged gradients first, as `GradientAllReduceAlgorithm` takes them, bit for bit.
+        outer_optimizer: makes an optimizer of a list of tensors, the part of g in a fragment;
+            called for each fragment when the module is wrapped. None: ``SGD(lr=0.7, momentum=0.9,
+            nesterov=True)``.
+        fragments: their number P, which splits the parameters into contiguous parts of about equal
+            size, or lists of parameter names in which each trained parameter stands exactly once.
+        delay: steps from sending a fragment to applying its mean, from 0 to gap - 1. With 0,
+            training waits for the mean.
+        mix: the share of x that a rank keeps when a fragment is applied, from 0 (x becomes g) to 1
+            (x stays).
+        warmup_steps: steps on averaged gradients first, as `GradientAllReduceAlgorithm` takes them,
+            bit for bit.
         compression: None, or the name of a codec, one of `bagua_ref.list_codecs` (S3.2, S4, S12).
-        error_feedback: keep what compression leaves out, in float32, and add it to the fragment's next difference (S11.1).
+        error_feedback: keep what compression leaves out, in float32, and add it to the fragment's
+            next difference (S11.1).
 
     Raises:
-        ValueError: an argument is out of range; on wrapping: no optimizer was passed, more fragments than parameters, lists of
-            names that do not fit the module, an outer optimizer of other tensors.
-        TypeError: an argument is of another type; on wrapping: float64 parameters with compression, an ``outer_optimizer`` that
-            returns something else.
+        ValueError: an argument is out of range; on wrapping: no optimizer was passed, more
+            fragments than parameters, lists of names that do not fit the module, an outer optimizer
+            of other tensors.
+        TypeError: an argument is of another type; on wrapping: float64 parameters with compression,
+            an ``outer_optimizer`` that returns something else.
 
     >>> DiLoCoAlgorithm(period=32, fragments=4, delay=2, mix=0.5).schedule()
     FragmentSchedule(period=32, count=4, delay=2)
 
-    Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023 (arXiv:2311.08105), and
-    "Streaming DiLoCo with overlapping communication", 2025 (arXiv:2501.18512).
+    Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
+    2023 (arXiv:2311.08105), and "Streaming DiLoCo with overlapping communication", 2025
+    (arXiv:2501.18512).
     """
 
     period: int = 500
@@ -83,7 +103,10 @@ class DiLoCoAlgorithm(Algorithm):
         for name, least in (("period", 1), ("delay", 0), ("warmup_steps", 0)):
             check_whole(name, getattr(self, name), least)
         if self.outer_optimizer is not None and not callable(self.outer_optimizer):
-            raise TypeError(f"outer_optimizer={self.outer_optimizer!r} must be None, or make an optimizer of a list of tensors")
+            raise TypeError(
+                f"outer_optimizer={self.outer_optimizer!r} must be None, or make an optimizer of a"
+                " list of tensors"
+            )
         if not isinstance(self.mix, (int, float)) or isinstance(self.mix, bool):
             raise TypeError(f"mix={self.mix!r} must be a number from 0 to 1")
         if not 0 <= self.mix <= 1:
@@ -91,7 +114,10 @@ class DiLoCoAlgorithm(Algorithm):
         check_compression(self.compression, optional=True)
         check_bool("error_feedback", self.error_feedback)
         if self.error_feedback and self.compression is None:
-            raise ValueError("error_feedback=True keeps what compression leaves out, and compression is None; name a codec")
+            raise ValueError(
+                "error_feedback=True keeps what compression leaves out, and compression is None;"
+                " name a codec"
+            )
         self.fragments = checked_fragments(self.fragments)
         self.schedule()  # raises if these do not fit together
 
@@ -100,14 +126,21 @@ class DiLoCoAlgorithm(Algorithm):
         count = self.fragments if isinstance(self.fragments, int) else len(self.fragments)
         return FragmentSchedule(self.period, count, self.delay)
 
-    def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse fragments that do not fit the module, float64 with compression, and a training without optimizers."""
+    def check(
+        self,
+        parameters: list[tuple[str, torch.nn.Parameter]],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        """Refuse fragments that do not fit the module, float64 with compression, and a training
+        without optimizers.
+        """
         check_optimizers("diloco", optimizers)
         named_fragments(self.fragments, parameters)
         for name, parameter in parameters:
             if self.compression is not None and parameter.dtype is torch.float64:
                 raise TypeError(
-                    f"parameter {name!r} is float64, which compression={self.compression!r} does not take; use compression=None"
+                    f"parameter {name!r} is float64, which compression={self.compression!r} does"
+                    " not take; use compression=None"
                 )
 
 
@@ -116,14 +149,23 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
     """`DiLoCoAlgorithm` at work on one module; x are the weights, g their global copy."""
 
     name = "diloco"
-    entries = LocalUpdatesImpl.entries | {"fragments", "global_weights", "outer_optimizers", "outer_entries", "in_flight"}
+    entries = LocalUpdatesImpl.entries | {
+        "fragments",
+        "global_weights",
+        "outer_optimizers",
+        "outer_entries",
+        "in_flight",
+    }
     counted = ("outer_steps",)
 
     def __init__(self, process_group: Group, options: DiLoCoAlgorithm) -> None:
         super().__init__(process_group, options)
         self.error_memories = ErrorMemories(self.name, process_group)
         if options.error_feedback:
-            self.stores, self.rank_state = {"memories": self.error_memories}, frozenset({"memories"})
+            self.stores, self.rank_state = (
+                {"memories": self.error_memories},
+                frozenset({"memories"}),
+            )
         self.schedule = options.schedule()
         self._fragments: list[Fragment] = []
         self._taken = False
@@ -143,11 +185,15 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
 
     @property
     def outer_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The outer optimizer of each fragment, for instance for learning rate schedulers, which all ranks must step alike."""
+        """The outer optimizer of each fragment, for instance for learning rate schedulers, which
+        all ranks must step alike.
+        """
         return [fragment.optimizer for fragment in self._fragments]
 
     def facts(self) -> list[Fact]:
-        """Return the fragment that is sent, and the outer optimizers' settings so far and now, too."""
+        """Return the fragment that is sent, and the outer optimizers' settings so far and now,
+        too.
+        """
         local, settings = bool(self._past_warmup), self.outer_steps
         for fragment in self._fragments if local else ():
             settings = fragment.settings(settings)
@@ -169,7 +215,11 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         if not self._fragments:
             parameters = bagua_ddp.bagua_build_params()
             known = dict(parameters)
-            make = _default_outer_optimizer if self.options.outer_optimizer is None else self.options.outer_optimizer
+            make = (
+                _default_outer_optimizer
+                if self.options.outer_optimizer is None
+                else self.options.outer_optimizer
+            )
             self._fragments = [
                 Fragment(names, [known[name] for name in names], make)
                 for names in named_fragments(self.options.fragments, parameters)
@@ -205,32 +255,49 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         fragment, context = self._fragments[place], self.context
         flats = fragment.differences(self.process_group.get_global_communicator().nranks())
         self._drifts[place] = norms_of(flats)
-        names = [f"fragment{place}" if len(flats) == 1 else f"fragment{place}.{part}" for part in range(len(flats))]
+        names = [
+            f"fragment{place}" if len(flats) == 1 else f"fragment{place}.{part}"
+            for part in range(len(flats))
+        ]
         memories = self._memories_of(fragment)
-        flight = InFlight(place, self.step + self.schedule.delay, fragment.by_name(flats), names, memories)
-        about = {name: getattr(self.options, name) for name in ("period", "fragments", "delay", "mix", "compression")}
+        flight = InFlight(
+            place, self.step + self.schedule.delay, fragment.by_name(flats), names, memories
+        )
+        about = {
+            name: getattr(self.options, name)
+            for name in ("period", "fragments", "delay", "mix", "compression")
+        }
         about |= {"fragments": self.schedule.count, "t": self.step, "fragment": place}
         buckets = []
         for name, flat, memory in zip_longest(names, flats, memories):
             tensor = register(flat, name, context.bagua_module_name)
             bucket = self.new_bucket([tensor], name, flatten=True, **about)
             bucket.append_centralized_synchronous_op(
-                scattergather=True, compression=self.options.compression, group=self.process_group, error_memory=memory
+                scattergather=True,
+                compression=self.options.compression,
+                group=self.process_group,
+                error_memory=memory,
             )
             buckets.append(bucket.append_python_op(flight.note_arrival))
         self._in_flight, self._sending = flight, place
         self.run_round(buckets)
 
     def _memories_of(self, fragment: Fragment) -> list[ErrorMemory]:
-        """Return the error memory of each of a fragment's flat tensors; none without error feedback."""
+        """Return the error memory of each of a fragment's flat tensors; none without error
+        feedback.
+        """
         n, found = self.process_group.get_global_communicator().nranks(), []
         for part in fragment.parts if self.options.error_feedback else ():
             filled = sum(g.numel() for g in part.values())
-            found.append(self.error_memories.claim(list(part), list(part.values()), filled + -filled % n, n))
+            found.append(
+                self.error_memories.claim(list(part), list(part.values()), filled + -filled % n, n)
+            )
         return found
 
     def _apply(self) -> None:
-        """Let the outer optimizer step with the mean that was in flight, and move the weights to the result."""
+        """Let the outer optimizer step with the mean that was in flight, and move the weights to
+        the result.
+        """
         flight, self._in_flight = self._in_flight, None
         assert flight is not None
         flight.wait(self.context.engine)
@@ -238,8 +305,9 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         overflowed = [name for name, mean in flight.mean.items() if not mean.isfinite().all()]
         if overflowed:
             raise CommunicationError(
-                f"fragment {flight.fragment} was not applied: the mean over ranks of what its weights have changed is not finite "
-                f"in {', '.join(map(repr, overflowed))}, as training has diverged on at least one rank"
+                f"fragment {flight.fragment} was not applied: the mean over ranks of what its"
+                f" weights have changed is not finite in {', '.join(map(repr, overflowed))}, as"
+                " training has diverged on at least one rank"
             )
         self.outer_steps = fragment.settings(self.outer_steps)
         with profiled("bagua_ref::update"):
@@ -248,9 +316,11 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Show the global weights g, rounded to the weights' dtypes, in place of this rank's weights; not collective.
+        """Show the global weights g, rounded to the weights' dtypes, in place of this rank's
+        weights; not collective.
 
-        In the warm-up, and before the first forward pass after it, the weights stay as they are. Buffers are this rank's own.
+        In the warm-up, and before the first forward pass after it, the weights stay as they are.
+        Buffers are this rank's own.
 
         Raises:
             RuntimeError: a training forward pass or an optimizer step runs in this context.
@@ -289,14 +359,16 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
     def _refuse_while_showing(self, what: str) -> None:
         if self._showing:
             raise RuntimeError(
-                f"{what} inside `with global_weights()` would train weights that are put back afterwards; leave the context first"
+                f"{what} inside `with global_weights()` would train weights that are put back"
+                " afterwards; leave the context first"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters, g, the outer optimizers' states, and what is in flight, after waiting for it.
+        """Return the counters, g, the outer optimizers' states, and what is in flight, after
+        waiting for it.
 
-        All of it is equal on all ranks, and loads into any number of them; with error feedback, this rank's memories come in
-        addition.
+        All of it is equal on all ranks, and loads into any number of them; with error feedback,
+        this rank's memories come in addition.
 
         Raises:
             CommunicationError: what is in flight does not arrive.
@@ -304,7 +376,11 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         if self._in_flight is not None:
             self._in_flight.wait(self.context.engine)
         flight, optimizers = self._in_flight, [fragment.optimizer for fragment in self._fragments]
-        weights = {name: g.detach().clone() for fragment in self._fragments for name, g in fragment.named.items()}
+        weights = {
+            name: g.detach().clone()
+            for fragment in self._fragments
+            for name, g in fragment.named.items()
+        }
         return {
             **super().state_dict(),
             "fragments": self.fragments,
@@ -325,20 +401,31 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         self._taken, self._in_flight = weights is not None, None
         if flight is not None:
             named = self._fragments[flight["fragment"]].named
-            mean = {name: Layout.of(g).copy_of(flight["mean"][name].to(g.device)) for name, g in named.items()}
+            mean = {
+                name: Layout.of(g).copy_of(flight["mean"][name].to(g.device))
+                for name, g in named.items()
+            }
             self._in_flight = InFlight(flight["fragment"], flight["due"], mean)
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``."""
         super().check_state(state)
-        steps, weights, flight = state["steps_of_optimizers"][-1], state["global_weights"], state["in_flight"]
+        steps, weights, flight = (
+            state["steps_of_optimizers"][-1],
+            state["global_weights"],
+            state["in_flight"],
+        )
         if steps > self.warmup_steps if weights is None else steps < self.warmup_steps:
             phase = "warm-up" if weights is None else "local phase"
             raise ValueError(
-                f"state was saved in the {phase}, after step {steps}; warmup_steps={self.warmup_steps} does not fit that"
+                f"state was saved in the {phase}, after step {steps};"
+                f" warmup_steps={self.warmup_steps} does not fit that"
             )
         if state["fragments"] != self.fragments:
-            raise ValueError(f"state was saved with fragments {state['fragments']}, and this training has {self.fragments}")
+            raise ValueError(
+                f"state was saved with fragments {state['fragments']}, and this training has"
+                f" {self.fragments}"
+            )
         if weights is not None:
             here = {name: g for fragment in self._fragments for name, g in fragment.named.items()}
             check_tensors("global_weights", weights, here)
@@ -347,14 +434,17 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
             try:
                 fragment.check_optimizer(optimizer, entries)
             except ValueError as error:
-                raise ValueError(f"state does not fit the outer optimizer of fragment {place}: {error}") from error
+                raise ValueError(
+                    f"state does not fit the outer optimizer of fragment {place}: {error}"
+                ) from error
         if flight is not None:
             place, due = flight["fragment"], flight["due"]
             to_come = steps < due <= steps + self.schedule.delay
             if not to_come or self.schedule.applied_after(due - self.warmup_steps) != place:
                 raise ValueError(
-                    f"state has fragment {place} in flight, to be applied after step {due}, which fits no step of this training's "
-                    "schedule: load it with the period, fragments, delay and warmup_steps with which it was saved"
+                    f"state has fragment {place} in flight, to be applied after step {due}, which"
+                    " fits no step of this training's schedule: load it with the period,"
+                    " fragments, delay and warmup_steps with which it was saved"
                 )
             check_tensors("the mean in flight", flight["mean"], self._fragments[place].named)
 

@@ -1,4 +1,6 @@
-"""Fragments of a model, each with its global copy and outer optimizer; one of them in flight (S9.3 to S9.5)."""
+"""Fragments of a model, each with its global copy and outer optimizer; one of them in flight (S9.3
+to S9.5).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.scheduling.engine import Engine
 
-__all__ = ["Fragment", "FragmentSchedule", "InFlight", "checked_fragments", "named_fragments", "split_into_fragments"]
+__all__ = [
+    "Fragment",
+    "FragmentSchedule",
+    "InFlight",
+    "checked_fragments",
+    "named_fragments",
+    "split_into_fragments",
+]
 
 
 @dataclass(frozen=True)
@@ -47,10 +56,13 @@ class FragmentSchedule:
 
     def __post_init__(self) -> None:
         if self.period % self.count:
-            raise ValueError(f"period={self.period} must be a multiple of the number of fragments, {self.count}")
+            raise ValueError(
+                f"period={self.period} must be a multiple of the number of fragments, {self.count}"
+            )
         if self.delay >= self.gap:
             raise ValueError(
-                f"delay={self.delay} must be less than gap={self.gap}, the period={self.period} divided by the number of fragments"
+                f"delay={self.delay} must be less than gap={self.gap}, the period={self.period}"
+                " divided by the number of fragments"
             )
 
     @property
@@ -60,7 +72,11 @@ class FragmentSchedule:
 
     def applied_after(self, local_step: int) -> int | None:
         """Return the fragment that is applied after a step."""
-        return None if local_step < 1 or local_step % self.gap else (local_step // self.gap - 1) % self.count
+        return (
+            None
+            if local_step < 1 or local_step % self.gap
+            else (local_step // self.gap - 1) % self.count
+        )
 
     def sent_after(self, local_step: int) -> int | None:
         """Return the fragment that is sent after a step."""
@@ -68,26 +84,35 @@ class FragmentSchedule:
 
 
 def checked_fragments(fragments: int | Sequence[Sequence[str]]) -> int | list[list[str]]:
-    """Return the argument ``fragments``, a number or lists of names; whether the names fit a module is not known yet."""
+    """Return the argument ``fragments``, a number or lists of names; whether the names fit a module
+    is not known yet.
+    """
     if isinstance(fragments, int):
         check_whole("fragments", fragments, 1)
         return fragments
-    lists = isinstance(fragments, (list, tuple)) and all(isinstance(names, (list, tuple)) for names in fragments)
+    lists = isinstance(fragments, (list, tuple)) and all(
+        isinstance(names, (list, tuple)) for names in fragments
+    )
     if not lists or not all(isinstance(name, str) for names in fragments for name in names):
-        raise TypeError(f"fragments={fragments!r} must be an int, or a list of lists of parameter names")
+        raise TypeError(
+            f"fragments={fragments!r} must be an int, or a list of lists of parameter names"
+        )
     if not fragments:
         raise ValueError("fragments=[] must hold at least one list of parameter names")
     for place, names in enumerate(fragments):
         if not names:
-            raise ValueError(f"fragments[{place}] is empty; each fragment must have at least one parameter")
+            raise ValueError(
+                f"fragments[{place}] is empty; each fragment must have at least one parameter"
+            )
     return [list(names) for names in fragments]
 
 
 def split_into_fragments(sizes: Sequence[int], count: int) -> list[int]:
-    """Return each parameter's fragment: contiguous ones of about equal size, in order, none empty (S9.3).
+    """Return each parameter's fragment: contiguous ones of about equal size, in order, none empty
+    (S9.3).
 
-    With N parameters, i from 0, of s bytes after b bytes of others, ``f_i = max(min(floor(P * (b + s/2) / total), f_(i-1) + 1,
-    P - 1), P - N + i)`` and ``f_(-1) = -1``.
+    With N parameters, i from 0, of s bytes after b bytes of others, ``f_i = max(min(floor(P * (b +
+    s/2) / total), f_(i-1) + 1, P - 1), P - N + i)`` and ``f_(-1) = -1``.
 
     Args:
         sizes: N numbers of bytes, in the order of ``named_parameters()``.
@@ -105,7 +130,9 @@ def split_into_fragments(sizes: Sequence[int], count: int) -> list[int]:
     return found
 
 
-def named_fragments(fragments: int | Sequence[Sequence[str]], parameters: Sequence[tuple[str, Parameter]]) -> list[list[str]]:
+def named_fragments(
+    fragments: int | Sequence[Sequence[str]], parameters: Sequence[tuple[str, Parameter]]
+) -> list[list[str]]:
     """Return the names in each fragment.
 
     Args:
@@ -113,25 +140,36 @@ def named_fragments(fragments: int | Sequence[Sequence[str]], parameters: Sequen
         parameters: the trained ones by name, in the order of ``named_parameters()``.
 
     Raises:
-        ValueError: more fragments than parameters; lists in which a trained parameter is missing or stands twice, or which name
-            something else.
+        ValueError: more fragments than parameters; lists in which a trained parameter is missing or
+            stands twice, or which name something else.
     """
     names = [name for name, _ in parameters]
     if isinstance(fragments, int):
         if fragments > len(names):
-            raise ValueError(f"fragments={fragments} must be at most {len(names)}, the number of trained parameters")
-        found = split_into_fragments([p.numel() * p.element_size() for _, p in parameters], fragments)
-        return [[name for name, place in zip(names, found, strict=True) if place == fragment] for fragment in range(fragments)]
+            raise ValueError(
+                f"fragments={fragments} must be at most {len(names)}, the number of trained"
+                " parameters"
+            )
+        found = split_into_fragments(
+            [p.numel() * p.element_size() for _, p in parameters], fragments
+        )
+        return [
+            [name for name, place in zip(names, found, strict=True) if place == fragment]
+            for fragment in range(fragments)
+        ]
     counts = Counter(name for fragment in fragments for name in fragment)
     wrong = {
         "more than once": [name for name, count in counts.items() if count > 1],
-        "though the module trains no such parameter": [name for name in counts if name not in names],
+        "though the module trains no such parameter": [
+            name for name in counts if name not in names
+        ],
         "not at all": [name for name in names if name not in counts],
     }
     for how, which in wrong.items():
         if which:
             raise ValueError(
-                f"fragments name {', '.join(map(repr, which))} {how}; each trained parameter must stand in exactly one of the lists"
+                f"fragments name {', '.join(map(repr, which))} {how}; each trained parameter must"
+                " stand in exactly one of the lists"
             )
     return [list(names) for names in fragments]
 
@@ -145,8 +183,8 @@ class Fragment:
         outer_optimizer: makes the optimizer from g.
 
     Attributes:
-        copies: g: a parameter of float32, float64 for float64, for each of the parameters, in its shape, and its strides if it is
-            dense.
+        copies: g: a parameter of float32, float64 for float64, for each of the parameters, in its
+            shape, and its strides if it is dense.
         parts: g by name, one dict for each dtype and device.
         optimizer: the outer optimizer.
 
@@ -156,23 +194,29 @@ class Fragment:
     """
 
     def __init__(
-        self, names: list[str], parameters: list[Parameter], outer_optimizer: Callable[..., torch.optim.Optimizer]
+        self,
+        names: list[str],
+        parameters: list[Parameter],
+        outer_optimizer: Callable[..., torch.optim.Optimizer],
     ) -> None:
         self.names, self._parameters = names, parameters
         self.copies = [torch.nn.Parameter(_copy(p)) for p in parameters]
         name_of = {id(g): name for name, g in self.named.items()}
-        self.parts = [{name_of[id(g)]: g for g in part} for part in by_dtype_and_device(self.copies)]
+        self.parts = [
+            {name_of[id(g)]: g for g in part} for part in by_dtype_and_device(self.copies)
+        ]
         self.optimizer = outer_optimizer(list(self.copies))
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"outer_optimizer returned a {type(self.optimizer).__name__}; it must return a torch.optim.Optimizer of the "
-                "tensors that it is given"
+                f"outer_optimizer returned a {type(self.optimizer).__name__}; it must return a"
+                " torch.optim.Optimizer of the tensors that it is given"
             )
         held = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
         if sorted(held) != sorted(map(id, self.copies)):
             raise ValueError(
-                f"outer_optimizer returned a {type(self.optimizer).__name__} of {len(held)} tensors that are not exactly the "
-                f"{len(self.copies)} that it was given for {', '.join(map(repr, names))}; it must make a new optimizer of those"
+                f"outer_optimizer returned a {type(self.optimizer).__name__} of {len(held)} tensors"
+                f" that are not exactly the {len(self.copies)} that it was given for"
+                f" {', '.join(map(repr, names))}; it must make a new optimizer of those"
             )
 
     @property
@@ -187,7 +231,9 @@ class Fragment:
 
     @torch.no_grad()
     def differences(self, alignment: int) -> list[Tensor]:
-        """Return new flat tensors of ``g - x``, one for each of the parts, zero-padded to a multiple of ``alignment``."""
+        """Return new flat tensors of ``g - x``, one for each of the parts, zero-padded to a
+        multiple of ``alignment``.
+        """
         weights, flats = dict(zip(self.names, self._parameters, strict=True)), []
         for part in self.parts:
             filled, first = sum(g.numel() for g in part.values()), next(iter(part.values()))
@@ -199,7 +245,9 @@ class Fragment:
         return flats
 
     def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the parts of flat tensors that `differences` made, in the parameters' shapes, by name."""
+        """Return the parts of flat tensors that `differences` made, in the parameters' shapes, by
+        name.
+        """
         found: dict[str, Tensor] = {}
         for flat, part in zip(flats, self.parts, strict=True):
             found |= zip(part, _views(flat, part.values()), strict=True)
@@ -215,15 +263,20 @@ class Fragment:
 
     def settings(self, checksum: int) -> int:
         """Return ``checksum`` updated by the outer optimizer's class and options."""
-        groups = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
         numbers = tree_map_only(torch.Tensor, torch.Tensor.tolist, groups)
         return zlib.crc32(f"{type(self.optimizer).__name__} {numbers}".encode(), checksum)
 
     @torch.no_grad()
     def mix(self, mix: float) -> None:
-        """``x <- g + mix*(x - g)`` for mix < 0.5, else ``x <- x - (x - g)*(1 - mix)``, rounded once into the weights' dtype.
+        """``x <- g + mix*(x - g)`` for mix < 0.5, else ``x <- x - (x - g)*(1 - mix)``, rounded once
+        into the weights' dtype.
 
-        The factor is rounded to g's dtype; so is each result. Unlike ``lerp_``, nothing is fused (S1).
+        The factor is rounded to g's dtype; so is each result. Unlike ``lerp_``, nothing is fused
+        (S1).
         """
         for g, x in zip(self.copies, self._parameters, strict=True):
             if mix == 0:
@@ -234,10 +287,15 @@ class Fragment:
                 x.copy_(x - (x - g).mul_(1 - mix))
 
     def check_optimizer(self, saved: dict[str, Any], entries: int) -> None:
-        """Raise ValueError unless the outer optimizer can load ``saved``, which held the state of ``entries`` tensors."""
+        """Raise ValueError unless the outer optimizer can load ``saved``, which held the state of
+        ``entries`` tensors.
+        """
         check_optimizer_state(self.optimizer, saved)
-        if entries != len(saved["state"]):  # torch.distributed.checkpoint loads only what the training that loads has already
-            raise ValueError(f"it lacks part of the state: {len(saved['state'])} of {entries} entries are there")
+        # torch.distributed.checkpoint loads only what the training that loads has already
+        if entries != len(saved["state"]):
+            raise ValueError(
+                f"it lacks part of the state: {len(saved['state'])} of {entries} entries are there"
+            )
 
     def load(self, weights: Mapping[str, Tensor] | None, optimizer: dict[str, Any]) -> None:
         """Load g by name, unless it is None, and the outer optimizer's state."""
@@ -250,7 +308,8 @@ class Fragment:
 
 
 class InFlight:
-    """A fragment's differences, sent and not yet applied; once they have arrived, their mean over ranks.
+    """A fragment's differences, sent and not yet applied; once they have arrived, their mean over
+    ranks.
 
     Args:
         fragment: its place.
@@ -275,7 +334,8 @@ class InFlight:
     def note_arrival(self, bucket_name: str) -> None:
         """Note that a bucket has its mean; the last operation of each bucket.
 
-        If the fragment's mean is not finite, so that it will not be applied, its memories are what they were before.
+        If the fragment's mean is not finite, so that it will not be applied, its memories are what
+        they were before.
         """
         self._missing.discard(bucket_name)
         if self._missing or not self._before:
@@ -298,7 +358,10 @@ class InFlight:
         """
         engine.wait_pending_comm_ops()
         if self._missing:
-            raise CommunicationError(f"the mean of fragment {self.fragment} has not arrived because an earlier operation failed")
+            raise CommunicationError(
+                f"the mean of fragment {self.fragment} has not arrived because an earlier operation"
+                " failed"
+            )
 
 
 def _copy(parameter: Tensor) -> Tensor:
@@ -308,6 +371,10 @@ def _copy(parameter: Tensor) -> Tensor:
 
 
 def _views(flat: Tensor, part: Collection[Tensor]) -> list[Tensor]:
-    """Return the parts of ``flat`` that belong to the tensors of ``part``, in their shapes and strides."""
+    """Return the parts of ``flat`` that belong to the tensors of ``part``, in their shapes and
+    strides.
+    """
     sizes = [g.numel() for g in part]
-    return [Layout.of(g).view(own) for own, g in zip(flat[: sum(sizes)].split(sizes), part, strict=True)]
+    return [
+        Layout.of(g).view(own) for own, g in zip(flat[: sum(sizes)].split(sizes), part, strict=True)
+    ]

@@ -47,4 +47,6 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
 
     def init_operations(self, _: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.1."""
-        bucket.append_centralized_synchronous_op(hierarchical=self.hierarchical, average=self.average, group=self.process_group)
+        bucket.append_centralized_synchronous_op(
+            hierarchical=self.hierarchical, average=self.average, group=self.process_group
+        )

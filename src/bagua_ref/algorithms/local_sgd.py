@@ -1,4 +1,6 @@
-"""Local SGD: every rank steps on its own gradients, and weights are averaged every ``period`` steps; the base of diloco (S9.1)."""
+"""Local SGD: every rank steps on its own gradients, and weights are averaged every ``period``
+steps; the base of diloco (S9.1).
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,20 @@ __all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl", "LocalUpdatesImpl", "no
 
 @dataclass(eq=False, repr=False)
 class LocalSGDAlgorithm(Algorithm):
-    """Every rank trains on its own gradients; every ``period`` optimizer steps, weights become their mean over ranks (S9.1).
+    """Every rank trains on its own gradients; every ``period`` optimizer steps, weights become
+    their mean over ranks (S9.1).
 
-    After step t > warmup_steps with ``(t - warmup_steps - offset) mod period = 0``: ``x <- mean of x over ranks``. Optimizer state
-    and buffers stay local. Each rank sends ``2 (n-1)/n`` of the weights every ``period`` steps. The warm-up is
-    `GradientAllReduceAlgorithm`, bit for bit.
+    After step t > warmup_steps with ``(t - warmup_steps - offset) mod period = 0``: ``x <- mean of
+    x over ranks``. Optimizer state and buffers stay local. Each rank sends ``2 (n-1)/n`` of the
+    weights every ``period`` steps. The warm-up is `GradientAllReduceAlgorithm`, bit for bit.
 
     Args:
         period: steps from one averaging to the next, at least 1.
         warmup_steps: steps on averaged gradients before that.
-        offset: from 0 to period - 1. With 0, step ``period`` of the local phase is the first to average; with 1, its first step.
-        hierarchical: average gradients inside each node after each backward pass of the local phase, too (post-local SGD).
+        offset: from 0 to period - 1. With 0, step ``period`` of the local phase is the first to
+            average; with 1, its first step.
+        hierarchical: average gradients inside each node after each backward pass of the local
+            phase, too (post-local SGD).
 
     Raises:
         ValueError: an argument is out of range; on wrapping: no optimizer was passed.
@@ -44,8 +49,9 @@ class LocalSGDAlgorithm(Algorithm):
     >>> LocalSGDAlgorithm(period=8, warmup_steps=100)
     LocalSGDAlgorithm(period=8, warmup_steps=100, offset=0, hierarchical=False)
 
-    Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017
-    (arXiv:1602.05629); Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (arXiv:1808.07217).
+    Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
+    Data", AISTATS 2017 (arXiv:1602.05629); Lin et al., "Don't Use Large Mini-Batches, Use Local
+    SGD", ICLR 2020 (arXiv:1808.07217).
     """
 
     period: int
@@ -60,18 +66,27 @@ class LocalSGDAlgorithm(Algorithm):
         check_whole("warmup_steps", self.warmup_steps, 0)
         check_whole("offset", self.offset, 0)
         if self.offset >= self.period:
-            raise ValueError(f"offset={self.offset} must be from 0 to {self.period - 1}, less than period={self.period}")
+            raise ValueError(
+                f"offset={self.offset} must be from 0 to {self.period - 1}, less than"
+                f" period={self.period}"
+            )
         check_bool("hierarchical", self.hierarchical)
 
-    def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def check(
+        self,
+        parameters: list[tuple[str, torch.nn.Parameter]],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
         """Refuse a training without optimizers, whose steps count."""
         check_optimizers("local_sgd", optimizers)
 
 
 class LocalUpdatesImpl(AlgorithmImpl):
-    """Gradients are averaged as by gradient_allreduce while t <= warmup_steps; after that, subclasses communicate after steps.
+    """Gradients are averaged as by gradient_allreduce while t <= warmup_steps; after that,
+    subclasses communicate after steps.
 
-    t counts the steps of the last optimizer from 1; a step that no backward pass preceded does not count.
+    t counts the steps of the last optimizer from 1; a step that no backward pass preceded does not
+    count.
 
     Args:
         process_group: the group to communicate in.
@@ -91,7 +106,9 @@ class LocalUpdatesImpl(AlgorithmImpl):
         self._passes_before = 0
         """Backward passes begun before the last round that `run_round` began."""
         self._drifts: dict[int, Sequence[Tensor]] = {}
-        """For each part of the model that was exchanged, the norms of what its weights differed from the result then."""
+        """For each part of the model that was exchanged, the norms of what its weights differed
+        from the result then.
+        """
 
     @property
     def step(self) -> int:
@@ -100,7 +117,9 @@ class LocalUpdatesImpl(AlgorithmImpl):
 
     @property
     def ranks_in_step(self) -> bool:  # type: ignore[override]
-        """Whether this is still the warm-up; buffers, weights and optimizers stay local after it."""
+        """Whether this is still the warm-up; buffers, weights and optimizers stay local after
+        it.
+        """
         return not self._past_warmup
 
     replicas_are_equal = ranks_in_step
@@ -109,7 +128,11 @@ class LocalUpdatesImpl(AlgorithmImpl):
         """Return the phase, and the backward passes, which tell that a rank skips steps."""
         passes = self.context.backward_passes - self._passes_before if self._past_warmup else 0
         return [
-            Fact("{is} in {value}", int(self._past_warmup or False), ("the warm-up", "the local phase")),
+            Fact(
+                "{is} in {value}",
+                int(self._past_warmup or False),
+                ("the warm-up", "the local phase"),
+            ),
             Fact("{has} run {value} backward passes since the last round", passes),
         ]
 
@@ -118,7 +141,9 @@ class LocalUpdatesImpl(AlgorithmImpl):
         return f"{self.name} counts the steps of those, and communicates after them"
 
     def need_reset(self) -> bool:
-        """Return whether the phase is another than that of the buckets: once after the warm-up, or after loading a checkpoint."""
+        """Return whether the phase is another than that of the buckets: once after the warm-up, or
+        after loading a checkpoint.
+        """
         return self._past_warmup is not (self.step >= self.warmup_steps)
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
@@ -126,7 +151,9 @@ class LocalUpdatesImpl(AlgorithmImpl):
         self._past_warmup = self.step >= self.warmup_steps
         return super().init_tensors(bagua_ddp)
 
-    def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+    def tensors_to_buckets(
+        self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool
+    ) -> list[BaguaBucket]:
         """Return the gradients' buckets in the warm-up; none after it."""
         return [] if self._past_warmup else super().tensors_to_buckets(tensors, do_flatten)
 
@@ -134,19 +161,28 @@ class LocalUpdatesImpl(AlgorithmImpl):
         """Append S3.1."""
         bucket.append_centralized_synchronous_op(group=self.process_group)
 
-    def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
+    def init_backward_hook(
+        self, bagua_ddp: TrainingContext
+    ) -> Callable[[str, torch.nn.Parameter], object]:
         """Mark gradients ready in the warm-up only."""
         if self._past_warmup:
             return lambda name, parameter: None
         mark = super().init_backward_hook(bagua_ddp)
-        # After the last optimizer's step w, another optimizer may still wait for a backward pass, which then belongs to step w + 1.
-        return lambda name, parameter: mark(name, parameter) if self.step < self.warmup_steps else None
+        # After the last optimizer's step w, another optimizer may still wait for a backward pass,
+        # which then belongs to step w + 1.
+        return lambda name, parameter: (
+            mark(name, parameter) if self.step < self.warmup_steps else None
+        )
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
-        """Wait for the gradients in the warm-up; after it, nothing may wait for what is in flight."""
+        """Wait for the gradients in the warm-up; after it, nothing may wait for what is in
+        flight.
+        """
         return (lambda: None) if self._past_warmup else super().init_post_backward_hook(bagua_ddp)
 
-    def init_post_optimizer_step_hook(self, bagua_ddp: TrainingContext) -> Callable[[torch.optim.Optimizer], object]:
+    def init_post_optimizer_step_hook(
+        self, bagua_ddp: TrainingContext
+    ) -> Callable[[torch.optim.Optimizer], object]:
         """Call `after_local_step` after the last optimizer's steps of the local phase."""
         return lambda optimizer: self._after_step(optimizer, communicates=True)
 
@@ -173,7 +209,9 @@ class LocalUpdatesImpl(AlgorithmImpl):
         context.engine.run_round(buckets)
         self._passes_before = context.backward_passes
 
-    def new_bucket(self, tensors: Sequence[Tensor], name: str, flatten: bool, **about: Any) -> BaguaBucket:
+    def new_bucket(
+        self, tensors: Sequence[Tensor], name: str, flatten: bool, **about: Any
+    ) -> BaguaBucket:
         """Return a bucket for one round; ``about`` are options and information for recorders."""
         bucket = self.kind_of_bucket(tensors, name, flatten, backend=self.context.kernel_backend)
         bucket.about = {"algorithm": self.name, "warmup_steps": self.warmup_steps, **about}
@@ -190,7 +228,9 @@ class LocalUpdatesImpl(AlgorithmImpl):
         self._passes_before = self.context.backward_passes
 
     def metrics(self) -> dict[str, float | int]:
-        """Return the L2 norm of the difference between this rank's weights and the shared ones in the last exchange, if any."""
+        """Return the L2 norm of the difference between this rank's weights and the shared ones in
+        the last exchange, if any.
+        """
         norms = [norm.item() for part in self._drifts.values() for norm in part]
         return {"drift": math.hypot(*norms)} if norms else {}
 
@@ -202,7 +242,9 @@ class _Averaged(BaguaBucket):
 
     def copy_from_flat(self, flat: Tensor) -> None:
         """Copy ``flat`` into the tensors."""
-        self.drift = norms_of(mean - x for mean, x in zip(self.views_of(flat), self.effective_tensors(), strict=True))
+        self.drift = norms_of(
+            mean - x for mean, x in zip(self.views_of(flat), self.effective_tensors(), strict=True)
+        )
         super().copy_from_flat(flat)
 
 
@@ -231,19 +273,37 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
         return self._averages_in_nodes and not self._averaging_weights
 
     def facts(self) -> list[Fact]:
-        """Return the kind of round, too, and the order of weights, which may have changed since the last forward pass."""
-        weights = [str(Layout.of(weight)) for part in self._parts for weight in part] if self._averaging_weights else []
+        """Return the kind of round, too, and the order of weights, which may have changed since the
+        last forward pass.
+        """
+        weights = (
+            [str(Layout.of(weight)) for part in self._parts for weight in part]
+            if self._averaging_weights
+            else []
+        )
         return [
             *super().facts(),
-            Fact("{is} about to average {value}", int(self._averaging_weights), ("gradients", "weights")),
-            Fact("{has} weights with shapes and strides of checksum {value}", zlib.crc32(repr(weights).encode())),
+            Fact(
+                "{is} about to average {value}",
+                int(self._averaging_weights),
+                ("gradients", "weights"),
+            ),
+            Fact(
+                "{has} weights with shapes and strides of checksum {value}",
+                zlib.crc32(repr(weights).encode()),
+            ),
         ]
 
-    def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+    def tensors_to_buckets(
+        self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool
+    ) -> list[BaguaBucket]:
         """Return the gradients' buckets where gradients are averaged."""
         self._parts = list(tensors)
         if self._averages_in_nodes:
-            return [self.new_bucket(part, str(place), do_flatten, hierarchical=True) for place, part in enumerate(tensors)]
+            return [
+                self.new_bucket(part, str(place), do_flatten, hierarchical=True)
+                for place, part in enumerate(tensors)
+            ]
         return super().tensors_to_buckets(tensors, do_flatten)
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
@@ -252,11 +312,19 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
             super().init_operations(bagua_ddp, bucket)
             return
         node = self.process_group.get_intra_node_communicator()
-        bucket.append_op(CentralizedFullPrecision(node, bucket.kernels, average=True), self.process_group)
+        bucket.append_op(
+            CentralizedFullPrecision(node, bucket.kernels, average=True), self.process_group
+        )
 
-    def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
+    def init_backward_hook(
+        self, bagua_ddp: TrainingContext
+    ) -> Callable[[str, torch.nn.Parameter], object]:
         """Mark gradients ready where they are averaged."""
-        return bagua_ddp.engine.gradient_ready if self._averages_in_nodes else super().init_backward_hook(bagua_ddp)
+        return (
+            bagua_ddp.engine.gradient_ready
+            if self._averages_in_nodes
+            else super().init_backward_hook(bagua_ddp)
+        )
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
         """Wait for the gradients, if any are averaged."""
@@ -272,12 +340,26 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
                 self._averaging_weights = False
 
     def _average_weights(self) -> None:
-        """Average a copy of a part of the weights at a time: they stay where they are, and scratch is a bucket's size."""
+        """Average a copy of a part of the weights at a time: they stay where they are, and scratch
+        is a bucket's size.
+        """
         engine = self.context.engine
         for place, part in enumerate(self._parts):
-            weights = [register(p.detach(), registration(p).name, registration(p).module_name) for p in part]
-            options = {name: getattr(self.options, name) for name in ("period", "offset", "hierarchical")}
-            bucket = self.new_bucket(weights, f"weights{place}", flatten=False, averages="weights", t=self.step, **options)
+            weights = [
+                register(p.detach(), registration(p).name, registration(p).module_name)
+                for p in part
+            ]
+            options = {
+                name: getattr(self.options, name) for name in ("period", "offset", "hierarchical")
+            }
+            bucket = self.new_bucket(
+                weights,
+                f"weights{place}",
+                flatten=False,
+                averages="weights",
+                t=self.step,
+                **options,
+            )
             bucket.append_centralized_synchronous_op(group=self.process_group)
             self.run_round([bucket])
             engine.wait_pending_comm_ops()
@@ -287,4 +369,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
 
 def norms_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the L2 norm of each tensor, still on its device."""
-    return [torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+    return [
+        torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+        for tensor in tensors
+    ]

@@ -1,4 +1,6 @@
-"""Decentralized averaging on a ring, of which compressed differences are sent (S5.4), and the base of what averages weights."""
+"""Decentralized averaging on a ring, of which compressed differences are sent (S5.4), and the base
+of what averages weights.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ class WeightAveragingImpl(AlgorithmImpl):
         """
         if not divide_by_initial_world_size:
             raise ValueError(
-                f"divide_by_initial_world_size=False: {type(self).__name__} averages weights, and ranks without batches have "
-                "weights, too, so that they count; use join(divide_by_initial_world_size=True)"
+                f"divide_by_initial_world_size=False: {type(self).__name__} averages weights, and"
+                " ranks without batches have weights, too, so that they count; use"
+                " join(divide_by_initial_world_size=True)"
             )
         return True
 
@@ -43,13 +46,18 @@ class WeightAveragingImpl(AlgorithmImpl):
         engine.run_round(self.context.bagua_buckets, is_open=True)
         engine.wait_pending_comm_ops()
 
-    def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
+    def init_backward_hook(
+        self, bagua_ddp: TrainingContext
+    ) -> Callable[[str, torch.nn.Parameter], object]:
         """Return a hook that does nothing; gradients stay local."""
         return lambda name, parameter: None
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
         """Return the weights, last layer first."""
-        self.tensors = [register(p, name, bagua_ddp.bagua_module_name) for name, p in reversed(bagua_ddp.bagua_build_params())]
+        self.tensors = [
+            register(p, name, bagua_ddp.bagua_module_name)
+            for name, p in reversed(bagua_ddp.bagua_build_params())
+        ]
         return self.tensors
 
     def mark_ready(self) -> None:
@@ -59,31 +67,39 @@ class WeightAveragingImpl(AlgorithmImpl):
 
 
 def check_count(what: str, entries: Sequence[Any], buckets: Sequence[BaguaBucket]) -> None:
-    """Raise ValueError unless a state's ``entries`` are one for each bucket; ``what`` they are is for the message."""
+    """Raise ValueError unless a state's ``entries`` are one for each bucket; ``what`` they are is
+    for the message.
+    """
     if len(entries) != len(buckets):
         raise ValueError(
-            f"state holds {what} of {len(entries)} buckets, this module has {len(buckets)}; it was saved for other weights"
+            f"state holds {what} of {len(entries)} buckets, this module has {len(buckets)}; it was"
+            " saved for other weights"
         )
 
 
 @dataclass(eq=False, repr=False)
 class LowPrecisionDecentralizedAlgorithm(Algorithm):
-    """Averages weights with the two ring neighbours after each optimizer step, and sends changes compressed (S5.4).
+    """Averages weights with the two ring neighbours after each optimizer step, and sends changes
+    compressed (S5.4).
 
-    Every rank keeps replicas of its own and its neighbours' weights, bitwise equal to those that the neighbours keep, and sends
-    only the difference between its weights and its own replica (S3.5).
+    Every rank keeps replicas of its own and its neighbours' weights, bitwise equal to those that
+    the neighbours keep, and sends only the difference between its weights and its own replica
+    (S3.5).
 
     Args:
         hierarchical: average inside nodes, the ring between their leaders.
-        communication_interval: number of optimizer steps from one averaging to the next; the first one averages.
+        communication_interval: number of optimizer steps from one averaging to the next; the first
+            one averages.
         compression: the name of a codec, one of `bagua_ref.list_codecs` (S4, S12).
 
     Raises:
-        ValueError: an interval below 1, no such codec; on wrapping: a parameter that no optimizer holds, a fused optimizer.
+        ValueError: an interval below 1, no such codec; on wrapping: a parameter that no optimizer
+            holds, a fused optimizer.
         TypeError: an interval that is no int; on wrapping: float64 parameters.
 
-    Source: decentralized low precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499); difference compression in Tang et
-    al., "Communication Compression for Decentralized Training", NeurIPS 2018 (arXiv:1803.06443).
+    Source: decentralized low precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499);
+    difference compression in Tang et al., "Communication Compression for Decentralized Training",
+    NeurIPS 2018 (arXiv:1803.06443).
     """
 
     hierarchical: bool = True
@@ -112,11 +128,15 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         """Backward passes begun before the last round."""
 
     def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return the reason to refuse every other optimizer: nothing would be sent after its steps."""
+        """Return the reason to refuse every other optimizer: nothing would be sent after its
+        steps.
+        """
         return "low_precision_decentralized sends weights after the steps of those"
 
     def facts(self) -> list[Fact]:
-        """Return the optimizer steps, on which the interval hangs, and the backward passes, which tell that a rank skips steps."""
+        """Return the optimizer steps, on which the interval hangs, and the backward passes, which
+        tell that a rank skips steps.
+        """
         passes = self.context.backward_passes - self._passes_before
         return [
             Fact("{has} taken {value} steps with the last optimizer", self.optimizer_steps),
@@ -133,11 +153,18 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         return super().init_tensors(bagua_ddp)
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S3.5; the replicas are ``bucket._weight``, ``_left_peer_weight`` and ``_right_peer_weight``."""
+        """Append S3.5; the replicas are ``bucket._weight``, ``_left_peer_weight`` and
+        ``_right_peer_weight``.
+        """
         weight = bucket.flattened_tensor()
-        # They equal this rank's weights after wrapping, but not when a failed attempt to wrap again repeats this during training.
+        # They equal this rank's weights after wrapping, but not when a failed attempt to wrap again
+        # repeats this during training.
         ring = communicator_of(self.process_group, self.options.hierarchical)
-        left, right = (weight.clone(), weight.clone()) if ring.rank() < 0 else trade_with_neighbours(weight, ring)
+        left, right = (
+            (weight.clone(), weight.clone())
+            if ring.rank() < 0
+            else trade_with_neighbours(weight, ring)
+        )
         bucket.append_low_precision_decentralized_synchronous_op(
             register(weight),
             register(left),
@@ -151,8 +178,12 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         """Return a hook that does nothing; communication follows the optimizer step."""
         return lambda: None
 
-    def init_post_optimizer_step_hook(self, bagua_ddp: TrainingContext) -> Callable[[torch.optim.Optimizer], object]:
-        """Average the weights after those steps of the last optimizer, counted from 0, that the interval divides."""
+    def init_post_optimizer_step_hook(
+        self, bagua_ddp: TrainingContext
+    ) -> Callable[[torch.optim.Optimizer], object]:
+        """Average the weights after those steps of the last optimizer, counted from 0, that the
+        interval divides.
+        """
 
         def hook(optimizer: torch.optim.Optimizer) -> None:
             if optimizer is not bagua_ddp.bagua_optimizers[-1]:
@@ -166,8 +197,13 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         return hook
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step, the number of optimizer steps, the place on the ring and the replicas, in order of buckets."""
-        replicas = [[replica.clone() for replica in _replicas(bucket)] for bucket in self.context.bagua_buckets]
+        """Return the step, the number of optimizer steps, the place on the ring and the replicas,
+        in order of buckets.
+        """
+        replicas = [
+            [replica.clone() for replica in _replicas(bucket)]
+            for bucket in self.context.bagua_buckets
+        ]
         return {
             **super().state_dict(),
             "ring": self._place_on_ring(),
@@ -176,9 +212,15 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         }
 
     def _tensors(self) -> list[str]:
-        """Return the names of the weights in the order of the replicas, with shapes, and with strides that are not row-major."""
+        """Return the names of the weights in the order of the replicas, with shapes, and with
+        strides that are not row-major.
+        """
         buckets = self.context.bagua_buckets
-        return [f"{registration(t).name} {layout}" for b in buckets for t, layout in zip(b.tensors, b.layouts, strict=True)]
+        return [
+            f"{registration(t).name} {layout}"
+            for b in buckets
+            for t, layout in zip(b.tensors, b.layouts, strict=True)
+        ]
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``."""
@@ -187,24 +229,35 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
             return
         if tuple(state["ring"]) != self._place_on_ring():
             raise ValueError(
-                f"state was saved by (rank, number of ranks)={tuple(state['ring'])} of a ring, this is {self._place_on_ring()}; "
-                "each rank must load the state that it saved itself, in a ring of the same size"
+                f"state was saved by (rank, number of ranks)={tuple(state['ring'])} of a ring, this"
+                f" is {self._place_on_ring()}; each rank must load the state that it saved itself,"
+                " in a ring of the same size"
             )
         check_count("replicas", state["replicas"], self.context.bagua_buckets)
         check_names("replicas", list(state["tensors"]), self._tensors())
         for bucket, saved in zip(self.context.bagua_buckets, state["replicas"], strict=True):
             wanted = dict(zip(("own", "left", "right"), _replicas(bucket), strict=True))
-            check_tensors(f"replicas of bucket {bucket.name!r}", dict(zip(wanted, saved, strict=True)), wanted)
+            check_tensors(
+                f"replicas of bucket {bucket.name!r}", dict(zip(wanted, saved, strict=True)), wanted
+            )
 
     def load_checked(self, state: dict[str, Any]) -> None:
-        """Load the replicas; without any, they begin as copies of this rank's weights, which are then equal on all ranks."""
+        """Load the replicas; without any, they begin as copies of this rank's weights, which are
+        then equal on all ranks.
+        """
         buckets = self.context.bagua_buckets
-        for bucket, saved in zip(buckets, state.get("replicas", [None] * len(buckets)), strict=True):
-            for replica, value in zip(_replicas(bucket), saved or [bucket.flattened_tensor()] * 3, strict=True):
+        for bucket, saved in zip(
+            buckets, state.get("replicas", [None] * len(buckets)), strict=True
+        ):
+            for replica, value in zip(
+                _replicas(bucket), saved or [bucket.flattened_tensor()] * 3, strict=True
+            ):
                 replica.copy_(value)
 
     def counters(self) -> dict[str, Any]:
-        """Return the step, the number of optimizer steps, and that of backward passes since the last round."""
+        """Return the step, the number of optimizer steps, and that of backward passes since the
+        last round.
+        """
         passes = self.context.backward_passes - self._passes_before
         return {**super().counters(), "passes": passes}
 
@@ -227,13 +280,20 @@ def _check_optimizers(context: TrainingContext) -> None:
     for optimizer in context.bagua_optimizers:
         if getattr(optimizer, "_bagua_fused_optimizer", None) is not None:
             raise ValueError(
-                f"optimizers hold a fused {type(optimizer).__name__}, which low_precision_decentralized does not take; pass the "
-                "optimizer without fuse_optimizer()"
+                f"optimizers hold a fused {type(optimizer).__name__}, which"
+                " low_precision_decentralized does not take; pass the optimizer without"
+                " fuse_optimizer()"
             )
-    held = {id(p) for optimizer in context.bagua_optimizers for group in optimizer.param_groups for p in group["params"]}
+    held = {
+        id(p)
+        for optimizer in context.bagua_optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     loose = [name for name, parameter in context.bagua_build_params() if id(parameter) not in held]
     if loose:
         raise ValueError(
-            f"no optimizer passed to with_bagua holds {', '.join(map(repr, loose))}; low_precision_decentralized averages weights "
-            "after their optimizer's step. Pass that optimizer, or list the names in module._bagua_params_and_buffers_to_ignore"
+            f"no optimizer passed to with_bagua holds {', '.join(map(repr, loose))};"
+            " low_precision_decentralized averages weights after their optimizer's step. Pass that"
+            " optimizer, or list the names in module._bagua_params_and_buffers_to_ignore"
         )

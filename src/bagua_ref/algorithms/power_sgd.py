@@ -27,34 +27,39 @@ _MEMORIES = ("local", "averaged", None)
 
 @dataclass(eq=False, repr=False)
 class PowerSGDAlgorithm(Algorithm):
-    """Gradients are averaged as products of two thin matrices, and what these leave out is added to the next gradients (S10).
+    """Gradients are averaged as products of two thin matrices, and what these leave out is added to
+    the next gradients (S10).
 
-    For a gradient of two or more dimensions as a matrix M of n rows, n its first dimension, and m columns, with e added:
-    ``P = orthonormalized sum over ranks of M Q``, ``Q = mean over ranks of M^T P``, and the averaged gradient is ``P Q^T``. The
-    first round's P is made with random columns in place of Q, later ones with the last round's Q, orthonormalized.
+    For a gradient of two or more dimensions as a matrix M of n rows, n its first dimension, and m
+    columns, with e added: ``P = orthonormalized sum over ranks of M Q``, ``Q = mean over ranks of
+    M^T P``, and the averaged gradient is ``P Q^T``. The first round's P is made with random columns
+    in place of Q, later ones with the last round's Q, orthonormalized.
 
-    With ``r = min(n, m, matrix_approximation_rank)``, a gradient is compressed if ``(n + m) * r * min_compression_rate < n * m``.
-    All others are averaged exactly. Each rank sends ``8 (n + m) r (N-1)/N`` bytes per step for a compressed gradient on N ranks,
-    in place of ``8 n m (N-1)/N``.
+    With ``r = min(n, m, matrix_approximation_rank)``, a gradient is compressed if ``(n + m) * r *
+    min_compression_rate < n * m``. All others are averaged exactly. Each rank sends ``8 (n + m) r
+    (N-1)/N`` bytes per step for a compressed gradient on N ranks, in place of ``8 n m (N-1)/N``.
 
     Args:
         matrix_approximation_rank: the largest r.
-        warmup_steps: steps on exactly averaged gradients first, as `GradientAllReduceAlgorithm` takes them, bit for bit.
+        warmup_steps: steps on exactly averaged gradients first, as `GradientAllReduceAlgorithm`
+            takes them, bit for bit.
         min_compression_rate: the least factor by which a gradient must shrink; above 0.
-        memory: "local": each rank keeps ``M - P Q_r^T``, what the sum lacks of its own gradient; "averaged": ``M - P Q^T``, as
-            torch's hook and the paper's code; None: what is left out is lost.
+        memory: "local": each rank keeps ``M - P Q_r^T``, what the sum lacks of its own gradient;
+            "averaged": ``M - P Q^T``, as torch's hook and the paper's code; None: what is left out
+            is lost.
         warm_start: start from the last round's Q; False: from new random columns in every round.
         seed: of the random columns, equal on all ranks.
 
     Raises:
-        ValueError: an argument is out of range; on wrapping: there is a warm-up, and no optimizer was passed.
+        ValueError: an argument is out of range; on wrapping: there is a warm-up, and no optimizer
+            was passed.
         TypeError: an argument is of another type.
 
     >>> PowerSGDAlgorithm(matrix_approximation_rank=4, warmup_steps=100).memory
     'local'
 
-    Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019
-    (arXiv:1905.13727).
+    Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+    Optimization", NeurIPS 2019 (arXiv:1905.13727).
     """
 
     matrix_approximation_rank: int = 1
@@ -75,13 +80,19 @@ class PowerSGDAlgorithm(Algorithm):
         if not (rate > 0 and isfinite(rate)):
             raise ValueError(f"min_compression_rate={rate} must be a finite number above 0")
         if self.memory not in _MEMORIES:
-            raise ValueError(f"memory={self.memory!r} must be one of {', '.join(map(repr, _MEMORIES))}")
+            raise ValueError(
+                f"memory={self.memory!r} must be one of {', '.join(map(repr, _MEMORIES))}"
+            )
         check_bool("warm_start", self.warm_start)
         check_whole("seed", self.seed, 0)
         if self.seed >= 2**32:
             raise ValueError(f"seed={self.seed} must be below 2**32")
 
-    def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def check(
+        self,
+        parameters: list[tuple[str, torch.nn.Parameter]],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
         """Refuse a warm-up without optimizers, whose steps it counts."""
         if self.warmup_steps:
             check_optimizers("powersgd with warmup_steps > 0", optimizers)
@@ -89,7 +100,9 @@ class PowerSGDAlgorithm(Algorithm):
 
 @implements(PowerSGDAlgorithm)
 class PowerSGDAlgorithmImpl(CompressedGradientsImpl):
-    """`PowerSGDAlgorithm` at work on one module; ``memories`` are e and ``factors`` Q, by the names of parameters."""
+    """`PowerSGDAlgorithm` at work on one module; ``memories`` are e and ``factors`` Q, by the names
+    of parameters.
+    """
 
     name = "powersgd"
 
@@ -114,7 +127,9 @@ class PowerSGDAlgorithmImpl(CompressedGradientsImpl):
         options, matrices, start = self.options, [], 0
         wide = torch.promote_types(bucket.dtype, torch.float32)
         for proxy, layout in zip(bucket.tensors, bucket.layouts, strict=True):
-            shape = matrix_shape(layout.shape, options.matrix_approximation_rank, options.min_compression_rate)
+            shape = matrix_shape(
+                layout.shape, options.matrix_approximation_rank, options.min_compression_rate
+            )
             if shape is not None:
                 name, (n, m, r) = registration(proxy).name, shape
                 like = torch.empty((), dtype=wide, device=bucket.device)

@@ -29,21 +29,29 @@ _LISTED = 10
 
 @dataclass(eq=False, repr=False)
 class QAdamAlgorithm(Algorithm):
-    """Adam with exact gradients in warm-up, then with momenta averaged in compressed chunks, v frozen (S5.5, S3.2).
+    """Adam with exact gradients in warm-up, then with momenta averaged in compressed chunks, v
+    frozen (S5.5, S3.2).
 
     Args:
-        q_adam_optimizer: holds every parameter that the module trains; pass it to ``with_bagua``, too.
-        hierarchical: full precision inside nodes, compressed between their leaders (S3.3); not in warm-up.
-        grad_scaler: the GradScaler in use, if there is one: after the warm-up gradients enter the momentum during backward,
-            before the scaler can divide them by its scale, so the algorithm has to.
-        compression: the name of a codec, one of `bagua_ref.list_codecs` (S4, S12); used after the warm-up.
-        error_feedback: keep what compression leaves out, in float32, and add it to the next round's momenta (S11.1).
+        q_adam_optimizer: holds every parameter that the module trains; pass it to ``with_bagua``,
+            too.
+        hierarchical: full precision inside nodes, compressed between their leaders (S3.3); not in
+            warm-up.
+        grad_scaler: the GradScaler in use, if there is one: after the warm-up gradients enter the
+            momentum during backward, before the scaler can divide them by its scale, so the
+            algorithm has to.
+        compression: the name of a codec, one of `bagua_ref.list_codecs` (S4, S12); used after the
+            warm-up.
+        error_feedback: keep what compression leaves out, in float32, and add it to the next round's
+            momenta (S11.1).
 
     Raises:
-        TypeError: q_adam_optimizer is another optimizer, grad_scaler something else, or error_feedback no bool.
+        TypeError: q_adam_optimizer is another optimizer, grad_scaler something else, or
+            error_feedback no bool.
         ValueError: there is no such codec.
 
-    Source: Tang et al., "1-bit Adam", ICML 2021 (arXiv:2102.02888); QAdam in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
+    Source: Tang et al., "1-bit Adam", ICML 2021 (arXiv:2102.02888); QAdam in Gan et al., "BAGUA",
+    VLDB 2022 (arXiv:2107.01499).
     """
 
     q_adam_optimizer: QAdamOptimizer
@@ -59,14 +67,21 @@ class QAdamAlgorithm(Algorithm):
         check_compression(self.compression)
         check_bool("error_feedback", self.error_feedback)
         if not isinstance(self.q_adam_optimizer, QAdamOptimizer):
-            raise TypeError(f"q_adam_optimizer must be a QAdamOptimizer, not {type(self.q_adam_optimizer).__name__}")
+            raise TypeError(
+                "q_adam_optimizer must be a QAdamOptimizer, not"
+                f" {type(self.q_adam_optimizer).__name__}"
+            )
         if self.grad_scaler is not None and not isinstance(self.grad_scaler, torch.amp.GradScaler):
-            raise TypeError(f"grad_scaler={self.grad_scaler!r} must be a torch.amp.GradScaler or None")
+            raise TypeError(
+                f"grad_scaler={self.grad_scaler!r} must be a torch.amp.GradScaler or None"
+            )
 
 
 @implements(QAdamAlgorithm)
 class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
-    """`QAdamAlgorithm` at work on one module: first with buckets of gradients, after a reset with buckets of momenta."""
+    """`QAdamAlgorithm` at work on one module: first with buckets of gradients, after a reset with
+    buckets of momenta.
+    """
 
     name = "qadam"
 
@@ -75,8 +90,10 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     def __init__(self, process_group: Group, options: QAdamAlgorithm) -> None:
         super().__init__(process_group, options)
         self.q_adam_optimizer, self.grad_scaler = options.q_adam_optimizer, options.grad_scaler
-        self.delivers_error_memory = False  # it is one of momenta, which stay where no rank uses the parameter
-        self.rounds_are_alike = False  # the phases send different messages, and the second one changes the momenta
+        # it is one of momenta, which stay where no rank uses the parameter
+        self.delivers_error_memory = False
+        # the phases send different messages, and the second one changes the momenta
+        self.rounds_are_alike = False
         self._compressing: bool | None = None
         """Whether the buckets hold momenta; None before there are any."""
         self._shadows = False
@@ -101,45 +118,62 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     def facts(self) -> list[Fact]:
         """Return the phase, and the steps that decide it."""
         return [
-            Fact("{is} in {value}", bool(self._compressing), ("the warm-up", "the compressed phase")),
+            Fact(
+                "{is} in {value}", bool(self._compressing), ("the warm-up", "the compressed phase")
+            ),
             Fact("{is} at step {value} of the QAdamOptimizer", self.optimizer_step_id),
         ]
 
     def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return the reason to refuse every other optimizer: after the warm-up gradients are those of this rank alone."""
-        return "" if optimizer is self.q_adam_optimizer else "qadam averages the momenta of its own optimizer"
+        """Return the reason to refuse every other optimizer: after the warm-up gradients are those
+        of this rank alone.
+        """
+        return (
+            ""
+            if optimizer is self.q_adam_optimizer
+            else "qadam averages the momenta of its own optimizer"
+        )
 
     def check_join(self, divide_by_initial_world_size: bool) -> bool:
-        """Return True: ranks without batches contribute zero gradients and momenta, which the mean over the others leaves out.
+        """Return True: ranks without batches contribute zero gradients and momenta, which the mean
+        over the others leaves out.
 
         Raises:
-            NotImplementedError: there is a GradScaler or error memory, or the optimizer was not passed when wrapping.
+            NotImplementedError: there is a GradScaler or error memory, or the optimizer was not
+                passed when wrapping.
             ValueError: divide_by_initial_world_size=True.
         """
         if self.options.error_feedback:
             raise NotImplementedError(
-                "qadam with error_feedback=True cannot train inside join(): ranks without batches would have to add what they have "
-                "left out to a mean that does not count them. Use error_feedback=False"
+                "qadam with error_feedback=True cannot train inside join(): ranks without batches"
+                " would have to add what they have left out to a mean that does not count them. Use"
+                " error_feedback=False"
             )
         if self.grad_scaler is not None:
             raise NotImplementedError(
-                "qadam with grad_scaler= cannot train inside join(): an overflow is undone in the next round, in which a rank "
-                "without batches has no momenta. Train without a GradScaler, in bfloat16 for example"
+                "qadam with grad_scaler= cannot train inside join(): an overflow is undone in the"
+                " next round, in which a rank without batches has no momenta. Train without a"
+                " GradScaler, in bfloat16 for example"
             )
-        if all(optimizer is not self.q_adam_optimizer for optimizer in self.context.bagua_optimizers):
+        if all(
+            optimizer is not self.q_adam_optimizer for optimizer in self.context.bagua_optimizers
+        ):
             raise NotImplementedError(
-                "qadam can train inside join() only if its optimizer was passed to with_bagua(), so that ranks that run out of "
-                "batches can take over its state"
+                "qadam can train inside join() only if its optimizer was passed to with_bagua(), so"
+                " that ranks that run out of batches can take over its state"
             )
         if divide_by_initial_world_size:
             raise ValueError(
-                "divide_by_initial_world_size=True: qadam averages momenta after its warm-up, and a rank without batches has none; "
-                "use join(divide_by_initial_world_size=False), which divides by the number of ranks that have batches"
+                "divide_by_initial_world_size=True: qadam averages momenta after its warm-up, and a"
+                " rank without batches has none; use join(divide_by_initial_world_size=False),"
+                " which divides by the number of ranks that have batches"
             )
         return True
 
     def leave_alone(self, parameters: Sequence[torch.nn.Parameter]) -> Callable[[], None]:
-        """Return a function that puts back the momenta of ``parameters``, and their errors of compression (S2.5)."""
+        """Return a function that puts back the momenta of ``parameters``, and their errors of
+        compression (S2.5).
+        """
         if not self._compressing:
             return super().leave_alone(parameters)
         unused, buckets = set(parameters), self.context.bagua_buckets
@@ -147,8 +181,15 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         for bucket, momentum in zip(buckets, self._momenta, strict=True):
             if bucket in concerned:
                 momentum.undo_overflow()
-        momenta = {parameter: self.q_adam_optimizer.state[parameter]["exp_avg"].clone() for parameter in unused}
-        memories = [(bucket, memory, memory.kept()) for bucket in concerned if (memory := self.memory_of(bucket)) is not None]
+        momenta = {
+            parameter: self.q_adam_optimizer.state[parameter]["exp_avg"].clone()
+            for parameter in unused
+        }
+        memories = [
+            (bucket, memory, memory.kept())
+            for bucket in concerned
+            if (memory := self.memory_of(bucket)) is not None
+        ]
 
         def put_back() -> None:
             for parameter, momentum in momenta.items():
@@ -156,7 +197,10 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
             for bucket, memory, kept in memories:
                 if memory.kept() is None:  # this rank leads no node
                     continue
-                start, place = 0, communicator_of(self.process_group, self.options.hierarchical).rank()
+                start, place = (
+                    0,
+                    communicator_of(self.process_group, self.options.hierarchical).rank(),
+                )
                 for proxy in bucket.tensors:
                     if proxy in unused:
                         memory.put_back(kept, start, start + proxy.numel(), place)
@@ -173,7 +217,9 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         super().shadow(facts)
 
     def need_reset(self) -> bool:
-        """Return whether the phase is another than that of the buckets: once after the warm-up, or after loading a checkpoint."""
+        """Return whether the phase is another than that of the buckets: once after the warm-up, or
+        after loading a checkpoint.
+        """
         return self._compressing is not self._past_warmup
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
@@ -194,18 +240,28 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         align_state(self.q_adam_optimizer)
         if not self._compressing:
             return super().init_tensors(bagua_ddp)
-        if freezes and not self._shadows and self.process_group.get_global_communicator().rank() == 0:
+        if (
+            freezes
+            and not self._shadows
+            and self.process_group.get_global_communicator().rank() == 0
+        ):
             self._warn_of_zeros(parameters)
         return [
-            register(parameter, name, bagua_ddp.bagua_module_name, self._get_momentum, self._set_momentum)
+            register(
+                parameter, name, bagua_ddp.bagua_module_name, self._get_momentum, self._set_momentum
+            )
             for name, parameter in reversed(parameters)
         ]
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S3.1 in warm-up, after it the update of the momenta and S3.2 (S11.1), or S3.3 with it between leaders."""
+        """Append S3.1 in warm-up, after it the update of the momenta and S3.2 (S11.1), or S3.3 with
+        it between leaders.
+        """
         if not self._compressing:
             self.memory_of(bucket)  # so that states of both phases have the same entries
-            bucket.append_centralized_synchronous_op(hierarchical=False, average=True, group=self.process_group)
+            bucket.append_centralized_synchronous_op(
+                hierarchical=False, average=True, group=self.process_group
+            )
             return
         momentum = MomentumBucket(self.q_adam_optimizer, self.grad_scaler, bucket)
         self._momenta.append(momentum)
@@ -240,14 +296,16 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         comm.allreduce_inplace(any_missing, ReduceOp.MAX)
         if any_missing.item():
             raise ValueError(
-                f"q_adam_optimizer does not hold {'parameter ' + ', '.join(map(repr, missing)) if missing else 'all of them'} of "
-                f"the module{'' if missing else ' on another rank'}; add what is missing to it, freeze it, or list it in "
-                "module._bagua_params_and_buffers_to_ignore"
+                "q_adam_optimizer does not hold"
+                f" {'parameter ' + ', '.join(map(repr, missing)) if missing else 'all of them'} of"
+                f" the module{'' if missing else ' on another rank'}; add what is missing to it,"
+                " freeze it, or list it in module._bagua_params_and_buffers_to_ignore"
             )
         for name, parameter in parameters:
             if parameter.dtype is torch.float64:
                 raise TypeError(
-                    f"parameter {name!r} is float64, which cannot be compressed; qadam takes float16, bfloat16 or float32"
+                    f"parameter {name!r} is float64, which cannot be compressed; qadam takes"
+                    " float16, bfloat16 or float32"
                 )
 
     def _warn_of_zeros(self, parameters: list[tuple[str, torch.nn.Parameter]]) -> None:
@@ -259,30 +317,40 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
             still = state["exp_avg_sq"] == 0
             of_all = int(still.sum())
             with_momentum = int((state["exp_avg"][still] != 0).sum())
-            for count, listed in ((of_all - with_momentum, unreached), (with_momentum, underflowed)):
+            for count, listed in (
+                (of_all - with_momentum, unreached),
+                (with_momentum, underflowed),
+            ):
                 if count:
                     listed.append(f"{count} of {parameter.numel()} in {name!r}")
         said = []
         if unreached:
-            said.append(f"had no gradient in the warm-up ({_first(unreached)}); if they should learn, use a larger warmup_steps")
+            said.append(
+                f"had no gradient in the warm-up ({_first(unreached)}); if they should learn, use a"
+                " larger warmup_steps"
+            )
         if underflowed:
             said.append(
-                f"had gradients whose squares are 0 in the weights' dtype ({_first(underflowed)}); keep these weights in float32 "
-                "instead of 16 bits"
+                f"had gradients whose squares are 0 in the weights' dtype ({_first(underflowed)});"
+                " keep these weights in float32 instead of 16 bits"
             )
         if said:
             warnings.warn(
-                f"qadam freezes v after warmup_steps={self.warmup_steps}, and elements whose v is 0 do not move from now on: some "
-                f"{'; others '.join(said)}",
+                f"qadam freezes v after warmup_steps={self.warmup_steps}, and elements whose v is 0"
+                f" do not move from now on: some {'; others '.join(said)}",
                 stacklevel=2,
             )
 
     def _share_state(self, bagua_ddp: TrainingContext) -> None:
-        """Broadcast the optimizer's state, as wrapping does for those that it was given: all ranks must be in one phase."""
+        """Broadcast the optimizer's state, as wrapping does for those that it was given: all ranks
+        must be in one phase.
+        """
         if any(optimizer is self.q_adam_optimizer for optimizer in bagua_ddp.bagua_optimizers):
             return
         comm = self.process_group.get_global_communicator()
-        state = comm.broadcast_object(self.q_adam_optimizer.state_dict() if comm.rank() == 0 else None, 0)
+        state = comm.broadcast_object(
+            self.q_adam_optimizer.state_dict() if comm.rank() == 0 else None, 0
+        )
         if comm.rank() != 0:
             self.q_adam_optimizer.load_state_dict(state)
 

@@ -1,4 +1,6 @@
-"""The optimizer of QAdam, Adam whose second moment freezes after a warm-up, and its momenta as a bucket (S5.5)."""
+"""The optimizer of QAdam, Adam whose second moment freezes after a warm-up, and its momenta as a
+bucket (S5.5).
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,21 @@ from bagua_ref.buckets.storage import held_by_bucket
 __all__ = ["BLOCK", "MomentumBucket", "QAdamOptimizer"]
 
 BLOCK = 65536
-"""Elements handled at a time on a CPU: the system takes longer to provide fresh memory of a bucket's size than to copy it."""
+"""Elements handled at a time on a CPU: the system takes longer to provide fresh memory of a
+bucket's size than to copy it.
+"""
 
 
 class QAdamOptimizer(torch.optim.Optimizer):
-    """Adam in warm-up; then ``p <- p - lr/(1-beta1^s) * m / (sqrt(v)/sqrt(1-beta2^s) + eps)`` with v frozen (S5.5).
+    """Adam in warm-up; then ``p <- p - lr/(1-beta1^s) * m / (sqrt(v)/sqrt(1-beta2^s) + eps)`` with
+    v frozen (S5.5).
 
-    s counts the steps of this optimizer from 1. While s < warmup_steps, weights and state are those of
-    ``torch.optim.Adam(foreach=False)``, bit for bit. At s = warmup_steps the moments stay as they are; from then on
-    `QAdamAlgorithm` renews m, between the ranks, during backward. After step warmup_steps, elements whose v is 0 do not move.
-    Parameters without gradient are skipped. Options are each parameter's own group's. The step counter is saved with the groups, so
-    a checkpoint continues in its phase.
+    s counts the steps of this optimizer from 1. While s < warmup_steps, weights and state are those
+    of ``torch.optim.Adam(foreach=False)``, bit for bit. At s = warmup_steps the moments stay as
+    they are; from then on `QAdamAlgorithm` renews m, between the ranks, during backward. After step
+    warmup_steps, elements whose v is 0 do not move. Parameters without gradient are skipped.
+    Options are each parameter's own group's. The step counter is saved with the groups, so a
+    checkpoint continues in its phase.
 
     Args:
         params: parameters or groups of them, as in torch.
@@ -47,7 +53,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
     >>> optimizer.step(); optimizer.step_id
     1
 
-    Source: Tang et al., "1-bit Adam", ICML 2021 (arXiv:2102.02888); QAdam in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
+    Source: Tang et al., "1-bit Adam", ICML 2021 (arXiv:2102.02888); QAdam in Gan et al., "BAGUA",
+    VLDB 2022 (arXiv:2107.01499).
     """
 
     def __init__(
@@ -63,8 +70,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
             raise TypeError(f"warmup_steps={warmup_steps!r} must be an int")
         if warmup_steps < 2:
             raise ValueError(
-                f"warmup_steps={warmup_steps} must be at least 2: v is learned in the steps before it freezes, and where it is 0, "
-                "weights no longer move"
+                f"warmup_steps={warmup_steps} must be at least 2: v is learned in the steps before"
+                " it freezes, and where it is 0, weights no longer move"
             )
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "warmup_steps": warmup_steps, "step_id": 0})
@@ -88,9 +95,15 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; the phase is the same for all groups."""
-        phase = {name: (self.param_groups or [self.defaults])[0][name] for name in ("warmup_steps", "step_id")}
+        phase = {
+            name: (self.param_groups or [self.defaults])[0][name]
+            for name in ("warmup_steps", "step_id")
+        }
         if param_group.get("warmup_steps", phase["warmup_steps"]) != phase["warmup_steps"]:
-            raise ValueError(f"warmup_steps={param_group['warmup_steps']} of a group must be that of all: {phase['warmup_steps']}")
+            raise ValueError(
+                f"warmup_steps={param_group['warmup_steps']} of a group must be that of all:"
+                f" {phase['warmup_steps']}"
+            )
         _check_options({**self.defaults, **param_group})
         super().add_param_group({**param_group, **phase})
         for parameter in self.param_groups[-1]["params"]:
@@ -100,15 +113,19 @@ class QAdamOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a state, also one of torch.optim.Adam, which lacks the phase."""
         super().__setstate__(state)
-        taken = max((int(entry["step"]) for entry in self.state.values() if "step" in entry), default=0)
+        taken = max(
+            (int(entry["step"]) for entry in self.state.values() if "step" in entry), default=0
+        )
         for group in self.param_groups:
             group.setdefault("warmup_steps", self.defaults["warmup_steps"])
             group.setdefault("step_id", taken)
 
     def ensure_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of ``parameter``, with zero moments if it has none: ``exp_avg`` is m, ``exp_avg_sq`` is v.
+        """Return the state of ``parameter``, with zero moments if it has none: ``exp_avg`` is m,
+        ``exp_avg_sq`` is v.
 
-        ``step`` counts this parameter's own steps, as torch.optim.Adam's does: in warm-up that is what biases are corrected by.
+        ``step`` counts this parameter's own steps, as torch.optim.Adam's does: in warm-up that is
+        what biases are corrected by.
         """
         state: dict[str, Tensor] = self.state[parameter]
         if "step" not in state:
@@ -138,20 +155,27 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 _adam_step(group, parameters, states)
             else:
                 _frozen_step(group, parameters, states, s, self.warmup_steps)
-                renewed = (held_by_bucket(p) is state["exp_avg"] for p, state in zip(parameters, states, strict=True))
+                renewed = (
+                    held_by_bucket(p) is state["exp_avg"]
+                    for p, state in zip(parameters, states, strict=True)
+                )
                 if s > self.warmup_steps and not all(renewed):
                     warnings.warn(
-                        f"step {s} is past warmup_steps={self.warmup_steps}, but no QAdamAlgorithm renews the momentum of some "
-                        "parameters, which stays as it is; wrap their module with_bagua([optimizer], QAdamAlgorithm(optimizer))",
+                        f"step {s} is past warmup_steps={self.warmup_steps}, but no QAdamAlgorithm"
+                        " renews the momentum of some parameters, which stays as it is; wrap their"
+                        " module with_bagua([optimizer], QAdamAlgorithm(optimizer))",
                         stacklevel=2,
                     )
         self.step_id = s
         return loss
 
     def _makes_state_only(self) -> bool:
-        """Return whether this is the step with lr=0 and zero gradients by which torch.distributed.checkpoint has state made."""
+        """Return whether this is the step with lr=0 and zero gradients by which
+        torch.distributed.checkpoint has state made.
+        """
         return all(
-            group["lr"] == 0 and not any(p.grad is not None and p.grad.any() for p in group["params"])
+            group["lr"] == 0
+            and not any(p.grad is not None and p.grad.any() for p in group["params"])
             for group in self.param_groups
         )
 
@@ -159,8 +183,9 @@ class QAdamOptimizer(torch.optim.Optimizer):
 class MomentumBucket:
     """Updates a bucket of momenta before the exchange of S3.2, and handles overflows after it.
 
-    When a GradScaler skips a step because of an overflow, the momenta that were made for it must go, too. A bucket keeps what
-    they were while its operations run; longer if they overflow, or, as another bucket's may, if there is a GradScaler.
+    When a GradScaler skips a step because of an overflow, the momenta that were made for it must
+    go, too. A bucket keeps what they were while its operations run; longer if they overflow, or, as
+    another bucket's may, if there is a GradScaler.
 
     Args:
         optimizer: counts the steps that were taken.
@@ -168,17 +193,23 @@ class MomentumBucket:
         bucket: its effective tensors are the momenta.
     """
 
-    def __init__(self, optimizer: QAdamOptimizer, scaler: torch.amp.GradScaler | None, bucket: BaguaBucket) -> None:
+    def __init__(
+        self, optimizer: QAdamOptimizer, scaler: torch.amp.GradScaler | None, bucket: BaguaBucket
+    ) -> None:
         self._optimizer, self._scaler = optimizer, scaler
         self._bucket, self._kernels = bucket, bucket.kernels
         self._before: list[Tensor] = []
         self._undo_at: int | None = None
-        """Go back to ``_before`` first if the optimizer has still taken so many steps: then the last one was skipped."""
+        """Go back to ``_before`` first if the optimizer has still taken so many steps: then the
+        last one was skipped.
+        """
         self.overflowed = False
         """Whether the last result did."""
 
     def undo_overflow(self) -> Tensor:
-        """Go back to the momenta before the last round if the step after it was skipped; return them as one tensor."""
+        """Go back to the momenta before the last round if the step after it was skipped; return
+        them as one tensor.
+        """
         momenta = self._bucket.load()[: self._bucket.bytes() // self._bucket.dtype.itemsize]
         if self._before and self._undo_at == self._optimizer.step_id:
             torch.cat(self._before, out=momenta)
@@ -190,7 +221,9 @@ class MomentumBucket:
         """``m <- beta1*m + (1-beta1)*g`` on the local gradient (S5.5)."""
         momenta = self.undo_overflow()
         self._before = [block.clone() for block in momenta.split(BLOCK)]
-        beta1 = {p: group["betas"][0] for group in self._optimizer.param_groups for p in group["params"]}
+        beta1 = {
+            p: group["betas"][0] for group in self._optimizer.param_groups for p in group["params"]
+        }
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         start, layout_of = 0, dict(zip(self._bucket.tensors, self._bucket.layouts, strict=True))
         for run in _runs(self._bucket.tensors, beta1):
@@ -198,7 +231,9 @@ class MomentumBucket:
             gradients = parts[0] if len(run) == 1 and scale == 1 else torch.cat(parts)
             if scale != 1:
                 self._kernels.divide_(gradients, scale)
-            self._kernels.update_momentum_(momenta[start : start + len(gradients)], gradients, beta1[run[0]])
+            self._kernels.update_momentum_(
+                momenta[start : start + len(gradients)], gradients, beta1[run[0]]
+            )
             start += len(gradients)
         assert start == len(momenta), "a gradient has as many elements as its momentum"
         self._copy_back(momenta)
@@ -206,10 +241,14 @@ class MomentumBucket:
     def _copy_back(self, momenta: Tensor) -> None:
         if not self._bucket.flatten:
             momenta_of = zip(self._bucket.layouts, self._bucket.effective_tensors(), strict=True)
-            self._kernels.scatter_flat(momenta, [layout.in_order(momentum) for layout, momentum in momenta_of])
+            self._kernels.scatter_flat(
+                momenta, [layout.in_order(momentum) for layout, momentum in momenta_of]
+            )
 
     def spread_overflow(self, bucket_name: str) -> None:
-        """Let every rank's GradScaler see an overflow on any rank, which S4.4 has made a NaN in every rank's momenta."""
+        """Let every rank's GradScaler see an overflow on any rank, which S4.4 has made a NaN in
+        every rank's momenta.
+        """
         momenta = self._bucket.load()
         # A sum is finite only if all its terms are, and takes a single pass; but it may overflow.
         self.overflowed = not (momenta.sum().isfinite() or momenta.isfinite().all())
@@ -220,14 +259,18 @@ class MomentumBucket:
             self._before = []
 
     def end_round(self, overflowed: bool) -> None:
-        """Forget the momenta before the round, unless some overflowed, so that the step to come may be skipped."""
+        """Forget the momenta before the round, unless some overflowed, so that the step to come may
+        be skipped.
+        """
         if overflowed:
             self._undo_at = self._optimizer.step_id
         else:
             self._before = []
 
 
-def _adam_step(group: dict[str, Any], parameters: list[Tensor], states: list[dict[str, Tensor]]) -> None:
+def _adam_step(
+    group: dict[str, Any], parameters: list[Tensor], states: list[dict[str, Tensor]]
+) -> None:
     """Step as the installed torch.optim.Adam(foreach=False)."""
     beta1, beta2 = group["betas"]
     adam(
@@ -250,31 +293,43 @@ def _adam_step(group: dict[str, Any], parameters: list[Tensor], states: list[dic
 
 
 def _frozen_step(
-    group: dict[str, Any], parameters: list[Tensor], states: list[dict[str, Tensor]], s: int, warmup_steps: int
+    group: dict[str, Any],
+    parameters: list[Tensor],
+    states: list[dict[str, Tensor]],
+    s: int,
+    warmup_steps: int,
 ) -> None:
-    """Step along m, leaving the moments as they are; after step ``warmup_steps`` only where v is not 0."""
+    """Step along m, leaving the moments as they are; after step ``warmup_steps`` only where v is
+    not 0.
+    """
     beta1, beta2 = group["betas"]
     step_size = float(group["lr"]) / (1 - beta1**s)
     correction = (1 - beta2**s) ** 0.5
     for parameter, state in zip(parameters, states, strict=True):
         state["step"] += 1
         for p, m, v in _blocks(parameter, state["exp_avg"], state["exp_avg_sq"]):
-            # In float16 eps = 1e-8 would be zero: 0/0 would make a NaN of a weight without gradient.
+            # In float16 eps = 1e-8 would be zero: 0/0 would make a NaN of a weight without
+            # gradient.
             root = v.float().sqrt_() if v.dtype is torch.float16 else v.sqrt()
             denominator = root.div_(correction).add_(group["eps"])
-            if s > warmup_steps and _may_be_zero(v):  # eps alone must not divide an m of later gradients, or of a codec's errors
+            # eps alone must not divide an m of later gradients, or of a codec's errors
+            if s > warmup_steps and _may_be_zero(v):
                 still = v == 0
                 m, denominator = m.masked_fill(still, 0), denominator.masked_fill_(still, 1)
             p.addcdiv_(m, denominator, value=-step_size)
 
 
 def _may_be_zero(v: Tensor) -> bool:
-    """Return False if no element is 0; on a CPU that is found out in little time, elsewhere one would have to wait for it."""
+    """Return False if no element is 0; on a CPU that is found out in little time, elsewhere one
+    would have to wait for it.
+    """
     return v.device.type != "cpu" or (v.numel() > 0 and not v.amin() > 0)
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Cut tensors of one shape into blocks whose intermediate results stay in the processor's cache."""
+    """Cut tensors of one shape into blocks whose intermediate results stay in the processor's
+    cache.
+    """
     if tensors[0].device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
         return [tensors]
     return zip(*(tensor.view(-1).split(BLOCK) for tensor in tensors), strict=True)
@@ -303,5 +358,7 @@ def _runs(parameters: Sequence[Tensor], beta1: Mapping[Tensor, float]) -> Iterat
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient, a new zero one if there is none: this rank did not use the parameter, but it steps as the others."""
+    """Return the gradient, a new zero one if there is none: this rank did not use the parameter,
+    but it steps as the others.
+    """
     return ensure_grad(parameter).detach()

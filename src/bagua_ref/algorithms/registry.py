@@ -11,9 +11,14 @@ from typing import Any, TypeVar
 import torch
 
 __all__ = [
-    "GlobalAlgorithmRegistry", "check_bool", "check_join_with_memory", "check_optimizers", "check_options", "check_whole",
+    "GlobalAlgorithmRegistry",
+    "check_bool",
+    "check_join_with_memory",
+    "check_optimizers",
+    "check_options",
+    "check_whole",
     "implements",
-]  # fmt: skip
+]
 
 AnyImpl = TypeVar("AnyImpl")
 
@@ -21,7 +26,9 @@ AnyImpl = TypeVar("AnyImpl")
 class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
     """Algorithms by name."""
 
-    def register(self, name: str, algorithm: Callable[..., Any], description: str | None = None) -> None:
+    def register(
+        self, name: str, algorithm: Callable[..., Any], description: str | None = None
+    ) -> None:
         """Let ``Algorithm.init(name, **kwargs)`` call ``algorithm(**kwargs)``.
 
         Raises:
@@ -31,9 +38,14 @@ class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
         if not isinstance(name, str):
             raise TypeError(f"name={name!r} must be a string")
         if not callable(algorithm):
-            raise TypeError(f"algorithm={algorithm!r} must be an Algorithm class, or a function that returns an Algorithm")
+            raise TypeError(
+                f"algorithm={algorithm!r} must be an Algorithm class, or a function that returns an"
+                " Algorithm"
+            )
         if name in self and self[name][0] is not algorithm:
-            raise ValueError(f"name={name!r} is already registered for {self[name][0]!r}; choose another")
+            raise ValueError(
+                f"name={name!r} is already registered for {self[name][0]!r}; choose another"
+            )
         self[name] = (algorithm, description or (algorithm.__doc__ or "").partition("\n")[0])
 
     def get(self, name: str) -> Callable[..., Any]:  # type: ignore[override]
@@ -43,13 +55,18 @@ class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
             ValueError: there is none.
         """
         if name not in self:
-            raise ValueError(f"name={name!r} is not a registered algorithm{_close_to(name, sorted(self))}")
+            raise ValueError(
+                f"name={name!r} is not a registered algorithm{_close_to(name, sorted(self))}"
+            )
         found: Callable[..., Any] = self[name][0]
         return found
 
     def name_of(self, algorithm: Any) -> str:
         """Return the name of the algorithm's class, or the class's own if it is not registered."""
-        return next((name for name, (known, _) in self.items() if known is type(algorithm)), type(algorithm).__name__)
+        return next(
+            (name for name, (known, _) in self.items() if known is type(algorithm)),
+            type(algorithm).__name__,
+        )
 
     def available_algorithms(self) -> list[str]:
         """Return the registered names."""
@@ -63,26 +80,36 @@ GlobalAlgorithmRegistry = _AlgorithmRegistry()
 
 
 def check_options(name: str, make: Callable[..., Any], given: Mapping[str, object]) -> None:
-    """Raise TypeError unless ``make``, which makes the algorithm ``name``, takes all options that are given."""
+    """Raise TypeError unless ``make``, which makes the algorithm ``name``, takes all options that
+    are given.
+    """
     options = inspect.signature(make).parameters
     if any(option.kind is option.VAR_KEYWORD for option in options.values()):
         return
     for option, value in given.items():
         if option not in options:
-            raise TypeError(f"{option}={value!r} is no option of {name}{_close_to(option, options)}")
+            raise TypeError(
+                f"{option}={value!r} is no option of {name}{_close_to(option, options)}"
+            )
 
 
 def _close_to(given: str, allowed: Iterable[str]) -> str:
-    """Return the end of a message that refuses ``given``: similar names, and all that are allowed."""
+    """Return the end of a message that refuses ``given``: similar names, and all that are
+    allowed.
+    """
     names = list(allowed)
     meant = " or ".join(map(repr, difflib.get_close_matches(given, names)))
-    return f"{f' (did you mean {meant}?)' if meant else ''}; there are {', '.join(map(repr, names)) or 'none'}"
+    return (
+        f"{f' (did you mean {meant}?)' if meant else ''}; there are"
+        f" {', '.join(map(repr, names)) or 'none'}"
+    )
 
 
 def implements(algorithm: type[Any]) -> Callable[[type[AnyImpl]], type[AnyImpl]]:
     """Make a class the implementation of ``algorithm``.
 
-    Its ``__init__(self, process_group, options)`` then also takes the options one by one, as in Bagua.
+    Its ``__init__(self, process_group, options)`` then also takes the options one by one, as in
+    Bagua.
 
     Args:
         algorithm: the class of ``options``.
@@ -93,10 +120,14 @@ def implements(algorithm: type[Any]) -> Callable[[type[AnyImpl]], type[AnyImpl]]
 
         @wraps(init)
         def with_options(self: Any, process_group: Any, *args: Any, **kwargs: Any) -> None:
-            self.options = args[0] if args and hasattr(args[0], "reify") else algorithm(*args, **kwargs)
+            self.options = (
+                args[0] if args and hasattr(args[0], "reify") else algorithm(*args, **kwargs)
+            )
             init(self, process_group, self.options)
 
-        own, options = (list(inspect.signature(function).parameters.values()) for function in (init, algorithm))
+        own, options = (
+            list(inspect.signature(function).parameters.values()) for function in (init, algorithm)
+        )
         with_options.__signature__ = inspect.Signature([*own[:2], *options])  # type: ignore[attr-defined]
         implementation.__init__ = with_options  # type: ignore[assignment]
         algorithm.implementation = implementation
@@ -123,14 +154,18 @@ def check_optimizers(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> 
     """Raise ValueError unless there are optimizers, whose steps the algorithm ``name`` counts."""
     if not optimizers:
         raise ValueError(
-            f"optimizers=[]: {name} counts the steps of the last optimizer; pass the module's optimizers to with_bagua"
+            f"optimizers=[]: {name} counts the steps of the last optimizer; pass the module's"
+            " optimizers to with_bagua"
         )
 
 
 def check_join_with_memory(name: str, divide_by_initial_world_size: bool) -> None:
-    """Raise ValueError if an algorithm that keeps what it left out is to divide by the ranks that have batches."""
+    """Raise ValueError if an algorithm that keeps what it left out is to divide by the ranks that
+    have batches.
+    """
     if not divide_by_initial_world_size:
         raise ValueError(
-            f"divide_by_initial_world_size=False: {name} also applies what ranks have left out in earlier rounds, those "
-            "without batches included; use join(divide_by_initial_world_size=True), or train without memory"
+            f"divide_by_initial_world_size=False: {name} also applies what ranks have left out in"
+            " earlier rounds, those without batches included; use"
+            " join(divide_by_initial_world_size=True), or train without memory"
         )

@@ -1,4 +1,6 @@
-"""State of algorithms: tensors that they keep from round to round, by key, and checks of what a checkpoint holds of it."""
+"""State of algorithms: tensors that they keep from round to round, by key, and checks of what a
+checkpoint holds of it.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,40 @@ from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.types import Group
 
 __all__ = [
-    "ErrorMemories", "TensorStore", "check_entries", "check_names", "check_saved_here", "check_tensors", "communicator_of",
+    "ErrorMemories",
+    "TensorStore",
+    "check_entries",
+    "check_names",
+    "check_saved_here",
+    "check_tensors",
+    "communicator_of",
     "saved_by",
-]  # fmt: skip
+]
 
 _VERSION = 1
 """Of the states that `saved_by` signs."""
 _COUNT = range(10**18)
 """Values that a counter may have, so that it can go on and still be sent as an int64."""
 _OPTIONAL = {"steps_of_optimizers", "passes"}
-_BUCKET = {"tensors": [str], "numel": NATURAL, "chunks": range(1, 2**63), "worker": object, "server": object}
-_MEMORIES = {"version": object, "rank": object, "world_size": object, "algorithm": object, "buckets": [_BUCKET]}
+_BUCKET = {
+    "tensors": [str],
+    "numel": NATURAL,
+    "chunks": range(1, 2**63),
+    "worker": object,
+    "server": object,
+}
+_MEMORIES = {
+    "version": object,
+    "rank": object,
+    "world_size": object,
+    "algorithm": object,
+    "buckets": [_BUCKET],
+}
 
 _Key = tuple[tuple[str, ...], int, int]
-"""The tensors with their shapes and strides, the elements with padding, and the number of chunks."""
+"""The tensors with their shapes and strides, the elements with padding, and the number of
+chunks.
+"""
 
 
 def communicator_of(group: Group, hierarchical: bool) -> Any:
@@ -40,39 +62,59 @@ def communicator_of(group: Group, hierarchical: bool) -> Any:
 
 
 def saved_by(group: Group) -> dict[str, int]:
-    """Return the version, and who saves a state in ``group``: the rank in it, and the number of ranks."""
-    return {"version": _VERSION, "rank": group.ranks.index(current_world().identity.rank), "world_size": len(group.ranks)}
+    """Return the version, and who saves a state in ``group``: the rank in it, and the number of
+    ranks.
+    """
+    return {
+        "version": _VERSION,
+        "rank": group.ranks.index(current_world().identity.rank),
+        "world_size": len(group.ranks),
+    }
 
 
 def check_saved_here(state: Mapping[str, Any], group: Group) -> None:
-    """Raise ValueError unless ``state``, which has memories, was saved by this rank of as many ranks."""
+    """Raise ValueError unless ``state``, which has memories, was saved by this rank of as many
+    ranks.
+    """
     here, saved = saved_by(group), state
     if any(saved[name] != here[name] for name in ("rank", "world_size")):
         raise ValueError(
-            f"state has memories of rank {saved['rank']} of {saved['world_size']}, and this is rank {here['rank']} of "
-            f"{here['world_size']}: each rank must load the state that it saved itself, or call "
-            "load_state_dict(state, drop_local=True) to start with memories of zero"
+            f"state has memories of rank {saved['rank']} of {saved['world_size']}, and this is rank"
+            f" {here['rank']} of {here['world_size']}: each rank must load the state that it saved"
+            " itself, or call load_state_dict(state, drop_local=True) to start with memories of"
+            " zero"
         )
 
 
 def check_origin(state: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError if ``state`` says that it has another version or is that of another algorithm than ``name``."""
+    """Raise ValueError if ``state`` says that it has another version or is that of another
+    algorithm than ``name``.
+    """
     if state.get("version", _VERSION) != _VERSION:
-        raise ValueError(f"state has version {state['version']!r}; this version of bagua_ref reads version {_VERSION}")
+        raise ValueError(
+            f"state has version {state['version']!r}; this version of bagua_ref reads version"
+            f" {_VERSION}"
+        )
     if state.get("algorithm", name) != name:
         raise ValueError(f"state was saved by {state['algorithm']}, and this training uses {name}")
 
 
 def check_entries(
-    state: Mapping[str, Any], name: str, entries: Collection[str], counters: Mapping[str, Any], shard: Mapping[str, Any]
+    state: Mapping[str, Any],
+    name: str,
+    entries: Collection[str],
+    counters: Mapping[str, Any],
+    shard: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError unless ``state`` has what every state of an algorithm has, for this shard of parameters.
+    """Raise ValueError unless ``state`` has what every state of an algorithm has, for this shard of
+    parameters.
 
     Args:
         state: to be loaded.
         name: the algorithm's, for messages.
         entries: names of what it must hold.
-        counters: of this training: numbers, and lists of numbers; it must hold numbers like these, too.
+        counters: of this training: numbers, and lists of numbers; it must hold numbers like these,
+            too.
         shard: of this rank, empty if parameters are whole.
     """
     if missing := sorted({*entries, *(counters.keys() - _OPTIONAL)} - state.keys()):
@@ -80,26 +122,44 @@ def check_entries(
     check_origin(state, name)
     saved = {"shard": state["shard"]} if "shard" in state else {}
     if saved != shard:
-        raise ValueError(f"state was saved for {saved or 'whole parameters'}, and this rank has {shard or 'whole ones'}")
+        raise ValueError(
+            f"state was saved for {saved or 'whole parameters'}, and this rank has"
+            f" {shard or 'whole ones'}"
+        )
     for counter, here in counters.items():
         if counter not in state:
             continue
-        check_form(state[counter], [_COUNT] if isinstance(here, list) else _COUNT, f"state[{counter!r}]")
+        check_form(
+            state[counter], [_COUNT] if isinstance(here, list) else _COUNT, f"state[{counter!r}]"
+        )
         if counter == "steps_of_optimizers" and len(state[counter]) != len(here):
-            raise ValueError(f"state was saved with {len(state[counter])} optimizers, and this training has {len(here)}")
+            raise ValueError(
+                f"state was saved with {len(state[counter])} optimizers, and this training has"
+                f" {len(here)}"
+            )
 
 
 def check_names(what: str, saved: Sequence[str], here: Sequence[str]) -> None:
     """Raise ValueError unless a state holds ``what`` for the same names in the same order."""
     if saved != here:
-        lacking, new = [name for name in here if name not in saved], [name for name in saved if name not in here]
-        raise ValueError(f"state holds {what} of another model: it lacks {lacking or 'none'}, and {new or 'none'} are new")
+        lacking, new = (
+            [name for name in here if name not in saved],
+            [name for name in saved if name not in here],
+        )
+        raise ValueError(
+            f"state holds {what} of another model: it lacks {lacking or 'none'}, and"
+            f" {new or 'none'} are new"
+        )
 
 
 def check_tensors(
-    what: str, saved: Mapping[str, Any], wanted: Mapping[str, Tensor], layouts: Mapping[str, Layout] | None = None
+    what: str,
+    saved: Mapping[str, Any],
+    wanted: Mapping[str, Tensor],
+    layouts: Mapping[str, Layout] | None = None,
 ) -> None:
-    """Raise ValueError unless a state holds tensors of these names, shapes, dtypes and, where given, strides.
+    """Raise ValueError unless a state holds tensors of these names, shapes, dtypes and, where
+    given, strides.
 
     Args:
         what: they are, for messages.
@@ -107,16 +167,24 @@ def check_tensors(
         wanted: tensors like those, by name.
         layouts: the strides; None: any.
     """
-    if not isinstance(saved, Mapping) or not all(isinstance(tensor, Tensor) for tensor in saved.values()):
+    if not isinstance(saved, Mapping) or not all(
+        isinstance(tensor, Tensor) for tensor in saved.values()
+    ):
         raise ValueError(f"state holds {what} that are no tensors")
     check_names(what, sorted(saved), sorted(wanted))
     for name, like in wanted.items():
         found = saved[name]
         there, here = (f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (found, like))
         if there == here and layouts is not None and not layouts[name].describes(found):
-            there, here = f"{there} with strides {found.stride()}", f"{here} with strides {layouts[name].strides}"
+            there, here = (
+                f"{there} with strides {found.stride()}",
+                f"{here} with strides {layouts[name].strides}",
+            )
         if there != here:
-            raise ValueError(f"state holds {what} that are not this model's: {name!r} is {there} there and {here} here")
+            raise ValueError(
+                f"state holds {what} that are not this model's: {name!r} is {there} there and"
+                f" {here} here"
+            )
 
 
 class TensorStore(Mapping[str, Tensor]):
@@ -153,32 +221,49 @@ class TensorStore(Mapping[str, Tensor]):
         return len(self._like)
 
     def expect(self, name: str, like: Tensor, layout: Layout | None = None) -> None:
-        """Expect a tensor of the shape, dtype and device of ``like``; one that has been there stays.
+        """Expect a tensor of the shape, dtype and device of ``like``; one that has been there
+        stays.
 
         Args:
             name: of the tensor.
             like: whatever its values and strides are.
-            layout: the strides; None: row-major ones. If others were expected before, the values move to these.
+            layout: the strides; None: row-major ones. If others were expected before, the values
+                move to these.
 
         Raises:
             ValueError: one of another shape, of other strides or another dtype was loaded.
         """
         layout, like = layout or Layout(like.shape), like.new_empty(()).expand(like.shape)
         if name in self._values:
-            if name in self._like and self._values[name].shape == layout.shape and not layout.describes(self._values[name]):
+            if (
+                name in self._like
+                and self._values[name].shape == layout.shape
+                and not layout.describes(self._values[name])
+            ):
                 self._values[name], self._flats = layout.copy_of(self._values[name]), {}
             check_tensors(self._what, {name: self._values[name]}, {name: like}, {name: layout})
             self._values[name] = self._values[name].to(like.device)
         self._like[name], self._layouts[name] = like, layout
 
     def flat(self, names: Sequence[str]) -> Tensor:
-        """Return one flat tensor in which these tensors lie, each in the order of its strides, until others are loaded."""
+        """Return one flat tensor in which these tensors lie, each in the order of its strides,
+        until others are loaded.
+        """
         key = tuple(names)
         if key not in self._flats:
-            self._flats = {others: flat for others, flat in self._flats.items() if not set(others) & set(key)}
-            flat = self._flats[key] = torch.cat([self._layouts[name].flat(self[name]) for name in names])
+            self._flats = {
+                others: flat for others, flat in self._flats.items() if not set(others) & set(key)
+            }
+            flat = self._flats[key] = torch.cat(
+                [self._layouts[name].flat(self[name]) for name in names]
+            )
             parts = flat.split([self[name].numel() for name in names])
-            self._values.update({name: self._layouts[name].view(part) for name, part in zip(names, parts, strict=True)})
+            self._values.update(
+                {
+                    name: self._layouts[name].view(part)
+                    for name, part in zip(names, parts, strict=True)
+                }
+            )
         return self._flats[key]
 
     def written(self) -> list[Tensor]:
@@ -187,17 +272,24 @@ class TensorStore(Mapping[str, Tensor]):
 
     def state(self) -> dict[str, Tensor]:
         """Return copies of all of them."""
-        return {name: self._values[name].clone() if name in self._values else self._zeros(name) for name in self._like}
+        return {
+            name: self._values[name].clone() if name in self._values else self._zeros(name)
+            for name in self._like
+        }
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless `load` can load ``saved``; where nothing is expected yet, `expect` checks it later."""
+        """Raise ValueError unless `load` can load ``saved``; where nothing is expected yet,
+        `expect` checks it later.
+        """
         check_tensors(self._what, saved, self._like or saved, self._layouts if self._like else None)
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Load copies of ``saved``; all others become zero."""
         self._flats = {}
         self._values = {
-            name: tensor.to(self._like[name].device if name in self._like else tensor.device, copy=True)
+            name: tensor.to(
+                self._like[name].device if name in self._like else tensor.device, copy=True
+            )
             for name, tensor in saved.items()
         }
 
@@ -208,8 +300,9 @@ class TensorStore(Mapping[str, Tensor]):
 class ErrorMemories:
     """Error memories of one module's buckets on this rank (S11.1).
 
-    A bucket of the same tensors in the same order and the same chunks finds its memory again, also after buckets were rebuilt. A
-    memory whose tensors enter another bucket, or get other strides, is dropped.
+    A bucket of the same tensors in the same order and the same chunks finds its memory again, also
+    after buckets were rebuilt. A memory whose tensors enter another bucket, or get other strides,
+    is dropped.
 
     Args:
         algorithm: its name, for states.
@@ -221,7 +314,9 @@ class ErrorMemories:
         self._memories: dict[_Key, ErrorMemory] = {}
 
     def of_bucket(self, bucket: BaguaBucket, hierarchical: bool) -> ErrorMemory:
-        """Return the memory of a bucket that is compressed between all ranks (hierarchical: between leaders)."""
+        """Return the memory of a bucket that is compressed between all ranks (hierarchical: between
+        leaders).
+        """
         tensors = bucket.effective_tensors()
         names = [registration(proxy).name for proxy in bucket.tensors]
         filled = sum(tensor.numel() for tensor in tensors)
@@ -229,11 +324,15 @@ class ErrorMemories:
         group = self._group
         comm = communicator_of(group, hierarchical)
         if hierarchical and group.get_intra_node_communicator().rank() != 0:
-            return ErrorMemory(filled, numel, comm.nranks(), bucket.device)  # only leaders use theirs
+            # only leaders use theirs
+            return ErrorMemory(filled, numel, comm.nranks(), bucket.device)
         return self.claim(names, tensors, numel, comm.nranks())
 
-    def claim(self, names: Sequence[str], tensors: Sequence[Tensor], numel: int, chunks: int) -> ErrorMemory:
-        """Return the memory of these tensors, a new one unless there is one of the same tensors and chunks.
+    def claim(
+        self, names: Sequence[str], tensors: Sequence[Tensor], numel: int, chunks: int
+    ) -> ErrorMemory:
+        """Return the memory of these tensors, a new one unless there is one of the same tensors and
+        chunks.
 
         Args:
             names: of the tensors.
@@ -241,11 +340,21 @@ class ErrorMemories:
             numel: their elements, with padding.
             chunks: the number of chunks into which the elements are cut.
         """
-        key = tuple(f"{name} {Layout.of(tensor)}" for name, tensor in zip(names, tensors, strict=True)), numel, chunks
+        key = (
+            tuple(
+                f"{name} {Layout.of(tensor)}" for name, tensor in zip(names, tensors, strict=True)
+            ),
+            numel,
+            chunks,
+        )
         device, starts = tensors[0].device, tuple(f"{name} (" for name in names)
         known = self._memories.get(key)
         if known is None:
-            for other in [other for other in self._memories if any(tensor.startswith(starts) for tensor in other[0])]:
+            for other in [
+                other
+                for other in self._memories
+                if any(tensor.startswith(starts) for tensor in other[0])
+            ]:
                 del self._memories[other]
             known = self._memories[key] = ErrorMemory(numel, numel, chunks, device)
         known.filled = sum(tensor.numel() for tensor in tensors)
@@ -264,24 +373,35 @@ class ErrorMemories:
         return {**saved_by(self._group), "algorithm": self._algorithm, "buckets": buckets}
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Raise ValueError unless ``saved`` are memories of this algorithm, rank and model, which `load` can load."""
+        """Raise ValueError unless ``saved`` are memories of this algorithm, rank and model, which
+        `load` can load.
+        """
         what = "state['memories']"
         check_form(saved, {**_MEMORIES, "buckets": object}, what)
         check_origin(saved, self._algorithm)
         check_form(saved, _MEMORIES, what)
         check_saved_here(saved, self._group)
         if here := sorted({tensor for tensors, _, _ in self._memories for tensor in tensors}):
-            check_names("memories", sorted({tensor for bucket in saved["buckets"] for tensor in bucket["tensors"]}), here)
+            check_names(
+                "memories",
+                sorted({tensor for bucket in saved["buckets"] for tensor in bucket["tensors"]}),
+                here,
+            )
         for bucket in saved["buckets"]:
             sizes = {"worker": bucket["numel"], "server": bucket["numel"] // bucket["chunks"]}
             check_tensors(
                 f"memories of {', '.join(bucket['tensors'])}",
                 {name: bucket[name] for name in sizes},
-                {name: torch.empty((), dtype=torch.float32).expand(size) for name, size in sizes.items()},
+                {
+                    name: torch.empty((), dtype=torch.float32).expand(size)
+                    for name, size in sizes.items()
+                },
             )
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Load copies of ``saved``, which `check` has passed; all others become zero, and all if it is empty."""
+        """Load copies of ``saved``, which `check` has passed; all others become zero, and all if it
+        is empty.
+        """
         buckets = saved.get("buckets", [])
         for memory in self._memories.values():
             memory.restore(None)
@@ -293,12 +413,17 @@ class ErrorMemories:
                 lost.append(key)
                 continue
             if known is None:  # its bucket is not there yet
-                known = ErrorMemory(bucket["numel"], bucket["numel"], bucket["chunks"], bucket["worker"].device)
+                known = ErrorMemory(
+                    bucket["numel"], bucket["numel"], bucket["chunks"], bucket["worker"].device
+                )
                 self._memories[key] = known
-            known.restore(tuple(bucket[name].to(known.device, copy=True) for name in ("worker", "server")))
+            known.restore(
+                tuple(bucket[name].to(known.device, copy=True) for name in ("worker", "server"))
+            )
         if lost:
             warnings.warn(
-                f"{len(lost)} of {len(buckets)} error memories were saved for buckets that this training does not have, and are "
-                "dropped; use the same bucket size and options to continue exactly",
+                f"{len(lost)} of {len(buckets)} error memories were saved for buckets that this"
+                " training does not have, and are dropped; use the same bucket size and options to"
+                " continue exactly",
                 stacklevel=4,
             )

@@ -1,4 +1,6 @@
-"""Top-k: each rank sends its largest gradient elements, and keeps the others for later rounds (S11.2)."""
+"""Top-k: each rank sends its largest gradient elements, and keeps the others for later rounds
+(S11.2).
+"""
 
 from __future__ import annotations
 
@@ -20,26 +22,31 @@ __all__ = ["TopKAlgorithm", "TopKAlgorithmImpl"]
 
 @dataclass(eq=False, repr=False)
 class TopKAlgorithm(Algorithm):
-    """Each rank sends its k largest gradient elements of each bucket, and adds the others to its next gradients (S11.2).
+    """Each rank sends its k largest gradient elements of each bucket, and adds the others to its
+    next gradients (S11.2).
 
-    ``p = gradient + e``; the k elements of largest ``|p|`` are sent, and the averaged gradient is their sum over ranks divided by
-    the number of ranks, 0 where no rank has sent. e is what was not sent. Of m elements, ``k = max(1, ceil(ratio * m))``.
+    ``p = gradient + e``; the k elements of largest ``|p|`` are sent, and the averaged gradient is
+    their sum over ranks divided by the number of ranks, 0 where no rank has sent. e is what was not
+    sent. Of m elements, ``k = max(1, ceil(ratio * m))``.
 
     Each rank sends ``8 k (n-1)`` bytes per bucket and step on n ranks, in place of ``8 m (n-1)/n``.
 
     Args:
         ratio: the part of each bucket that is sent, above 0 and at most 1.
         error_feedback: False: what is not sent is lost.
-        warmup_steps: steps on exactly averaged gradients first, as `GradientAllReduceAlgorithm` takes them, bit for bit.
+        warmup_steps: steps on exactly averaged gradients first, as `GradientAllReduceAlgorithm`
+            takes them, bit for bit.
 
     Raises:
-        ValueError: an argument is out of range; on wrapping: there is a warm-up, and no optimizer was passed.
+        ValueError: an argument is out of range; on wrapping: there is a warm-up, and no optimizer
+            was passed.
         TypeError: an argument is of another type; on wrapping: float64 parameters.
 
     >>> TopKAlgorithm(ratio=0.05)
     TopKAlgorithm(ratio=0.05, error_feedback=True, warmup_steps=0)
 
-    Source: Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017 (arXiv:1704.05021).
+    Source: Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017
+    (arXiv:1704.05021).
     """
 
     ratio: float = 0.01
@@ -56,11 +63,17 @@ class TopKAlgorithm(Algorithm):
         check_bool("error_feedback", self.error_feedback)
         check_whole("warmup_steps", self.warmup_steps, 0)
 
-    def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def check(
+        self,
+        parameters: list[tuple[str, torch.nn.Parameter]],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
         """Refuse float64 parameters, and a warm-up without optimizers, whose steps it counts."""
         for name, parameter in parameters:
             if parameter.dtype is torch.float64:
-                raise TypeError(f"parameter {name!r} is float64; topk takes float16, bfloat16 or float32")
+                raise TypeError(
+                    f"parameter {name!r} is float64; topk takes float16, bfloat16 or float32"
+                )
         if self.warmup_steps:
             check_optimizers("topk with warmup_steps > 0", optimizers)
 
@@ -79,7 +92,9 @@ class TopKAlgorithmImpl(CompressedGradientsImpl):
         names = [registration(proxy).name for proxy in bucket.tensors]
         if self.has_memory:
             for name, layout in zip(names, bucket.layouts, strict=True):
-                self.memories.expect(name, torch.empty((), device=bucket.device).expand(layout.shape), layout)
+                self.memories.expect(
+                    name, torch.empty((), device=bucket.device).expand(layout.shape), layout
+                )
         op = TopK(
             self.process_group.get_global_communicator(),
             bucket.kernels,

@@ -1,10 +1,12 @@
 """The registries of kernel backends and of codecs, and the choice of a backend.
 
-The choice follows this order: the argument ``backend=``; `use_backend`; the environment variable BAGUA_REF_BACKEND; ``"cuda"``
-for CUDA tensors if it can run; else ``"reference"``. If a backend that was asked for cannot run, that is an error; no other one
-takes its place. Backends are registered as "module:Class" and imported only when needed. Other packages add theirs with
-`register_backend` or with the entry point group ``bagua_ref.backends``. Each backend has codecs of its own; codecs that work for
-any backend are added with `register_codec` or with the entry point group ``bagua_ref.codecs``.
+The choice follows this order: the argument ``backend=``; `use_backend`; the environment variable
+BAGUA_REF_BACKEND; ``"cuda"`` for CUDA tensors if it can run; else ``"reference"``. If a backend
+that was asked for cannot run, that is an error; no other one takes its place. Backends are
+registered as "module:Class" and imported only when needed. Other packages add theirs with
+`register_backend` or with the entry point group ``bagua_ref.backends``. Each backend has codecs of
+its own; codecs that work for any backend are added with `register_codec` or with the entry point
+group ``bagua_ref.codecs``.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ def register_backend(name: str, target: str, *, hint: str = "") -> None:
 
     Args:
         name: its name for `get_backend`.
-        target: ``"module:Class"``; the class is a `KernelBackend` that is instantiated once, without arguments.
+        target: ``"module:Class"``; the class is a `KernelBackend` that is instantiated once,
+            without arguments.
         hint: what to install if it cannot run, such as ``"pip install my-kernels"``.
 
     Raises:
@@ -74,11 +77,13 @@ def register_backend(name: str, target: str, *, hint: str = "") -> None:
 def register_codec(name: str, target: str, *, hint: str = "") -> None:
     """Register a codec for all backends under a name; it is not imported until it is needed.
 
-    A codec of one backend belongs into that backend's `KernelBackend.codecs` instead, and takes precedence there.
+    A codec of one backend belongs into that backend's `KernelBackend.codecs` instead, and takes
+    precedence there.
 
     Args:
         name: its name for `get_codec` and ``compression=``.
-        target: ``"module:Class"``; the class is a `Codec`, instantiated with the backend for which it is to work.
+        target: ``"module:Class"``; the class is a `Codec`, instantiated with the backend for which
+            it is to work.
         hint: what to install if it cannot be imported, such as ``"pip install my-codecs"``.
 
     Raises:
@@ -98,7 +103,10 @@ def _register(table: dict[str, _Registration], name: str, target: str, hint: str
     with _lock:
         known = table.get(name)
         if known is not None and known.target != target:
-            raise ValueError(f"name={name!r} is already registered for {known.target!r}; choose another name for {target!r}")
+            raise ValueError(
+                f"name={name!r} is already registered for {known.target!r}; choose another name for"
+                f" {target!r}"
+            )
         table[name] = _Registration(target, hint)
 
 
@@ -111,7 +119,8 @@ def get_codec(name: str, backend: str | KernelBackend | None = None) -> Codec:
 
     Raises:
         ValueError: no codec has this name; the message lists those that exist.
-        BackendUnavailableError: the backend has no such codec, or it cannot be imported; the message says why.
+        BackendUnavailableError: the backend has no such codec, or it cannot be imported; the
+            message says why.
 
     >>> get_codec("OneBit").payload_bytes(1000, torch.float32)
     160
@@ -121,12 +130,16 @@ def get_codec(name: str, backend: str | KernelBackend | None = None) -> Codec:
     if own is not None:
         return own(kernels)
     if not is_codec(name):
-        raise ValueError(f"name={name!r} is not a known codec; there are {', '.join(map(repr, list_codecs()))}")
+        raise ValueError(
+            f"name={name!r} is not a known codec; there are {', '.join(map(repr, list_codecs()))}"
+        )
     asked = f"codec {name!r}"
     registration = _registered_codecs.get(name) or _installed(_CODEC_ENTRY_POINTS).get(name)
     if registration is None:
         names = ", ".join(map(repr, list_codecs(kernels)))
-        raise BackendUnavailableError(f"{asked} cannot run: backend {kernels.name!r} does not have it; it has {names}")
+        raise BackendUnavailableError(
+            f"{asked} cannot run: backend {kernels.name!r} does not have it; it has {names}"
+        )
     codec: Codec = _import_class(registration, asked, Codec)(kernels)
     return codec
 
@@ -144,26 +157,36 @@ def list_codecs(backend: str | KernelBackend | None = None) -> list[str]:
 
 
 def is_codec(name: object) -> bool:
-    """Return whether ``name`` is one of `list_codecs`; entry points are read only if no known codec has this name.
+    """Return whether ``name`` is one of `list_codecs`; entry points are read only if no known codec
+    has this name.
 
     >>> is_codec("MXFP8"), is_codec("MXFP9"), is_codec(None)
     (True, False, False)
     """
-    return isinstance(name, str) and (name in _known_codecs() or name in _installed(_CODEC_ENTRY_POINTS))
+    return isinstance(name, str) and (
+        name in _known_codecs() or name in _installed(_CODEC_ENTRY_POINTS)
+    )
 
 
 def _known_codecs(backend: str | KernelBackend | None = None) -> set[str]:
     """Return the names of `list_codecs` that are known without reading entry points."""
-    used = [get_backend("reference"), *_instances.values()] if backend is None else [get_backend(backend)]
+    used = (
+        [get_backend("reference"), *_instances.values()]
+        if backend is None
+        else [get_backend(backend)]
+    )
     return {name for kernels in used for name in kernels.codecs}.union(_registered_codecs)
 
 
-def get_backend(backend: str | KernelBackend | None = None, device: torch.device | str | None = None) -> KernelBackend:
+def get_backend(
+    backend: str | KernelBackend | None = None, device: torch.device | str | None = None
+) -> KernelBackend:
     """Return the backend to use.
 
     Args:
-        backend: a name, or a backend, which is returned unchanged; None: the choice of `use_backend` or BAGUA_REF_BACKEND, else
-            ``"cuda"`` if ``device`` is a CUDA device and it can run, else ``"reference"``.
+        backend: a name, or a backend, which is returned unchanged; None: the choice of
+            `use_backend` or BAGUA_REF_BACKEND, else ``"cuda"`` if ``device`` is a CUDA device and
+            it can run, else ``"reference"``.
         device: the device of the tensors; it matters only if nothing else decides.
 
     Raises:
@@ -196,11 +219,13 @@ def get_backend(backend: str | KernelBackend | None = None, device: torch.device
 class use_backend:  # noqa: N801 - reads as the verb it is
     """Choose the backend that is used where none is given as an argument.
 
-    Called as a function, the choice is valid for the whole process until the next call. As a context manager, it is valid inside
-    the block only, for this thread and the threads that a `bagua_ref.runtime.World` starts from it, and overrides the process's.
+    Called as a function, the choice is valid for the whole process until the next call. As a
+    context manager, it is valid inside the block only, for this thread and the threads that a
+    `bagua_ref.runtime.World` starts from it, and overrides the process's.
 
     Args:
-        name: a backend's name; None: undo the choice, so that BAGUA_REF_BACKEND and the device decide.
+        name: a backend's name; None: undo the choice, so that BAGUA_REF_BACKEND and the device
+            decide.
 
     Raises:
         ValueError: no backend has this name; the message lists those that are installed.
@@ -232,7 +257,8 @@ class use_backend:  # noqa: N801 - reads as the verb it is
 
 
 def available_backends() -> dict[str, str | None]:
-    """Return the name of every registered backend with the reason that it cannot run here, None if it can.
+    """Return the name of every registered backend with the reason that it cannot run here, None if
+    it can.
 
     This imports all of them.
 
@@ -250,9 +276,14 @@ def available_backends() -> dict[str, str | None]:
 
 
 def _installed(group: str) -> dict[str, _Registration]:
-    """Return the backends or codecs that other packages register as entry points; this reads a file of every installed package."""
+    """Return the backends or codecs that other packages register as entry points; this reads a file
+    of every installed package.
+    """
     return {
-        point.name: _Registration(point.value, f"it comes from {point.dist.name if point.dist else 'an installed package'}")
+        point.name: _Registration(
+            point.value,
+            f"it comes from {point.dist.name if point.dist else 'an installed package'}",
+        )
         for point in entry_points(group=group)
     }
 
@@ -267,7 +298,10 @@ def _load(name: str, asked: str) -> KernelBackend:
         names = ", ".join(map(repr, sorted({*_registered, *_installed(_ENTRY_POINTS)})))
         advice = ""
         if name in current_world().engines:
-            advice = f"; the engine of the wrapped module {name!r} is bagua_ref.communication.get_backend({name!r})"
+            advice = (
+                f"; the engine of the wrapped module {name!r} is"
+                f" bagua_ref.communication.get_backend({name!r})"
+            )
         raise ValueError(f"{asked} is not a known kernel backend; installed are {names}{advice}")
     with _lock:
         if name not in _instances:
@@ -287,12 +321,18 @@ def _import_class(registration: _Registration, asked: str, base: type) -> Any:
         found = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-            raise BackendUnavailableError(f"{asked} cannot run: {module} is not installed") from error
+            raise BackendUnavailableError(
+                f"{asked} cannot run: {module} is not installed"
+            ) from error
         raise BackendUnavailableError(f"{asked} cannot run: {error}{advice}") from error
     except Exception as error:  # a foreign module's import may fail in any way
-        raise BackendUnavailableError(f"{asked} cannot run: importing {module}: {type(error).__name__}: {error}{advice}") from error
+        raise BackendUnavailableError(
+            f"{asked} cannot run: importing {module}: {type(error).__name__}: {error}{advice}"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise BackendUnavailableError(f"{asked} cannot run: {registration.target} is not a {base.__name__} class")
+        raise BackendUnavailableError(
+            f"{asked} cannot run: {registration.target} is not a {base.__name__} class"
+        )
     return found
 
 

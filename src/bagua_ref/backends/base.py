@@ -1,8 +1,9 @@
-"""The contract of a kernel backend: a dozen kernels on flat tensors, each with its exact rounding (S1, S3, S5.5), and its codecs.
+"""The contract of a kernel backend: a dozen kernels on flat tensors, each with its exact rounding
+(S1, S3, S5.5), and its codecs.
 
-The public methods check arguments (with `bagua_ref.base.memory`), so that all backends raise the same errors. A backend
-implements the methods with a leading underscore, which get valid arguments and rounded numbers. `bagua_ref.backends.get_backend`
-returns a backend.
+The public methods check arguments (with `bagua_ref.base.memory`), so that all backends raise the
+same errors. A backend implements the methods with a leading underscore, which get valid arguments
+and rounded numbers. `bagua_ref.backends.get_backend` returns a backend.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends.codec import COMPRESSIBLE, Codec
-from bagua_ref.base.memory import check_beside, check_flat, check_parts, chunk_size_of, integer_in, rounded
+from bagua_ref.base.memory import (
+    check_beside,
+    check_flat,
+    check_parts,
+    chunk_size_of,
+    integer_in,
+    rounded,
+)
 
 __all__ = ["FLOATS", "KernelBackend"]
 
@@ -30,16 +38,19 @@ class KernelBackend(ABC):
 
     All kernels have in common:
 
-    - Tensors are 1-D and contiguous, all on one device; they may be empty. Autograd does not record the kernels.
-    - float16 and bfloat16 are computed in float32 and rounded once, when stored; float32 is computed in float32, float64 in
-      float64. Each operation rounds to nearest-even: no fused multiply-add (S1).
+    - Tensors are 1-D and contiguous, all on one device; they may be empty. Autograd does not record
+      the kernels.
+    - float16 and bfloat16 are computed in float32 and rounded once, when stored; float32 is
+      computed in float32, float64 in float64. Each operation rounds to nearest-even: no fused
+      multiply-add (S1).
     - Overflow gives an infinity and infinities may give NaN, silently.
     - Outputs must not overlap inputs.
 
     Raises, from every kernel:
-        TypeError: the kernel does not support a dtype, or two dtypes should be equal and are not; the message names them.
-        ValueError: device, shape, overlap, contiguity, num_chunks or target_chunk are invalid; the message names argument,
-            value and what is allowed. Nothing has been written.
+        TypeError: the kernel does not support a dtype, or two dtypes should be equal and are not;
+            the message names them.
+        ValueError: device, shape, overlap, contiguity, num_chunks or target_chunk are invalid; the
+            message names argument, value and what is allowed. Nothing has been written.
 
     Attributes:
         name: the name by which `bagua_ref.backends.get_backend` finds it.
@@ -83,7 +94,8 @@ class KernelBackend(ABC):
         self._subtract_(x, y)
 
     def add_scaled_(self, x: Tensor, y: Tensor, factor: float) -> None:
-        """x <- x + factor * y, the product and then the sum rounded to float32, stored in x's dtype (S1, S3.5).
+        """x <- x + factor * y, the product and then the sum rounded to float32, stored in x's dtype
+        (S1, S3.5).
 
         Args:
             x: m elements, float16, bfloat16, float32 or float64; changed in place.
@@ -101,8 +113,8 @@ class KernelBackend(ABC):
     def average_(self, x: Tensor, y: Tensor) -> None:
         """x <- (x + y) / 2, the sum rounded to float32, then halved, stored in x's dtype (S3.4).
 
-        The sum may overflow where the mean would not; both ranks of a pair get the same bits, as the sum is commutative.
-        Arguments as for `add_`.
+        The sum may overflow where the mean would not; both ranks of a pair get the same bits, as
+        the sum is commutative. Arguments as for `add_`.
         """
         check_flat("x", x, FLOATS, self)
         check_beside("x", x, "y", y)
@@ -118,7 +130,9 @@ class KernelBackend(ABC):
         check_flat("x", x, FLOATS, self)
         number = rounded("divisor", divisor, x)
         if number == 0:
-            raise ValueError(f"divisor={divisor!r} is 0 in {x.dtype} arithmetic; it must be another number")
+            raise ValueError(
+                f"divisor={divisor!r} is 0 in {x.dtype} arithmetic; it must be another number"
+            )
         self._divide_(x, number)
 
     def combine_ring_(self, x: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> None:
@@ -139,27 +153,33 @@ class KernelBackend(ABC):
         self._combine_ring_(x, left, right, weight)
 
     def async_average_(self, x: Tensor, reduced: Tensor, snapshot: Tensor, nranks: int) -> None:
-        """x <- x + (reduced / nranks - snapshot), each operation rounded to float32, stored once in x's dtype (S3.6).
+        """x <- x + (reduced / nranks - snapshot), each operation rounded to float32, stored once in
+        x's dtype (S3.6).
 
         Args:
             x: m elements, float16, bfloat16, float32 or float64; changed in place.
-            reduced: m elements, float32 (float64 if x is float64): the sum of all ranks' snapshots; unchanged.
+            reduced: m elements, float32 (float64 if x is float64): the sum of all ranks' snapshots;
+                unchanged.
             snapshot: m elements of x's dtype: this rank's snapshot; unchanged.
             nranks: the number of ranks in the sum, at least 1.
         """
         check_flat("x", x, FLOATS, self)
-        check_beside("x", x, "reduced", reduced, torch.float64 if x.dtype is torch.float64 else torch.float32)
+        check_beside(
+            "x", x, "reduced", reduced, torch.float64 if x.dtype is torch.float64 else torch.float32
+        )
         check_beside("x", x, "snapshot", snapshot)
         self._async_average_(x, reduced, snapshot, integer_in("nranks", nranks))
 
     def update_momentum_(self, m: Tensor, grad: Tensor, beta1: float) -> None:
-        """m <- beta1*m + (1-beta1)*grad: both products rounded to float32, then their sum, stored in m's dtype (S5.5).
+        """m <- beta1*m + (1-beta1)*grad: both products rounded to float32, then their sum, stored
+        in m's dtype (S5.5).
 
         Args:
             m: elements of float16, bfloat16, float32 or float64; changed in place.
             grad: the same number of elements, of m's dtype; unchanged.
-            beta1: from 0 to 1. The factors are f32(beta1) and f32(1 - beta1), where 1 - beta1 is computed in double precision
-                from the given beta1 (both stay double if m is float64).
+            beta1: from 0 to 1. The factors are f32(beta1) and f32(1 - beta1), where 1 - beta1 is
+                computed in double precision from the given beta1 (both stay double if m is
+                float64).
         """
         check_flat("m", m, FLOATS, self)
         check_beside("m", m, "grad", grad)
@@ -173,7 +193,8 @@ class KernelBackend(ABC):
     def reduce_chunks_(self, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> None:
         """Chunk t <- (((+0 + chunk 0) + chunk 1) + ...), divided by num_chunks for the mean (S3.7).
 
-        The sum, in this order, and the division are computed in float32 and rounded once. Only the target chunk changes.
+        The sum, in this order, and the division are computed in float32 and rounded once. Only the
+        target chunk changes.
 
         Args:
             x: num_chunks equal chunks, float16, bfloat16, float32 or float64.
@@ -193,7 +214,8 @@ class KernelBackend(ABC):
     # Movement and order.
 
     def gather_flat(self, tensors: Sequence[Tensor], out: Tensor) -> None:
-        """Copy tensors of any shape and strides one after another into out, each in row-major order (S2.3).
+        """Copy tensors of any shape and strides one after another into out, each in row-major order
+        (S2.3).
 
         Args:
             tensors: tensors of out's dtype and device, with as many elements in total as out.
@@ -208,14 +230,16 @@ class KernelBackend(ABC):
 
         Args:
             flat: a tensor of any dtype; unchanged.
-            tensors: tensors of flat's dtype and device, with as many elements in total as flat; written.
+            tensors: tensors of flat's dtype and device, with as many elements in total as flat;
+                written.
         """
         check_flat("flat", flat, None, self)
         check_parts("flat", flat, tensors)
         self._scatter_flat(flat, tensors)
 
     def order_by_complexity(self, keys: Tensor) -> Tensor:
-        """Return the int64 indices that sort keys in ascending order; the sort is stable and puts NaN last (S7.2).
+        """Return the int64 indices that sort keys in ascending order; the sort is stable and puts
+        NaN last (S7.2).
 
         Args:
             keys: float or integer elements; unchanged.
@@ -248,13 +272,19 @@ class KernelBackend(ABC):
     def _combine_ring_(self, x: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> None: ...
 
     @abstractmethod
-    def _async_average_(self, x: Tensor, reduced: Tensor, snapshot: Tensor, nranks: int) -> None: ...
+    def _async_average_(
+        self, x: Tensor, reduced: Tensor, snapshot: Tensor, nranks: int
+    ) -> None: ...
 
     @abstractmethod
-    def _update_momentum_(self, m: Tensor, grad: Tensor, beta1: float, one_minus_beta1: float) -> None: ...
+    def _update_momentum_(
+        self, m: Tensor, grad: Tensor, beta1: float, one_minus_beta1: float
+    ) -> None: ...
 
     @abstractmethod
-    def _reduce_chunks_(self, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> None: ...
+    def _reduce_chunks_(
+        self, x: Tensor, num_chunks: int, target_chunk: int, average: bool
+    ) -> None: ...
 
     @abstractmethod
     def _gather_flat(self, tensors: Sequence[Tensor], out: Tensor) -> None: ...

@@ -1,7 +1,9 @@
-"""The contract of a codec, which compresses equal chunks of a flat tensor to bytes, and the built-in formats (S4, S12).
+"""The contract of a codec, which compresses equal chunks of a flat tensor to bytes, and the
+built-in formats (S4, S12).
 
-The public methods check arguments, so that all codecs raise the same errors. A codec implements the methods with a leading
-underscore, and `payload_bytes`; backends implement the built-in formats. `bagua_ref.backends.get_codec` returns a codec.
+The public methods check arguments, so that all codecs raise the same errors. A codec implements the
+methods with a leading underscore, and `payload_bytes`; backends implement the built-in formats.
+`bagua_ref.backends.get_codec` returns a codec.
 """
 
 from __future__ import annotations
@@ -55,20 +57,23 @@ class Kernels(Protocol):
 class Codec(ABC):
     """A format of payloads, and one backend's implementation of it.
 
-    Tensors are 1-D and contiguous, on one device; they may be empty. Payloads are uint8, ``num_chunks`` blocks of equal size. A
-    chunk of c elements has the same block whatever the other chunks are, and whatever the payload held before.
+    Tensors are 1-D and contiguous, on one device; they may be empty. Payloads are uint8,
+    ``num_chunks`` blocks of equal size. A chunk of c elements has the same block whatever the other
+    chunks are, and whatever the payload held before.
 
     Args:
         kernels: the backend for which it works.
 
     Raises, from compress and decompress:
-        TypeError: a dtype other than those of `COMPRESSIBLE`, or a payload that is not uint8; the message names them.
-        ValueError: device, shape, overlap, contiguity, num_chunks or target_chunk are invalid; the message names argument,
-            value and what is allowed. Nothing has been written.
+        TypeError: a dtype other than those of `COMPRESSIBLE`, or a payload that is not uint8; the
+            message names them.
+        ValueError: device, shape, overlap, contiguity, num_chunks or target_chunk are invalid; the
+            message names argument, value and what is allowed. Nothing has been written.
 
     Attributes:
         name: the name by which `bagua_ref.backends.get_codec` finds it.
-        biased: whether it is useful only with error memory (S11.1); `compression=` warns without one.
+        biased: whether it is useful only with error memory (S11.1); `compression=` warns without
+            one.
     """
 
     name: ClassVar[str]
@@ -85,7 +90,8 @@ class Codec(ABC):
             ("_compress", "_compress_in_steps", Codec._compress_in_steps),
             ("_decompress", "_decompress_in_steps", Codec._decompress_in_steps),
         ):
-            if whole in vars(cls) and in_steps not in vars(cls):  # inherited steps would not match this class's methods
+            # inherited steps would not match this class's methods
+            if whole in vars(cls) and in_steps not in vars(cls):
                 setattr(cls, in_steps, at_once)
 
     @abstractmethod
@@ -97,14 +103,17 @@ class Codec(ABC):
             dtype: their dtype, one of `COMPRESSIBLE`.
         """
 
-    def compress(self, x: Tensor, num_chunks: int, target_chunk: int | None = None, out: Tensor | None = None) -> Tensor:
+    def compress(
+        self, x: Tensor, num_chunks: int, target_chunk: int | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Return the payload of x: one block of `payload_bytes` bytes for each chunk.
 
         Args:
             x: num_chunks equal chunks, float16, bfloat16 or float32; unchanged.
             num_chunks: the number of chunks, at least 1.
             target_chunk: write only the block of this chunk and leave the others unchanged (S4.5).
-            out: the payload to write; None: a new one, with zeros in the blocks that target_chunk excludes.
+            out: the payload to write; None: a new one, with zeros in the blocks that target_chunk
+                excludes.
 
         >>> from bagua_ref.backends import get_codec
         >>> get_codec("MinMaxUInt8").compress(torch.tensor([0.0, 1.0, 2.0]), num_chunks=1)[32:35].tolist()
@@ -112,17 +121,23 @@ class Codec(ABC):
         """
         size = self._check("x", x, num_chunks, "out", out, target_chunk)
         if out is None:
-            out = (torch.empty if target_chunk is None else torch.zeros)(size, dtype=torch.uint8, device=x.device)
+            out = (torch.empty if target_chunk is None else torch.zeros)(
+                size, dtype=torch.uint8, device=x.device
+            )
         with codec_phase("compress"):
             self._compress(x, num_chunks, target_chunk, out)
         return out
 
-    def compress_in_steps(self, x: Tensor, num_chunks: int, target_chunk: int | None = None, *, out: Tensor) -> Iterator[int]:
-        """Run `compress` step by step, so that the first bytes of each block can be sent while later ones are computed.
+    def compress_in_steps(
+        self, x: Tensor, num_chunks: int, target_chunk: int | None = None, *, out: Tensor
+    ) -> Iterator[int]:
+        """Run `compress` step by step, so that the first bytes of each block can be sent while
+        later ones are computed.
 
         Yields:
-            The number of leading bytes of each block that are final, never fewer than before; at last, all. The elements that
-            `decompress_in_steps` makes of these bytes are not read again.
+            The number of leading bytes of each block that are final, never fewer than before; at
+            last, all. The elements that `decompress_in_steps` makes of these bytes are not read
+            again.
 
         >>> from bagua_ref.backends import get_codec
         >>> payload = torch.empty(64, dtype=torch.uint8)
@@ -130,13 +145,18 @@ class Codec(ABC):
         [35, 64]
         """
         self._check("x", x, num_chunks, "out", out, target_chunk)
-        return steps_in(partial(codec_phase, "compress"), self._compress_in_steps(x, num_chunks, target_chunk, out))
+        return steps_in(
+            partial(codec_phase, "compress"),
+            self._compress_in_steps(x, num_chunks, target_chunk, out),
+        )
 
     def decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
-        """out <- the numbers of a payload; those beyond the range of out's dtype become its largest, with their sign (S4.3).
+        """out <- the numbers of a payload; those beyond the range of out's dtype become its
+        largest, with their sign (S4.3).
 
         Args:
-            payload: of `compress`, for the same number of elements, dtype and chunks, or of any bytes; unchanged.
+            payload: of `compress`, for the same number of elements, dtype and chunks, or of any
+                bytes; unchanged.
             num_chunks: the number of chunks, at least 1.
             out: the elements, float16, bfloat16 or float32; written.
         """
@@ -145,17 +165,21 @@ class Codec(ABC):
             self._decompress(payload, num_chunks, out)
 
     def decompress_in_steps(self, payload: Tensor, num_chunks: int, out: Tensor) -> Iterator[int]:
-        """Run `decompress` step by step, so that the first bytes of each block can be decompressed while later ones arrive.
+        """Run `decompress` step by step, so that the first bytes of each block can be decompressed
+        while later ones arrive.
 
         Yields:
-            The number of leading bytes of each block that the next step reads, never fewer than before.
+            The number of leading bytes of each block that the next step reads, never fewer than
+            before.
 
         >>> from bagua_ref.backends import get_codec
         >>> list(get_codec("MinMaxUInt8").decompress_in_steps(torch.zeros(64, dtype=torch.uint8), 1, out=torch.zeros(3)))
         [32, 35]
         """
         self._check("out", out, num_chunks, "payload", payload)
-        return steps_in(partial(codec_phase, "decompress"), self._decompress_in_steps(payload, num_chunks, out))
+        return steps_in(
+            partial(codec_phase, "decompress"), self._decompress_in_steps(payload, num_chunks, out)
+        )
 
     @abstractmethod
     def _compress(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
@@ -165,17 +189,25 @@ class Codec(ABC):
     def _decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
         """Write out; the arguments are valid."""
 
-    def _compress_in_steps(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> Iterator[int]:
-        """As `compress_in_steps`, whose arguments are valid; a codec that cannot compress in part takes one step."""
+    def _compress_in_steps(
+        self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
+    ) -> Iterator[int]:
+        """As `compress_in_steps`, whose arguments are valid; a codec that cannot compress in part
+        takes one step.
+        """
         self._compress(x, num_chunks, target_chunk, out)
         yield out.numel() // num_chunks
 
     def _decompress_in_steps(self, payload: Tensor, num_chunks: int, out: Tensor) -> Iterator[int]:
-        """As `decompress_in_steps`, whose arguments are valid; a codec that cannot decompress in part takes one step."""
+        """As `decompress_in_steps`, whose arguments are valid; a codec that cannot decompress in
+        part takes one step.
+        """
         yield payload.numel() // num_chunks
         self._decompress(payload, num_chunks, out)
 
-    def _compress_at_once(self, x: Tensor, num_chunks: int, target_chunk: int | None = None, *, out: Tensor) -> Iterator[int]:
+    def _compress_at_once(
+        self, x: Tensor, num_chunks: int, target_chunk: int | None = None, *, out: Tensor
+    ) -> Iterator[int]:
         self.compress(x, num_chunks, target_chunk, out=out)
         yield out.numel() // num_chunks
 
@@ -184,11 +216,21 @@ class Codec(ABC):
         self.decompress(payload, num_chunks, out)
 
     def _check(
-        self, x_name: str, x: Tensor, num_chunks: int, payload_name: str, payload: Tensor | None, target_chunk: int | None = None
+        self,
+        x_name: str,
+        x: Tensor,
+        num_chunks: int,
+        payload_name: str,
+        payload: Tensor | None,
+        target_chunk: int | None = None,
     ) -> int:
-        """Check elements, their chunks and their payload, unless it is yet to be made; return the payload's bytes."""
+        """Check elements, their chunks and their payload, unless it is yet to be made; return the
+        payload's bytes.
+        """
         check_flat(x_name, x, COMPRESSIBLE, self.kernels)
-        size = num_chunks * self.payload_bytes(chunk_size_of(x.numel(), num_chunks, target_chunk), x.dtype)
+        size = num_chunks * self.payload_bytes(
+            chunk_size_of(x.numel(), num_chunks, target_chunk), x.dtype
+        )
         if payload is not None:
             check_beside(x_name, x, payload_name, payload, torch.uint8, size)
         return size
@@ -206,10 +248,11 @@ class MinMaxUInt8(Codec):
         up to the next    zeros
         multiple of 32
 
-    In float32, each operation rounded: ``scale = 255 / ((max - min) + 1e-7)``; ``upper = rint(max*scale)``;
-    ``lower = upper - 255``; ``level = clamp(min(rint(x*scale), upper) - lower, 0, 255)`` (S4.2). It decodes to
-    ``(level + lower) / scale``, with scale and lower computed again from the block's header (S4.3). A chunk with a value that is
-    not finite, or whose max - min, max*scale or min*scale overflows, is poisoned: its header is NaN, NaN, its levels are 0, and it
+    In float32, each operation rounded: ``scale = 255 / ((max - min) + 1e-7)``; ``upper =
+    rint(max*scale)``; ``lower = upper - 255``; ``level = clamp(min(rint(x*scale), upper) - lower,
+    0, 255)`` (S4.2). It decodes to ``(level + lower) / scale``, with scale and lower computed again
+    from the block's header (S4.3). A chunk with a value that is not finite, or whose max - min,
+    max*scale or min*scale overflows, is poisoned: its header is NaN, NaN, its levels are 0, and it
     decodes to NaN (S4.4). An empty chunk has the header 0, 0.
 
     Source: MinMaxUInt8 of Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
@@ -229,7 +272,8 @@ class MinMaxUInt8(Codec):
 
 
 class Microscaling(Codec):
-    """Blocks of 32 elements of a chunk, each with a scale of a power of two: OCP Microscaling Formats (MX) v1.0 (S12.1).
+    """Blocks of 32 elements of a chunk, each with a scale of a power of two: OCP Microscaling
+    Formats (MX) v1.0 (S12.1).
 
     The payload of a chunk of c elements::
 
@@ -238,9 +282,10 @@ class Microscaling(Codec):
         up to the next    zeros
         multiple of 32
 
-    ``exponent = floor(log2(max |x| of the block)) - emax``, between -127 and 127, -127 for zeros; an element is ``x / 2^exponent``
-    rounded to nearest, ties to even, and no larger than the format's largest number. Subnormals of the format are kept, and so are
-    the signs of zeros where it has them. A block with a value that is not finite is poisoned: scale byte 255, elements 0; it
+    ``exponent = floor(log2(max |x| of the block)) - emax``, between -127 and 127, -127 for zeros;
+    an element is ``x / 2^exponent`` rounded to nearest, ties to even, and no larger than the
+    format's largest number. Subnormals of the format are kept, and so are the signs of zeros where
+    it has them. A block with a value that is not finite is poisoned: scale byte 255, elements 0; it
     decodes to NaN (S12.3).
 
     Attributes:
@@ -252,15 +297,19 @@ class Microscaling(Codec):
     bits: int
 
     def payload_bytes(self, c: int, dtype: torch.dtype) -> int:
-        """Return the bytes of scales and elements, padded to a multiple of 32; 0 for an empty chunk."""
+        """Return the bytes of scales and elements, padded to a multiple of 32; 0 for an empty
+        chunk.
+        """
         return _padded(-(-c // BLOCK_SIZE) + -(-c * self.bits // 8))
 
 
 class MXFP8(Microscaling):
-    """E4M3 elements, one byte each: sign, 4 bits of exponent, 3 of mantissa; emax 8, largest 448 (S12.1).
+    """E4M3 elements, one byte each: sign, 4 bits of exponent, 3 of mantissa; emax 8, largest 448
+    (S12.1).
 
-    ``|x' - x| <= 2^-4 |x|``, or half the smallest subnormal 2^-9 times the scale where that is more; where an element saturates, at
-    most 1/8 of its block's largest (S12.3). Foreign payloads: 0x7F and 0xFF decode to NaN.
+    ``|x' - x| <= 2^-4 |x|``, or half the smallest subnormal 2^-9 times the scale where that is
+    more; where an element saturates, at most 1/8 of its block's largest (S12.3). Foreign payloads:
+    0x7F and 0xFF decode to NaN.
 
     Source: OCP Microscaling Formats (MX) Specification v1.0, 2023.
     """
@@ -269,10 +318,11 @@ class MXFP8(Microscaling):
 
 
 class MXFP4(Microscaling):
-    """E2M1 elements, two a byte, the first in the low nibble: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; emax 2 (S12.1).
+    """E2M1 elements, two a byte, the first in the low nibble: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their
+    negatives; emax 2 (S12.1).
 
-    ``|x' - x| <= 2^-2 |x|``, or a quarter of the scale where that is more; where an element saturates, at most 1/4 of its block's
-    largest (S12.3). An odd chunk's last high nibble is 0.
+    ``|x' - x| <= 2^-2 |x|``, or a quarter of the scale where that is more; where an element
+    saturates, at most 1/4 of its block's largest (S12.3). An odd chunk's last high nibble is 0.
 
     Source: OCP Microscaling Formats (MX) Specification v1.0, 2023.
     """
@@ -281,9 +331,11 @@ class MXFP4(Microscaling):
 
 
 class MXINT8(Microscaling):
-    """Elements ``int * 2^-6`` with an int from -127 to 127, one byte each in two's complement; emax 0 (S12.1).
+    """Elements ``int * 2^-6`` with an int from -127 to 127, one byte each in two's complement; emax
+    0 (S12.1).
 
-    ``|x' - x| <= 2^(exponent - 7)``; where an element saturates, ``2^(exponent - 6)`` (S12.3). Foreign payloads: -128 decodes to
+    ``|x' - x| <= 2^(exponent - 7)``; where an element saturates, ``2^(exponent - 6)`` (S12.3).
+    Foreign payloads: -128 decodes to
     -2.
 
     Source: OCP Microscaling Formats (MX) Specification v1.0, 2023.
@@ -303,11 +355,13 @@ class OneBit(Codec):
         up to the next    zeros
         multiple of 32
 
-    ``s = sqrt((sum of x^2 in float64) / c)``, to 1 ulp; an element decodes to s or -s. A chunk with a value that is not finite is
-    poisoned: s = NaN, bits 0; it decodes to NaN (S12.3). An empty chunk has no bytes. The error of a single element has no bound
-    but the data's: train with error memory (S11.1).
+    ``s = sqrt((sum of x^2 in float64) / c)``, to 1 ulp; an element decodes to s or -s. A chunk with
+    a value that is not finite is
+    poisoned: s = NaN, bits 0; it decodes to NaN (S12.3). An empty chunk has no bytes. The error of
+    a single element has no bound but the data's: train with error memory (S11.1).
 
-    Source: Tang et al., "1-bit Adam", ICML 2021 (arXiv:2102.02888); Seide et al., "1-bit stochastic gradient descent", 2014.
+    Source: Tang et al., "1-bit Adam", ICML 2021 (arXiv:2102.02888); Seide et al., "1-bit stochastic
+    gradient descent", 2014.
     """
 
     name = "OneBit"

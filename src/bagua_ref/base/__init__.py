@@ -1,1 +1,3 @@
-"""Foundations of all other modules: the current world, launch environments, memory, streams and untrusted input."""
+"""Foundations of all other modules: the current world, launch environments, memory, streams and
+untrusted input.
+"""

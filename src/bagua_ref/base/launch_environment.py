@@ -1,4 +1,6 @@
-"""The environment variables by which torchrun, Open MPI, other MPIs and Slurm give a process its rank (S1)."""
+"""The environment variables by which torchrun, Open MPI, other MPIs and Slurm give a process its
+rank (S1).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ _TORCHRUNS_PORT = 29_500
 _TASKS = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
 """Tasks per node in Slurm's notation: 2, or 2(x3) on three consecutive nodes."""
 
-_BY_HAND = "set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does"
+_BY_HAND = (
+    "set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun"
+    " does"
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,8 @@ class Identity:
 
     @staticmethod
     def from_environment() -> Identity:
-        """Return the identity that the launcher's variables give; without any, this is a world of one rank.
+        """Return the identity that the launcher's variables give; without any, this is a world of
+        one rank.
 
         Raises:
             ValueError: variables are incomplete or contradictory.
@@ -42,7 +48,9 @@ class Identity:
             return launch.identity
 
         def read(default: int, *names: str) -> int:
-            return next((_number(os.environ, name) for name in names if name in os.environ), default)
+            return next(
+                (_number(os.environ, name) for name in names if name in os.environ), default
+            )
 
         return Identity(
             rank=read(0, "RANK"),
@@ -59,7 +67,8 @@ class Launch:
 
     Attributes:
         launcher: the launcher's name, for messages.
-        identity: this rank's place. MPI does not number nodes, so ranks on a node are assumed to be consecutive until they connect.
+        identity: this rank's place. MPI does not number nodes, so ranks on a node are assumed to be
+            consecutive until they connect.
         address: the address of rank 0; None: unknown.
         port: the port on which rank 0 listens.
     """
@@ -77,19 +86,22 @@ class Launch:
         """
         if self.address is None:
             raise ValueError(
-                f"{self.launcher} started {self.identity.world_size} processes on several nodes and does not say where rank 0 "
-                "runs; set MASTER_ADDR to the host name or address of rank 0's node, on all ranks (mpirun -x MASTER_ADDR=...)"
+                f"{self.launcher} started {self.identity.world_size} processes on several nodes and"
+                " does not say where rank 0 runs; set MASTER_ADDR to the host name or address of"
+                " rank 0's node, on all ranks (mpirun -x MASTER_ADDR=...)"
             )
         return self.address
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """Return this process's place from the variables of MPI or Slurm; None if there are none, or torchrun's take precedence.
+    """Return this process's place from the variables of MPI or Slurm; None if there are none, or
+    torchrun's take precedence.
 
-    The first of these that is set counts: RANK and WORLD_SIZE, set by torchrun or a user; OMPI_COMM_WORLD_RANK and related ones
-    (Open MPI); PMI_RANK (MPICH, Intel MPI) or PMIX_RANK; SLURM_STEP_NUM_TASKS above 1 (srun). Slurm's come last, because mpirun
-    inside a Slurm allocation sets them, too, for the processes that start the ranks. A batch script or a shell in an allocation
-    has no step of several tasks, so it is a world of one rank.
+    The first of these that is set counts: RANK and WORLD_SIZE, set by torchrun or a user;
+    OMPI_COMM_WORLD_RANK and related ones (Open MPI); PMI_RANK (MPICH, Intel MPI) or PMIX_RANK;
+    SLURM_STEP_NUM_TASKS above 1 (srun). Slurm's come last, because mpirun inside a Slurm allocation
+    sets them, too, for the processes that start the ranks. A batch script or a shell in an
+    allocation has no step of several tasks, so it is a world of one rank.
 
     Raises:
         ValueError: variables are incomplete or contradictory.
@@ -98,20 +110,27 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
         return None
     if {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"} & environment.keys():
         return _mpi("Open MPI", environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    tasks = _number(environment, "SLURM_STEP_NUM_TASKS") if "SLURM_STEP_NUM_TASKS" in environment else 0
+    tasks = (
+        _number(environment, "SLURM_STEP_NUM_TASKS") if "SLURM_STEP_NUM_TASKS" in environment else 0
+    )
     if {"PMI_RANK", "PMI_SIZE"} & environment.keys():
-        places = [environment.get(name) for name in ("PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
-        if tasks <= 1 or places[:2] != places[2:]:  # else it is srun --mpi=pmi2, whose Slurm variables say more
+        places = [
+            environment.get(name)
+            for name in ("PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+        ]
+        # else it is srun --mpi=pmi2, whose Slurm variables say more
+        if tasks <= 1 or places[:2] != places[2:]:
             return _mpi("PMI", environment, "PMI_RANK", "PMI_SIZE")
     elif "PMIX_RANK" in environment:
         if tasks < 1:
             raise ValueError(
-                f"PMIX_RANK={environment['PMIX_RANK']} is set, but no variable says how many ranks there are; {_BY_HAND}"
+                f"PMIX_RANK={environment['PMIX_RANK']} is set, but no variable says how many ranks"
+                f" there are; {_BY_HAND}"
             )
         if environment["PMIX_RANK"] != environment.get("SLURM_PROCID", "0"):
             raise ValueError(
-                f"PMIX_RANK={environment['PMIX_RANK']} and SLURM_PROCID={environment.get('SLURM_PROCID')} contradict each other; "
-                f"{_BY_HAND}"
+                f"PMIX_RANK={environment['PMIX_RANK']} and"
+                f" SLURM_PROCID={environment.get('SLURM_PROCID')} contradict each other; {_BY_HAND}"
             )
     return _slurm(environment, tasks) if tasks > 1 else None
 
@@ -124,25 +143,39 @@ def _mpi(launcher: str, environment: Mapping[str, str], rank_name: str, size_nam
     local_names = next((pair for pair in pairs if set(pair) & environment.keys()), pairs[0])
     local_rank, local_size = (0, 1) if size == 1 else _place(launcher, environment, *local_names)
     if local_size > size:
-        raise ValueError(f"{launcher}'s {local_names[1]}={local_size} is more than {size_name}={size}; {_BY_HAND}")
+        raise ValueError(
+            f"{launcher}'s {local_names[1]}={local_size} is more than {size_name}={size};"
+            f" {_BY_HAND}"
+        )
     identity = Identity(rank, size, local_rank, local_size, max(0, rank - local_rank) // local_size)
     job = environment.get("PMIX_NAMESPACE")
     port = _TORCHRUNS_PORT if job is None else FIRST_PORT + zlib.crc32(job.encode()) % PORTS
-    return _launch(launcher, environment, identity, "127.0.0.1" if local_size == size else None, port)
+    return _launch(
+        launcher, environment, identity, "127.0.0.1" if local_size == size else None, port
+    )
 
 
 def _slurm(environment: Mapping[str, str], size: int) -> Launch:
     rank, _ = _place("Slurm", environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     tasks = _required("Slurm", environment, "SLURM_STEP_TASKS_PER_NODE")
     if re.fullmatch(rf"{_TASKS}(,{_TASKS})*", tasks) is None:
-        raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={tasks!r} must be numbers of tasks, such as 4(x2),3; {_BY_HAND}")
-    runs = [(int(count), int(times or 1)) for count, times in re.findall(_TASKS, tasks)]
-    node, local_rank = (_required_number("Slurm", environment, name) for name in ("SLURM_NODEID", "SLURM_LOCALID"))
-    nodes, on_node = sum(times for _, times in runs), _tasks_of(node, runs)
-    if sum(count * times for count, times in runs) != size or not 0 <= node < nodes or not 0 <= local_rank < on_node:
         raise ValueError(
-            f"SLURM_STEP_NUM_TASKS={size}, SLURM_STEP_TASKS_PER_NODE={tasks}, SLURM_NODEID={node} and SLURM_LOCALID={local_rank} "
-            f"contradict each other; {_BY_HAND}"
+            f"SLURM_STEP_TASKS_PER_NODE={tasks!r} must be numbers of tasks, such as 4(x2),3;"
+            f" {_BY_HAND}"
+        )
+    runs = [(int(count), int(times or 1)) for count, times in re.findall(_TASKS, tasks)]
+    node, local_rank = (
+        _required_number("Slurm", environment, name) for name in ("SLURM_NODEID", "SLURM_LOCALID")
+    )
+    nodes, on_node = sum(times for _, times in runs), _tasks_of(node, runs)
+    if (
+        sum(count * times for count, times in runs) != size
+        or not 0 <= node < nodes
+        or not 0 <= local_rank < on_node
+    ):
+        raise ValueError(
+            f"SLURM_STEP_NUM_TASKS={size}, SLURM_STEP_TASKS_PER_NODE={tasks}, SLURM_NODEID={node}"
+            f" and SLURM_LOCALID={local_rank} contradict each other; {_BY_HAND}"
         )
     address: str | None = "127.0.0.1"
     if nodes > 1 and "MASTER_ADDR" not in environment:
@@ -150,15 +183,23 @@ def _slurm(environment: Mapping[str, str], size: int) -> Launch:
         address = first_host(_required("Slurm", environment, *lists))
         if rank == 0 and node != 0:
             raise ValueError(
-                f"rank 0 runs on node {node} of the step, not on the first, {address}; set MASTER_ADDR to its host name"
+                f"rank 0 runs on node {node} of the step, not on the first, {address}; set"
+                " MASTER_ADDR to its host name"
             )
-    job, step = (_number(environment, name) if name in environment else 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    job, step = (
+        _number(environment, name) if name in environment else 0
+        for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    )
     identity = Identity(rank, size, local_rank, on_node, node)
-    return _launch("Slurm", environment, identity, address, FIRST_PORT + (1009 * job + step) % PORTS)
+    return _launch(
+        "Slurm", environment, identity, address, FIRST_PORT + (1009 * job + step) % PORTS
+    )
 
 
 def _tasks_of(node: int, runs: list[tuple[int, int]]) -> int:
-    """Return the number of tasks on a node, 0 if there is no such node; ``runs`` are pairs (tasks per node, consecutive nodes)."""
+    """Return the number of tasks on a node, 0 if there is no such node; ``runs`` are pairs (tasks
+    per node, consecutive nodes).
+    """
     for count, times in runs:
         if node < times:
             return count
@@ -166,7 +207,13 @@ def _tasks_of(node: int, runs: list[tuple[int, int]]) -> int:
     return 0
 
 
-def _launch(launcher: str, environment: Mapping[str, str], identity: Identity, address: str | None, port: int) -> Launch:
+def _launch(
+    launcher: str,
+    environment: Mapping[str, str],
+    identity: Identity,
+    address: str | None,
+    port: int,
+) -> Launch:
     if "MASTER_PORT" in environment:
         port = _number(environment, "MASTER_PORT")
     return Launch(launcher, identity, environment.get("MASTER_ADDR", address), port)
@@ -183,10 +230,15 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
 
 
-def _place(launcher: str, environment: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+def _place(
+    launcher: str, environment: Mapping[str, str], rank_name: str, size_name: str
+) -> tuple[int, int]:
     rank, size = (_required_number(launcher, environment, name) for name in (rank_name, size_name))
     if not 0 <= rank < size:
-        raise ValueError(f"{rank_name}={rank} and {size_name}={size} of {launcher} contradict each other; {_BY_HAND}")
+        raise ValueError(
+            f"{rank_name}={rank} and {size_name}={size} of {launcher} contradict each other;"
+            f" {_BY_HAND}"
+        )
     return rank, size
 
 
@@ -199,11 +251,15 @@ def _required(launcher: str, environment: Mapping[str, str], *names: str) -> str
     for name in names:
         if name in environment:
             return environment[name]
-    raise ValueError(f"{launcher} started this process, but {' or '.join(names)} is not set; {_BY_HAND}")
+    raise ValueError(
+        f"{launcher} started this process, but {' or '.join(names)} is not set; {_BY_HAND}"
+    )
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     try:
         return int(environment[name])
     except ValueError:
-        raise ValueError(f"environment variable {name}={environment[name]!r} must be an integer") from None
+        raise ValueError(
+            f"environment variable {name}={environment[name]!r} must be an integer"
+        ) from None

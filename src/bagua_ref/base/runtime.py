@@ -1,11 +1,13 @@
-"""The world of one rank: its identity, threads, locks and clock; and streams, which order its threads' operations on a device.
+"""The world of one rank: its identity, threads, locks and clock; and streams, which order its
+threads' operations on a device.
 
-All blocking calls go through the current `World`, so that a simulation can schedule them. The current world is a ContextVar.
-A thread started by `World.spawn` inherits it; other threads see the process's real world.
+All blocking calls go through the current `World`, so that a simulation can schedule them. The
+current world is a ContextVar. A thread started by `World.spawn` inherits it; other threads see the
+process's real world.
 
-On a CUDA device, operations are queued on the calling thread's current stream, and streams run concurrently. An event marks a
-point in a stream, for which another stream can wait without the host (S2.4, S2.5). On a CPU, operations are synchronous: streams
-and events are None.
+On a CUDA device, operations are queued on the calling thread's current stream, and streams run
+concurrently. An event marks a point in a stream, for which another stream can wait without the host
+(S2.4, S2.5). On a CPU, operations are synchronous: streams and events are None.
 """
 
 from __future__ import annotations
@@ -85,23 +87,31 @@ class Thread(Protocol):
 
 
 class World(ABC):
-    """The surroundings of one rank. A simulation has one for each rank; `bagua_ref.simulation.SimulatedWorld` makes them."""
+    """The surroundings of one rank. A simulation has one for each rank;
+    `bagua_ref.simulation.SimulatedWorld` makes them.
+    """
 
     default_group: Group | None = None
     """The group that ``init_process_group()`` made."""
 
     transport: Transport | None = None
-    """The connections between ranks; None before ``init_process_group()`` outside of simulations."""
+    """The connections between ranks; None before ``init_process_group()`` outside of
+    simulations.
+    """
 
     meter: Any = None
-    """The `bagua_ref.observe.meter.Meter` of the module that this rank wrapped last; None before that."""
+    """The `bagua_ref.observe.meter.Meter` of the module that this rank wrapped last; None before
+    that.
+    """
 
     observers: tuple[BucketObserver, ...] = ()
     """Observers of the inputs and results of this rank's bucket operations."""
 
     @cached_property
     def operations(self) -> deque[Any]:
-        """The last operations of this rank, oldest first, as `bagua_ref.observe.meter` records them."""
+        """The last operations of this rank, oldest first, as `bagua_ref.observe.meter` records
+        them.
+        """
         return deque(maxlen=_REMEMBERED)
 
     @cached_property
@@ -130,8 +140,12 @@ class World(ABC):
     def queue(self) -> Queue:
         """Return a new unbounded queue."""
 
-    def waiting_for_own_thread(self, interrupt: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Return a context in which the calling thread waits for a thread of this rank; ``interrupt(reason)`` ends that wait."""
+    def waiting_for_own_thread(
+        self, interrupt: Callable[[str], None]
+    ) -> AbstractContextManager[None]:
+        """Return a context in which the calling thread waits for a thread of this rank;
+        ``interrupt(reason)`` ends that wait.
+        """
         return nullcontext()
 
     @abstractmethod
@@ -143,11 +157,15 @@ class World(ABC):
         """Return the seconds of a monotonic clock."""
 
     def clock(self) -> float:
-        """Return `now` for measurements: in a simulation, no other thread runs before this returns."""
+        """Return `now` for measurements: in a simulation, no other thread runs before this
+        returns.
+        """
         return self.now()
 
     def waits(self) -> list[dict[str, Any]]:
-        """Return the registered waits of this rank's threads: ``for``, ``ranks`` and ``since``, a time of `now`."""
+        """Return the registered waits of this rank's threads: ``for``, ``ranks`` and ``since``, a
+        time of `now`.
+        """
         return []
 
 
@@ -201,11 +219,15 @@ class RealWorld(World):
         self.known_identity: Identity | None = None
         """Set by ``init_process_group()``, which may know more than the environment variables."""
         self.was_in_job = False
-        """Whether this process was in an earlier job, whose store may still answer in place of the next one's."""
+        """Whether this process was in an earlier job, whose store may still answer in place of the
+        next one's.
+        """
 
     @property
     def identity(self) -> Identity:
-        """This rank's place in the job, as found by ``init_process_group()``, or before that, by the environment."""
+        """This rank's place in the job, as found by ``init_process_group()``, or before that, by
+        the environment.
+        """
         return self.known_identity or Identity.from_environment()
 
     def spawn(self, function: Callable[[], None], name: str) -> threading.Thread:
@@ -228,10 +250,16 @@ class RealWorld(World):
         """Return a `queue.SimpleQueue`."""
         return queue.SimpleQueue[Any]()
 
-    def waiting_for_own_thread(self, interrupt: Callable[[str], None]) -> AbstractContextManager[None]:
+    def waiting_for_own_thread(
+        self, interrupt: Callable[[str], None]
+    ) -> AbstractContextManager[None]:
         """Register the wait among those for other ranks, if this process has joined a job."""
         waits = getattr(self.transport, "waits", None)
-        return nullcontext() if waits is None else waits.waiting("for its background thread", "", (), interrupt)
+        return (
+            nullcontext()
+            if waits is None
+            else waits.waiting("for its background thread", "", (), interrupt)
+        )
 
     def waits(self) -> list[dict[str, Any]]:
         """Return the registered waits of this process; none before it has joined a job."""
@@ -246,8 +274,12 @@ class RealWorld(World):
 
 
 _real_world = RealWorld()
-_in_background: contextvars.ContextVar[bool] = contextvars.ContextVar("bagua_ref_in_background", default=False)
-_current: contextvars.ContextVar[World] = contextvars.ContextVar("bagua_ref_world", default=_real_world)
+_in_background: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "bagua_ref_in_background", default=False
+)
+_current: contextvars.ContextVar[World] = contextvars.ContextVar(
+    "bagua_ref_world", default=_real_world
+)
 
 
 def is_background_thread() -> bool:
@@ -279,7 +311,8 @@ def current_stream(device: torch.device) -> Any:
     if device.type != "cuda":
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
-    place = index, torch._C._cuda_getCurrentRawStream(index)  # each parameter's hook asks, and torch's stream takes much longer
+    # each parameter's hook asks, and torch's stream takes much longer
+    place = index, torch._C._cuda_getCurrentRawStream(index)
     stream = _streams.get(place)
     if stream is None:
         stream = _streams[place] = torch.cuda.current_stream(device)
@@ -292,18 +325,24 @@ def side_stream(device: torch.device) -> Any:
 
 
 def record_event(device: torch.device) -> Any:
-    """Return an event that marks the end of everything queued on the calling thread's stream on ``device`` so far."""
+    """Return an event that marks the end of everything queued on the calling thread's stream on
+    ``device`` so far.
+    """
     return current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def order_after(event: Any, device: torch.device) -> None:
-    """Make later operations on the calling thread's stream wait for ``event``, unless it is None; the host does not wait."""
+    """Make later operations on the calling thread's stream wait for ``event``, unless it is None;
+    the host does not wait.
+    """
     if event is not None:
         current_stream(device).wait_event(event)
 
 
 def hold(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Keep the memory of ``tensors`` from being reused before the work queued on the calling thread's stream is done."""
+    """Keep the memory of ``tensors`` from being reused before the work queued on the calling
+    thread's stream is done.
+    """
     if device.type == "cuda":
         for tensor in tensors:
             tensor.record_stream(current_stream(device))
@@ -311,7 +350,9 @@ def hold(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 
 @contextmanager
 def use_stream(stream: Any, device: torch.device) -> Iterator[None]:
-    """Make ``device`` current and ``stream`` its current stream, for the calling thread; None: keep the stream."""
+    """Make ``device`` current and ``stream`` its current stream, for the calling thread; None: keep
+    the stream.
+    """
     if device.type != "cuda":
         yield
         return

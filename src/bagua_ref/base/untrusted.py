@@ -1,4 +1,6 @@
-"""Input from outside of this program: regular files, strict JSON, checks of form and keys, and text that is safe to print."""
+"""Input from outside of this program: regular files, strict JSON, checks of form and keys, and text
+that is safe to print.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,14 @@ SCALAR = (str, int, float, bool, type(None))
 NATURAL = range(2**63)
 """The form of a count."""
 
-_NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number", bool: "a boolean"}
+_NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "a boolean",
+}
 
 
 class NotRegularError(OSError):
@@ -46,11 +55,14 @@ def open_file(path: Path) -> BinaryIO:
 
     Raises:
         OSError: it cannot be opened.
-        NotRegularError: it is not a regular file: pipes and devices may have no end, and opening them can wait or have effects.
+        NotRegularError: it is not a regular file: pipes and devices may have no end, and opening
+            them can wait or have effects.
     """
     _check_regular(path, path.stat())
     # If it has become a pipe meanwhile, opening it does not block.
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
+    file = open(  # noqa: SIM115
+        path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+    )
     try:
         _check_regular(path, os.fstat(file.fileno()))
     except BaseException:
@@ -86,7 +98,8 @@ def load_json(data: bytes) -> Any:
     """Return the value of JSON in UTF-8.
 
     Raises:
-        ValueError: it is invalid, has a key twice, a NaN or an infinity, or is nested more than 50 levels deep.
+        ValueError: it is invalid, has a key twice, a NaN or an infinity, or is nested more than 50
+            levels deep.
 
     >>> load_json(b'{"rank": 0, "rank": 1}')
     Traceback (most recent call last):
@@ -102,7 +115,11 @@ def load_json(data: bytes) -> Any:
     level = [value]
     for _ in range(_DEEPEST):
         nested = [item for item in level if isinstance(item, list | dict)]
-        level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
+        level = [
+            inner
+            for item in nested
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
     if any(isinstance(item, list | dict) for item in level):
         raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
     return value
@@ -113,9 +130,9 @@ def check_form(value: Any, form: Any, what: str) -> None:
 
     Args:
         value: as `load_json` returns it.
-        form: a type or a tuple of types (``object``: anything), of which ``float`` keeps integers within its range; a range of
-            integers; ``[form]``, a list of such values; ``[form, form, ...]``, a list of exactly these;
-            ``{"key": form, "other?": form}``, an object with at least these keys, where those with a question mark may be missing
+        form: a type or a tuple of types (``object``: anything), of which ``float`` keeps integers
+            within its range; a range of integers; ``[form]``, a list of such values; ``[form, form,
+            ...]``, a list of exactly these; ``{"key": form, "other?": form}``, an object with at least these keys, where those with a question mark may be missing
             or null; ``{str: form}``, an object whose values all have one form.
         what: the value's name in messages, which do not show the value: it may be a secret.
 
@@ -150,19 +167,24 @@ def check_form(value: Any, form: Any, what: str) -> None:
         kinds = form if isinstance(form, tuple) else (form,)
         _check_type(value, kinds, what)
         if float in kinds and isinstance(value, int) and abs(value) > sys.float_info.max:
-            raise ValueError(f"{what} must be from {-sys.float_info.max:g} to {sys.float_info.max:g}")
+            raise ValueError(
+                f"{what} must be from {-sys.float_info.max:g} to {sys.float_info.max:g}"
+            )
 
 
 def check_hash_collisions(keys: Iterable[Hashable]) -> None:
-    """Raise ValueError if a dict of these keys would take quadratic time, as their hashes are equal or lead to the same slots.
+    """Raise ValueError if a dict of these keys would take quadratic time, as their hashes are equal
+    or lead to the same slots.
 
-    Hashes of numbers, and of tuples of them, are no secret: all multiples of 2**61 - 1 have the hash 0.
+    Hashes of numbers, and of tuples of them, are no secret: all multiples of 2**61 - 1 have the
+    hash 0.
 
     Args:
         keys: the keys in the dict's order, before they are in it.
 
     Raises:
-        ValueError: more than 100 have the same hash, or on average a key would probe more than 32 occupied slots.
+        ValueError: more than 100 have the same hash, or on average a key would probe more than 32
+            occupied slots.
 
     >>> check_hash_collisions(range(1000))
     >>> check_hash_collisions(number * (2**61 - 1) for number in range(1000))
@@ -174,8 +196,12 @@ def check_hash_collisions(keys: Iterable[Hashable]) -> None:
     ordered = sorted(hashes)
     for one, other in zip(ordered, ordered[_MOST_EQUAL:], strict=False):
         if one == other:
-            raise ValueError(f"more than {_MOST_EQUAL} of its keys have the hash {one}, so that it would take too long to read")
-    # CPython's dicts double their slots, insert all keys again, and probe for a free slot like this.
+            raise ValueError(
+                f"more than {_MOST_EQUAL} of its keys have the hash {one}, so that it would take"
+                " too long to read"
+            )
+    # CPython's dicts double their slots, insert all keys again, and probe for a free slot like
+    # this.
     size, filled, found_taken = 8, 0, 0
     while len(hashes) > size * 2 // 3:
         size *= 2
@@ -189,11 +215,14 @@ def check_hash_collisions(keys: Iterable[Hashable]) -> None:
             taken[place] = 1
             filled += 1
             if found_taken > _MOST_TAKEN * (filled + _MOST_EQUAL):
-                raise ValueError("the hashes of its keys collide so often that it would take too long to read")
+                raise ValueError(
+                    "the hashes of its keys collide so often that it would take too long to read"
+                )
 
 
 def one_line(text: str) -> str:
-    r"""Return text with escapes for characters that move a terminal's cursor, change its colours or cannot be encoded.
+    r"""Return text with escapes for characters that move a terminal's cursor, change its colours or
+    cannot be encoded.
 
     >>> print(one_line("\x1b[2J a\nb"))
     \x1b[2J a\nb

@@ -40,7 +40,9 @@ __all__ = [
 
 
 class NotCopied:
-    """An attribute of a module or tensor that is not copied: ``copy.deepcopy`` and ``pickle`` replace it by None."""
+    """An attribute of a module or tensor that is not copied: ``copy.deepcopy`` and ``pickle``
+    replace it by None.
+    """
 
     __slots__ = ()
 
@@ -59,16 +61,16 @@ class OwnName(NotCopied, str):
     """A generated name that is not copied with the module that has it."""
 
 
-# Dynamo would also trace the hooks that autograd calls in a compiled step, which communicate. Unlike torch.compiler.disable,
-# this imports torch._dynamo only when a function is first called.
+# Dynamo would also trace the hooks that autograd calls in a compiled step, which communicate.
+# Unlike torch.compiler.disable, this imports torch._dynamo only when a function is first called.
 untraced = torch._disable_dynamo  # type: ignore[attr-defined]
 
 
 class OwnHook:
     """A hook that calls ``method`` while the method's object is alive.
 
-    It holds that object weakly. If the module that has it is copied or pickled, the copy gets a hook that does nothing.
-    torch.compile does not trace it.
+    It holds that object weakly. If the module that has it is copied or pickled, the copy gets a
+    hook that does nothing. torch.compile does not trace it.
 
     Args:
         method: a bound method; None makes a hook that does nothing.
@@ -92,7 +94,11 @@ class OwnHook:
 
 def tensors_with_graph(output: Any) -> list[Tensor]:
     """Return the tensors in a module's ``output`` that a backward pass can begin at."""
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    return [
+        leaf
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    ]
 
 
 def inside_backward() -> bool:
@@ -101,18 +107,23 @@ def inside_backward() -> bool:
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside a compiled one, as returned by ``torch.compile(module)``; return any other module unchanged."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported yet: there is no compiled module
+    """Return the module inside a compiled one, as returned by ``torch.compile(module)``; return any
+    other module unchanged.
+    """
+    # not imported yet: there is no compiled module
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
     while dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         module = module._orig_mod
     return module
 
 
 def let_compiler_see_hooks() -> None:
-    """Have torch.compile check hooks before it runs code again that it compiled for another module of the same class.
+    """Have torch.compile check hooks before it runs code again that it compiled for another module
+    of the same class.
 
-    By default, torch.compile treats modules of one class as equal: a wrapped one would run without its hooks if an unwrapped one
-    had been compiled. The first call discards what was compiled before.
+    By default, torch.compile treats modules of one class as equal: a wrapped one would run without
+    its hooks if an unwrapped one had been compiled. The first call discards what was compiled
+    before.
     """
     import torch._dynamo  # which the first training forward pass imports, too
 
@@ -121,8 +132,11 @@ def let_compiler_see_hooks() -> None:
         torch._dynamo.reset()
 
 
-def apply_flattened_call(bucket: Sequence[Tensor], call: Callable[..., object], extra_args: Sequence[Any] | None = None) -> None:
-    """Call ``call(flat, *extra_args)`` on the tensors put together, then copy the result back into them.
+def apply_flattened_call(
+    bucket: Sequence[Tensor], call: Callable[..., object], extra_args: Sequence[Any] | None = None
+) -> None:
+    """Call ``call(flat, *extra_args)`` on the tensors put together, then copy the result back into
+    them.
 
     Args:
         bucket: tensors of one dtype and device.
@@ -146,7 +160,8 @@ def apply_flattened_call_all(tensors: Sequence[Tensor], call: Callable[[Tensor],
 
 
 def check_contiguous(tensors: Sequence[Tensor]) -> bool:
-    """Return whether ``tensors`` lie row-major, adjacent and in order in one storage (S2.3); empty ones fit anywhere.
+    """Return whether ``tensors`` lie row-major, adjacent and in order in one storage (S2.3); empty
+    ones fit anywhere.
 
     >>> flat = torch.zeros(6); check_contiguous([flat[:2], flat[2:]])
     True
@@ -175,7 +190,9 @@ def readable_bytes(count: float) -> str:
 
 
 def tracked(items: Sequence[Any], title: str, visible: bool) -> Iterator[Any]:
-    """Yield ``items``; if ``visible``, show the progress on standard error, by rich if it is installed, else as plain lines."""
+    """Yield ``items``; if ``visible``, show the progress on standard error, by rich if it is
+    installed, else as plain lines.
+    """
     if not visible:
         yield from items
         return
@@ -199,7 +216,9 @@ def tracked_in_lines(items: Sequence[Any], title: str) -> Iterator[Any]:
 
 
 def get_flattened_tensor(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a new flat tensor with the elements of ``tensors``, which share dtype and device, in order."""
+    """Return a new flat tensor with the elements of ``tensors``, which share dtype and device, in
+    order.
+    """
     if not tensors:
         raise ValueError("tensors=[] must hold at least one tensor")
     return torch.cat([t.detach().reshape(-1) for t in tensors])

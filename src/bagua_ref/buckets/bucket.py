@@ -1,4 +1,6 @@
-"""Bucket: tensors that are communicated together, their flat storage, and the operations on it (S2.2, S2.3)."""
+"""Bucket: tensors that are communicated together, their flat storage, and the operations on it
+(S2.2, S2.3).
+"""
 
 from __future__ import annotations
 
@@ -41,20 +43,23 @@ class BaguaBucket(FlatStorage):
     """Tensors that are communicated as one, and the operations that run when all of them are ready.
 
     Args:
-        tensors: bagua tensors whose effective tensors share a dtype and a device and do not overlap.
+        tensors: bagua tensors whose effective tensors share a dtype and a device and do not
+            overlap.
         name: unique among a module's buckets.
-        flatten: move the effective tensors into one contiguous storage, unless they are in one already (S2.3); otherwise each
-            operation gathers them into a buffer and copies the result back. In both, dense tensors keep their strides, and their
-            elements come in the order of their memory.
-        alignment: if greater than 1, a padding tensor makes the number of elements divisible by it (S2.2).
+        flatten: move the effective tensors into one contiguous storage, unless they are in one
+            already (S2.3); otherwise each operation gathers them into a buffer and copies the
+            result back. In both, dense tensors keep their strides, and their elements come in the
+            order of their memory.
+        alignment: if greater than 1, a padding tensor makes the number of elements divisible by it
+            (S2.2).
         backend: the kernels, by name or instance; None chooses as `bagua_ref.backends.get_backend`.
 
     Attributes:
         padding_tensor: the padding, None if there is none.
 
     Raises:
-        ValueError: the list is empty, a name appears twice, tensors overlap or are on different devices, an effective tensor is
-            missing, or alignment is below 1.
+        ValueError: the list is empty, a name appears twice, tensors overlap or are on different
+            devices, an effective tensor is missing, or alignment is below 1.
         TypeError: mixed dtypes, or a name that is not a string.
         BackendUnavailableError: the backend cannot run here.
 
@@ -77,7 +82,9 @@ class BaguaBucket(FlatStorage):
         if not isinstance(name, str):
             raise TypeError(f"name={name!r} of a bucket must be a string")
         if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1:
-            raise ValueError(f"alignment={alignment!r} of bucket {name!r} must be an int, 1 or more")
+            raise ValueError(
+                f"alignment={alignment!r} of bucket {name!r} must be an int, 1 or more"
+            )
         if backend is not None:
             get_backend(backend)  # raises now, not at the first operation, if it cannot run
         super().__init__(tensors, name, flatten, alignment)
@@ -85,7 +92,9 @@ class BaguaBucket(FlatStorage):
         self.running: object = None
         """The current or last operation."""
         self.stream: Any = None
-        """The first group's CUDA stream, on which operations run; None: the current stream of the thread that executes them."""
+        """The first group's CUDA stream, on which operations run; None: the current stream of the
+        thread that executes them.
+        """
         self.about: dict[str, Any] = {}
         """Description of its rounds for observers: JSON values by name."""
         self._ops: list[Callable[[Tensor], Any]] = []
@@ -93,8 +102,8 @@ class BaguaBucket(FlatStorage):
 
     def __repr__(self) -> str:
         return (
-            f"BaguaBucket({self.name!r}, {len(self.tensors)} tensors, {self.numel} x {self.dtype} on {self.device}, "
-            f"{'flat' if self.flatten else 'not flat'}, operations {self._ops})"
+            f"BaguaBucket({self.name!r}, {len(self.tensors)} tensors, {self.numel} x {self.dtype}"
+            f" on {self.device}, {'flat' if self.flatten else 'not flat'}, operations {self._ops})"
         )
 
     @property
@@ -107,15 +116,26 @@ class BaguaBucket(FlatStorage):
         return self.filled * self.dtype.itemsize
 
     def flattened_tensor(self) -> Tensor:
-        """Return a new flat tensor of all effective tensors and the padding, in order; missing gradients count as zeros."""
+        """Return a new flat tensor of all effective tensors and the padding, in order; missing
+        gradients count as zeros.
+        """
         parts = [
-            torch.zeros(proxy.numel(), dtype=self.dtype, device=self.device) if tensor is None else layout.flat(tensor.detach())
-            for layout, proxy, tensor in zip(self.layouts, self.tensors, map(effective_tensor, self.tensors), strict=True)
+            (
+                torch.zeros(proxy.numel(), dtype=self.dtype, device=self.device)
+                if tensor is None
+                else layout.flat(tensor.detach())
+            )
+            for layout, proxy, tensor in zip(
+                self.layouts, self.tensors, map(effective_tensor, self.tensors), strict=True
+            )
         ]
         return torch.cat(parts + ([self.padding_tensor] if self.padding_tensor is not None else []))
 
-    def execute(self, flat: Tensor | None = None, after: Any = None, label: str | None = None) -> Any:
-        """Run the operations in order; the background worker calls this when all tensors are ready (S2.4).
+    def execute(
+        self, flat: Tensor | None = None, after: Any = None, label: str | None = None
+    ) -> Any:
+        """Run the operations in order; the background worker calls this when all tensors are ready
+        (S2.4).
 
         Args:
             flat: the result of `load`; None calls it here.
@@ -132,8 +152,9 @@ class BaguaBucket(FlatStorage):
             for place, op in enumerate(self._ops):
                 flat = self.load() if place else flat
                 self._run(op, flat, label or f"bagua_ref::bucket{self.name}")
-                # A Python function writes to the tensors itself. A decentralized operation changes nothing before copy-back: the
-                # forward and backward pass use the tensors meanwhile, and to autograd even a write of equal values is a change.
+                # A Python function writes to the tensors itself. A decentralized operation changes
+                # nothing before copy-back: the forward and backward pass use the tensors meanwhile,
+                # and to autograd even a write of equal values is a change.
                 if not self.flatten and not isinstance(op, (PythonOp, Decentralized)):
                     self.copy_from_flat(flat)
             if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
@@ -151,7 +172,9 @@ class BaguaBucket(FlatStorage):
             observer.after_op(self, op, flat)
 
     def shadow(self) -> None:
-        """Run the operations on zeros instead of the tensors, which stay as they are; Python functions do not run."""
+        """Run the operations on zeros instead of the tensors, which stay as they are; Python
+        functions do not run.
+        """
         with runtime.use_stream(self.stream, self.device):
             flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
             for op in [op for op in self._ops if not isinstance(op, PythonOp)]:
@@ -162,20 +185,27 @@ class BaguaBucket(FlatStorage):
         self._ops.clear()
         return self
 
-    def append_python_op(self, python_function: Callable[[str], object], group: Group | None = None) -> BaguaBucket:
-        """Append ``python_function(bucket_name)``, which runs on the background worker (S3.8); return the bucket.
+    def append_python_op(
+        self, python_function: Callable[[str], object], group: Group | None = None
+    ) -> BaguaBucket:
+        """Append ``python_function(bucket_name)``, which runs on the background worker (S3.8);
+        return the bucket.
 
         Args:
             python_function: may read and write the bucket's tensors.
             group: ignored; accepted for compatibility.
         """
         if not callable(python_function):
-            raise TypeError(f"python_function={python_function!r} must be callable with the bucket's name")
+            raise TypeError(
+                f"python_function={python_function!r} must be callable with the bucket's name"
+            )
         self._ops.append(PythonOp(python_function, self.name))
         return self
 
     def append_op(self, op: CommOp, group: Group) -> BaguaBucket:
-        """Append ``op``, whose communicators belong to the background group ``group``; return the bucket."""
+        """Append ``op``, whose communicators belong to the background group ``group``; return the
+        bucket.
+        """
         self._background_group(group)
         self._ops.append(op)
         return self
@@ -190,21 +220,24 @@ class BaguaBucket(FlatStorage):
         *,
         error_memory: ErrorMemory | None = None,
     ) -> BaguaBucket:
-        """Append a sum or mean over all ranks (S3.1 to S3.3); return the bucket. Collective over the group.
+        """Append a sum or mean over all ranks (S3.1 to S3.3); return the bucket. Collective over
+        the group.
 
         Args:
-            hierarchical: reduce within nodes, operate between node leaders, and broadcast within nodes.
+            hierarchical: reduce within nodes, operate between node leaders, and broadcast within
+                nodes.
             average: the mean instead of the sum.
-            scattergather: use all-to-all and all-gather instead of all-reduce; the number of elements, including padding, must
-                be divisible by the number of ranks (hierarchical: of leaders). See ``alignment``.
+            scattergather: use all-to-all and all-gather instead of all-reduce; the number of
+                elements, including padding, must be divisible by the number of ranks (hierarchical:
+                of leaders). See ``alignment``.
             compression: None or the name of a codec (S4, S12), which needs scattergather.
             group: the ranks; None is the default group.
-            error_memory: None, or the memory of this bucket's compression errors on this rank, which are added to its next
-                contribution (S11.1).
+            error_memory: None, or the memory of this bucket's compression errors on this rank,
+                which are added to its next contribution (S11.1).
 
         Raises:
-            ValueError: compression without scattergather, unknown compression, a size that is not divisible, or an error memory
-                without compression or of another size.
+            ValueError: compression without scattergather, unknown compression, a size that is not
+                divisible, or an error memory without compression or of another size.
             BackendUnavailableError: the backend does not have the codec.
             TypeError: a dtype that cannot be averaged or compressed.
             NotInitializedError: no group is given and there is no default group.
@@ -215,20 +248,26 @@ class BaguaBucket(FlatStorage):
         if compression is not None:
             codec = self._codec_named(compression, has_memory=error_memory is not None)
             if not scattergather:
-                raise ValueError(f"compression={compression!r} needs scattergather=True, not {scattergather!r}")
+                raise ValueError(
+                    f"compression={compression!r} needs scattergather=True, not {scattergather!r}"
+                )
         if average or scattergather:
             self._check_float()
         num_ranks, comm, intra = self._connect(group, hierarchical)
         leaders = comm.nranks()
         if scattergather and self.numel % leaders:
             raise ValueError(
-                f"bucket {self.name!r} has {self.numel} elements, which cannot be split into the {leaders} equal chunks "
-                f"that scattergather=True needs; create the bucket with alignment={leaders}"
+                f"bucket {self.name!r} has {self.numel} elements, which cannot be split into the"
+                f" {leaders} equal chunks that scattergather=True needs; create the bucket with"
+                f" alignment={leaders}"
             )
-        if error_memory is not None and (error_memory.numel, error_memory.chunks) != (self.numel, leaders):
+        if error_memory is not None and (error_memory.numel, error_memory.chunks) != (
+            self.numel,
+            leaders,
+        ):
             raise ValueError(
-                f"error_memory is for {error_memory.numel} elements in {error_memory.chunks} chunks; bucket {self.name!r} has "
-                f"{self.numel} in {leaders}"
+                f"error_memory is for {error_memory.numel} elements in {error_memory.chunks}"
+                f" chunks; bucket {self.name!r} has {self.numel} in {leaders}"
             )
         op: CommOp
         if codec is not None and error_memory is not None:
@@ -251,29 +290,42 @@ class BaguaBucket(FlatStorage):
         return self
 
     def append_decentralized_synchronous_op(
-        self, peer_weight: Tensor, hierarchical: bool = True, peer_selection_mode: PeerSelection = "all", group: Group | None = None
+        self,
+        peer_weight: Tensor,
+        hierarchical: bool = True,
+        peer_selection_mode: PeerSelection = "all",
+        group: Group | None = None,
     ) -> Decentralized:
-        """Append decentralized averaging (S3.4, S13); return the operation. Collective over the group.
+        """Append decentralized averaging (S3.4, S13); return the operation. Collective over the
+        group.
 
-        The result stays in ``peer_weight`` until ``op.copy_back_peer_weight(bucket)`` copies it into the tensors.
+        The result stays in ``peer_weight`` until ``op.copy_back_peer_weight(bucket)`` copies it
+        into the tensors.
 
         Args:
-            peer_weight: a bagua tensor of the bucket's size: ``bucket.flattened_tensor().ensure_bagua_tensor()``.
+            peer_weight: a bagua tensor of the bucket's size:
+                ``bucket.flattened_tensor().ensure_bagua_tensor()``.
             hierarchical: communicate between node leaders only.
-            peer_selection_mode: the ranks (hierarchical: leaders) that average with each other, see `Decentralized`: "all",
-                "shift_one", "one_peer_exponential", "hypercube", "ring", "exponential", or a function ``(t, n) -> graph``.
+            peer_selection_mode: the ranks (hierarchical: leaders) that average with each other, see
+                `Decentralized`: "all", "shift_one", "one_peer_exponential", "hypercube", "ring",
+                    "exponential", or a function ``(t, n) -> graph``.
             group: the ranks; None is the default group.
 
         Raises:
-            ValueError: another mode, a mode that does not take this many ranks, a function whose graph is not doubly stochastic or
-                differs between ranks, or a ``peer_weight`` that does not fit.
+            ValueError: another mode, a mode that does not take this many ranks, a function whose
+                graph is not doubly stochastic or differs between ranks, or a ``peer_weight`` that
+                does not fit.
             TypeError: a dtype that is not floating-point, or not the bucket's.
         """
         self._check_float()
         (peer,) = check_apart(self.load(), self.name, peer_weight=peer_weight)
         num_ranks, comm, intra = self._connect(group, hierarchical)
-        everyone = self._connect(group, hierarchical=False)[1] if callable(peer_selection_mode) else None
-        self._decentralized_op = Decentralized(comm, self.kernels, peer, peer_selection_mode, intra, num_ranks, everyone)
+        everyone = (
+            self._connect(group, hierarchical=False)[1] if callable(peer_selection_mode) else None
+        )
+        self._decentralized_op = Decentralized(
+            comm, self.kernels, peer, peer_selection_mode, intra, num_ranks, everyone
+        )
         self._peer_weight = peer_weight
         self._ops.append(self._decentralized_op)
         return self._decentralized_op
@@ -287,10 +339,12 @@ class BaguaBucket(FlatStorage):
         compression: str | None = "MinMaxUInt8",
         group: Group | None = None,
     ) -> BaguaBucket:
-        """Append averaging on a ring with compressed changes on the wire (S3.5); return the bucket. Collective over the group.
+        """Append averaging on a ring with compressed changes on the wire (S3.5); return the bucket.
+        Collective over the group.
 
         Args:
-            weight: a bagua tensor with the bucket's values: ``bucket.flattened_tensor().ensure_bagua_tensor()``.
+            weight: a bagua tensor with the bucket's values:
+                ``bucket.flattened_tensor().ensure_bagua_tensor()``.
             left_peer_weight: likewise, with the values of the left neighbour's ``weight``.
             right_peer_weight: likewise, with the right neighbour's.
             hierarchical: average node means, between node leaders.
@@ -314,14 +368,19 @@ class BaguaBucket(FlatStorage):
         if intra is not None:
             ring = op if intra.rank() == 0 else None
             op = Hierarchical(intra, self.kernels, ring, divisor=intra.nranks(), in_rank_order=True)
-        self._weight, self._left_peer_weight, self._right_peer_weight = weight, left_peer_weight, right_peer_weight
+        self._weight, self._left_peer_weight, self._right_peer_weight = (
+            weight,
+            left_peer_weight,
+            right_peer_weight,
+        )
         self._ops.append(op)
         return self
 
     def append_asynchronous_model_average_op(
         self, peer_selection_mode: str, group: Group | None = None
     ) -> AsynchronousModelAverage:
-        """Append a round of asynchronous averaging (S3.6); return the operation. Collective over the group.
+        """Append a round of asynchronous averaging (S3.6); return the operation. Collective over
+        the group.
 
         Args:
             peer_selection_mode: "all": average over all ranks.
@@ -335,7 +394,8 @@ class BaguaBucket(FlatStorage):
             raise ValueError(f"peer_selection_mode={peer_selection_mode!r} must be 'all'")
         if not self.flatten:
             raise ValueError(
-                f"bucket {self.name!r} is not flat; an asynchronous average changes tensors in place and needs flatten=True"
+                f"bucket {self.name!r} is not flat; an asynchronous average changes tensors in"
+                " place and needs flatten=True"
             )
         self._check_float()
         _, comm, _ = self._connect(group, hierarchical=False)
@@ -349,12 +409,14 @@ class BaguaBucket(FlatStorage):
         assert compression is not None
         if self.dtype not in COMPRESSIBLE:
             raise TypeError(
-                f"compression={compression!r} takes float16, bfloat16 or float32, not bucket {self.name!r}'s {self.dtype}"
+                f"compression={compression!r} takes float16, bfloat16 or float32, not bucket"
+                f" {self.name!r}'s {self.dtype}"
             )
         codec = get_codec(compression, self.kernels)
         if codec.biased and not has_memory:
             warnings.warn(
-                f"compression={compression!r} without error memory loses what it rounds, and training may not converge",
+                f"compression={compression!r} without error memory loses what it rounds, and"
+                " training may not converge",
                 stacklevel=3,
             )
         return codec
@@ -362,11 +424,16 @@ class BaguaBucket(FlatStorage):
     def _check_float(self) -> None:
         if self.dtype not in FLOATS:
             raise TypeError(
-                f"bucket {self.name!r} is {self.dtype}; a mean or scattergather=True needs one of {', '.join(map(str, FLOATS))}"
+                f"bucket {self.name!r} is {self.dtype}; a mean or scattergather=True needs one of"
+                f" {', '.join(map(str, FLOATS))}"
             )
 
-    def _connect(self, group: Group | None, hierarchical: bool) -> tuple[int, Communicator, Communicator | None]:
-        """Return the number of ranks, the communicator of all ranks (hierarchical: of leaders) and, if hierarchical, the node's."""
+    def _connect(
+        self, group: Group | None, hierarchical: bool
+    ) -> tuple[int, Communicator, Communicator | None]:
+        """Return the number of ranks, the communicator of all ranks (hierarchical: of leaders) and,
+        if hierarchical, the node's.
+        """
         group = self._background_group(group)
         if not hierarchical:
             return len(group.ranks), group.get_global_communicator(), None
@@ -376,13 +443,19 @@ class BaguaBucket(FlatStorage):
     def _background_group(self, group: Group | None) -> Group:
         """Return a group of the same ranks whose communicators only the background worker uses.
 
-        Two threads that use one gloo group can silently receive each other's data, so operations never use the caller's group.
+        Two threads that use one gloo group can silently receive each other's data, so operations
+        never use the caller's group.
         """
         group = current_world().default_group if group is None else group
         if group is None:
-            raise NotInitializedError("there is no process group yet; call bagua_ref.init_process_group() first")
+            raise NotInitializedError(
+                "there is no process group yet; call bagua_ref.init_process_group() first"
+            )
         if not hasattr(group, "for_background"):
-            raise TypeError(f"group={group!r} must be a BaguaProcessGroup; see communication.new_group and from_torch_group")
+            raise TypeError(
+                f"group={group!r} must be a BaguaProcessGroup; see communication.new_group and"
+                " from_torch_group"
+            )
         if group not in self._background_groups:
             self._background_groups[group] = group.for_background()
             self.stream = self.stream or self._background_groups[group].side_stream(self.device)
@@ -390,9 +463,13 @@ class BaguaBucket(FlatStorage):
 
 
 def check_compression(compression: str | None, *, optional: bool = False) -> None:
-    """Raise ValueError unless ``compression`` is the name of a codec, or None if that is allowed; the message lists the names."""
+    """Raise ValueError unless ``compression`` is the name of a codec, or None if that is allowed;
+    the message lists the names.
+    """
     if optional and compression is None:
         return
     if not is_codec(compression):
         allowed = ", ".join([*(["None"] if optional else []), *map(repr, list_codecs())])
-        raise ValueError(f"compression={compression!r} is not a known codec; it must be one of {allowed}")
+        raise ValueError(
+            f"compression={compression!r} is not a known codec; it must be one of {allowed}"
+        )

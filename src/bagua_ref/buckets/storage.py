@@ -1,6 +1,8 @@
-"""Registered tensors, and the flat storage of a bucket: their own, or a buffer that they are gathered into (S1, S2.2, S2.3).
+"""Registered tensors, and the flat storage of a bucket: their own, or a buffer that they are
+gathered into (S1, S2.2, S2.3).
 
-A proxy tensor is the one that users register; its effective tensor is the one that communication works on.
+A proxy tensor is the one that users register; its effective tensor is the one that communication
+works on.
 """
 
 from __future__ import annotations
@@ -41,20 +43,24 @@ _unnamed = itertools.count()
 
 
 class Registration(NotCopied):
-    """Record of a proxy tensor: its name, the access to its effective tensor, and the engine that waits for it.
+    """Record of a proxy tensor: its name, the access to its effective tensor, and the engine that
+    waits for it.
 
     Attributes:
         name: unique within its module's buckets.
         module_name: the wrapped module that the tensor belongs to, or "".
-        getter: returns the effective tensor of a proxy, None if there is none yet, like a gradient after ``zero_grad()``.
+        getter: returns the effective tensor of a proxy, None if there is none yet, like a gradient
+            after ``zero_grad()``.
         setter: replaces the effective tensor; None: its storage is replaced.
-        sink: the engine to notify when the tensor is ready; set when its bucket is registered. A weak reference, so that a tensor
-            that outlives the training does not keep it alive.
+        sink: the engine to notify when the tensor is ready; set when its bucket is registered. A
+            weak reference, so that a tensor that outlives the training does not keep it alive.
     """
 
     __slots__ = ("getter", "module_name", "name", "setter", "sink")
 
-    def __init__(self, name: str, module_name: str, getter: Getter | None, setter: Setter | None) -> None:
+    def __init__(
+        self, name: str, module_name: str, getter: Getter | None, setter: Setter | None
+    ) -> None:
         self.name, self.module_name = name, module_name
         self.connect(getter, setter)
 
@@ -65,7 +71,9 @@ class Registration(NotCopied):
         return f"tensor {self.name!r}"
 
     def connect(self, getter: Getter | None, setter: Setter | None) -> None:
-        """Find and replace the effective tensor by ``getter`` (None: it is the proxy itself) and ``setter``; forget the engine."""
+        """Find and replace the effective tensor by ``getter`` (None: it is the proxy itself) and
+        ``setter``; forget the engine.
+        """
         self.getter: Getter = _itself if getter is None else getter
         self.setter = setter
         self.sink: weakref.ref[ReadinessSink] | None = None
@@ -77,7 +85,10 @@ class Registration(NotCopied):
             return
         effective = self.getter(proxy)
         if effective is None:
-            raise ValueError(f"tensor {self.name!r} has no effective tensor, and no setter_closure to put one in place")
+            raise ValueError(
+                f"tensor {self.name!r} has no effective tensor, and no setter_closure to put one in"
+                " place"
+            )
         effective.data = tensor
 
 
@@ -90,15 +101,22 @@ def registration(tensor: Tensor) -> Registration:
     found: Registration | None = getattr(tensor, "_bagua_registration", None)
     if found is None:
         raise ValueError(
-            f"a tensor of shape {tuple(tensor.shape)} is not a bagua tensor; call tensor.ensure_bagua_tensor(name) first"
+            f"a tensor of shape {tuple(tensor.shape)} is not a bagua tensor; call"
+            " tensor.ensure_bagua_tensor(name) first"
         )
     return found
 
 
 def held_by_bucket(parameter: Tensor) -> Tensor | None:
-    """Return the effective tensor of ``parameter`` - weight, gradient or momentum - that a live Bagua bucket holds, if any."""
+    """Return the effective tensor of ``parameter`` - weight, gradient or momentum - that a live
+    Bagua bucket holds, if any.
+    """
     known: Registration | None = getattr(parameter, "_bagua_registration", None)
-    return known.getter(parameter) if known is not None and known.sink is not None and known.sink() is not None else None
+    return (
+        known.getter(parameter)
+        if known is not None and known.sink is not None and known.sink() is not None
+        else None
+    )
 
 
 def register(
@@ -118,7 +136,10 @@ def register(
     known: Registration | None = getattr(tensor, "_bagua_registration", None)
     if known is not None and known.module_name == (module_name or ""):
         if name is not None and name != known.name:
-            raise ValueError(f"name={name!r}: this tensor is already registered as {known.name!r} in module {known.module_name!r}")
+            raise ValueError(
+                f"name={name!r}: this tensor is already registered as {known.name!r} in module"
+                f" {known.module_name!r}"
+            )
         known.connect(getter, setter)
         return tensor
     if name is None:
@@ -131,15 +152,17 @@ def check_shared(tensors: list[Tensor], name: str) -> list[Tensor]:
     """Return the effective tensors after checking that they can share the bucket ``name`` (S2.6).
 
     Raises:
-        ValueError: the list is empty, a name appears twice, tensors overlap or are on different devices, or an effective tensor is
-            missing.
+        ValueError: the list is empty, a name appears twice, tensors overlap or are on different
+            devices, or an effective tensor is missing.
         TypeError: mixed dtypes, or an entry is not a tensor.
     """
     if not tensors:
         raise ValueError(f"tensors=[] of bucket {name!r} must hold at least one tensor")
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"tensors of bucket {name!r} must be torch tensors, not {type(tensor).__name__}")
+            raise TypeError(
+                f"tensors of bucket {name!r} must be torch tensors, not {type(tensor).__name__}"
+            )
     names = [registration(tensor).name for tensor in tensors]
     if len(set(names)) < len(names):
         raise ValueError(f"tensors {names} of bucket {name!r}: each name may appear only once")
@@ -149,17 +172,25 @@ def check_shared(tensors: list[Tensor], name: str) -> list[Tensor]:
         ("devices", [t.device for t in effective], ValueError),
     ):
         if len(set(values)) > 1:
-            raise error(f"tensors of bucket {name!r} have different {what}: {sorted(set(map(str, values)))}; they must be equal")
+            raise error(
+                f"tensors of bucket {name!r} have different {what}:"
+                f" {sorted(set(map(str, values)))}; they must be equal"
+            )
     if (pair := overlapping(effective)) is not None:
-        raise ValueError(f"tensors {names[pair[0]]!r} and {names[pair[1]]!r} of bucket {name!r} overlap in memory")
+        raise ValueError(
+            f"tensors {names[pair[0]]!r} and {names[pair[1]]!r} of bucket {name!r} overlap in"
+            " memory"
+        )
     return effective
 
 
 def check_apart(flat: Tensor, name: str, **tensors: Tensor) -> list[Tensor]:
-    """Return the effective tensors after checking that they fit bucket ``name`` and overlap neither its flat tensor nor each other.
+    """Return the effective tensors after checking that they fit bucket ``name`` and overlap neither
+    its flat tensor nor each other.
 
     Raises:
-        ValueError: one is not a bagua tensor, its size, shape or device does not fit, or two overlap.
+        ValueError: one is not a bagua tensor, its size, shape or device does not fit, or two
+            overlap.
         TypeError: one has another dtype than the bucket, or is not a tensor.
     """
     others = {f"bucket {name!r}": flat}
@@ -167,7 +198,10 @@ def check_apart(flat: Tensor, name: str, **tensors: Tensor) -> list[Tensor]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{argument} must be a torch.Tensor, not {type(tensor).__name__}")
         if getattr(tensor, "_bagua_registration", None) is None:
-            raise ValueError(f"{argument} is not a bagua tensor; make it by bucket.flattened_tensor().ensure_bagua_tensor()")
+            raise ValueError(
+                f"{argument} is not a bagua tensor; make it by"
+                " bucket.flattened_tensor().ensure_bagua_tensor()"
+            )
         (effective,) = effective_tensors([tensor], argument)
         for other_name, other in others.items():
             check_beside(other_name, other, argument, effective)
@@ -199,18 +233,21 @@ def effective_tensors(tensors: list[Tensor], name: str) -> list[Tensor]:
 
 
 class FlatStorage:
-    """The flat tensor that a bucket's operations work on, and the copies between it and the bucket's tensors.
+    """The flat tensor that a bucket's operations work on, and the copies between it and the
+    bucket's tensors.
 
     Args:
         tensors: bagua tensors.
         name: the bucket's.
-        flatten: move the effective tensors into one contiguous storage, unless they already are; otherwise `load` gathers them
-            into a buffer and `copy_from_flat` copies that into them. The order of elements is the same in both.
+        flatten: move the effective tensors into one contiguous storage, unless they already are;
+            otherwise `load` gathers them into a buffer and `copy_from_flat` copies that into them.
+            The order of elements is the same in both.
         alignment: the number of elements, padding included, is a multiple of it.
 
     Attributes:
-        layouts: the strides of each effective tensor in flat storage, which give the order of its elements there (S2.3): those
-            that it has when this is made, row-major ones if it is not dense.
+        layouts: the strides of each effective tensor in flat storage, which give the order of its
+            elements there (S2.3): those that it has when this is made, row-major ones if it is not
+                dense.
         filled: the number of elements, without padding.
         numel: the number of elements, padding included.
         padding_tensor: the padding, None if none is needed.
@@ -237,7 +274,9 @@ class FlatStorage:
             zeros = torch.zeros(self.numel - self.filled, dtype=self.dtype, device=self.device)
             self.padding_tensor = register(zeros, f"bagua_padding_tensor_bucket_{name}")
         self._flat: Tensor | None = None
-        """The effective tensors' own storage if flat, else a buffer made when it is first needed."""
+        """The effective tensors' own storage if flat, else a buffer made when it is first
+        needed.
+        """
         self._views: list[Tensor] = []
         """If flat, each tensor's part of ``_flat``, in its shape and strides."""
         if flatten:
@@ -260,24 +299,37 @@ class FlatStorage:
     def check_flatten(self) -> bool:
         """Return whether the effective tensors and the padding are contiguous in memory (S2.3).
 
-        A missing gradient, as before the first backward pass or after ``zero_grad()``, counts as being in its place.
+        A missing gradient, as before the first backward pass or after ``zero_grad()``, counts as
+        being in its place.
         """
         effective = [effective_tensor(proxy) for proxy in self.tensors]
         if not self.flatten and None in effective:
             return False
-        present = [self._views[place] if tensor is None else tensor for place, tensor in enumerate(effective)]
+        present = [
+            self._views[place] if tensor is None else tensor
+            for place, tensor in enumerate(effective)
+        ]
         return self._are_contiguous(present)
 
     def _are_contiguous(self, effective: Sequence[Tensor]) -> bool:
-        return check_contiguous([*self._in_order(effective), *([self.padding_tensor] if self.padding_tensor is not None else [])])
+        return check_contiguous(
+            [
+                *self._in_order(effective),
+                *([self.padding_tensor] if self.padding_tensor is not None else []),
+            ]
+        )
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
-        """Return views of ``flat``, which has the bucket's size: each effective tensor's part, in its shape and strides."""
+        """Return views of ``flat``, which has the bucket's size: each effective tensor's part, in
+        its shape and strides.
+        """
         parts = flat[: self.filled].split([shape.numel() for shape in self._shapes])
         return [layout.view(part) for layout, part in zip(self.layouts, parts, strict=True)]
 
     def _move_together(self, effective: Sequence[Tensor]) -> None:
-        """Move the effective tensors into one contiguous storage, if they do not lie in one already (S2.3)."""
+        """Move the effective tensors into one contiguous storage, if they do not lie in one already
+        (S2.3).
+        """
         adjacent = self._are_contiguous(effective)
         if adjacent and self.numel:
             first = next(t for t in effective if t.numel()).detach()
@@ -296,7 +348,8 @@ class FlatStorage:
 
     @torch.no_grad()  # gradients of backward(create_graph=True) require gradients
     def load(self) -> Tensor:
-        """Return the flat tensor with the values that the effective tensors have now, wherever they are, and zero padding.
+        """Return the flat tensor with the values that the effective tensors have now, wherever they
+        are, and zero padding.
 
         If flat, the effective tensors lie in it from now on.
 
@@ -308,65 +361,97 @@ class FlatStorage:
             self._flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         if self.padding_tensor is not None:
             self._flat[self.filled :] = 0
-        effective = [known.getter(proxy) for known, proxy in zip(self._registered, self.tensors, strict=True)]
+        effective = [
+            known.getter(proxy) for known, proxy in zip(self._registered, self.tensors, strict=True)
+        ]
         kinds = {None if tensor is None else (tensor.layout, tensor.dtype) for tensor in effective}
         # Much faster than one check for each.
-        all_fit = kinds == {(torch.strided, self.dtype)} and all(map(eq, map(_shape, effective), self._shapes))
+        all_fit = kinds == {(torch.strided, self.dtype)} and all(
+            map(eq, map(_shape, effective), self._shapes)
+        )
         dense = cast("list[Tensor]", effective) if all_fit else self._filled_up(effective)
         (self._move_in if self.flatten else self._gather)(dense)
         return self._flat
 
     def _gather(self, effective: list[Tensor]) -> None:
         for place, tensor in enumerate(effective):
-            if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-                effective[place] = self.layouts[place].copy_of(tensor)  # the result needs room for each element
+            if any(
+                size > 1 and not stride
+                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            ):
+                # the result needs room for each element
+                effective[place] = self.layouts[place].copy_of(tensor)
                 self._registered[place].replace(self.tensors[place], effective[place])
         runtime.hold(effective, self.device)
-        self.kernels.gather_flat(self._in_order(effective), cast("Tensor", self._flat)[: self.filled])
+        self.kernels.gather_flat(
+            self._in_order(effective), cast("Tensor", self._flat)[: self.filled]
+        )
 
     def _move_in(self, effective: list[Tensor]) -> None:
         """Move the effective tensors that lie elsewhere into flat storage."""
         places: Sequence[int] = range(len(effective))
         outside, pointers = effective, list(map(torch.Tensor.data_ptr, effective))
-        if max(pointers) >= self._memory.start and min(pointers) < self._memory.stop:  # else all lie elsewhere
-            places = [place for place, position in enumerate(_positions(effective)) if position != self._positions[place]]
-            # Those that lie in other tensors' places are copied first: they could be overwritten before they are read.
-            outside = [effective[place].clone() if pointers[place] in self._memory else effective[place] for place in places]
+        # else all lie elsewhere
+        if max(pointers) >= self._memory.start and min(pointers) < self._memory.stop:
+            places = [
+                place
+                for place, position in enumerate(_positions(effective))
+                if position != self._positions[place]
+            ]
+            # Those that lie in other tensors' places are copied first: they could be overwritten
+            # before they are read.
+            outside = [
+                effective[place].clone() if pointers[place] in self._memory else effective[place]
+                for place in places
+            ]
         if outside:
-            if not all(map(eq, _positions(self._views), self._positions)):  # a view was the gradient, and its ``data`` was replaced
+            # a view was the gradient, and its ``data`` was replaced
+            if not all(map(eq, _positions(self._views), self._positions)):
                 self._views = self.views_of(cast("Tensor", self._flat))
             views = [self._views[place] for place in places]
             runtime.hold(outside, self.device)
             if outside is effective and self._one_dimensional:
-                torch.cat(outside, out=cast("Tensor", self._flat)[: self.filled])  # takes half the time of the call below
+                # takes half the time of the call below
+                torch.cat(outside, out=cast("Tensor", self._flat)[: self.filled])
             else:
                 torch._foreach_copy_(views, outside)
             for place, view in zip(places, views, strict=True):
                 self._registered[place].replace(self.tensors[place], view)
 
     def _filled_up(self, effective: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return ``effective`` with new zero tensors in place of missing gradients; raise for a tensor that does not fit."""
+        """Return ``effective`` with new zero tensors in place of missing gradients; raise for a
+        tensor that does not fit.
+        """
         found = []
-        for place, (tensor, shape, known) in enumerate(zip(effective, self._shapes, self._registered, strict=True)):
+        for place, (tensor, shape, known) in enumerate(
+            zip(effective, self._shapes, self._registered, strict=True)
+        ):
             if tensor is None:
                 tensor = self.layouts[place].zeros(self.dtype, self.device)
                 known.replace(self.tensors[place], tensor)
             if tensor.layout is not torch.strided:
                 raise NotImplementedError(
-                    f"tensor {known.name!r} is {tensor.layout}; only dense ones can be communicated: use sparse=False"
+                    f"tensor {known.name!r} is {tensor.layout}; only dense ones can be"
+                    " communicated: use sparse=False"
                 )
             if tensor.shape != shape or tensor.dtype is not self.dtype:
                 raise ValueError(
-                    f"tensor {known.name!r} has shape {tuple(tensor.shape)} and {tensor.dtype}, but its bucket was made for shape "
-                    f"{tuple(shape)} and {self.dtype}; make the bucket, or wrap the module, after changing them"
+                    f"tensor {known.name!r} has shape {tuple(tensor.shape)} and {tensor.dtype}, but"
+                    f" its bucket was made for shape {tuple(shape)} and {self.dtype}; make the"
+                    " bucket, or wrap the module, after changing them"
                 )
             found.append(tensor)
         return found
 
     def copy_from_flat(self, flat: Tensor) -> None:
-        """Copy ``flat``, which has the bucket's size, into the effective tensors, wherever they are; padding is not copied."""
+        """Copy ``flat``, which has the bucket's size, into the effective tensors, wherever they
+        are; padding is not copied.
+        """
         if flat.numel() != self.numel:
-            raise ValueError(f"flat has {flat.numel()} elements; bucket {self.name!r} has {self.numel}, including padding")
+            raise ValueError(
+                f"flat has {flat.numel()} elements; bucket {self.name!r} has {self.numel},"
+                " including padding"
+            )
         effective = self.effective_tensors()
         runtime.hold(effective, self.device)
         self.kernels.scatter_flat(flat[: self.filled], self._in_order(effective))
@@ -374,15 +459,22 @@ class FlatStorage:
             observer.after_copy(self, flat)
 
     def _in_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return views of the tensors, whatever their strides are, whose row-major order is that of flat storage."""
-        return [layout.in_order(tensor.detach()) for layout, tensor in zip(self.layouts, tensors, strict=True)]
+        """Return views of the tensors, whatever their strides are, whose row-major order is that of
+        flat storage.
+        """
+        return [
+            layout.in_order(tensor.detach())
+            for layout, tensor in zip(self.layouts, tensors, strict=True)
+        ]
 
 
 _shape = attrgetter("shape")
 
 
 def _positions(tensors: Sequence[Tensor]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield each tensor's address and strides: a list of thousands of tuples would trigger the garbage collector."""
+    """Yield each tensor's address and strides: a list of thousands of tuples would trigger the
+    garbage collector.
+    """
     return zip(map(torch.Tensor.data_ptr, tensors), map(torch.Tensor.stride, tensors), strict=True)
 
 

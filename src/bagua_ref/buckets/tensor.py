@@ -1,4 +1,6 @@
-"""The methods that bagua_ref puts on ``torch.Tensor``, and bagua tensors as arguments of collectives (S1)."""
+"""The methods that bagua_ref puts on ``torch.Tensor``, and bagua tensors as arguments of
+collectives (S1).
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,22 @@ from torch import Tensor
 
 from bagua_ref.base.memory import Layout
 from bagua_ref.buckets.optimizer_state import ensure_grad
-from bagua_ref.buckets.storage import Getter, Registration, Setter, effective_tensor, register, registration
+from bagua_ref.buckets.storage import (
+    Getter,
+    Registration,
+    Setter,
+    effective_tensor,
+    register,
+    registration,
+)
 from bagua_ref.types import BackendTensor
 
 __all__ = ["BaguaTensor", "RegisteredTensor"]
 
 
 class RegisteredTensor(BackendTensor):
-    """A bagua tensor as an argument of collectives, which use its effective tensor at the time of the call (S1).
+    """A bagua tensor as an argument of collectives, which use its effective tensor at the time of
+    the call (S1).
 
     Tensors hold no reference to theirs, which would be a cycle.
     """
@@ -46,7 +56,10 @@ class RegisteredTensor(BackendTensor):
         """
         effective = effective_tensor(self._tensor)
         if effective is None:
-            raise ValueError(f"tensor {self.name!r} has no effective tensor; for a gradient call bagua_ensure_grad() first")
+            raise ValueError(
+                f"tensor {self.name!r} has no effective tensor; for a gradient call"
+                " bagua_ensure_grad() first"
+            )
         return effective.detach()
 
     def data_ptr(self) -> int:
@@ -75,7 +88,8 @@ class BaguaTensor:
         getter_closure: Getter | None = None,
         setter_closure: Setter | None = None,
     ) -> Tensor:
-        """Register this tensor, in place, as the proxy of ``getter_closure(self)``, or of itself (S1); return it.
+        """Register this tensor, in place, as the proxy of ``getter_closure(self)``, or of itself
+        (S1); return it.
 
         Registering again replaces the closures. Within one module the name cannot change.
 
@@ -83,7 +97,8 @@ class BaguaTensor:
             name: unique within its module's buckets; None generates one.
             module_name: the wrapped module that the tensor belongs to.
             getter_closure: returns the effective tensor, e.g. ``lambda p: p.grad``.
-            setter_closure: replaces the effective tensor, e.g. ``lambda p, t: setattr(p, "grad", t)``.
+            setter_closure: replaces the effective tensor, e.g. ``lambda p, t: setattr(p, "grad",
+                t)``.
 
         Raises:
             ValueError: it already has another name in this module.
@@ -100,11 +115,15 @@ class BaguaTensor:
         getter_closure: Getter | None = None,
         setter_closure: Setter | None = None,
     ) -> Tensor:
-        """Return a new bagua tensor that shares this tensor's storage; this tensor is not registered.
+        """Return a new bagua tensor that shares this tensor's storage; this tensor is not
+        registered.
 
-        If this tensor later moves to another storage, the new one does not follow. Arguments as in `ensure_bagua_tensor`.
+        If this tensor later moves to another storage, the new one does not follow. Arguments as in
+        `ensure_bagua_tensor`.
         """
-        return register(_as_tensor(self).detach(), name, module_name, getter_closure, setter_closure)
+        return register(
+            _as_tensor(self).detach(), name, module_name, getter_closure, setter_closure
+        )
 
     def bagua_getter_closure(self) -> Tensor | None:
         """Return the effective tensor (S1)."""
@@ -115,7 +134,8 @@ class BaguaTensor:
         registration(_as_tensor(self)).replace(_as_tensor(self), tensor)
 
     def bagua_backend_tensor(self) -> RegisteredTensor:
-        """Return an object that collectives of a communicator accept in place of this tensor (S3.9).
+        """Return an object that collectives of a communicator accept in place of this tensor
+        (S3.9).
 
         >>> x = torch.ones(2).ensure_bagua_tensor("x")
         >>> x.bagua_backend_tensor().num_elements()
@@ -142,19 +162,24 @@ class BaguaTensor:
         found = registration(_as_tensor(self))
         sink = None if found.sink is None else found.sink()
         if sink is None:
-            raise ValueError(f"tensor {found.name!r} is in no registered bucket, so it cannot be marked ready")
+            raise ValueError(
+                f"tensor {found.name!r} is in no registered bucket, so it cannot be marked ready"
+            )
         sink.mark_ready(_as_tensor(self))
 
     def bagua_mark_communication_ready_without_synchronization(self) -> None:
         """Mark this tensor ready, as `bagua_mark_communication_ready` does.
 
-        Unlike in the original, the operations wait for the current CUDA stream here, too: it may still be copying the tensor into
-        its bucket.
+        Unlike in the original, the operations wait for the current CUDA stream here, too: it may
+        still be copying the tensor into its bucket.
         """
         BaguaTensor.bagua_mark_communication_ready(self)
 
-    def bagua_set_storage(self, storage: torch.UntypedStorage | torch.TypedStorage, storage_offset: int = 0) -> None:
-        """Make the effective tensor a view of ``storage`` from element ``storage_offset`` on, with the values there.
+    def bagua_set_storage(
+        self, storage: torch.UntypedStorage | torch.TypedStorage, storage_offset: int = 0
+    ) -> None:
+        """Make the effective tensor a view of ``storage`` from element ``storage_offset`` on, with
+        the values there.
 
         It keeps its strides if it is dense, and becomes row-major otherwise (S2.3).
 
@@ -170,10 +195,14 @@ class BaguaTensor:
         needed = (storage_offset + effective.numel()) * effective.element_size()
         if storage_offset < 0 or needed > untyped.nbytes():
             raise ValueError(
-                f"storage_offset={storage_offset}: {effective.numel()} elements of {effective.dtype} at this offset need "
-                f"{needed} bytes; the storage has {untyped.nbytes()}"
+                f"storage_offset={storage_offset}: {effective.numel()} elements of"
+                f" {effective.dtype} at this offset need {needed} bytes; the storage has"
+                f" {untyped.nbytes()}"
             )
-        layout, view = Layout.of(effective), torch.empty(0, dtype=effective.dtype, device=effective.device)
+        layout, view = (
+            Layout.of(effective),
+            torch.empty(0, dtype=effective.dtype, device=effective.device),
+        )
         view.set_(untyped, storage_offset, layout.shape, layout.strides)
         if found is None:
             tensor.data = view

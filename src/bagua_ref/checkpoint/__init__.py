@@ -1,4 +1,6 @@
-"""Checkpoints of trainings: saved by all ranks together, complete or ignored, and loaded by each rank on its own."""
+"""Checkpoints of trainings: saved by all ranks together, complete or ignored, and loaded by each
+rank on its own.
+"""
 
 from bagua_ref.base.not_provided import explain_missing
 from bagua_ref.checkpoint.saving_and_loading import Checkpoint, load, save

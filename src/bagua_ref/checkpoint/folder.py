@@ -1,7 +1,9 @@
-"""Folders of checkpoints: durable writing, the manifest that completes a checkpoint, verification, and removal of old ones.
+"""Folders of checkpoints: durable writing, the manifest that completes a checkpoint, verification,
+and removal of old ones.
 
-A folder has one folder for each checkpoint, ``step_00000012``, with the parts ``common-<token>.pt`` and ``rank<r>-<token>.pt`` and
-``manifest.json``, which is written last and names the others with size and SHA-256. What it does not name does not count.
+A folder has one folder for each checkpoint, ``step_00000012``, with the parts ``common-<token>.pt``
+and ``rank<r>-<token>.pt`` and ``manifest.json``, which is written last and names the others with
+size and SHA-256. What it does not name does not count.
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ from typing import Any
 
 import torch
 
-from bagua_ref.base.untrusted import NATURAL, NotRegularError, check_form, load_json, one_line, open_file, read_file
+from bagua_ref.base.untrusted import (
+    NATURAL,
+    NotRegularError,
+    check_form,
+    load_json,
+    one_line,
+    open_file,
+    read_file,
+)
 from bagua_ref.errors import CheckpointError
 
 __all__ = [
@@ -103,17 +113,23 @@ def found_steps(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
     found = (path for path in folder.iterdir() if path.is_dir())
-    return sorted((int(match[1]) for path in found if (match := _FOLDER_NAME.fullmatch(path.name))), reverse=True)
+    return sorted(
+        (int(match[1]) for path in found if (match := _FOLDER_NAME.fullmatch(path.name))),
+        reverse=True,
+    )
 
 
 def write_part(place: Path, owner: str, token: str, state: Any) -> Part:
-    """Write ``state`` into a new file of the checkpoint at ``place``, durably; return what the manifest says of it."""
+    """Write ``state`` into a new file of the checkpoint at ``place``, durably; return what the
+    manifest says of it.
+    """
     name = part_name(owner, token)
     return _write_durably(place / name, lambda file: torch.save(state, file))
 
 
 def commit(place: Path, manifest: Manifest) -> None:
-    """Complete the checkpoint at ``place``: from now on its newest version is this one, also after a crash.
+    """Complete the checkpoint at ``place``: from now on its newest version is this one, also after
+    a crash.
 
     Raises:
         CheckpointError: a part is not there.
@@ -122,7 +138,8 @@ def commit(place: Path, manifest: Manifest) -> None:
         path = place / part.name
         if not path.is_file() or path.stat().st_size != part.size:
             raise CheckpointError(
-                f"{path} was written but is not here; ranks on several nodes need a folder that all of them share"
+                f"{path} was written but is not here; ranks on several nodes need a folder that all"
+                " of them share"
             )
     _sync_folder(place.parent)
     content = asdict(manifest) | {"format": _FORMAT}
@@ -131,7 +148,8 @@ def commit(place: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(place: Path) -> Manifest | None:
-    """Return the manifest of the checkpoint at ``place``, None if it has none because saving did not finish.
+    """Return the manifest of the checkpoint at ``place``, None if it has none because saving did
+    not finish.
 
     Raises:
         CheckpointError: it is damaged.
@@ -171,7 +189,9 @@ def verify(place: Path, manifest: Manifest) -> None:
             with open_file(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size != part.size:
-                    raise CheckpointError(f"{path} is damaged: it has {size} bytes instead of {part.size}")
+                    raise CheckpointError(
+                        f"{path} is damaged: it has {size} bytes instead of {part.size}"
+                    )
                 checksum = hashlib.sha256()
                 while size > 0 and (block := file.read(min(size, _BLOCK))):
                     checksum.update(block)
@@ -185,7 +205,9 @@ def verify(place: Path, manifest: Manifest) -> None:
 
 
 def remove_old(folder: Path, manifest: Manifest, keep: int | None) -> None:
-    """Remove files of failed attempts, and of the complete checkpoints up to this step all but the newest ``keep``."""
+    """Remove files of failed attempts, and of the complete checkpoints up to this step all but the
+    newest ``keep``.
+    """
     try:
         complete = 0
         for step in found_steps(folder):
@@ -208,7 +230,9 @@ def remove_old(folder: Path, manifest: Manifest, keep: int | None) -> None:
 
 
 def discard(place: Path, token: str) -> None:
-    """Remove the files of a failed attempt, so that it does not fill the disk, unless its manifest is there."""
+    """Remove the files of a failed attempt, so that it does not fill the disk, unless its manifest
+    is there.
+    """
     try:
         with contextlib.suppress(CheckpointError):
             manifest = read_manifest(place)
@@ -219,11 +243,15 @@ def discard(place: Path, token: str) -> None:
         with contextlib.suppress(OSError):  # it has other files
             place.rmdir()
     except OSError as error:
-        warnings.warn(f"what a failed attempt to save has left could not be removed: {error}", stacklevel=4)
+        warnings.warn(
+            f"what a failed attempt to save has left could not be removed: {error}", stacklevel=4
+        )
 
 
 def _remove_files(place: Path, kept: set[str]) -> None:
-    """Remove our files at ``place`` but those ``kept``, and ``place`` itself if it is then empty."""
+    """Remove our files at ``place`` but those ``kept``, and ``place`` itself if it is then
+    empty.
+    """
     for path in list(place.iterdir()):
         if path.name not in kept and _FILE_NAME.fullmatch(path.name):
             path.unlink()
@@ -232,7 +260,8 @@ def _remove_files(place: Path, kept: set[str]) -> None:
 
 
 def _write_durably(path: Path, write: Callable[[Any], object]) -> Part:
-    """Write ``path`` so that after a crash it is there as a whole or not at all; if that fails, remove what is written.
+    """Write ``path`` so that after a crash it is there as a whole or not at all; if that fails,
+    remove what is written.
 
     Raises:
         OSError: the disk is full, for instance.
@@ -257,7 +286,9 @@ def _write_durably(path: Path, write: Callable[[Any], object]) -> Part:
 
 
 class _HashingFile:
-    """A file to write to that computes the checksum of what it is given, and keeps the error of a write."""
+    """A file to write to that computes the checksum of what it is given, and keeps the error of a
+    write.
+    """
 
     def __init__(self, file: Any) -> None:
         self._file, self.size, self.checksum = file, 0, hashlib.sha256()

@@ -1,4 +1,6 @@
-"""Plain trees: tensors, numbers, strings, None, and lists, tuples and dicts of them; their digests and their files."""
+"""Plain trees: tensors, numbers, strings, None, and lists, tuples and dicts of them; their digests
+and their files.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +25,47 @@ from bagua_ref.errors import CheckpointError
 __all__ = ["digest", "plain", "read_plain"]
 
 _STORAGES = {
-    torch.bool: "Bool", torch.uint8: "Byte", torch.int8: "Char", torch.int16: "Short", torch.int32: "Int", torch.int64: "Long",
-    torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float", torch.float64: "Double",
-    torch.complex64: "ComplexFloat", torch.complex128: "ComplexDouble",
-}  # fmt: skip
+    torch.bool: "Bool",
+    torch.uint8: "Byte",
+    torch.int8: "Char",
+    torch.int16: "Short",
+    torch.int32: "Int",
+    torch.int64: "Long",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.float32: "Float",
+    torch.float64: "Double",
+    torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble",
+}
 _DTYPES = {f"torch {name}Storage": dtype for dtype, name in _STORAGES.items()}
-_REBUILD, _COUNTER, _HOOKS = "torch._utils _rebuild_tensor_v2", "collections Counter", "collections OrderedDict"
+_REBUILD, _COUNTER, _HOOKS = (
+    "torch._utils _rebuild_tensor_v2",
+    "collections Counter",
+    "collections OrderedDict",
+)
 _NAMES = {*_DTYPES, _REBUILD, _COUNTER, _HOOKS}
 """Names that the pickle in a file may use."""
 _SIMPLE = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE"}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_TAKEN = {"TUPLE": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPENDS": None, "APPEND": 1, "SETITEMS": None, "SETITEM": 2}
+_TAKEN = {
+    "TUPLE": None,
+    "TUPLE1": 1,
+    "TUPLE2": 2,
+    "TUPLE3": 3,
+    "APPENDS": None,
+    "APPEND": 1,
+    "SETITEMS": None,
+    "SETITEM": 2,
+}
 """Number of items that each takes from the stack; None: all since the last mark."""
 _DEEPEST = 100
 _MOST_DIMENSIONS = 64  # as in torch
 
 
 def plain(value: Any, where: str, stored: set[int] | None = None, depth: int = 0) -> Any:
-    """Return ``value`` as a plain tree whose tensors are in the host's memory, each with a storage of its own.
+    """Return ``value`` as a plain tree whose tensors are in the host's memory, each with a storage
+    of its own.
 
     Tensors that are already like this are not copied.
 
@@ -56,7 +81,10 @@ def plain(value: Any, where: str, stored: set[int] | None = None, depth: int = 0
     """
     stored = set() if stored is None else stored
     if depth > _DEEPEST:
-        raise ValueError(f"{where.partition('[')[0]} is nested more than {_DEEPEST} deep, which a checkpoint cannot hold")
+        raise ValueError(
+            f"{where.partition('[')[0]} is nested more than {_DEEPEST} deep, which a checkpoint"
+            " cannot hold"
+        )
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, torch.Tensor):
@@ -68,27 +96,40 @@ def plain(value: Any, where: str, stored: set[int] | None = None, depth: int = 0
             return kind(value)
     for container in (list, tuple):
         if isinstance(value, container):
-            return container(plain(item, f"{where}[{place}]", stored, depth + 1) for place, item in enumerate(value))
+            return container(
+                plain(item, f"{where}[{place}]", stored, depth + 1)
+                for place, item in enumerate(value)
+            )
     if isinstance(value, dict):
         items = {
-            plain(key, f"a key of {where}", None, depth + 1): plain(item, f"{where}[{key!r}]", stored, depth + 1)
+            plain(key, f"a key of {where}", None, depth + 1): plain(
+                item, f"{where}[{key!r}]", stored, depth + 1
+            )
             for key, item in value.items()
         }
         return Counter(items) if isinstance(value, Counter) else items
     advice = "; torch.as_tensor makes a tensor of it" if isinstance(value, np.ndarray) else ""
     raise TypeError(
-        f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, None, and lists, tuples and dicts of "
-        f"them{advice}"
+        f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, None,"
+        f" and lists, tuples and dicts of them{advice}"
     )
 
 
 def _plain_tensor(tensor: Tensor, where: str, stored: set[int]) -> Tensor:
     tensor = tensor.detach()
-    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.dtype not in _STORAGES:
-        raise TypeError(f"{where} is a {type(tensor).__name__} ({tensor.dtype}, {tensor.layout}), which a checkpoint cannot hold")
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.layout != torch.strided
+        or tensor.dtype not in _STORAGES
+    ):
+        raise TypeError(
+            f"{where} is a {type(tensor).__name__} ({tensor.dtype}, {tensor.layout}), which a"
+            " checkpoint cannot hold"
+        )
     tensor = tensor.cpu().resolve_conj().resolve_neg()
     storage = tensor.untyped_storage()
-    if storage.nbytes() != tensor.nbytes or storage.data_ptr() in stored:  # a view of a bucket, for instance, or a tied weight
+    # a view of a bucket, for instance, or a tied weight
+    if storage.nbytes() != tensor.nbytes or storage.data_ptr() in stored:
         tensor = tensor.clone()  # keeps the strides
     stored.add(tensor.untyped_storage().data_ptr())
     return tensor
@@ -107,16 +148,22 @@ def _update(content: Any, value: Any) -> None:
         content.update(bytes_of(value.contiguous()).numpy())
     elif isinstance(value, (list, tuple, dict)):
         content.update(f"{type(value).__name__} {len(value)};".encode())
-        for item in value if not isinstance(value, dict) else (part for entry in value.items() for part in entry):
+        for item in (
+            value
+            if not isinstance(value, dict)
+            else (part for entry in value.items() for part in entry)
+        ):
             _update(content, item)
     else:
         content.update(f"{type(value).__name__} {value!r};".encode())
 
 
 def read_plain(path: Path, size: int | None = None) -> Any:
-    """Return the plain tree that ``torch.save`` wrote to ``path``, in memory of at most about the file's size.
+    """Return the plain tree that ``torch.save`` wrote to ``path``, in memory of at most about the
+    file's size.
 
-    Nothing in the file is executed or looked up by name: of the operations of pickles, this takes those that build plain trees.
+    Nothing in the file is executed or looked up by name: of the operations of pickles, this takes
+    those that build plain trees.
 
     Args:
         path: the file.
@@ -133,7 +180,9 @@ def read_plain(path: Path, size: int | None = None) -> Any:
             with zipfile.ZipFile(file) as archive:
                 return _Reader(archive, found).read()
     except Exception as error:  # whoever wrote the file chose what goes wrong
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {one_line(str(error))}") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {type(error).__name__}: {one_line(str(error))}"
+        ) from error
 
 
 class _Name(str):
@@ -164,7 +213,10 @@ class _Reader:
 
     def __init__(self, archive: zipfile.ZipFile, size: int) -> None:
         entries = archive.infolist()
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or sum(e.file_size for e in entries) > size:
+        if (
+            any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+            or sum(e.file_size for e in entries) > size
+        ):
             raise ValueError("its entries are compressed or overlap")
         pickled = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
         if len(pickled) != 1:
@@ -174,7 +226,10 @@ class _Reader:
         self._entries = {entry.filename.removeprefix(folder): entry for entry in entries}
         order = self._entries.get("byteorder")
         if order is not None and archive.read(order) != sys.byteorder.encode():
-            raise ValueError(f"its numbers have another byte order than this machine's, which is {sys.byteorder}-endian")
+            raise ValueError(
+                "its numbers have another byte order than this machine's, which is"
+                f" {sys.byteorder}-endian"
+            )
 
     def read(self) -> Any:
         """Return the tree."""
@@ -232,9 +287,14 @@ class _Reader:
         if entry is None:
             raise ValueError(f"the storage {key!r} is missing, or that of several tensors")
         data = bytearray(self._archive.read(entry))
-        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        flat = (
+            torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        )
         if len(data) != numel * _DTYPES[dtype].itemsize:
-            raise ValueError(f"the storage {key!r} has {len(data)} bytes, which are not {numel} elements of {_DTYPES[dtype]}")
+            raise ValueError(
+                f"the storage {key!r} has {len(data)} bytes, which are not {numel} elements of"
+                f" {_DTYPES[dtype]}"
+            )
         # A bool that is neither 0 nor 1 would be undefined behaviour.
         return _Storage(flat != 0 if _DTYPES[dtype] is torch.bool else flat.view(_DTYPES[dtype]))
 
@@ -247,7 +307,9 @@ def _extend(container: Any, inside: list[Any], kind: type[list[Any]]) -> None:
 
 
 def _made(name: Any, arguments: Any) -> Any:
-    """Return the result of a call in a pickle: a Counter, or a tensor and the empty dict of its hooks."""
+    """Return the result of a call in a pickle: a Counter, or a tensor and the empty dict of its
+    hooks.
+    """
     if name == _HOOKS and isinstance(name, _Name) and arguments == ():
         return name
     if name == _COUNTER and isinstance(name, _Name):
@@ -269,15 +331,36 @@ def _finished(value: Any, depth: int = 0) -> Any:
         pairs = [(_finished(key, depth + 1), _finished(item, depth + 1)) for key, item in value]
         check_hash_collisions(key for key, _ in pairs)
         return Counter(dict(pairs)) if isinstance(value, _Counts) else dict(pairs)
-    return type(value)(_finished(item, depth + 1) for item in value) if type(value) in (list, tuple) else value
+    return (
+        type(value)(_finished(item, depth + 1) for item in value)
+        if type(value) in (list, tuple)
+        else value
+    )
 
 
-def _tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool, hooks: str) -> Tensor:
+def _tensor(
+    storage: Any,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    hooks: str,
+) -> Tensor:
     """Return the tensor of a storage, whose elements it has all."""
     if not isinstance(storage, _Storage) or hooks != _HOOKS:
         raise ValueError("it contains a call that makes no tensor")
-    if not all(type(number) is int and number >= 0 for number in (offset, *size, *stride)) or len(size) > _MOST_DIMENSIONS:
-        raise ValueError(f"a tensor has more than {_MOST_DIMENSIONS} dimensions, or something else than natural numbers for sizes")
+    if (
+        not all(type(number) is int and number >= 0 for number in (offset, *size, *stride))
+        or len(size) > _MOST_DIMENSIONS
+    ):
+        raise ValueError(
+            f"a tensor has more than {_MOST_DIMENSIONS} dimensions, or something else than natural"
+            " numbers for sizes"
+        )
     if offset != 0 or math.prod(size) != storage.flat.numel():
         raise ValueError("a tensor is not of the size of its storage")
-    return storage.flat.as_strided(size, stride).clone() if storage.flat.numel() else storage.flat.reshape(size)
+    return (
+        storage.flat.as_strided(size, stride).clone()
+        if storage.flat.numel()
+        else storage.flat.reshape(size)
+    )

@@ -48,33 +48,37 @@ def save(
     extra: Any = None,
     keep: int | None = None,
 ) -> Path:
-    """Save everything that training needs to continue bit for bit; collective: every rank of the model's group calls this.
+    """Save everything that training needs to continue bit for bit; collective: every rank of the
+    model's group calls this.
 
-    Saved are the states of the model, the optimizers, the algorithm and the sampler, the random states of Python, NumPy and torch
-    (with CUDA, of the current device), and ``extra``. What is equal on all ranks is written once. A checkpoint counts once its
-    manifest is written, which the first rank does after all parts are durable; a crash at any moment before leaves the earlier
+    Saved are the states of the model, the optimizers, the algorithm and the sampler, the random
+    states of Python, NumPy and torch (with CUDA, of the current device), and ``extra``. What is
+    equal on all ranks is written once. A checkpoint counts once its manifest is written, which the
+    first rank does after all parts are durable; a crash at any moment before leaves the earlier
     checkpoints as they were. Saving a step again replaces it.
 
-    Weights and optimizer state that the algorithm keeps equal on all ranks, but that have drifted apart because ranks have other
-    versions of torch or other CPU kernels, are saved as the first rank has them, so that the checkpoint can be loaded; a warning
-    on every rank says so.
+    Weights and optimizer state that the algorithm keeps equal on all ranks, but that have drifted
+    apart because ranks have other versions of torch or other CPU kernels, are saved as the first
+    rank has them, so that the checkpoint can be loaded; a warning on every rank says so.
 
     Args:
         folder: holds the checkpoints of one training, and is shared by all ranks.
         model: the wrapped model.
         optimizers: its optimizer, or several.
         step: the number of steps taken; the checkpoint with the highest is the newest.
-        sampler: an object with ``state_dict()``, such as a `LoadBalancingDistributedSampler`; if a DataLoader with workers draws
-            ahead, what ``sampler.state_dict(samples=...)`` returned.
-        extra: what else to keep, such as the state of a learning rate scheduler: tensors, numbers, strings, None, and lists,
-            tuples and dicts of them.
-        keep: the number of checkpoints to keep, this one included; older ones are removed. None keeps all.
+        sampler: an object with ``state_dict()``, such as a `LoadBalancingDistributedSampler`; if a
+            DataLoader with workers draws ahead, what ``sampler.state_dict(samples=...)`` returned.
+        extra: what else to keep, such as the state of a learning rate scheduler: tensors, numbers,
+            strings, None, and lists, tuples and dicts of them.
+        keep: the number of checkpoints to keep, this one included; older ones are removed. None
+            keeps all.
 
     Returns:
         The new checkpoint's own folder.
 
     Raises:
-        ValueError: the model is not wrapped, steps differ between ranks, or an argument is out of range.
+        ValueError: the model is not wrapped, steps differ between ranks, or an argument is out of
+            range.
         TypeError: an argument, or what a state contains, is of the wrong type.
         CheckpointError: it failed on another rank; raised on all of them.
         OSError: the disk is full, for instance; what was written of this checkpoint is removed.
@@ -107,38 +111,61 @@ def save(
         def collect() -> tuple[int, str, set[_Key], dict[_Key, bytes]]:
             state.update(training.collect(algorithm), extra={"extra": plain(extra, "extra")})
             place.mkdir(parents=True, exist_ok=True)
-            digests = {key: digest(value) for key, value in _entries(state)} if comm.nranks() > 1 else {}
+            digests = (
+                {key: digest(value) for key, value in _entries(state)} if comm.nranks() > 1 else {}
+            )
             return step, secrets.token_hex(4), training.replicated(state), digests
 
         steps, tokens, replicated, digests = zip(*_together(comm, step, collect), strict=True)
         if len(set(steps)) > 1:
-            raise ValueError(f"step differs between ranks, which called save() with step={list(steps)}")
+            raise ValueError(
+                f"step differs between ranks, which called save() with step={list(steps)}"
+            )
         first = digests[0]
-        drifted = {key for key in replicated[0] if any(found.get(key) != first.get(key) for found in digests)}
+        drifted = {
+            key
+            for key in replicated[0]
+            if any(found.get(key) != first.get(key) for found in digests)
+        }
         if drifted:
             ranks = training.context.given_group.ranks
             others = [
-                rank for rank, found in zip(ranks, digests, strict=True) if any(found.get(k) != first.get(k) for k in drifted)
+                rank
+                for rank, found in zip(ranks, digests, strict=True)
+                if any(found.get(k) != first.get(k) for k in drifted)
             ]
             warnings.warn(
-                f"{listed(_selected(state, drifted.__contains__))} of {format_ranks(others)} differ from those of rank {ranks[0]}, "
-                f"though {type(training.algorithm).__name__} keeps them equal; the checkpoint of step {step} has those of rank "
-                f"{ranks[0]} alone. Call model.bagua_resynchronize() on every rank to train on with them",
+                f"{listed(_selected(state, drifted.__contains__))} of {format_ranks(others)} differ"
+                f" from those of rank {ranks[0]}, though {type(training.algorithm).__name__} keeps"
+                f" them equal; the checkpoint of step {step} has those of rank {ranks[0]} alone."
+                " Call model.bagua_resynchronize() on every rank to train on with them",
                 stacklevel=2,
             )
 
         def write() -> list[Part]:
-            equal = {key for key, _ in _entries(state) if all(found.get(key) == first.get(key) for found in digests)} | drifted
-            common, own = _selected(state, equal.__contains__), _selected(state, lambda key: key not in equal)
+            equal = {
+                key
+                for key, _ in _entries(state)
+                if all(found.get(key) == first.get(key) for found in digests)
+            } | drifted
+            common, own = (
+                _selected(state, equal.__contains__),
+                _selected(state, lambda key: key not in equal),
+            )
             return [
                 write_part(place, owner, tokens[0], entries)
-                for owner, entries in (("common", common if comm.rank() == 0 else {}), (f"rank{comm.rank()}", own))
+                for owner, entries in (
+                    ("common", common if comm.rank() == 0 else {}),
+                    (f"rank{comm.rank()}", own),
+                )
                 if entries
             ]
 
         def complete(parts: list[Part]) -> None:
             if comm.rank() == 0:
-                manifest = Manifest(step, comm.nranks(), type(training.algorithm).__name__, tokens[0], parts)
+                manifest = Manifest(
+                    step, comm.nranks(), type(training.algorithm).__name__, tokens[0], parts
+                )
                 commit(place, manifest)
                 remove_old(place.parent, manifest, keep)
 
@@ -170,7 +197,8 @@ def _selected(state: State, chosen: Callable[[_Key], bool]) -> State:
 
 
 def _together(comm: Communicator, step: int, function: Callable[[], Any]) -> list[Any]:
-    """Run ``function()`` on every rank and return all results in rank order, once all ranks have theirs.
+    """Run ``function()`` on every rank and return all results in rank order, once all ranks have
+    theirs.
 
     Raises:
         CheckpointError: it raised on another rank; if it raised here, that exception.
@@ -186,7 +214,9 @@ def _together(comm: Communicator, step: int, function: Callable[[], Any]) -> lis
         raise error
     for rank, (_, failure) in enumerate(everyones):
         if failure is not None:
-            raise CheckpointError(f"the checkpoint of step {step} was not saved, as rank {rank} failed: {failure}")
+            raise CheckpointError(
+                f"the checkpoint of step {step} was not saved, as rank {rank} failed: {failure}"
+            )
     return [of_rank for of_rank, _ in everyones]
 
 
@@ -214,28 +244,34 @@ def load(
     step: int | None = None,
     drop_rank_state: bool = False,
 ) -> Checkpoint | None:
-    """Continue from the newest complete checkpoint; return its step and extra, or None if there is no checkpoint yet.
+    """Continue from the newest complete checkpoint; return its step and extra, or None if there is
+    no checkpoint yet.
 
-    Each rank loads by itself, without communication, after wrapping: its own state, and what was equal on all ranks. It reads and
-    compares the checksums of all ranks' files, so that all ranks come to the same conclusion: if any file is damaged, a warning
-    names it, and all of them load the checkpoint before. Nothing in a file is executed, and if this raises, model, optimizers,
+    Each rank loads by itself, without communication, after wrapping: its own state, and what was
+    equal on all ranks. It reads and compares the checksums of all ranks' files, so that all ranks
+    come to the same conclusion: if any file is damaged, a warning names it, and all of them load
+    the checkpoint before. Nothing in a file is executed, and if this raises, model, optimizers,
     algorithm and random generators are as they were.
 
     Args:
         folder: as passed to `save`.
-        model: wrapped with the same algorithm as when it was saved. With drop_rank_state=True it may also be a plain module; then
-            the first rank's model and optimizers are loaded, and nothing of the algorithm.
+        model: wrapped with the same algorithm as when it was saved. With drop_rank_state=True it
+            may also be a plain module; then the first rank's model and optimizers are loaded, and
+            nothing of the algorithm.
         optimizers: as many as were saved.
         sampler: has ``load_state_dict()``.
         step: load the checkpoint of this step only; None: the newest.
-        drop_rank_state: if the number of ranks has changed, continue without what belonged to single ranks: all ranks take the
-            first rank's model, optimizers and extra; the sampler and random states that differed between ranks stay as they are.
+        drop_rank_state: if the number of ranks has changed, continue without what belonged to
+            single ranks: all ranks take the first rank's model, optimizers and extra; the sampler
+                and random states that differed between ranks stay as they are.
 
     Raises:
-        ValueError: the checkpoint was saved by another number of ranks and some of it belongs to single ranks (the message lists
-            what), with another algorithm, or for another model, other optimizers or another sampler, or holds something that no
-            training saves; the message names the file.
-        CheckpointError: there are checkpoints, but all of them are damaged; the checkpoint of ``step`` is damaged or missing.
+        ValueError: the checkpoint was saved by another number of ranks and some of it belongs to
+            single ranks (the message lists what), with another algorithm, or for another model,
+            other optimizers or another sampler, or holds something that no training saves; the
+            message names the file.
+        CheckpointError: there are checkpoints, but all of them are damaged; the checkpoint of
+            ``step`` is damaged or missing.
         RuntimeError: the algorithm works in the background; the message says how to stop it.
     """
     training = TrainingState(model, optimizers, sampler)
@@ -243,8 +279,9 @@ def load(
         raise TypeError("sampler is a state; it must be the sampler to load into")
     if training.context is None and not drop_rank_state:
         raise ValueError(
-            "model is not wrapped, so the state of its algorithm cannot be loaded; wrap it with_bagua(...) first, or call "
-            "bagua_ref.checkpoint.load(..., drop_rank_state=True) to load the first rank's model and optimizers alone"
+            "model is not wrapped, so the state of its algorithm cannot be loaded; wrap it"
+            " with_bagua(...) first, or call bagua_ref.checkpoint.load(..., drop_rank_state=True)"
+            " to load the first rank's model and optimizers alone"
         )
     found = _newest(Path(folder), step)
     if found is None:
@@ -255,7 +292,9 @@ def load(
         training.restore(state)
     except RestoreError as error:
         names = " and ".join(files[error.component])
-        raise ValueError(f"{error.component} in {names} of {place} cannot be loaded: {one_line(str(error))}") from error
+        raise ValueError(
+            f"{error.component} in {names} of {place} cannot be loaded: {one_line(str(error))}"
+        ) from error
     return Checkpoint(manifest.step, state["extra"]["extra"], place)
 
 
@@ -279,64 +318,103 @@ def _newest(folder: Path, step: int | None) -> tuple[Path, Manifest] | None:
             continue
         if manifest is not None:
             for damaged in damages:
-                warnings.warn(f"{damaged}; continuing from the checkpoint of step {found}", stacklevel=3)
+                warnings.warn(
+                    f"{damaged}; continuing from the checkpoint of step {found}", stacklevel=3
+                )
             return place, manifest
     if damages:
         raise CheckpointError("; ".join(damages))
     return None
 
 
-def _to_load(training: TrainingState, place: Path, manifest: Manifest, drop: bool) -> tuple[State, dict[str, list[str]]]:
-    """Return the state that this rank continues from, and the names of the files of each of its components."""
+def _to_load(
+    training: TrainingState, place: Path, manifest: Manifest, drop: bool
+) -> tuple[State, dict[str, list[str]]]:
+    """Return the state that this rank continues from, and the names of the files of each of its
+    components.
+    """
     rank, ranks = training.place()
     rank_state = training.algorithm.rank_state if training.context is not None else frozenset()
     resized = training.context is None or ranks != manifest.ranks
-    parts = {owner: manifest.part(owner) for owner in ("common", "rank0" if resized else f"rank{rank}")}
-    common, own = ({} if part is None else _read(place / part.name, part.size) for part in parts.values())
-    state = {component: common.get(component, {}) | own.get(component, {}) for component in {**common, **own}}
-    if not {"model", "versions", "algorithm", "extra"} <= state.keys() or "extra" not in state["extra"]:
+    parts = {
+        owner: manifest.part(owner) for owner in ("common", "rank0" if resized else f"rank{rank}")
+    }
+    common, own = (
+        {} if part is None else _read(place / part.name, part.size) for part in parts.values()
+    )
+    state = {
+        component: common.get(component, {}) | own.get(component, {})
+        for component in {**common, **own}
+    }
+    if (
+        not {"model", "versions", "algorithm", "extra"} <= state.keys()
+        or "extra" not in state["extra"]
+    ):
         raise CheckpointError(f"{place} holds no state of a training, only {sorted(state)}")
     _check_fit(training, place, manifest, state, drop)
     if resized:
-        bound = {**own, "algorithm": {**own.get("algorithm", {}), **dict.fromkeys(rank_state & state["algorithm"].keys())}}
+        bound = {
+            **own,
+            "algorithm": {
+                **own.get("algorithm", {}),
+                **dict.fromkeys(rank_state & state["algorithm"].keys()),
+            },
+        }
         bound["algorithm"].pop("rank", None)  # it says who saved this, for whoever reads it
         if not drop and any(bound.values()):
             raise ValueError(
-                f"{place} was saved by {manifest.ranks} ranks and this training has {ranks}, but part of it belongs to single "
-                f"ranks: {one_line(listed(bound))}. Load it with {manifest.ranks} ranks, or call "
-                "bagua_ref.checkpoint.load(..., drop_rank_state=True) to continue with the first rank's model and optimizers and "
-                "without the rest of this"
+                f"{place} was saved by {manifest.ranks} ranks and this training has {ranks}, but"
+                f" part of it belongs to single ranks: {one_line(listed(bound))}. Load it with"
+                f" {manifest.ranks} ranks, or call bagua_ref.checkpoint.load(...,"
+                " drop_rank_state=True) to continue with the first rank's model and optimizers and"
+                " without the rest of this"
             )
     if resized and drop:
         if own.get("sampler"):
             del state["sampler"]
         state["rng"] = common.get("rng", {})
-        state["algorithm"] = {name: value for name, value in state["algorithm"].items() if name not in rank_state}
-    read = [(part.name, entries) for part, entries in zip(parts.values(), (common, own), strict=True) if part is not None]
-    return state, {component: [name for name, entries in read if component in entries] for component in state}
+        state["algorithm"] = {
+            name: value for name, value in state["algorithm"].items() if name not in rank_state
+        }
+    read = [
+        (part.name, entries)
+        for part, entries in zip(parts.values(), (common, own), strict=True)
+        if part is not None
+    ]
+    return state, {
+        component: [name for name, entries in read if component in entries] for component in state
+    }
 
 
 def _read(path: Path, size: int) -> State:
     """Return a part of a checkpoint."""
     state: State = read_plain(path, size)
-    if type(state) is not dict or not all(type(name) is str and type(entries) is dict for name, entries in state.items()):
+    if type(state) is not dict or not all(
+        type(name) is str and type(entries) is dict for name, entries in state.items()
+    ):
         raise CheckpointError(f"{path} holds no state of a training")
     return state
 
 
-def _check_fit(training: TrainingState, place: Path, manifest: Manifest, state: State, drop: bool) -> None:
+def _check_fit(
+    training: TrainingState, place: Path, manifest: Manifest, state: State, drop: bool
+) -> None:
     """Raise ValueError if ``state`` is of another kind of training."""
     wrapped = training.context is not None
     if wrapped and type(training.algorithm).__name__ != manifest.algorithm:
         saved_with, here = one_line(manifest.algorithm), type(training.algorithm).__name__
         raise ValueError(
-            f"{place} was saved with {saved_with}, and the model is wrapped with {here}; to continue with another algorithm, call "
-            "bagua_ref.checkpoint.load(..., drop_rank_state=True) before wrapping"
+            f"{place} was saved with {saved_with}, and the model is wrapped with {here}; to"
+            " continue with another algorithm, call bagua_ref.checkpoint.load(...,"
+            " drop_rank_state=True) before wrapping"
         )
     saved, given = len(state.get("optimizers", ())), len(training.optimizers)
     if saved != given and (wrapped or given):
         raise ValueError(f"{place} was saved with {saved} optimizers, and load() was given {given}")
     if training.sampler is not None and "sampler" not in state:
-        raise ValueError(f"{place} was saved without a sampler, and load() was given sampler={training.sampler!r}")
+        raise ValueError(
+            f"{place} was saved without a sampler, and load() was given"
+            f" sampler={training.sampler!r}"
+        )
     if training.sampler is None and "sampler" in state and wrapped and not drop:
         raise ValueError(f"{place} was saved with a sampler; pass sampler= to load its position")

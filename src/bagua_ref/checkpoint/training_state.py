@@ -54,20 +54,35 @@ class TrainingState:
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], sampler: Any
+        self,
+        model: torch.nn.Module,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        sampler: Any,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model={model!r} must be a torch.nn.Module")
         module = uncompiled(model)
         inside = getattr(module, "module", None)
-        if context_of(module) is None and isinstance(inside, torch.nn.Module) and context_of(inside) is not None:
+        if (
+            context_of(module) is None
+            and isinstance(inside, torch.nn.Module)
+            and context_of(inside) is not None
+        ):
             module = uncompiled(inside)  # of a DistributedDataParallel
         self.module: torch.nn.Module = module
         self.context: ModuleTraining | None = context_of(module)
-        self.optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        self.optimizers = (
+            [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        )
         if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in self.optimizers):
-            raise TypeError(f"optimizers={optimizers!r} must be a torch.optim.Optimizer or a list of them")
-        if sampler is not None and not isinstance(sampler, Mapping) and not hasattr(sampler, "load_state_dict"):
+            raise TypeError(
+                f"optimizers={optimizers!r} must be a torch.optim.Optimizer or a list of them"
+            )
+        if (
+            sampler is not None
+            and not isinstance(sampler, Mapping)
+            and not hasattr(sampler, "load_state_dict")
+        ):
             raise TypeError(f"sampler={sampler!r} must have state_dict() and load_state_dict()")
         self.sampler = sampler
 
@@ -86,21 +101,30 @@ class TrainingState:
         return ranks.index(identity.rank), len(ranks)
 
     def collect(self, algorithm: dict[str, Any]) -> State:
-        """Return the state, in which that of the algorithm is given; tensors in the host's memory are not copied."""
+        """Return the state, in which that of the algorithm is given; tensors in the host's memory
+        are not copied.
+        """
         model = self.module.state_dict()
         state: State = {
             "model": dict(model),
             "versions": {"modules": dict(getattr(model, "_metadata", {}))},
-            "optimizers": {str(place): optimizer.state_dict() for place, optimizer in enumerate(self.optimizers)},
+            "optimizers": {
+                str(place): optimizer.state_dict()
+                for place, optimizer in enumerate(self.optimizers)
+            },
             "algorithm": algorithm,
             "rng": random_states(),
         }
         if self.sampler is not None:
-            state["sampler"] = dict(self.sampler if isinstance(self.sampler, Mapping) else self.sampler.state_dict())
+            state["sampler"] = dict(
+                self.sampler if isinstance(self.sampler, Mapping) else self.sampler.state_dict()
+            )
         return {component: plain(entries, component) for component, entries in state.items()}
 
     def replicated(self, state: State) -> set[tuple[str, str]]:
-        """Return component and name of those entries of ``state`` of which the algorithm says that all ranks have the same."""
+        """Return component and name of those entries of ``state`` of which the algorithm says that
+        all ranks have the same.
+        """
         assert self.context is not None
         algorithm, kept = self.algorithm, state["algorithm"]
         own = {*algorithm.rank_state, *algorithm.counters(), *_SAVED_BY}
@@ -112,19 +136,28 @@ class TrainingState:
             found |= {
                 ("optimizers", str(place))
                 for place, optimizer in enumerate(self.optimizers)
-                if all(id(p) in ids for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+                if all(
+                    id(p) in ids
+                    for group in optimizer.param_groups
+                    for p in group["params"]
+                    if p.requires_grad
+                )
             }
-        return found & {(component, name) for component, entries in state.items() for name in entries}
+        return found & {
+            (component, name) for component, entries in state.items() for name in entries
+        }
 
     def restore(self, state: State) -> None:
-        """Continue from ``state``, which may lack the algorithm's, the sampler's and generators of random numbers.
+        """Continue from ``state``, which may lack the algorithm's, the sampler's and generators of
+        random numbers.
 
-        Everything is checked first. What only its owner can check, such as a model's own kind of state, is put back as it was if
-        loading it fails, or what is loaded after it.
+        Everything is checked first. What only its owner can check, such as a model's own kind of
+        state, is put back as it was if loading it fails, or what is loaded after it.
 
         Raises:
-            RestoreError: a component cannot be loaded. Model, optimizers and random generators are as they were, and the algorithm;
-                a sampler of another kind than those of bagua_ref must see to this itself.
+            RestoreError: a component cannot be loaded. Model, optimizers and random generators are
+                as they were, and the algorithm; a sampler of another kind than those of bagua_ref
+                must see to this itself.
         """
         if self.context is not None:
             self.algorithm.check_idle()
@@ -143,25 +176,47 @@ class TrainingState:
     def _checks(self, state: State) -> Iterator[tuple[str, Callable[[], object]]]:
         """Yield for each component what raises if it cannot be loaded, and changes nothing."""
         yield "model", partial(check_form, state["model"], {str: object}, "state")
-        yield "versions", partial(check_form, state["versions"], {"modules": {str: {str: object}}}, "state")
+        yield (
+            "versions",
+            partial(check_form, state["versions"], {"modules": {str: {str: object}}}, "state"),
+        )
         for place, optimizer in enumerate(self.optimizers):
-            yield "optimizers", partial(_check_optimizer, str(place), optimizer, state["optimizers"])
+            yield (
+                "optimizers",
+                partial(_check_optimizer, str(place), optimizer, state["optimizers"]),
+            )
         if self.context is not None and "algorithm" in state:
             yield "algorithm", partial(self.algorithm.check_state, state["algorithm"])
         yield "rng", partial(_check_random_states, state.get("rng", {}))
 
-    def _loads(self, state: State) -> Iterator[tuple[str, Callable[[], Callable[[], object]], Callable[[], object]]]:
-        """Yield for each component what returns a function to put it back as it was, and what loads it."""
+    def _loads(
+        self, state: State
+    ) -> Iterator[tuple[str, Callable[[], Callable[[], object]], Callable[[], object]]]:
+        """Yield for each component what returns a function to put it back as it was, and what loads
+        it.
+        """
         model = OrderedDict(state["model"])
         model._metadata = OrderedDict(state["versions"]["modules"])  # type: ignore[attr-defined]
         yield "model", self._model_before, partial(self.module.load_state_dict, model)
         for place, optimizer in enumerate(self.optimizers):
             saved = state["optimizers"][str(place)]
-            yield "optimizers", partial(_optimizer_before, optimizer), partial(_load_optimizer, optimizer, saved)
+            yield (
+                "optimizers",
+                partial(_optimizer_before, optimizer),
+                partial(_load_optimizer, optimizer, saved),
+            )
         if self.sampler is not None and "sampler" in state:
-            yield "sampler", lambda: lambda: None, partial(self.sampler.load_state_dict, state["sampler"])
+            yield (
+                "sampler",
+                lambda: lambda: None,
+                partial(self.sampler.load_state_dict, state["sampler"]),
+            )
         if self.context is not None and "algorithm" in state:
-            yield "algorithm", lambda: lambda: None, partial(self.algorithm.load_state_dict, state["algorithm"])
+            yield (
+                "algorithm",
+                lambda: lambda: None,
+                partial(self.algorithm.load_state_dict, state["algorithm"]),
+            )
         yield "rng", lambda: lambda: None, partial(_restore_random_states, state.get("rng", {}))
 
     def _model_before(self) -> Callable[[], object]:
@@ -177,20 +232,25 @@ class TrainingState:
 def listed(state: State) -> str:
     """Return the components and entries of ``state``, in words."""
     return ", ".join(
-        f"{component} ({', '.join(map(str, list(entries)[:3]))}{f' and {len(entries) - 3} more' if len(entries) > 3 else ''})"
+        f"{component}"
+        f" ({', '.join(map(str, list(entries)[:3]))}{f' and {len(entries) - 3} more' if len(entries) > 3 else ''})"
         for component, entries in state.items()
         if entries
     )
 
 
 def _name_failures(component: str, function: Callable[[], Any]) -> Any:
-    """Return ``function()``; raise RestoreError if it raises: whoever wrote the state chose what goes wrong."""
+    """Return ``function()``; raise RestoreError if it raises: whoever wrote the state chose what
+    goes wrong.
+    """
     try:
         return function()
     except Exception as error:
         what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         reason = " ".join(str(error).split())
-        raise RestoreError(component, f"{what}{reason[:_LONGEST]}{'...' * (len(reason) > _LONGEST)}") from error
+        raise RestoreError(
+            component, f"{what}{reason[:_LONGEST]}{'...' * (len(reason) > _LONGEST)}"
+        ) from error
 
 
 def _check_optimizer(place: str, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> None:
@@ -201,7 +261,9 @@ def _check_optimizer(place: str, optimizer: torch.optim.Optimizer, states: dict[
 
 def _optimizer_before(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     state = optimizer.state_dict()
-    return partial(take_over, optimizer, {**state, "param_groups": copy.deepcopy(state["param_groups"])}, {})
+    return partial(
+        take_over, optimizer, {**state, "param_groups": copy.deepcopy(state["param_groups"])}, {}
+    )
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -209,7 +271,10 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
     take_over(optimizer, state, {})
     for place, (before, group) in enumerate(zip(options, optimizer.param_groups, strict=True)):
         if missing := sorted(before - group.keys()):
-            raise ValueError(f"group {place} of the {type(optimizer).__name__} lacks the options {', '.join(missing)}")
+            raise ValueError(
+                f"group {place} of the {type(optimizer).__name__} lacks the options"
+                f" {', '.join(missing)}"
+            )
 
 
 def random_states() -> dict[str, Any]:
@@ -230,17 +295,30 @@ def _check_random_states(states: dict[str, Any]) -> None:
         version, numbers, gauss = states["python"]
         random.Random().setstate((version, numbers, gauss))  # noqa: S311 # no secret depends on it
         if not isinstance(gauss, float | None):
-            raise ValueError("the state of Python's generator is not one that random.getstate() returns")
+            raise ValueError(
+                "the state of Python's generator is not one that random.getstate() returns"
+            )
     if "torch" in states:
         torch.Generator().set_state(states["torch"])
     if "numpy" in states:
         name, keys, place, has_gauss, gauss = states["numpy"]
-        if name != "MT19937" or not isinstance(keys, torch.Tensor) or keys.dtype != torch.int64 or keys.shape != (_NUMPY_KEYS,):
-            raise ValueError("the state of NumPy's generator is not one of MT19937, with 624 keys of int64")
+        if (
+            name != "MT19937"
+            or not isinstance(keys, torch.Tensor)
+            or keys.dtype != torch.int64
+            or keys.shape != (_NUMPY_KEYS,)
+        ):
+            raise ValueError(
+                "the state of NumPy's generator is not one of MT19937, with 624 keys of int64"
+            )
         # NumPy checks none of this, and reads beyond the end of its keys.
         if not ((keys >= 0) & (keys < 2**32)).all():
             raise ValueError("the keys of NumPy's generator must be from 0 to 2**32 - 1")
-        check_form([place, has_gauss, gauss], [range(_NUMPY_KEYS + 1), range(2), float], "the position of NumPy's generator")
+        check_form(
+            [place, has_gauss, gauss],
+            [range(_NUMPY_KEYS + 1), range(2), float],
+            "the position of NumPy's generator",
+        )
     if "cuda" in states and torch.cuda.is_available():
         torch.Generator("cuda").set_state(states["cuda"])
 

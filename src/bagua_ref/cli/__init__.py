@@ -20,8 +20,9 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``bagua-ref`` with ``argv`` (None: the process's arguments); return the exit code.
 
-    0: success. 1: a run or a check failed, or nobody reads the output. 2: bad input (raised as SystemExit by argparse), a missing
-    package, or a file that cannot be read or written. 130: interrupted.
+    0: success. 1: a run or a check failed, or nobody reads the output. 2: bad input (raised as
+    SystemExit by argparse), a missing package, or a file that cannot be read or written. 130:
+    interrupted.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     end = words.index("--") if words[:1] == ["sim"] and "--" in words else len(words)
@@ -29,14 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.after = words[end + 1 :]  # the arguments of the program that sim runs
     parser: argparse.ArgumentParser = arguments.parser
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # parse_args would print the usage of bagua-ref itself
+        # parse_args would print the usage of bagua-ref itself
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     arguments.stdout = sys.stdout
     try:
         if arguments.tables and not arguments.json:
             require("printing tables", "demo", "rich")
         if getattr(arguments, "png", None) is not None:
             require("--png", "demo", "matplotlib")
-        # Other output, such as that of a tested implementation, must not get between the lines of JSON.
+        # Other output, such as that of a tested implementation, must not get between the lines of
+        # JSON.
         with redirect_stdout(sys.stderr) if arguments.json else nullcontext():
             exit_code: int = arguments.command(parser, arguments)
         sys.stdout.flush()
@@ -44,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader, such as head, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else flushing at exit fails again
+        # else flushing at exit fails again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1  # as rich's tables do
     except (CommandError, TraceError, VectorsError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
@@ -53,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bagua-ref", description="PyTorch training with relaxed communication.")
+    parser = argparse.ArgumentParser(
+        prog="bagua-ref", description="PyTorch training with relaxed communication."
+    )
     parser.add_argument("--version", action="version", version=f"bagua_ref {bagua_ref.__version__}")
     parser.add_argument(
         "--print-completion",

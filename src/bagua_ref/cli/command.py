@@ -1,4 +1,6 @@
-"""Parts shared by all subcommands: parsers, errors, JSON and pictures, progress, shell completion."""
+"""Parts shared by all subcommands: parsers, errors, JSON and pictures, progress, shell
+completion.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,26 @@ from bagua_ref.base.not_provided import install_command
 from bagua_ref.conformance.targets.target import load
 
 __all__ = [
-    "COLORS", "CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "add_older_name", "call_object",
-    "end_progress", "foreign_code", "load_object", "machine", "number", "print_rows", "require", "show_progress", "write_file",
-    "write_json", "write_picture",
-]  # fmt: skip
+    "COLORS",
+    "CommandError",
+    "Commands",
+    "PrintCompletion",
+    "add_command",
+    "add_json_options",
+    "add_older_name",
+    "call_object",
+    "end_progress",
+    "foreign_code",
+    "load_object",
+    "machine",
+    "number",
+    "print_rows",
+    "require",
+    "show_progress",
+    "write_file",
+    "write_json",
+    "write_picture",
+]
 
 COLORS = ("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#000000")
 """Okabe and Ito's."""
@@ -29,7 +47,8 @@ COLORS = ("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#00
 _PACKAGES = {"sklearn": "scikit-learn"}
 """The packages of modules that have another name."""
 
-Commands = argparse._SubParsersAction  # argparse has no public name for the result of add_subparsers
+# argparse has no public name for the result of add_subparsers
+Commands = argparse._SubParsersAction
 
 
 class CommandError(Exception):
@@ -58,7 +77,9 @@ def add_command(
         texts: ``help`` and ``description``.
     """
     lines = "\n".join(f"  {example}" for example in examples)
-    parser = commands.add_parser(name, **texts, formatter_class=_HelpFormatter, epilog=f"examples:\n{lines}\n\n{epilog}")
+    parser = commands.add_parser(
+        name, **texts, formatter_class=_HelpFormatter, epilog=f"examples:\n{lines}\n\n{epilog}"
+    )
     parser.set_defaults(command=run, parser=parser, tables=tables)
     return parser
 
@@ -68,18 +89,26 @@ class _HelpFormatter(argparse.HelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
-        return "\n".join(line if line[:1] == " " else fill(line, width, indent) for line in text.split("\n"))
+        return "\n".join(
+            line if line[:1] == " " else fill(line, width, indent) for line in text.split("\n")
+        )
 
 
 def add_older_name(parser: argparse.ArgumentParser, option: argparse.Action, name: str) -> None:
-    """Let users also give an option by a name that it had before, which help and completion do not show."""
+    """Let users also give an option by a name that it had before, which help and completion do not
+    show.
+    """
     parser._option_string_actions[name] = option
 
 
 def add_json_options(parser: argparse.ArgumentParser) -> None:
     """Add the options ``--json`` and ``--json-file`` for `write_json`."""
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of text")
-    parser.add_argument("--json-file", type=Path, metavar="PATH", help="also write the result as JSON to PATH")
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON instead of text"
+    )
+    parser.add_argument(
+        "--json-file", type=Path, metavar="PATH", help="also write the result as JSON to PATH"
+    )
 
 
 def write_json(arguments: argparse.Namespace, result: Any) -> None:
@@ -124,7 +153,9 @@ def write_picture(draw: Callable[[], Any], path: Path | None) -> None:
 
 @contextmanager
 def foreign_code(failure: str) -> Iterator[None]:
-    """Import or call foreign code, which may raise anything, in this context; raise CommandError, with the failure, if it does."""
+    """Import or call foreign code, which may raise anything, in this context; raise CommandError,
+    with the failure, if it does.
+    """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # it is usually in the current folder
     try:
@@ -134,13 +165,17 @@ def foreign_code(failure: str) -> Iterator[None]:
 
 
 def load_object(path: str) -> Any:
-    """Return the object that a user names as ``pkg.mod:name``; raise CommandError if it cannot be imported."""
+    """Return the object that a user names as ``pkg.mod:name``; raise CommandError if it cannot be
+    imported.
+    """
     with foreign_code(f"cannot load {path}"):
         return load(path)
 
 
 def call_object(path: str) -> Any:
-    """Return the result of the function that a user names as ``pkg.mod:name``; raise CommandError if there is none."""
+    """Return the result of the function that a user names as ``pkg.mod:name``; raise CommandError
+    if there is none.
+    """
     function = load_object(path)
     with foreign_code(f"{path}() failed"):
         return function()
@@ -155,29 +190,45 @@ def number(least: float, most: float, whole: bool = False) -> Callable[[str], An
         except ValueError:
             found = math.nan
         if not least <= found <= most or (whole and found != int(found)):
-            raise argparse.ArgumentTypeError(f"{text!r} must be a {'whole ' * whole}number from {least:g} to {most:g}")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} must be a {'whole ' * whole}number from {least:g} to {most:g}"
+            )
         return int(found) if whole else found
 
     return parse
 
 
 def machine() -> dict[str, Any]:
-    """Return the system, processor and cores of this machine, which readers of times need to judge them."""
+    """Return the system, processor and cores of this machine, which readers of times need to judge
+    them.
+    """
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return {"system": system, "cpu": (named or [platform.processor() or platform.machine()])[0], "cores": os.cpu_count()}
+    return {
+        "system": system,
+        "cpu": (named or [platform.processor() or platform.machine()])[0],
+        "cores": os.cpu_count(),
+    }
 
 
 def require(user: str, extra: str, *modules: str) -> None:
-    """Raise CommandError if modules of ``extra`` are missing, which ``user`` needs; called before any work."""
-    if missing := [_PACKAGES.get(module, module) for module in modules if find_spec(module) is None]:
-        raise CommandError(f"{user} needs {', '.join(missing)}; install with: {install_command(extra)}")
+    """Raise CommandError if modules of ``extra`` are missing, which ``user`` needs; called before
+    any work.
+    """
+    if missing := [
+        _PACKAGES.get(module, module) for module in modules if find_spec(module) is None
+    ]:
+        raise CommandError(
+            f"{user} needs {', '.join(missing)}; install with: {install_command(extra)}"
+        )
 
 
 def show_progress(line: str, done: int, total: int, keep: bool = False) -> None:
-    """Show progress on standard error: in a terminal one changing line, else a line for each tenth, and each one to ``keep``."""
+    """Show progress on standard error: in a terminal one changing line, else a line for each tenth,
+    and each one to ``keep``.
+    """
     if sys.stderr.isatty():
         print(f"\r\x1b[K{line}", end="\n" if keep else "", file=sys.stderr, flush=True)
     elif keep or done == total or done * 10 // total > (done - 1) * 10 // total:
@@ -190,8 +241,11 @@ def end_progress() -> None:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def print_rows(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], console: Any = None) -> None:
-    """Print a table, of which the first column is never wrapped, on a ``rich.console.Console``; None: standard output.
+def print_rows(
+    title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], console: Any = None
+) -> None:
+    """Print a table, of which the first column is never wrapped, on a ``rich.console.Console``;
+    None: standard output.
 
     If numbers would have to be cut, each row is printed as a paragraph.
     """
@@ -202,19 +256,28 @@ def print_rows(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]
     from rich.table import Table
 
     console = console or Console(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1 if console.width >= 100 else 0), title_justify="left", title=title)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1 if console.width >= 100 else 0),
+        title_justify="left",
+        title=title,
+    )
     for place, header in enumerate(headers):
         table.add_column(header, justify="right" if place else "left", no_wrap=not place)
     cells = [tuple(row) for row in rows]
     for row in cells:
         table.add_row(*row)
     endless = console.options.update(max_width=10**6)
-    if Measurement.get(console, endless, table).minimum + 2 <= console.width:  # its edges are not in the measurement
+    # its edges are not in the measurement
+    if Measurement.get(console, endless, table).minimum + 2 <= console.width:
         console.print(table)
         return
     console.print(title)
     for first, *others in cells:
-        named = [f"{header.replace(chr(10), ' ')} {cell}" for header, cell in zip(headers[1:], others, strict=True)]
+        named = [
+            f"{header.replace(chr(10), ' ')} {cell}"
+            for header, cell in zip(headers[1:], others, strict=True)
+        ]
         console.print(first, Padding(", ".join(named), (0, 0, 0, 2)))
 
 
@@ -222,13 +285,21 @@ class PrintCompletion(argparse.Action):
     """``--print-completion SHELL``: print a script that completes commands, options and paths."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
     ) -> None:
         """Print the script and exit."""
         try:
             import shtab
         except ModuleNotFoundError:
-            parser.exit(2, f"{parser.prog}: error: {option_string} needs shtab; install with: {install_command('completion')}\n")
+            parser.exit(
+                2,
+                f"{parser.prog}: error: {option_string} needs shtab; install with:"
+                f" {install_command('completion')}\n",
+            )
         _complete_paths(parser, shtab)
         print(shtab.complete(parser, values))
         parser.exit()

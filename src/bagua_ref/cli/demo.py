@@ -29,7 +29,16 @@ from bagua_ref.cli.command import (
     show_progress,
     write_json,
 )
-from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Settings, TrainingOutcome, make_model, make_optimizer, train
+from bagua_ref.cli.recipes import (
+    ALONE,
+    RECIPES,
+    Digits,
+    Settings,
+    TrainingOutcome,
+    make_model,
+    make_optimizer,
+    train,
+)
 from bagua_ref.cli.report import print_table, write_report
 
 __all__ = ["add_parser", "run_demo", "show", "work"]
@@ -43,8 +52,11 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         _demo,
         examples=("bagua-ref demo", "bagua-ref demo --quick --algorithms bytegrad powersgd"),
         help="train on handwritten digits with every algorithm and compare the results",
-        description="Train a small network on scikit-learn's handwritten digits with every algorithm, on several processes of this "
-        "machine, and compare accuracy, traffic and speed. Writes index.html and results.json.",
+        description=(
+            "Train a small network on scikit-learn's handwritten digits with every algorithm, on"
+            " several processes of this machine, and compare accuracy, traffic and speed. Writes"
+            " index.html and results.json."
+        ),
     )
     for name, default, metavar, text in (
         ("ranks", 4, "N", "number of training processes"),
@@ -54,27 +66,45 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     ):
         note = " (default: %(default)s)"
         option = demo.add_argument(
-            f"--{name}", type=Path if metavar == "DIR" else int, default=default, metavar=metavar, help=text + note
+            f"--{name}",
+            type=Path if metavar == "DIR" else int,
+            default=default,
+            metavar=metavar,
+            help=text + note,
         )
         if name == "ranks":
             add_older_name(demo, option, "--workers")
-    names: dict[str, Any] = {"nargs": "+", "action": "extend", "choices": list(RECIPES), "metavar": "NAME"}
+    names: dict[str, Any] = {
+        "nargs": "+",
+        "action": "extend",
+        "choices": list(RECIPES),
+        "metavar": "NAME",
+    }
     demo.add_argument("--algorithms", **names, help="algorithms to train with (default: all)")
-    demo.add_argument("--quick", action="store_true", help="train for ten steps only, to check that everything works")
+    demo.add_argument(
+        "--quick",
+        action="store_true",
+        help="train for ten steps only, to check that everything works",
+    )
     add_json_options(demo)
 
 
 def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     chosen = tuple(arguments.algorithms or RECIPES)
     try:
-        settings = Settings(arguments.ranks, arguments.epochs, arguments.seed, chosen, arguments.quick)
+        settings = Settings(
+            arguments.ranks, arguments.epochs, arguments.seed, chosen, arguments.quick
+        )
         arguments.output.mkdir(parents=True, exist_ok=True)
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:
-        parser.error(f"output={str(arguments.output)!r} must be a writable folder: {error.strerror}")
+        parser.error(
+            f"output={str(arguments.output)!r} must be a writable folder: {error.strerror}"
+        )
     require("the demo", "demo", "sklearn", "rich", "matplotlib")
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # workers are ended as after Ctrl-C
+    # workers are ended as after Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.default_int_handler)
     exit_code = run_demo(settings, arguments.output)
     if exit_code == 0:
@@ -83,14 +113,20 @@ def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
 
 
 def run_demo(settings: Settings, output: Path) -> int:
-    """Train with ``settings``, print a table, write the report into the folder ``output``; return the exit code."""
+    """Train with ``settings``, print a table, write the report into the folder ``output``; return
+    the exit code.
+    """
     try:
         with closing(_train(settings)) as events:
             outcomes = show(events, settings)
     except ProcessException as error:
         how = f"failed:\n{error.msg.strip()}"
         if isinstance(error, ProcessExitedException):
-            how = f"was killed by {error.signal_name}" if error.signal_name else f"failed with exit code {error.exit_code}"
+            how = (
+                f"was killed by {error.signal_name}"
+                if error.signal_name
+                else f"failed with exit code {error.exit_code}"
+            )
         print(f"bagua-ref demo: worker {error.error_index} {how}", file=sys.stderr)
         return 1
     print_table(outcomes, settings)
@@ -99,13 +135,18 @@ def run_demo(settings: Settings, output: Path) -> int:
 
 
 def _train(settings: Settings) -> Generator[dict[str, Any], None, None]:
-    """Run the workers and yield rank 0's reports; raise ProcessException if one fails; end all if this is closed."""
+    """Run the workers and yield rank 0's reports; raise ProcessException if one fails; end all if
+    this is closed.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    processes = multiprocessing.get_context("forkserver")  # which imports torch once for all workers
+    # which imports torch once for all workers
+    processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["torch._dynamo", "bagua_ref.cli"])
     events = processes.SimpleQueue()
     arguments = store.port, settings, [tensor.numpy() for tensor in Digits.load()], events
-    running = start_processes(work, arguments, settings.ranks, join=False, start_method="forkserver")
+    running = start_processes(
+        work, arguments, settings.ranks, join=False, start_method="forkserver"
+    )
     assert running is not None
     try:
         ended = False
@@ -124,12 +165,20 @@ def work(rank: int, port: int, settings: Settings, arrays: list[Any], events: An
 
     Rank 0 puts a dict into the queue ``events`` after each step and at the end of each algorithm.
     """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings would appear among the progress bars; errors are raised
+    # warnings would appear among the progress bars; errors are raised
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     torch.set_num_threads(1)  # there may be more workers than cores
     environment = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": settings.ranks, "LOCAL_WORLD_SIZE": settings.ranks, "GROUP_RANK": 0,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
-    }  # fmt: skip
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": settings.ranks,
+        "LOCAL_WORLD_SIZE": settings.ranks,
+        "GROUP_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }
     os.environ.update({name: str(value) for name, value in environment.items()})
     digits = Digits(*map(torch.from_numpy, arrays))
     # Rank 0 trains alone while the others wait, some milliseconds per step.
@@ -151,10 +200,12 @@ def work(rank: int, port: int, settings: Settings, arrays: list[Any], events: An
 
 
 def show(events: Iterable[dict[str, Any]], settings: Settings) -> list[TrainingOutcome]:
-    """Show the progress of a demo on standard error, and print a line for each outcome; return the outcomes.
+    """Show the progress of a demo on standard error, and print a line for each outcome; return the
+    outcomes.
 
     Args:
-        events: what rank 0 reports: ``algorithm`` with ``loss`` after each step, and with the ``outcome``.
+        events: what rank 0 reports: ``algorithm`` with ``loss`` after each step, and with the
+            ``outcome``.
         settings: the settings of the demo.
     """
     print(f"starting {settings.ranks} workers", flush=True)
@@ -164,11 +215,19 @@ def show(events: Iterable[dict[str, Any]], settings: Settings) -> list[TrainingO
         name, outcome = event["algorithm"], event.get("outcome")
         if outcome is None:
             step += 1
-            show_progress(f"{name}: step {step} of {settings.steps}, loss {event['loss']:.3f}", step, settings.steps)
+            show_progress(
+                f"{name}: step {step} of {settings.steps}, loss {event['loss']:.3f}",
+                step,
+                settings.steps,
+            )
             continue
         end_progress()
         sent = "" if name == ALONE else f", {readable_bytes(outcome.bytes_sent[-1])} sent"
-        print(f"{name}: test accuracy {outcome.test_accuracy:.1%}, loss {outcome.losses[-1]:.3f}{sent}", flush=True)
+        print(
+            f"{name}: test accuracy {outcome.test_accuracy:.1%}, loss"
+            f" {outcome.losses[-1]:.3f}{sent}",
+            flush=True,
+        )
         outcomes.append(outcome)
         step = 0
     return outcomes

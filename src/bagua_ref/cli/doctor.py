@@ -1,4 +1,6 @@
-"""``bagua-ref doctor``: a report on installed software, on what can run, and on why the rest cannot."""
+"""``bagua-ref doctor``: a report on installed software, on what can run, and on why the rest
+cannot.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,19 @@ from bagua_ref.errors import BackendUnavailableError
 __all__ = ["add_parser", "examine", "tested_versions"]
 
 _VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
-    "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS",
-)  # fmt: skip
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+)
 _PREFIXES = ("BAGUA_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_RANK", "SLURM_")
 _COLUMNS = 80
 _EXTRAS = {
@@ -38,7 +50,9 @@ _EXTRAS = {
     "completion": "bagua-ref --print-completion",
     "fakeredis": "CacheLoader(backend='fakeredis')",
 }
-"""Extras with parts of the package that cannot run without them; trainers and CUDA are in topics of their own."""
+"""Extras with parts of the package that cannot run without them; trainers and CUDA are in topics of
+their own.
+"""
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -49,8 +63,10 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         _doctor,
         examples=("bagua-ref doctor", "bagua-ref doctor --json"),
         help="report what is installed and what can run on this machine",
-        description="Report versions, kernel backends, gloo, NCCL, GPUs, Redis, extras, trainers and environment variables; where "
-        "something cannot be used, say why.",
+        description=(
+            "Report versions, kernel backends, gloo, NCCL, GPUs, Redis, extras, trainers and"
+            " environment variables; where something cannot be used, say why."
+        ),
     )
     add_json_options(doctor)
 
@@ -75,22 +91,36 @@ def examine() -> dict[str, dict[str, Any]]:
             "torch": torch.__version__,
             "numpy": np.__version__,
         },
-        "kernel backends": {name: reason or "available" for name, reason in bagua_ref.available_backends().items()},
+        "kernel backends": {
+            name: reason or "available" for name, reason in bagua_ref.available_backends().items()
+        },
         "communication": _communication(),
-        "GPUs": {"count": torch.cuda.device_count()}
-        | {f"{index}": torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())},
+        "GPUs": (
+            {"count": torch.cuda.device_count()}
+            | {
+                f"{index}": torch.cuda.get_device_name(index)
+                for index in range(torch.cuda.device_count())
+            }
+        ),
         "redis": _redis(),
         "extras": _extras(),
-        "trainers": {name: f"{_installed(name)} (tested with {tested})" for name, tested in tested_versions().items()},
+        "trainers": {
+            name: f"{_installed(name)} (tested with {tested})"
+            for name, tested in tested_versions().items()
+        },
         "environment": {
-            name: value for name, value in sorted(os.environ.items()) if name in _VARIABLES or name.startswith(_PREFIXES)
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name in _VARIABLES or name.startswith(_PREFIXES)
         },
         "problems": _problems(),
     }
 
 
 def tested_versions() -> dict[str, str]:
-    """Return the packages that bagua_ref is tested in or with, and their versions in these tests."""
+    """Return the packages that bagua_ref is tested in or with, and their versions in these
+    tests.
+    """
     pins = (files("bagua_ref.integrations") / "tested.txt").read_text()
     return dict(re.findall(r"^([^#=\s]+)==([^;\s]+)", pins, re.MULTILINE))
 
@@ -101,9 +131,17 @@ def _communication() -> dict[str, str]:
     nccl = "not available: this torch was built without it"
     if dist.is_nccl_available():
         release = ".".join(map(str, torch.cuda.nccl.version()))
-        nccl = f"{release}, available" if torch.cuda.is_available() else f"{release}, but there is no GPU that this torch can use"
+        nccl = (
+            f"{release}, available"
+            if torch.cuda.is_available()
+            else f"{release}, but there is no GPU that this torch can use"
+        )
     return {
-        "gloo": "available" if dist.is_gloo_available() else "not available: this torch was built without it",
+        "gloo": (
+            "available"
+            if dist.is_gloo_available()
+            else "not available: this torch was built without it"
+        ),
         "nccl": nccl,
     }
 
@@ -123,7 +161,10 @@ def _extras() -> dict[str, str]:
     for extra, needed_by in _EXTRAS.items():
         packages = [re.split("[^A-Za-z0-9_.-]", text)[0] for text in requirements_of(extra)]
         missing = [package for package in packages if _installed(package) == "not installed"]
-        lacking = f"without {', '.join(missing)} these cannot run: {needed_by}; install with: {install_command(extra)}"
+        lacking = (
+            f"without {', '.join(missing)} these cannot run: {needed_by}; install with:"
+            f" {install_command(extra)}"
+        )
         found[extra] = lacking if missing else "installed"
     return found
 

@@ -22,27 +22,35 @@ LARGEST = 1e18
 def read_lengths(source: str | Path, column: str | None = None) -> list[int | float]:
     """Read positive numbers from a file, or from an importable list or dataset.
 
-    A ``.npy`` file holds an array, a ``.csv`` file a ``column``, another file a number per line; empty lines and comments after #
-    are skipped. ``package:name`` is a list of numbers, a dataset whose samples have a length, or a function that returns either.
+    A ``.npy`` file holds an array, a ``.csv`` file a ``column``, another file a number per line;
+    empty lines and comments after # are skipped. ``package:name`` is a list of numbers, a dataset
+    whose samples have a length, or a function that returns either.
 
     Raises:
-        ValueError: one of them is not a positive number, or there are none; the message names the source and the line.
+        ValueError: one of them is not a positive number, or there are none; the message names the
+            source and the line.
         OSError: the file cannot be read.
     """
     path = Path(source)
     if (column is not None) != (path.suffix == ".csv"):
-        raise ValueError(f"column={column!r} goes with a .csv file, and only with one; lengths={str(source)!r}")
+        raise ValueError(
+            f"column={column!r} goes with a .csv file, and only with one; lengths={str(source)!r}"
+        )
     found: list[int | float] = []
     if ":" in str(source) and not path.exists():
         found = _imported(str(source))
     elif path.suffix == ".npy":
         array = _load_array(path)
         if array.ndim != 1 or array.dtype.kind not in "iuf":
-            raise ValueError(f"{path} has shape {array.shape} of {array.dtype}; it must be a one-dimensional array of numbers")
+            raise ValueError(
+                f"{path} has shape {array.shape} of {array.dtype}; it must be a one-dimensional"
+                " array of numbers"
+            )
         found = array.tolist()
     else:
         try:
-            content = path.read_text(encoding="utf-8-sig")  # spreadsheets write a mark of the byte order
+            # spreadsheets write a mark of the byte order
+            content = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is neither text in UTF-8 nor named .npy: {error}") from None
         if column is not None:
@@ -55,7 +63,10 @@ def read_lengths(source: str | Path, column: str | None = None) -> list[int | fl
         raise ValueError(f"{source} contains no lengths")
     for place, number in enumerate(found, start=1):
         if not 0 < number < LARGEST:
-            raise ValueError(f"{source}: length {place} of {len(found)} is {number}; it must be above 0 and below {LARGEST}")
+            raise ValueError(
+                f"{source}: length {place} of {len(found)} is {number}; it must be above 0 and"
+                f" below {LARGEST}"
+            )
     return found
 
 
@@ -67,15 +78,22 @@ def _imported(source: str) -> list[int | float]:
         found = found() if callable(found) else found
         items = [found[place] for place in range(len(found))]
     except Exception as error:  # whatever the user's code raises
-        raise ValueError(f"lengths={source!r} must be a file or package:name: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"lengths={source!r} must be a file or package:name: {type(error).__name__}: {error}"
+        ) from error
     return [_length(item, f"{source}, sample {place}") for place, item in enumerate(items)]
 
 
 def _length(sample: Any, where: str) -> int | float:
     """Return a sample's length, or the number that it is."""
-    parts = isinstance(sample, Mapping) or (isinstance(sample, tuple) and any(hasattr(part, "__len__") for part in sample))
+    parts = isinstance(sample, Mapping) or (
+        isinstance(sample, tuple) and any(hasattr(part, "__len__") for part in sample)
+    )
     if parts:  # the number of its parts would be no length
-        raise ValueError(f"{where}, is a {type(sample).__name__} of several parts; write a function that returns the lengths")
+        raise ValueError(
+            f"{where}, is a {type(sample).__name__} of several parts; write a function that returns"
+            " the lengths"
+        )
     try:
         return len(sample)
     except TypeError:  # a number, which an array or a tensor may be, too
@@ -90,11 +108,15 @@ def _column(path: Path, content: str, column: str) -> list[int | float]:
     reader = csv.DictReader(io.StringIO(content, newline=""), strict=True)
     try:
         if column not in (reader.fieldnames or ()):
-            raise ValueError(f"{path} has no column {column!r}; it has {', '.join(reader.fieldnames or ())}")
+            raise ValueError(
+                f"{path} has no column {column!r}; it has {', '.join(reader.fieldnames or ())}"
+            )
         numbers = []
         for row in reader:
             if None in row:
-                raise ValueError(f"{path}, line {reader.line_num}: there are more fields than columns")
+                raise ValueError(
+                    f"{path}, line {reader.line_num}: there are more fields than columns"
+                )
             numbers.append(_number((row[column] or "").strip(), f"{path}, line {reader.line_num}"))
     except csv.Error as error:
         raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
@@ -102,7 +124,9 @@ def _column(path: Path, content: str, column: str) -> list[int | float]:
 
 
 def _load_array(path: Path) -> np.ndarray[Any, Any]:
-    """Return the array in a ``.npy`` file, without making room for elements that the file does not have."""
+    """Return the array in a ``.npy`` file, without making room for elements that the file does not
+    have.
+    """
     with path.open("rb") as file:
         magic = file.read(len(np.lib.format.MAGIC_PREFIX))
     if not magic:
@@ -112,7 +136,9 @@ def _load_array(path: Path) -> np.ndarray[Any, Any]:
     try:
         return np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # a forged header makes NumPy raise many kinds
-        raise ValueError(f"{path} is not a valid .npy file: {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"{path} is not a valid .npy file: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _number(text: str, where: str) -> int | float:

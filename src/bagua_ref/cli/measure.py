@@ -1,4 +1,6 @@
-"""``bagua-ref measure``: the costs of this job's links, codecs and compute, which ``bagua-ref advise`` reads."""
+"""``bagua-ref measure``: the costs of this job's links, codecs and compute, which ``bagua-ref
+advise`` reads.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from typing import Any
 import torch
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm, PowerSGDAlgorithm, TopKAlgorithm
+from bagua_ref.algorithms import (
+    Algorithm,
+    ByteGradAlgorithm,
+    GradientAllReduceAlgorithm,
+    PowerSGDAlgorithm,
+    TopKAlgorithm,
+)
 from bagua_ref.backends import list_codecs
 from bagua_ref.cli.command import (
     CommandError,
@@ -51,7 +59,9 @@ __all__ = ["add_parser", "fit_links", "time_operations", "times_of"]
 _SIZES = (1 << 6, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 """Elements of the all-reduced tensors."""
 _LONGEST = 1.0
-"""Seconds of an all-reduce after which no larger one is timed: over slow links it would take minutes, and tell no more."""
+"""Seconds of an all-reduce after which no larger one is timed: over slow links it would take
+minutes, and tell no more.
+"""
 _BUCKETS = 4
 """Buckets of the trainings in which operations are timed."""
 _SMALL, _LARGE = 24, 512
@@ -67,16 +77,27 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         tables=True,
         examples=("torchrun --nproc-per-node 2 -m bagua_ref.cli measure --output costs.json",),
         help="measure links, codecs and compute, for bagua-ref advise",
-        description="Fit latency and bandwidth of the links inside nodes and between them to the times of all-reduces, time codecs "
-        "and a training step, and write the costs that bagua-ref advise reads. Start it on every rank, as in: torchrun "
-        "--nproc-per-node 2 -m bagua_ref.cli measure --output costs.json",
+        description=(
+            "Fit latency and bandwidth of the links inside nodes and between them to the times of"
+            " all-reduces, time codecs and a training step, and write the costs that bagua-ref"
+            " advise reads. Start it on every rank, as in: torchrun --nproc-per-node 2 -m"
+            " bagua_ref.cli measure --output costs.json"
+        ),
     )
-    measure.add_argument("--output", type=Path, required=True, metavar="FILE", help="the file that rank 0 writes")
     measure.add_argument(
-        "--step", metavar="PKG.MOD:FACTORY", help="a function that returns a function, which runs one forward and backward pass"
+        "--output", type=Path, required=True, metavar="FILE", help="the file that rank 0 writes"
     )
     measure.add_argument(
-        "--repeat", type=number(2, 1e6, whole=True), default=10, metavar="N", help="times that each is run (default: %(default)s)"
+        "--step",
+        metavar="PKG.MOD:FACTORY",
+        help="a function that returns a function, which runs one forward and backward pass",
+    )
+    measure.add_argument(
+        "--repeat",
+        type=number(2, 1e6, whole=True),
+        default=10,
+        metavar="N",
+        help="times that each is run (default: %(default)s)",
     )
     add_json_options(measure)
 
@@ -84,12 +105,16 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 def _measure(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     step = None if arguments.step is None else call_object(arguments.step)
     if step is not None and not callable(step):
-        raise CommandError(f"{arguments.step}() returned a {type(step).__name__}; it must return a function")
+        raise CommandError(
+            f"{arguments.step}() returned a {type(step).__name__}; it must return a function"
+        )
     bagua_ref.init_process_group()
     try:
         fits = fit_links(arguments.repeat)
         if not fits:
-            raise CommandError("one rank alone has no links to measure; start two or more, by torchrun")
+            raise CommandError(
+                "one rank alone has no links to measure; start two or more, by torchrun"
+            )
         links = {kind: (fit.alpha, fit.beta) for kind, fit in fits.items()}
         likely = {kind: LinkCost(alpha.value, beta.value) for kind, (alpha, beta) in links.items()}
         first = next(iter(likely.values()))
@@ -100,7 +125,9 @@ def _measure(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     finally:
         bagua_ref.destroy_process_group()
     about = f"measured on {ranks} ranks, with {arguments.repeat} repeats"
-    found = MeasuredMachine(links.get("between"), links.get("inside"), compute, rates, operations, True, about)
+    found = MeasuredMachine(
+        links.get("between"), links.get("inside"), compute, rates, operations, True, about
+    )
     if rank != 0:
         return 0
     result = found.as_json() | {"residuals": {kind: fit.residuals for kind, fit in fits.items()}}
@@ -113,7 +140,9 @@ def _measure(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
 
 
 def fit_links(repeat: int) -> dict[str, Fit]:
-    """Return the fitted costs of the links of each kind that there is; the same on all ranks, from the slowest one's times."""
+    """Return the fitted costs of the links of each kind that there is; the same on all ranks, from
+    the slowest one's times.
+    """
     group = bagua_ref.communication.new_group()
     everyone, leaders, node = (
         group.get_global_communicator(),
@@ -146,12 +175,15 @@ def fit_links(repeat: int) -> dict[str, Fit]:
     return found
 
 
-def time_operations(repeat: int, links: LinkCosts) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
-    """Return a rank's own time in operations on buckets, by codec: seconds per element, and seconds per operation of any size.
+def time_operations(
+    repeat: int, links: LinkCosts
+) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
+    """Return a rank's own time in operations on buckets, by codec: seconds per element, and seconds
+    per operation of any size.
 
-    Short trainings are timed, without what they take without communication. The rate is that of one simulated rank alone, by large
-    buckets. An operation is that of all ranks on small buckets, without the time of its links. The most expensive codec stands for
-    those that are not listed.
+    Short trainings are timed, without what they take without communication. The rate is that of one
+    simulated rank alone, by large buckets. An operation is that of all ranks on small buckets,
+    without the time of its links. The most expensive codec stands for those that are not listed.
 
     Args:
         repeat: steps of each training.
@@ -161,8 +193,13 @@ def time_operations(repeat: int, links: LinkCosts) -> tuple[dict[str, Estimate],
     kinds = {"": GradientAllReduceAlgorithm(hierarchical=False), usual.compression: usual}
     for name in list_codecs():
         kinds.setdefault(name, ByteGradAlgorithm(False, compression=name, error_feedback=True))
-    kinds["topk"], kinds["powersgd"] = TopKAlgorithm(warmup_steps=0), PowerSGDAlgorithm(4, warmup_steps=0)
-    nodes = Cluster.even(bagua_ref.get_world_size(), bagua_ref.get_world_size() // bagua_ref.get_local_size())
+    kinds["topk"], kinds["powersgd"] = (
+        TopKAlgorithm(warmup_steps=0),
+        PowerSGDAlgorithm(4, warmup_steps=0),
+    )
+    nodes = Cluster.even(
+        bagua_ref.get_world_size(), bagua_ref.get_world_size() // bagua_ref.get_local_size()
+    )
     rates, operations = dict[str, Estimate](), dict[str, Estimate]()
     for name, algorithm in kinds.items():
         if name:
@@ -170,14 +207,20 @@ def time_operations(repeat: int, links: LinkCosts) -> tuple[dict[str, Estimate],
             passed = _exchange(algorithm, _LARGE, Cluster((1,))).elements
             rates[name] = _positive([(taken - median(small)) / passed for taken in large])
         exchange = _exchange(algorithm, _SMALL, nodes)
-        machine = Machine(links, 0.0, codec={name: rate.value for name, rate in rates.items()}, at_once=True)
+        machine = Machine(
+            links, 0.0, codec={name: rate.value for name, rate in rates.items()}, at_once=True
+        )
         modelled = exchange_seconds(exchange, machine)
-        operations[name] = _positive([taken - modelled for taken in _beside_compute(algorithm, _SMALL, repeat)])
+        operations[name] = _positive(
+            [taken - modelled for taken in _beside_compute(algorithm, _SMALL, repeat)]
+        )
     return {**rates, "": max(rates.values(), key=attrgetter("value"))}, operations
 
 
 def _exchange(algorithm: Algorithm, side: int, nodes: Cluster) -> Exchange:
-    return plan_of(algorithm, torch.nn.Linear(side, side, bias=False, device="meta"), nodes).after_warmup(1)[0]
+    return plan_of(
+        algorithm, torch.nn.Linear(side, side, bias=False, device="meta"), nodes
+    ).after_warmup(1)[0]
 
 
 def _alone(algorithm: Algorithm, repeat: int, _: Communicator) -> list[list[float]]:
@@ -186,11 +229,17 @@ def _alone(algorithm: Algorithm, repeat: int, _: Communicator) -> list[list[floa
 
 
 def _beside_compute(algorithm: Algorithm, side: int, repeat: int) -> list[float]:
-    """Return the seconds, for each bucket, of training steps without those that they take without communication."""
+    """Return the seconds, for each bucket, of training steps without those that they take without
+    communication.
+    """
     plain = torch.nn.Sequential(*(torch.nn.Linear(side, side, bias=False) for _ in range(_BUCKETS)))
-    wrapped = DistributedDataParallel(deepcopy(plain), bucket_cap_mb=1e-6, algorithm=algorithm)  # a bucket for each parameter
+    # a bucket for each parameter
+    wrapped = DistributedDataParallel(deepcopy(plain), bucket_cap_mb=1e-6, algorithm=algorithm)
     x = torch.ones(1, side)
-    compute, steps = (times_of(lambda model=model: model(x).sum().backward(), repeat) for model in (plain, wrapped))  # type: ignore[misc]
+    compute, steps = (
+        times_of(lambda model=model: model(x).sum().backward(), repeat)  # type: ignore[misc]
+        for model in (plain, wrapped)
+    )
     return [(taken - median(compute)) / _BUCKETS for taken in steps]
 
 
@@ -211,18 +260,32 @@ def times_of(run: Callable[[], Any], repeat: int) -> list[float]:
 
 def _print(found: MeasuredMachine, fits: dict[str, Fit]) -> None:
     def cells(name: str, estimate: Estimate, unit: str, factor: float) -> Sequence[str]:
-        return name, *(f"{number * factor:,.4g}" for number in (estimate.value, estimate.low, estimate.high)), unit
+        return (
+            name,
+            *(
+                f"{number * factor:,.4g}"
+                for number in (estimate.value, estimate.low, estimate.high)
+            ),
+            unit,
+        )
 
     rows = []
     for kind, fit in fits.items():
         rows.append(cells(f"latency {kind}", fit.alpha, "us", 1e6))
         rows.append(cells(f"time per byte {kind}", fit.beta, "ns", 1e9))
-    rows += [cells(f"codec {name or 'not listed'}", rate, "ns per element", 1e9) for name, rate in found.codec.items()]
-    rows += [cells(f"operation {name or 'not listed'}", cost, "us", 1e6) for name, cost in found.operation.items()]
+    rows += [
+        cells(f"codec {name or 'not listed'}", rate, "ns per element", 1e9)
+        for name, rate in found.codec.items()
+    ]
+    rows += [
+        cells(f"operation {name or 'not listed'}", cost, "us", 1e6)
+        for name, cost in found.operation.items()
+    ]
     rows += [] if found.compute is None else [cells("compute", found.compute, "ms", 1e3)]
     print_rows("Measured costs", ["", "value", "low", "high", "unit"], rows)
     for kind, fit in fits.items():
         parts = ", ".join(
-            f"{4 * size:,} B {part:+.0%}" for size, part in zip(_SIZES[: len(fit.residuals)], fit.residuals, strict=True)
+            f"{4 * size:,} B {part:+.0%}"
+            for size, part in zip(_SIZES[: len(fit.residuals)], fit.residuals, strict=True)
         )
         print(f"Fitted minus measured time of all-reduces {kind}: {parts}")

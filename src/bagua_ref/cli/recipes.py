@@ -1,4 +1,6 @@
-"""The demo's network, data, settings of each algorithm, and training. A new algorithm is one line in `RECIPES`."""
+"""The demo's network, data, settings of each algorithm, and training. A new algorithm is one line
+in `RECIPES`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from bagua_ref.algorithms import QAdamOptimizer
 from bagua_ref.data_parallel.wrapping import Recipe, call_if_there
 from bagua_ref.observe.meter import PER_STEP
 
-__all__ = ["ALONE", "RECIPES", "Digits", "Settings", "TrainingOutcome", "make_model", "make_optimizer", "train"]
+__all__ = [
+    "ALONE",
+    "RECIPES",
+    "Digits",
+    "Settings",
+    "TrainingOutcome",
+    "make_model",
+    "make_optimizer",
+    "train",
+]
 
 ALONE = "single process"
 """The name of the baseline: the same batches in one process, with plain torch."""
@@ -46,7 +57,8 @@ RECIPES = {name: Recipe(name, options, "the demo") for name, options in _OPTIONS
 def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return the optimizer for training with algorithm ``name``, or `ALONE`."""
     if name == "qadam":
-        # The variance freezes early: with Adam's eps of 1e-8, weights whose gradients were almost zero until then get huge steps.
+        # The variance freezes early: with Adam's eps of 1e-8, weights whose gradients were almost
+        # zero until then get huge steps.
         return QAdamOptimizer(parameters, lr=2e-3, warmup_steps=50, eps=1e-3)
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
@@ -93,7 +105,9 @@ class Settings:
 
 
 class Digits(NamedTuple):
-    """Images (m, 1, 8, 8) with values from 0 to 1 and their labels (m,), split into a training and a test set."""
+    """Images (m, 1, 8, 8) with values from 0 to 1 and their labels (m,), split into a training and
+    a test set.
+    """
 
     train_images: Tensor
     train_labels: Tensor
@@ -109,15 +123,26 @@ class Digits(NamedTuple):
         order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
         images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)[order] / 16
         labels = torch.tensor(digits.target, dtype=torch.int64)[order]
-        return Digits(images[:TRAINING_IMAGES], labels[:TRAINING_IMAGES], images[TRAINING_IMAGES:], labels[TRAINING_IMAGES:])
+        return Digits(
+            images[:TRAINING_IMAGES],
+            labels[:TRAINING_IMAGES],
+            images[TRAINING_IMAGES:],
+            labels[TRAINING_IMAGES:],
+        )
 
-    def batches(self, settings: Settings, share: int, shares: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield part ``share`` of ``shares`` of every step's batch; the whole batch does not depend on ``shares``."""
+    def batches(
+        self, settings: Settings, share: int, shares: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield part ``share`` of ``shares`` of every step's batch; the whole batch does not depend
+        on ``shares``.
+        """
         whole = settings.batch * settings.ranks
         size = whole // shares
         for step in range(settings.steps):
             epoch, place = divmod(step, settings.steps_per_epoch)
-            order = torch.randperm(TRAINING_IMAGES, generator=torch.Generator().manual_seed(settings.seed + epoch))
+            order = torch.randperm(
+                TRAINING_IMAGES, generator=torch.Generator().manual_seed(settings.seed + epoch)
+            )
             mine = order[place * whole + share * size :][:size]
             yield self.train_images[mine], self.train_labels[mine]
 
@@ -125,11 +150,16 @@ class Digits(NamedTuple):
 def make_model() -> nn.Module:
     """Return a convolutional network with 38,282 parameters for images of 8 x 8 pixels."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, kernel_size=3, padding=1), nn.ReLU(),
-        nn.Conv2d(16, 32, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(512, 64), nn.ReLU(),
+        nn.Conv2d(1, 16, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 64),
+        nn.ReLU(),
         nn.Linear(64, 10),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -141,13 +171,16 @@ class TrainingOutcome:
         test_accuracy: the share of test images that are classified correctly, mean over ranks.
         final_loss: the training loss, mean over ranks and the last epoch.
         bytes_per_step: bytes sent per step and rank.
-        ratio: bytes_per_step divided by the bytes of a float32 all-reduce of the gradients; None if that needs no communication.
+        ratio: bytes_per_step divided by the bytes of a float32 all-reduce of the gradients; None if
+            that needs no communication.
         steps_per_second: the speed of the slowest rank.
-        weight_difference: the largest difference of any weight between two ranks after the last step.
+        weight_difference: the largest difference of any weight between two ranks after the last
+            step.
         losses: the loss of each step, mean over ranks.
         bytes_sent: bytes sent up to each step, mean over ranks.
         warmup_steps: the steps, if any, in which all gradients are all-reduced first.
-        metrics: those of ``bagua_metrics()`` per step after the warm-up, mean over ranks; empty: there were no such steps.
+        metrics: those of ``bagua_metrics()`` per step after the warm-up, mean over ranks; empty:
+            there were no such steps.
     """
 
     algorithm: str
@@ -163,8 +196,11 @@ class TrainingOutcome:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def train(name: str, settings: Settings, digits: Digits, report: Callable[..., None]) -> TrainingOutcome:
-    """Train with algorithm ``name``, or alone, from the seed; every rank of the world calls it, and gets the same outcome.
+def train(
+    name: str, settings: Settings, digits: Digits, report: Callable[..., None]
+) -> TrainingOutcome:
+    """Train with algorithm ``name``, or alone, from the seed; every rank of the world calls it, and
+    gets the same outcome.
 
     Args:
         name: a name in `RECIPES`, or `ALONE` for one process that takes whole batches.
@@ -179,7 +215,11 @@ def train(name: str, settings: Settings, digits: Digits, report: Callable[..., N
     if not alone:
         RECIPES[name].wrap(model, [optimizer])
     rank, ranks = (0, 1) if alone else (bagua_ref.get_rank(), bagua_ref.get_world_size())
-    warmup = 0 if alone else getattr(optimizer, "warmup_steps", RECIPES[name].options.get("warmup_steps", 0))
+    warmup = (
+        0
+        if alone
+        else getattr(optimizer, "warmup_steps", RECIPES[name].options.get("warmup_steps", 0))
+    )
     losses, sent, counts = [], [], list[dict[str, float | int]]()
     begin = time.perf_counter()
     for images, labels in digits.batches(settings, rank, ranks):
@@ -197,23 +237,33 @@ def train(name: str, settings: Settings, digits: Digits, report: Callable[..., N
     model.eval()
     shared = nullcontext if alone else getattr(model.bagua_algorithm, "global_weights", nullcontext)
     with torch.no_grad(), shared():
-        accuracy = (model(digits.test_images).argmax(1) == digits.test_labels).double().mean().item()
+        accuracy = (
+            (model(digits.test_images).argmax(1) == digits.test_labels).double().mean().item()
+        )
     metrics = {}
     if len(counts) == 2:
         before, now = counts
         steps = now["steps"] - before["steps"]
-        metrics = {f"{total}_per_step": (now[total] - before.get(total, 0)) / steps for total in PER_STEP}
+        metrics = {
+            f"{total}_per_step": (now[total] - before.get(total, 0)) / steps for total in PER_STEP
+        }
     means = torch.tensor([accuracy, *metrics.values(), *losses, *sent], dtype=torch.float64)
     highest = parameters_to_vector(model.parameters()).detach().clone()
     lowest = highest.clone()
     if not alone:
-        for values, operation in ((means, "AVG"), (seconds, "MAX"), (highest, "MAX"), (lowest, "MIN")):
+        for values, operation in (
+            (means, "AVG"),
+            (seconds, "MAX"),
+            (highest, "MAX"),
+            (lowest, "MIN"),
+        ):
             bagua_ref.allreduce_inplace(values, bagua_ref.ReduceOp[operation])
     accuracy, *rest = means.tolist()
     metrics = dict(zip(metrics, rest, strict=False))
     losses, sent = rest[len(metrics) :][: settings.steps], rest[-settings.steps :]
     last_epoch = losses[-settings.steps_per_epoch :]
-    full = 2 * (ranks - 1) / ranks * 4 * len(highest)  # of a float32 all-reduce of all gradients, on each rank
+    # of a float32 all-reduce of all gradients, on each rank
+    full = 2 * (ranks - 1) / ranks * 4 * len(highest)
     return TrainingOutcome(
         algorithm=name,
         test_accuracy=accuracy,

@@ -22,11 +22,26 @@ import bagua_ref
 from bagua_ref.algorithms import GlobalAlgorithmRegistry
 from bagua_ref.base.utils import readable_bytes
 from bagua_ref.cli.command import machine, print_rows
-from bagua_ref.cli.recipes import ALONE, RECIPES, Settings, TrainingOutcome, make_model, make_optimizer
+from bagua_ref.cli.recipes import (
+    ALONE,
+    RECIPES,
+    Settings,
+    TrainingOutcome,
+    make_model,
+    make_optimizer,
+)
 from bagua_ref.data_parallel.wrapping import named
 from bagua_ref.planning import Estimate, MeasuredMachine, StepPlan, costs_of_job, plan_of, predict
 
-__all__ = ["cells_of", "draw_curves", "predict_times", "print_table", "trailing_mean", "verdicts_of", "write_report"]
+__all__ = [
+    "cells_of",
+    "draw_curves",
+    "predict_times",
+    "print_table",
+    "trailing_mean",
+    "verdicts_of",
+    "write_report",
+]
 
 _HEADERS = {
     "algorithm": "algorithm",
@@ -44,30 +59,49 @@ _LATENCY = Estimate.within(50e-6, 0.0)
 _FULL = "gradient_allreduce"
 _FASTER = 1.1  # from here on an algorithm is called faster than full precision
 
-# Okabe and Ito's palette, slightly darker for contrast. As a pair, color and dashes are a curve's own.
+# Okabe and Ito's palette, slightly darker for contrast. As a pair, color and dashes are a curve's
+# own.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07800", "#56b4e9")
 _DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)))
 _GRAY = "#808080"
 """The color of axes and texts, which light and dark pages both show."""
 
 
-def print_table(outcomes: Sequence[TrainingOutcome], settings: Settings, console: Any = None) -> None:
+def print_table(
+    outcomes: Sequence[TrainingOutcome], settings: Settings, console: Any = None
+) -> None:
     """Print the table and the verdicts."""
     predicted = predict_times(outcomes, settings)
     rows = [cells_of(outcome, settings, predicted) for outcome in outcomes]
-    print_rows(_headline(settings), list(_HEADERS.values()), [[row[column] for column in _HEADERS] for row in rows], console)
+    print_rows(
+        _headline(settings),
+        list(_HEADERS.values()),
+        [[row[column] for column in _HEADERS] for row in rows],
+        console,
+    )
     for name, text in verdicts_of(outcomes, settings, predicted).items():
         print(f"{name}: {text}", file=console and console.file)
 
 
 def write_report(outcomes: Sequence[TrainingOutcome], settings: Settings, output: Path) -> Path:
-    """Write ``index.html`` and ``results.json`` into the folder ``output``; return the page's path."""
+    """Write ``index.html`` and ``results.json`` into the folder ``output``; return the page's
+    path.
+    """
     results = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": _command(settings),
         "machine": machine(),
-        "versions": {"bagua_ref": bagua_ref.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "settings": {**asdict(settings), "batch": settings.batch, "steps": settings.steps, "parameters": _parameters()},
+        "versions": {
+            "bagua_ref": bagua_ref.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "settings": {
+            **asdict(settings),
+            "batch": settings.batch,
+            "steps": settings.steps,
+            "parameters": _parameters(),
+        },
         "results": [asdict(outcome) for outcome in outcomes],
         "predicted_seconds": predict_times(outcomes, settings),
     }
@@ -77,11 +111,15 @@ def write_report(outcomes: Sequence[TrainingOutcome], settings: Settings, output
     return page
 
 
-def predict_times(outcomes: Sequence[TrainingOutcome], settings: Settings) -> dict[str, dict[str, float]]:
-    """Return the seconds of a step after the warm-up, by algorithm and rate, if each worker had a machine of its own (S14).
+def predict_times(
+    outcomes: Sequence[TrainingOutcome], settings: Settings
+) -> dict[str, dict[str, float]]:
+    """Return the seconds of a step after the warm-up, by algorithm and rate, if each worker had a
+    machine of its own (S14).
 
-    Codecs take as long as they did in the demo. So does compute: the median over algorithms, as all train the same network. Full
-    precision is always there; other algorithms are missing if too few steps were trained to know their codec and bytes.
+    Codecs take as long as they did in the demo. So does compute: the median over algorithms, as all
+    train the same network. Full precision is always there; other algorithms are missing if too few
+    steps were trained to know their codec and bytes.
     """
     assumed = MeasuredMachine(None, (_LATENCY, Estimate.within(0.0, 0.0)), shared_processor=True)
     found: dict[str, tuple[StepPlan, MeasuredMachine]] = {}
@@ -89,19 +127,28 @@ def predict_times(outcomes: Sequence[TrainingOutcome], settings: Settings) -> di
         if outcome.metrics:
             plan = _plan(outcome.algorithm, settings)
             try:
-                found[outcome.algorithm] = plan, costs_of_job(outcome.metrics, plan, _LATENCY, assumed, 0.0)
-            except ValueError:  # without a whole cycle of exchanges, bytes per step are not the plan's
+                found[outcome.algorithm] = (
+                    plan,
+                    costs_of_job(outcome.metrics, plan, _LATENCY, assumed, 0.0),
+                )
+            except ValueError:
+                # without a whole cycle of exchanges, bytes per step are not the plan's
                 continue
     if not found:
         return {}
-    compute = Estimate.within(median(costs.compute.value for _, costs in found.values() if costs.compute), 0.0)
+    compute = Estimate.within(
+        median(costs.compute.value for _, costs in found.values() if costs.compute), 0.0
+    )
     found.setdefault(_FULL, (_plan(_FULL, settings), assumed))
 
     def seconds(plan: StepPlan, costs: MeasuredMachine, rate: float) -> float:
         links = _LATENCY, Estimate.within(8 / rate, 0.0)
         return predict(plan, replace(costs, compute=compute, between=links).machine()).seconds
 
-    return {name: {rate: seconds(*each, bits) for rate, bits in _RATES.items()} for name, each in found.items()}
+    return {
+        name: {rate: seconds(*each, bits) for rate, bits in _RATES.items()}
+        for name, each in found.items()
+    }
 
 
 def _plan(name: str, settings: Settings) -> StepPlan:
@@ -110,10 +157,16 @@ def _plan(name: str, settings: Settings) -> StepPlan:
     return plan_of(algorithm, model, (1,) * settings.ranks)
 
 
-def cells_of(outcome: TrainingOutcome, settings: Settings, predicted: dict[str, dict[str, float]]) -> dict[str, str]:
+def cells_of(
+    outcome: TrainingOutcome, settings: Settings, predicted: dict[str, dict[str, float]]
+) -> dict[str, str]:
     """Return the cells of an outcome's row on the page, by column."""
     alone, times = outcome.algorithm == ALONE, predicted.get(outcome.algorithm, {})
-    warmup = f"{min(outcome.warmup_steps, settings.steps)} of {settings.steps}" if outcome.warmup_steps else "-"
+    warmup = (
+        f"{min(outcome.warmup_steps, settings.steps)} of {settings.steps}"
+        if outcome.warmup_steps
+        else "-"
+    )
     return {
         "algorithm": outcome.algorithm,
         "test accuracy": f"{outcome.test_accuracy:.1%}",
@@ -123,27 +176,55 @@ def cells_of(outcome: TrainingOutcome, settings: Settings, predicted: dict[str, 
         "steps of warm-up": warmup,
         "weight difference": "-" if alone else f"{outcome.weight_difference:.2g}",
         "ms per step": f"{1e3 / outcome.steps_per_second:.1f}",
-        **{f"ms at {rate}": f"{1e3 * times[rate]:.1f}" if rate in times else "-" for rate in _RATES},
+        **{
+            f"ms at {rate}": f"{1e3 * times[rate]:.1f}" if rate in times else "-" for rate in _RATES
+        },
     }
 
 
-def verdicts_of(outcomes: Sequence[TrainingOutcome], settings: Settings, predicted: dict[str, dict[str, float]]) -> dict[str, str]:
+def verdicts_of(
+    outcomes: Sequence[TrainingOutcome], settings: Settings, predicted: dict[str, dict[str, float]]
+) -> dict[str, str]:
     """Return a sentence on each algorithm: accuracy, bytes and predicted speed."""
     accuracy = {outcome.algorithm: outcome.test_accuracy for outcome in outcomes}
     alone = None if settings.quick else accuracy.get(ALONE)
-    return {name: _verdict(o, settings, alone, predicted) for o in outcomes if (name := o.algorithm) != ALONE}
+    return {
+        name: _verdict(o, settings, alone, predicted)
+        for o in outcomes
+        if (name := o.algorithm) != ALONE
+    }
 
 
-def _verdict(outcome: TrainingOutcome, settings: Settings, alone: float | None, predicted: dict[str, dict[str, float]]) -> str:
+def _verdict(
+    outcome: TrainingOutcome,
+    settings: Settings,
+    alone: float | None,
+    predicted: dict[str, dict[str, float]],
+) -> str:
     if outcome.warmup_steps >= settings.steps:
-        return f"All {settings.steps} steps were warm-up, in which whole gradients are all-reduced, so nothing was saved yet."
+        return (
+            f"All {settings.steps} steps were warm-up, in which whole gradients are all-reduced, so"
+            " nothing was saved yet."
+        )
     parts = []
     if alone is not None:
         points = 100 * (outcome.test_accuracy - alone)
-        away = f"ends {abs(points):.1f} points {'below' if points < 0 else 'above'} the single process's accuracy"
-        parts.append("keeps the single process's accuracy to within a point" if abs(points) < 1 else away)
-    part = "nothing" if outcome.ratio is None else f"{outcome.ratio:.0%} of the bytes of full precision"
-    parts.append(f"sends {part}" + f", {outcome.warmup_steps} steps of warm-up included" * (outcome.warmup_steps > 0))
+        away = (
+            f"ends {abs(points):.1f} points {'below' if points < 0 else 'above'} the single"
+            " process's accuracy"
+        )
+        parts.append(
+            "keeps the single process's accuracy to within a point" if abs(points) < 1 else away
+        )
+    part = (
+        "nothing"
+        if outcome.ratio is None
+        else f"{outcome.ratio:.0%} of the bytes of full precision"
+    )
+    parts.append(
+        f"sends {part}"
+        + f", {outcome.warmup_steps} steps of warm-up included" * (outcome.warmup_steps > 0)
+    )
     times = predicted.get(outcome.algorithm)
     if times is None:
         speed = "it was trained for too few steps to predict times"
@@ -151,7 +232,11 @@ def _verdict(outcome: TrainingOutcome, settings: Settings, alone: float | None, 
         speed = "the others are compared with it"
     else:
         faster = {rate: predicted[_FULL][rate] / times[rate] for rate in _RATES}
-        worth = [f"{factor:.1f} times as fast at {rate}" for rate, factor in faster.items() if factor >= _FASTER]
+        worth = [
+            f"{factor:.1f} times as fast at {rate}"
+            for rate, factor in faster.items()
+            if factor >= _FASTER
+        ]
         speed = f"its steps should be {', '.join(worth) or f'no faster than those of {_FULL}'}"
     text = f"{', and '.join(parts)}; {speed}."
     return text[0].upper() + text[1:]
@@ -159,13 +244,18 @@ def _verdict(outcome: TrainingOutcome, settings: Settings, alone: float | None, 
 
 def _headline(settings: Settings) -> str:
     workers = "1 worker" if settings.ranks == 1 else f"{settings.ranks} workers"
-    return f"{workers}, {settings.steps} steps of {settings.batch * settings.ranks} images, {_parameters():,} parameters"
+    return (
+        f"{workers}, {settings.steps} steps of {settings.batch * settings.ranks} images,"
+        f" {_parameters():,} parameters"
+    )
 
 
 def _command(settings: Settings) -> str:
     names = [] if settings.algorithms == tuple(RECIPES) else ["--algorithms", *settings.algorithms]
     length = "--quick" if settings.quick else f"--epochs {settings.epochs}"
-    return " ".join(["bagua-ref demo", f"--ranks {settings.ranks}", length, f"--seed {settings.seed}", *names])
+    return " ".join(
+        ["bagua-ref demo", f"--ranks {settings.ranks}", length, f"--seed {settings.seed}", *names]
+    )
 
 
 def _parameters() -> int:
@@ -175,19 +265,25 @@ def _parameters() -> int:
 def _page(outcomes: Sequence[TrainingOutcome], settings: Settings, results: dict[str, Any]) -> str:
     predicted, where = results["predicted_seconds"], results["machine"]
     rows = [cells_of(outcome, settings, predicted) for outcome in outcomes]
-    verdicts = {name: escape(text) for name, text in verdicts_of(outcomes, settings, predicted).items()}
+    verdicts = {
+        name: escape(text) for name, text in verdicts_of(outcomes, settings, predicted).items()
+    }
     return _PAGE.format(
         headline=escape(_headline(settings)),
         workers=settings.ranks,
         cores=f"{where['cores']} core{'s' * (where['cores'] != 1)}",
         headers="".join(f"<th scope=col>{escape(header)}</th>" for header in rows[0]),
         rows="\n".join(
-            f"<tr><th scope=row>{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in rest)}</tr>"
+            "<tr><th"
+            f" scope=row>{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in rest)}</tr>"
             for first, *rest in (row.values() for row in rows)
         ),
-        figures="\n".join(_figure(outcomes, settings, kind, caption) for kind, caption in _CAPTIONS.items()),
+        figures="\n".join(
+            _figure(outcomes, settings, kind, caption) for kind, caption in _CAPTIONS.items()
+        ),
         algorithms="\n".join(
-            f"<div><dt>{_linked(f'algorithms/{name}', name)}</dt><dd>{text}</dd><dd class=soft>{_about(name)}</dd></div>"
+            f"<div><dt>{_linked(f'algorithms/{name}', name)}</dt><dd>{text}</dd><dd"
+            f" class=soft>{_about(name)}</dd></div>"
             for name, text in verdicts.items()
         ),
         formulas=_linked("advise", "bagua-ref advise"),
@@ -200,23 +296,39 @@ def _page(outcomes: Sequence[TrainingOutcome], settings: Settings, results: dict
 
 
 def _about(name: str) -> str:
-    """Return the registered description of an algorithm, without its clauses, which its page links."""
+    """Return the registered description of an algorithm, without its clauses, which its page
+    links.
+    """
     text = re.sub(r" \(S\d[^)]*\)", "", GlobalAlgorithmRegistry[name][1])
     return re.sub(r"``(.*?)``", r"<code>\1</code>", escape(text))
 
 
 def _linked(page: str, text: str) -> str:
-    """Return the text with a link to a page of the docs, if this is a checkout: the built page, or else its source."""
+    """Return the text with a link to a page of the docs, if this is a checkout: the built page, or
+    else its source.
+    """
     root = Path(bagua_ref.__file__).parents[2]
-    found = next((path for path in (root / f"site/{page}.html", root / f"docs/{page}.md") if path.is_file()), None)
-    return escape(text) if found is None else f'<a href="{escape(found.as_uri())}">{escape(text)}</a>'
+    found = next(
+        (path for path in (root / f"site/{page}.html", root / f"docs/{page}.md") if path.is_file()),
+        None,
+    )
+    return (
+        escape(text) if found is None else f'<a href="{escape(found.as_uri())}">{escape(text)}</a>'
+    )
 
 
-def _figure(outcomes: Sequence[TrainingOutcome], settings: Settings, kind: str, caption: str) -> str:
+def _figure(
+    outcomes: Sequence[TrainingOutcome], settings: Settings, kind: str, caption: str
+) -> str:
     buffer = BytesIO()
-    draw_curves(outcomes, kind, settings.steps_per_epoch).savefig(buffer, format="svg", metadata={"Date": None})
+    draw_curves(outcomes, kind, settings.steps_per_epoch).savefig(
+        buffer, format="svg", metadata={"Date": None}
+    )
     source = f"data:image/svg+xml;base64,{b64encode(buffer.getvalue()).decode()}"
-    return f'<figure><img src="{source}" alt="{escape(caption)}"><figcaption>{escape(caption)}</figcaption></figure>'
+    return (
+        f'<figure><img src="{source}"'
+        f' alt="{escape(caption)}"><figcaption>{escape(caption)}</figcaption></figure>'
+    )
 
 
 def draw_curves(outcomes: Sequence[TrainingOutcome], kind: str, window: int) -> Any:
@@ -243,10 +355,21 @@ def draw_curves(outcomes: Sequence[TrainingOutcome], kind: str, window: int) -> 
                 axes.plot(steps, losses, color=_GRAY, alpha=0.4, linewidth=6, label=ALONE)
             continue
         place = together.index(outcome)
-        x, y = {"loss": (steps, losses), "traffic": (steps, megabytes), "loss by traffic": (megabytes, losses)}[kind]
-        style: dict[str, Any] = {"color": _COLORS[place % len(_COLORS)], "linestyle": _DASHES[place // len(_COLORS) % len(_DASHES)]}
+        x, y = {
+            "loss": (steps, losses),
+            "traffic": (steps, megabytes),
+            "loss by traffic": (megabytes, losses),
+        }[kind]
+        style: dict[str, Any] = {
+            "color": _COLORS[place % len(_COLORS)],
+            "linestyle": _DASHES[place // len(_COLORS) % len(_DASHES)],
+        }
         if outcome.warmup_steps:
-            style |= {"marker": "o", "markevery": [min(outcome.warmup_steps, len(losses)) - 1], "markersize": 7}
+            style |= {
+                "marker": "o",
+                "markevery": [min(outcome.warmup_steps, len(losses)) - 1],
+                "markersize": 7,
+            }
         width = max(1.2, 2.8 - 0.2 * place)  # curves that coincide remain visible
         axes.plot(x, y, **style, linewidth=width, label=outcome.algorithm)
     axes.set_xlabel("MB sent by each rank" if kind == "loss by traffic" else "step")
@@ -275,7 +398,10 @@ def trailing_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 _CAPTIONS = {
-    "loss": "Training loss: mean over ranks and over the epoch that ends at each step. Dots end warm-ups.",
+    "loss": (
+        "Training loss: mean over ranks and over the epoch that ends at each step. Dots end"
+        " warm-ups."
+    ),
     "traffic": "What each rank has sent since the first step.",
     "loss by traffic": "The same loss against the bytes sent: further left is cheaper.",
 }

@@ -1,4 +1,6 @@
-"""``bagua-ref sim``: run a program of torch.distributed on simulated ranks under many schedules, and name what goes wrong."""
+"""``bagua-ref sim``: run a program of torch.distributed on simulated ranks under many schedules,
+and name what goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bagua_ref.cli.command import Commands, add_command, add_json_options, end_progress, number, show_progress, write_json
+from bagua_ref.cli.command import (
+    Commands,
+    add_command,
+    add_json_options,
+    end_progress,
+    number,
+    show_progress,
+    write_json,
+)
 from bagua_ref.formulas.costs import LinkCosts, parse_seconds
 
 __all__ = ["JSON_VERSION", "add_parser"]
@@ -28,41 +38,110 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "sim",
         _run,
-        examples=("bagua-ref sim train.py --ranks 4", "bagua-ref sim train.py --link 100Mbit,1ms --seeds 1 -- --epochs 1"),
-        help="run a torch.distributed program on simulated ranks, under many schedules, and find its errors",
-        description="Run an unmodified torch.distributed program on simulated ranks in one process, under many schedules, and "
-        "report the first error: deadlocks, calls that do not match, exceptions, replicas that differ, and results that depend on "
-        "the schedule. Each run has an empty working folder of its own.",
-        epilog="Exit status is 0 if all schedules agree, 1 if an error was found, 2 for bad usage, 3 if there is no verdict (the "
-        "program uses something that is not simulated, or the time limit came first), and 130 after Ctrl-C.",
+        examples=(
+            "bagua-ref sim train.py --ranks 4",
+            "bagua-ref sim train.py --link 100Mbit,1ms --seeds 1 -- --epochs 1",
+        ),
+        help=(
+            "run a torch.distributed program on simulated ranks, under many schedules, and find its"
+            " errors"
+        ),
+        description=(
+            "Run an unmodified torch.distributed program on simulated ranks in one process, under"
+            " many schedules, and report the first error: deadlocks, calls that do not match,"
+            " exceptions, replicas that differ, and results that depend on the schedule. Each run"
+            " has an empty working folder of its own."
+        ),
+        epilog=(
+            "Exit status is 0 if all schedules agree, 1 if an error was found, 2 for bad usage, 3"
+            " if there is no verdict (the program uses something that is not simulated, or the time"
+            " limit came first), and 130 after Ctrl-C."
+        ),
     )
-    sim.add_argument("program", metavar="PROGRAM", help="script.py or package.module:function; its arguments come last, after --")
-    sim.add_argument("--ranks", type=_POSITIVE, metavar="N", help="the number of ranks (default: 2, or the sum of --nodes)")
-    sim.add_argument("--nodes", type=_numbers, metavar="N,N,...", help="the number of ranks on each node (default: one node)")
+    sim.add_argument(
+        "program",
+        metavar="PROGRAM",
+        help="script.py or package.module:function; its arguments come last, after --",
+    )
+    sim.add_argument(
+        "--ranks",
+        type=_POSITIVE,
+        metavar="N",
+        help="the number of ranks (default: 2, or the sum of --nodes)",
+    )
+    sim.add_argument(
+        "--nodes",
+        type=_numbers,
+        metavar="N,N,...",
+        help="the number of ranks on each node (default: one node)",
+    )
     how = sim.add_mutually_exclusive_group()
-    how.add_argument("--seeds", type=_POSITIVE, default=100, metavar="N", help="try N random schedules (default: %(default)s)")
-    how.add_argument("--deviations", type=int, metavar="N", help="try all schedules with up to N deviations from the default")
-    how.add_argument("--schedule", metavar="PLACE:CHOICE,...", help="run only this schedule, as a report names it")
-    sim.add_argument(
-        "--faults", default="", metavar="KIND,...", help="also try these faults at each communication: kill, stop, slow"
+    how.add_argument(
+        "--seeds",
+        type=_POSITIVE,
+        default=100,
+        metavar="N",
+        help="try N random schedules (default: %(default)s)",
     )
-    sim.add_argument("--fault", metavar="KIND:RANK:NUMBER", help="run only with this fault, as a report names it")
-    sim.add_argument(
-        "--limit", type=_seconds, default=60.0, metavar="TIME", help="stop after this time, such as 90s or 5m (default: 60s)"
+    how.add_argument(
+        "--deviations",
+        type=int,
+        metavar="N",
+        help="try all schedules with up to N deviations from the default",
+    )
+    how.add_argument(
+        "--schedule",
+        metavar="PLACE:CHOICE,...",
+        help="run only this schedule, as a report names it",
     )
     sim.add_argument(
-        "--link", metavar="BANDWIDTH,LATENCY",
-        help="let communication take time, such as 1Gbit,20ms; with two such pairs, between and inside nodes",
-    )  # fmt: skip
-    sim.add_argument(
-        "--compute", metavar="TIME",
-        help="with --link, of a forward and backward pass, such as 120ms (default: measured CPU time)",
-    )  # fmt: skip
-    sim.add_argument(
-        "--trace", type=Path, metavar="FILE", help="with --link, write the times for chrome://tracing (default: sim-trace.json)"
+        "--faults",
+        default="",
+        metavar="KIND,...",
+        help="also try these faults at each communication: kill, stop, slow",
     )
-    sim.add_argument("--workers", choices=("0",), help="let data loaders run without their worker processes, which are real ones")
-    sim.add_argument("--compare", choices=("stdout",), help="what ranks print must not depend on the schedule either")
+    sim.add_argument(
+        "--fault", metavar="KIND:RANK:NUMBER", help="run only with this fault, as a report names it"
+    )
+    sim.add_argument(
+        "--limit",
+        type=_seconds,
+        default=60.0,
+        metavar="TIME",
+        help="stop after this time, such as 90s or 5m (default: 60s)",
+    )
+    sim.add_argument(
+        "--link",
+        metavar="BANDWIDTH,LATENCY",
+        help=(
+            "let communication take time, such as 1Gbit,20ms; with two such pairs, between and"
+            " inside nodes"
+        ),
+    )
+    sim.add_argument(
+        "--compute",
+        metavar="TIME",
+        help=(
+            "with --link, of a forward and backward pass, such as 120ms (default: measured CPU"
+            " time)"
+        ),
+    )
+    sim.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="with --link, write the times for chrome://tracing (default: sim-trace.json)",
+    )
+    sim.add_argument(
+        "--workers",
+        choices=("0",),
+        help="let data loaders run without their worker processes, which are real ones",
+    )
+    sim.add_argument(
+        "--compare",
+        choices=("stdout",),
+        help="what ranks print must not depend on the schedule either",
+    )
     add_json_options(sim)
 
 
@@ -74,7 +153,9 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
     nodes = arguments.nodes or (arguments.ranks or 2,)
     if arguments.ranks not in (None, sum(nodes)):
-        parser.error(f"argument --nodes: {','.join(map(str, nodes))} must sum to --ranks {arguments.ranks}")
+        parser.error(
+            f"argument --nodes: {','.join(map(str, nodes))} must sum to --ranks {arguments.ranks}"
+        )
     kinds = tuple(filter(None, arguments.faults.split(",")))
     if not set(kinds) <= set(FAULTS):
         parser.error(f"argument --faults: {arguments.faults!r} must be some of {','.join(FAULTS)}")
@@ -103,16 +184,27 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     except ValueError as error:
         parser.error(str(error))
     if search.fault is not None and search.fault.rank >= sum(nodes):
-        parser.error(f"argument --fault: rank {search.fault.rank} must be one of 0 to {sum(nodes) - 1}")
+        parser.error(
+            f"argument --fault: rank {search.fault.rank} must be one of 0 to {sum(nodes) - 1}"
+        )
 
     def progress(report: Judgement) -> None:
         if sys.stderr.isatty():
-            show_progress(f"{report.runs} of {report.planned or 'many'} runs", report.runs, max(report.planned or 0, report.runs))
+            show_progress(
+                f"{report.runs} of {report.planned or 'many'} runs",
+                report.runs,
+                max(report.planned or 0, report.runs),
+            )
 
     report = judge(program, search, progress)
     end_progress()
     found = report.finding
-    result: dict[str, Any] = {"version": JSON_VERSION, "verdict": report.verdict, "runs": report.runs, "planned": report.planned}
+    result: dict[str, Any] = {
+        "version": JSON_VERSION,
+        "verdict": report.verdict,
+        "runs": report.runs,
+        "planned": report.planned,
+    }
     for name in ("kind", "message", "rank", "file", "line", "step", "schedule", "fault"):
         value = getattr(found, name, None)
         result[name] = str(value) if name in ("schedule", "fault") and value else value
@@ -120,7 +212,9 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     result |= {"command": found and _command(arguments, nodes, found), "hints": report.hints}
     result["trace"] = result["seconds_per_step"] = result["exposed_seconds_per_step"] = None
     if report.timeline is not None:
-        result["seconds_per_step"], result["exposed_seconds_per_step"] = seconds, exposed = report.timeline.per_step()
+        result["seconds_per_step"], result["exposed_seconds_per_step"] = seconds, exposed = (
+            report.timeline.per_step()
+        )
         result["trace"] = str(arguments.trace or "sim-trace.json")
         Path(result["trace"]).write_text(json.dumps(report.timeline.chrome_trace()))
     if not arguments.json:
@@ -128,9 +222,18 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         counts = f"{report.runs} run{'s' * (report.runs != 1)}"
         lines = [f"hint: {hint}" for hint in report.hints]
         if report.timeline is not None:
-            lines.append(f"time: {seconds:.6g} s a step, {exposed:.6g} s of it exposed communication; trace: {result['trace']}")
+            lines.append(
+                f"time: {seconds:.6g} s a step, {exposed:.6g} s of it exposed communication; trace:"
+                f" {result['trace']}"
+            )
         if found is None:
-            lines += [f"agree: {counts}" if report.is_complete else f"no verdict: the time limit came after {of} runs"]
+            lines += [
+                (
+                    f"agree: {counts}"
+                    if report.is_complete
+                    else f"no verdict: the time limit came after {of} runs"
+                )
+            ]
         else:
             head = "no verdict" if report.verdict == "undecided" else "found"
             lines += [f"{head} in {counts}: {found.message}", f"replay: {result['command']}"]
@@ -152,7 +255,15 @@ def _command(arguments: argparse.Namespace, nodes: tuple[int, ...], found: Any) 
         "--compute": arguments.compute or "",
     }
     words = [word for name, value in options.items() if value for word in (name, value)]
-    return shlex.join(["bagua-ref", "sim", arguments.program, *words, *(["--", *arguments.after] if arguments.after else [])])
+    return shlex.join(
+        [
+            "bagua-ref",
+            "sim",
+            arguments.program,
+            *words,
+            *(["--", *arguments.after] if arguments.after else []),
+        ]
+    )
 
 
 def _numbers(text: str) -> tuple[int, ...]:

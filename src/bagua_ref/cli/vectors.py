@@ -1,4 +1,6 @@
-"""``bagua-ref vectors``: write the golden vectors, and compare an implementation's outputs with them."""
+"""``bagua-ref vectors``: write the golden vectors, and compare an implementation's outputs with
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     vectors = commands.add_parser(
         "vectors",
         help="export golden vectors, or check another implementation's outputs against them",
-        description="Golden vectors are inputs and expected outputs, stored as safetensors files with a JSON manifest, to test "
-        "implementations in any language.",
+        description=(
+            "Golden vectors are inputs and expected outputs, stored as safetensors files with a"
+            " JSON manifest, to test implementations in any language."
+        ),
     )
     verbs = vectors.add_subparsers(title="commands", required=True, metavar="COMMAND")
     export = add_command(
@@ -34,7 +38,12 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         help="write all test cases to a folder",
         description="Write all test cases to a folder. The files are identical on every machine.",
     )
-    export.add_argument("directory", type=Path, metavar="DIR", help="folder to create; if it exists, it must be empty")
+    export.add_argument(
+        "directory",
+        type=Path,
+        metavar="DIR",
+        help="folder to create; if it exists, it must be empty",
+    )
     add_json_options(export)
 
     check = add_command(
@@ -43,9 +52,14 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         _check,
         examples=("bagua-ref vectors check vectors --outputs outputs --operation compress",),
         help="compare an implementation's outputs with the expected ones",
-        description="Compare an implementation's outputs with the expected ones, within the tolerance of each test case.",
-        epilog="Exit status is 0 if all cases passed, 1 if a case failed or is missing or the outputs contain anything else, and 2 "
-        "if the vectors or the outputs cannot be read.",
+        description=(
+            "Compare an implementation's outputs with the expected ones, within the tolerance of"
+            " each test case."
+        ),
+        epilog=(
+            "Exit status is 0 if all cases passed, 1 if a case failed or is missing or the outputs"
+            " contain anything else, and 2 if the vectors or the outputs cannot be read."
+        ),
     )
     check.add_argument("directory", type=Path, metavar="DIR", help="folder of the vectors")
     check.add_argument(
@@ -56,10 +70,20 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         help="folder of the outputs: safetensors files with tensors named ID:NAME",
     )
     check.add_argument(
-        "--operation", nargs="+", action="extend", default=[], metavar="NAME", help="check only these operations (default: all)"
+        "--operation",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="check only these operations (default: all)",
     )
     check.add_argument(
-        "--dtype", nargs="+", action="extend", default=[], metavar="NAME", help="check only these dtypes (default: all)"
+        "--dtype",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="check only these dtypes (default: all)",
     )
     add_json_options(check)
 
@@ -68,7 +92,10 @@ def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     count = export_vectors(arguments.directory)
     if not arguments.json:
         print(f"Wrote {count} cases (vectors version {VECTORS_VERSION}) to {arguments.directory}")
-    write_json(arguments, {"directory": str(arguments.directory), "vectors_version": VECTORS_VERSION, "cases": count})
+    write_json(
+        arguments,
+        {"directory": str(arguments.directory), "vectors_version": VECTORS_VERSION, "cases": count},
+    )
     return 0
 
 
@@ -76,7 +103,12 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     for folder in (arguments.directory, arguments.outputs):
         if not folder.is_dir():
             parser.error(f"no such folder: {str(folder)!r}")
-    report = check_outputs(arguments.directory, arguments.outputs, operations=arguments.operation, dtypes=arguments.dtype)
+    report = check_outputs(
+        arguments.directory,
+        arguments.outputs,
+        operations=arguments.operation,
+        dtypes=arguments.dtype,
+    )
     if not arguments.json:
         _print_report(report)
     write_json(arguments, report.as_json())
@@ -86,21 +118,43 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 def _print_report(report: VectorsReport) -> None:
     rows: dict[tuple[str, str, str], list[Verdict]] = defaultdict(list)
     for verdict in report.verdicts:
-        rows[verdict.case["suite"], verdict.case["operation"], verdict.case["dtype"]].append(verdict)
+        rows[verdict.case["suite"], verdict.case["operation"], verdict.case["dtype"]].append(
+            verdict
+        )
     width = max(len(operation) for _, operation, _ in rows)
-    print(f"{'suite':9} {'operation':{width}} {'dtype':9} {'cases':>5} {'passed':>6} {'failed':>6} {'missing':>7}  clauses")
+    print(
+        f"{'suite':9} {'operation':{width}} {'dtype':9} {'cases':>5} {'passed':>6} {'failed':>6}"
+        f" {'missing':>7}  clauses"
+    )
     for (suite, operation, dtype), verdicts in rows.items():
-        counts = [sum(verdict.status == status for verdict in verdicts) for status in ("passed", "failed", "missing")]
+        counts = [
+            sum(verdict.status == status for verdict in verdicts)
+            for status in ("passed", "failed", "missing")
+        ]
         clauses = ", ".join(sorted({verdict.case["clause"] for verdict in verdicts}))
-        print(f"{suite:9} {operation:{width}} {dtype:9} {len(verdicts):5} {counts[0]:6} {counts[1]:6} {counts[2]:7}  {clauses}")
+        print(
+            f"{suite:9} {operation:{width}} {dtype:9} {len(verdicts):5} {counts[0]:6} {counts[1]:6}"
+            f" {counts[2]:7}  {clauses}"
+        )
     print()
     _print_list("Files", [f"{place}: {message}" for place, message in report.problems.items()])
     wrong: list[Any] = [verdict for verdict in report.verdicts if verdict.status == "failed"]
     wrong += [verdict for verdict in report.verdicts if verdict.status == "missing"]
-    _print_list("Cases", [f"{v.case['clause']} {v.case['id']} [{', '.join(v.case['flags'])}]: {v.message}" for v in wrong])
-    total = ", ".join(f"{report.count(status)} {status}" for status in ("passed", "failed", "missing"))
+    _print_list(
+        "Cases",
+        [
+            f"{v.case['clause']} {v.case['id']} [{', '.join(v.case['flags'])}]: {v.message}"
+            for v in wrong
+        ],
+    )
+    total = ", ".join(
+        f"{report.count(status)} {status}" for status in ("passed", "failed", "missing")
+    )
     more = f", {report.not_selected} not selected" if report.not_selected else ""
-    versions = f"vectors {report.versions['vectors_version']}, specification {report.versions['spec_version']}"
+    versions = (
+        f"vectors {report.versions['vectors_version']}, specification"
+        f" {report.versions['spec_version']}"
+    )
     outcome = "PASSED" if report.passed else "FAILED"
     print(f"{outcome}: {total}{more}, {len(report.problems)} problems with files ({versions})")
 

@@ -45,25 +45,42 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         ),
         help="check an implementation against the specification, clause by clause",
         description="Search for inputs for which an implementation differs from the specification.",
-        epilog="Exit status is 0 if all checks passed, 1 if one failed or a known failure passed, and 2 if nothing could be run.",
+        epilog=(
+            "Exit status is 0 if all checks passed, 1 if one failed or a known failure passed, and"
+            " 2 if nothing could be run."
+        ),
     )
     verify.add_argument(
-        "--backend", metavar="NAME|pkg.mod:Class", help="a kernel backend, or any other target that run_conformance accepts"
+        "--backend",
+        metavar="NAME|pkg.mod:Class",
+        help="a kernel backend, or any other target that run_conformance accepts",
     )
     verify.add_argument(
         "--target",
         metavar="NAME|pkg.mod:Class",
-        help="all parts of bagua_ref with this kernel backend ('reference': as it is installed), or an object with some of them",
+        help=(
+            "all parts of bagua_ref with this kernel backend ('reference': as it is installed), or"
+            " an object with some of them"
+        ),
     )
-    verify.add_argument("--communicator", metavar="pkg.mod:factory", help="a function that each rank calls with its world")
+    verify.add_argument(
+        "--communicator",
+        metavar="pkg.mod:factory",
+        help="a function that each rank calls with its world",
+    )
     verify.add_argument(
         "--command",
         dest="command_line",
         metavar="PROGRAM",
-        help="a program in any language, with its arguments, that answers requests on standard input and output",
+        help=(
+            "a program in any language, with its arguments, that answers requests on standard input"
+            " and output"
+        ),
     )
     verify.add_argument(
-        "--launch", metavar="LAUNCHER", help="starts the ranks of --command: a command with {ranks}, such as 'mpirun -n {ranks}'"
+        "--launch",
+        metavar="LAUNCHER",
+        help="starts the ranks of --command: a command with {ranks}, such as 'mpirun -n {ranks}'",
     )
     verify.add_argument(
         "--ranks",
@@ -94,20 +111,35 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         help="number of inputs to try, and how long long ones are (default: %(default)s)",
     )
     verify.add_argument(
-        "--xfails", type=Path, metavar="FILE", help="list of known failures: one id per line, comments start with #"
+        "--xfails",
+        type=Path,
+        metavar="FILE",
+        help="list of known failures: one id per line, comments start with #",
     )
-    verify.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of all inputs (default: %(default)s)")
+    verify.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="random seed of all inputs (default: %(default)s)",
+    )
     verify.add_argument(
         "--jobs",
         type=_count,
         metavar="N",
-        help="number of processes; 0: threads of this process (default: one per core, up to 4; 1 if the target is external)",
+        help=(
+            "number of processes; 0: threads of this process (default: one per core, up to 4; 1 if"
+            " the target is external)"
+        ),
     )
     verify.add_argument(
         "--time-limit",
         type=number(1e-3, 1e9),
         metavar="S",
-        help="seconds after which a single call counts as hanging (default: 10, and 60 with --command, whose ranks must start)",
+        help=(
+            "seconds after which a single call counts as hanging (default: 10, and 60 with"
+            " --command, whose ranks must start)"
+        ),
     )
     verify.add_argument("--fail-fast", action="store_true", help="stop at the first failure")
     verify.add_argument(
@@ -120,10 +152,15 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "--requests",
         type=Path,
         metavar="DIR",
-        help="folder for the raw requests that the script of each failure sends to the program of --command",
+        help=(
+            "folder for the raw requests that the script of each failure sends to the program of"
+            " --command"
+        ),
     )
     add_json_options(verify)
-    verify.add_argument("--junit", type=Path, metavar="PATH", help="also write the result as JUnit XML to PATH")
+    verify.add_argument(
+        "--junit", type=Path, metavar="PATH", help="also write the result as JUnit XML to PATH"
+    )
 
 
 def _count(text: str) -> int:
@@ -133,15 +170,30 @@ def _count(text: str) -> int:
 
 
 def _verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    named = arguments.backend is not None or arguments.target is not None or arguments.communicator is not None
-    if named == (arguments.command_line is not None) or None not in (arguments.backend, arguments.target):
-        parser.error("one of --backend, --target, --communicator (also with one of these) and --command is required")
+    named = (
+        arguments.backend is not None
+        or arguments.target is not None
+        or arguments.communicator is not None
+    )
+    if named == (arguments.command_line is not None) or None not in (
+        arguments.backend,
+        arguments.target,
+    ):
+        parser.error(
+            "one of --backend, --target, --communicator (also with one of these) and --command is"
+            " required"
+        )
     if arguments.requests is not None and arguments.command_line is None:
         parser.error("argument --requests: needs --command, as other targets get no requests")
     if arguments.ranks < 1:
         parser.error(f"argument --ranks: {arguments.ranks} must be at least 1")
-    if arguments.launch is not None and (arguments.command_line is None or "{ranks}" not in arguments.launch):
-        parser.error("argument --launch: needs --command, and {ranks} in its text, such as 'mpirun -n {ranks}'")
+    if arguments.launch is not None and (
+        arguments.command_line is None or "{ranks}" not in arguments.launch
+    ):
+        parser.error(
+            "argument --launch: needs --command, and {ranks} in its text, such as 'mpirun -n"
+            " {ranks}'"
+        )
     if arguments.xfails is not None and not arguments.xfails.is_file():
         parser.error(f"argument --xfails: no such file: {str(arguments.xfails)!r}")
     return _run(parser, arguments)
@@ -154,10 +206,14 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         CommandError: the target cannot be imported or made, or Hypothesis is missing.
     """
     time_limit = arguments.time_limit or (10.0 if arguments.command_line is None else 60.0)
-    named = arguments.command_line or arguments.target or arguments.backend or arguments.communicator
+    named = (
+        arguments.command_line or arguments.target or arguments.backend or arguments.communicator
+    )
     with foreign_code(f"cannot load {named}"):
         if arguments.command_line is not None:
-            target = resolve(ProcessTarget(arguments.command_line, arguments.launch, arguments.ranks, time_limit))
+            target = resolve(
+                ProcessTarget(arguments.command_line, arguments.launch, arguments.ranks, time_limit)
+            )
         elif arguments.target is not None and ":" not in arguments.target:
             target = assemble(ReferenceTarget(arguments.target), arguments.communicator)
         else:
@@ -190,7 +246,10 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if not arguments.json:
         print(report)
         if report.not_tried() and arguments.backend is not None and ":" not in arguments.backend:
-            print(f"--backend {arguments.backend} has kernels only; --target {arguments.backend} checks all of bagua_ref with them")
+            print(
+                f"--backend {arguments.backend} has kernels only; --target {arguments.backend}"
+                " checks all of bagua_ref with them"
+            )
     try:
         if scripts is not None and arguments.requests is not None:
             write_requests(report, arguments.requests, time_limit)
@@ -213,4 +272,9 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 
 def _show(done: int, total: int, result: Result) -> None:
-    show_progress(f"[{done}/{total}] {result.id}: {result.status}", done, total, keep=result.status in ("failed", "xpassed"))
+    show_progress(
+        f"[{done}/{total}] {result.id}: {result.status}",
+        done,
+        total,
+        keep=result.status in ("failed", "xpassed"),
+    )

@@ -20,16 +20,20 @@ from bagua_ref.types import ReduceOp
 __all__ = ["AsynchronousModelAverage", "WeightLock"]
 
 _GLANCE = 0.01
-"""Seconds between two checks, by a round that waits for the weights, whether training has released them."""
+"""Seconds between two checks, by a round that waits for the weights, whether training has released
+them.
+"""
 
 
 class WeightLock:
-    """A fair lock: weights are used by training or changed by a round of averaging, never both at once.
+    """A fair lock: weights are used by training or changed by a round of averaging, never both at
+    once.
 
-    Training may hold it several times (a closure's forward inside ``optimizer.step``), and another thread may release what
-    training holds. Only one thread trains.
+    Training may hold it several times (a closure's forward inside ``optimizer.step``), and another
+    thread may release what training holds. Only one thread trains.
 
-    On CUDA, the next holder's stream waits for the work that the last holder has queued; the host does not wait.
+    On CUDA, the next holder's stream waits for the work that the last holder has queued; the host
+    does not wait.
     """
 
     def __init__(self, world: World, device: torch.device) -> None:
@@ -82,17 +86,21 @@ class WeightLock:
         self._lock.release()
 
     def wait_for_training(self) -> None:
-        """On CUDA, make the current stream wait for work that training queued before it last released the weights."""
+        """On CUDA, make the current stream wait for work that training queued before it last
+        released the weights.
+        """
         runtime.order_after(self._used, self._device)
 
 
 class AsynchronousModelAverage(CommOp):
     """One round: ``x <- x + (mean over ranks of s - s)`` with the snapshot ``s <- x`` (S3.6).
 
-    agree on stopping -> s <- x -> r <- sum over ranks of s, in float32 -> under the weight lock x <- x + (r/n - s)
+    agree on stopping -> s <- x -> r <- sum over ranks of s, in float32 -> under the weight lock x
+    <- x + (r/n - s)
 
-    Changes that training makes to x between snapshot and update are kept. Each rank sends 2 (n-1)/n of x in float32 and 4 bytes
-    to agree; scratch is the snapshot and the sum. All ranks stop at the same round, once all have called `abort`.
+    Changes that training makes to x between snapshot and update are kept. Each rank sends 2 (n-1)/n
+    of x in float32 and 4 bytes to agree; scratch is the snapshot and the sum. All ranks stop at the
+    same round, once all have called `abort`.
 
     As a context manager, it holds the weight lock: ``with op: evaluate(model)``.
 
@@ -102,11 +110,13 @@ class AsynchronousModelAverage(CommOp):
         world: this rank's world, which makes the lock.
         device: the device of the weights.
 
-    Source: asynchronous model average of Bagua 0.9; Lian et al., "Asynchronous Decentralized Parallel SGD", ICML 2018
-    (arXiv:1710.06952).
+    Source: asynchronous model average of Bagua 0.9; Lian et al., "Asynchronous Decentralized
+    Parallel SGD", ICML 2018 (arXiv:1710.06952).
     """
 
-    def __init__(self, comm: Communicator, kernels: KernelBackend, world: World, device: torch.device) -> None:
+    def __init__(
+        self, comm: Communicator, kernels: KernelBackend, world: World, device: torch.device
+    ) -> None:
         super().__init__(comm, kernels)
         self.lock = WeightLock(world, device)
         self._wants_to_stop = self._stopped = False
@@ -124,8 +134,11 @@ class AsynchronousModelAverage(CommOp):
             return
         if self._snapshot is None or self._reduced is None or self._snapshot.numel() != x.numel():
             self._snapshot = torch.empty_like(x)
-            self._reduced = torch.empty_like(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
-        self.lock.wait_for_training()  # the snapshot must not be taken before the weights are written
+            self._reduced = torch.empty_like(
+                x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32
+            )
+        # the snapshot must not be taken before the weights are written
+        self.lock.wait_for_training()
         self._snapshot.copy_(x)
         self._reduced.copy_(self._snapshot)
         self.comm.allreduce_inplace(self._reduced, ReduceOp.SUM)
@@ -138,7 +151,8 @@ class AsynchronousModelAverage(CommOp):
 
     @property
     def last_round(self) -> tuple[Tensor, Tensor]:
-        """The snapshot of the last completed round and its sum over ranks; the next round overwrites them.
+        """The snapshot of the last completed round and its sum over ranks; the next round
+        overwrites them.
 
         Raises:
             RuntimeError: no round has completed.

@@ -1,4 +1,6 @@
-"""Operations on a bucket's flat tensor together with the other ranks: their base, their hierarchical form (S3.3), and Python's."""
+"""Operations on a bucket's flat tensor together with the other ranks: their base, their
+hierarchical form (S3.3), and Python's.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class CommOp(ABC):
 
 
 class PythonOp:
-    """``function(bucket_name)``, called on the background worker; it may read and write the bucket's tensors (S3.8)."""
+    """``function(bucket_name)``, called on the background worker; it may read and write the
+    bucket's tensors (S3.8).
+    """
 
     def __init__(self, function: Callable[[str], object], bucket_name: str) -> None:
         self.function, self.bucket_name = function, bucket_name
@@ -44,7 +48,9 @@ class PythonOp:
         return f"PythonOp({getattr(self.function, '__qualname__', self.function)})"
 
     def __call__(self, x: Tensor) -> None:
-        """Call the function. It does not get ``x``, the bucket's flat tensor: it accesses the bucket itself."""
+        """Call the function. It does not get ``x``, the bucket's flat tensor: it accesses the
+        bucket itself.
+        """
         self.function(self.bucket_name)
 
 
@@ -53,21 +59,27 @@ class Hierarchical(CommOp):
 
     reduce to the leader -> leaders_op between the L leaders -> broadcast inside the node
 
-    With ``divisor`` = n/L, the mean over leaders is the mean over all ranks, even if nodes are uneven.
+    With ``divisor`` = n/L, the mean over leaders is the mean over all ranks, even if nodes are
+    uneven.
 
     Args:
         intra: the communicator of this node's ranks; rank 0 is the leader.
         kernels: the kernel backend.
         leaders_op: the operation between leaders; None on other ranks.
         divisor: n/L for a mean, None for a sum.
-        in_rank_order: sum the node's inputs in rank order at the leader (S3.7), as needed before quantisation; otherwise, the
-            transport may choose the order for float32 and float64.
+        in_rank_order: sum the node's inputs in rank order at the leader (S3.7), as needed before
+            quantisation; otherwise, the transport may choose the order for float32 and float64.
 
     Source: hierarchical communication in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
     """
 
     def __init__(
-        self, intra: Communicator, kernels: KernelBackend, leaders_op: CommOp | None, divisor: float | None, in_rank_order: bool
+        self,
+        intra: Communicator,
+        kernels: KernelBackend,
+        leaders_op: CommOp | None,
+        divisor: float | None,
+        in_rank_order: bool,
     ) -> None:
         super().__init__(intra, kernels)
         self.leaders_op, self.divisor, self.in_rank_order = leaders_op, divisor, in_rank_order
@@ -83,14 +95,24 @@ class Hierarchical(CommOp):
         self.comm.broadcast(x, 0)
 
 
-def reduce_to_leader(x: Tensor, intra: Communicator, kernels: KernelBackend, divisor: float | None, in_rank_order: bool) -> None:
-    """Rank 0's ``x <- (sum over intra, in float32) / float32(divisor)``, rounded once; x of other ranks is unchanged (S3.3)."""
+def reduce_to_leader(
+    x: Tensor,
+    intra: Communicator,
+    kernels: KernelBackend,
+    divisor: float | None,
+    in_rank_order: bool,
+) -> None:
+    """Rank 0's ``x <- (sum over intra, in float32) / float32(divisor)``, rounded once; x of other
+    ranks is unchanged (S3.3).
+    """
     if not in_rank_order and x.dtype in (torch.float32, torch.float64):
         intra.reduce_inplace(x, 0, ReduceOp.SUM)
         if divisor is not None and intra.rank() == 0:
             kernels.divide_(x, divisor)
         return
-    inputs = torch.empty(intra.nranks() * x.numel() if intra.rank() == 0 else 0, dtype=x.dtype, device=x.device)
+    inputs = torch.empty(
+        intra.nranks() * x.numel() if intra.rank() == 0 else 0, dtype=x.dtype, device=x.device
+    )
     intra.gather(x, inputs, 0)
     if intra.rank() == 0:
         # 16-bit inputs are summed and divided in float32, so that only the copy into x rounds.

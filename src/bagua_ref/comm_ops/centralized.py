@@ -1,4 +1,6 @@
-"""Sum or mean over all ranks: in full precision, in compressed chunks, or with an error memory of these (S3.1, S3.2, S11.1)."""
+"""Sum or mean over all ranks: in full precision, in compressed chunks, or with an error memory of
+these (S3.1, S3.2, S11.1).
+"""
 
 from __future__ import annotations
 
@@ -63,10 +65,12 @@ class CentralizedScatterGather(_Centralized):
 class CentralizedLowPrecision(_Centralized):
     """Sum or mean over all ranks with compressed chunks on the wire (S3.2).
 
-    compress n chunks -> all-to-all -> decompress -> reduce my chunk -> compress it -> all-gather -> decompress
+    compress n chunks -> all-to-all -> decompress -> reduce my chunk -> compress it -> all-gather ->
+    decompress
 
-    Every rank ends with identical bytes. Each rank sends 2 (n-1) times the codec's bytes for a chunk of m/n elements; for
-    MinMaxUInt8 that is about a quarter of a float32 all-reduce. Scratch is one payload of n chunks and a copy of it.
+    Every rank ends with identical bytes. Each rank sends 2 (n-1) times the codec's bytes for a
+    chunk of m/n elements; for MinMaxUInt8 that is about a quarter of a float32 all-reduce. Scratch
+    is one payload of n chunks and a copy of it.
 
     Args:
         comm: the communicator of the ranks that take part.
@@ -77,7 +81,9 @@ class CentralizedLowPrecision(_Centralized):
     Source: ByteGrad in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
     """
 
-    def __init__(self, comm: Communicator, kernels: KernelBackend, codec: Codec, average: bool) -> None:
+    def __init__(
+        self, comm: Communicator, kernels: KernelBackend, codec: Codec, average: bool
+    ) -> None:
         super().__init__(comm, kernels, average)
         self.codec = codec
 
@@ -86,16 +92,22 @@ class CentralizedLowPrecision(_Centralized):
         n, rank, codec = self.comm.nranks(), self.comm.rank(), self.codec
         size = n * codec.payload_bytes(x.numel() // n, x.dtype)
         sent, payload = (torch.empty(size, dtype=torch.uint8, device=x.device) for _ in range(2))
-        compress, decompress = codec.compress_in_steps(x, n, out=sent), codec.decompress_in_steps(payload, n, out=x)
+        compress, decompress = (
+            codec.compress_in_steps(x, n, out=sent),
+            codec.decompress_in_steps(payload, n, out=x),
+        )
         self.comm.alltoall(sent, payload, Overlap(compress, decompress))
         del sent  # as memory is scarce, and an all-gather may need a copy of a chunk
         self.kernels.reduce_chunks_(x, n, target_chunk=rank, average=self.average)
         compress = codec.compress_in_steps(x, n, target_chunk=rank, out=payload)
-        self.comm.allgather_inplace(payload, Overlap(compress, codec.decompress_in_steps(payload, n, out=x)))
+        self.comm.allgather_inplace(
+            payload, Overlap(compress, codec.decompress_in_steps(payload, n, out=x))
+        )
 
 
 class ErrorMemory:
-    """Error memory of a bucket on this rank: e, left out of all of it, and f, left out of the rank's own chunk (S11.1).
+    """Error memory of a bucket on this rank: e, left out of all of it, and f, left out of the
+    rank's own chunk (S11.1).
 
     Args:
         filled: the elements of the bucket, without padding.
@@ -119,19 +131,26 @@ class ErrorMemory:
 
     @property
     def server(self) -> Tensor:
-        """f: the errors of the results of this rank's chunk, ``numel / chunks`` float32 elements."""
+        """f: the errors of the results of this rank's chunk, ``numel / chunks`` float32
+        elements.
+        """
         return self._both()[1]
 
     def kept(self) -> tuple[Tensor, Tensor] | None:
-        """Return e and f, which later rounds replace and do not change; None while both are zero."""
+        """Return e and f, which later rounds replace and do not change; None while both are
+        zero.
+        """
         return self._kept
 
     def restore(self, kept: tuple[Tensor, Tensor] | None) -> None:
         """Restore the memories that `kept` returned."""
         self._kept = kept
 
-    def put_back(self, before: tuple[Tensor, Tensor] | None, start: int, end: int, place: int) -> None:
-        """Restore the elements from ``start`` to ``end`` of the bucket that `kept` returned ``before`` a round.
+    def put_back(
+        self, before: tuple[Tensor, Tensor] | None, start: int, end: int, place: int
+    ) -> None:
+        """Restore the elements from ``start`` to ``end`` of the bucket that `kept` returned
+        ``before`` a round.
 
         Args:
             before: the memories then.
@@ -164,22 +183,28 @@ class ErrorMemory:
 
     def _both(self) -> tuple[Tensor, Tensor]:
         if self._kept is None:
-            zeros = torch.zeros(self.numel, device=self.device), torch.zeros(self.numel // self.chunks, device=self.device)
+            zeros = (
+                torch.zeros(self.numel, device=self.device),
+                torch.zeros(self.numel // self.chunks, device=self.device),
+            )
             self._kept = zeros
         return self._kept
 
 
 class CentralizedErrorFeedback(CentralizedLowPrecision):
-    """Sum or mean over all ranks in compressed chunks, which remembers what compression leaves out (S11.1).
+    """Sum or mean over all ranks in compressed chunks, which remembers what compression leaves out
+    (S11.1).
 
     With C the codec, D its decoder, e the memory of all chunks and f that of the rank's own chunk:
 
-    p = x + e -> send C(p) -> e = p - D(C(p)) -> y = mean of the D(C(p)) + f -> send C(y) -> f = y - D(C(y))
+    p = x + e -> send C(p) -> e = p - D(C(p)) -> y = mean of the D(C(p)) + f -> send C(y) -> f = y -
+    D(C(y))
 
-    All of it is computed in float32, and only the result is rounded to the dtype of x; as elsewhere in 16-bit arithmetic, one
-    beyond its range becomes infinite. Elements whose result is NaN leave e and f as they were, on every rank. Every rank sends as
-    many bytes as `CentralizedLowPrecision` does for float32, and ends with identical bits. Scratch is one float32 copy of x, one
-    more for 16-bit dtypes, a payload of n chunks and a copy of it, and one chunk.
+    All of it is computed in float32, and only the result is rounded to the dtype of x; as elsewhere
+    in 16-bit arithmetic, one beyond its range becomes infinite. Elements whose result is NaN leave
+    e and f as they were, on every rank. Every rank sends as many bytes as `CentralizedLowPrecision`
+    does for float32, and ends with identical bits. Scratch is one float32 copy of x, one more for
+    16-bit dtypes, a payload of n chunks and a copy of it, and one chunk.
 
     Args:
         comm: the communicator of the ranks that take part.
@@ -188,10 +213,18 @@ class CentralizedErrorFeedback(CentralizedLowPrecision):
         average: the mean instead of the sum.
         memory: e and f; it is updated.
 
-    Source: Tang et al., "DoubleSqueeze", ICML 2019 (arXiv:1905.05957); Karimireddy et al., ICML 2019 (arXiv:1901.09847).
+    Source: Tang et al., "DoubleSqueeze", ICML 2019 (arXiv:1905.05957); Karimireddy et al., ICML
+    2019 (arXiv:1901.09847).
     """
 
-    def __init__(self, comm: Communicator, kernels: KernelBackend, codec: Codec, average: bool, memory: ErrorMemory) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        kernels: KernelBackend,
+        codec: Codec,
+        average: bool,
+        memory: ErrorMemory,
+    ) -> None:
         super().__init__(comm, kernels, codec, average)
         self.memory = memory
 
@@ -203,7 +236,10 @@ class CentralizedErrorFeedback(CentralizedLowPrecision):
         worker = decoded + self.memory.worker
         size = n * codec.payload_bytes(x.numel() // n, torch.float32)
         sent, payload = (torch.empty(size, dtype=torch.uint8, device=x.device) for _ in range(2))
-        compress, decompress_own = codec.compress_in_steps(worker, n, out=sent), codec.decompress_in_steps(sent, n, out=decoded)
+        compress, decompress_own = (
+            codec.compress_in_steps(worker, n, out=sent),
+            codec.decompress_in_steps(sent, n, out=decoded),
+        )
         self.comm.alltoall(sent, payload, Overlap(compress, decompress_own))
         del sent
         worker -= decoded
@@ -213,7 +249,9 @@ class CentralizedErrorFeedback(CentralizedLowPrecision):
         own += self.memory.server
         server = own.clone()
         compress = codec.compress_in_steps(decoded, n, target_chunk=rank, out=payload)
-        self.comm.allgather_inplace(payload, Overlap(compress, codec.decompress_in_steps(payload, n, out=decoded)))
+        self.comm.allgather_inplace(
+            payload, Overlap(compress, codec.decompress_in_steps(payload, n, out=decoded))
+        )
         server -= own
         self.memory.update(worker, server, decoded, rank)
         x.copy_(decoded)

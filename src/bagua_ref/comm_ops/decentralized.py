@@ -1,4 +1,6 @@
-"""Decentralized averaging of weights: with all ranks or along a graph (S3.4, S13), or compressed on a ring (S3.5)."""
+"""Decentralized averaging of weights: with all ranks or along a graph (S3.4, S13), or compressed on
+a ring (S3.5).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.codec import Codec
 from bagua_ref.comm_ops.base import CommOp, reduce_to_leader
 from bagua_ref.communicators.base import Communicator
-from bagua_ref.formulas.graphs import MODES, Graph, GraphFunction, PeerSelection, check_mode, checked_graph
+from bagua_ref.formulas.graphs import (
+    MODES,
+    Graph,
+    GraphFunction,
+    PeerSelection,
+    check_mode,
+    checked_graph,
+)
 from bagua_ref.observe.meter import profiled
 from bagua_ref.types import ReduceOp
 
@@ -33,52 +42,61 @@ def _with_receivers(graph: Graph) -> tuple[Graph, list[list[int]]]:
 
 @lru_cache(maxsize=16)
 def _named(function: Callable[[int, int], Graph], t: int, n: int) -> tuple[Graph, list[list[int]]]:
-    """Return a mode's graph and receivers, which nobody changes: the buckets and simulated ranks of a process make them once."""
+    """Return a mode's graph and receivers, which nobody changes: the buckets and simulated ranks of
+    a process make them once.
+    """
     return _with_receivers(function(t, n))
 
 
 class Decentralized(CommOp):
-    """``peer_weight <- mean over ranks of x``, or of some ranks, or their weighted sum; x is unchanged (S3.4, S13).
+    """``peer_weight <- mean over ranks of x``, or of some ranks, or their weighted sum; x is
+    unchanged (S3.4, S13).
 
-    x changes only at `copy_back_peer_weight`, so that a forward and backward can use it meanwhile. Step t is the number of earlier
-    executions. A mode that is not "all" is a graph: rank r averages its own x and those that it receives from the other sources
-    of row r of the graph of step t; messages in both directions travel at once (`bagua_ref.graphs`).
+    x changes only at `copy_back_peer_weight`, so that a forward and backward can use it meanwhile.
+    Step t is the number of earlier executions. A mode that is not "all" is a graph: rank r averages
+    its own x and those that it receives from the other sources of row r of the graph of step t;
+    messages in both directions travel at once (`bagua_ref.graphs`).
 
     - "shift_one", "one_peer_exponential", "hypercube": ``(x + received) / 2``;
     - "ring": ``((x + left) + right) / 3``; on two ranks ``(x + left) / 2``;
     - "exponential": ``(((+0 + x) + received 0) + received 1 + ...) / number of sources``, as S3.7;
-    - a function ``(t, n) -> graph``: ``((+0 + w*x) + w*x) + ...`` in the order of the row, each product rounded.
+    - a function ``(t, n) -> graph``: ``((+0 + w*x) + w*x) + ...`` in the order of the row, each
+      product rounded.
 
     All in float32 (float64 for float64), rounded once. A single rank keeps x in every mode.
 
-    Hierarchical: the leader of each node computes the node's mean, the leaders operate, and copy-back broadcasts inside the
-    node. For "all", leaders use node sums divided by n/L, so that ranks on uneven nodes have equal weight (S3.3); for
-    graphs, they use plain node means.
+    Hierarchical: the leader of each node computes the node's mean, the leaders operate, and
+    copy-back broadcasts inside the node. For "all", leaders use node sums divided by n/L, so that
+    ranks on uneven nodes have equal weight (S3.3); for graphs, they use plain node means.
 
-    Each rank sends 2 (n-1)/n of x for "all", and x once for each rank that it is a source of. Memory: ``peer_weight``, and while it
-    runs one copy of x for each source but the first; for 16-bit dtypes with more than two sources, also two in float32.
+    Each rank sends 2 (n-1)/n of x for "all", and x once for each rank that it is a source of.
+    Memory: ``peer_weight``, and while it runs one copy of x for each source but the first; for
+    16-bit dtypes with more than two sources, also two in float32.
 
     Args:
         comm: the communicator of all ranks; hierarchical: of the leaders.
         kernels: the kernel backend.
         peer_weight: a tensor of x's size, separate from x, that receives the result.
-        peer_selection_mode: a name in `bagua_ref.graphs.MODES`, or a function ``(t, n) -> graph``, the same on all ranks.
-        intra: hierarchical: the communicator of this node's ranks, of which rank 0 is the leader; else None.
+        peer_selection_mode: a name in `bagua_ref.graphs.MODES`, or a function ``(t, n) -> graph``,
+            the same on all ranks.
+        intra: hierarchical: the communicator of this node's ranks, of which rank 0 is the leader;
+            else None.
         num_ranks: the number of all ranks; None: those of ``comm``.
-        everyone: the communicator of all ranks, in which they compare what a function gives; None: ``comm``.
+        everyone: the communicator of all ranks, in which they compare what a function gives; None:
+            ``comm``.
 
     Attributes:
         step: the number of executions.
         graph: the graph of the last execution; empty for "all".
 
     Raises:
-        ValueError: an unknown mode; "shift_one" with an odd number of ranks, "hypercube" with one that is not a power of two; a
-            function whose graph, of step 0 or later that of the execution, is not doubly stochastic or differs between ranks.
-            Raised on every rank.
+        ValueError: an unknown mode; "shift_one" with an odd number of ranks, "hypercube" with one
+            that is not a power of two; a function whose graph, of step 0 or later that of the
+            execution, is not doubly stochastic or differs between ranks. Raised on every rank.
 
-    Source: decentralized full precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499); Lian et al., "Can Decentralized
-    Algorithms Outperform Centralized Algorithms?", NeurIPS 2017 (arXiv:1705.09056); graphs: Ying et al., NeurIPS 2021
-    (arXiv:2110.13363).
+    Source: decentralized full precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499); Lian
+    et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017
+    (arXiv:1705.09056); graphs: Ying et al., NeurIPS 2021 (arXiv:2110.13363).
     """
 
     def __init__(
@@ -92,13 +110,18 @@ class Decentralized(CommOp):
         everyone: Communicator | None = None,
     ) -> None:
         super().__init__(comm, kernels)
-        self.peer_weight, self.peer_selection_mode, self.intra = peer_weight, peer_selection_mode, intra
+        self.peer_weight, self.peer_selection_mode, self.intra = (
+            peer_weight,
+            peer_selection_mode,
+            intra,
+        )
         self.num_ranks = comm.nranks() if num_ranks is None else num_ranks
         self._everyone = comm if everyone is None else everyone
         self.step = 0
         check_mode(peer_selection_mode)
         self._check_size()
-        self.graph = self._graph(0)  # fails now rather than during training if a function cannot be used
+        # fails now rather than during training if a function cannot be used
+        self.graph = self._graph(0)
 
     def __repr__(self) -> str:
         return f"Decentralized({self.peer_selection_mode!r}, {self.comm!r})"
@@ -119,20 +142,25 @@ class Decentralized(CommOp):
     def copy_back_peer_weight(self, bucket: Any) -> None:
         """Copy the result into the bucket's tensors; hierarchical: a collective inside the node.
 
-        Call it only between the end of an execution (``wait_pending_comm_ops()``) and the beginning of the next.
+        Call it only between the end of an execution (``wait_pending_comm_ops()``) and the beginning
+        of the next.
 
         Args:
             bucket: the bucket to which this operation was appended.
         """
         if not hasattr(bucket, "copy_from_flat"):
-            raise TypeError(f"bucket={bucket!r} must be the BaguaBucket to which this operation was appended")
+            raise TypeError(
+                f"bucket={bucket!r} must be the BaguaBucket to which this operation was appended"
+            )
         if self.intra is not None:
             self.intra.broadcast(self.peer_weight, 0)
         with profiled("bagua_ref::update"):
             bucket.copy_from_flat(self.peer_weight)
 
     def _average(self, mine: Tensor, graph: Graph) -> None:
-        """Set ``peer_weight`` to the average, by this rank's row of the graph, of ``mine`` and the weights received."""
+        """Set ``peer_weight`` to the average, by this rank's row of the graph, of ``mine`` and the
+        weights received.
+        """
         if len(graph) == 1:
             self.peer_weight.copy_(mine)
             return
@@ -170,14 +198,19 @@ class Decentralized(CommOp):
         mode, n = self.peer_selection_mode, self.comm.nranks()
         if mode == "all":
             return []
-        found = _named(MODES[mode].graph, t, n) if isinstance(mode, str) else _with_receivers(self._agreed(mode, t, n))
+        found = (
+            _named(MODES[mode].graph, t, n)
+            if isinstance(mode, str)
+            else _with_receivers(self._agreed(mode, t, n))
+        )
         graph, self._receivers = found
         return graph
 
     def _agreed(self, function: GraphFunction, t: int, n: int) -> Graph:
         """Return the graph that a user's function gives. Collective over all ranks.
 
-        The function may fail on one rank only, or differ. No rank may then go on alone: it would wait, or mix.
+        The function may fail on one rank only, or differ. No rank may then go on alone: it would
+        wait, or mix.
         """
         graph, error = None, None
         try:
@@ -188,10 +221,13 @@ class Decentralized(CommOp):
         notes = self._everyone.exchange_ints([int(error is None), checksum])()
         differing = [rank for rank, note in enumerate(notes) if note != notes[0]]
         if differing:
-            outcomes = [f"a graph of checksum {checksum}" if good else "no valid graph" for good, checksum in notes]
+            outcomes = [
+                f"a graph of checksum {checksum}" if good else "no valid graph"
+                for good, checksum in notes
+            ]
             raise ValueError(
-                f"peer_selection_mode must give the same graph on every rank; at step t={t} it gave {outcomes[0]} on rank 0 and "
-                f"{outcomes[differing[0]]} on rank {differing[0]}"
+                f"peer_selection_mode must give the same graph on every rank; at step t={t} it gave"
+                f" {outcomes[0]} on rank 0 and {outcomes[differing[0]]} on rank {differing[0]}"
             ) from error
         if graph is None:
             assert error is not None
@@ -201,28 +237,35 @@ class Decentralized(CommOp):
     def _check_size(self) -> None:
         """Refuse a mode that does not take so many ranks, on every rank."""
         n = self.comm.nranks()
-        mode = MODES.get(self.peer_selection_mode) if isinstance(self.peer_selection_mode, str) else None
+        mode = (
+            MODES.get(self.peer_selection_mode)
+            if isinstance(self.peer_selection_mode, str)
+            else None
+        )
         if mode is None or mode.takes(n):
             return
         what = "ranks" if self.intra is None else f"leaders of {self.num_ranks} ranks"
         if self.intra is not None and mode.takes(self.num_ranks):
             what += "; hierarchical=False pairs ranks instead"
         raise ValueError(
-            f"peer_selection_mode={self.peer_selection_mode!r} pairs ranks, so it needs {mode.sizes} of them; this group has {n} "
-            f"({what}). Use another peer_selection_mode or a group of another size."
+            f"peer_selection_mode={self.peer_selection_mode!r} pairs ranks, so it needs"
+            f" {mode.sizes} of them; this group has {n} ({what}). Use another peer_selection_mode"
+            " or a group of another size."
         )
 
 
 def trade_with_neighbours(mine: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """Send ``mine`` to both neighbours on the ring; return the tensors of the left and the right one (S3.5).
+    """Send ``mine`` to both neighbours on the ring; return the tensors of the left and the right
+    one (S3.5).
 
-    The left neighbour is rank r-1, the right one r+1, modulo n. A single rank is its own neighbour; of two ranks, each is the
-    other's neighbour on both sides.
+    The left neighbour is rank r-1, the right one r+1, modulo n. A single rank is its own neighbour;
+    of two ranks, each is the other's neighbour on both sides.
     """
     rank, n = comm.rank(), comm.nranks()
     left, right = (rank - 1) % n, (rank + 1) % n
     from_left, from_right = torch.empty_like(mine), torch.empty_like(mine)
-    # With two ranks, both messages come from one peer: the first is what it sends to its left, so it is my right one.
+    # With two ranks, both messages come from one peer: the first is what it sends to its left, so
+    # it is my right one.
     comm.exchange([(mine, left), (mine, right)], [(from_right, right), (from_left, left)])
     return from_left, from_right
 
@@ -230,14 +273,17 @@ def trade_with_neighbours(mine: Tensor, comm: Communicator) -> tuple[Tensor, Ten
 class LowPrecisionDecentralized(CommOp):
     """Averages weights with both ring neighbours and sends the changes compressed (S3.5).
 
-    x += 1/3 L + 1/3 R - 5/3 W -> q = compress(x) -> send q both ways -> L += dq(q_left), R += dq(q_right), x <- dq(q) + W, W <- x
+    x += 1/3 L + 1/3 R - 5/3 W -> q = compress(x) -> send q both ways -> L += dq(q_left), R +=
+    dq(q_right), x <- dq(q) + W, W <- x
 
-    W holds this rank's weights at the end of the last step, L and R those of its neighbours. As x is W plus the updates of
-    training since then, the first line gives the mean of W, L and R, plus these updates, minus W. A neighbour adds the same
-    decompressed change to its replica as this rank adds to W, so W stays bit-identical to the right neighbour's L and to the
-    left neighbour's R.
+    W holds this rank's weights at the end of the last step, L and R those of its neighbours. As x
+    is W plus the updates of training since then, the first line gives the mean of W, L and R, plus
+    these updates, minus W. A neighbour adds the same decompressed change to its replica as this
+    rank adds to W, so W stays bit-identical to the right neighbour's L and to the left neighbour's
+    R.
 
-    Each rank sends two payloads of m elements, for any number of ranks. Memory: three replicas, and three payloads as scratch.
+    Each rank sends two payloads of m elements, for any number of ranks. Memory: three replicas, and
+    three payloads as scratch.
 
     Args:
         comm: the communicator of the ring, with any number of ranks.
@@ -247,8 +293,9 @@ class LowPrecisionDecentralized(CommOp):
         left_peer_weight: L, likewise.
         right_peer_weight: R, likewise.
 
-    Source: decentralized low precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499); difference compression in Tang et
-    al., "Communication Compression for Decentralized Training", NeurIPS 2018 (arXiv:1803.06443).
+    Source: decentralized low precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499);
+    difference compression in Tang et al., "Communication Compression for Decentralized Training",
+    NeurIPS 2018 (arXiv:1803.06443).
     """
 
     def __init__(
@@ -262,11 +309,21 @@ class LowPrecisionDecentralized(CommOp):
     ) -> None:
         super().__init__(comm, kernels)
         self.codec = codec
-        self.weight, self.left_peer_weight, self.right_peer_weight = weight, left_peer_weight, right_peer_weight
+        self.weight, self.left_peer_weight, self.right_peer_weight = (
+            weight,
+            left_peer_weight,
+            right_peer_weight,
+        )
 
     def __call__(self, x: Tensor) -> None:
         """Take one step on ``x`` in place."""
-        kernels, codec, W, L, R = self.kernels, self.codec, self.weight, self.left_peer_weight, self.right_peer_weight
+        kernels, codec, W, L, R = (
+            self.kernels,
+            self.codec,
+            self.weight,
+            self.left_peer_weight,
+            self.right_peer_weight,
+        )
         kernels.combine_ring_(x, L, R, W)
         q = codec.compress(x, 1)
         q_left, q_right = trade_with_neighbours(q, self.comm)

@@ -1,4 +1,6 @@
-"""Mean over all ranks of low-rank approximations, with what they leave out added to the next round's gradients (S10)."""
+"""Mean over all ranks of low-rank approximations, with what they leave out added to the next
+round's gradients (S10).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ __all__ = ["LowRank", "Matrix"]
 
 @dataclass(frozen=True)
 class Matrix:
-    """A gradient that is compressed, in the flat tensor of its bucket: n x m, in the row-major order of the gradient's axes.
+    """A gradient that is compressed, in the flat tensor of its bucket: n x m, in the row-major
+    order of the gradient's axes.
 
     Attributes:
         name: of its error memory e and its factor Q.
@@ -61,12 +64,15 @@ class Matrix:
 
 
 class LowRank(CommOp):
-    """``x <- P Q^T`` for the matrices in x, with P and Q summed over ranks, and the mean for everything else (S10.2 to S10.5).
+    """``x <- P Q^T`` for the matrices in x, with P and Q summed over ranks, and the mean for
+    everything else (S10.2 to S10.5).
 
-    M = gradient + e -> all-reduce P = M Q, and what is not compressed -> orthonormalize P -> all-reduce Q = M^T P
+    M = gradient + e -> all-reduce P = M Q, and what is not compressed -> orthonormalize P ->
+    all-reduce Q = M^T P
 
-    Each rank sends ``2 (n-1)/n`` times the bytes of P, Q and what is not compressed, in float32 (float64 for float64). Scratch is
-    P, Q, what is not compressed, and a float32 copy of x for 16-bit dtypes. While ``round_number()`` is None, it is an all-reduce.
+    Each rank sends ``2 (n-1)/n`` times the bytes of P, Q and what is not compressed, in float32
+    (float64 for float64). Scratch is P, Q, what is not compressed, and a float32 copy of x for
+    16-bit dtypes. While ``round_number()`` is None, it is an all-reduce.
 
     Args:
         comm: the communicator of all ranks.
@@ -74,10 +80,12 @@ class LowRank(CommOp):
         matrices: those in x that are compressed, in order.
         factors: Q by name, m x r, as the last round left it; changed.
         errors: e by name, n x m; changed. Empty without memory.
-        memory: whose error is kept: the own approximation's ("local"), the mean's ("averaged"), or None.
+        memory: whose error is kept: the own approximation's ("local"), the mean's ("averaged"), or
+            None.
         seed: of the random columns.
         warm_start: start from the last round's Q, not from random columns.
-        round_number: returns the number of compressed rounds before this one; None: nothing is compressed.
+        round_number: returns the number of compressed rounds before this one; None: nothing is
+            compressed.
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019 (arXiv:1905.13727).
     """
@@ -97,7 +105,12 @@ class LowRank(CommOp):
     ) -> None:
         super().__init__(comm, kernels)
         self.matrices, self._factors, self._errors = matrices, factors, errors
-        self._memory, self._seed, self._warm_start, self._round_number = memory, seed, warm_start, round_number
+        self._memory, self._seed, self._warm_start, self._round_number = (
+            memory,
+            seed,
+            warm_start,
+            round_number,
+        )
         self.options = {"memory": memory, "warm_start": warm_start, "seed": seed}
         """Of the algorithm, for recorders."""
 
@@ -139,13 +152,17 @@ class LowRank(CommOp):
             x.copy_(wide)
 
     def about_round(self) -> dict[str, Any]:
-        """Return a recorder's note of the round that begins: k, and [start, n, m, r, i] of each matrix as JSON."""
+        """Return a recorder's note of the round that begins: k, and [start, n, m, r, i] of each
+        matrix as JSON.
+        """
         number = self._round_number()
         matrices = json.dumps([[a.start, a.n, a.m, a.r, a.place] for a in self.matrices])
         return {"warmup": True} if number is None else {"k": number, "matrices": matrices}
 
     def row_major(self, x: Tensor) -> Tensor:
-        """Return ``x`` with the elements of each matrix in row-major order, for recorders; a copy if that is another order."""
+        """Return ``x`` with the elements of each matrix in row-major order, for recorders; a copy
+        if that is another order.
+        """
         if all(a.layout is None or a.layout.is_row_major for a in self.matrices):
             return x
         copy = x.clone()
@@ -154,16 +171,23 @@ class LowRank(CommOp):
         return copy
 
     def kept(self) -> dict[str, Tensor]:
-        """Return Q, and e if there is a memory, each of all matrices as one flat copy, after the warm-up."""
+        """Return Q, and e if there is a memory, each of all matrices as one flat copy, after the
+        warm-up.
+        """
         if self._round_number() is None or not self.matrices:
             return {}
         kinds = {"q": self._factors} | ({} if self._memory is None else {"e": self._errors})
-        return {role: torch.cat([kind[a.name].reshape(-1) for a in self.matrices]) for role, kind in kinds.items()}
+        return {
+            role: torch.cat([kind[a.name].reshape(-1) for a in self.matrices])
+            for role, kind in kinds.items()
+        }
 
     def _sum_left_factors(
         self, x: Tensor, gradients: Sequence[Tensor], queries: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[bool]]:
-        """Return each P, summed over ranks, and whether it is finite; average in the same message what else is in ``x``."""
+        """Return each P, summed over ranks, and whether it is finite; average in the same message
+        what else is in ``x``.
+        """
         ends = [0, *(a.end for a in self.matrices)]
         starts = [*(a.start for a in self.matrices), x.numel()]
         others = [x[end:start] for end, start in zip(ends, starts, strict=True)]
@@ -189,17 +213,26 @@ class LowRank(CommOp):
         torch.mm(p, q.T, out=gradient)
 
 
-def _matrices(like: Tensor, shapes: Sequence[tuple[int, int]], more: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """Return a new flat tensor, and matrices of these shapes that fill it but for ``more`` elements at the end.
+def _matrices(
+    like: Tensor, shapes: Sequence[tuple[int, int]], more: int = 0
+) -> tuple[Tensor, list[Tensor]]:
+    """Return a new flat tensor, and matrices of these shapes that fill it but for ``more`` elements
+    at the end.
 
     Their columns are contiguous: products with such thin matrices are up to 25 times as fast.
     """
     sizes = [rows * columns for rows, columns in shapes]
     flat = like.new_empty(sum(sizes) + more)
     parts = flat[: sum(sizes)].split(sizes)
-    return flat, [part.view(columns, rows).T for part, (rows, columns) in zip(parts, shapes, strict=True)]
+    return flat, [
+        part.view(columns, rows).T for part, (rows, columns) in zip(parts, shapes, strict=True)
+    ]
 
 
 def _are_finite(flat: Tensor, parts: Sequence[Tensor]) -> list[bool]:
     """Return whether each of the parts that fill ``flat`` is finite."""
-    return [True] * len(parts) if flat.isfinite().all() else [bool(part.isfinite().all()) for part in parts]
+    return (
+        [True] * len(parts)
+        if flat.isfinite().all()
+        else [bool(part.isfinite().all()) for part in parts]
+    )

@@ -1,4 +1,6 @@
-"""Mean over all ranks of each rank's largest elements, with the others added to the next round's gradients (S11.2)."""
+"""Mean over all ranks of each rank's largest elements, with the others added to the next round's
+gradients (S11.2).
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,16 @@ from bagua_ref.types import ReduceOp
 __all__ = ["TopK", "count_of", "largest"]
 
 _STRIDE = 64
-"""Of so many elements, one is looked at to tell how large the largest are; sorting them all takes longer than all the rest."""
+"""Of so many elements, one is looked at to tell how large the largest are; sorting them all takes
+longer than all the rest.
+"""
 _MOST = 2**31 - 1
 """Elements of a bucket, whose indices are int32."""
 
 
 def count_of(m: int, ratio: float) -> int:
-    """Return k, the number of elements that are sent of m: ``min(m, max(1, ceil(ratio * m)))``, the product in float64 (S11.2).
+    """Return k, the number of elements that are sent of m: ``min(m, max(1, ceil(ratio * m)))``, the
+    product in float64 (S11.2).
 
     >>> count_of(1000, 0.01), count_of(1, 0.01), count_of(0, 0.01)
     (10, 1, 0)
@@ -46,12 +51,15 @@ def largest(x: Tensor, k: int) -> Tensor:
     """
     if k in (0, x.numel()):
         return torch.arange(k, device=x.device)
-    size = (x.view(torch.int32) & 0x7FFFFFFF).clamp_(max=0x7F800001)  # in the order of |x|; the largest is NaN
+    # in the order of |x|; the largest is NaN
+    size = (x.view(torch.int32) & 0x7FFFFFFF).clamp_(max=0x7F800001)
     sample = size[::_STRIDE]
     share = k / _STRIDE
     likely = math.ceil(share + 4 * math.sqrt(share) + 4)
     if likely < sample.numel() // 2:
-        candidates = (size >= torch.topk(sample, likely, sorted=False).values.min()).nonzero().view(-1)
+        candidates = (
+            (size >= torch.topk(sample, likely, sorted=False).values.min()).nonzero().view(-1)
+        )
         if candidates.numel() >= k:
             return candidates[_largest(size[candidates], k)]
     return _largest(size, k)
@@ -67,15 +75,20 @@ def _largest(size: Tensor, k: int) -> Tensor:
 
 
 class TopK(CommOp):
-    """``x <- (sum over ranks of their k largest elements) / n``, 0 where none was sent; in rank order, in float32 (S11.2).
+    """``x <- (sum over ranks of their k largest elements) / n``, 0 where none was sent; in rank
+    order, in float32 (S11.2).
 
-    p = gradient + e -> all-gather k int32 indices -> all-gather their k values -> add up in rank order
+    p = gradient + e -> all-gather k int32 indices -> all-gather their k values -> add up in rank
+    order
 
-    e is what was not sent. In a round in which an element of any rank's p is not finite, which is then among its largest, e stays
-    as it was on every rank: a GradScaler skips the step, and what has overflowed must not come back in later ones.
+    e is what was not sent. In a round in which an element of any rank's p is not finite, which is
+    then among its largest, e stays
+    as it was on every rank: a GradScaler skips the step, and what has overflowed must not come back
+    in later ones.
 
-    Each rank sends ``8 k (n-1)`` bytes. Scratch is a float32 copy of x for sort keys or the sum, one more for 16-bit dtypes, and n
-    messages. While ``compresses()`` is False, it is an all-reduce.
+    Each rank sends ``8 k (n-1)`` bytes. Scratch is a float32 copy of x for sort keys or the sum,
+    one more for 16-bit dtypes, and n messages. While ``compresses()`` is False, it is an
+    all-reduce.
 
     Args:
         comm: the communicator of all ranks.
@@ -90,7 +103,8 @@ class TopK(CommOp):
         TypeError: the bucket is float64.
         ValueError: it is too large.
 
-    Source: Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017 (arXiv:1704.05021).
+    Source: Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017
+    (arXiv:1704.05021).
     """
 
     def __init__(
@@ -107,8 +121,15 @@ class TopK(CommOp):
         if dtype is torch.float64:
             raise TypeError("topk takes float16, bfloat16 or float32, not torch.float64")
         if numel > _MOST:
-            raise ValueError(f"topk takes buckets of at most {_MOST} elements, not {numel}; use smaller buckets")
-        self.k, self._numel, self._error, self._compresses = count_of(numel, ratio), numel, error, compresses
+            raise ValueError(
+                f"topk takes buckets of at most {_MOST} elements, not {numel}; use smaller buckets"
+            )
+        self.k, self._numel, self._error, self._compresses = (
+            count_of(numel, ratio),
+            numel,
+            error,
+            compresses,
+        )
         self.options = {"ratio": ratio, "error_feedback": error is not None}
         """Of the algorithm, for recorders."""
 
@@ -141,7 +162,10 @@ class TopK(CommOp):
             error[own] = 0
         with codec_phase("decompress"):
             total = torch.zeros_like(p)
-            for one_rank, its_values in zip(indices.view(n, self.k), values.view(n, self.k), strict=True):
-                total.index_add_(0, one_rank, its_values)  # no index twice, so their order does not matter
+            for one_rank, its_values in zip(
+                indices.view(n, self.k), values.view(n, self.k), strict=True
+            ):
+                # no index twice, so their order does not matter
+                total.index_add_(0, one_rank, its_values)
             self.kernels.divide_(total, n)
             x.copy_(total)

@@ -1,7 +1,8 @@
-"""The contract of a communicator: collectives between the ranks of one group, validated once for every transport (S3.9).
+"""The contract of a communicator: collectives between the ranks of one group, validated once for
+every transport (S3.9).
 
-A transport (torch.distributed, the simulation) implements the methods with a leading underscore, which get only valid arguments.
-Invalid ones raise ValueError or TypeError before anything is sent.
+A transport (torch.distributed, the simulation) implements the methods with a leading underscore,
+which get only valid arguments. Invalid ones raise ValueError or TypeError before anything is sent.
 """
 
 from __future__ import annotations
@@ -22,16 +23,23 @@ from bagua_ref.types import BackendTensor, ReduceOp
 __all__ = ["Communicator", "NonMember"]
 
 REDUCIBLE = (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.uint8, torch.int8, torch.int32, torch.int64,
-)  # fmt: skip
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+)
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 def _collective(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let ``method`` take the result of ``tensor.bagua_backend_tensor()`` wherever it takes a tensor; keep it out of autograd.
+    """Let ``method`` take the result of ``tensor.bagua_backend_tensor()`` wherever it takes a
+    tensor; keep it out of autograd.
 
     A profile shows it by its name.
     """
@@ -43,7 +51,10 @@ def _collective(method: Callable[_P, _T]) -> Callable[_P, _T]:
     @functools.wraps(method)
     def taking_backend_tensors(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         with torch.no_grad(), profiled(label):
-            return method(*map(effective, args), **{name: effective(argument) for name, argument in kwargs.items()})
+            return method(
+                *map(effective, args),
+                **{name: effective(argument) for name, argument in kwargs.items()},
+            )
 
     return taking_backend_tensors
 
@@ -51,18 +62,20 @@ def _collective(method: Callable[_P, _T]) -> Callable[_P, _T]:
 class Communicator(ABC):
     """Collectives between ``nranks()`` ranks, of which this is ``rank()`` (S3.9).
 
-    All ranks call the same collectives in the same order, from one thread at a time. Tensors are contiguous. Movement takes any
-    dtype, reduction the float and integer types that both gloo and NCCL support. The result of ``tensor.bagua_backend_tensor()``
-    stands for its effective tensor. ``src`` and ``dst`` are ranks within this communicator.
+    All ranks call the same collectives in the same order, from one thread at a time. Tensors are
+    contiguous. Movement takes any dtype, reduction the float and integer types that both gloo and
+    NCCL support. The result of ``tensor.bagua_backend_tensor()`` stands for its effective tensor.
+    ``src`` and ``dst`` are ranks within this communicator.
 
     Attributes:
         name: the group's name, for messages.
-        bytes_sent: the bytes that this rank has sent so far, by formula: 2(n-1)/n of the tensor for all-reduce; (n-1)/n of the
-            full buffer for all-gather, reduce-scatter and all-to-all; (n-1)/n for reduce and broadcast (the mean over ranks of
-            n-1 copies); the bytes that leave this rank for send, gather and scatter.
+        bytes_sent: the bytes that this rank has sent so far, by formula: 2(n-1)/n of the tensor for
+            all-reduce; (n-1)/n of the full buffer for all-gather, reduce-scatter and all-to-all;
+            (n-1)/n for reduce and broadcast (the mean over ranks of n-1 copies); the bytes that
+            leave this rank for send, gather and scatter.
         unrounded_bytes: the same before rounding, for sums.
-        compares_calls: whether ranks compare their collectives and arguments before anything is sent. Off where they have compared
-            them already; equal on all ranks.
+        compares_calls: whether ranks compare their collectives and arguments before anything is
+            sent. Off where they have compared them already; equal on all ranks.
     """
 
     compares_calls = True
@@ -89,7 +102,9 @@ class Communicator(ABC):
 
     @abstractmethod
     def abort(self, reason: str = "") -> None:
-        """Abort the connection; operations in progress and later ones raise CommunicationError, with the reason if one is given."""
+        """Abort the connection; operations in progress and later ones raise CommunicationError,
+        with the reason if one is given.
+        """
 
     def exchange_ints(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
         """Send ``values``, a few int64, to every rank; their bytes do not count in `bytes_sent`.
@@ -98,7 +113,8 @@ class Communicator(ABC):
             values: equally many on all ranks.
 
         Returns:
-            A function that waits for every rank's values and returns them, for reading only: simulated ranks share them.
+            A function that waits for every rank's values and returns them, for reading only:
+            simulated ranks share them.
         """
 
         def receive() -> list[list[int]]:
@@ -117,7 +133,9 @@ class Communicator(ABC):
 
     @_collective
     def send(self, tensor: Tensor, dst: int) -> None:
-        """Send ``tensor`` to rank ``dst``, which calls `recv` with a tensor of the same size and dtype."""
+        """Send ``tensor`` to rank ``dst``, which calls `recv` with a tensor of the same size and
+        dtype.
+        """
         self._check_peer("dst", dst)
         self._check("tensor", tensor)
         self.unrounded_bytes += tensor.nbytes
@@ -131,8 +149,11 @@ class Communicator(ABC):
         self._recv(tensor, src)
 
     @_collective
-    def exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> None:
-        """Send and receive several tensors at once, so that rings and pairs cannot deadlock; a rank may be its own peer.
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        """Send and receive several tensors at once, so that rings and pairs cannot deadlock; a rank
+        may be its own peer.
 
         Args:
             sends: (tensor, dst) pairs; tensors for the same peer arrive in this order.
@@ -142,12 +163,19 @@ class Communicator(ABC):
             for tensor, peer in part:
                 self._check_rank(root, peer)
                 self._check(argument, tensor)
-        own_sends, own_recvs = ([tensor for tensor, peer in part if peer == self._rank] for part in (sends, recvs))
+        own_sends, own_recvs = (
+            [tensor for tensor, peer in part if peer == self._rank] for part in (sends, recvs)
+        )
         if [t.numel() for t in own_sends] != [t.numel() for t in own_recvs]:
-            raise ValueError(f"exchange of rank {self._rank} with itself must receive what it sends")
+            raise ValueError(
+                f"exchange of rank {self._rank} with itself must receive what it sends"
+            )
         for sent, received in zip(own_sends, own_recvs, strict=True):
             received.view(-1).copy_(sent.view(-1))
-        outgoing, incoming = ([(tensor, peer) for tensor, peer in part if peer != self._rank] for part in (sends, recvs))
+        outgoing, incoming = (
+            [(tensor, peer) for tensor, peer in part if peer != self._rank]
+            for part in (sends, recvs)
+        )
         self.unrounded_bytes += sum(tensor.nbytes for tensor, _ in outgoing)
         self._exchange(outgoing, incoming)
 
@@ -162,7 +190,9 @@ class Communicator(ABC):
         self._broadcast(tensor, src)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Return rank ``src``'s ``obj`` on every rank. It is pickled, so use this only in groups whose members trust each other."""
+        """Return rank ``src``'s ``obj`` on every rank. It is pickled, so use this only in groups
+        whose members trust each other.
+        """
         self._check_rank("src", src)
         device = self.object_device()
         payload = torch.empty(0, dtype=torch.uint8, device=device)
@@ -182,16 +212,24 @@ class Communicator(ABC):
         return torch.device("cpu")
 
     @_collective
-    def reduce(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM) -> None:
-        """Combine ``send_tensor`` over ranks into ``recv_tensor`` of rank ``dst``; on other ranks, it is unchanged."""
+    def reduce(
+        self, send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM
+    ) -> None:
+        """Combine ``send_tensor`` over ranks into ``recv_tensor`` of rank ``dst``; on other ranks,
+        it is unchanged.
+        """
         self._check_rank("dst", dst)
         op = self._check_reduction(op, send_tensor, recv_tensor)
         self.unrounded_bytes += send_tensor.nbytes * self._others
-        self._reduce_inplace(recv_tensor.copy_(send_tensor) if self._rank == dst else send_tensor.clone(), dst, op)
+        self._reduce_inplace(
+            recv_tensor.copy_(send_tensor) if self._rank == dst else send_tensor.clone(), dst, op
+        )
 
     @_collective
     def reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM) -> None:
-        """Combine ``tensor`` over ranks into that of rank ``dst``; on other ranks, it is unchanged."""
+        """Combine ``tensor`` over ranks into that of rank ``dst``; on other ranks, it is
+        unchanged.
+        """
         self._check_rank("dst", dst)
         op = self._check_reduction(op, tensor, tensor)
         self.unrounded_bytes += tensor.nbytes * self._others
@@ -200,7 +238,9 @@ class Communicator(ABC):
 
     @_collective
     def gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
-        """Collect every rank's ``send_tensor``, in rank order, in ``recv_tensor`` of rank ``dst``, which is n times as large."""
+        """Collect every rank's ``send_tensor``, in rank order, in ``recv_tensor`` of rank ``dst``,
+        which is n times as large.
+        """
         self._check_rank("dst", dst)
         self._check("send_tensor", send_tensor)
         if self._rank == dst:
@@ -211,14 +251,18 @@ class Communicator(ABC):
 
     @_collective
     def gather_inplace(self, tensor: Tensor, count: int, dst: int) -> None:
-        """As `gather`: rank ``dst``'s tensor has n*count elements, its own in chunk dst; the others send ``count`` elements."""
+        """As `gather`: rank ``dst``'s tensor has n*count elements, its own in chunk dst; the others
+        send ``count`` elements.
+        """
         own = self._check_inplace_chunk(tensor, count, "dst", dst)
         self.unrounded_bytes += own.nbytes if self._rank != dst else 0
         self._gather(own.clone() if self._rank == dst else own, tensor, dst)
 
     @_collective
     def scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
-        """Send each rank its chunk of rank ``src``'s ``send_tensor``, which is n times as large as ``recv_tensor``."""
+        """Send each rank its chunk of rank ``src``'s ``send_tensor``, which is n times as large as
+        ``recv_tensor``.
+        """
         self._check_rank("src", src)
         self._check("recv_tensor", recv_tensor)
         if self._rank == src:
@@ -228,7 +272,9 @@ class Communicator(ABC):
 
     @_collective
     def scatter_inplace(self, tensor: Tensor, count: int, src: int) -> None:
-        """As `scatter`: rank ``src``'s tensor has n*count elements and is unchanged; the others receive ``count`` elements."""
+        """As `scatter`: rank ``src``'s tensor has n*count elements and is unchanged; the others
+        receive ``count`` elements.
+        """
         own = self._check_inplace_chunk(tensor, count, "src", src)
         self.unrounded_bytes += own.nbytes * (self._nranks - 1) if self._rank == src else 0
         self._scatter(tensor, own.clone() if self._rank == src else own, src)
@@ -236,7 +282,9 @@ class Communicator(ABC):
     # All to all.
 
     @_collective
-    def allreduce(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
+    def allreduce(
+        self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM
+    ) -> None:
         """Combine ``send_tensor`` over ranks into every rank's ``recv_tensor``."""
         op = self._check_reduction(op, send_tensor, recv_tensor)
         self.unrounded_bytes += 2 * send_tensor.nbytes * self._others
@@ -252,14 +300,18 @@ class Communicator(ABC):
 
     @_collective
     def allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-        """Collect every rank's ``send_tensor``, in rank order, in every rank's ``recv_tensor``, which is n times as large."""
+        """Collect every rank's ``send_tensor``, in rank order, in every rank's ``recv_tensor``,
+        which is n times as large.
+        """
         self._check_pair(send_tensor, recv_tensor, self._nranks, 1)
         self.unrounded_bytes += recv_tensor.nbytes * self._others
         self._allgather(send_tensor, recv_tensor)
 
     @_collective
     def allgather_inplace(self, tensor: Tensor, overlap: Overlap | None = None) -> None:
-        """As `allgather`; this rank sends chunk ``rank()`` of its tensor. ``overlap`` fills this chunk and reads the others."""
+        """As `allgather`; this rank sends chunk ``rank()`` of its tensor. ``overlap`` fills this
+        chunk and reads the others.
+        """
         own = self._own_chunk(tensor)
         self.unrounded_bytes += tensor.nbytes * self._others
         if overlap is not None:
@@ -269,15 +321,21 @@ class Communicator(ABC):
             self._allgather(own.clone(), tensor)
 
     @_collective
-    def reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
-        """Combine ``send_tensor``, n times as large as ``recv_tensor``, over ranks; rank r receives chunk r."""
+    def reduce_scatter(
+        self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM
+    ) -> None:
+        """Combine ``send_tensor``, n times as large as ``recv_tensor``, over ranks; rank r receives
+        chunk r.
+        """
         op = self._check_reduction(op, send_tensor, recv_tensor, self._nranks)
         self.unrounded_bytes += send_tensor.nbytes * self._others
         self._reduce_scatter(send_tensor, recv_tensor, op)
 
     @_collective
     def reduce_scatter_inplace(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
-        """As `reduce_scatter`; the result is chunk ``rank()`` of the tensor, whose other chunks are unchanged."""
+        """As `reduce_scatter`; the result is chunk ``rank()`` of the tensor, whose other chunks are
+        unchanged.
+        """
         op = self._check_reduction(op, tensor, tensor)
         own = self._own_chunk(tensor)
         self.unrounded_bytes += tensor.nbytes * self._others
@@ -286,13 +344,16 @@ class Communicator(ABC):
         own.copy_(result)
 
     @_collective
-    def alltoall(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap | None = None) -> None:
+    def alltoall(
+        self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap | None = None
+    ) -> None:
         """Send chunk d of n to rank d; chunk s of ``recv_tensor`` comes from rank s.
 
         Args:
             send_tensor: n chunks.
             recv_tensor: as large; it must not overlap the other.
-            overlap: fills the chunks to send and reads those received, meanwhile; None: the caller does so before and after.
+            overlap: fills the chunks to send and reads those received, meanwhile; None: the caller
+                does so before and after.
         """
         self._check_pair(send_tensor, recv_tensor, 1, 1)
         self._own_chunk(send_tensor)
@@ -320,7 +381,9 @@ class Communicator(ABC):
         recv_counts: Sequence[int],
         recv_displs: Sequence[int],
     ) -> None:
-        """As MPI_Alltoallv: ``send_counts[d]`` elements from ``send_displs[d]`` on go to rank d, and likewise for receiving."""
+        """As MPI_Alltoallv: ``send_counts[d]`` elements from ``send_displs[d]`` on go to rank d,
+        and likewise for receiving.
+        """
         self._check("send_tensor", send_tensor)
         self._check("recv_tensor", recv_tensor)
         self._check_same_kind(send_tensor, recv_tensor)
@@ -329,14 +392,21 @@ class Communicator(ABC):
         r = self._rank
         if sends[r].numel() != recvs[r].numel():
             raise ValueError(
-                f"send_counts[{r}]={sends[r].numel()} and recv_counts[{r}]={recvs[r].numel()} must be equal, as rank {r} "
-                "sends these elements to itself"
+                f"send_counts[{r}]={sends[r].numel()} and recv_counts[{r}]={recvs[r].numel()} must"
+                f" be equal, as rank {r} sends these elements to itself"
             )
-        self.exchange(list(zip(sends, range(self._nranks), strict=True)), list(zip(recvs, range(self._nranks), strict=True)))
+        self.exchange(
+            list(zip(sends, range(self._nranks), strict=True)),
+            list(zip(recvs, range(self._nranks), strict=True)),
+        )
 
     @_collective
-    def alltoall_v_inplace(self, tensor: Tensor, counts: Sequence[int], displs: Sequence[int]) -> None:
-        """As `alltoall_v` with the same counts and displacements in both directions, on one tensor."""
+    def alltoall_v_inplace(
+        self, tensor: Tensor, counts: Sequence[int], displs: Sequence[int]
+    ) -> None:
+        """As `alltoall_v` with the same counts and displacements in both directions, on one
+        tensor.
+        """
         self._check("tensor", tensor)
         self._slices("", tensor, counts, displs)
         self.alltoall_v(tensor.clone(), counts, displs, tensor, counts, displs)
@@ -345,10 +415,13 @@ class Communicator(ABC):
     def barrier(self) -> None:
         """Wait until every rank has called it."""
 
-    # For a transport to implement. Arguments are valid: tensors contiguous, `op` never AVG on integers nor bitwise on floats.
+    # For a transport to implement. Arguments are valid: tensors contiguous, `op` never AVG on
+    # integers nor bitwise on floats.
 
     @abstractmethod
-    def _exchange(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None: ...
+    def _exchange(
+        self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]
+    ) -> None: ...
 
     @abstractmethod
     def _broadcast(self, tensor: Tensor, src: int) -> None: ...
@@ -375,7 +448,8 @@ class Communicator(ABC):
     @abstractmethod
     def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None: ...
 
-    # A transport may override these: messages of their own, and computation that overlaps with communication.
+    # A transport may override these: messages of their own, and computation that overlaps with
+    # communication.
 
     def _send(self, tensor: Tensor, dst: int) -> None:
         self._exchange([(tensor, dst)], [])
@@ -383,8 +457,12 @@ class Communicator(ABC):
     def _recv(self, tensor: Tensor, src: int) -> None:
         self._exchange([], [(tensor, src)])
 
-    def _overlapping(self, collective: str, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
-        """As `_alltoall`; or as `_allgather`, where ``send_tensor`` is this rank's chunk of ``recv_tensor``."""
+    def _overlapping(
+        self, collective: str, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap
+    ) -> None:
+        """As `_alltoall`; or as `_allgather`, where ``send_tensor`` is this rank's chunk of
+        ``recv_tensor``.
+        """
         size = recv_tensor.nbytes // self._nranks
         overlap.fill(size)
         if collective == "alltoall":
@@ -403,35 +481,55 @@ class Communicator(ABC):
         if not isinstance(rank, int) or isinstance(rank, bool):
             raise TypeError(f"{argument}={rank!r} must be an int, a rank of {self!r}")
         if not 0 <= rank < self._nranks:
-            raise ValueError(f"{argument}={rank} must be a rank of {self!r}, 0 to {self._nranks - 1}")
+            raise ValueError(
+                f"{argument}={rank} must be a rank of {self!r}, 0 to {self._nranks - 1}"
+            )
 
     def _check_peer(self, argument: str, rank: int) -> None:
         self._check_rank(argument, rank)
         if rank == self._rank:
-            raise ValueError(f"{argument}={rank} is this rank itself; it must be another one of {self!r}")
+            raise ValueError(
+                f"{argument}={rank} is this rank itself; it must be another one of {self!r}"
+            )
 
     def _check(self, argument: str, tensor: Tensor) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{argument} must be a torch.Tensor, not {type(tensor).__name__}")
         if tensor.is_meta:
-            raise ValueError(f"{argument} is on device 'meta', which holds no values; it must be on a CPU or CUDA device")
+            raise ValueError(
+                f"{argument} is on device 'meta', which holds no values; it must be on a CPU or"
+                " CUDA device"
+            )
         if tensor.is_conj() or tensor.is_neg():
-            raise ValueError(f"{argument} is a lazily conjugated or negated view; pass tensor.resolve_conj().resolve_neg()")
+            raise ValueError(
+                f"{argument} is a lazily conjugated or negated view; pass"
+                " tensor.resolve_conj().resolve_neg()"
+            )
         if tensor.layout != torch.strided or not tensor.is_contiguous():
             strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
             raise ValueError(
-                f"{argument} of shape {tuple(tensor.shape)} and strides {strides} must be contiguous; "
-                "pass tensor.contiguous() and copy the result back"
+                f"{argument} of shape {tuple(tensor.shape)} and strides {strides} must be"
+                " contiguous; pass tensor.contiguous() and copy the result back"
             )
 
     def _check_same_kind(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
         if send_tensor.dtype != recv_tensor.dtype:
-            raise TypeError(f"send_tensor is {send_tensor.dtype}, recv_tensor {recv_tensor.dtype}; they must be equal")
+            raise TypeError(
+                f"send_tensor is {send_tensor.dtype}, recv_tensor {recv_tensor.dtype}; they must be"
+                " equal"
+            )
         if send_tensor.device != recv_tensor.device:
-            raise ValueError(f"send_tensor is on {send_tensor.device}, recv_tensor on {recv_tensor.device}; they must be equal")
+            raise ValueError(
+                f"send_tensor is on {send_tensor.device}, recv_tensor on {recv_tensor.device}; they"
+                " must be equal"
+            )
 
-    def _check_pair(self, send_tensor: Tensor, recv_tensor: Tensor, send_times: int, recv_times: int) -> None:
-        """Check that send_tensor times ``send_times`` is as large as recv_tensor times ``recv_times``."""
+    def _check_pair(
+        self, send_tensor: Tensor, recv_tensor: Tensor, send_times: int, recv_times: int
+    ) -> None:
+        """Check that send_tensor times ``send_times`` is as large as recv_tensor times
+        ``recv_times``.
+        """
         self._check("send_tensor", send_tensor)
         self._check("recv_tensor", recv_tensor)
         self._check_same_kind(send_tensor, recv_tensor)
@@ -439,20 +537,31 @@ class Communicator(ABC):
             larger = f"{send_times} x " if send_times > 1 else ""
             divided = f"/ {recv_times} " if recv_times > 1 else ""
             raise ValueError(
-                f"recv_tensor has {recv_tensor.numel()} elements; with send_tensor's {send_tensor.numel()} on {self!r} it must "
-                f"have {larger}{send_tensor.numel()} {divided}".rstrip()
+                f"recv_tensor has {recv_tensor.numel()} elements; with send_tensor's"
+                f" {send_tensor.numel()} on {self!r} it must have {larger}{send_tensor.numel()}"
+                f" {divided}".rstrip()
             )
 
-    def _check_reduction(self, op: ReduceOp, send_tensor: Tensor, recv_tensor: Tensor, recv_times: int = 1) -> ReduceOp:
+    def _check_reduction(
+        self, op: ReduceOp, send_tensor: Tensor, recv_tensor: Tensor, recv_times: int = 1
+    ) -> ReduceOp:
         try:
             op = ReduceOp(op)
         except ValueError:
-            raise ValueError(f"op={op!r} must be one of {', '.join(f'{o.name}={o.value}' for o in ReduceOp)}") from None
+            raise ValueError(
+                f"op={op!r} must be one of {', '.join(f'{o.name}={o.value}' for o in ReduceOp)}"
+            ) from None
         self._check_pair(send_tensor, recv_tensor, 1, recv_times)
         if send_tensor.dtype not in REDUCIBLE:
-            raise TypeError(f"a {send_tensor.dtype} tensor cannot be reduced; allowed are {', '.join(map(str, REDUCIBLE))}")
+            raise TypeError(
+                f"a {send_tensor.dtype} tensor cannot be reduced; allowed are"
+                f" {', '.join(map(str, REDUCIBLE))}"
+            )
         if op is ReduceOp.AVG and not send_tensor.is_floating_point():
-            raise TypeError(f"op=AVG needs a floating-point tensor, not {send_tensor.dtype}; use SUM and divide as you need")
+            raise TypeError(
+                f"op=AVG needs a floating-point tensor, not {send_tensor.dtype}; use SUM and divide"
+                " as you need"
+            )
         if op in _BITWISE and send_tensor.is_floating_point():
             raise TypeError(f"op={op.name} needs an integer tensor, not {send_tensor.dtype}")
         return op
@@ -460,12 +569,17 @@ class Communicator(ABC):
     def _own_chunk(self, tensor: Tensor) -> Tensor:
         self._check("tensor", tensor)
         if tensor.numel() % self._nranks:
-            raise ValueError(f"a tensor of {tensor.numel()} elements does not divide into {self._nranks} equal chunks for {self!r}")
+            raise ValueError(
+                f"a tensor of {tensor.numel()} elements does not divide into {self._nranks} equal"
+                f" chunks for {self!r}"
+            )
         count = tensor.numel() // self._nranks
         return tensor.view(-1)[self._rank * count : (self._rank + 1) * count]
 
     def _check_inplace_chunk(self, tensor: Tensor, count: int, argument: str, root: int) -> Tensor:
-        """Return the ``count`` elements of this rank; the root's tensor holds n * count, the others' count."""
+        """Return the ``count`` elements of this rank; the root's tensor holds n * count, the
+        others' count.
+        """
         self._check_rank(argument, root)
         self._check("tensor", tensor)
         if not isinstance(count, int) or count < 0:
@@ -473,27 +587,35 @@ class Communicator(ABC):
         needed = count * self._nranks if self._rank == root else count
         if tensor.numel() != needed:
             raise ValueError(
-                f"tensor has {tensor.numel()} elements; with count={count} on {self!r} and {argument}={root} it must have {needed}"
+                f"tensor has {tensor.numel()} elements; with count={count} on {self!r} and"
+                f" {argument}={root} it must have {needed}"
             )
         return self._own_chunk(tensor) if self._rank == root else tensor.view(-1)
 
-    def _slices(self, what: str, tensor: Tensor, counts: Sequence[int], displs: Sequence[int]) -> list[Tensor]:
+    def _slices(
+        self, what: str, tensor: Tensor, counts: Sequence[int], displs: Sequence[int]
+    ) -> list[Tensor]:
         prefix = f"{what}_" if what else ""
         for argument, values in (("counts", counts), ("displs", displs)):
             if len(values) != self._nranks or any(v < 0 for v in values):
-                raise ValueError(f"{prefix}{argument}={list(values)} must be {self._nranks} non-negative ints, one per rank")
+                raise ValueError(
+                    f"{prefix}{argument}={list(values)} must be {self._nranks} non-negative ints,"
+                    " one per rank"
+                )
         for count, displ in zip(counts, displs, strict=True):
             if displ + count > tensor.numel():
                 raise ValueError(
-                    f"{prefix}displs={list(displs)} and {prefix}counts={list(counts)} reach beyond the tensor's "
-                    f"{tensor.numel()} elements"
+                    f"{prefix}displs={list(displs)} and {prefix}counts={list(counts)} reach beyond"
+                    f" the tensor's {tensor.numel()} elements"
                 )
         flat = tensor.view(-1)
         return [flat[displ : displ + count] for count, displ in zip(counts, displs, strict=True)]
 
 
 class NonMember:
-    """Stands for a communicator that this rank is not in: every collective returns at once and changes nothing (S3.9)."""
+    """Stands for a communicator that this rank is not in: every collective returns at once and
+    changes nothing (S3.9).
+    """
 
     bytes_sent = 0
     unrounded_bytes = 0.0

@@ -1,6 +1,8 @@
-"""The collectives as plain functions of the tensors of all ranks, in rank order: the results of any communicator (S3.9).
+"""The collectives as plain functions of the tensors of all ranks, in rank order: the results of any
+communicator (S3.9).
 
-They do not depend on threads, groups or transports. Tensors come in rank order; results are written into the receivers' tensors.
+They do not depend on threads, groups or transports. Tensors come in rank order; results are written
+into the receivers' tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 def combine(tensors: Sequence[Tensor], op: ReduceOp, out: Tensor | None = None) -> Tensor:
     """Return ((tensor 0 op tensor 1) op tensor 2) ... in their dtype (S3.9).
 
-    16-bit floats are combined in float32 and rounded once. AVG is SUM divided by the number of tensors. Integers wrap around.
+    16-bit floats are combined in float32 and rounded once. AVG is SUM divided by the number of
+    tensors. Integers wrap around.
 
     Args:
         tensors: one per rank, equal in shape and dtype; unchanged, but for ``out``.
@@ -68,8 +71,10 @@ def combine(tensors: Sequence[Tensor], op: ReduceOp, out: Tensor | None = None) 
 def divide_(total: Tensor, nranks: int) -> Tensor:
     """Divide floats by the number of ranks, in place."""
     if nranks & (nranks - 1) == 0:
-        return total.mul_(1 / nranks)  # the same bits as a division by a power of two, in half the time
-    # A divisor on the tensor's device: torch multiplies a CUDA tensor by the rounded reciprocal of a Python number.
+        # the same bits as a division by a power of two, in half the time
+        return total.mul_(1 / nranks)
+    # A divisor on the tensor's device: torch multiplies a CUDA tensor by the rounded reciprocal of
+    # a Python number.
     return total.div_(torch.tensor(nranks, dtype=total.dtype, device=total.device))
 
 
@@ -79,7 +84,10 @@ def describe(tensor: Tensor) -> str:
     >>> describe(torch.zeros(3))
     '3 float32 elements'
     """
-    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')} element{'s' * (tensor.numel() != 1)}"
+    return (
+        f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
+        f" element{'s' * (tensor.numel() != 1)}"
+    )
 
 
 def broadcast(tensors: Sequence[Tensor], src: int) -> None:
@@ -102,7 +110,9 @@ def allreduce_inplace(tensors: Sequence[Tensor], op: ReduceOp) -> None:
 
 
 def allgather(sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
-    """Concatenate the tensors of all ranks, in rank order, into every rank's receiver, which is n times as large."""
+    """Concatenate the tensors of all ranks, in rank order, into every rank's receiver, which is n
+    times as large.
+    """
     everything = _concatenate(sends)
     for recv in recvs:
         _fill(recv, everything)
@@ -136,4 +146,8 @@ def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _fill(tensor: Tensor, values: Tensor) -> None:
-    tensor.copy_(values.reshape(tensor.shape) if values.is_contiguous() else values.contiguous().view(tensor.shape))
+    tensor.copy_(
+        values.reshape(tensor.shape)
+        if values.is_contiguous()
+        else values.contiguous().view(tensor.shape)
+    )

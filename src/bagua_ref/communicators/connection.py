@@ -1,4 +1,6 @@
-"""The process groups of one communicator: made from a store, used by one thread at a time, aborted at the first failure."""
+"""The process groups of one communicator: made from a store, used by one thread at a time, aborted
+at the first failure.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,14 @@ from bagua_ref.communicators.int_sockets import IntSockets
 from bagua_ref.communicators.mesh import Sockets
 from bagua_ref.communicators.pipelining import ComputingError, OtherCallError
 from bagua_ref.communicators.processes import keep_forever
-from bagua_ref.communicators.rendezvous import Prefixed, another_connection, ask, first_sentence, host_of, interruptible
+from bagua_ref.communicators.rendezvous import (
+    Prefixed,
+    another_connection,
+    ask,
+    first_sentence,
+    host_of,
+    interruptible,
+)
 from bagua_ref.communicators.shared_memory import SharedMemory
 from bagua_ref.communicators.tasks import format_ranks
 from bagua_ref.communicators.waiting import Waiting
@@ -36,7 +45,8 @@ from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 __all__ = ["Connection"]
 
 _TICK = timedelta(milliseconds=200)  # seconds until a waiting collective notices abort() or Ctrl-C
-_PATIENCE = 0.5  # seconds after which a connecting rank checks whether another one has left or failed to connect
+# seconds after which a connecting rank checks whether another one has left or failed to connect
+_PATIENCE = 0.5
 _watchdog = Watchdog()
 
 
@@ -61,7 +71,14 @@ class Connection:
     """
 
     def __init__(
-        self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: float, waits: Waiting, shares_memory: bool = False
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: float,
+        waits: Waiting,
+        shares_memory: bool = False,
     ) -> None:
         self._failures, self._waits = FailureReports(Prefixed("gave up", store), ranks, rank), waits
         self._store, self.name, self.rank, self.ranks = store, name, rank, ranks
@@ -86,21 +103,33 @@ class Connection:
         try:
             self._await_members()
             before = open_sockets()
-            make = partial(dist.ProcessGroupGloo, Prefixed("gloo", store), rank, len(ranks), self._timeout)
-            with self._waiting("connect", None, "gloo", _PATIENCE):  # inside gloo, which cannot be interrupted
-                self._gloo = interruptible(make, lambda: self._check_open("connect"), _TICK.total_seconds())
+            make = partial(
+                dist.ProcessGroupGloo, Prefixed("gloo", store), rank, len(ranks), self._timeout
+            )
+            # inside gloo, which cannot be interrupted
+            with self._waiting("connect", None, "gloo", _PATIENCE):
+                self._gloo = interruptible(
+                    make, lambda: self._check_open("connect"), _TICK.total_seconds()
+                )
             self._gloo_sockets = GlooSockets(before)
         except CommunicationError:
             raise
         except RuntimeError as error:
-            # This rank may be out of descriptors; the others wait inside gloo until the failure is reported.
+            # This rank may be out of descriptors; the others wait inside gloo until the failure is
+            # reported.
             self._failures.report(first_sentence(error), anew=False)
             raise self._failure("connect", error) from None
-        # The rank that serves the store must not exit before all are connected, so every rank waits for all.
-        self._gloo_sockets.find(self._exchange_over_gloo(self._gloo_sockets.listening, "connect")(), rank)
+        # The rank that serves the store must not exit before all are connected, so every rank waits
+        # for all.
+        self._gloo_sockets.find(
+            self._exchange_over_gloo(self._gloo_sockets.listening, "connect")(), rank
+        )
 
-    def exchange_ints(self, values: Sequence[int], collective: str = "agreement") -> Callable[[], list[list[int]]]:
-        """Send ``values`` to every rank; return a function that waits for those of all, while other collectives may run before.
+    def exchange_ints(
+        self, values: Sequence[int], collective: str = "agreement"
+    ) -> Callable[[], list[list[int]]]:
+        """Send ``values`` to every rank; return a function that waits for those of all, while other
+        collectives may run before.
 
         One exchange can be under way at a time; errors as `run`.
         """
@@ -108,20 +137,30 @@ class Connection:
         if not self._has_tried_sockets:
             host = "" if self.memory is not None else host_of(self._store)
             share = partial(self._share, collective)
-            self._sockets = int_sockets.connect(self.rank, len(self.ranks), host, share, self._seconds)
+            self._sockets = int_sockets.connect(
+                self.rank, len(self.ranks), host, share, self._seconds
+            )
             self._has_tried_sockets = True
         if (sockets := self._sockets) is None:
             return self._exchange_over_gloo(values, collective)
-        return self._begin(lambda _: sockets.send(values), sockets.received, collective, sockets.are_complete)
+        return self._begin(
+            lambda _: sockets.send(values), sockets.received, collective, sockets.are_complete
+        )
 
     def share_memory(self, collective: str) -> None:
-        """Let the ranks share memory before their first ``collective``, if they can. Collective; errors as `run`."""
+        """Let the ranks share memory before their first ``collective``, if they can. Collective;
+        errors as `run`.
+        """
         if self._shares_memory:
-            self.memory = shared_memory.connect(self.rank, len(self.ranks), partial(self._share, collective), self._seconds)
+            self.memory = shared_memory.connect(
+                self.rank, len(self.ranks), partial(self._share, collective), self._seconds
+            )
             self._shares_memory = False
 
     def compare(self, collective: str, call: str) -> None:
-        """Raise CommunicationError, on all ranks, if they do not make the same ``call``. Collective."""
+        """Raise CommunicationError, on all ranks, if they do not make the same ``call``.
+        Collective.
+        """
         number = zlib.crc32(call.encode())
         if any(theirs != [number] for theirs in self.exchange_ints([number], collective)()):
             why = self._failures.describe_mismatch(call)
@@ -131,12 +170,18 @@ class Connection:
     def _share(self, collective: str, values: Sequence[int]) -> list[list[int]]:
         return self._exchange_over_gloo(values, collective)()
 
-    def _exchange_over_gloo(self, values: Sequence[int], collective: str = "agreement") -> Callable[[], list[list[int]]]:
-        """Exchange integers by an interruptible all-to-all; unlike an all-gather, it does not pass them around a ring."""
+    def _exchange_over_gloo(
+        self, values: Sequence[int], collective: str = "agreement"
+    ) -> Callable[[], list[list[int]]]:
+        """Exchange integers by an interruptible all-to-all; unlike an all-gather, it does not pass
+        them around a ring.
+        """
         copies = torch.tensor(values, dtype=torch.int64).repeat(len(self.ranks))
         received = torch.empty_like(copies)
         by_rank = received.view(len(self.ranks), -1)
-        return self._begin(lambda group: group.alltoall_base(received, copies, [], []), by_rank.tolist, collective)
+        return self._begin(
+            lambda group: group.alltoall_base(received, copies, [], []), by_rank.tolist, collective
+        )
 
     def _begin(
         self,
@@ -145,7 +190,9 @@ class Connection:
         collective: str = "agreement",
         is_complete: Callable[[], bool] = lambda: False,
     ) -> Callable[[], list[list[int]]]:
-        """Start an exchange of integers, as `run` would; return a function that waits for it and returns its result."""
+        """Start an exchange of integers, as `run` would; return a function that waits for it and
+        returns its result.
+        """
         self._exchanges += 1
         place = f"agreement {self._exchanges}"
         self.run(collective, lambda group: [start(group)], waits=False)
@@ -168,28 +215,35 @@ class Connection:
         place: str = "",
         call: str = "",
     ) -> None:
-        """Start ``collective`` on a process group and wait until it is done; with NCCL, the current stream waits, not the host.
+        """Start ``collective`` on a process group and wait until it is done; with NCCL, the current
+        stream waits, not the host.
 
-        If NCCL does not finish within the timeout, the group is aborted, which ends its kernels, and the next call raises.
+        If NCCL does not finish within the timeout, the group is aborted, which ends its kernels,
+        and the next call raises.
 
         Args:
             collective: its name, for messages.
-            start: takes the process group and returns the works to wait for, or yields each when the last one has ended.
+            start: takes the process group and returns the works to wait for, or yields each when
+                the last one has ended.
             over_nccl: whether to use NCCL instead of gloo.
-            peers: the ranks of this group that it sends to and receives from; None: it is a collective of all.
+            peers: the ranks of this group that it sends to and receives from; None: it is a
+                collective of all.
             waits: whether to wait, rather than to keep the works for later.
-            place: its name among the waits of this connection; "": the number of collectives waited for.
+            place: its name among the waits of this connection; "": the number of collectives waited
+                for.
             call: the call that all ranks must make, in words; "": not compared.
 
         Raises:
             CommunicationTimeoutError: no progress within the timeout.
-            CommunicationError: it failed otherwise, `abort` was called, or another thread is using it. It cannot be retried.
-            Exception: a computation of ``start`` between works failed, which is reported to the other ranks. It cannot be retried.
+            CommunicationError: it failed otherwise, `abort` was called, or another thread is using
+                it. It cannot be retried.
+            Exception: a computation of ``start`` between works failed, which is reported to the
+                other ranks. It cannot be retried.
         """
         if not self._turn.acquire(blocking=False):
             why = self._closed or (
-                "another thread is inside a collective of this communicator, and two at once would mix up their data; give each "
-                "thread a group of its own (new_group)"
+                "another thread is inside a collective of this communicator, and two at once would"
+                " mix up their data; give each thread a group of its own (new_group)"
             )
             raise self._kind_of_end(f"{collective} on {self._title}: {why}")
         group = works = work = None
@@ -203,54 +257,69 @@ class Connection:
             if over_nccl:
                 for work in works:
                     work.wait()
-                    _watchdog.add(work, self._seconds, partial(Connection.abort_late, weakref.proxy(self), collective))
+                    _watchdog.add(
+                        work,
+                        self._seconds,
+                        partial(Connection.abort_late, weakref.proxy(self), collective),
+                    )
                 return
             with self._waiting(collective, peers, place):
                 for work in works:
-                    if peers is not None and self.memory is None:  # gloo cannot split the wait of send and recv into short ones
+                    # gloo cannot split the wait of send and recv into short ones
+                    if peers is not None and self.memory is None:
                         work.wait()
                     else:
                         self._wait_in_ticks(work)
         except CommunicationError:
-            keep_forever(group)  # destroying it joins its threads, one of which may be waiting for a peer
+            # destroying it joins its threads, one of which may be waiting for a peer
+            keep_forever(group)
             self._drop()
             raise
         except ComputingError as failed:
             own = failed.error
             if call and isinstance(failed, OtherCallError):
-                own = CommunicationError(f"in group {self.name!r} {self._failures.describe_mismatch(call)}")
+                own = CommunicationError(
+                    f"in group {self.name!r} {self._failures.describe_mismatch(call)}"
+                )
             self._closed = self._closed or f"it failed earlier, in {collective}"
             self._failures.report(f"{type(own).__name__}: {own}")
             del group, works, work
-            for known in (failed, own):  # their tracebacks would keep the connections alive, and the other ranks waiting
+            # their tracebacks would keep the connections alive, and the other ranks waiting
+            for known in (failed, own):
                 traceback.clear_frames(known.__traceback__)
             self._drop()
             raise own from None
         except RuntimeError as error:
-            # Nothing may keep the connections alive: the other ranks notice the failure when they close.
+            # Nothing may keep the connections alive: the other ranks notice the failure when they
+            # close.
             del group, works, work
             error.__traceback__ = error.__context__ = None
             raise self._failure(collective, error) from None
-        except BaseException as interruption:  # Ctrl-C, for example: a started collective cannot be undone
+        except BaseException as interruption:
+            # Ctrl-C, for example: a started collective cannot be undone
             self._closed = self._closed or f"it was interrupted earlier, in {collective}"
             keep_forever(group)
             self._drop()
             self._failures.report(f"{type(interruption).__name__} in {collective}")
             raise
         finally:
-            # Freeing a work releases the GIL for a moment, and a thread that does so while the interpreter ends aborts the
-            # process. So it is freed before abort(), which comes first then, can acquire ``_turn``.
+            # Freeing a work releases the GIL for a moment, and a thread that does so while the
+            # interpreter ends aborts the process. So it is freed before abort(), which comes first
+            # then, can acquire ``_turn``.
             group = works = work = None
             if self._closed:  # while this was in progress
                 self._drop()
             self._turn.release()
 
     def abort(self, reason: str = "") -> None:
-        """Abort the connection; operations in progress and later ones raise CommunicationError, on other ranks with the reason."""
+        """Abort the connection; operations in progress and later ones raise CommunicationError, on
+        other ranks with the reason.
+        """
         if reason and not self._closed:
             self._failures.report(reason)
         self._closed = self._closed or reason or "it was aborted or its process group destroyed"
-        # A collective in progress notices this within a tick and drops the groups itself, unless gloo waits for a message.
+        # A collective in progress notices this within a tick and drops the groups itself, unless
+        # gloo waits for a message.
         if self._turn.acquire(timeout=5 * _TICK.total_seconds()):
             self._drop()
             self._turn.release()
@@ -272,9 +341,19 @@ class Connection:
         def check() -> None:
             self._check_open("connect")
             if time.monotonic() >= deadline:
-                missing: list[int] = ask(self._store, lambda store: [r for r, key in keys.items() if not store.check([key])], [])
-                who = self._waits.who_is_missing(self._place, missing) if missing else "the job's store does not answer"
-                raise CommunicationTimeoutError(f"connect on {self._title}: timed out after {self._seconds:g} s; {who}")
+                missing: list[int] = ask(
+                    self._store,
+                    lambda store: [r for r, key in keys.items() if not store.check([key])],
+                    [],
+                )
+                who = (
+                    self._waits.who_is_missing(self._place, missing)
+                    if missing
+                    else "the job's store does not answer"
+                )
+                raise CommunicationTimeoutError(
+                    f"connect on {self._title}: timed out after {self._seconds:g} s; {who}"
+                )
 
         try:
             with self._waiting("connect", None, "", _PATIENCE):  # the store may not answer
@@ -294,11 +373,21 @@ class Connection:
     ) -> AbstractContextManager[None]:
         if peers is None and not place:
             self._collectives += 1
-        members = self.ranks if peers is None else [self.ranks[peer] for peer in {self.rank, *peers}]
+        members = (
+            self.ranks if peers is None else [self.ranks[peer] for peer in {self.rank, *peers}]
+        )
         self._place = f"{self.name}/{place or ('exchange' if peers else self._collectives)}"
         what, timeout = f"in {collective} of group {self.name!r}", min(self._seconds, 2 * patience)
         who_gave_up = self._failures.poll
-        return self._waits.waiting(what, self._place, members, self._interrupt, is_background_thread(), timeout, who_gave_up)
+        return self._waits.waiting(
+            what,
+            self._place,
+            members,
+            self._interrupt,
+            is_background_thread(),
+            timeout,
+            who_gave_up,
+        )
 
     def _interrupt(self, reason: str) -> None:
         """Let the collective in progress raise."""
@@ -317,10 +406,14 @@ class Connection:
                     return
                 if self._closed:
                     del work  # the error's traceback would keep it alive
-                    raise CommunicationError(f"a collective on {self._title} was aborted: {self._closed}") from None
+                    raise CommunicationError(
+                        f"a collective on {self._title} was aborted: {self._closed}"
+                    ) from None
 
     def close_in_child(self) -> None:
-        """Close a forked child's copies of all sockets: they must end with the parent, or its peers would wait for it."""
+        """Close a forked child's copies of all sockets: they must end with the parent, or its peers
+        would wait for it.
+        """
         for direct in self._direct():
             direct.close()
         if self._gloo_sockets is not None:
@@ -333,13 +426,17 @@ class Connection:
         """Abort the connection because ``collective`` has not finished within the timeout."""
         if not self._closed:
             self._kind_of_end = CommunicationTimeoutError
-            self._closed = f"{collective} timed out after {self._seconds:g} s; a rank has not come, or has died"
+            self._closed = (
+                f"{collective} timed out after {self._seconds:g} s; a rank has not come, or has"
+                " died"
+            )
         self._drop()
 
     def _nccl_group(self) -> Any:
         if self._nccl is None:
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = 2 * self._timeout + timedelta(minutes=1)  # torch ends the process at its timeout; ours comes first
+            # torch ends the process at its timeout; ours comes first
+            options._timeout = 2 * self._timeout + timedelta(minutes=1)
             options.is_high_priority_stream = True
             # Unlike gloo, NCCL uses the store again at its first collective, from its own threads.
             store = Prefixed("nccl", another_connection(self._store))
@@ -355,11 +452,22 @@ class Connection:
         if interrupted:
             return self._kind_of_end(f"{collective} on {self._title} failed; {interrupted} ({why})")
         if re.search(r"time(d )?out", why, re.IGNORECASE):
-            who = self._waits.who_is_missing(self._place, self.ranks) or "all ranks wait in it, but not all data arrived"
-            return CommunicationTimeoutError(f"{collective} on {self._title}: timed out after {self._seconds:g} s; {who} ({why})")
-        who = self._failures.reason_for_end(self._waits, hung_up) or f"this rank failed, or another one has died or left ({why})"
+            who = (
+                self._waits.who_is_missing(self._place, self.ranks)
+                or "all ranks wait in it, but not all data arrived"
+            )
+            return CommunicationTimeoutError(
+                f"{collective} on {self._title}: timed out after {self._seconds:g} s; {who} ({why})"
+            )
+        who = (
+            self._failures.reason_for_end(self._waits, hung_up)
+            or f"this rank failed, or another one has died or left ({why})"
+        )
         if "Duplicate GPU" in str(error):
-            who = "ranks share a GPU, which NCCL refuses; init_process_group(backend='gloo') moves data through the host's memory"
+            who = (
+                "ranks share a GPU, which NCCL refuses; init_process_group(backend='gloo') moves"
+                " data through the host's memory"
+            )
         return CommunicationError(f"{collective} on {self._title} failed; {who}")
 
     def _drop(self) -> None:

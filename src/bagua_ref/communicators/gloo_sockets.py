@@ -1,4 +1,6 @@
-"""Sockets of gloo's process groups and of torch's store, found in order to end them at once, and in a forked child."""
+"""Sockets of gloo's process groups and of torch's store, found in order to end them at once, and in
+a forked child.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _MOST = 4
 
 
 def open_sockets() -> dict[int, int]:
-    """Return the inode of each socket of this process, by descriptor; none without /proc or with all descriptors in use."""
+    """Return the inode of each socket of this process, by descriptor; none without /proc or with
+    all descriptors in use.
+    """
     found = {}
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
@@ -37,22 +41,31 @@ def open_sockets() -> dict[int, int]:
 class GlooSockets:
     """The connections between this rank and the others of a gloo process group.
 
-    gloo shows no descriptors, so they are found: sockets that are new since before the group was made, and of which one end has the
-    number of a port on which a rank of the group listens. Other threads may open sockets at the same time.
+    gloo shows no descriptors, so they are found: sockets that are new since before the group was
+    made, and of which one end has the number of a port on which a rank of the group listens. Other
+    threads may open sockets at the same time.
 
     Args:
         before: the `open_sockets` before the group was made.
     """
 
     def __init__(self, before: dict[int, int]) -> None:
-        self._sockets = {file: inode for file, inode in open_sockets().items() if before.get(file) != inode}
-        own = [ports[0] for file in self._sockets if (ports := _ports(file)) and ports[1] is None][:_MOST]
+        self._sockets = {
+            file: inode for file, inode in open_sockets().items() if before.get(file) != inode
+        }
+        own = [ports[0] for file in self._sockets if (ports := _ports(file)) and ports[1] is None][
+            :_MOST
+        ]
         self.listening = own + [0] * (_MOST - len(own))
         """Ports on which this rank may listen, and zeros."""
 
     def find(self, listening: Sequence[Sequence[int]], rank: int) -> None:
-        """Find the connections of this ``rank``, given the ports on which each rank is ``listening``."""
-        theirs = {port for peer, ports in enumerate(listening) if peer != rank for port in ports} - {0}
+        """Find the connections of this ``rank``, given the ports on which each rank is
+        ``listening``.
+        """
+        theirs = {
+            port for peer, ports in enumerate(listening) if peer != rank for port in ports
+        } - {0}
         for file in list(self._sockets):
             local, remote = _ports(file) or (None, None)
             if remote is None or not (local in self.listening or remote in theirs):
@@ -73,7 +86,9 @@ class GlooSockets:
 
 
 def sockets_of_server(store: Store) -> list[int]:
-    """Return the descriptors of the sockets with which this process, or its parent, serves ``store``; none if it does not."""
+    """Return the descriptors of the sockets with which this process, or its parent, serves
+    ``store``; none if it does not.
+    """
     store = getattr(store, "_underlying_non_prefix_store", store)
     if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         return []
@@ -90,15 +105,22 @@ def _inode(file: int) -> int:
 
 
 def _ports(file: int) -> tuple[int, int | None] | None:
-    """Return the ports of both ends of a TCP socket, the other one None if it is not connected; None if it is none."""
+    """Return the ports of both ends of a TCP socket, the other one None if it is not connected;
+    None if it is none.
+    """
     local, remote = _port(_libc.getsockname, file), _port(_libc.getpeername, file)
     return None if local is None else (local, remote)
 
 
 def _port(name_of: Any, file: int) -> int | None:
-    # Not with a socket object, which would change the socket's timeout to socket.getdefaulttimeout().
+    # Not with a socket object, which would change the socket's timeout to
+    # socket.getdefaulttimeout().
     address, size = ctypes.create_string_buffer(128), ctypes.c_uint32(128)
     if name_of(file, address, ctypes.byref(size)) != 0:
         return None
     family = int.from_bytes(address.raw[:2], sys.byteorder)
-    return int.from_bytes(address.raw[2:4], "big") if family in (socket.AF_INET, socket.AF_INET6) else None
+    return (
+        int.from_bytes(address.raw[2:4], "big")
+        if family in (socket.AF_INET, socket.AF_INET6)
+        else None
+    )

@@ -41,21 +41,29 @@ from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 __all__ = ["TorchDistributedTransport", "connect_job", "job_store"]
 
 _logger = logging.getLogger(__name__)
-_ADVICE = "MASTER_ADDR and MASTER_PORT must be an address of rank 0's machine and a free port there, the same on all ranks"
+_ADVICE = (
+    "MASTER_ADDR and MASTER_PORT must be an address of rank 0's machine and a free port there, the"
+    " same on all ranks"
+)
 _INFO_FORM = [str, NATURAL, (str, type(None)), [str, NATURAL, NATURAL], str]
-"""Form of a rank's information: node, number of GPUs, CUDA_VISIBLE_DEVICES, `this_process`, `shared_by`."""
+"""Form of a rank's information: node, number of GPUs, CUDA_VISIBLE_DEVICES, `this_process`,
+`shared_by`.
+"""
 
 
 class TorchDistributedTransport:
-    """The connections between the processes of one job, which find each other through a shared store.
+    """The connections between the processes of one job, which find each other through a shared
+    store.
 
-    Making one is collective: every rank of the job does so with the same ``world_size``, and it returns when all have.
+    Making one is collective: every rank of the job does so with the same ``world_size``, and it
+    returns when all have.
 
     Args:
         store: the job's torch store; consecutive jobs may use the same one.
         rank: the rank of this process.
         world_size: the number of processes.
-        local_world_size: ranks per node, consecutive; -1: the node is given by GROUP_RANK or NODE_RANK, else by the host name.
+        local_world_size: ranks per node, consecutive; -1: the node is given by GROUP_RANK or
+            NODE_RANK, else by the host name.
         timeout: seconds to wait for the other ranks.
 
     Attributes:
@@ -64,14 +72,21 @@ class TorchDistributedTransport:
         store: the part of the store that only this job uses.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, local_world_size: int, timeout: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, local_world_size: int, timeout: float
+    ) -> None:
         node = str(rank // local_world_size) if local_world_size > 0 else node_name()
         gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
         self._machine = shared_by()
         info = [node, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), this_process(), self._machine]
-        job, found = rendezvous(Prefixed("bagua_ref", store), rank, world_size, info, timeout, _INFO_FORM)
-        # The job's name is unique, so the caller's prefix is not needed; without it, `another_connection` works in every torch.
-        self.store = Prefixed(f"bagua_ref/{job}", getattr(store, "_underlying_non_prefix_store", store))
+        job, found = rendezvous(
+            Prefixed("bagua_ref", store), rank, world_size, info, timeout, _INFO_FORM
+        )
+        # The job's name is unique, so the caller's prefix is not needed; without it,
+        # `another_connection` works in every torch.
+        self.store = Prefixed(
+            f"bagua_ref/{job}", getattr(store, "_underlying_non_prefix_store", store)
+        )
         self._idle: list[Store] = [self.store]
         self.has_streams = True
         self.rank = rank
@@ -84,24 +99,35 @@ class TorchDistributedTransport:
             for peers in [[other for other in found if other[0] == name]]
         )
         self.waits = Waiting(
-            Prefixed("waiting", self.store), rank, world_size, Processes([process for *_, process, _ in found], rank)
+            Prefixed("waiting", self.store),
+            rank,
+            world_size,
+            Processes([process for *_, process, _ in found], rank),
         )
-        self._places = [(node, where) for node, (*_, where) in zip(self.node_of, found, strict=True)]
+        self._places = [
+            (node, where) for node, (*_, where) in zip(self.node_of, found, strict=True)
+        ]
         self.uses_nccl = False
         """Whether CUDA tensors use NCCL; otherwise they are copied to the host and use gloo."""
         leave_to_parent(self)
 
-    def connect(self, name: str, ranks: Sequence[int], timeout: float) -> TorchDistributedCommunicator:
-        """Return this rank's communicator for the global ``ranks``; wait until all of them have called this.
+    def connect(
+        self, name: str, ranks: Sequence[int], timeout: float
+    ) -> TorchDistributedCommunicator:
+        """Return this rank's communicator for the global ``ranks``; wait until all of them have
+        called this.
 
         Raises:
             CommunicationTimeoutError: one of them has not called this within ``timeout`` seconds.
         """
         try:
             store = self._idle.pop()
-        except IndexError:  # another thread is connecting, perhaps to ranks that wait for this thread's group
+        except IndexError:
+            # another thread is connecting, perhaps to ranks that wait for this thread's group
             store = another_connection(self.store)
-        shares_memory = self._machine != "" and {self._places[rank] for rank in ranks} == {self._places[self.rank]}
+        shares_memory = self._machine != "" and {self._places[rank] for rank in ranks} == {
+            self._places[self.rank]
+        }
         place, own = ranks.index(self.rank), Prefixed(name, store)
         connection = Connection(own, name, place, ranks, timeout, self.waits, shares_memory)
         communicator = TorchDistributedCommunicator(connection, self.uses_nccl)
@@ -110,7 +136,9 @@ class TorchDistributedTransport:
         return communicator
 
     def close(self) -> None:
-        """Abort every communicator, and serve the store a little longer to ranks that have not ended."""
+        """Abort every communicator, and serve the store a little longer to ranks that have not
+        ended.
+        """
         self.waits.close()
         for communicator in list(self._communicators):
             communicator.abort()
@@ -118,21 +146,28 @@ class TorchDistributedTransport:
             self.waits.await_exits()
 
     def leave_to_parent(self) -> None:
-        """Leave every communicator to the parent of this process, a forked child; using them raises CommunicationError."""
+        """Leave every communicator to the parent of this process, a forked child; using them raises
+        CommunicationError.
+        """
         for communicator in list(self._communicators):
             communicator.leave_to_parent()
         for file in sockets_of_server(self.store):  # so that the store ends with the parent
             os.close(file)
 
 
-def connect_job(world: RealWorld, store: Any, rank: int, size: int, local_size: int, timeout: float) -> TorchDistributedTransport:
+def connect_job(
+    world: RealWorld, store: Any, rank: int, size: int, local_size: int, timeout: float
+) -> TorchDistributedTransport:
     """Return the connections of a new job; `job_store` describes the arguments."""
     limit = timeout
     while True:
         try:
-            return TorchDistributedTransport(*job_store(store, rank, size, limit), local_size, timeout)
+            return TorchDistributedTransport(
+                *job_store(store, rank, size, limit), local_size, timeout
+            )
         except StoreLostError:
-            # A rank that starts its next job at once may still find the last job's store, which is about to end: try again.
+            # A rank that starts its next job at once may still find the last job's store, which is
+            # about to end: try again.
             if store is not None or not world.was_in_job:
                 raise
             world.was_in_job, limit = False, min(timeout, 10.0)
@@ -142,21 +177,28 @@ def job_store(store: Any, rank: int, world_size: int, timeout: float) -> tuple[S
     """Return the job's store, this rank and the number of ranks.
 
     Args:
-        store: a torch store, given with ``rank`` and ``world_size``; None: taken from the environment.
+        store: a torch store, given with ``rank`` and ``world_size``; None: taken from the
+            environment.
         rank: the rank of this process; -1: taken from the environment.
         world_size: the number of processes; -1: taken from the environment.
         timeout: seconds to wait for the store.
 
     Raises:
-        ValueError: arguments or the launcher's variables are incomplete, out of range or contradictory.
+        ValueError: arguments or the launcher's variables are incomplete, out of range or
+            contradictory.
         CommunicationTimeoutError: nobody serves the store at the address.
         CommunicationError: rank 0 cannot listen on the port, or another program has it.
     """
     if store is not None:
         if not isinstance(store, dist.Store):  # type: ignore[attr-defined]
-            raise TypeError(f"store={store!r} must be a torch.distributed store, such as a TCPStore, or None")
+            raise TypeError(
+                f"store={store!r} must be a torch.distributed store, such as a TCPStore, or None"
+            )
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank} and world_size={world_size} must be given with store, with 0 <= rank < world_size")
+            raise ValueError(
+                f"rank={rank} and world_size={world_size} must be given with store, with 0 <= rank"
+                " < world_size"
+            )
         return store, rank, world_size
     rank, world_size, address = _store_address(rank, world_size)
     if address is None:
@@ -170,7 +212,9 @@ def job_store(store: Any, rank: int, world_size: int, timeout: float) -> tuple[S
 def _open_store(host: str, port: int, rank: int, timeout: float) -> Store:
     by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not by_torchrun
-    what = f"the job's store, which {'torchrun' if by_torchrun else 'rank 0'} serves at {host}:{port}"
+    what = (
+        f"the job's store, which {'torchrun' if by_torchrun else 'rank 0'} serves at {host}:{port}"
+    )
     began, problem = time.monotonic(), "rank 0 cannot reach itself there" if serves else "no answer"
 
     def open_store() -> Store:
@@ -191,7 +235,8 @@ def _open_store(host: str, port: int, rank: int, timeout: float) -> Store:
             port,
             is_master=serves,
             timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,  # the rendezvous waits for them, and can name those that are missing
+            # the rendezvous waits for them, and can name those that are missing
+            wait_for_workers=False,
             multi_tenant=True,
             use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
         )
@@ -205,33 +250,52 @@ def _open_store(host: str, port: int, rank: int, timeout: float) -> Store:
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise CommunicationError(
-                f"rank 0 cannot listen at {host}:{port}, as another program has the port; set MASTER_PORT ({error})"
+                f"rank 0 cannot listen at {host}:{port}, as another program has the port; set"
+                f" MASTER_PORT ({error})"
             ) from error
         raise CommunicationError(
-            f"rank {rank} tried for {time.monotonic() - began:.1f} s to connect to {what}: {first_sentence(error)}; {_ADVICE}"
+            f"rank {rank} tried for {time.monotonic() - began:.1f} s to connect to {what}:"
+            f" {first_sentence(error)}; {_ADVICE}"
         ) from error
 
 
 def _store_address(rank: int, world_size: int) -> tuple[int, int, tuple[str, int] | None]:
-    """Return this rank, the number of ranks and the store's address, None in a world of one; -1 means as the environment says."""
+    """Return this rank, the number of ranks and the store's address, None in a world of one; -1
+    means as the environment says.
+    """
     given = {"RANK": rank, "WORLD_SIZE": world_size}
     if -1 not in given.values() and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         launch = None
     else:
         launch, identity = read_launch(os.environ), Identity.from_environment()
-        unknown = [name for name, value in given.items() if value == -1 and name not in os.environ] if launch is None else []
+        unknown = (
+            [name for name, value in given.items() if value == -1 and name not in os.environ]
+            if launch is None
+            else []
+        )
         if len(unknown) == 2:
             return 0, 1, None
         if unknown:
-            one, other = (f"{name} (or the argument {name.lower()})" for name in sorted(given, key=unknown.__contains__))
+            one, other = (
+                f"{name} (or the argument {name.lower()})"
+                for name in sorted(given, key=unknown.__contains__)
+            )
             raise ValueError(f"{one} is set, but {other} is not; set both, as torchrun does")
-        rank, world_size = identity.rank if rank == -1 else rank, identity.world_size if world_size == -1 else world_size
+        rank, world_size = (
+            identity.rank if rank == -1 else rank,
+            identity.world_size if world_size == -1 else world_size,
+        )
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} and world_size={world_size}, as given or in the environment, must be 0 <= rank < world_size")
+        raise ValueError(
+            f"rank={rank} and world_size={world_size}, as given or in the environment, must be 0 <="
+            " rank < world_size"
+        )
     if launch is None:
         _logger.info("rank %d of %d, as given or as RANK and WORLD_SIZE say", rank, world_size)
         return rank, world_size, _address()
-    _logger.info("rank %d of %d; the variables of %s say %s", rank, world_size, launch.launcher, launch)
+    _logger.info(
+        "rank %d of %d; the variables of %s say %s", rank, world_size, launch.launcher, launch
+    )
     if world_size == 1:
         return 0, 1, None
     return rank, world_size, (launch.master_address(), launch.port)
@@ -241,7 +305,9 @@ def _address() -> tuple[str, int]:
     """Return MASTER_ADDR and MASTER_PORT."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
-            raise ValueError(f"RANK and WORLD_SIZE are set or given, but {name} is not; set it, as torchrun does")
+            raise ValueError(
+                f"RANK and WORLD_SIZE are set or given, but {name} is not; set it, as torchrun does"
+            )
     port = os.environ["MASTER_PORT"]
     if not port.isdecimal():
         raise ValueError(f"environment variable MASTER_PORT={port!r} must be an integer")

@@ -20,22 +20,37 @@ from multiprocessing.connection import wait
 from typing import Any
 
 __all__ = [
-    "Sockets", "Unreachable", "Until", "close_sockets", "connect_all", "listen_locally", "listen_towards", "receive",
+    "Sockets",
+    "Unreachable",
+    "Until",
+    "close_sockets",
+    "connect_all",
+    "listen_locally",
+    "listen_towards",
+    "receive",
     "routes_towards",
-]  # fmt: skip
+]
 
 _LIMIT = 5.0
-"""Seconds in which all sockets must be connected, or half of the group's timeout if that is less."""
+"""Seconds in which all sockets must be connected, or half of the group's timeout if that is
+less.
+"""
 _STRANGERS = 64
-"""Connections beyond one for each rank that may be open before they have authenticated themselves."""
+"""Connections beyond one for each rank that may be open before they have authenticated
+themselves.
+"""
 _HANG_UP = getattr(select, "POLLRDHUP", 0)
-"""Linux reports a closed connection before its data have been read; elsewhere there is no such flag."""
+"""Linux reports a closed connection before its data have been read; elsewhere there is no such
+flag.
+"""
 _PAUSE = 0.005
 """Seconds between two attempts to connect to a rank whose backlog is full."""
 _LONGEST = 256
 """Bytes of the message with which a rank announces its address."""
 _TOKEN = 16
-"""Bytes of the group's secret, with which a rank authenticates itself; its number follows, in four bytes."""
+"""Bytes of the group's secret, with which a rank authenticates itself; its number follows, in four
+bytes.
+"""
 
 
 class Unreachable(Exception):  # noqa: N818  it is never raised to a user
@@ -51,13 +66,15 @@ def connect_all(
 ) -> dict[int, socket.socket]:
     """Connect all ranks of a group; return this one's socket to each other rank.
 
-    Any process may connect to a rank that listens. Over Unix sockets, only processes of the same user are accepted; over TCP,
-    only those with the group's secret. Others are disconnected and delay no rank.
+    Any process may connect to a rank that listens. Over Unix sockets, only processes of the same
+    user are accepted; over TCP, only those with the group's secret. Others are disconnected and
+    delay no rank.
 
     Args:
         rank: this rank.
         nranks: the number of ranks.
-        listen: returns a socket that listens where the other ranks reach it; raises OSError if it cannot.
+        listen: returns a socket that listens where the other ranks reach it; raises OSError if it
+            cannot.
         share: exchanges equally many int64 with every rank; its exceptions are raised here, too.
         timeout: seconds that the other ranks wait in ``share``.
 
@@ -68,7 +85,11 @@ def connect_all(
     try:
         server = listen()
         name = server.getsockname()
-        place = [int(server.family), *([name.decode()] if isinstance(name, bytes) else name[:2]), token.hex()]
+        place = [
+            int(server.family),
+            *([name.decode()] if isinstance(name, bytes) else name[:2]),
+            token.hex(),
+        ]
     except OSError as error:
         why = f": {error}"
     sockets, own = dict[int, socket.socket](), json.dumps(place).encode().ljust(_LONGEST)
@@ -79,7 +100,9 @@ def connect_all(
             if server is not None and all(places):
                 for peer in range(rank):
                     *where, secret = places[peer]
-                    sockets[peer] = opened.enter_context(_greet(where, bytes.fromhex(secret) + rank.to_bytes(4, "big"), deadline))
+                    sockets[peer] = opened.enter_context(
+                        _greet(where, bytes.fromhex(secret) + rank.to_bytes(4, "big"), deadline)
+                    )
                 _welcome(server, token, set(range(rank + 1, nranks)), sockets, opened, deadline)
         except OSError as error:
             why = f": {error}"
@@ -99,7 +122,9 @@ def listen_towards(host: str) -> socket.socket:
 
 
 def routes_towards(host: str) -> Iterator[tuple[socket.AddressFamily, str]]:
-    """Yield families and addresses from which this machine would talk to ``host``; raise OSError if nobody knows its name."""
+    """Yield families and addresses from which this machine would talk to ``host``; raise OSError if
+    nobody knows its name.
+    """
     for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         with socket.socket(family, kind) as probe, suppress(OSError):
             probe.connect(place)  # this sends nothing, but chooses the address
@@ -107,7 +132,9 @@ def routes_towards(host: str) -> Iterator[tuple[socket.AddressFamily, str]]:
 
 
 def listen_locally() -> socket.socket:
-    """Return a socket that listens for processes of this machine, under a new name that belongs to no file (Linux)."""
+    """Return a socket that listens for processes of this machine, under a new name that belongs to
+    no file (Linux).
+    """
     server = socket.socket(socket.AF_UNIX)
     try:
         server.bind(f"\0bagua_ref/{secrets.token_hex(8)}")
@@ -119,7 +146,9 @@ def listen_locally() -> socket.socket:
 
 
 def close_sockets(sockets: Mapping[int, socket.socket], pid: int) -> None:
-    """Close sockets of process ``pid``, which the other ranks notice; a forked child only closes its copies."""
+    """Close sockets of process ``pid``, which the other ranks notice; a forked child only closes
+    its copies.
+    """
     for connected in sockets.values():
         if os.getpid() == pid:
             with suppress(OSError):  # the other end has closed it
@@ -139,12 +168,17 @@ class Sockets:
             connected.setblocking(False)
         self._sockets = sockets
         self.close = weakref.finalize(self, close_sockets, sockets, os.getpid())
-        """Close the sockets, which the other ranks notice; also called when this is garbage-collected."""
+        """Close the sockets, which the other ranks notice; also called when this is
+        garbage-collected.
+        """
         self.close.atexit = False
 
     def hung_up(self) -> list[int]:
         """Return the ranks that have closed their ends."""
-        poll, peers = select.poll(), {one.fileno(): peer for peer, one in self._sockets.items() if one.fileno() >= 0}
+        poll, peers = (
+            select.poll(),
+            {one.fileno(): peer for peer, one in self._sockets.items() if one.fileno() >= 0},
+        )
         for file in peers:
             poll.register(file, _HANG_UP)
         return [peers[file] for file, _ in poll.poll(0)]
@@ -161,9 +195,18 @@ class Until:
     """
 
     def __init__(
-        self, holds: Callable[[], bool], end_reason: Callable[[], str], listen: Callable[[float], object], timeout: float
+        self,
+        holds: Callable[[], bool],
+        end_reason: Callable[[], str],
+        listen: Callable[[float], object],
+        timeout: float,
     ) -> None:
-        self._holds, self._end_reason, self._listen, self._timeout = holds, end_reason, listen, timeout
+        self._holds, self._end_reason, self._listen, self._timeout = (
+            holds,
+            end_reason,
+            listen,
+            timeout,
+        )
         self._deadline = math.inf
 
     def is_completed(self) -> bool:
@@ -198,7 +241,8 @@ def _greet(where: Sequence[Any], greeting: bytes, deadline: float) -> socket.soc
             _check_user(connected)
             connected.sendall(greeting)
             return connected
-        except BlockingIOError:  # a Unix socket whose backlog is full, perhaps of strangers, which the rank disconnects
+        except BlockingIOError:
+            # a Unix socket whose backlog is full, perhaps of strangers, which the rank disconnects
             connected.close()
             time.sleep(_PAUSE)
         except OSError:
@@ -207,9 +251,16 @@ def _greet(where: Sequence[Any], greeting: bytes, deadline: float) -> socket.soc
 
 
 def _welcome(
-    server: socket.socket, token: bytes, missing: set[int], sockets: dict[int, socket.socket], opened: ExitStack, deadline: float
+    server: socket.socket,
+    token: bytes,
+    missing: set[int],
+    sockets: dict[int, socket.socket],
+    opened: ExitStack,
+    deadline: float,
 ) -> None:
-    """Accept connections until all ranks ``missing`` have connected, in any order; close those that do not come from them."""
+    """Accept connections until all ranks ``missing`` have connected, in any order; close those that
+    do not come from them.
+    """
     server.setblocking(False)
     greetings: dict[socket.socket, bytes] = {}  # bytes received so far, in the order of connecting
     try:
@@ -219,7 +270,11 @@ def _welcome(
                 with suppress(BlockingIOError, ConnectionError):  # it has already disconnected
                     _accept(server, greetings)
             for connected in list(greetings):
-                more, ended = receive(connected, _TOKEN + 4 - len(greetings[connected])) if connected in ready else (b"", "")
+                more, ended = (
+                    receive(connected, _TOKEN + 4 - len(greetings[connected]))
+                    if connected in ready
+                    else (b"", "")
+                )
                 greetings[connected] += more
                 if len(greetings[connected]) == _TOKEN + 4:
                     greeting = greetings.pop(connected)
@@ -249,7 +304,9 @@ def _accept(server: socket.socket, greetings: dict[socket.socket, bytes]) -> Non
 
 
 def receive(connected: socket.socket, size: int) -> tuple[bytes, str]:
-    """Return up to ``size`` bytes that have come, without waiting, and the reason that no more will; "" while they may."""
+    """Return up to ``size`` bytes that have come, without waiting, and the reason that no more
+    will; "" while they may.
+    """
     try:
         received = connected.recv(size)
     except BlockingIOError:
@@ -261,8 +318,11 @@ def receive(connected: socket.socket, size: int) -> tuple[bytes, str]:
 
 def _check_user(connected: socket.socket) -> None:
     """Raise OSError if a process of another user is at the other end of a Unix socket."""
-    if hasattr(socket, "SO_PEERCRED") and connected.family == socket.AF_UNIX:  # Linux; others do not listen on Unix sockets
-        _, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    # Linux; others do not listen on Unix sockets
+    if hasattr(socket, "SO_PEERCRED") and connected.family == socket.AF_UNIX:
+        _, user, _ = struct.unpack(
+            "3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        )
         if user != os.geteuid():
             raise PermissionError(f"a process of user {user} is at the other end")
 

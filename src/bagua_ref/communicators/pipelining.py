@@ -14,7 +14,9 @@ from bagua_ref.base.memory import bytes_of
 __all__ = ["ComputingError", "OtherCallError", "Overlap", "compute", "exchange_pipelined"]
 
 PIECE = 2**19
-"""Bytes per message: each costs a wait, and the link is idle until the first is computed and while the last is read."""
+"""Bytes per message: each costs a wait, and the link is idle until the first is computed and while
+the last is read.
+"""
 
 _UNDER_WAY = 4
 """Pieces in flight to and from each peer."""
@@ -44,10 +46,12 @@ def exchange_pipelined(
     before: Callable[[slice], object] | None = None,
     after: Callable[[slice], object] | None = None,
 ) -> Iterator[Any]:
-    """Send and receive tensors over gloo, and yield works, each to be waited for before the next one is asked for.
+    """Send and receive tensors over gloo, and yield works, each to be waited for before the next
+    one is asked for.
 
-    On a slow link, acknowledgements wait behind the data that their sender has queued. If one side queued all of its data at once,
-    the other could send little meanwhile, and the exchange would take twice the time. So only a few pieces are in flight.
+    On a slow link, acknowledgements wait behind the data that their sender has queued. If one side
+    queued all of its data at once, the other could send little meanwhile, and the exchange would
+    take twice the time. So only a few pieces are in flight.
 
     Args:
         group: gloo's process group.
@@ -60,7 +64,9 @@ def exchange_pipelined(
     Raises:
         ComputingError: ``before`` or ``after`` has failed.
     """
-    outgoing, incoming = ([(peer, bytes_of(tensor).split(PIECE)) for tensor, peer in part] for part in (sends, recvs))
+    outgoing, incoming = (
+        [(peer, bytes_of(tensor).split(PIECE)) for tensor, peer in part] for part in (sends, recvs)
+    )
     number = max(len(pieces) for _, pieces in outgoing + incoming)
     works: dict[int, list[Any]] = {}
     for place in range(number + _UNDER_WAY):
@@ -70,11 +76,15 @@ def exchange_pipelined(
         if place < number:
             # The k-th piece to a peer has tag k, which keeps the order whichever thread handles it.
             works[place] = [
-                group.recv([pieces[place]], peer, _next_tag(tags[1], peer)) for peer, pieces in incoming if place < len(pieces)
+                group.recv([pieces[place]], peer, _next_tag(tags[1], peer))
+                for peer, pieces in incoming
+                if place < len(pieces)
             ]
             compute(before, place, PIECE)
             works[place] += [
-                group.send([pieces[place]], peer, _next_tag(tags[0], peer)) for peer, pieces in outgoing if place < len(pieces)
+                group.send([pieces[place]], peer, _next_tag(tags[0], peer))
+                for peer, pieces in outgoing
+                if place < len(pieces)
             ]
 
 
@@ -103,14 +113,17 @@ _ENDED = math.nan
 
 
 class Overlap:
-    """Computation during a collective: chunks to send are filled and received chunks are read while they move.
+    """Computation during a collective: chunks to send are filled and received chunks are read while
+    they move.
 
-    Both advance step by step, on the thread that calls the collective, and reading never gets ahead of filling. The transport
-    chooses how far they advance before bytes move; other ranks see nothing of it. Bytes are counted from a chunk's beginning.
+    Both advance step by step, on the thread that calls the collective, and reading never gets ahead
+    of filling. The transport chooses how far they advance before bytes move; other ranks see
+    nothing of it. Bytes are counted from a chunk's beginning.
 
     Args:
         fill: computes the bytes to send, and yields the number of final ones.
-        read: yields the number of bytes that must have arrived before its next step, which uses them.
+        read: yields the number of bytes that must have arrived before its next step, which uses
+            them.
 
     >>> def fill():
     ...     print("first half"); yield 2

@@ -1,4 +1,6 @@
-"""Processes of a job: other ranks', watched until they end, and forked children, which must not use connections."""
+"""Processes of a job: other ranks', watched until they end, and forked children, which must not use
+connections.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,15 @@ import torch.distributed as dist
 from bagua_ref.errors import CommunicationError
 
 __all__ = [
-    "ParentsConnection", "Processes", "keep_forever", "leave_to_parent", "machine", "node_name", "refuse_in_child",
+    "ParentsConnection",
+    "Processes",
+    "keep_forever",
+    "leave_to_parent",
+    "machine",
+    "node_name",
+    "refuse_in_child",
     "this_process",
-]  # fmt: skip
+]
 
 _logger = logging.getLogger(__name__)
 _BOOT = "/proc/sys/kernel/random/boot_id"
@@ -28,7 +36,9 @@ _BOOT = "/proc/sys/kernel/random/boot_id"
 
 
 def machine(namespace: str) -> str:
-    """Return a name of this machine and of this process's ``namespace`` ("pid" or "net") there; "" if the system hides it."""
+    """Return a name of this machine and of this process's ``namespace`` ("pid" or "net") there; ""
+    if the system hides it.
+    """
     try:
         with open(_BOOT) as file:
             return f"{file.read().strip()} {os.stat(f'/proc/self/ns/{namespace}').st_ino}"
@@ -42,13 +52,16 @@ def node_name() -> str:
 
 
 def this_process() -> list[Any]:
-    """Return machine and PID namespace, PID and start time of this process; ["", 0, 0] where it cannot be watched."""
+    """Return machine and PID namespace, PID and start time of this process; ["", 0, 0] where it
+    cannot be watched.
+    """
     where = machine("pid") if hasattr(os, "pidfd_open") else ""
     return [where, os.getpid(), _start_time(os.getpid())] if where else ["", 0, 0]
 
 
 class Processes:
-    """Processes of a job's ranks, those of this machine, watched through file descriptors that become readable when they end.
+    """Processes of a job's ranks, those of this machine, watched through file descriptors that
+    become readable when they end.
 
     Args:
         found: the result of `this_process` on each rank.
@@ -71,13 +84,20 @@ class Processes:
         except (ProcessLookupError, FileNotFoundError):
             self._ended.add(rank)
         except OSError as error:
-            _logger.info("the process of rank %d cannot be watched: %s; its end is noticed when its sockets close", rank, error)
+            _logger.info(
+                "the process of rank %d cannot be watched: %s; its end is noticed when its sockets"
+                " close",
+                rank,
+                error,
+            )
 
     def __len__(self) -> int:
         return len(self._files.keys() | self._ended)
 
     def ended(self, ranks: Iterable[int], seconds: float = 0.0) -> set[int]:
-        """Return those of ``ranks`` whose processes have ended, waiting at most ``seconds`` for the first (inf: until `wake`)."""
+        """Return those of ``ranks`` whose processes have ended, waiting at most ``seconds`` for the
+        first (inf: until `wake`).
+        """
         among = set(ranks)
         if not self._ended & among:
             rank_of = {file: rank for rank, file in self._files.items() if rank in among}
@@ -85,7 +105,9 @@ class Processes:
             for file in (*rank_of, self._wakes):
                 poll.register(file, select.POLLIN)
             ready = poll.poll(None if math.isinf(seconds) else math.ceil(1000 * seconds))
-            self._ended.update(rank_of[file] for file, event in ready if file in rank_of and event & select.POLLIN)
+            self._ended.update(
+                rank_of[file] for file, event in ready if file in rank_of and event & select.POLLIN
+            )
         return self._ended & among
 
     def wake(self) -> None:
@@ -110,9 +132,11 @@ _connected: WeakSet[Any] = WeakSet()
 
 
 class ParentsConnection:
-    """Stands in for a connection of the parent process; every use of it raises `CommunicationError`.
+    """Stands in for a connection of the parent process; every use of it raises
+    `CommunicationError`.
 
-    Destroying the connection would end the parent's, too: both processes share the epoll set that watches its sockets.
+    Destroying the connection would end the parent's, too: both processes share the epoll set that
+    watches its sockets.
     """
 
     def __init__(self, connection: Any) -> None:
@@ -125,7 +149,8 @@ class ParentsConnection:
 def leave_to_parent(connected: Any) -> None:
     """Call ``connected.leave_to_parent()`` in every child that this process forks from now on.
 
-    It replaces every connection by `ParentsConnection`, and closes its sockets there, so that they end with the parent.
+    It replaces every connection by `ParentsConnection`, and closes its sockets there, so that they
+    end with the parent.
     """
     _connected.add(connected)
     _watch_forks()
@@ -148,8 +173,9 @@ def keep_forever(thing: Any) -> None:
 
 def _refuse() -> NoReturn:
     raise CommunicationError(
-        "this process was forked after init_process_group() and cannot use its parent's process groups; call init_process_group() "
-        "after the fork instead, start the process with multiprocessing's 'spawn', or do not communicate or train in it"
+        "this process was forked after init_process_group() and cannot use its parent's process"
+        " groups; call init_process_group() after the fork instead, start the process with"
+        " multiprocessing's 'spawn', or do not communicate or train in it"
     )
 
 

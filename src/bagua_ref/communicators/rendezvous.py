@@ -42,7 +42,9 @@ _GRACE = 2.0  # seconds after its timeout in which the rendezvous finds out who 
 
 
 class Prefixed(dist.PrefixStore):  # type: ignore[name-defined,misc]
-    """A view of ``store`` in which all keys start with ``name``; torch's PrefixStore does not reveal its prefix."""
+    """A view of ``store`` in which all keys start with ``name``; torch's PrefixStore does not
+    reveal its prefix.
+    """
 
     def __init__(self, name: str, store: Store) -> None:
         super().__init__(name, store)
@@ -50,7 +52,8 @@ class Prefixed(dist.PrefixStore):  # type: ignore[name-defined,misc]
 
 
 def another_connection(store: Store) -> Store:
-    """Return a new connection to ``store``: a connection serves one request at a time, and some requests wait for other ranks.
+    """Return a new connection to ``store``: a connection serves one request at a time, and some
+    requests wait for other ranks.
 
     Connecting looks up the server's host name, which can take seconds, so reuse connections.
 
@@ -68,13 +71,19 @@ def another_connection(store: Store) -> Store:
         if isinstance(store, Prefixed):
             return Prefixed(store.prefix, another_connection(store.whole))
         if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
-            return dist.TCPStore(store.host, store.port, timeout=store.timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+            return dist.TCPStore(  # type: ignore[attr-defined]
+                store.host, store.port, timeout=store.timeout, wait_for_workers=False
+            )
         return store  # stores in files and memory serve concurrent requests
     except RuntimeError as error:
-        raise CommunicationError(f"the store through which the ranks find each other cannot be reached: {error}") from error
+        raise CommunicationError(
+            f"the store through which the ranks find each other cannot be reached: {error}"
+        ) from error
 
 
-def ask(store: Store, use: Callable[[Store], T], otherwise: T, limit: float = 5.0, anew: bool = True) -> T:
+def ask(
+    store: Store, use: Callable[[Store], T], otherwise: T, limit: float = 5.0, anew: bool = True
+) -> T:
     """Return ``use`` of a connection of its own to ``store``, whose server may have died.
 
     Args:
@@ -82,7 +91,8 @@ def ask(store: Store, use: Callable[[Store], T], otherwise: T, limit: float = 5.
         use: reads or writes it.
         otherwise: returned if the store fails.
         limit: seconds after which ``otherwise`` is returned.
-        anew: whether to open a connection, for which descriptors may be short, rather than use ``store`` itself.
+        anew: whether to open a connection, for which descriptors may be short, rather than use
+            ``store`` itself.
     """
 
     def run() -> T:
@@ -113,13 +123,17 @@ def host_of(store: Store) -> str:
 
 
 def first_sentence(error: Exception) -> str:
-    """Return the first sentence of torch's message, without the source location and the stack of C++ that may follow."""
+    """Return the first sentence of torch's message, without the source location and the stack of
+    C++ that may follow.
+    """
     text = re.sub(r"^\[[^\]]*\.(cc|cpp):\d+\]\s*", "", str(error)) or type(error).__name__
     return text.split(". This is typically", 1)[0].splitlines()[0].rstrip(".")
 
 
 class StoreLostError(CommunicationError):
-    """The process that served this job's store has ended, or that of an earlier job, whose store was still there."""
+    """The process that served this job's store has ended, or that of an earlier job, whose store
+    was still there.
+    """
 
 
 class NoReply(Exception):  # noqa: N818  it is never raised to a user
@@ -127,7 +141,8 @@ class NoReply(Exception):  # noqa: N818  it is never raised to a user
 
 
 def within(function: Callable[[], T], seconds: float) -> T:
-    """Return ``function()``, run on another thread, as torch's stores wait forever for a stopped server.
+    """Return ``function()``, run on another thread, as torch's stores wait forever for a stopped
+    server.
 
     Raises:
         NoReply: it had not returned after ``seconds``; the thread goes on.
@@ -142,7 +157,9 @@ def within(function: Callable[[], T], seconds: float) -> T:
 
 
 def interruptible(function: Callable[[], T], check: Callable[[], None], pause: float) -> T:
-    """Return ``function()``, run on another thread, until ``check()``, called every ``pause`` seconds, raises."""
+    """Return ``function()``, run on another thread, until ``check()``, called every ``pause``
+    seconds, raises.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
@@ -157,7 +174,9 @@ def interruptible(function: Callable[[], T], check: Callable[[], None], pause: f
     try:
         return future.result()
     finally:
-        future = Future()  # an exception's traceback refers to this variable: the cycle would keep a store that has failed
+        # an exception's traceback refers to this variable: the cycle would keep a store that has
+        # failed
+        future = Future()
 
 
 def parse_message(data: bytes, form: Any, whose: str) -> Any:
@@ -176,17 +195,22 @@ def parse_message(data: bytes, form: Any, whose: str) -> Any:
         check_form(value, form, "it")
     except ValueError as error:
         raise CommunicationError(
-            f"{whose} wrote an invalid message into the job's store: {error}. All ranks must run the same version of bagua_ref"
+            f"{whose} wrote an invalid message into the job's store: {error}. All ranks must run"
+            " the same version of bagua_ref"
         ) from None
     return value
 
 
-def rendezvous(store: Store, rank: int, world_size: int, info: Any, timeout: float, form: Any = object) -> tuple[str, list[Any]]:
-    """Return a name that is unique to this rendezvous, and every rank's ``info`` in rank order. Collective.
+def rendezvous(
+    store: Store, rank: int, world_size: int, info: Any, timeout: float, form: Any = object
+) -> tuple[str, list[Any]]:
+    """Return a name that is unique to this rendezvous, and every rank's ``info`` in rank order.
+    Collective.
 
-    Rank 0 proposes a new name, the other ranks answer under that name with a random mark each, and rank 0 publishes the answers.
-    A rank that does not find its own mark has read the keys of an earlier rendezvous and tries again. A launcher that restarts
-    its workers may give them the store of the failed attempt, so names and counts from outside cannot be trusted.
+    Rank 0 proposes a new name, the other ranks answer under that name with a random mark each, and
+    rank 0 publishes the answers. A rank that does not find its own mark has read the keys of an
+    earlier rendezvous and tries again. A launcher that restarts its workers may give them the store
+    of the failed attempt, so names and counts from outside cannot be trusted.
 
     Args:
         store: shared by all ranks.
@@ -197,55 +221,72 @@ def rendezvous(store: Store, rank: int, world_size: int, info: Any, timeout: flo
         form: the form that the others' must have, see `bagua_ref.base.untrusted.check_form`.
 
     Raises:
-        CommunicationTimeoutError: they did not come in time; names the missing ranks as far as they are known.
+        CommunicationTimeoutError: they did not come in time; names the missing ranks as far as they
+            are known.
         StoreLostError: the store failed, as when the process that serves it ends.
         CommunicationError: a rank wrote an invalid message.
     """
     began = time.monotonic()
     try:
-        mark, messages = within(partial(_rendezvous, store, rank, world_size, info, timeout, form), timeout + _GRACE)
+        mark, messages = within(
+            partial(_rendezvous, store, rank, world_size, info, timeout, form), timeout + _GRACE
+        )
     except NoReply:
         raise CommunicationTimeoutError(
-            f"rank {rank} timed out after {timeout:g} s: the store at {address_of(store)} does not answer; the process that serves "
-            "it has stopped or cannot be reached"
+            f"rank {rank} timed out after {timeout:g} s: the store at {address_of(store)} does not"
+            " answer; the process that serves it has stopped or cannot be reached"
         ) from None
     except CommunicationError:
         raise
     except RuntimeError as error:
         raise StoreLostError(
-            f"rank {rank} lost the store at {address_of(store)} after {time.monotonic() - began:.1f} s of waiting for the other "
-            f"ranks; the process that serves it, often rank 0's, has ended ({first_sentence(error)})"
+            f"rank {rank} lost the store at {address_of(store)} after"
+            f" {time.monotonic() - began:.1f} s of waiting for the other ranks; the process that"
+            f" serves it, often rank 0's, has ended ({first_sentence(error)})"
         ) from error
     missing = [r for r, message in enumerate(messages) if message is None]
     if missing:
         waited = time.monotonic() - began
         if rank == 0 and len(missing) < world_size - 1:
-            time.sleep(2 * _PAUSE)  # the store may end with this process, so let the others read who is missing
+            # the store may end with this process, so let the others read who is missing
+            time.sleep(2 * _PAUSE)
         raise CommunicationTimeoutError(
-            f"rank {rank} timed out after {waited:.1f} s waiting for {format_ranks(missing)} of {world_size} in the store at "
-            f"{address_of(store)}"
+            f"rank {rank} timed out after {waited:.1f} s waiting for {format_ranks(missing)} of"
+            f" {world_size} in the store at {address_of(store)}"
         )
     return mark, [info for _, info in messages]
 
 
-def _rendezvous(store: Store, rank: int, world_size: int, info: Any, timeout: float, form: Any) -> tuple[str, list[Any]]:
+def _rendezvous(
+    store: Store, rank: int, world_size: int, info: Any, timeout: float, form: Any
+) -> tuple[str, list[Any]]:
     """Return the name, and each rank's mark and info, or None for ranks that did not come."""
     mark = uuid.uuid4().hex
     if rank == 0:
         answers = {r: f"{mark}/answer{r}" for r in range(1, world_size)}
         store.set("proposed", mark)
-        with suppress(RuntimeError):  # if not for the timeout, the store fails in the next line, too
+        # if not for the timeout, the store fails in the next line, too
+        with suppress(RuntimeError):
             store.wait(list(answers.values()), timedelta(seconds=timeout))
         wrote = [
-            parse_message(store.get(answer), [str, form], f"rank {r}") if store.check([answer]) else None
+            (
+                parse_message(store.get(answer), [str, form], f"rank {r}")
+                if store.check([answer])
+                else None
+            )
             for r, answer in answers.items()
         ]
         messages = [[mark, info], *wrote]
-        store.set(f"{mark}/all", json.dumps({r: message for r, message in enumerate(messages) if message is not None}))
+        store.set(
+            f"{mark}/all",
+            json.dumps({r: message for r, message in enumerate(messages) if message is not None}),
+        )
         return mark, messages
     answered, pause, deadline = "", 0.002, time.monotonic() + timeout
     while time.monotonic() < deadline:
-        proposed = store.get("proposed").decode(errors="replace") if store.check(["proposed"]) else ""
+        proposed = (
+            store.get("proposed").decode(errors="replace") if store.check(["proposed"]) else ""
+        )
         if proposed != answered:
             store.set(f"{proposed}/answer{rank}", json.dumps([mark, info]))
             answered, pause = proposed, 0.002
@@ -255,7 +296,10 @@ def _rendezvous(store: Store, rank: int, world_size: int, info: Any, timeout: fl
                 return answered, [found.get(str(r)) for r in range(world_size)]
         time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
         pause = min(1.5 * pause, _PAUSE)
-    came = [bool(answered), *(not answered or store.check([f"{answered}/answer{r}"]) for r in range(1, world_size))]
+    came = [
+        bool(answered),
+        *(not answered or store.check([f"{answered}/answer{r}"]) for r in range(1, world_size)),
+    ]
     if all(came):  # rank 0 has left, or its proposal is an earlier attempt's
         came[0] = False
     return answered, [[mark, info] if here else None for here in came]

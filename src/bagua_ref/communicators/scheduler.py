@@ -1,6 +1,8 @@
-"""A deterministic scheduler of threads: one runs at a time, in an order drawn from a seed, on a virtual clock.
+"""A deterministic scheduler of threads: one runs at a time, in an order drawn from a seed, on a
+virtual clock.
 
-It knows threads, waiting and time. Messages between ranks are in ``simulated.py``, locks and queues in `bagua_ref.simulation`.
+It knows threads, waiting and time. Messages between ranks are in ``simulated.py``, locks and queues
+in `bagua_ref.simulation`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from bagua_ref.communicators.tasks import RankState, Task, Ticket, Unwind, blocked, call_site, place, raise_site, who_waits
+from bagua_ref.communicators.tasks import (
+    RankState,
+    Task,
+    Ticket,
+    Unwind,
+    blocked,
+    call_site,
+    place,
+    raise_site,
+    who_waits,
+)
 from bagua_ref.errors import RankCall, SimulationError
 
 __all__ = ["Scheduler"]
@@ -26,35 +38,48 @@ _POLLS = 10_000
 """Consecutive polls after which sleeping threads are woken, so that a polling loop ends."""
 
 _WAKE_UPS = 100_000
-"""Consecutive deadlines that woke only background threads, after which ranks that wait without a limit count as stuck."""
+"""Consecutive deadlines that woke only background threads, after which ranks that wait without a
+limit count as stuck.
+"""
 
 _COLLECT, _FEW = 20_000, 512
-"""Switches between two garbage collections while there are so few threads; more for more, as each visits all ranks' objects."""
+"""Switches between two garbage collections while there are so few threads; more for more, as each
+visits all ranks' objects.
+"""
 
 _SIGNALS = 0.5
 """Seconds between two checks for a signal, such as that of Ctrl-C, by a simulation's caller."""
 
 _UNYIELDING = 60.0
-"""Real seconds after which a thread that runs without yielding ends the run: it may be blocked outside of the simulation."""
+"""Real seconds after which a thread that runs without yielding ends the run: it may be blocked
+outside of the simulation.
+"""
 
 
 class Scheduler:
     """Runs one main function per rank and the threads that they spawn, exactly one at a time.
 
-    A thread runs until it waits or yields. When no thread can run, the clock advances to the earliest deadline. When that cannot
-    help, because ranks wait for each other, the run ends with a SimulationError that says who waits for what. Time may pass for a
-    sleep and for a spawned thread's wait with a timeout. A main thread's timeout is a watchdog: it fires only while no rank is in a
-    collective, as otherwise the SimulationError reports the same earlier and in more detail.
+    A thread runs until it waits or yields. When no thread can run, the clock advances to the
+    earliest deadline. When that cannot help, because ranks wait for each other, the run ends with a
+    SimulationError that says who waits for what. Time may pass for a sleep and for a spawned
+    thread's wait with a timeout. A main thread's timeout is a watchdog: it fires only while no rank
+    is in a collective, as otherwise the SimulationError reports the same earlier and in more
+    detail.
 
-    Each rank has its own part of the process's global state, by default that of `RankState`; other globals are shared.
+    Each rank has its own part of the process's global state, by default that of `RankState`; other
+    globals are shared.
 
     Args:
-        rank_states: for each rank, the state that is put into the process while one of its threads runs; None: a `RankState`.
-        choose: takes the number of ready threads, which are in the order in which they became ready, and returns the index of the
-            next one. A program and ``choose`` determine the interleaving.
+        rank_states: for each rank, the state that is put into the process while one of its threads
+            runs; None: a `RankState`.
+        choose: takes the number of ready threads, which are in the order in which they became
+            ready, and returns the index of the next one. A program and ``choose`` determine the
+            interleaving.
     """
 
-    def __init__(self, choose: Callable[[int], int], rank_states: Sequence[RankState] | None = None) -> None:
+    def __init__(
+        self, choose: Callable[[int], int], rank_states: Sequence[RankState] | None = None
+    ) -> None:
         self.time = 0.0
         self._choose = choose
         self._tasks: dict[Task, None] = {}
@@ -68,15 +93,24 @@ class Scheduler:
         self._failure: BaseException | None = None
         self.on_communication: Callable[[Any], None] = lambda call: None
         """Called by a thread with each of its communications, before it takes place."""
-        self.on_transfer: Callable[[Sequence[Any], Callable[[], None]], None] = lambda calls, finish: finish()
-        """Called with the parts in a collective or message once all are there; calls ``finish``, then or at a later time."""
+        self.on_transfer: Callable[[Sequence[Any], Callable[[], None]], None] = (
+            lambda calls, finish: finish()
+        )
+        """Called with the parts in a collective or message once all are there; calls ``finish``,
+        then or at a later time.
+        """
         self.on_wait: Callable[[Ticket, bool], None] = lambda ticket, over: None
         """Called by a thread with what it waits for, before and after."""
         self.timer: tuple[float, Callable[[], None]] = (math.inf, lambda: None)
-        """The next time at which something happens that no thread does, and the function that does it."""
+        """The next time at which something happens that no thread does, and the function that does
+        it.
+        """
         self.timeouts_fire = False
-        """Whether ranks that wait for each other wait until their timeouts, instead of ending the run."""
-        self.failed_call: RankCall | None = None  # where the exception that ended the run was raised
+        """Whether ranks that wait for each other wait until their timeouts, instead of ending the
+        run.
+        """
+        # where the exception that ended the run was raised
+        self.failed_call: RankCall | None = None
         self.steps_at_end: dict[int, int] = {}  # optimizer steps of ranks that have returned
         self._over = threading.Lock()
         self._states: Sequence[RankState] = rank_states or ()
@@ -84,9 +118,12 @@ class Scheduler:
     # For the caller of a simulation.
 
     def run(self, functions: Sequence[Callable[[], None]]) -> None:
-        """Run function r as rank r's main thread until all have returned or one has raised; raise its exception here."""
+        """Run function r as rank r's main thread until all have returned or one has raised; raise
+        its exception here.
+        """
         self._over.acquire()
-        # Finalizers may wake threads. Automatic garbage collection would make the interleaving depend on earlier allocations.
+        # Finalizers may wake threads. Automatic garbage collection would make the interleaving
+        # depend on earlier allocations.
         collects = gc.isenabled()
         gc.disable()
         outside = RankState()
@@ -99,13 +136,16 @@ class Scheduler:
             assert first is not None
             self._resume(first)
             seen, since = -1, 0.0
-            while not self._over.acquire(timeout=_SIGNALS):  # a signal that comes just before a wait is handled only after it
+            # a signal that comes just before a wait is handled only after it
+            while not self._over.acquire(timeout=_SIGNALS):
                 if self._steps != seen:
                     seen, since = self._steps, time.monotonic()
                 elif time.monotonic() - since > _UNYIELDING:
                     self._abandoned = True
                     raise self._unyielding()
-        except BaseException:  # KeyboardInterrupt, or no more threads: the running thread ends the others at its next step
+        except BaseException:
+            # KeyboardInterrupt, or no more threads: the running thread ends the others at its next
+            # step
             self._ending = True
             if self._current is None and self._tasks:
                 self._resume(next(iter(self._tasks)))
@@ -124,7 +164,9 @@ class Scheduler:
     # For the threads.
 
     def spawn(self, function: Callable[[], None], name: str, yields: bool = True) -> Task:
-        """Start a thread of the calling thread's rank; ``yields`` tells whether it may run at once."""
+        """Start a thread of the calling thread's rank; ``yields`` tells whether it may run at
+        once.
+        """
         task = Task(self.calling().rank, name, False, function)
         self._start(task)
         if yields:
@@ -136,24 +178,38 @@ class Scheduler:
         self._current = None
 
     def ticket(self, what: str, collective: bool = False, call: Any = None) -> Ticket:
-        """Return a ticket for the calling thread. Outside of the run, it cannot wait with it, and collectives are an error."""
-        return Ticket(self.calling() if collective or self.is_calling() else None, what, collective, call)
+        """Return a ticket for the calling thread. Outside of the run, it cannot wait with it, and
+        collectives are an error.
+        """
+        return Ticket(
+            self.calling() if collective or self.is_calling() else None, what, collective, call
+        )
 
     def end(self, error: BaseException) -> NoReturn:
-        """End the run with ``error``: it unwinds the calling thread, and later the others, past all handlers of exceptions."""
+        """End the run with ``error``: it unwinds the calling thread, and later the others, past all
+        handlers of exceptions.
+        """
         self._fail(error)
         self.calling().unwinding = True
         raise Unwind
 
     def refuse(self, kind: str, does: str, operation: str, advice: str = "") -> NoReturn:
-        """End the run, as the calling rank does something that it must not, or that is not simulated."""
+        """End the run, as the calling rank does something that it must not, or that is not
+        simulated.
+        """
         file, line = call_site(sys._getframe(1))
         task = self.calling()
         text = f"rank {task.rank} {does} at {place(file, line)}{advice}"
-        self.end(SimulationError(text, kind, (RankCall(task.rank, task.thread, operation, "", file, line),)))
+        self.end(
+            SimulationError(
+                text, kind, (RankCall(task.rank, task.thread, operation, "", file, line),)
+            )
+        )
 
     def kill(self) -> NoReturn:
-        """End the calling thread and the others of its rank, as if the rank's process had been killed."""
+        """End the calling thread and the others of its rank, as if the rank's process had been
+        killed.
+        """
         task = self.calling()
         for other in [other for other in self._tasks if other.rank == task.rank]:
             other.killed = True
@@ -170,7 +226,8 @@ class Scheduler:
             self._make_ready(ticket.task)
 
     def wait(self, ticket: Ticket, timeout: float | None = None, passes: bool = False) -> bool:
-        """Wait until the ticket is granted, at most ``timeout`` virtual seconds; return whether it was.
+        """Wait until the ticket is granted, at most ``timeout`` virtual seconds; return whether it
+        was.
 
         Args:
             ticket: the calling thread's.
@@ -185,7 +242,9 @@ class Scheduler:
         task = self.calling()
         self.on_wait(ticket, False)
         ticket.deadline = math.inf if timeout is None else self.time + timeout
-        ticket.passes = passes or (timeout is not None and not task.is_main and not ticket.collective)
+        ticket.passes = passes or (
+            timeout is not None and not task.is_main and not ticket.collective
+        )
         self._polls = 0
         task.ticket = ticket  # from here on a grant makes the task ready, even one by a finalizer
         if not ticket.granted or task.ready:
@@ -205,7 +264,8 @@ class Scheduler:
         """Let any thread that can run go first. Outside of the run, this does nothing.
 
         Args:
-            ends: whether the thread may be ended here once the run is over; False in calls by finalizers, which cannot raise.
+            ends: whether the thread may be ended here once the run is over; False in calls by
+                finalizers, which cannot raise.
             last: whether the thread counts as the one that has been ready for longest.
         """
         task = self._current
@@ -222,7 +282,11 @@ class Scheduler:
         """Yield in a call that only polls; many consecutive ones wake sleeping threads."""
         self._polls += 1
         if self._polls > _POLLS:
-            passing = [t.ticket.deadline for t in self._tasks if t.ticket and t.ticket.passes and not t.ready]
+            passing = [
+                t.ticket.deadline
+                for t in self._tasks
+                if t.ticket and t.ticket.passes and not t.ready
+            ]
             if not self._fires(passing) and passing:
                 self._advance(min(passing))
         self.yield_(last=True)  # a schedule that prefers the newest would let it poll for ever
@@ -236,8 +300,10 @@ class Scheduler:
         task = self._current
         if task is None or task.ident != threading.get_ident():
             raise SimulationError(
-                f"thread {threading.current_thread().name!r} would have to wait for simulated ranks, but is not one of this run's "
-                "threads; start threads by bagua_ref.runtime.current_world().spawn and use a communicator only during its run"
+                f"thread {threading.current_thread().name!r} would have to wait for simulated"
+                " ranks, but is not one of this run's threads; start threads by"
+                " bagua_ref.runtime.current_world().spawn and use a communicator only during"
+                " its run"
             )
         return task
 
@@ -256,15 +322,19 @@ class Scheduler:
         try:
             if not self._ending:
                 self._states[task.rank].resumed()
-                torch.get_num_threads()  # brings torch's number, one, into this thread, in which MKL would start others
-                with torch.autograd.set_multithreading_enabled(False):  # a backward stays on the rank's thread
+                # brings torch's number, one, into this thread, in which MKL would start others
+                torch.get_num_threads()
+                # a backward stays on the rank's thread
+                with torch.autograd.set_multithreading_enabled(False):
                     task.context.run(task.function)
         except Unwind:
             pass  # the run is over, and its reason is recorded
         except BaseException as error:
             if not task.unwinding:
                 if self._failure is None:
-                    self.failed_call = RankCall(task.rank, task.thread, type(error).__name__, "", *raise_site(error))
+                    self.failed_call = RankCall(
+                        task.rank, task.thread, type(error).__name__, "", *raise_site(error)
+                    )
                 self._fail(error, f"raised in {task!r} of the simulated world")
         self._finish(task)
 
@@ -349,25 +419,38 @@ class Scheduler:
     # Time.
 
     def _let_time_pass(self) -> None:
-        """Advance the clock to the earliest deadline, as no thread can run; end the run if that cannot help."""
+        """Advance the clock to the earliest deadline, as no thread can run; end the run if that
+        cannot help.
+        """
         tickets = [task.ticket for task in self._tasks if task.ticket]
         if self._fires([ticket.deadline for ticket in tickets]):
             return
         timed = [ticket for ticket in tickets if ticket.deadline < math.inf]
-        # A rank's own timeout is a watchdog. While ranks wait for each other, it would only report later what is known now.
-        stuck = not self.timeouts_fire and self.timer[0] == math.inf and any(ticket.collective for ticket in tickets)
+        # A rank's own timeout is a watchdog. While ranks wait for each other, it would only report
+        # later what is known now.
+        stuck = (
+            not self.timeouts_fire
+            and self.timer[0] == math.inf
+            and any(ticket.collective for ticket in tickets)
+        )
         if not any(ticket.passes or not stuck for ticket in timed):
             self._fail(self._deadlock())
             return
         if not any(ticket.task and ticket.task.is_main for ticket in timed):
             self._wake_ups += 1
             if self._wake_ups > _WAKE_UPS:
-                self._fail(self._deadlock(f"only background threads woke up, {_WAKE_UPS} times until {self.time} s"))
+                self._fail(
+                    self._deadlock(
+                        f"only background threads woke up, {_WAKE_UPS} times until {self.time} s"
+                    )
+                )
                 return
         self._advance(min(ticket.deadline for ticket in timed))
 
     def _fires(self, deadlines: Sequence[float]) -> bool:
-        """Advance the clock to the timer and call its function, unless a deadline comes first; return whether it was called."""
+        """Advance the clock to the timer and call its function, unless a deadline comes first;
+        return whether it was called.
+        """
         moment, happen = self.timer
         if moment == math.inf or moment > min(deadlines, default=math.inf):
             return False
@@ -381,8 +464,14 @@ class Scheduler:
             if task.ticket is not None and task.ticket.deadline <= self.time:
                 self._make_ready(task)
 
-    def _deadlock(self, text: str = "deadlock: every simulated rank is waiting for another") -> SimulationError:
-        calls = tuple(blocked(task) for task in sorted(self._tasks, key=lambda task: task.rank) if task.ticket is not None)
+    def _deadlock(
+        self, text: str = "deadlock: every simulated rank is waiting for another"
+    ) -> SimulationError:
+        calls = tuple(
+            blocked(task)
+            for task in sorted(self._tasks, key=lambda task: task.rank)
+            if task.ticket is not None
+        )
         ended = any(rank in self._returned for call in calls for rank in call.waits_for)
         waits = who_waits(self._tasks, self._returned, self.steps_at_end if ended else {})
         return SimulationError(f"{text}: {waits}", "ended" if ended else "deadlock", calls)

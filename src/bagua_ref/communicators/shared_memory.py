@@ -1,6 +1,7 @@
 """Messages between processes of one machine, through memory that they share.
 
-Between two processes, gloo copies every byte into the operating system and out again, and wakes a thread at both ends for each
+Between two processes, gloo copies every byte into the operating system and out again, and wakes a
+thread at both ends for each
 message: an all-reduce takes three to five times as long.
 """
 
@@ -23,7 +24,15 @@ from torch import Tensor
 
 from bagua_ref.base.memory import bytes_of
 from bagua_ref.communicators.collectives import combine
-from bagua_ref.communicators.mesh import Sockets, Unreachable, Until, close_sockets, connect_all, listen_locally, receive
+from bagua_ref.communicators.mesh import (
+    Sockets,
+    Unreachable,
+    Until,
+    close_sockets,
+    connect_all,
+    listen_locally,
+    receive,
+)
 from bagua_ref.communicators.pipelining import OtherCallError, compute
 from bagua_ref.communicators.processes import machine
 from bagua_ref.env import shares_memory
@@ -33,15 +42,23 @@ from bagua_ref.types import ReduceOp
 __all__ = ["SharedMemory", "connect", "shared_by"]
 
 _SLOTS = 4
-"""Pieces that a rank may send to another one before that has taken the first; an all-reduce needs this many."""
+"""Pieces that a rank may send to another one before that has taken the first; an all-reduce needs
+this many.
+"""
 _LARGEST = 2**19
-"""Bytes of a slot at most: two of them, and what they are combined with, should fit a core's cache."""
+"""Bytes of a slot at most: two of them, and what they are combined with, should fit a core's
+cache.
+"""
 _BUDGET = 2**23
 """Bytes that a rank shares with all others of a group."""
 _LIMIT = 5.0
-"""Seconds in which every rank must have shared its memory, or half of the group's timeout if that is less."""
+"""Seconds in which every rank must have shared its memory, or half of the group's timeout if that
+is less.
+"""
 _MESSAGE = struct.Struct("<qq")
-"""A message about a slot: the call and the size of the tensor in it, or `_TAKEN` if it may be filled again."""
+"""A message about a slot: the call and the size of the tensor in it, or `_TAKEN` if it may be
+filled again.
+"""
 _TAKEN = (0, 0)
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -49,9 +66,13 @@ _logger = logging.getLogger(__name__)
 
 
 class _Pipe:
-    """Slots that this rank fills for a peer, slots that the peer fills for this rank, and a socket for messages about them."""
+    """Slots that this rank fills for a peer, slots that the peer fills for this rank, and a socket
+    for messages about them.
+    """
 
-    def __init__(self, peer: int, connected: socket.socket, own: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, peer: int, connected: socket.socket, own: Sequence[Tensor], theirs: Sequence[Tensor]
+    ) -> None:
         self.peer, self.socket, self._own, self._theirs = peer, connected, own, theirs
         self._put = self._taken = 0
         self._free = len(own)
@@ -82,7 +103,10 @@ class _Pipe:
         if (theirs := self._filled[0]) != call:
             what = f"{theirs[1]} bytes" if theirs[0] == call[0] else "data of another collective"
             raise OtherCallError(
-                CommunicationError(f"rank {self.peer} of the group has sent {what}, where this rank expects {call[1]} bytes")
+                CommunicationError(
+                    f"rank {self.peer} of the group has sent {what}, where this rank expects"
+                    f" {call[1]} bytes"
+                )
             )
         return self._theirs[self._taken % _SLOTS][:size]
 
@@ -108,7 +132,8 @@ class _Pipe:
 
     def _send(self, message: tuple[int, int]) -> None:
         try:
-            if self.socket.send(_MESSAGE.pack(*message)) < _MESSAGE.size:  # there is room for hundreds; a few are under way
+            # there is room for hundreds; a few are under way
+            if self.socket.send(_MESSAGE.pack(*message)) < _MESSAGE.size:
                 raise BlockingIOError("a rank does not read its messages")
         except OSError as error:
             self.end_reason = self.end_reason or str(error)
@@ -117,9 +142,10 @@ class _Pipe:
 class SharedMemory(Sockets):
     """Movement between all ranks of a group, which share memory.
 
-    A tensor moves in pieces. The sender copies a piece into a free slot of its memory, and notifies the receiver through a socket,
-    which notifies the sender when the slot is free again. So neither uses the other's own tensors, and a rank that dies or gives up
-    closes its sockets, which the others notice as they would over a network.
+    A tensor moves in pieces. The sender copies a piece into a free slot of its memory, and notifies
+    the receiver through a socket, which notifies the sender when the slot is free again. So neither
+    uses the other's own tensors, and a rank that dies or gives up closes its sockets, which the
+    others notice as they would over a network.
 
     Args:
         rank: this rank.
@@ -129,7 +155,11 @@ class SharedMemory(Sockets):
     """
 
     def __init__(
-        self, rank: int, sockets: dict[int, socket.socket], slots: dict[int, tuple[list[Tensor], list[Tensor]]], timeout: float
+        self,
+        rank: int,
+        sockets: dict[int, socket.socket],
+        slots: dict[int, tuple[list[Tensor], list[Tensor]]],
+        timeout: float,
     ) -> None:
         super().__init__(sockets)
         self._rank, self._nranks, self._timeout = rank, len(sockets) + 1, timeout
@@ -157,9 +187,11 @@ class SharedMemory(Sockets):
         after: Callable[[slice], object] | None = None,
         everyone: bool = False,
     ) -> Iterator[Until]:
-        """Exchange tensors, as `exchange_pipelined` does; all ranks that take part give the same ``name`` ("": the dtypes').
+        """Exchange tensors, as `exchange_pipelined` does; all ranks that take part give the same
+        ``name`` ("": the dtypes').
 
-        With ``everyone``, ranks that have nothing to send to each other send the name, so that all notice if one has another name.
+        With ``everyone``, ranks that have nothing to send to each other send the name, so that all
+        notice if one has another name.
         """
         outgoing, incoming = self._pieces_by_peer(sends, name), self._pieces_by_peer(recvs, name)
         for pipe in self._pipes.values() if everyone else ():
@@ -180,13 +212,18 @@ class SharedMemory(Sockets):
                 compute(after, place - 1, self._piece)
 
     def allreduce(self, flat: Tensor, op: ReduceOp) -> Iterator[Until]:
-        """Combine ``flat`` over ranks, in place: each rank combines one chunk, piece by piece, and sends it to all others.
+        """Combine ``flat`` over ranks, in place: each rank combines one chunk, piece by piece, and
+        sends it to all others.
 
-        Of three successive pieces, one is sent to the rank that combines it, one is combined, and one received combined.
+        Of three successive pieces, one is sent to the rank that combines it, one is combined, and
+        one received combined.
         """
         call = _call(f"allreduce {op.name} {flat.dtype}", flat)
         chunk = -(-flat.numel() // self._nranks)
-        chunks = [_in_pieces(flat[r * chunk : (r + 1) * chunk], self._piece // flat.element_size()) for r in range(self._nranks)]
+        chunks = [
+            _in_pieces(flat[r * chunk : (r + 1) * chunk], self._piece // flat.element_size())
+            for r in range(self._nranks)
+        ]
         own = chunks[self._rank]
         number = len(chunks[0])
         for place in range(number + 2):
@@ -199,7 +236,11 @@ class SharedMemory(Sockets):
                 for peer, pipe in self._pipes.items():
                     yield from self._until(pipe, pipe.has_piece)
                     theirs[peer] = pipe.peek(piece.nbytes, call).view(piece.dtype)
-                combined = combine([theirs[r] for r in range(self._nranks)], op, out=piece if self._rank < 2 else None)
+                combined = combine(
+                    [theirs[r] for r in range(self._nranks)],
+                    op,
+                    out=piece if self._rank < 2 else None,
+                )
                 if self._rank >= 2:
                     piece.copy_(combined)
                 for pipe in self._pipes.values():
@@ -240,13 +281,19 @@ class SharedMemory(Sockets):
 
 
 def shared_by() -> str:
-    """Return a name that processes have in common if they may share memory; "" if this one may not."""
-    # Whoever puts ranks of one machine into different network namespaces wants them to use the network.
+    """Return a name that processes have in common if they may share memory; "" if this one may
+    not.
+    """
+    # Whoever puts ranks of one machine into different network namespaces wants them to use the
+    # network.
     return machine("net") if hasattr(os, "memfd_create") and shares_memory() else ""
 
 
-def connect(rank: int, nranks: int, share: Callable[[Sequence[int]], list[list[int]]], timeout: float) -> SharedMemory | None:
-    """Share memory with all ranks of a group on this machine; return None, on every rank, if that fails on some.
+def connect(
+    rank: int, nranks: int, share: Callable[[Sequence[int]], list[list[int]]], timeout: float
+) -> SharedMemory | None:
+    """Share memory with all ranks of a group on this machine; return None, on every rank, if that
+    fails on some.
 
     Args:
         rank: this rank.
@@ -257,7 +304,9 @@ def connect(rank: int, nranks: int, share: Callable[[Sequence[int]], list[list[i
     try:
         sockets = connect_all(rank, nranks, listen_locally, share, timeout)
     except Unreachable as unreachable:
-        _logger.info("ranks of one machine communicate over gloo, as %s; this takes longer", unreachable)
+        _logger.info(
+            "ranks of one machine communicate over gloo, as %s; this takes longer", unreachable
+        )
         return None
     slots, why = {}, ""
     try:
@@ -268,14 +317,25 @@ def connect(rank: int, nranks: int, share: Callable[[Sequence[int]], list[list[i
     if all(has_slots for (has_slots,) in share([int(bool(slots))])):
         return SharedMemory(rank, sockets, slots, timeout)
     close_sockets(sockets, os.getpid())
-    _logger.info("ranks of one machine communicate over gloo, as they cannot share memory%s; this takes longer", why)
+    _logger.info(
+        "ranks of one machine communicate over gloo, as they cannot share memory%s; this takes"
+        " longer",
+        why,
+    )
     return None
 
 
-def _share_slots(rank: int, sockets: dict[int, socket.socket], limit: float) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
-    """Return the slots that this rank fills for each peer, in memory of its own, and those that the peer fills."""
+def _share_slots(
+    rank: int, sockets: dict[int, socket.socket], limit: float
+) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
+    """Return the slots that this rank fills for each peer, in memory of its own, and those that the
+    peer fills.
+    """
     nranks = len(sockets) + 1
-    piece = min(_LARGEST, _BUDGET // (_SLOTS * (nranks - 1))) // mmap.PAGESIZE * mmap.PAGESIZE or mmap.PAGESIZE
+    piece = (
+        min(_LARGEST, _BUDGET // (_SLOTS * (nranks - 1))) // mmap.PAGESIZE * mmap.PAGESIZE
+        or mmap.PAGESIZE
+    )
     size = _SLOTS * piece
 
     def mapped(file: int, owner: int, reader: int) -> list[Tensor]:
@@ -285,7 +345,8 @@ def _share_slots(rank: int, sockets: dict[int, socket.socket], limit: float) -> 
     own = os.memfd_create(f"bagua_ref of rank {rank}")
     files = {rank: own}
     try:
-        os.posix_fallocate(own, 0, size * (nranks - 1))  # otherwise, writing would kill the process where memory is short
+        # otherwise, writing would kill the process where memory is short
+        os.posix_fallocate(own, 0, size * (nranks - 1))
         for connected in sockets.values():
             socket.send_fds(connected, [b"m"], [own])
         deadline = time.monotonic() + limit
@@ -295,7 +356,9 @@ def _share_slots(rank: int, sockets: dict[int, socket.socket], limit: float) -> 
             if len(found) != 1:
                 raise OSError(f"rank {peer} of the group sent {received!r} instead of its memory")
             files[peer] = found[0]
-        return {peer: (mapped(own, rank, peer), mapped(files[peer], peer, rank)) for peer in sockets}
+        return {
+            peer: (mapped(own, rank, peer), mapped(files[peer], peer, rank)) for peer in sockets
+        }
     finally:
         for file in files.values():
             os.close(file)

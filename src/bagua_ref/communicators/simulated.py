@@ -1,4 +1,6 @@
-"""A communicator between simulated ranks of one process: the last rank to arrive runs a collective's plain function for all."""
+"""A communicator between simulated ranks of one process: the last rank to arrive runs a
+collective's plain function for all.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,10 @@ __all__ = ["SimulatedCommunicator", "SimulatedNetwork", "SimulatedTransport"]
 class SimulatedCommunicator(Communicator):
     """A communicator between threads of one process (S3.9).
 
-    Each rank deposits its tensors, and the last one to arrive computes for all. Reductions run in rank order. If ranks call
-    different collectives, or pass arguments that do not match, all of them get the same error, and the communicator stays
-    usable. Messages are buffered: `send` never waits.
+    Each rank deposits its tensors, and the last one to arrive computes for all. Reductions run in
+    rank order. If ranks call different collectives, or pass arguments that do not match, all of
+    them get the same error, and the communicator stays usable. Messages are buffered: `send` never
+    waits.
     """
 
     def __init__(self, group: SimulatedGroup, rank: int) -> None:
@@ -35,9 +38,15 @@ class SimulatedCommunicator(Communicator):
         self._closed = False
 
     def abort(self, reason: str = "") -> None:
-        """Abort the whole group: operations in progress and later ones raise CommunicationError on every rank."""
+        """Abort the whole group: operations in progress and later ones raise CommunicationError on
+        every rank.
+        """
         rank = self._group.ranks[self._rank]
-        self._group.give_up(f"rank {rank} gave up: {reason}" if reason else f"rank {rank} aborted group {self.name!r}")
+        self._group.give_up(
+            f"rank {rank} gave up: {reason}"
+            if reason
+            else f"rank {rank} aborted group {self.name!r}"
+        )
 
     def close(self) -> None:
         """Make this rank's later operations raise; other ranks are not affected."""
@@ -54,7 +63,8 @@ class SimulatedCommunicator(Communicator):
 
         def share(sends: list[list[int]], recvs: list[list[list[int]]]) -> None:
             known: dict[tuple[int, ...], list[int]] = {}
-            rows = [known.setdefault(tuple(row), row) for row in sends]  # equal ones are one list: fast to compare
+            # equal ones are one list: fast to compare
+            rows = [known.setdefault(tuple(row), row) for row in sends]
             for recv in recvs:
                 recv.extend(rows)
 
@@ -69,21 +79,38 @@ class SimulatedCommunicator(Communicator):
         return receive
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
-        self._run(f"broadcast(src={src})", tensor, tensor, lambda sends, recvs: collectives.broadcast(recvs, src))
+        self._run(
+            f"broadcast(src={src})",
+            tensor,
+            tensor,
+            lambda sends, recvs: collectives.broadcast(recvs, src),
+        )
 
     def _reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
         what = f"reduce(dst={dst}, op={op.name})"
-        self._run(what, tensor, tensor, lambda sends, recvs: collectives.reduce_inplace(recvs, dst, op))
+        self._run(
+            what, tensor, tensor, lambda sends, recvs: collectives.reduce_inplace(recvs, dst, op)
+        )
 
     def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
-        self._run(f"gather(dst={dst})", send_tensor, recv_tensor, lambda sends, recvs: collectives.allgather(sends, [recvs[dst]]))
+        self._run(
+            f"gather(dst={dst})",
+            send_tensor,
+            recv_tensor,
+            lambda sends, recvs: collectives.allgather(sends, [recvs[dst]]),
+        )
 
     def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
         scatter = lambda sends, recvs: collectives.scatter(sends[src], recvs)  # noqa: E731
         self._run(f"scatter(src={src})", send_tensor, recv_tensor, scatter, alike=recv_tensor)
 
     def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None:
-        self._run(f"allreduce(op={op.name})", tensor, tensor, lambda sends, recvs: collectives.allreduce_inplace(recvs, op))
+        self._run(
+            f"allreduce(op={op.name})",
+            tensor,
+            tensor,
+            lambda sends, recvs: collectives.allreduce_inplace(recvs, op),
+        )
 
     def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
         self._run("allgather()", send_tensor, recv_tensor, collectives.allgather)
@@ -104,19 +131,22 @@ class SimulatedCommunicator(Communicator):
         *,
         alike: Tensor | None = None,
     ) -> None:
-        """Deposit this rank's tensors; once all ranks have, ``function(sends, recvs)`` moves the data for all of them.
+        """Deposit this rank's tensors; once all ranks have, ``function(sends, recvs)`` moves the
+        data for all of them.
 
         Args:
             what: the collective and the arguments on which all ranks must agree.
             send: what this rank sends; None for a barrier.
             recv: receives the result.
             function: one of `collectives`.
-            alike: the tensor that must have the same size and dtype on all ranks; None for ``send``.
+            alike: the tensor that must have the same size and dtype on all ranks; None for
+                ``send``.
         """
         group = self._group
         self._check_open()
         group.scheduler.yield_()
-        # Bypass autograd, as a communication library does: leaves that require grad are written, too, and versions stay.
+        # Bypass autograd, as a communication library does: leaves that require grad are written,
+        # too, and versions stay.
         sent, received = (None if t is None else t.data for t in (send, recv))
         call = Call(group, self._rank, what, sent, received, send if alike is None else alike)
         if self._running is not None:
@@ -135,15 +165,21 @@ class SimulatedCommunicator(Communicator):
 
     def _exchange(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None:
         self._check_open()
-        copies = {id(tensor): tensor.detach().clone() for tensor, _ in sends}  # one, however many receive it
+        # one, however many receive it
+        copies = {id(tensor): tensor.detach().clone() for tensor, _ in sends}
         for tensor, dst in sends:
-            self._group.post_send(Call(self._group, self._rank, f"send(dst={dst})", copies[id(tensor)], None), dst)
+            self._group.post_send(
+                Call(self._group, self._rank, f"send(dst={dst})", copies[id(tensor)], None), dst
+            )
         self._group.scheduler.yield_()
         group = self._group
         for other in group.recvs.get((self._rank, 0), ()):
             if other.source in [src for _, src in recvs]:
                 rank = group.ranks[self._rank]
-                raise SimulationError(f"two threads of rank {rank} receive from {other.source} of group {self.name!r} at once")
+                raise SimulationError(
+                    f"two threads of rank {rank} receive from {other.source} of group {self.name!r}"
+                    " at once"
+                )
         for call in [self._take(tensor, src) for tensor, src in recvs]:
             call.wait()
 
@@ -155,27 +191,44 @@ class SimulatedCommunicator(Communicator):
     def _check_open(self) -> None:
         self._group.check()
         if self._closed:
-            raise CommunicationError(f"rank {self._group.ranks[self._rank]} has closed its communicator of group {self.name!r}")
+            raise CommunicationError(
+                f"rank {self._group.ranks[self._rank]} has closed its communicator of group"
+                f" {self.name!r}"
+            )
 
 
 class SimulatedNetwork:
-    """State shared by the ranks of one run: their nodes, the group of all ranks, and groups that are being connected.
+    """State shared by the ranks of one run: their nodes, the group of all ranks, and groups that
+    are being connected.
 
     Args:
         scheduler: of the ranks' threads.
         node_of: each rank's node.
-        messages_sent: each collective is appended to it: its name, and what each rank of the group sends.
+        messages_sent: each collective is appended to it: its name, and what each rank of the group
+            sends.
     """
 
     def __init__(
-        self, scheduler: Scheduler, node_of: tuple[int, ...], messages_sent: list[tuple[str, list[Tensor]]] | None = None
+        self,
+        scheduler: Scheduler,
+        node_of: tuple[int, ...],
+        messages_sent: list[tuple[str, list[Tensor]]] | None = None,
     ) -> None:
         self.scheduler, self.node_of, self.messages_sent = scheduler, node_of, messages_sent
-        self.everyone = SimulatedGroup(scheduler, "simulated", tuple(range(len(node_of))), math.inf, messages_sent)
+        self.everyone = SimulatedGroup(
+            scheduler, "simulated", tuple(range(len(node_of))), math.inf, messages_sent
+        )
         self._connecting: dict[str, SimulatedGroup] = {}
 
     def connect(
-        self, key: str, rank: int, place: int, ranks: Sequence[int], timeout: float, what: str = "", name: str = ""
+        self,
+        key: str,
+        rank: int,
+        place: int,
+        ranks: Sequence[int],
+        timeout: float,
+        what: str = "",
+        name: str = "",
     ) -> SimulatedGroup:
         """Return the group that the ranks make by calling this; wait until all of them have.
 
@@ -193,14 +246,17 @@ class SimulatedNetwork:
         """
         self.scheduler.yield_()
         name = name or key
-        group = self._connecting.setdefault(key, SimulatedGroup(self.scheduler, name, tuple(ranks), timeout, self.messages_sent))
+        group = self._connecting.setdefault(
+            key, SimulatedGroup(self.scheduler, name, tuple(ranks), timeout, self.messages_sent)
+        )
         group.check()
         if group.ranks != tuple(ranks):
             others = [call.facts() for calls in group.under_way.values() for call in calls.values()]
             mine = RankCall(rank, "", what, name, *call_site(sys._getframe(1)))
             raise SimulationError(
-                f"group {name!r} is being connected by {format_ranks(sorted(o.rank for o in others))} for ranks {group.ranks}, "
-                f"but rank {rank} connects it for ranks {tuple(ranks)}",
+                f"group {name!r} is being connected by"
+                f" {format_ranks(sorted(o.rank for o in others))} for ranks {group.ranks}, but rank"
+                f" {rank} connects it for ranks {tuple(ranks)}",
                 kind="mismatch",
                 calls=(*others, mine),
             )
@@ -236,7 +292,8 @@ class SimulatedTransport:
         return SimulatedCommunicator(self._network.everyone, self._rank)
 
     def connect(self, name: str, ranks: Sequence[int], timeout: float) -> SimulatedCommunicator:
-        """Return this rank's communicator for the global ``ranks``; wait until all of them have called this.
+        """Return this rank's communicator for the global ``ranks``; wait until all of them have
+        called this.
 
         Args:
             name: the group's, equal on all of its ranks.
@@ -249,7 +306,9 @@ class SimulatedTransport:
         """
         ranks = tuple(ranks)
         if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(len(self.node_of))):
-            raise ValueError(f"ranks={ranks} must be distinct ranks of this world, 0 to {len(self.node_of) - 1}")
+            raise ValueError(
+                f"ranks={ranks} must be distinct ranks of this world, 0 to {len(self.node_of) - 1}"
+            )
         if self._rank not in ranks:
             raise ValueError(f"ranks={ranks} must contain the calling rank {self._rank}")
         group = self._network.connect(name, self._rank, ranks.index(self._rank), ranks, timeout)

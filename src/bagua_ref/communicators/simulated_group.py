@@ -1,4 +1,6 @@
-"""A group of simulated ranks: the rendezvous of their calls of collectives, and messages in flight."""
+"""A group of simulated ranks: the rendezvous of their calls of collectives, and messages in
+flight.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from torch import Tensor
 from bagua_ref.communicators import collectives
 from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.tasks import Ticket, call_site, format_ranks
-from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, RankCall, SimulationError
+from bagua_ref.errors import (
+    CommunicationError,
+    CommunicationTimeoutError,
+    RankCall,
+    SimulationError,
+)
 
 __all__ = ["Call", "Function", "SimulatedGroup"]
 
@@ -31,9 +38,24 @@ class Call:
         alike: the tensor that must have the same size and dtype on all ranks, or None.
     """
 
-    def __init__(self, group: SimulatedGroup, rank: int, operation: str, send: Any, recv: Any, alike: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        group: SimulatedGroup,
+        rank: int,
+        operation: str,
+        send: Any,
+        recv: Any,
+        alike: Tensor | None = None,
+    ) -> None:
         group.scheduler.calling()  # raises outside of the run
-        self.group, self.rank, self.operation, self.send, self.recv, self.alike = group, rank, operation, send, recv, alike
+        self.group, self.rank, self.operation, self.send, self.recv, self.alike = (
+            group,
+            rank,
+            operation,
+            send,
+            recv,
+            alike,
+        )
         self.file, self.line = "", 0
         self.error: Exception | None = None
         self.done = self.awaited = False
@@ -46,7 +68,11 @@ class Call:
         self._waiting: list[Ticket] = []
 
     def __str__(self) -> str:
-        return self.operation if self.alike is None else f"{self.operation} of {collectives.describe(self.alike)}"
+        return (
+            self.operation
+            if self.alike is None
+            else f"{self.operation} of {collectives.describe(self.alike)}"
+        )
 
     def locate(self) -> None:
         """Take down the line of the user's code that is calling."""
@@ -55,28 +81,39 @@ class Call:
     def finish(self, error: Exception | None = None) -> None:
         """Wake the threads that wait for this call: its result is there, or ``error`` occurred."""
         self.done, self.error = True, error
-        self.send = self.recv = self.alike = None  # may be large, and who keeps the call needs them no more
-        while self._waiting:  # emptied: a ticket refers to its call, and a cycle would live until the next garbage collection
+        # may be large, and who keeps the call needs them no more
+        self.send = self.recv = self.alike = None
+        # emptied: a ticket refers to its call, and a cycle would live until the next garbage
+        # collection
+        while self._waiting:
             self.group.scheduler.grant(self._waiting.pop(0))
 
     def wait(self, timeout: float | None = None, passes: bool = False) -> None:
-        """Wait until the call is finished; raise its error, and give the group up if that takes too long.
+        """Wait until the call is finished; raise its error, and give the group up if that takes too
+        long.
 
-        What other ranks have completed counts even if the group is aborted before this rank runs again.
+        What other ranks have completed counts even if the group is aborted before this rank runs
+        again.
 
         Args:
             timeout: virtual seconds; None: the group's.
-            passes: whether this wait ends by itself, so that ranks that wait for each other go on until then.
+            passes: whether this wait ends by itself, so that ranks that wait for each other go on
+                until then.
         """
         self.awaited = True
         group = self.group
         if not self.done:
-            ticket = group.scheduler.ticket(f"in {self} of group {group.name!r}", collective=True, call=self)
+            ticket = group.scheduler.ticket(
+                f"in {self} of group {group.name!r}", collective=True, call=self
+            )
             self._waiting.append(ticket)
             limit = group.timeout if timeout is None else timeout
             if not group.scheduler.wait(ticket, None if limit == math.inf else limit, passes):
                 whom = f" for {format_ranks(sorted(self.missing()))}"
-                why = f"rank {group.ranks[self.rank]} timed out after {limit} s waiting {ticket.what}{whom}"
+                why = (
+                    f"rank {group.ranks[self.rank]} timed out after {limit} s waiting"
+                    f" {ticket.what}{whom}"
+                )
                 group.give_up(f"group {group.name!r} was given up: {why}")
                 raise CommunicationTimeoutError(why)
         if self.error is not None:
@@ -93,7 +130,9 @@ class Call:
     def facts(self) -> RankCall:
         """Return the call for an error's report."""
         rank = self.group.ranks[self.rank]
-        return RankCall(rank, "", str(self), self.group.name, self.file, self.line, tuple(self.missing()))
+        return RankCall(
+            rank, "", str(self), self.group.name, self.file, self.line, tuple(self.missing())
+        )
 
 
 Function = Callable[[list[Any], list[Any]], object]
@@ -101,14 +140,16 @@ Function = Callable[[list[Any], list[Any]], object]
 
 
 class SimulatedGroup:
-    """State shared by a group's ranks: calls of collectives that are not complete, and messages in flight.
+    """State shared by a group's ranks: calls of collectives that are not complete, and messages in
+    flight.
 
     Args:
         scheduler: of the ranks' threads.
         name: the group's.
         ranks: the global rank of each rank of the group.
         timeout: virtual seconds that a call waits for other ranks.
-        messages_sent: each collective of a tensor is appended to it: its name, and what each rank sends.
+        messages_sent: each collective of a tensor is appended to it: its name, and what each rank
+            sends.
     """
 
     def __init__(
@@ -133,7 +174,9 @@ class SimulatedGroup:
         """Make all operations raise, including those in progress."""
         self.broken = self.broken or reason
         waiting = [call for calls in self.under_way.values() for call in calls.values()]
-        waiting += [call for calls in self.recvs.values() for call in calls] + [c for calls in self.sends.values() for c in calls]
+        waiting += [call for calls in self.recvs.values() for call in calls] + [
+            c for calls in self.sends.values() for c in calls
+        ]
         self.under_way, self.sends, self.recvs = {}, {}, {}
         for call in waiting:
             call.finish(CommunicationError(self.broken))
@@ -144,15 +187,18 @@ class SimulatedGroup:
             raise CommunicationError(self.broken)
 
     def post(self, call: Call, function: Function, stream: str = "", strict: bool = False) -> None:
-        """Take a rank's part in its next collective; the last one runs ``function`` for all of them.
+        """Take a rank's part in its next collective; the last one runs ``function`` for all of
+        them.
 
-        If ranks call different collectives, or pass arguments that do not match, all of them get the same error.
+        If ranks call different collectives, or pass arguments that do not match, all of them get
+        the same error.
 
         Args:
             call: the rank's part.
             function: one of `collectives`, or the like.
             stream: collectives of different streams do not wait for each other.
-            strict: whether the first call that does not match ends the run, before all ranks have called.
+            strict: whether the first call that does not match ends the run, before all ranks have
+                called.
         """
         self.scheduler.on_communication(call)
         self.check()
@@ -170,7 +216,9 @@ class SimulatedGroup:
             self._complete([calls[rank] for rank in range(len(self.ranks))], function)
 
     def post_send(self, call: Call, dst: int, tag: int = 0) -> None:
-        """Send a message to rank ``dst`` of the group; ``call.send`` is read when the receiver is there."""
+        """Send a message to rank ``dst`` of the group; ``call.send`` is read when the receiver is
+        there.
+        """
         self.scheduler.on_communication(call)
         self.check()
         call.locate()
@@ -184,12 +232,16 @@ class SimulatedGroup:
         self.sends.setdefault((dst, tag), deque()).append(call)
 
     def post_recv(self, call: Call, src: int | None, tag: int = 0) -> None:
-        """Receive a message of rank ``src`` of the group, or of any rank if that is None; it may come later."""
+        """Receive a message of rank ``src`` of the group, or of any rank if that is None; it may
+        come later.
+        """
         self.scheduler.on_communication(call)
         self.check()
         call.locate()
         call.source = src
-        call.partners = (src,) if src is not None else [r for r in range(len(self.ranks)) if r != call.rank]
+        call.partners = (
+            (src,) if src is not None else [r for r in range(len(self.ranks)) if r != call.rank]
+        )
         waiting = self.sends.get((call.rank, tag), deque())
         for sender in waiting:
             if src in (None, sender.rank):
@@ -241,7 +293,10 @@ class SimulatedGroup:
 
     def _both(self, first: Call, second: Call, rule: str) -> str:
         who, other = self.ranks[first.rank], self.ranks[second.rank]
-        return f"in group {self.name!r} rank {who} calls {first}, but rank {other} calls {second}; all ranks must {rule}"
+        return (
+            f"in group {self.name!r} rank {who} calls {first}, but rank {other} calls {second}; all"
+            f" ranks must {rule}"
+        )
 
     def _deliver(self, sender: Call, receiver: Call) -> None:
         message, tensor = sender.send, receiver.recv
@@ -252,7 +307,10 @@ class SimulatedGroup:
         else:
             sent, received = collectives.describe(message), collectives.describe(tensor)
             source, target = self.ranks[sender.rank], self.ranks[receiver.rank]
-            sentence = f"in group {self.name!r} rank {source} sent {sent}, but rank {target} receives {received}"
+            sentence = (
+                f"in group {self.name!r} rank {source} sent {sent}, but rank {target} receives"
+                f" {received}"
+            )
             if message.dtype != tensor.dtype:
                 error = TypeError(f"{sentence}; the dtypes must be equal")
             else:

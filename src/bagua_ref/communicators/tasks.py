@@ -1,4 +1,6 @@
-"""The threads of a simulation: what they wait for, their rank's part of the process's state, and the user's lines that they run."""
+"""The threads of a simulation: what they wait for, their rank's part of the process's state, and
+the user's lines that they run.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,20 @@ import torch
 from bagua_ref.errors import RankCall
 
 __all__ = [
-    "USE_JOIN", "RankState", "Task", "Ticket", "Unwind", "blocked", "call_site", "describe_ends", "format_ranks",
-    "is_user_code", "place", "raise_site", "who_waits",
-]  # fmt: skip
+    "USE_JOIN",
+    "RankState",
+    "Task",
+    "Ticket",
+    "Unwind",
+    "blocked",
+    "call_site",
+    "describe_ends",
+    "format_ranks",
+    "is_user_code",
+    "place",
+    "raise_site",
+    "who_waits",
+]
 
 USE_JOIN = "if ranks have different numbers of batches, use bagua_ref.join"
 
@@ -32,14 +45,20 @@ _SENTENCES = 16
 """The most waits that a message lists."""
 
 
-_this_core: Any = getattr(ctypes.CDLL(None), "sched_getcpu", None) if hasattr(os, "sched_setaffinity") else None
+_this_core: Any = (
+    getattr(ctypes.CDLL(None), "sched_getcpu", None) if hasattr(os, "sched_setaffinity") else None
+)
 """Returns the core that the calling thread runs on; None outside of Linux."""
 
 
 def _memory_of(generator: random.Random) -> tuple[bytes, float | None]:
-    """Return a generator's memory without its header. This takes a twentieth of the time that its ``getstate()`` takes."""
+    """Return a generator's memory without its header. This takes a twentieth of the time that its
+    ``getstate()`` takes.
+    """
     header = object.__basicsize__
-    return ctypes.string_at(id(generator) + header, generator.__sizeof__() - header), generator.gauss_next  # type: ignore[attr-defined]
+    return ctypes.string_at(
+        id(generator) + header, generator.__sizeof__() - header
+    ), generator.gauss_next  # type: ignore[attr-defined]
 
 
 def _is_state_in_memory() -> bool:
@@ -73,14 +92,18 @@ class Ticket:
 
     __slots__ = ("call", "collective", "deadline", "granted", "passes", "task", "value", "what")
 
-    def __init__(self, task: Task | None, what: str, collective: bool = False, call: Any = None) -> None:
+    def __init__(
+        self, task: Task | None, what: str, collective: bool = False, call: Any = None
+    ) -> None:
         self.task, self.what, self.collective, self.call = task, what, collective, call
         self.granted, self.value = False, None  # type: bool, Any
         self.deadline, self.passes = math.inf, False
 
 
 class Task:
-    """A scheduled thread; ``rank`` is the rank that it belongs to, ``thread`` its name, or empty for the rank's main thread."""
+    """A scheduled thread; ``rank`` is the rank that it belongs to, ``thread`` its name, or empty
+    for the rank's main thread.
+    """
 
     def __init__(self, rank: int, name: str, is_main: bool, function: Callable[[], None]) -> None:
         self.rank, self.name, self.is_main, self.function = rank, name, is_main, function
@@ -99,7 +122,8 @@ class Task:
 
     def wait_for_turn(self, let_another_run: Callable[[], None] = lambda: None) -> None:
         """Let the calling thread, which is the task's, wait until it may run."""
-        cores = os.sched_getaffinity(0) if _this_core else ()  # asked before another thread can change them
+        # asked before another thread can change them
+        cores = os.sched_getaffinity(0) if _this_core else ()
         self._system_id = threading.get_native_id()
         let_another_run()
         self._baton.acquire()
@@ -108,7 +132,9 @@ class Task:
                 os.sched_setaffinity(0, cores)
 
     def give_turn(self) -> None:
-        """Let the task's thread run. Until it does, it is kept on this core, as waking another one takes as long as most turns."""
+        """Let the task's thread run. Until it does, it is kept on this core, as waking another one
+        takes as long as most turns.
+        """
         if self._system_id and _this_core:
             with suppress(OSError):
                 os.sched_setaffinity(self._system_id, {_this_core()})
@@ -116,12 +142,16 @@ class Task:
 
 
 class RankState:
-    """The part of the process's global state of which each rank has its own: torch's CPU generator and Python's `random`.
+    """The part of the process's global state of which each rank has its own: torch's CPU generator
+    and Python's `random`.
 
-    A rank's state is saved when another rank goes on, and restored before the rank goes on. All ranks start with the caller's.
+    A rank's state is saved when another rank goes on, and restored before the rank goes on. All
+    ranks start with the caller's.
     """
 
-    _memory: object = None  # that of `random` in the state ``_python``, if known: most ranks do not use it between two switches
+    # that of `random` in the state ``_python``, if known: most ranks do not use it between two
+    # switches
+    _memory: object = None
 
     def __init__(self) -> None:
         RankState.save(self)
@@ -165,33 +195,52 @@ def describe_ends(steps: Mapping[int, int | None]) -> str:
         steps: the optimizer steps of each of them; None: it trained nothing.
 
     >>> describe_ends({0: 5, 2: 5})
-    'ranks 0, 2 ended normally after 5 steps; if ranks have different numbers of batches, use bagua_ref.join'
+    'ranks 0, 2 ended normally after 5 steps; if ranks have different numbers of batches, use
+    bagua_ref.join'
     >>> describe_ends({1: None})
     'rank 1 ended normally'
     """
     found: dict[str, list[int]] = {}
     for rank, count in sorted(steps.items()):
-        found.setdefault("" if count is None else f" after {count} step{'s' * (count != 1)}", []).append(rank)
+        found.setdefault(
+            "" if count is None else f" after {count} step{'s' * (count != 1)}", []
+        ).append(rank)
     advice = [USE_JOIN] if any(found) else []
-    return "; ".join([*(f"{format_ranks(ranks)} ended normally{after}" for after, ranks in found.items()), *advice])
+    return "; ".join(
+        [
+            *(f"{format_ranks(ranks)} ended normally{after}" for after, ranks in found.items()),
+            *advice,
+        ]
+    )
 
 
 def blocked(task: Task) -> RankCall:
     """Return where a waiting thread is, and for whom it waits."""
     ticket, site = task.ticket, call_site(sys._current_frames().get(task.ident or 0))
     assert ticket is not None
-    facts = RankCall(task.rank, "", ticket.what, "", "", 0) if ticket.call is None else ticket.call.facts()
+    facts = (
+        RankCall(task.rank, "", ticket.what, "", "", 0)
+        if ticket.call is None
+        else ticket.call.facts()
+    )
     return facts._replace(thread=task.thread, file=site[0], line=site[1])
 
 
-def who_waits(tasks: Iterable[Task], returned: Sequence[int], steps: Mapping[int, int | None]) -> str:
-    """Describe each waiting rank with its call, and the ranks that have ``returned``: those in ``steps`` as `describe_ends`."""
+def who_waits(
+    tasks: Iterable[Task], returned: Sequence[int], steps: Mapping[int, int | None]
+) -> str:
+    """Describe each waiting rank with its call, and the ranks that have ``returned``: those in
+    ``steps`` as `describe_ends`.
+    """
     waits: dict[str, list[int]] = {}
     for task in sorted(tasks, key=lambda task: task.rank):
         if task.ticket is not None:
             where = "" if task.is_main else f" in thread {task.name!r}"
             waits.setdefault(f"{task.ticket.what}{where}", []).append(task.rank)
-    sentences = [f"{format_ranks(ranks)} wait{'s' * (len(ranks) == 1)} {what}" for what, ranks in waits.items()]
+    sentences = [
+        f"{format_ranks(ranks)} wait{'s' * (len(ranks) == 1)} {what}"
+        for what, ranks in waits.items()
+    ]
     if len(sentences) > _SENTENCES:
         sentences[_SENTENCES:] = [f"{len(sentences) - _SENTENCES} more wait"]
     if others := sorted(rank for rank in returned if rank not in steps):
@@ -199,12 +248,17 @@ def who_waits(tasks: Iterable[Task], returned: Sequence[int], steps: Mapping[int
     return "; ".join([*sentences, describe_ends(steps)] if steps else sentences)
 
 
-_LIBRARIES = tuple(str(Path(file).resolve().parent) + os.sep for file in (os.__file__, torch.__file__, Path(__file__).parent))
+_LIBRARIES = tuple(
+    str(Path(file).resolve().parent) + os.sep
+    for file in (os.__file__, torch.__file__, Path(__file__).parent)
+)
 
 
 @functools.cache
 def is_user_code(file: str) -> bool:
-    """Return whether a file belongs neither to Python, nor to an installed package, nor to this one."""
+    """Return whether a file belongs neither to Python, nor to an installed package, nor to this
+    one.
+    """
     if file.startswith("<"):
         return not file.startswith("<frozen ")
     path = Path(file).resolve()
@@ -218,7 +272,9 @@ def _has_packages(folder: Path) -> bool:
 
 
 def call_site(frame: FrameType | None) -> tuple[str, int]:
-    """Return file and line of the innermost frame of the user's code, from ``frame`` outwards; ("", 0) if there is none."""
+    """Return file and line of the innermost frame of the user's code, from ``frame`` outwards; ("",
+    0) if there is none.
+    """
     while frame is not None:
         if is_user_code(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
@@ -232,6 +288,10 @@ def place(file: str, line: int) -> str:
 
 
 def raise_site(error: BaseException) -> tuple[str, int]:
-    """Return file and line of the innermost frame of the user's code in an exception's traceback, or of any frame."""
-    sites = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    """Return file and line of the innermost frame of the user's code in an exception's traceback,
+    or of any frame.
+    """
+    sites = [
+        (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
     return ([site for site in sites if is_user_code(site[0])] or sites or [("", 0)])[-1]

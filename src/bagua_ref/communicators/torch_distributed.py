@@ -1,7 +1,8 @@
-"""Ranks as processes, connected by torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors (S3.9).
+"""Ranks as processes, connected by torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors
+(S3.9).
 
-Each communicator builds its own process groups from the job's store, so that threads never share one by accident and torch's
-registry of groups is not needed.
+Each communicator builds its own process groups from the job's store, so that threads never share
+one by accident and torch's registry of groups is not needed.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ _LABEL = 64
 
 
 class TorchDistributedCommunicator(Communicator):
-    """A `Communicator` over gloo, memory that processes of one machine share and, from the first CUDA tensor on, NCCL.
+    """A `Communicator` over gloo, memory that processes of one machine share and, from the first
+    CUDA tensor on, NCCL.
 
-    Movement without arithmetic transfers bytes, so it takes any dtype. Sums of 16-bit floats are computed in float32 and rounded
-    once, while gloo would round, and overflow, at every rank; sums over NCCL are NCCL's. With NCCL, the calling thread's current
-    stream waits for a collective, not the host. If a rank dies or does not arrive within the timeout, the other ranks raise, and
-    the communicator cannot be used any more.
+    Movement without arithmetic transfers bytes, so it takes any dtype. Sums of 16-bit floats are
+    computed in float32 and rounded once, while gloo would round, and overflow, at every rank; sums
+    over NCCL are NCCL's. With NCCL, the calling thread's current stream waits for a collective, not
+    the host. If a rank dies or does not arrive within the timeout, the other ranks raise, and the
+    communicator cannot be used any more.
 
     Args:
         connection: the connection of its ranks.
@@ -57,7 +60,9 @@ class TorchDistributedCommunicator(Communicator):
             self._connection = ParentsConnection(self._connection)
 
     def abort(self, reason: str = "") -> None:
-        """Abort the connection; operations in progress and later ones raise CommunicationError, with the reason if one is given."""
+        """Abort the connection; operations in progress and later ones raise CommunicationError,
+        with the reason if one is given.
+        """
         self._connection.abort(reason)
 
     def barrier(self) -> None:
@@ -66,7 +71,9 @@ class TorchDistributedCommunicator(Communicator):
         self._connection.run("barrier", lambda group: [group.barrier()])
 
     def exchange_ints(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """Send ``values`` to every rank, over sockets of their own or gloo; return a function that waits for all of them."""
+        """Send ``values`` to every rank, over sockets of their own or gloo; return a function that
+        waits for all of them.
+        """
         return self._connection.exchange_ints(values)
 
     # Movement.
@@ -85,8 +92,14 @@ class TorchDistributedCommunicator(Communicator):
         before: Callable[[slice], object] | None = None,
         after: Callable[[slice], object] | None = None,
     ) -> None:
-        """Send and receive in the course of ``call``; on the host, ``before`` and ``after`` get the bytes of each piece."""
-        if call in _BETWEEN_TWO and (sends or recvs) and not self._over_nccl((*sends, *recvs)[0][0]):
+        """Send and receive in the course of ``call``; on the host, ``before`` and ``after`` get the
+        bytes of each piece.
+        """
+        if (
+            call in _BETWEEN_TWO
+            and (sends or recvs)
+            and not self._over_nccl((*sends, *recvs)[0][0])
+        ):
             self._compare_messages(sends, recvs, call)
         sends = [(self._reachable(tensor), peer) for tensor, peer in sends if tensor.numel()]
         recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
@@ -96,7 +109,9 @@ class TorchDistributedCommunicator(Communicator):
         peers = {peer for _, peer in (*sends, *recvs)}
         collective = _name(call)
         if self._over_nccl((sends or landings)[0][0]):
-            self._connection.run(collective, lambda group: self._start_on_nccl(group, sends, landings), True, peers)
+            self._connection.run(
+                collective, lambda group: self._start_on_nccl(group, sends, landings), True, peers
+            )
         elif (memory := self._connection.memory) is not None:
             name = "" if call in _BETWEEN_TWO else call
             everyone = self.compares_calls and name != ""
@@ -113,27 +128,40 @@ class TorchDistributedCommunicator(Communicator):
         for (tensor, _), (landing, _) in zip(recvs, landings, strict=True):
             _bring_back(tensor, landing)
 
-    def _compare_messages(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], call: str) -> None:
-        """Send each receiver the sizes and dtypes of its messages over gloo, where it cannot see them.
+    def _compare_messages(
+        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], call: str
+    ) -> None:
+        """Send each receiver the sizes and dtypes of its messages over gloo, where it cannot see
+        them.
 
         Raises:
             CommunicationError: this rank expects others than are sent.
         """
         if not self.compares_calls or self._connection.memory is not None:
             return
-        labels = [(torch.tensor(list(describe(tensor).encode().ljust(_LABEL)), dtype=torch.uint8), peer) for tensor, peer in sends]
+        labels = [
+            (torch.tensor(list(describe(tensor).encode().ljust(_LABEL)), dtype=torch.uint8), peer)
+            for tensor, peer in sends
+        ]
         landings = [(torch.empty(_LABEL, dtype=torch.uint8), peer) for _, peer in recvs]
-        move = lambda group: exchange_pipelined(group, labels, landings, (self._sent_to, self._received_from))  # noqa: E731
+        move = lambda group: exchange_pipelined(  # noqa: E731
+            group, labels, landings, (self._sent_to, self._received_from)
+        )
         self._connection.run(call, move, peers={peer for _, peer in (*sends, *recvs)})
         for (tensor, peer), (landing, _) in zip(recvs, landings, strict=True):
             sent = bytes(landing.tolist()).decode(errors="replace").rstrip()
             if sent != (expected := describe(tensor)):
                 sender, receiver = self.ranks[peer], self.ranks[self._rank]
-                why = f"rank {sender} sent {sent}, but rank {receiver} receives {expected}; they must be equal"
+                why = (
+                    f"rank {sender} sent {sent}, but rank {receiver} receives {expected}; they must"
+                    " be equal"
+                )
                 self._connection.abort(why)
                 raise CommunicationError(f"in group {self.name!r} {why}")
 
-    def _start_on_nccl(self, group: Any, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Any]:
+    def _start_on_nccl(
+        self, group: Any, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]
+    ) -> list[Any]:
         group._start_coalescing()
         for tensor, peer in recvs:
             group.recv([bytes_of(tensor)], peer, 0)
@@ -147,7 +175,11 @@ class TorchDistributedCommunicator(Communicator):
             return
         if self._shared_memory(tensor, "broadcast") is not None:
             peers = [peer for peer in range(self._nranks) if peer != src]
-            sends, recvs = ([(tensor, peer) for peer in peers], []) if self._rank == src else ([], [(tensor, src)])
+            sends, recvs = (
+                ([(tensor, peer) for peer in peers], [])
+                if self._rank == src
+                else ([], [(tensor, src)])
+            )
             self._exchange(sends, recvs, call)
             return
         here = self._reachable(tensor)
@@ -160,7 +192,9 @@ class TorchDistributedCommunicator(Communicator):
             self._exchange([(send_tensor, dst)], [], call)
             return
         chunks = self._chunks(recv_tensor)
-        self._exchange([], [(chunk, peer) for peer, chunk in enumerate(chunks) if peer != dst], call)
+        self._exchange(
+            [], [(chunk, peer) for peer, chunk in enumerate(chunks) if peer != dst], call
+        )
         chunks[dst].copy_(bytes_of(send_tensor))
 
     def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
@@ -169,10 +203,14 @@ class TorchDistributedCommunicator(Communicator):
             self._exchange([], [(recv_tensor, src)], call)
             return
         chunks = self._chunks(send_tensor)
-        self._exchange([(chunk, peer) for peer, chunk in enumerate(chunks) if peer != src], [], call)
+        self._exchange(
+            [(chunk, peer) for peer, chunk in enumerate(chunks) if peer != src], [], call
+        )
         bytes_of(recv_tensor).copy_(chunks[src])
 
-    def _overlapping(self, collective: str, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
+    def _overlapping(
+        self, collective: str, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap
+    ) -> None:
         if recv_tensor.device.type != "cpu" or self._nranks == 1 or not recv_tensor.numel():
             super()._overlapping(collective, send_tensor, recv_tensor, overlap)
             return
@@ -188,16 +226,29 @@ class TorchDistributedCommunicator(Communicator):
 
         self._trade(outgoing, incoming, call, fill, lambda piece: overlap.read(piece.stop))
 
-    def _trade(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], call: str, *how: Any) -> None:
-        """Exchange a tensor with every other rank, both lists in rank order; ``how`` as for `_exchange`. Collective."""
+    def _trade(
+        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], call: str, *how: Any
+    ) -> None:
+        """Exchange a tensor with every other rank, both lists in rank order; ``how`` as for
+        `_exchange`. Collective.
+        """
         self._shared_memory(incoming[0], _name(call))
         peers = [peer for peer in range(self._nranks) if peer != self._rank]
-        self._exchange([(outgoing[peer], peer) for peer in peers], [(incoming[peer], peer) for peer in peers], call, *how)
+        self._exchange(
+            [(outgoing[peer], peer) for peer in peers],
+            [(incoming[peer], peer) for peer in peers],
+            call,
+            *how,
+        )
 
     def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor, call: str = "") -> None:
         call = call or self._agree("allgather()", send_tensor)
         if self._over_nccl(send_tensor):
-            self._run(_name(call), send_tensor, lambda group: [group._allgather_base(bytes_of(recv_tensor), bytes_of(send_tensor))])
+            self._run(
+                _name(call),
+                send_tensor,
+                lambda group: [group._allgather_base(bytes_of(recv_tensor), bytes_of(send_tensor))],
+            )
             return
         # Receive in place: gloo's all-gather uses a buffer and takes twice the time.
         chunks = self._chunks(recv_tensor)
@@ -208,26 +259,39 @@ class TorchDistributedCommunicator(Communicator):
         call = call or self._agree("alltoall()", send_tensor)
         if self._over_nccl(send_tensor):
             self._run(
-                _name(call), send_tensor, lambda group: [group.alltoall_base(bytes_of(recv_tensor), bytes_of(send_tensor), [], [])]
+                _name(call),
+                send_tensor,
+                lambda group: [
+                    group.alltoall_base(bytes_of(recv_tensor), bytes_of(send_tensor), [], [])
+                ],
             )
             return
         outgoing, incoming = self._chunks(send_tensor), self._chunks(recv_tensor)
         incoming[self._rank].copy_(outgoing[self._rank])
         self._trade(outgoing, incoming, call)
 
-    # Reduction: the library's where possible; otherwise chunks are exchanged and `combine` reduces them.
+    # Reduction: the library's where possible; otherwise chunks are exchanged and `combine` reduces
+    # them.
 
     def _reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
         call = self._agree(f"reduce(dst={dst}, op={op.name})", tensor)
         if not tensor.numel():
             return
-        if self._shared_memory(tensor, "reduce") is not None or not self._library_reduces(tensor, op):
+        if self._shared_memory(tensor, "reduce") is not None or not self._library_reduces(
+            tensor, op
+        ):
             inputs = tensor.new_empty(self._nranks * tensor.numel() if self._rank == dst else 0)
             self._gather(tensor, inputs, dst, call)
             if self._rank == dst:
                 _flat(tensor).copy_(combine(inputs.chunk(self._nranks), op))
             return
-        self._combine_natively("reduce", tensor, op, lambda group, here, native: group.reduce(here, dst, native), self._rank == dst)
+        self._combine_natively(
+            "reduce",
+            tensor,
+            op,
+            lambda group, here, native: group.reduce(here, dst, native),
+            self._rank == dst,
+        )
 
     def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None:
         call = self._agree(f"allreduce(op={op.name})", tensor)
@@ -235,18 +299,29 @@ class TorchDistributedCommunicator(Communicator):
             return
         if (memory := self._shared_memory(tensor, "allreduce")) is not None:
             here = self._reachable(tensor.detach())
-            self._connection.run("allreduce", lambda _: memory.allreduce(_flat(here), op), call=call)
+            self._connection.run(
+                "allreduce", lambda _: memory.allreduce(_flat(here), op), call=call
+            )
             _bring_back(tensor, here)
             return
         if not self._library_reduces(tensor, op):
             self._allreduce_by_chunks(_flat(tensor), op, call)
             return
-        self._combine_natively("allreduce", tensor, op, lambda group, here, native: group.allreduce([here], native))
+        self._combine_natively(
+            "allreduce", tensor, op, lambda group, here, native: group.allreduce([here], native)
+        )
 
     def _combine_natively(
-        self, collective: str, tensor: Tensor, op: ReduceOp, start: Callable[[Any, Tensor, Any], Any], receives: bool = True
+        self,
+        collective: str,
+        tensor: Tensor,
+        op: ReduceOp,
+        start: Callable[[Any, Tensor, Any], Any],
+        receives: bool = True,
     ) -> None:
-        """Let the library combine ``tensor``, which only a rank that ``receives`` keeps; gloo has no mean."""
+        """Let the library combine ``tensor``, which only a rank that ``receives`` keeps; gloo has
+        no mean.
+        """
         here = self._reachable(tensor.detach())
         sums = op is ReduceOp.AVG and not self._over_nccl(here)
         native = getattr(dist.ReduceOp, "SUM" if sums else op.name)
@@ -257,7 +332,9 @@ class TorchDistributedCommunicator(Communicator):
             _bring_back(tensor, here)
 
     def _allreduce_by_chunks(self, flat: Tensor, op: ReduceOp, call: str) -> None:
-        """Reduce one chunk on each rank and all-gather the results: the traffic of an all-reduce, with our arithmetic."""
+        """Reduce one chunk on each rank and all-gather the results: the traffic of an all-reduce,
+        with our arithmetic.
+        """
         missing = -flat.numel() % self._nranks
         padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
         own = padded.new_empty(padded.numel() // self._nranks)
@@ -266,14 +343,20 @@ class TorchDistributedCommunicator(Communicator):
         if missing:
             flat.copy_(padded[: flat.numel()])
 
-    def _reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp, call: str = "") -> None:
+    def _reduce_scatter(
+        self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp, call: str = ""
+    ) -> None:
         call = call or self._agree(f"reduce_scatter(op={op.name})", send_tensor)
         if not send_tensor.numel():
             return
         if self._over_nccl(send_tensor) and self._library_reduces(send_tensor, op):
             options = dist.ReduceScatterOptions()
             options.reduceOp = getattr(dist.ReduceOp, op.name)
-            self._run(_name(call), send_tensor, lambda group: [group._reduce_scatter_base(recv_tensor, send_tensor, options)])
+            self._run(
+                _name(call),
+                send_tensor,
+                lambda group: [group._reduce_scatter_base(recv_tensor, send_tensor, options)],
+            )
             return
         # gloo's reduce-scatter takes five times as long.
         inputs = torch.empty_like(send_tensor)
@@ -281,25 +364,34 @@ class TorchDistributedCommunicator(Communicator):
         _flat(recv_tensor).copy_(combine(_flat(inputs).chunk(self._nranks), op))
 
     def _agree(self, call: str, tensor: Tensor | None) -> str:
-        """Return ``call`` with the size and dtype of ``tensor``, after comparing it with the other ranks' calls. Collective.
+        """Return ``call`` with the size and dtype of ``tensor``, after comparing it with the other
+        ranks' calls. Collective.
 
-        Through shared memory, ranks compare it with the pieces that they receive; only a tensor without a piece for some rank
-        needs a message.
+        Through shared memory, ranks compare it with the pieces that they receive; only a tensor
+        without a piece for some rank needs a message.
 
         Raises:
             CommunicationError: they differ; every rank raises it.
         """
         call = call if tensor is None else f"{call} of {describe(tensor)}"
-        if self.compares_calls and self._nranks > 1 and (tensor is None or not self._over_nccl(tensor)):
+        if (
+            self.compares_calls
+            and self._nranks > 1
+            and (tensor is None or not self._over_nccl(tensor))
+        ):
             self._connection.share_memory(_name(call))
             if (memory := self._connection.memory) is None:
                 self._connection.compare(_name(call), call)
             elif tensor is None or tensor.numel() < self._nranks**2:
-                self._connection.run(_name(call), lambda _: memory.exchange([], [], call, everyone=True), call=call)
+                self._connection.run(
+                    _name(call), lambda _: memory.exchange([], [], call, everyone=True), call=call
+                )
         return call
 
     def _shared_memory(self, tensor: Tensor, collective: str) -> SharedMemory | None:
-        """Return the memory through which ``tensor`` moves in ``collective``, if the ranks share some. Collective."""
+        """Return the memory through which ``tensor`` moves in ``collective``, if the ranks share
+        some. Collective.
+        """
         if self._over_nccl(tensor):
             return None
         self._connection.share_memory(collective)
@@ -308,17 +400,23 @@ class TorchDistributedCommunicator(Communicator):
     def _library_reduces(self, tensor: Tensor, op: ReduceOp) -> bool:
         if self._over_nccl(tensor):
             return op not in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-        # gloo rounds 16-bit floats at every rank, and its MIN and MAX of a NaN depend on which rank has it.
-        return tensor.element_size() != 2 and not (op in (ReduceOp.MIN, ReduceOp.MAX) and tensor.is_floating_point())
+        # gloo rounds 16-bit floats at every rank, and its MIN and MAX of a NaN depend on which rank
+        # has it.
+        return tensor.element_size() != 2 and not (
+            op in (ReduceOp.MIN, ReduceOp.MAX) and tensor.is_floating_point()
+        )
 
     def _over_nccl(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and self._uses_nccl
 
     def _reachable(self, tensor: Tensor, copied: bool = True) -> Tensor:
-        """Return ``tensor``, or memory of the host for it if it is on a device and must go through gloo, with its values or not."""
+        """Return ``tensor``, or memory of the host for it if it is on a device and must go through
+        gloo, with its values or not.
+        """
         if tensor.device.type == "cpu" or self._over_nccl(tensor):
             return tensor
-        here = torch.empty_like(tensor, device="cpu", pin_memory=True)  # torch keeps it, and copies to other memory take far longer
+        # torch keeps it, and copies to other memory take far longer
+        here = torch.empty_like(tensor, device="cpu", pin_memory=True)
         return here.copy_(tensor) if copied else here
 
     def _chunks(self, tensor: Tensor) -> list[Tensor]:
@@ -340,4 +438,5 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _bring_back(tensor: Tensor, here: Tensor) -> None:
     if here.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(here, non_blocking=True)  # torch keeps pinned memory until the copy is done
+        # torch keeps pinned memory until the copy is done
+        tensor.detach().copy_(here, non_blocking=True)

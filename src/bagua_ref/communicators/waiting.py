@@ -1,4 +1,6 @@
-"""Waits of a job's ranks, published so that errors can name missing ranks and deadlocks are found at once."""
+"""Waits of a job's ranks, published so that errors can name missing ranks and deadlocks are found
+at once.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,14 @@ _LONGEST = 1000
 """Characters of an exception's text that are reported to the other ranks."""
 
 _LIMIT = 2.0
-"""Seconds to wait for the thread that asks the store; after that, the store counts as unreachable."""
+"""Seconds to wait for the thread that asks the store; after that, the store counts as
+unreachable.
+"""
 
 _LAST = 5.0
-"""Seconds for which a rank that serves the store waits for the others when it ends, so that they can read why."""
+"""Seconds for which a rank that serves the store waits for the others when it ends, so that they
+can read why.
+"""
 
 _INTERVAL = 1.0
 """Seconds between two checks of the waits."""
@@ -47,7 +53,9 @@ _GRACE = 0.3
 class _Wait:
     what: str
     place: str
-    """The collective: its communicator and number; "" for a wait that only ends when this rank's background thread goes on."""
+    """The collective: its communicator and number; "" for a wait that only ends when this rank's
+    background thread goes on.
+    """
     members: Sequence[int]
     interrupt: Callable[[str], None]
     who_gave_up: Callable[[], str]
@@ -59,9 +67,11 @@ class _Wait:
 class Waiting:
     """The waits of this rank's threads, published while they last longer than five seconds.
 
-    A thread compares them with those of the other ranks. If every rank waits, and no collective has all of its members waiting in
-    it, that is a deadlock: all waits are interrupted, on every rank. A wait in a collective that another rank has given up is
-    interrupted, too. Another thread interrupts waits for a rank whose process has ended, unless that rank has left.
+    A thread compares them with those of the other ranks. If every rank waits, and no collective has
+    all of its members waiting in
+    it, that is a deadlock: all waits are interrupted, on every rank. A wait in a collective that
+    another rank has given up is interrupted, too. Another thread interrupts waits for a rank whose
+    process has ended, unless that rank has left.
 
     Args:
         store: the job's store.
@@ -104,24 +114,31 @@ class Waiting:
 
         Args:
             what: the words that follow "rank 3 waits " in messages.
-            place: the collective that it waits in, named alike on all ranks; "" if it waits for this rank's own thread.
+            place: the collective that it waits in, named alike on all ranks; "" if it waits for
+                this rank's own thread.
             members: the ranks of the collective.
             interrupt: ends the wait, with the reason; called on another thread.
-            is_background: whether the calling thread only does what other threads of this rank submit.
+            is_background: whether the calling thread only does what other threads of this rank
+                submit.
             timeout: seconds after which the wait ends by itself.
-            who_gave_up: returns the ranks that have given up the collective, and why, in words; any interrupts the wait. Called on
-                another thread once the wait is long.
+            who_gave_up: returns the ranks that have given up the collective, and why, in words; any
+                interrupts the wait. Called on another thread once the wait is long.
         """
         me = threading.get_ident()
         outer = self._waits.get(me)
         patience = min(_PATIENCE, timeout / 2)
-        self._waits[me] = _Wait(what, place, members, interrupt, who_gave_up, is_background, time.monotonic(), patience)
+        self._waits[me] = _Wait(
+            what, place, members, interrupt, who_gave_up, is_background, time.monotonic(), patience
+        )
         if not is_background:
             self._foreground.add(me)
         if not self._threads and not self._stop.is_set():
-            watches = {"waits": self._watch} | ({"processes": self._watch_processes} if self.processes else {})
+            watches = {"waits": self._watch} | (
+                {"processes": self._watch_processes} if self.processes else {}
+            )
             self._threads = [
-                threading.Thread(target=watch, name=f"bagua_ref watch of {what}", daemon=True) for what, watch in watches.items()
+                threading.Thread(target=watch, name=f"bagua_ref watch of {what}", daemon=True)
+                for what, watch in watches.items()
             ]
             for thread in self._threads:
                 thread.start()
@@ -137,37 +154,53 @@ class Waiting:
                 else:
                     self._waits[me] = outer
                 if reached and self._is_blocked and not self._stop.is_set():
-                    # By this thread and now: the watch may be late, and other ranks would rely on what it last published.
+                    # By this thread and now: the watch may be late, and other ranks would rely on
+                    # what it last published.
                     self._publish([])
 
     def under_way(self) -> list[dict[str, Any]]:
-        """Return the waits of this rank's threads: ``for`` (in words), the ``ranks`` in it, and ``since`` (monotonic time)."""
+        """Return the waits of this rank's threads: ``for`` (in words), the ``ranks`` in it, and
+        ``since`` (monotonic time).
+        """
         waits = list(self._waits.values())
-        return [{"for": wait.what, "ranks": list(wait.members), "since": wait.since} for wait in waits]
+        return [
+            {"for": wait.what, "ranks": list(wait.members), "since": wait.since} for wait in waits
+        ]
 
     def who_is_missing(self, place: str, members: Sequence[int]) -> str:
-        """Describe the ``members`` that do not wait in the collective ``place``, and their other waits."""
+        """Describe the ``members`` that do not wait in the collective ``place``, and their other
+        waits.
+        """
 
         def read(store: Store) -> str:
             missing: dict[str, list[int]] = {}
             for rank in members:
                 if rank != self._rank:
-                    seen = json.loads(store.get(f"seen/{rank}")) if store.check([f"seen/{rank}"]) else []
+                    seen = (
+                        json.loads(store.get(f"seen/{rank}"))
+                        if store.check([f"seen/{rank}"])
+                        else []
+                    )
                     if place not in [its for _, its in seen]:
                         missing.setdefault(" and ".join(what for what, _ in seen), []).append(rank)
             return "; ".join(
-                f"{format_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} not come{f', waiting {what}' * bool(what)}"
+                f"{format_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} not"
+                f" come{f', waiting {what}' * bool(what)}"
                 for what, ranks in missing.items()
             )
 
         return ask(self._job_store, read, "")
 
     def exit_reasons(self, members: Sequence[int], limit: float = 5.0) -> str:
-        """Describe the ends of ``members``, or the deadlock; "" if neither is known within ``limit`` seconds."""
+        """Describe the ends of ``members``, or the deadlock; "" if neither is known within
+        ``limit`` seconds.
+        """
 
         def read(store: Store) -> str:
             others = [rank for rank in members if rank != self._rank]
-            return "; ".join(filter(None, [*_ends(store, others), self._verdict(store, self._published)]))
+            return "; ".join(
+                filter(None, [*_ends(store, others), self._verdict(store, self._published)])
+            )
 
         return ask(self._job_store, read, "", limit)
 
@@ -178,13 +211,18 @@ class Waiting:
             error: the exception that ends it; None: it ends normally.
             steps: its optimizer steps; None: it trained nothing.
         """
-        end = json.dumps(["" if error is None else f"{type(error).__name__}: {error}"[:_LONGEST], steps])
-        with self._with_store() as reached:  # `ask` would start a thread, which newer Pythons refuse by then
+        end = json.dumps(
+            ["" if error is None else f"{type(error).__name__}: {error}"[:_LONGEST], steps]
+        )
+        # `ask` would start a thread, which newer Pythons refuse by then
+        with self._with_store() as reached:
             if reached:
                 (self._store or self._job_store).set(f"left/{self._rank}", end)
 
     def await_exits(self) -> None:
-        """Wait until all ranks have reported their ends, at most five seconds: the store ends with this process."""
+        """Wait until all ranks have reported their ends, at most five seconds: the store ends with
+        this process.
+        """
         with self._with_store() as reached:
             if reached:
                 keys = [f"left/{rank}" for rank in range(self._world_size)]
@@ -203,7 +241,9 @@ class Waiting:
 
     @contextmanager
     def _with_store(self) -> Iterator[bool]:
-        """Hold the lock, if the store can be reached: the watch, which holds it while it asks the store, may hang there."""
+        """Hold the lock, if the store can be reached: the watch, which holds it while it asks the
+        store, may hang there.
+        """
         reached = self._lock.acquire(timeout=_LIMIT)
         try:
             with suppress(RuntimeError):  # the store has ended
@@ -213,16 +253,21 @@ class Waiting:
                 self._lock.release()
 
     def _publish(self, waits: list[Any]) -> None:
-        """Publish ``waits``; the caller holds the lock, so that no wait ends between being seen and being published."""
+        """Publish ``waits``; the caller holds the lock, so that no wait ends between being seen and
+        being published.
+        """
         if self._store is not None and (waits or self._is_blocked):
             self._store.set(f"waits/{self._rank}", json.dumps(waits))
             self._published, self._is_blocked = waits or self._published, bool(waits)
 
     def _watch(self) -> None:
         before = None
-        with suppress(RuntimeError):  # the store ended with the rank that served it, which the collectives notice
+        # the store ended with the rank that served it, which the collectives notice
+        with suppress(RuntimeError):
             self._store = another_connection(self._job_store)
-            while not self._stop.wait(min([_INTERVAL, *(wait.patience / 4 for wait in list(self._waits.values()))])):
+            while not self._stop.wait(
+                min([_INTERVAL, *(wait.patience / 4 for wait in list(self._waits.values()))])
+            ):
                 with self._lock:
                     before, verdict = self._check(before)
                 for wait in list(self._waits.values() if verdict else self._long().values()):
@@ -238,26 +283,48 @@ class Waiting:
                     ended[rank] = time.monotonic()
             for wait in list(self._waits.values()):
                 dead = ended.keys() & set(wait.members)
-                if dead and time.monotonic() - max(wait.since, *(ended[rank] for rank in dead)) > _GRACE:
+                if (
+                    dead
+                    and time.monotonic() - max(wait.since, *(ended[rank] for rank in dead)) > _GRACE
+                ):
                     wait.interrupt(has_ended(dead))
 
     def _has_left(self, rank: int) -> bool:
         key = f"waits/{rank}"
-        return ask(self._job_store, lambda store: store.check([key]) and store.get(key) == _HAS_LEFT.encode(), False, _GRACE)
+        return ask(
+            self._job_store,
+            lambda store: store.check([key]) and store.get(key) == _HAS_LEFT.encode(),
+            False,
+            _GRACE,
+        )
 
     def _check(self, before: list[Any] | None) -> tuple[list[Any], str]:
-        """Publish this rank's waits; return those of all ranks and, if they have not changed, their deadlock in words."""
+        """Publish this rank's waits; return those of all ranks and, if they have not changed, their
+        deadlock in words.
+        """
         assert self._store is not None
         mine = self._blocked()
         self._publish(mine)
-        seen = self._failed + [[wait.what, wait.place] for wait in self._long().values() if wait.place]
+        seen = self._failed + [
+            [wait.what, wait.place] for wait in self._long().values() if wait.place
+        ]
         if seen != self._seen:
             self._store.set(f"seen/{self._rank}", json.dumps(seen))
             self._seen = seen
         keys = [f"waits/{rank}" for rank in range(self._world_size)] if mine else []
-        waits = [json.loads(published) for published in self._store.multi_get(keys)] if keys and self._store.check(keys) else []
+        waits = (
+            [json.loads(published) for published in self._store.multi_get(keys)]
+            if keys and self._store.check(keys)
+            else []
+        )
         verdict = self._verdict(self._store, mine) if mine else ""
-        if waits and all(waits) and waits == before and not verdict and (deadlock := describe_deadlock(waits)):
+        if (
+            waits
+            and all(waits)
+            and waits == before
+            and not verdict
+            and (deadlock := describe_deadlock(waits))
+        ):
             verdict = "; ".join([deadlock, *_ends(self._store, range(self._world_size))])
             for rank in range(self._world_size):
                 self._store.set(f"verdict/{rank}", json.dumps([waits[rank], verdict]))
@@ -266,15 +333,25 @@ class Waiting:
     def _long(self) -> dict[int, _Wait]:
         """Return the waits of this rank's threads that have lasted for long."""
         now = time.monotonic()
-        return {ident: wait for ident, wait in list(self._waits.items()) if now - wait.since > wait.patience}
+        return {
+            ident: wait
+            for ident, wait in list(self._waits.items())
+            if now - wait.since > wait.patience
+        }
 
     def _blocked(self) -> list[Any]:
-        """Return this rank's waits, as lists that JSON can hold; none if one of its threads may still go on."""
+        """Return this rank's waits, as lists that JSON can hold; none if one of its threads may
+        still go on.
+        """
         alive = {thread.ident for thread in threading.enumerate()}
         long = self._long()
-        if not self._foreground & alive <= long.keys() or all(wait.is_background for wait in long.values()):
+        if not self._foreground & alive <= long.keys() or all(
+            wait.is_background for wait in long.values()
+        ):
             return []
-        if not all(wait.place for wait in long.values()) and not any(wait.is_background for wait in long.values()):
+        if not all(wait.place for wait in long.values()) and not any(
+            wait.is_background for wait in long.values()
+        ):
             return []  # the background thread is not waiting
         return [[wait.what, wait.place, list(wait.members)] for wait in long.values()]
 
@@ -288,7 +365,9 @@ class Waiting:
 
 def _ends(store: Store, ranks: Iterable[int]) -> list[str]:
     """Describe the ends that those of ``ranks`` which have ended have reported."""
-    ends = {rank: json.loads(store.get(key)) for rank in ranks if store.check([key := f"left/{rank}"])}
+    ends = {
+        rank: json.loads(store.get(key)) for rank in ranks if store.check([key := f"left/{rank}"])
+    }
     normal = {rank: steps for rank, (error, steps) in ends.items() if not error}
     reasons = [f"rank {rank} ended with {error}" for rank, (error, _) in ends.items() if error]
     return [*reasons, describe_ends(normal)] if normal else reasons
@@ -303,7 +382,10 @@ def has_ended(ranks: Collection[int]) -> str:
     'the processes of ranks 2-3 have ended'
     """
     several = len(ranks) > 1
-    return f"the process{'es' * several} of {format_ranks(sorted(ranks))} {'have' if several else 'has'} ended"
+    return (
+        f"the process{'es' * several} of {format_ranks(sorted(ranks))}"
+        f" {'have' if several else 'has'} ended"
+    )
 
 
 def describe_deadlock(waits: Sequence[Sequence[Any]]) -> str:
@@ -313,7 +395,8 @@ def describe_deadlock(waits: Sequence[Sequence[Any]]) -> str:
         waits: those of each rank: a description, the collective, and its members.
 
     >>> describe_deadlock([[["in barrier", "all/7", [0, 1]]], [["in allreduce", "module/3", [0, 1]]]])
-    'deadlock: every rank is waiting for another: rank 0 waits in barrier; rank 1 waits in allreduce'
+    'deadlock: every rank is waiting for another: rank 0 waits in barrier; rank 1 waits in
+    allreduce'
     >>> describe_deadlock([[["in barrier", "all/7", [0, 1]]], [["in barrier", "all/7", [0, 1]]]])
     ''
     """

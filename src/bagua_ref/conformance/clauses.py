@@ -10,7 +10,16 @@ SPEC_VERSION = "1.1"
 VECTORS_VERSION = "2"
 """Of the cases of golden vectors, as in ``vectors/v2``."""
 
-SUITES = ("kernels", "codec", "collectives", "comm_ops", "algorithms", "samplers", "cache", "fused_optimizer")
+SUITES = (
+    "kernels",
+    "codec",
+    "collectives",
+    "comm_ops",
+    "algorithms",
+    "samplers",
+    "cache",
+    "fused_optimizer",
+)
 """Each is run against one part of a target."""
 
 CLAUSES = {
@@ -83,7 +92,11 @@ CLAUSES = {
     "S13.5": "conservation of the mean, intervals",
     "S14": "what a step costs",
 }
-"""Number -> what it is about, for each heading of the specification without others below it, and for others that have checks."""
+"""Number -> what it is about, for each heading of the specification without others below it, and
+for others that have checks.
+"""
 
 NOT_COVERED = ("S2.6", "S3.8", "S5.7", "S8.4", "S12.4", "S14")
-"""The clauses without checks. A test compares them with the table of checks, which is not read to know them."""
+"""The clauses without checks. A test compares them with the table of checks, which is not read to
+know them.
+"""

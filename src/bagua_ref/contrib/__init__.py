@@ -1,4 +1,6 @@
-"""Extensions beyond communication: balanced samplers, a cache for slow datasets, a fused optimizer."""
+"""Extensions beyond communication: balanced samplers, a cache for slow datasets, a fused
+optimizer.
+"""
 
 from typing import Any
 
@@ -7,7 +9,10 @@ from bagua_ref.contrib.budget_batch_sampler import BudgetBatchSampler
 from bagua_ref.contrib.cache_loader import CacheLoader
 from bagua_ref.contrib.cached_dataset import CachedDataset
 from bagua_ref.contrib.fuse.optimizer import fuse_optimizer
-from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
+from bagua_ref.contrib.load_balancing_data_loader import (
+    LoadBalancingDistributedBatchSampler,
+    LoadBalancingDistributedSampler,
+)
 
 __all__: list[str] = [
     "BudgetBatchSampler",

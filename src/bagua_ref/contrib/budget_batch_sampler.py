@@ -1,4 +1,6 @@
-"""Batches of neighbours in cost whose cost stays within a budget, the same number on every replica (S7.7)."""
+"""Batches of neighbours in cost whose cost stays within a budget, the same number on every replica
+(S7.7).
+"""
 
 from __future__ import annotations
 
@@ -24,35 +26,44 @@ Places: TypeAlias = "np.ndarray[Any, Any]"
 
 
 class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
-    """Gives each of R replicas batches of similar samples within a budget, and all replicas the same number of them (S7.7).
+    """Gives each of R replicas batches of similar samples within a budget, and all replicas the
+    same number of them (S7.7).
 
-    The N samples are ordered by cost and cut into batches, each as large as the budget allows. With shuffle, equal costs are mixed,
-    and then the samples of every ``mix`` neighbouring batches, which are cut again: larger ``mix``, more random batches and more
-    padding. The largest batches are halved until R divides their number. Sorted by cost, R neighbours make a step, so that all
-    replicas have similar work in each; the steps come in random order.
+    The N samples are ordered by cost and cut into batches, each as large as the budget allows. With
+    shuffle, equal costs are mixed,
+    and then the samples of every ``mix`` neighbouring batches, which are cut again: larger ``mix``,
+    more random batches and more padding. The largest batches are halved until R divides their
+    number. Sorted by cost, R neighbours make a step, so that all replicas have similar work in
+    each; the steps come in random order.
 
-    Every sample is drawn once per epoch (some once more if N < R), or dropped with drop_last. All replicas must get the same costs
-    and options. Pass it to a DataLoader as ``batch_sampler``. The epoch is planned when it is chosen, not at its first batch.
+    Every sample is drawn once per epoch (some once more if N < R), or dropped with drop_last. All
+    replicas must get the same costs and options. Pass it to a DataLoader as ``batch_sampler``. The
+    epoch is planned when it is chosen, not at its first batch.
 
-    ``state_dict()`` counts the batches that the newest iterator has returned. A DataLoader with workers fetches batches ahead of
-    training; then pass the number that training has used: ``state_dict(batches=batches_done)``. A sampler with another number of
-    replicas continues the epoch with the samples that are left (S7.6).
+    ``state_dict()`` counts the batches that the newest iterator has returned. A DataLoader with
+    workers fetches batches ahead of training; then pass the number that training has used:
+    ``state_dict(batches=batches_done)``. A sampler with another number of replicas continues the
+    epoch with the samples that are left (S7.6).
 
     Args:
-        costs: one positive finite number per sample, such as its length in tokens, as a list, an array or a 1-D tensor; copied.
+        costs: one positive finite number per sample, such as its length in tokens, as a list, an
+            array or a 1-D tensor; copied.
         max_cost: the largest cost of a batch, at least 1.
-        padded: how m samples, the largest of cost h, are counted. True: m * h, all padded to the largest; False: the sum of their
-            costs; a function (m, h) -> number that decreases in neither, such as ``lambda m, h: m * h * h`` for attention.
+        padded: how m samples, the largest of cost h, are counted. True: m * h, all padded to the
+            largest; False: the sum of their costs; a function (m, h) -> number that decreases in
+            neither, such as ``lambda m, h: m * h * h`` for attention.
         num_replicas: R; None: the number of ranks.
         rank: from 0 to R - 1; None: this rank.
         shuffle: draw a new order in each epoch, see `set_epoch`.
         seed: the random seed, the same on all replicas.
         mix: the number of neighbouring batches whose samples are mixed, with shuffle; 1: none.
-        drop_last: drop the cheapest batches, at most R - 1, instead of halving the largest; `dropped` says how many.
+        drop_last: drop the cheapest batches, at most R - 1, instead of halving the largest;
+            `dropped` says how many.
 
     Raises:
-        ValueError: a cost, or that of a single sample, exceeds the budget, is not positive or not finite; there are no costs, or
-            with drop_last no batch is left; max_cost < 1, mix < 1, rank outside [0, R), R < 1, padded(m, h) decreases or is NaN.
+        ValueError: a cost, or that of a single sample, exceeds the budget, is not positive or not
+            finite; there are no costs, or with drop_last no batch is left; max_cost < 1, mix < 1,
+            rank outside [0, R), R < 1, padded(m, h) decreases or is NaN.
         TypeError: a cost or an option has the wrong type.
 
     >>> for rank in range(2):
@@ -78,7 +89,10 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
         if not 1 <= self.max_cost < math.inf:
             raise ValueError(f"max_cost={max_cost!r} must be a finite number of at least 1")
         if not isinstance(padded, bool) and not callable(padded):
-            raise TypeError(f"padded={padded!r} must be True, False or a function of a batch's size and largest cost")
+            raise TypeError(
+                f"padded={padded!r} must be True, False or a function of a batch's size and largest"
+                " cost"
+            )
         self.padded = padded
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
         self.seed, self.mix = whole("seed", seed), whole("mix", mix)
@@ -86,7 +100,9 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
             raise ValueError(f"mix={self.mix} must be at least 1")
         self._costs = self._checked_costs(costs)
         self.length = len(self._costs)
-        self._formula: bool | str = padded if isinstance(padded, bool) else self._formula_of_prices()
+        self._formula: bool | str = (
+            padded if isinstance(padded, bool) else self._formula_of_prices()
+        )
         self._start_epoch(epoch_of(self.seed, 0))
 
     @property
@@ -96,16 +112,23 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}({self.length} samples, max_cost={self.max_cost}, padded={self.padded}, rank {self.rank} of "
-            f"{self.num_replicas}, shuffle={self.shuffle}, seed={self.seed}, mix={self.mix}, drop_last={self.drop_last}; "
-            f"{self._shown_place()})"
+            f"{type(self).__name__}({self.length} samples, max_cost={self.max_cost},"
+            f" padded={self.padded}, rank {self.rank} of {self.num_replicas},"
+            f" shuffle={self.shuffle}, seed={self.seed}, mix={self.mix},"
+            f" drop_last={self.drop_last}; {self._shown_place()})"
         )
 
     def _checked_costs(self, given: Any) -> Places:
-        """Return the costs as int64 or float64; raise unless each is positive, finite and within the budget."""
+        """Return the costs as int64 or float64; raise unless each is positive, finite and within
+        the budget.
+        """
         numbers = numbers_of(given, None, "costs")
         try:
-            costs = numbers.numpy() if isinstance(numbers, Tensor) else np.array(numbers, dtype=np.float64)
+            costs = (
+                numbers.numpy()
+                if isinstance(numbers, Tensor)
+                else np.array(numbers, dtype=np.float64)
+            )
         except OverflowError:
             raise ValueError("costs has a number that is too large for a float") from None
         wrong = ~((costs > 0) & (costs < math.inf))
@@ -116,22 +139,29 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
         for cost, place in zip(kinds.tolist(), places.tolist(), strict=True):
             if (alone := self._price(1, cost, float(cost))) > self.max_cost:
                 raise ValueError(
-                    f"costs[{place}]={cost} makes a batch of sample {place} alone cost {alone}, over max_cost={self.max_cost}"
+                    f"costs[{place}]={cost} makes a batch of sample {place} alone cost {alone},"
+                    f" over max_cost={self.max_cost}"
                 )
         return costs
 
     def _order(self, epoch: int) -> tuple[Tensor, torch.Generator | None]:
-        """Return the samples in ascending order of cost, equal costs in random order with shuffle (S7.7.2)."""
+        """Return the samples in ascending order of cost, equal costs in random order with shuffle
+        (S7.7.2).
+        """
         if not self.shuffle:
             return torch.from_numpy(self._costs.argsort(kind="stable")), None
         generator = torch.Generator().manual_seed(self.seed + epoch)
         drawn = torch.randperm(self.length, generator=generator)
         return drawn[torch.from_numpy(self._costs[drawn.numpy()].argsort(kind="stable"))], generator
 
-    def _plan(self, order: Tensor, replicas: int, generator: torch.Generator | None, ended: bool) -> Steps:
+    def _plan(
+        self, order: Tensor, replicas: int, generator: torch.Generator | None, ended: bool
+    ) -> Steps:
         """Return the steps of R batches (S7.7.2 to 5)."""
         if not len(order):
-            return Steps(order.numpy(), np.empty((0, 2), dtype=np.int64), order, replicas, self.rank, 0)
+            return Steps(
+                order.numpy(), np.empty((0, 2), dtype=np.int64), order, replicas, self.rank, 0
+            )
         samples = order.numpy()
         ends, prices = self._cut(samples)
         if generator is not None and self.mix > 1:
@@ -142,22 +172,32 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
             ends, prices = self._cut(samples)
         batches = np.array([[0, *ends[:-1]], ends]).T
         if (excess := len(batches) % replicas) and not self.drop_last:
-            samples, batches, prices = self._more(samples, batches, prices, replicas - excess, order.numpy())
+            samples, batches, prices = self._more(
+                samples, batches, prices, replicas - excess, order.numpy()
+            )
         by_price = np.argsort(prices, kind="stable")[excess if self.drop_last else 0 :]
         if not len(by_price):
             raise ValueError(
-                f"drop_last=True leaves no batch: {excess} batches of {len(samples)} samples are fewer than {replicas} replicas; "
-                "use drop_last=False, a smaller max_cost, or begin the next epoch with set_epoch"
+                f"drop_last=True leaves no batch: {excess} batches of {len(samples)} samples are"
+                f" fewer than {replicas} replicas; use drop_last=False, a smaller max_cost, or"
+                " begin the next epoch with set_epoch"
             )
         steps = len(by_price) // replicas
-        turns = torch.arange(steps) if generator is None else torch.randperm(steps, generator=generator)
-        return Steps(samples, batches[by_price], turns, replicas, self.rank, excess if self.drop_last else 0)
+        turns = (
+            torch.arange(steps) if generator is None else torch.randperm(steps, generator=generator)
+        )
+        return Steps(
+            samples, batches[by_price], turns, replicas, self.rank, excess if self.drop_last else 0
+        )
 
     def _cut(self, samples: Places) -> tuple[list[int], Places]:
-        """Cut samples into batches, each as long as its price allows; return their ends and prices (S7.7.2)."""
+        """Cut samples into batches, each as long as its price allows; return their ends and prices
+        (S7.7.2).
+        """
         batches: list[tuple[int, Any, Any]] = []  # the end, the price and the largest cost of each
         size, largest, total, price = 0, 0.0, 0.0, 0.0
-        by_function, by_largest = callable(self.padded), self.padded is True  # a call for each sample would double the time
+        # a call for each sample would double the time
+        by_function, by_largest = callable(self.padded), self.padded is True
         for place, cost in enumerate(self._costs[samples].tolist()):
             joined = cost if cost > largest else largest
             if by_function:
@@ -170,7 +210,8 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
                 more = self._price(1, cost, float(cost)) if by_function else cost
             elif size and more < price:
                 raise ValueError(
-                    f"padded must not decrease: padded({size}, {largest}) is {price}, and padded({size + 1}, {joined}) {more}"
+                    f"padded must not decrease: padded({size}, {largest}) is {price}, and"
+                    f" padded({size + 1}, {joined}) {more}"
                 )
             size, largest, total, price = size + 1, joined, total + cost, more
         batches.append((len(samples), price, largest))
@@ -179,10 +220,15 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
             _check_increasing(np.diff([0, *ends]).tolist(), largest_costs, prices)
         return list(ends), np.array(prices, dtype=np.float64)
 
-    def _more(self, samples: Places, batches: Places, prices: Places, count: int, order: Places) -> tuple[Places, Places, Places]:
-        """Add ``count`` batches: the dearest are halved, and the first samples repeat where only single ones are left (S7.7.4)."""
+    def _more(
+        self, samples: Places, batches: Places, prices: Places, count: int, order: Places
+    ) -> tuple[Places, Places, Places]:
+        """Add ``count`` batches: the dearest are halved, and the first samples repeat where only
+        single ones are left (S7.7.4).
+        """
         several = np.flatnonzero(batches[:, 1] - batches[:, 0] > 1)
-        dearest = several[np.argsort(-prices[several], kind="stable")[:count]]  # halves are no dearer, so the others stay whole
+        # halves are no dearer, so the others stay whole
+        dearest = several[np.argsort(-prices[several], kind="stable")[:count]]
         heap = [(-prices[place], *batches[place].tolist()) for place in dearest.tolist()]
         heapq.heapify(heap)
         single: list[tuple[float, int, int]] = []
@@ -192,19 +238,25 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
             middle = first + (end - first) // 2
             for start, stop in ((first, middle), (middle, end)):
                 costs = self._costs[samples[start:stop]].tolist()
-                price = self._price(stop - start, max(costs), functools.reduce(operator.add, costs, 0.0))
+                price = self._price(
+                    stop - start, max(costs), functools.reduce(operator.add, costs, 0.0)
+                )
                 heapq.heappush(heap if stop - start > 1 else single, (-price, start, stop))
         repeated = np.resize(order, wanted - len(heap) - len(single))  # in cycle
         for place, cost in enumerate(self._costs[repeated].tolist(), len(samples)):
             single.append((-self._price(1, cost, float(cost)), place, place + 1))
         made = sorted((start, stop, -price) for price, start, stop in (*heap, *single))
         prices = np.append(np.delete(prices, dearest), [price for _, _, price in made])
-        batches = np.append(np.delete(batches, dearest, axis=0), [(start, stop) for start, stop, _ in made], axis=0)
+        batches = np.append(
+            np.delete(batches, dearest, axis=0), [(start, stop) for start, stop, _ in made], axis=0
+        )
         in_order = np.argsort(batches[:, 0], kind="stable")
         return np.append(samples, repeated), batches[in_order], prices[in_order]
 
     def _price(self, size: int, largest: Any, total: float) -> Any:
-        """Return the cost of a batch: of ``size`` samples, the largest and the sum of whose costs are given (S7.7.1)."""
+        """Return the cost of a batch: of ``size`` samples, the largest and the sum of whose costs
+        are given (S7.7.1).
+        """
         if isinstance(self.padded, bool):
             return size * largest if self.padded else total
         price = self.padded(size, largest)
@@ -236,27 +288,48 @@ class Steps:
 
     Args:
         samples: the samples of all batches, int64.
-        batches: where each batch begins and ends in ``samples``, of shape (number of batches, 2), by ascending price.
+        batches: where each batch begins and ends in ``samples``, of shape (number of batches, 2),
+            by ascending price.
         turns: the numbers of the steps.
         replicas: R.
         rank: of the replica that `items` are for.
         dropped: the number of batches that are left out.
     """
 
-    def __init__(self, samples: Places, batches: Places, turns: Tensor, replicas: int, rank: int, dropped: int) -> None:
+    def __init__(
+        self,
+        samples: Places,
+        batches: Places,
+        turns: Tensor,
+        replicas: int,
+        rank: int,
+        dropped: int,
+    ) -> None:
         self._samples, self._batches, self._turns = samples, batches, turns
         self._replicas, self._rank, self.dropped = replicas, rank, dropped
         self.total = len(turns)
 
     def drawn(self, count: int) -> Tensor:
         """Return the samples of the first ``count`` steps."""
-        places = (self._turns[:count, None] * self._replicas + torch.arange(self._replicas)).flatten().numpy()
-        return torch.from_numpy(np.concatenate([self._samples[first:end] for first, end in self._batches[places].tolist()]))
+        places = (
+            (self._turns[:count, None] * self._replicas + torch.arange(self._replicas))
+            .flatten()
+            .numpy()
+        )
+        return torch.from_numpy(
+            np.concatenate(
+                [self._samples[first:end] for first, end in self._batches[places].tolist()]
+            )
+        )
 
     def items(self, start: int) -> Iterator[list[int]]:
-        """Return an iterator over the batches of this replica; in turn, each replica has the dearest of a step."""
+        """Return an iterator over the batches of this replica; in turn, each replica has the
+        dearest of a step.
+        """
         for number, turn in enumerate(self._turns[start:].tolist(), start):
-            first, end = self._batches[turn * self._replicas + (self._rank + number) % self._replicas].tolist()
+            first, end = self._batches[
+                turn * self._replicas + (self._rank + number) % self._replicas
+            ].tolist()
             yield self._samples[first:end].tolist()
 
 
@@ -268,8 +341,9 @@ def _check_increasing(sizes: Sequence[int], largest: Sequence[Any], prices: Sequ
         place = bisect.bisect_right(costs_before, cost)
         if place and prices_before[place - 1] > price:
             raise ValueError(
-                f"padded must not decrease: padded({size}, {cost}) is {price}, less than {prices_before[place - 1]} of a "
-                f"batch that is not longer, with the largest cost {costs_before[place - 1]}"
+                f"padded must not decrease: padded({size}, {cost}) is {price}, less than"
+                f" {prices_before[place - 1]} of a batch that is not longer, with the largest cost"
+                f" {costs_before[place - 1]}"
             )
         end = place
         while end < len(prices_before) and prices_before[end] <= price:

@@ -35,22 +35,27 @@ _waiting: weakref.WeakSet[WriteBuffer] = weakref.WeakSet()
 
 
 class CacheLoader:
-    """Caches the values of an expensive function in a key-value store, under ``"{dataset_name}_{key}"`` (S8.1).
+    """Caches the values of an expensive function in a key-value store, under
+    ``"{dataset_name}_{key}"`` (S8.1).
 
-    If a store is down, full or has damaged values, that costs time but raises nothing: ``load_fn`` computes the values (S8.3).
-    Loaders can be sent to DataLoader workers, forked or spawned; each process opens its own connections. Make the first loader of
-    a job on every rank, in its main process.
+    If a store is down, full or has damaged values, that costs time but raises nothing: ``load_fn``
+    computes the values (S8.3). Loaders can be sent to DataLoader workers, forked or spawned; each
+    process opens its own connections. Make the first loader of a job on every rank, in its main
+    process.
 
     Args:
-        backend: "redis", a real server, or "fakeredis", a small one in Python for laptops and tests.
+        backend: "redis", a real server, or "fakeredis", a small one in Python for laptops and
+            tests.
         dataset_name: loaders with the same name share values; give each dataset its own name.
         writer_buffer_size: the number of values to collect before they are written (S8.2).
-        allow_pickle: whether objects other than tensors, arrays, numbers, str, bytes and tuples, lists and dicts of them may be
-            stored with pickle; None: on servers that this job started, not on ``hosts`` (S8.5).
+        allow_pickle: whether objects other than tensors, arrays, numbers, str, bytes and tuples,
+            lists and dicts of them may be stored with pickle; None: on servers that this job
+            started, not on ``hosts`` (S8.5).
         kwargs: for `RedisStore`: ``hosts``, ``cluster_mode``, ``capacity_per_node``, ``timeout``.
 
     Raises:
-        ValueError: an argument is out of range, or a server in ``hosts`` needs a password or is part of a Redis Cluster.
+        ValueError: an argument is out of range, or a server in ``hosts`` needs a password or is
+            part of a Redis Cluster.
         TypeError: an argument has another type.
         BackendUnavailableError: the backend cannot run here; the message names alternatives.
 
@@ -72,7 +77,10 @@ class CacheLoader:
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r} must be one of {', '.join(map(repr, BACKENDS))}")
         if not isinstance(dataset_name, str):
-            raise TypeError(f"dataset_name={dataset_name!r} is a {type(dataset_name).__name__}; it must be a str")
+            raise TypeError(
+                f"dataset_name={dataset_name!r} is a {type(dataset_name).__name__}; it must be"
+                " a str"
+            )
         if not isinstance(writer_buffer_size, int) or writer_buffer_size < 1:
             raise ValueError(f"writer_buffer_size={writer_buffer_size!r} must be 1 or more values")
         if backend == "fakeredis" and kwargs.get("hosts") is not None:
@@ -81,7 +89,9 @@ class CacheLoader:
             kwargs.pop("hosts", None)
         self.backend, self.dataset_name = backend, dataset_name
         self.store: RedisStore = BACKENDS[backend](**kwargs)
-        self._allow_pickle = kwargs.get("hosts") is None if allow_pickle is None else bool(allow_pickle)
+        self._allow_pickle = (
+            kwargs.get("hosts") is None if allow_pickle is None else bool(allow_pickle)
+        )
         self._counters = Counters()
         self._guarded = ClusterStore([Guard(store, self._counters) for store in self.store.stores])
         self._buffer = WriteBuffer(self._guarded, writer_buffer_size)
@@ -97,21 +107,29 @@ class CacheLoader:
         self.close()
 
     def get(self, key: Any, load_fn: Callable[[Any], Any]) -> Any:
-        """Return the value of ``key``: from the cache, or else ``load_fn(key)``, which is then cached (S8.2).
+        """Return the value of ``key``: from the cache, or else ``load_fn(key)``, which is then
+        cached (S8.2).
 
         Args:
-            key: the name of the value: a str, bytes, int, float, bool, None or path, or a tuple or list of these, by its text, so
-                that ``1`` and ``"1"`` are one key (S8.1). Integers and floats of NumPy and integer tensors count as Python's.
+            key: the name of the value: a str, bytes, int, float, bool, None or path, or a tuple or
+                list of these, by its text, so that ``1`` and ``"1"`` are one key (S8.1). Integers
+                and floats of NumPy and integer tensors count as Python's.
             load_fn: computes the value from the key; its exceptions are not caught.
 
         Raises:
-            TypeError: the key is something else, the value is a NumPy structured array, or it needs pickle without permission
-                (S8.5).
+            TypeError: the key is something else, the value is a NumPy structured array, or it needs
+                pickle without permission (S8.5).
         """
         return self.get_many([key], lambda keys: [load_fn(keys[0])], flush=False)[0]
 
-    def get_many(self, keys: Sequence[Any], load_many: Callable[[list[Any]], Iterable[Any]], flush: bool = True) -> list[Any]:
-        """Return the values of ``keys`` in order, with one ``mget`` for each store and one ``mset`` for missing values.
+    def get_many(
+        self,
+        keys: Sequence[Any],
+        load_many: Callable[[list[Any]], Iterable[Any]],
+        flush: bool = True,
+    ) -> list[Any]:
+        """Return the values of ``keys`` in order, with one ``mget`` for each store and one ``mset``
+        for missing values.
 
         Args:
             keys: the names of the values, as in `get`; they may repeat.
@@ -140,20 +158,29 @@ class CacheLoader:
             except TooLargeError as error:
                 self._record(error)
         for place in missing:
-            if place != first[names[place]]:  # a key that repeats gets separate values, as two samples do
+            # a key that repeats gets separate values, as two samples do
+            if place != first[names[place]]:
                 again = new.get(names[place])
-                values[place] = next(iter(load_many([keys[place]]))) if again is None else decode(again, self._allow_pickle)
+                values[place] = (
+                    next(iter(load_many([keys[place]])))
+                    if again is None
+                    else decode(again, self._allow_pickle)
+                )
         self._counters.add(misses=len(missing))
         self._buffer.put(new, flush)
         return values
 
     def contains(self, keys: Sequence[Any]) -> list[bool]:
-        """Return which of ``keys`` have a value in the stores, without reading it; False if a store does not answer."""
+        """Return which of ``keys`` have a value in the stores, without reading it; False if a store
+        does not answer.
+        """
         self.flush()
         return self._guarded.contains([self._stored_name(key) for key in keys])
 
     def num_keys(self) -> int:
-        """Return the number of keys of all datasets in all stores that answer, after writing buffered values (S8.2)."""
+        """Return the number of keys of all datasets in all stores that answer, after writing
+        buffered values (S8.2).
+        """
         self.flush()
         return self._guarded.num_keys()
 
@@ -162,16 +189,22 @@ class CacheLoader:
         self._buffer.flush()
 
     def close(self) -> None:
-        """Write buffered values and close this process's connections; servers keep running, and the loader can be used again."""
+        """Write buffered values and close this process's connections; servers keep running, and the
+        loader can be used again.
+        """
         self.flush()
         self._guarded.close()
 
     def stats(self) -> CacheStats:
-        """Return the counts of this process and of all DataLoader workers that it started with this loader (S8.3)."""
+        """Return the counts of this process and of all DataLoader workers that it started with this
+        loader (S8.3).
+        """
         return self._counters.total()
 
     def _stored_name(self, key: Any) -> str:
-        """Return the name of ``key``'s value in the stores, unique for each dataset name and key (S8.1)."""
+        """Return the name of ``key``'s value in the stores, unique for each dataset name and key
+        (S8.1).
+        """
         dataset = self.dataset_name.replace("%", "%25").replace("_", "%5F")
         plain = _plain(key)
         return f"{dataset}_{plain if isinstance(plain, str) else repr(plain)}"
@@ -181,7 +214,8 @@ class CacheLoader:
         waiting = [self._buffer.get(name) for name in names]
         asked = [name for name, data in zip(names, waiting, strict=True) if data is None]
         answers = self._guarded.mget(asked) if asked else []
-        answers.reverse()  # free each reply once it is decoded, so that the next value reuses warm memory
+        # free each reply once it is decoded, so that the next value reuses warm memory
+        answers.reverse()
         values: list[Any] = []
         missing: list[int] = []
         read = 0
@@ -213,7 +247,8 @@ def _plain(key: Any) -> Any:
     """Return a key in Python's own types, whose text has all that they are (S8.1).
 
     Raises:
-        TypeError: it is something else, whose text need not: that of an array leaves out elements, for example.
+        TypeError: it is something else, whose text need not: that of an array leaves out elements,
+            for example.
     """
     if key is None or type(key) in (str, int, bool, float, bytes):
         return key
@@ -224,7 +259,8 @@ def _plain(key: Any) -> Any:
         return str.__str__(key)
     if isinstance(key, bytes):
         return bytes(key)
-    if isinstance(key, (float, np.floating)) and (float(key) == key or key != key):  # a longdouble may have more digits
+    # a longdouble may have more digits
+    if isinstance(key, (float, np.floating)) and (float(key) == key or key != key):
         return float(key)
     if isinstance(key, os.PathLike):
         return _plain(os.fspath(key))
@@ -232,9 +268,11 @@ def _plain(key: Any) -> Any:
         return operator.index(key)
     except TypeError:
         raise TypeError(
-            f"a key of a cache cannot be or have {reprlib.repr(key)}, a {type(key).__module__}.{type(key).__qualname__}: its text "
-            "need not identify it. Keys are str, bytes, int, float, bool, None, os.PathLike, and tuples or lists of these; "
-            "take what names the value, such as an index, a path or several in a tuple, or key.tolist() of an array or a tensor"
+            f"a key of a cache cannot be or have {reprlib.repr(key)}, a"
+            f" {type(key).__module__}.{type(key).__qualname__}: its text need not identify it. Keys"
+            " are str, bytes, int, float, bool, None, os.PathLike, and tuples or lists of these;"
+            " take what names the value, such as an index, a path or several in a tuple, or"
+            " key.tolist() of an array or a tensor"
         ) from None
 
 
@@ -243,10 +281,12 @@ if not TYPE_CHECKING:  # so that type checkers still find misspelt names
 
 
 class WriteBuffer:
-    """Up to ``size`` values to be written together. They belong to this process: a forked child starts with none.
+    """Up to ``size`` values to be written together. They belong to this process: a forked child
+    starts with none.
 
-    The rest is written when the process ends: at the interpreter's exit; at the end of `multiprocessing` children, which skip
-    `atexit` handlers; and on SIGTERM, which ends daemon children such as DataLoader workers.
+    The rest is written when the process ends: at the interpreter's exit; at the end of
+    `multiprocessing` children, which skip `atexit` handlers; and on SIGTERM, which ends daemon
+    children such as DataLoader workers.
 
     Args:
         store: the store to write to; it never raises.
@@ -285,7 +325,9 @@ class WriteBuffer:
             self.flush()
 
     def flush(self) -> None:
-        """Write the buffered values. If that fails, drop them: they can be computed again, and must not pile up."""
+        """Write the buffered values. If that fails, drop them: they can be computed again, and must
+        not pile up.
+        """
         if self._pid != os.getpid() or not self._values:
             return
         _write(self._store, self._values, self._turn, self._flushing)
@@ -294,14 +336,19 @@ class WriteBuffer:
         # This also runs when the buffer is garbage, so it must not refer to the buffer.
         rest = (self._store, self._values, self._turn, self._flushing)
         util.Finalize(self, _write, rest, exitpriority=_FLUSH_PRIORITY)
-        if not multiprocessing.current_process().daemon or threading.current_thread() is not threading.main_thread():
+        if (
+            not multiprocessing.current_process().daemon
+            or threading.current_thread() is not threading.main_thread()
+        ):
             return
         _waiting.add(self)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _terminate)
 
 
-def _write(store: Store, values: dict[str, bytes], turn: threading.Lock, flushing: threading.Lock) -> None:
+def _write(
+    store: Store, values: dict[str, bytes], turn: threading.Lock, flushing: threading.Lock
+) -> None:
     with flushing:
         with turn:
             batch = dict(values)
@@ -314,10 +361,13 @@ def _write(store: Store, values: dict[str, bytes], turn: threading.Lock, flushin
 
 
 def _terminate(number: int, frame: Any) -> None:
-    """Write the buffered values, then end as the process would have: torch's workers with success, others by the signal."""
+    """Write the buffered values, then end as the process would have: torch's workers with success,
+    others by the signal.
+    """
     for buffer in list(_waiting):
         if buffer._values and buffer._pid == os.getpid():
-            # The interrupted code may hold locks and wait for a reply on its connection, so use a copy, which has neither.
+            # The interrupted code may hold locks and wait for a reply on its connection, so use a
+            # copy, which has neither.
             copy: Store = pickle.loads(pickle.dumps(buffer._store))  # noqa: S301 # our own object
             copy.mset(dict(buffer._values))
     if get_worker_info() is not None:

@@ -19,16 +19,19 @@ _PREFILL_BATCH = 64
 
 
 class CachedDataset(Dataset[Any]):
-    """``dataset`` with its samples cached under ``"{dataset_name}_{index}"`` (S8.1), and so fast from the second epoch on.
+    """``dataset`` with its samples cached under ``"{dataset_name}_{index}"`` (S8.1), and so fast
+    from the second epoch on.
 
-    A DataLoader gets each batch with one request to each server. Apply random augmentation after the cache, not before it, as
-    ``dataset`` is evaluated only once.
+    A DataLoader gets each batch with one request to each server. Apply random augmentation after
+    the cache, not before it, as ``dataset`` is evaluated only once.
 
     Args:
         dataset: has ``__getitem__`` and ``__len__``.
         backend: see `CacheLoader`.
-        dataset_name: datasets with the same name share samples; give each its own name, and a new one when its samples change.
-        writer_buffer_size: the number of individually requested samples to collect before they are written.
+        dataset_name: datasets with the same name share samples; give each its own name, and a new
+            one when its samples change.
+        writer_buffer_size: the number of individually requested samples to collect before they are
+            written.
         kwargs: further arguments of `CacheLoader` and `RedisStore`.
 
     Attributes:
@@ -46,10 +49,18 @@ class CachedDataset(Dataset[Any]):
     """
 
     def __init__(
-        self, dataset: Any, backend: str = "redis", dataset_name: str = "", writer_buffer_size: int = 20, **kwargs: Any
+        self,
+        dataset: Any,
+        backend: str = "redis",
+        dataset_name: str = "",
+        writer_buffer_size: int = 20,
+        **kwargs: Any,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            raise TypeError(f"dataset={type(dataset).__name__} cannot be indexed; CachedDataset needs a dataset with __getitem__")
+            raise TypeError(
+                f"dataset={type(dataset).__name__} cannot be indexed; CachedDataset needs a dataset"
+                " with __getitem__"
+            )
         self.dataset = dataset
         self.cache_loader = CacheLoader(backend, dataset_name, writer_buffer_size, **kwargs)
 
@@ -58,15 +69,22 @@ class CachedDataset(Dataset[Any]):
 
     def __repr__(self) -> str:
         size = f"{len(self.dataset)} samples" if hasattr(self.dataset, "__len__") else "samples"
-        return f"CachedDataset({size} of {type(self.dataset).__name__}, {self.cache_loader!r}, {self.stats()!r})"
+        return (
+            f"CachedDataset({size} of {type(self.dataset).__name__}, {self.cache_loader!r},"
+            f" {self.stats()!r})"
+        )
 
     def __getitem__(self, index: Any) -> Any:
         return self.cache_loader.get(_key(index), self.dataset.__getitem__)
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """Return the samples at ``indices``; a DataLoader calls this for a batch."""
-        # A subclass that changes single samples, and does not say how to make a batch, gets single samples.
-        if type(self).__getitem__ is not CachedDataset.__getitem__ and type(self).__getitems__ is CachedDataset.__getitems__:
+        # A subclass that changes single samples, and does not say how to make a batch, gets single
+        # samples.
+        if (
+            type(self).__getitem__ is not CachedDataset.__getitem__
+            and type(self).__getitems__ is CachedDataset.__getitems__
+        ):
             return [self[index] for index in indices]
         return self.cache_loader.get_many(list(map(_key, indices)), self._load)
 
@@ -77,7 +95,8 @@ class CachedDataset(Dataset[Any]):
         self.close()
 
     def prefill(self, progress: bool = True) -> int:
-        """Compute all samples that the cache lacks, and return their number. Ranks that call this share the work.
+        """Compute all samples that the cache lacks, and return their number. Ranks that call this
+        share the work.
 
         It returns when this rank's share is done; use a barrier to wait for the others.
 
@@ -86,7 +105,9 @@ class CachedDataset(Dataset[Any]):
         """
         rank, ranks = self._place()
         mine = range(rank, len(self), ranks)
-        batches = [mine[start : start + _PREFILL_BATCH] for start in range(0, len(mine), _PREFILL_BATCH)]
+        batches = [
+            mine[start : start + _PREFILL_BATCH] for start in range(0, len(mine), _PREFILL_BATCH)
+        ]
         made = 0
         for batch in tracked(batches, "filling the cache", progress and rank == 0):
             there = self.cache_loader.contains(batch)
@@ -102,7 +123,9 @@ class CachedDataset(Dataset[Any]):
         self.cache_loader.flush()
 
     def close(self) -> None:
-        """Write buffered samples and close this process's connections; servers keep running, and the dataset can be used again."""
+        """Write buffered samples and close this process's connections; servers keep running, and
+        the dataset can be used again.
+        """
         self.cache_loader.close()
 
     def stats(self) -> CacheStats:
@@ -121,7 +144,11 @@ class CachedDataset(Dataset[Any]):
         identity = world.identity
         if not self.cache_loader.store.cluster_mode:
             return identity.local_rank, identity.local_world_size
-        return (identity.rank, identity.world_size) if world.default_group is not None else (dist.get_rank(), dist.get_world_size())
+        return (
+            (identity.rank, identity.world_size)
+            if world.default_group is not None
+            else (dist.get_rank(), dist.get_world_size())
+        )
 
 
 def _key(index: Any) -> Any:

@@ -15,7 +15,16 @@ from torch import Tensor
 from bagua_ref.backends import KernelBackend, get_backend
 from bagua_ref.base.utils import tracked
 
-__all__ = ["Numbers", "Ordering", "ends", "noise_bound", "numbers_of", "read_complexities", "shown", "to_number"]
+__all__ = [
+    "Numbers",
+    "Ordering",
+    "ends",
+    "noise_bound",
+    "numbers_of",
+    "read_complexities",
+    "shown",
+    "to_number",
+]
 
 Numbers: TypeAlias = "Tensor | list[int | float]"
 """int64 or float64 elements, or Python numbers if neither dtype represents all of them exactly."""
@@ -25,7 +34,8 @@ _EXACT_FLOAT = 2**53  # integers up to this one are exact in float64
 
 
 def to_number(name: str, value: Any) -> int | float:
-    """Return ``value`` as a Python number: an int, a float, a NumPy scalar, a tensor or array of one element (S7).
+    """Return ``value`` as a Python number: an int, a float, a NumPy scalar, a tensor or array of
+    one element (S7).
 
     Raises:
         TypeError: value has another type.
@@ -46,11 +56,16 @@ def to_number(name: str, value: Any) -> int | float:
     try:
         return int(operator.index(cast("Any", number)))  # int(): True is 1
     except TypeError:
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be an int or a float") from None
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}; it must be an int or a float"
+        ) from None
 
 
-def read_complexities(dataset: Any, complexity_fn: Callable[[Any], Any], *, progress: bool) -> Numbers:
-    """Read the dataset once and return each sample's complexity; values of ``complexity_fn`` are not modified (S7).
+def read_complexities(
+    dataset: Any, complexity_fn: Callable[[Any], Any], *, progress: bool
+) -> Numbers:
+    """Read the dataset once and return each sample's complexity; values of ``complexity_fn`` are
+    not modified (S7).
 
     Args:
         dataset: a dataset with a length.
@@ -58,11 +73,14 @@ def read_complexities(dataset: Any, complexity_fn: Callable[[Any], Any], *, prog
         progress: show a bar on standard error.
     """
     places = tracked(range(len(dataset)), "complexities", progress)
-    return _packed([to_number(f"the complexity of sample {i}", complexity_fn(dataset[i])) for i in places])
+    return _packed(
+        [to_number(f"the complexity of sample {i}", complexity_fn(dataset[i])) for i in places]
+    )
 
 
 def numbers_of(complexities: Any, length: int | None, name: str = "complexities") -> Numbers:
-    """Return a copy of ``complexities``, a 1-D tensor or array or any iterable of numbers, as exact numbers.
+    """Return a copy of ``complexities``, a 1-D tensor or array or any iterable of numbers, as exact
+    numbers.
 
     Errors call it ``name``.
 
@@ -72,10 +90,17 @@ def numbers_of(complexities: Any, length: int | None, name: str = "complexities"
     """
     iterable = hasattr(complexities, "__iter__") or hasattr(complexities, "__getitem__")
     if isinstance(complexities, (Mapping, AbstractSet)) or not iterable:
-        raise TypeError(f"{name} is a {type(complexities).__name__}; it must be a list, array or tensor in the samples' order")
+        raise TypeError(
+            f"{name} is a {type(complexities).__name__}; it must be a list, array or tensor in the"
+            " samples' order"
+        )
     if isinstance(complexities, Tensor):
         complexities = complexities.detach().cpu()
-        complexities = complexities.double().numpy() if complexities.dtype.is_floating_point else complexities.numpy()
+        complexities = (
+            complexities.double().numpy()
+            if complexities.dtype.is_floating_point
+            else complexities.numpy()
+        )
     if not isinstance(complexities, np.ndarray):
         complexities = list(complexities)
     shape = complexities.shape if isinstance(complexities, np.ndarray) else (len(complexities),)
@@ -94,23 +119,28 @@ def numbers_of(complexities: Any, length: int | None, name: str = "complexities"
 
 
 def noise_bound(numbers: Numbers, random_level: float) -> int:
-    """Return the exclusive upper bound of the noise: int((max - min) * random_level + 1) in Python's arithmetic (S7.2).
+    """Return the exclusive upper bound of the noise: int((max - min) * random_level + 1) in
+    Python's arithmetic (S7.2).
 
     Raises:
-        ValueError: max - min is not finite (if a complexity is infinite, for example), or the noise does not fit into int64.
+        ValueError: max - min is not finite (if a complexity is infinite, for example), or the noise
+            does not fit into int64.
     """
     low, high = ends(numbers)
     try:
-        bound = int((high - low) * (random_level or 0) + 1)  # an integer 0 works with integers of any size
+        # an integer 0 works with integers of any size
+        bound = int((high - low) * (random_level or 0) + 1)
     except (OverflowError, ValueError):
         raise ValueError(
-            f"complexities from {shown(low)} to {shown(high)} are too far apart for the noise of shuffle=True, which is drawn "
-            "below int((max - min) * random_level + 1); limit them, or use shuffle=False"
+            f"complexities from {shown(low)} to {shown(high)} are too far apart for the noise of"
+            " shuffle=True, which is drawn below int((max - min) * random_level + 1); limit them,"
+            " or use shuffle=False"
         ) from None
     if bound > _LARGEST:
         raise ValueError(
-            f"random_level={random_level!r} of complexities from {shown(low)} to {shown(high)} is noise that does not fit into "
-            "64 bits; take a smaller random_level, or divide the complexities by a constant"
+            f"random_level={random_level!r} of complexities from {shown(low)} to {shown(high)} is"
+            " noise that does not fit into 64 bits; take a smaller random_level, or divide the"
+            " complexities by a constant"
         )
     return bound
 
@@ -125,8 +155,9 @@ def shown(number: float) -> str:
 class Ordering:
     """Samples in ascending order of complexity + noise, ties in the samples' order (S7.2).
 
-    It stores 8 bytes per sample: the order itself if noise is always zero, else the complexities. Only if these, with noise added,
-    are exact neither in int64 nor in float64, it stores and sorts Python numbers.
+    It stores 8 bytes per sample: the order itself if noise is always zero, else the complexities.
+    Only if these, with noise added, are exact neither in int64 nor in float64, it stores and sorts
+    Python numbers.
 
     Args:
         numbers: the complexities.
@@ -144,19 +175,25 @@ class Ordering:
             self._numbers = self._order
 
     def order(self, noise: Tensor | None = None) -> Tensor:
-        """Return the order by complexity + noise, int64; without ``noise``, it must be always zero."""
+        """Return the order by complexity + noise, int64; without ``noise``, it must be always
+        zero.
+        """
         if self._order is not None:
             return self._order
         assert noise is not None
         if isinstance(self._numbers, Tensor):
             return self._sorted(self._numbers + noise)
-        return self._sorted([number + extra for number, extra in zip(self._numbers, noise.tolist(), strict=True)])
+        return self._sorted(
+            [number + extra for number, extra in zip(self._numbers, noise.tolist(), strict=True)]
+        )
 
     def stored(self) -> bytes:
         """Return the stored numbers as bytes, which are equal for equal complexities."""
         if isinstance(self._numbers, Tensor):
             return self._numbers.numpy().tobytes()
-        return " ".join(number.hex() if isinstance(number, float) else hex(number) for number in self._numbers).encode()
+        return " ".join(
+            number.hex() if isinstance(number, float) else hex(number) for number in self._numbers
+        ).encode()
 
     def _sorted(self, keys: Numbers) -> Tensor:
         if not isinstance(keys, Tensor):
@@ -177,22 +214,36 @@ def _packed(numbers: list[int | float]) -> Numbers:
 def _float64(numbers: Tensor, name: str = "complexities") -> Tensor:
     """Return the numbers with -0 replaced by +0, as a kernel may compare bits."""
     if numbers.isnan().any():
-        raise ValueError(f"{name}[{int(numbers.isnan().nonzero()[0])}] is NaN, which cannot be ordered")
+        raise ValueError(
+            f"{name}[{int(numbers.isnan().nonzero()[0])}] is NaN, which cannot be ordered"
+        )
     return numbers + 0.0
 
 
 def _fit_for_noise(numbers: Numbers, bound: int) -> Numbers:
-    """Return numbers whose sums with noise below ``bound`` have the same order as Python's sums of the given numbers."""
+    """Return numbers whose sums with noise below ``bound`` have the same order as Python's sums of
+    the given numbers.
+    """
     if isinstance(numbers, Tensor):
         if numbers.dtype is torch.int64:
-            return numbers if int(numbers.max()) + bound - 1 <= _LARGEST else _fit_for_noise(numbers.tolist(), bound)
-        whole = numbers.abs().max() + bound <= _EXACT_FLOAT and torch.equal(numbers.trunc(), numbers)
+            return (
+                numbers
+                if int(numbers.max()) + bound - 1 <= _LARGEST
+                else _fit_for_noise(numbers.tolist(), bound)
+            )
+        whole = numbers.abs().max() + bound <= _EXACT_FLOAT and torch.equal(
+            numbers.trunc(), numbers
+        )
         return numbers.long() if whole else numbers  # integers sort faster
     kinds = set(map(type, numbers))
     if kinds == {int}:  # a constant offset does not change the order of the sums
         low = min(numbers)
         fits = max(numbers) - low + bound - 1 <= _LARGEST
-        return torch.tensor([number - low for number in numbers], dtype=torch.int64) if fits else numbers
+        return (
+            torch.tensor([number - low for number in numbers], dtype=torch.int64)
+            if fits
+            else numbers
+        )
     largest = max((abs(number) for number in numbers if type(number) is int), default=0)
     if largest + bound <= _EXACT_FLOAT:
         return _fit_for_noise(_float64(torch.tensor(numbers, dtype=torch.float64)), bound)
@@ -200,15 +251,21 @@ def _fit_for_noise(numbers: Numbers, bound: int) -> Numbers:
 
 
 def _order(keys: Tensor, kernels: KernelBackend) -> Tensor:
-    """Return the stable ascending order of int64 or float64 keys: a radix sort, 16 bits at a time from the lowest.
+    """Return the stable ascending order of int64 or float64 keys: a radix sort, 16 bits at a time
+    from the lowest.
 
     Lengths usually need one pass, and NumPy sorts 16-bit integers ten times as fast as 64-bit ones.
     """
-    device = "cpu" if kernels.device_types is None or "cpu" in kernels.device_types else kernels.device_types[0]
+    device = (
+        "cpu"
+        if kernels.device_types is None or "cpu" in kernels.device_types
+        else kernels.device_types[0]
+    )
     keys = keys.to(device)
     if keys.is_floating_point():
         bits = keys.view(torch.int64)
-        keys = bits ^ ((bits >> 63) & _LARGEST)  # integers in the same order: of negative floats, a larger magnitude comes first
+        # integers in the same order: of negative floats, a larger magnitude comes first
+        keys = bits ^ ((bits >> 63) & _LARGEST)
     low, high = (int(end) for end in ends(keys))
     above = keys - low  # may wrap around; its bits are still right
     order = None

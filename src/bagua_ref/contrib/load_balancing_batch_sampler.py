@@ -17,12 +17,14 @@ __all__ = ["LoadBalancingDistributedBatchSampler"]
 class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"]):
     """Gives each replica batches of variable size, and all replicas the same number of them (S7.4).
 
-    ``batch_fn`` splits the indices of every replica, on every replica, so it must be deterministic. Replicas with fewer batches
-    than the longest one repeat theirs cyclically; with drop_last, all stop after the number of the shortest one.
+    ``batch_fn`` splits the indices of every replica, on every replica, so it must be deterministic.
+    Replicas with fewer batches than the longest one repeat theirs cyclically; with drop_last, all
+    stop after the number of the shortest one.
 
-    ``state_dict()`` counts the batches that the newest iterator has returned. A DataLoader with workers fetches batches ahead of
-    training; then pass the number that training has used: ``state_dict(batches=batches_done)``. With another number of replicas,
-    the samples that no replica has drawn are distributed and cut anew (S7.6).
+    ``state_dict()`` counts the batches that the newest iterator has returned. A DataLoader with
+    workers fetches batches ahead of training; then pass the number that training has used:
+    ``state_dict(batches=batches_done)``. With another number of replicas, the samples that no
+    replica has drawn are distributed and cut anew (S7.6).
 
     Args:
         sampler: a `LoadBalancingDistributedSampler` with drop_last=False.
@@ -30,7 +32,8 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
         drop_last: drop the excess batches instead of repeating.
 
     Raises:
-        ValueError: sampler is another kind of sampler or has drop_last=True, or a replica gets no batches.
+        ValueError: sampler is another kind of sampler or has drop_last=True, or a replica gets no
+            batches.
 
     >>> lengths = [3, 1, 4, 1, 5, 9]
     >>> sampler = LoadBalancingDistributedSampler(lengths, lambda x: x, num_replicas=2, rank=0, shuffle=False)
@@ -39,14 +42,23 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
     """
 
     def __init__(
-        self, sampler: LoadBalancingDistributedSampler, batch_fn: Callable[[list[int]], list[list[int]]], drop_last: bool = False
+        self,
+        sampler: LoadBalancingDistributedSampler,
+        batch_fn: Callable[[list[int]], list[list[int]]],
+        drop_last: bool = False,
     ) -> None:
         if not isinstance(sampler, LoadBalancingDistributedSampler):
             raise ValueError(f"sampler={sampler!r} must be a LoadBalancingDistributedSampler")
         if sampler.drop_last:
-            raise ValueError("sampler.drop_last must be False; drop_last=True of the batch sampler drops whole batches")
+            raise ValueError(
+                "sampler.drop_last must be False; drop_last=True of the batch sampler drops whole"
+                " batches"
+            )
         if not callable(batch_fn):
-            raise TypeError(f"batch_fn={batch_fn!r} must be a function from a list of indices to a list of batches")
+            raise TypeError(
+                f"batch_fn={batch_fn!r} must be a function from a list of indices to a list of"
+                " batches"
+            )
         self.sampler = sampler
         self.batch_fn = batch_fn
         self.drop_last = bool(drop_last)
@@ -60,15 +72,21 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
         self._place.total, self._made = plan.total, plan
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, as `LoadBalancingDistributedSampler.set_epoch` does, and split its indices into batches."""
+        """Choose the epoch, as `LoadBalancingDistributedSampler.set_epoch` does, and split its
+        indices into batches.
+        """
         self.sampler.set_epoch(epoch)
         self._follow()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.sampler!r}, drop_last={self.drop_last}; {self._shown_place()})"
+        return (
+            f"{type(self).__name__}({self.sampler!r}, drop_last={self.drop_last};"
+            f" {self._shown_place()})"
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iterator continue at the saved batch, as `LoadBalancingDistributedSampler.load_state_dict` does (S7.6).
+        """Let the next iterator continue at the saved batch, as
+        `LoadBalancingDistributedSampler.load_state_dict` does (S7.6).
 
         Raises:
             ValueError: the state was saved with another dataset, batch_fn or other options.
@@ -84,9 +102,16 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
     def _order(self, epoch: int) -> tuple[Tensor, torch.Generator | None]:
         return self.sampler._order(epoch)
 
-    def _plan(self, order: Tensor, replicas: int, generator: torch.Generator | None, ended: bool) -> Batches:
+    def _plan(
+        self, order: Tensor, replicas: int, generator: torch.Generator | None, ended: bool
+    ) -> Batches:
         shares = self.sampler._plan(order, replicas, generator, ended)
-        return Batches(shares, self.batch_fn, self.drop_last, range(replicas) if ended else range(self.rank, self.rank + 1))
+        return Batches(
+            shares,
+            self.batch_fn,
+            self.drop_last,
+            range(replicas) if ended else range(self.rank, self.rank + 1),
+        )
 
     def _settings(self) -> dict[str, Any]:
         return {**self.sampler._settings(), "drop_last": self.drop_last}
@@ -102,7 +127,13 @@ class Batches:
         kept: the replicas whose batches are remembered.
     """
 
-    def __init__(self, shares: Chunks, batch_fn: Callable[[list[int]], list[list[int]]], drop_last: bool, kept: range) -> None:
+    def __init__(
+        self,
+        shares: Chunks,
+        batch_fn: Callable[[list[int]], list[list[int]]],
+        drop_last: bool,
+        kept: range,
+    ) -> None:
         counts: list[int] = []
         self._kept: list[list[list[int]]] = []
         for replica in range(shares.replicas if shares.total else 0):
@@ -110,11 +141,15 @@ class Batches:
             made = batch_fn(indices)
             if not isinstance(made, Iterable):
                 raise TypeError(
-                    f"batch_fn returned a {type(made).__name__} for replica {replica}; it must return a list of batches"
+                    f"batch_fn returned a {type(made).__name__} for replica {replica}; it must"
+                    " return a list of batches"
                 )
             batches = list(made)
             if not batches:
-                raise ValueError(f"batch_fn made no batches for replica {replica} from its {len(indices)} indices; each needs one")
+                raise ValueError(
+                    f"batch_fn made no batches for replica {replica} from its {len(indices)}"
+                    " indices; each needs one"
+                )
             counts.append(len(batches))
             if replica in kept:
                 self._kept.append(batches)
@@ -122,7 +157,10 @@ class Batches:
 
     def drawn(self, count: int) -> Tensor:
         """Return the samples in the first ``count`` batches of the replicas."""
-        return torch.tensor([index for batches in self._kept for batch in batches[:count] for index in batch], dtype=torch.int64)
+        return torch.tensor(
+            [index for batches in self._kept for batch in batches[:count] for index in batch],
+            dtype=torch.int64,
+        )
 
     def items(self, start: int) -> Iterator[list[int]]:
         """Return an iterator over the batches of this replica, in cycle."""

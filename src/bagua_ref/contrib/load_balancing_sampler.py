@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends import KernelBackend, get_backend
-from bagua_ref.contrib.complexities import Ordering, ends, noise_bound, numbers_of, read_complexities, shown, to_number
+from bagua_ref.contrib.complexities import (
+    Ordering,
+    ends,
+    noise_bound,
+    numbers_of,
+    read_complexities,
+    shown,
+    to_number,
+)
 from bagua_ref.contrib.resumable_sampler import Place, ResumableSampler, epoch_of, replica_of, whole
 
 __all__ = ["Chunks", "LoadBalancingDistributedSampler"]
@@ -23,21 +31,26 @@ _BLOCK = 4096  # indices that are converted to Python numbers at once
 
 
 class LoadBalancingDistributedSampler(ResumableSampler[int, "Chunks"]):
-    """Gives each of R replicas a share of the samples so that all draw similar complexities at each step (S7.1 - S7.3).
+    """Gives each of R replicas a share of the samples so that all draw similar complexities at each
+    step (S7.1 - S7.3).
 
-    The N samples are sorted by complexity (with shuffle, by complexity + noise that is drawn for each epoch) and split into chunks
-    of R neighbours, of which the last is filled up from the front. The chunks are shuffled, and rank i takes element i of each.
-    All replicas must get the same complexities and options. Use it like `torch.utils.data.DistributedSampler`. If torch has no
-    process group, ``bagua_ref.init_process_group()`` or the launcher's environment determine rank and size.
+    The N samples are sorted by complexity (with shuffle, by complexity + noise that is drawn for
+    each epoch) and split into chunks of R neighbours, of which the last is filled up from the
+    front. The chunks are shuffled, and rank i takes element i of each. All replicas must get the
+    same complexities and options. Use it like `torch.utils.data.DistributedSampler`. If torch has
+    no process group, ``bagua_ref.init_process_group()`` or the launcher's environment determine
+    rank and size.
 
-    ``state_dict()`` counts the samples that the newest iterator has returned. A DataLoader with workers fetches samples ahead of
-    training; then pass the number that training has used: ``state_dict(samples=batches_done * batch_size)``. A sampler with another
-    number of replicas continues the epoch with the samples that are left (S7.6).
+    ``state_dict()`` counts the samples that the newest iterator has returned. A DataLoader with
+    workers fetches samples ahead of training; then pass the number that training has used:
+    ``state_dict(samples=batches_done * batch_size)``. A sampler with another number of replicas
+    continues the epoch with the samples that are left (S7.6).
 
     Args:
-        dataset: has a length of at least 1. It is read once, when the sampler is made, unless ``complexities`` is given.
-        complexity_fn: sample -> an int or float (or NumPy scalar, or tensor of one element; not modified), or None with
-            ``complexities``. Infinity is allowed with shuffle=False only.
+        dataset: has a length of at least 1. It is read once, when the sampler is made, unless
+            ``complexities`` is given.
+        complexity_fn: sample -> an int or float (or NumPy scalar, or tensor of one element; not
+            modified), or None with ``complexities``. Infinity is allowed with shuffle=False only.
         num_replicas: R; None: the number of ranks.
         rank: from 0 to R - 1; None: this rank.
         shuffle: draw a new order in each epoch, see `set_epoch`.
@@ -49,8 +62,9 @@ class LoadBalancingDistributedSampler(ResumableSampler[int, "Chunks"]):
         backend: the kernel backend that sorts: a name, a backend, or None for the usual choice.
 
     Raises:
-        ValueError: random_level is outside [0, 1], rank outside [0, R), R < 1, the dataset empty, a complexity NaN, their
-            number wrong, or both or none of complexity_fn and complexities are given.
+        ValueError: random_level is outside [0, 1], rank outside [0, R), R < 1, the dataset empty, a
+            complexity NaN, their number wrong, or both or none of complexity_fn and complexities
+            are given.
         TypeError: a complexity is not a number.
 
     >>> lengths = [3, 1, 4, 1, 5, 9]
@@ -87,9 +101,13 @@ class LoadBalancingDistributedSampler(ResumableSampler[int, "Chunks"]):
         if self.length == 0:
             raise ValueError("dataset is empty; it must have at least one sample")
         if (complexity_fn is None) == (complexities is None):
-            raise ValueError("pass either complexity_fn or complexities= (with complexity_fn=None), not both")
+            raise ValueError(
+                "pass either complexity_fn or complexities= (with complexity_fn=None), not both"
+            )
         if complexity_fn is not None and not callable(complexity_fn):
-            raise TypeError(f"complexity_fn={complexity_fn!r} must be a function; pass numbers as complexities=")
+            raise TypeError(
+                f"complexity_fn={complexity_fn!r} must be a function; pass numbers as complexities="
+            )
         get_backend(backend)  # if it cannot run, raise before the dataset is read
         self.shuffle = bool(shuffle)
         self.seed = whole("seed", seed)
@@ -99,7 +117,9 @@ class LoadBalancingDistributedSampler(ResumableSampler[int, "Chunks"]):
         self._start_epoch(epoch_of(self.seed, 0))
 
         if complexity_fn is not None:
-            numbers = read_complexities(dataset, complexity_fn, progress=bool(progress) and self.rank == 0)
+            numbers = read_complexities(
+                dataset, complexity_fn, progress=bool(progress) and self.rank == 0
+            )
         else:
             numbers = numbers_of(complexities, self.length)
         low, high = ends(numbers)
@@ -112,21 +132,24 @@ class LoadBalancingDistributedSampler(ResumableSampler[int, "Chunks"]):
         bound = noise_bound(numbers, self.random_level) if self.shuffle else 1
         if self.shuffle and self.random_level > 0 and bound == 1 and low != high:
             warnings.warn(
-                f"random_level={random_level!r} has no effect: the noise is an integer below int((max - min) * random_level + 1), "
-                f"and complexities from {shown(low)} to {shown(high)} leave only 0. Multiply them so that they range over 1,000 or "
-                "more",
+                f"random_level={random_level!r} has no effect: the noise is an integer below"
+                f" int((max - min) * random_level + 1), and complexities from {shown(low)} to"
+                f" {shown(high)} leave only 0. Multiply them so that they range over 1,000 or more",
                 stacklevel=2,
             )
         self._ordering = Ordering(numbers, bound, backend)
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}({self.length} samples, rank {self.rank} of {self.num_replicas}, shuffle={self.shuffle}, "
-            f"seed={self.seed}, drop_last={self.drop_last}, random_level={self.random_level}; {self._shown_place()})"
+            f"{type(self).__name__}({self.length} samples, rank {self.rank} of {self.num_replicas},"
+            f" shuffle={self.shuffle}, seed={self.seed}, drop_last={self.drop_last},"
+            f" random_level={self.random_level}; {self._shown_place()})"
         )
 
     def shuffle_chunks(self) -> tuple[list[list[int]], list[int]]:
-        """Return this epoch's chunks of indices (those of its newest stretch), and the order in which they are drawn (S7.3)."""
+        """Return this epoch's chunks of indices (those of its newest stretch), and the order in
+        which they are drawn (S7.3).
+        """
         plan = self._plan_after(self.epoch, self._place.ended)
         if not len(plan.order):
             return [], []
@@ -137,7 +160,8 @@ class LoadBalancingDistributedSampler(ResumableSampler[int, "Chunks"]):
         """Return the position in this epoch, in a form that any rank's sampler can load.
 
         Args:
-            samples: the number of samples of this epoch that training has used on each rank; None: the number returned.
+            samples: the number of samples of this epoch that training has used on each rank; None:
+                the number returned.
         """
         return self._state(samples)
 
@@ -145,21 +169,27 @@ class LoadBalancingDistributedSampler(ResumableSampler[int, "Chunks"]):
         self._begin(epoch, Place((), 0, self.num_samples), None)
 
     def _begin(self, epoch: int, place: Place, plan: Chunks | None) -> None:
-        super()._begin(epoch, place, None)  # a plan takes as much memory as the sampler: made again when it is drawn
+        # a plan takes as much memory as the sampler: made again when it is drawn
+        super()._begin(epoch, place, None)
 
     def _order(self, epoch: int) -> tuple[Tensor, torch.Generator | None]:
         """Return the order of samples (S7.2)."""
         if not self.shuffle:
             return self._ordering.order(), None
         generator = torch.Generator().manual_seed(self.seed + epoch)
-        noise = torch.randint(self._ordering.bound, (self.length,), generator=generator)  # drawn even if it is all zeros
+        # drawn even if it is all zeros
+        noise = torch.randint(self._ordering.bound, (self.length,), generator=generator)
         return self._ordering.order(noise), generator
 
-    def _plan(self, order: Tensor, replicas: int, generator: torch.Generator | None, ended: bool) -> Chunks:
+    def _plan(
+        self, order: Tensor, replicas: int, generator: torch.Generator | None, ended: bool
+    ) -> Chunks:
         """Return the chunks of R neighbours in the order in which they are drawn (S7.3)."""
         number = num_samples(len(order), replicas, self.drop_last)
         count = max(1, number)
-        drawn = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
+        drawn = (
+            torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
+        )
         return Chunks(order, drawn[:number], replicas, self.rank)
 
     def _settings(self) -> dict[str, Any]:
@@ -190,10 +220,14 @@ class Chunks:
 
     def of(self, rank: int, start: int = 0) -> Tensor:
         """Return the samples that a replica draws from chunk number ``start`` on."""
-        return self.order.index_select(0, (self.chunks[start:] * self.replicas + rank) % max(1, len(self.order)))
+        return self.order.index_select(
+            0, (self.chunks[start:] * self.replicas + rank) % max(1, len(self.order))
+        )
 
     def drawn(self, count: int) -> Tensor:
-        """Return the samples in the first ``count`` chunks, the fill-up of the last one included."""
+        """Return the samples in the first ``count`` chunks, the fill-up of the last one
+        included.
+        """
         most = min(self.replicas, len(self.order))  # more would be the same samples again
         places = self.chunks[:count, None] * self.replicas + torch.arange(most)
         return self.order[places.flatten() % max(1, len(self.order))]

@@ -1,4 +1,6 @@
-"""Samplers whose position in an epoch survives a restart, also with another number of replicas (S7.6)."""
+"""Samplers whose position in an epoch survives a restart, also with another number of replicas
+(S7.6).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from bagua_ref.groups.process_group import _get_default_group
 __all__ = ["EpochPlan", "ResumableSampler", "Stretch", "replica_of", "whole"]
 
 MOST_REPLICAS = 2**20
-"""The most replicas that a saved position may name, so that a damaged one is refused and not planned for hours."""
+"""The most replicas that a saved position may name, so that a damaged one is refused and not
+planned for hours.
+"""
 
 T = TypeVar("T")
 P = TypeVar("P", bound="EpochPlan")
@@ -42,14 +46,18 @@ class EpochPlan(Protocol):
         """The number of items of each replica."""
 
     def drawn(self, count: int) -> Tensor:
-        """Return the samples in the first ``count`` items of all replicas, int64; some may repeat."""
+        """Return the samples in the first ``count`` items of all replicas, int64; some may
+        repeat.
+        """
 
     def items(self, start: int) -> Iterator[Any]:
         """Return an iterator over this replica's items from number ``start`` on."""
 
 
 class Place:
-    """The position of an iterator: the stretches that ended before, and the items that it has returned of ``total``."""
+    """The position of an iterator: the stretches that ended before, and the items that it has
+    returned of ``total``.
+    """
 
     def __init__(self, ended: Sequence[Stretch], taken: int, total: int) -> None:
         self.ended, self.taken, self.total = tuple(ended), taken, total
@@ -58,8 +66,8 @@ class Place:
 class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
     """Draws an epoch in stretches, each with a number of replicas of its own (S7.6).
 
-    A stretch distributes the samples that no earlier one has drawn. Its plan follows from the epoch and the earlier stretches:
-    every replica makes the same, and a saved position is a few numbers.
+    A stretch distributes the samples that no earlier one has drawn. Its plan follows from the epoch
+    and the earlier stretches: every replica makes the same, and a saved position is a few numbers.
 
     Subclasses set ``num_replicas`` and ``rank``, then call `_start_epoch`.
     """
@@ -78,19 +86,27 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
 
     @abstractmethod
     def _order(self, epoch: int) -> tuple[Tensor, torch.Generator | None]:
-        """Return the order of all samples, and the generator that has drawn it, for what stretches draw."""
+        """Return the order of all samples, and the generator that has drawn it, for what stretches
+        draw.
+        """
 
     @abstractmethod
-    def _plan(self, order: Tensor, replicas: int, generator: torch.Generator | None, ended: bool) -> P:
-        """Return the plan of a stretch that distributes ``order``; `EpochPlan.drawn` is for one that has ended."""
+    def _plan(
+        self, order: Tensor, replicas: int, generator: torch.Generator | None, ended: bool
+    ) -> P:
+        """Return the plan of a stretch that distributes ``order``; `EpochPlan.drawn` is for one
+        that has ended.
+        """
 
     def _follow(self) -> None:
         """Begin the epoch of another sampler, if one determines this sampler's."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, which with shuffle=True determines the order; call it before each epoch (S7.2).
+        """Choose the epoch, which with shuffle=True determines the order; call it before each epoch
+        (S7.2).
 
-        Choosing the current epoch again changes nothing: a position set by `load_state_dict` is kept.
+        Choosing the current epoch again changes nothing: a position set by `load_state_dict` is
+        kept.
         """
         if whole("epoch", epoch) != self.epoch:
             self._start_epoch(epoch_of(self.seed, epoch))
@@ -100,7 +116,9 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         return self._draw(self.epoch)
 
     def __len__(self) -> int:
-        """Return the number of items that this replica draws in the epoch, or in its newest stretch after a change of replicas."""
+        """Return the number of items that this replica draws in the epoch, or in its newest stretch
+        after a change of replicas.
+        """
         self._follow()
         return self._place.total
 
@@ -108,31 +126,38 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         """Return the position in this epoch, in a form that any rank's sampler can load.
 
         Args:
-            batches: the number of batches of this epoch that training has used on each rank; None: the number returned.
+            batches: the number of batches of this epoch that training has used on each rank; None:
+                the number returned.
         """
         return self._state(batches)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iterator continue at the saved position; later iterators begin the epoch anew.
+        """Let the next iterator continue at the saved position; later iterators begin the epoch
+        anew.
 
-        With the number of replicas that saved, it continues item by item; with another, what is left of the epoch is distributed
-        anew (S7.6), and `len` says how much that is.
+        With the number of replicas that saved, it continues item by item; with another, what is
+        left of the epoch is distributed anew (S7.6), and `len` says how much that is.
 
         Raises:
-            ValueError: the state was saved with another dataset or other options, or holds no position of the epoch.
+            ValueError: the state was saved with another dataset or other options, or holds no
+                position of the epoch.
             TypeError: it is no state.
         """
         epoch, saved = self._read(state_dict)
         stretches, plan = self._walk(epoch, saved)
         total = state_dict.get(f"num_{self.unit}")  # states of before lack it
         if stretches and total is not None and total != stretches[-1].total:
-            raise ValueError(f"state_dict was saved with num_{self.unit}={total}, and here it is {stretches[-1].total}")
+            raise ValueError(
+                f"state_dict was saved with num_{self.unit}={total}, and here it is"
+                f" {stretches[-1].total}"
+            )
         continued = bool(stretches) and stretches[-1].replicas == self.num_replicas
         ended, taken = (stretches[:-1], stretches[-1].taken) if continued else (stretches, 0)
         self._begin(epoch, Place(ended, taken, plan.total), plan)
 
     def check_agreement(self) -> None:
-        """Compare the settings and positions of all ranks of the default group; every rank calls it.
+        """Compare the settings and positions of all ranks of the default group; every rank calls
+        it.
 
         Raises:
             ValueError: they differ; on every rank.
@@ -145,15 +170,24 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         for name, column in zip(here, everyones.T, strict=True):
             if others := (column != column[0]).nonzero().flatten().tolist():
                 raise ValueError(
-                    f"{format_ranks(others)} and rank 0 have samplers with different {name}, here {here[name]!r}; give all the same"
+                    f"{format_ranks(others)} and rank 0 have samplers with different {name}, here"
+                    f" {here[name]!r}; give all the same"
                 )
 
     def _shown_place(self) -> str:
-        ended = [f"{taken} of {total} drawn by each of {replicas}, then " for replicas, taken, total in self._place.ended]
-        return f"epoch {self.epoch}: {''.join(ended)}{self._place.taken} of {self._place.total} {self.unit} drawn"
+        ended = [
+            f"{taken} of {total} drawn by each of {replicas}, then "
+            for replicas, taken, total in self._place.ended
+        ]
+        return (
+            f"epoch {self.epoch}: {''.join(ended)}{self._place.taken} of {self._place.total}"
+            f" {self.unit} drawn"
+        )
 
     def _state(self, taken: int | None) -> dict[str, Any]:
-        """Return the position after ``taken`` items; None: after those that the newest iterator has returned."""
+        """Return the position after ``taken`` items; None: after those that the newest iterator has
+        returned.
+        """
         self._follow()
         place = self._place
         taken = place.taken if taken is None else self._checked_count(taken, place.total)
@@ -173,21 +207,40 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
     def _read(self, state: Mapping[str, Any]) -> tuple[int, list[tuple[int, int]]]:
         """Return a state's epoch, and the replicas and the items drawn of its stretches."""
         if not isinstance(state, Mapping):
-            raise TypeError(f"state_dict is a {type(state).__name__}; it must be a dict that state_dict() returned")
+            raise TypeError(
+                f"state_dict is a {type(state).__name__}; it must be a dict that state_dict()"
+                " returned"
+            )
         here = self._settings()
-        if missing := [name for name in ("num_replicas", *here, "epoch", self.unit) if name not in state]:
-            raise ValueError(f"state_dict lacks {', '.join(missing)}; it must come from state_dict() of the same kind of sampler")
+        if missing := [
+            name for name in ("num_replicas", *here, "epoch", self.unit) if name not in state
+        ]:
+            raise ValueError(
+                f"state_dict lacks {', '.join(missing)}; it must come from state_dict() of the same"
+                " kind of sampler"
+            )
         for name, value in here.items():
             if state[name] == value:
                 continue
             if name in ("complexities", "costs"):
-                raise ValueError(f"state_dict was saved with other {name}, so its place is not one in this order")
-            raise ValueError(f"state_dict was saved with {name}={state[name]}, and here it is {value}")
+                raise ValueError(
+                    f"state_dict was saved with other {name}, so its place is not one in this order"
+                )
+            raise ValueError(
+                f"state_dict was saved with {name}={state[name]}, and here it is {value}"
+            )
         earlier = state.get("stretches", ())
-        if not isinstance(earlier, Sequence) or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in earlier):
-            raise ValueError(f"stretches={earlier!r} must be pairs of a number of replicas and of {self.unit} drawn")
+        if not isinstance(earlier, Sequence) or not all(
+            isinstance(pair, Sequence) and len(pair) == 2 for pair in earlier
+        ):
+            raise ValueError(
+                f"stretches={earlier!r} must be pairs of a number of replicas and of {self.unit}"
+                " drawn"
+            )
         pairs = [*earlier, (state["num_replicas"], state[self.unit])]
-        read = [(whole("num_replicas", replicas), whole(self.unit, taken)) for replicas, taken in pairs]
+        read = [
+            (whole("num_replicas", replicas), whole(self.unit, taken)) for replicas, taken in pairs
+        ]
         if len(read) == 1 and read[0][1] == 0 and read[0][0] != self.num_replicas:
             del read[0]  # nothing was drawn
         for place, (replicas, taken) in enumerate(read):
@@ -197,13 +250,16 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
                 or (place > 0 and replicas == read[place - 1][0])
             ):
                 raise ValueError(
-                    f"stretch {place} of {len(read)}, {replicas} replicas that drew {taken} {self.unit} each, must be of 1 to "
-                    f"{MOST_REPLICAS} replicas, other ones than before it, that drew at least 1 of the {self.unit}"
+                    f"stretch {place} of {len(read)}, {replicas} replicas that drew {taken}"
+                    f" {self.unit} each, must be of 1 to {MOST_REPLICAS} replicas, other ones than"
+                    f" before it, that drew at least 1 of the {self.unit}"
                 )
         return epoch_of(self.seed, state["epoch"]), read
 
     def _walk(self, epoch: int, saved: Sequence[tuple[int, int]]) -> tuple[list[Stretch], P]:
-        """Return the stretches of an epoch with their totals, and the plan by which this sampler goes on after them."""
+        """Return the stretches of an epoch with their totals, and the plan by which this sampler
+        goes on after them.
+        """
         order, generator = self._order(epoch)
         stretches: list[Stretch] = []
         for replicas, taken in saved:
@@ -227,7 +283,10 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
     def _checked_count(self, value: int, most: int) -> int:
         number = whole(self.unit, value)
         if not 0 <= number <= most:
-            raise ValueError(f"{self.unit}={number} must be from 0 to {most}, the number of {self.unit} in the epoch")
+            raise ValueError(
+                f"{self.unit}={number} must be from 0 to {most}, the number of {self.unit} in the"
+                " epoch"
+            )
         return number
 
     def _start_epoch(self, epoch: int) -> None:
@@ -240,7 +299,8 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         self._next: Place | None = place  # of the next iterator
 
     def _draw(self, epoch: int) -> Iterator[T]:
-        # Only when the first item is requested: a DataLoader with workers makes an iterator that it never uses.
+        # Only when the first item is requested: a DataLoader with workers makes an iterator that it
+        # never uses.
         plan = None
         if epoch != self.epoch:
             place = Place((), 0, 0)
@@ -260,7 +320,8 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
 
 
 def replica_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Return the number of replicas and the rank; None is replaced from the process group, else from the environment.
+    """Return the number of replicas and the rank; None is replaced from the process group, else
+    from the environment.
 
     Raises:
         ValueError: num_replicas is below 1, or rank is out of range.
@@ -282,7 +343,9 @@ def whole(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be an int") from None
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}; it must be an int"
+        ) from None
 
 
 def epoch_of(seed: int, epoch: int) -> int:
@@ -295,6 +358,12 @@ def epoch_of(seed: int, epoch: int) -> int:
 
 def _size_and_rank() -> tuple[int, int]:
     world = current_world()
-    if isinstance(world, RealWorld) and world.known_identity is None and dist.is_available() and dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()  # only torch was initialized, perhaps without a launcher
+    if (
+        isinstance(world, RealWorld)
+        and world.known_identity is None
+        and dist.is_available()
+        and dist.is_initialized()
+    ):
+        # only torch was initialized, perhaps without a launcher
+        return dist.get_world_size(), dist.get_rank()
     return world.identity.world_size, world.identity.rank

@@ -1,4 +1,6 @@
-"""Training: hooks, bucketing and state broadcast behind ``with_bagua``, and a wrapper with torch DDP's interface (S5)."""
+"""Training: hooks, bucketing and state broadcast behind ``with_bagua``, and a wrapper with torch
+DDP's interface (S5).
+"""
 
 from bagua_ref.data_parallel import functional
 from bagua_ref.data_parallel.distributed import DistributedDataParallel, to_bagua_process_group
@@ -6,4 +8,11 @@ from bagua_ref.data_parallel.grad_scaler import GradScaler
 from bagua_ref.data_parallel.joining import join
 from bagua_ref.data_parallel.wrapping import train
 
-__all__ = ["DistributedDataParallel", "GradScaler", "functional", "join", "to_bagua_process_group", "train"]
+__all__ = [
+    "DistributedDataParallel",
+    "GradScaler",
+    "functional",
+    "join",
+    "to_bagua_process_group",
+    "train",
+]

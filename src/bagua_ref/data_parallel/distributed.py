@@ -32,29 +32,37 @@ __all__ = [
 
 
 class DistributedDataParallel(torch.nn.Module):
-    """Trains ``module`` together with the other ranks, with the interface of torch's class of the same name (S5).
+    """Trains ``module`` together with the other ranks, with the interface of torch's class of the
+    same name (S5).
 
-    It wraps the module as ``module.with_bagua(optimizers, algorithm)`` does: the hooks are on ``module``, so that calling the
-    wrapper and calling ``module`` itself have the same effect. Creating one is collective. A copy or pickle trains alone.
+    It wraps the module as ``module.with_bagua(optimizers, algorithm)`` does: the hooks are on
+    ``module``, so that calling the wrapper and calling ``module`` itself have the same effect.
+    Creating one is collective. A copy or pickle trains alone.
 
     Args:
         module: the module to train, already on its device.
         device_ids: None, or the one CUDA device of ``module``, to which inputs are moved.
         output_device: None, or that device.
         dim: 0.
-        broadcast_buffers: broadcast the first rank's buffers before each training forward pass outside `no_sync`, not only now;
-            None is True. Algorithms whose ranks do not step together (async after its warm-up) leave each rank its own buffers.
-        process_group: the ranks that train together, Bagua's group or torch's; None is Bagua's default group.
+        broadcast_buffers: broadcast the first rank's buffers before each training forward pass
+            outside `no_sync`, not only now; None is True. Algorithms whose ranks do not step
+            together (async after its warm-up) leave each rank its own buffers.
+        process_group: the ranks that train together, Bagua's group or torch's; None is Bagua's
+            default group.
         bucket_cap_mb: the size at which a bucket is closed, in MiB; None is 25.
-        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients; those that no rank's
-            backward pass reaches keep theirs.
+        find_unused_parameters: treat parameters that a backward pass does not reach as having zero
+            gradients; those that no rank's backward pass reaches keep theirs.
         check_reduction: False.
-        gradient_as_bucket_view: keep the tensors of each bucket in one storage, as ``do_flatten`` of ``with_bagua`` does.
-        optimizers: the optimizers of ``module``'s parameters; None is [], which suffices for algorithms that need none.
+        gradient_as_bucket_view: keep the tensors of each bucket in one storage, as ``do_flatten``
+            of ``with_bagua`` does.
+        optimizers: the optimizers of ``module``'s parameters; None is [], which suffices for
+            algorithms that need none.
         algorithm: None is ``GradientAllReduceAlgorithm()``.
         backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
-        timeout: seconds without progress after which waiting raises; None: that of ``process_group``.
-        **torch_arguments: further arguments of torch's class, which must have torch's default values.
+        timeout: seconds without progress after which waiting raises; None: that of
+            ``process_group``.
+        **torch_arguments: further arguments of torch's class, which must have torch's default
+            values.
 
     Attributes:
         module: the module inside.
@@ -64,14 +72,16 @@ class DistributedDataParallel(torch.nn.Module):
         NotImplementedError: an argument's value is not supported; names it.
         NotInitializedError: ``init_process_group()`` was not called (a RuntimeError).
         TypeError: ``module``, ``algorithm``, ``optimizers`` or ``process_group`` is something else.
-        ValueError: modules differ between ranks; nothing to train; this rank is not in the group; devices that do not fit.
+        ValueError: modules differ between ranks; nothing to train; this rank is not in the group;
+            devices that do not fit.
 
     >>> from bagua_ref import init_process_group
     >>> from bagua_ref.data_parallel import DistributedDataParallel
     >>> init_process_group()  # doctest: +SKIP
     >>> model = DistributedDataParallel(torch.nn.Linear(4, 2))  # doctest: +SKIP
 
-    Source: ``bagua/torch_api/data_parallel/distributed.py`` of Bagua 0.9, and ``torch.nn.parallel.DistributedDataParallel``.
+    Source: ``bagua/torch_api/data_parallel/distributed.py`` of Bagua 0.9, and
+    ``torch.nn.parallel.DistributedDataParallel``.
     """
 
     def __init__(
@@ -100,13 +110,20 @@ class DistributedDataParallel(torch.nn.Module):
         # Newer versions of torch default to None, with these meanings.
         broadcast_buffers = True if broadcast_buffers is None else broadcast_buffers
         bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
-        if not isinstance(bucket_cap_mb, (int, float)) or isinstance(bucket_cap_mb, bool) or not bucket_cap_mb > 0:
+        if (
+            not isinstance(bucket_cap_mb, (int, float))
+            or isinstance(bucket_cap_mb, bool)
+            or not bucket_cap_mb > 0
+        ):
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be a positive number of MiB")
         super().__init__()
         self.device_ids = _device_ids(module, device_ids, output_device)
         self.output_device = self.device_ids[0] if self.device_ids else None
         self.dim, self.bucket_cap_mb, self.broadcast_buffers = dim, bucket_cap_mb, broadcast_buffers
-        self.find_unused_parameters, self.gradient_as_bucket_view = find_unused_parameters, gradient_as_bucket_view
+        self.find_unused_parameters, self.gradient_as_bucket_view = (
+            find_unused_parameters,
+            gradient_as_bucket_view,
+        )
         self.module = module
         self.with_bagua(
             [] if optimizers is None else optimizers,
@@ -129,46 +146,68 @@ class DistributedDataParallel(torch.nn.Module):
         find_unused_parameters: bool = False,
         timeout: float | None = None,
     ) -> DistributedDataParallel:
-        """Wrap the inner module again, with this wrapper's bucket size and buffers; return the wrapper.
+        """Wrap the inner module again, with this wrapper's bucket size and buffers; return the
+        wrapper.
 
         The arguments are those of `bagua_ref.distributed.BaguaModule.with_bagua`.
         """
         try:
             group = to_bagua_process_group(process_group)
         except NotInitializedError as error:
-            raise NotInitializedError("call bagua_ref.init_process_group() before DistributedDataParallel()") from error
+            raise NotInitializedError(
+                "call bagua_ref.init_process_group() before DistributedDataParallel()"
+            ) from error
         bucket_bytes = max(1, int(self.bucket_cap_mb * 1024**2))
-        options = Options(do_flatten, backend, find_unused_parameters, timeout, bucket_bytes, self.broadcast_buffers)
+        options = Options(
+            do_flatten,
+            backend,
+            find_unused_parameters,
+            timeout,
+            bucket_bytes,
+            self.broadcast_buffers,
+        )
         wrap(self.module, optimizers, algorithm, group, options)
         return self
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return ``module(*inputs, **kwargs)``, with inputs moved to the device in ``device_ids``, if any."""
+        """Return ``module(*inputs, **kwargs)``, with inputs moved to the device in ``device_ids``,
+        if any.
+        """
         if self.device_ids:
             inputs, kwargs = _moved((inputs, kwargs), torch.device("cuda", self.device_ids[0]))
         return self.module(*inputs, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Skip communication of training forward passes that begin in this context, and of their backward passes (S5)."""
+        """Skip communication of training forward passes that begin in this context, and of their
+        backward passes (S5).
+        """
         wrapped = context_of(self.module)
         return nullcontext() if wrapped is None else wrapped.no_sync()
 
     def bagua_metrics(self) -> dict[str, float | int]:
-        """Return this rank's counts of this training, as `bagua_ref.distributed.BaguaModule.bagua_metrics` does."""
+        """Return this rank's counts of this training, as
+        `bagua_ref.distributed.BaguaModule.bagua_metrics` does.
+        """
         return self.inner.metrics()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters and buffers; names may start with ``module.``, as those of `state_dict` do, or not.
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load parameters and buffers; names may start with ``module.``, as those of `state_dict`
+        do, or not.
 
         Raises:
-            NotImplementedError: assign=True, which would replace the parameters that are in buckets.
+            NotImplementedError: assign=True, which would replace the parameters that are in
+                buckets.
         """
         if assign:
             _refuse_unsupported(assign=(assign, False))
         plain = self.module.state_dict(keep_vars=True).keys()
         # A submodule may itself be called "module", so choose the reading that fits more entries.
         fitting = sum(name in plain for name in state_dict)
-        if fitting > sum(name.startswith("module.") and name[len("module.") :] in plain for name in state_dict):
+        if fitting > sum(
+            name.startswith("module.") and name[len("module.") :] in plain for name in state_dict
+        ):
             return self.module.load_state_dict(state_dict, strict)
         return super().load_state_dict(state_dict, strict)
 
@@ -181,7 +220,9 @@ class DistributedDataParallel(torch.nn.Module):
         """
         wrapped = context_of(self.module)
         if wrapped is None:
-            raise AttributeError("this wrapper is a copy, which trains alone; make another one around its module")
+            raise AttributeError(
+                "this wrapper is a copy, which trains alone; make another one around its module"
+            )
         return wrapped
 
     @property
@@ -196,7 +237,9 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether training forward passes that begin now communicate; can be set, as `no_sync` does temporarily."""
+        """Whether training forward passes that begin now communicate; can be set, as `no_sync` does
+        temporarily.
+        """
         return not self.inner.skipping
 
     @require_backward_grad_sync.setter
@@ -205,7 +248,9 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def parameters_to_ignore(self) -> set[str]:
-        """Names, within ``module``, of parameters and buffers that are neither communicated nor broadcast."""
+        """Names, within ``module``, of parameters and buffers that are neither communicated nor
+        broadcast.
+        """
         return self.inner.parameters_to_ignore
 
     @property
@@ -239,27 +284,45 @@ class DistributedDataParallel(torch.nn.Module):
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> NoReturn:
         """Raise NotImplementedError: a wrapper has one device."""
-        raise NotImplementedError("scatter() spreads inputs over several devices; start one process for each device instead")
+        raise NotImplementedError(
+            "scatter() spreads inputs over several devices; start one process for each device"
+            " instead"
+        )
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> NoReturn:
         """Raise NotImplementedError: forward moves inputs."""
-        raise NotImplementedError("to_kwargs() is not supported; forward() moves inputs to the device of device_ids")
+        raise NotImplementedError(
+            "to_kwargs() is not supported; forward() moves inputs to the device of device_ids"
+        )
 
     def gather(self, outputs: Any, output_device: Any) -> NoReturn:
         """Raise NotImplementedError: a wrapper has one device."""
-        raise NotImplementedError("gather() collects outputs of several devices; start one process for each device instead")
+        raise NotImplementedError(
+            "gather() collects outputs of several devices; start one process for each device"
+            " instead"
+        )
 
     def join(
-        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[None]:
-        """Return a context in which ranks may have different numbers of batches: `bagua_ref.join` of this module."""
-        return join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
+        """Return a context in which ranks may have different numbers of batches: `bagua_ref.join`
+        of this module.
+        """
+        return join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
 
     def register_comm_hook(self, state: Any, hook: Any) -> NoReturn:
         """Raise NotImplementedError: algorithms take the place of hooks."""
         raise NotImplementedError(
-            "register_comm_hook() is not supported; pass algorithm=, such as ByteGradAlgorithm() for compressed gradients, or "
-            "write an algorithm"
+            "register_comm_hook() is not supported; pass algorithm=, such as ByteGradAlgorithm()"
+            " for compressed gradients, or write an algorithm"
         )
 
 
@@ -268,7 +331,8 @@ DistributedDataParallel_V1_9_0_Interface = DistributedDataParallel
 
 
 def to_bagua_process_group(process_group: Any = None) -> BaguaProcessGroup:
-    """Return the Bagua group with the ranks of ``process_group``: torch's or Bagua's, or None for the default group.
+    """Return the Bagua group with the ranks of ``process_group``: torch's or Bagua's, or None for
+    the default group.
 
     Raises:
         NotInitializedError: ``init_process_group()`` was not called.
@@ -282,7 +346,8 @@ def to_bagua_process_group(process_group: Any = None) -> BaguaProcessGroup:
         process_group = process_group.bagua_patch().bagua_pg  # type: ignore[attr-defined]
     if not isinstance(process_group, BaguaProcessGroup):
         raise TypeError(
-            f"process_group={process_group!r} must be a BaguaProcessGroup, a torch ProcessGroup that this rank is in, or None"
+            f"process_group={process_group!r} must be a BaguaProcessGroup, a torch ProcessGroup"
+            " that this rank is in, or None"
         )
     return process_group
 
@@ -290,33 +355,52 @@ def to_bagua_process_group(process_group: Any = None) -> BaguaProcessGroup:
 def _refuse_unsupported(**arguments: tuple[Any, Any]) -> None:
     for name, (value, supported) in arguments.items():
         if value != supported:
-            raise NotImplementedError(f"{name}={value!r} is not supported; only {name}={supported!r} is")
+            raise NotImplementedError(
+                f"{name}={value!r} is not supported; only {name}={supported!r} is"
+            )
 
 
 def _refuse_torchs(arguments: dict[str, Any]) -> None:
-    known = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters if arguments else {}
+    known = (
+        inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
+        if arguments
+        else {}
+    )
     for name, value in arguments.items():
         if name not in known:
-            raise TypeError(f"DistributedDataParallel() got an unexpected keyword argument {name!r}")
+            raise TypeError(
+                f"DistributedDataParallel() got an unexpected keyword argument {name!r}"
+            )
         if value is not known[name].default:
-            raise NotImplementedError(f"{name}={value!r} of torch's DistributedDataParallel is not supported; leave it out")
+            raise NotImplementedError(
+                f"{name}={value!r} of torch's DistributedDataParallel is not supported; leave"
+                " it out"
+            )
 
 
 def _device_ids(
-    module: torch.nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
+    module: torch.nn.Module,
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
 ) -> list[int] | None:
     """Return the number of the one CUDA device, in a list, or None if none was given."""
     devices = {parameter.device for parameter in module.parameters()}
     indices = [_index(device) for device in device_ids or ()]
     if len(indices) > 1:
-        raise ValueError(f"device_ids={device_ids!r} must be None or hold one device; start one process for each device")
+        raise ValueError(
+            f"device_ids={device_ids!r} must be None or hold one device; start one process for each"
+            " device"
+        )
     if indices and {str(device) for device in devices} != {f"cuda:{indices[0]}"}:
         raise ValueError(
-            f"device_ids={device_ids!r} must be the CUDA device that all parameters are on, or None; they are on "
-            f"{', '.join(sorted(map(str, devices)))}"
+            f"device_ids={device_ids!r} must be the CUDA device that all parameters are on, or"
+            f" None; they are on {', '.join(sorted(map(str, devices)))}"
         )
     if output_device is not None and [_index(output_device)] != indices:
-        raise NotImplementedError(f"output_device={output_device!r} is not supported with device_ids={device_ids!r}; leave it out")
+        raise NotImplementedError(
+            f"output_device={output_device!r} is not supported with device_ids={device_ids!r};"
+            " leave it out"
+        )
     return indices or None
 
 
@@ -330,7 +414,8 @@ def _index(device: int | str | torch.device) -> int:
 
 def _moved(values: Any, device: torch.device) -> Any:
     """Return ``values``, nested as they are, with every tensor on ``device``."""
-    kinds: tuple[Any, ...] = (torch.Tensor, PackedSequence)  # the latter is a tuple, but must be moved as a whole
+    # the latter is a tuple, but must be moved as a whole
+    kinds: tuple[Any, ...] = (torch.Tensor, PackedSequence)
 
     def moved(value: Any) -> Any:
         return value.to(device) if isinstance(value, kinds) else value

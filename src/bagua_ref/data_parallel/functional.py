@@ -19,7 +19,8 @@ _DIFFERENTIABLE = (ReduceOp.SUM, ReduceOp.AVG)
 
 
 def torch_reduce_op_to_bagua(op: Any) -> ReduceOp:
-    """Return the operator of Bagua that does what torch's ``op`` does; one of Bagua's is returned as it is.
+    """Return the operator of Bagua that does what torch's ``op`` does; one of Bagua's is returned
+    as it is.
 
     Raises:
         ValueError: Bagua has no such operator.
@@ -29,18 +30,24 @@ def torch_reduce_op_to_bagua(op: Any) -> ReduceOp:
     """
     if isinstance(op, ReduceOp):
         return op
-    if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):  # both compare equal to numbers, which mean something else
+    # both compare equal to numbers, which mean something else
+    if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
         for known in ReduceOp:
             if op == getattr(dist.ReduceOp, known.name):
                 return known
-    raise ValueError(f"op={op!r} must be one of torch.distributed.ReduceOp's {', '.join(known.name for known in ReduceOp)}")
+    raise ValueError(
+        f"op={op!r} must be one of torch.distributed.ReduceOp's"
+        f" {', '.join(known.name for known in ReduceOp)}"
+    )
 
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Tensor:
-    """Return ``tensor`` combined over all ranks; ``tensor`` stays, and gradients flow back to every rank's.
+    """Return ``tensor`` combined over all ranks; ``tensor`` stays, and gradients flow back to every
+    rank's.
 
-    With y = sum of x over ranks, every rank's loss depends on every rank's x: the gradient of x is the sum over ranks of the
-    gradients of y (of the mean: the mean). So each rank's backward is collective, too.
+    With y = sum of x over ranks, every rank's loss depends on every rank's x: the gradient of x is
+    the sum over ranks of the gradients of y (of the mean: the mean). So each rank's backward is
+    collective, too.
 
     Args:
         tensor: of the same shape and dtype on all ranks.
@@ -62,7 +69,8 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -
     bagua_op = torch_reduce_op_to_bagua(op)
     if tensor.requires_grad and torch.is_grad_enabled() and bagua_op not in _DIFFERENTIABLE:
         raise NotImplementedError(
-            f"op={bagua_op.name} has no gradient here; use SUM or AVG, or all_reduce(tensor.detach(), op={bagua_op.name})"
+            f"op={bagua_op.name} has no gradient here; use SUM or AVG, or"
+            f" all_reduce(tensor.detach(), op={bagua_op.name})"
         )
     return _apply(bagua_op, to_bagua_process_group(group), tensor)
 
@@ -73,7 +81,9 @@ def _apply(op: ReduceOp, group: BaguaProcessGroup, tensor: Tensor) -> Tensor:
 
 
 class _AllReduce(Function):
-    """SUM and AVG are their own derivatives' transposes, so backward is the same all-reduce, differentiable again."""
+    """SUM and AVG are their own derivatives' transposes, so backward is the same all-reduce,
+    differentiable again.
+    """
 
     @staticmethod
     def forward(ctx: Any, op: ReduceOp, group: BaguaProcessGroup, tensor: Tensor) -> Tensor:

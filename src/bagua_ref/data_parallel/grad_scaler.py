@@ -18,16 +18,19 @@ class GradScaler(torch.amp.GradScaler):
 
     found_inf <- maximum over the ranks of found_inf
 
-    Under algorithms that need equally many optimizer steps on all ranks but leave gradients local, such as
-    low_precision_decentralized, a step is skipped on all ranks if gradients overflow on any; so the scale stays equal, too. That
-    takes one small message to each other rank per step. Where ranks have equal gradients (gradient_allreduce, bytegrad, qadam) or
-    may take different steps (decentralized, async), this is torch's GradScaler. It finds the trainings through the optimizer's
-    parameters.
+    Under algorithms that need equally many optimizer steps on all ranks but leave gradients local,
+    such as low_precision_decentralized, a step is skipped on all ranks if gradients overflow on
+    any; so the scale stays equal, too. That takes one small message to each other rank per step.
+    Where ranks have equal gradients (gradient_allreduce, bytegrad, qadam) or may take different
+    steps (decentralized, async), this is torch's GradScaler. It finds the trainings through the
+    optimizer's parameters.
 
-    Inside `bagua_ref.join` it must be among the ``joinables``, so that ranks that run out of batches take over its scale.
+    Inside `bagua_ref.join` it must be among the ``joinables``, so that ranks that run out of
+    batches take over its scale.
 
-    Its arguments are those of ``torch.amp.GradScaler``: ``device`` ("cuda" or "cpu"), ``init_scale``, ``growth_factor``,
-    ``backoff_factor``, ``growth_interval`` (in steps) and ``enabled``.
+    Its arguments are those of ``torch.amp.GradScaler``: ``device`` ("cuda" or "cpu"),
+    ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval`` (in steps) and
+    ``enabled``.
 
     >>> import bagua_ref
     >>> bagua_ref.init_process_group()
@@ -43,15 +46,19 @@ class GradScaler(torch.amp.GradScaler):
     Source: ``torch.amp.GradScaler``.
     """
 
-    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
-        """As torch's, which finds overflows for both of its ways to step; they become those of all ranks."""
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> dict[torch.device, torch.Tensor]:
+        """As torch's, which finds overflows for both of its ways to step; they become those of all
+        ranks.
+        """
         found_inf = super()._unscale_grads_(optimizer, *args, **kwargs)
         for training in _trainings(optimizer):
             rounds, algorithm = training.rounds, training.bagua_algorithm
             if rounds.joining is not None and self not in rounds.joining.others:
                 raise RuntimeError(
-                    "a GradScaler used inside join() must be among its joinables, so that ranks without batches take over its "
-                    "scale: join([model, scaler])"
+                    "a GradScaler used inside join() must be among its joinables, so that ranks"
+                    " without batches take over its scale: join([model, scaler])"
                 )
             if not algorithm.steps_together or algorithm.replicas_are_equal:
                 continue
@@ -65,4 +72,6 @@ class GradScaler(torch.amp.GradScaler):
 def _trainings(optimizer: torch.optim.Optimizer) -> list[ModuleTraining]:
     """Return the trainings of the optimizer's parameters."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return list(dict.fromkeys(training for parameter in parameters for training in trainings_of(parameter)))
+    return list(
+        dict.fromkeys(training for parameter in parameters for training in trainings_of(parameter))
+    )

@@ -1,4 +1,6 @@
-"""Guards of a training: against a second reduction, new parameters, and optimizer steps on gradients that were not communicated."""
+"""Guards of a training: against a second reduction, new parameters, and optimizer steps on
+gradients that were not communicated.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 class StepGuard:
-    """Record of the gradients since each optimizer's last step: synchronized ones, and ones that bypassed communication.
+    """Record of the gradients since each optimizer's last step: synchronized ones, and ones that
+    bypassed communication.
 
-    Between `watch` and `unwatch` it checks the steps of all optimizers that hold the module's parameters, also of those that were
-    not passed when the module was wrapped.
+    Between `watch` and `unwatch` it checks the steps of all optimizers that hold the module's
+    parameters, also of those that were not passed when the module was wrapped.
 
     Args:
         training: of the module; held weakly.
@@ -44,11 +47,15 @@ class StepGuard:
         self._module_name, self._world = training.bagua_module_name, training.world
         self.known = frozenset(training.bagua_optimizers)
         self._since = {optimizer: _Since() for optimizer in (None, *training.bagua_optimizers)}
-        """Events since each optimizer's last step; under None, of one that was not passed when wrapping."""
+        """Events since each optimizer's last step; under None, of one that was not passed when
+        wrapping.
+        """
         self._parameters: frozenset[int] = frozenset()
         """The ids of the module's parameters."""
         self.unstepped: set[torch.optim.Optimizer | None] = set()
-        """The optimizers whose steps have yet to follow a training forward pass; if none is known, None for a backward pass."""
+        """The optimizers whose steps have yet to follow a training forward pass; if none is known,
+        None for a backward pass.
+        """
         self._communicates = self._stepping = False
         self.before = _Since()
         """Events before the last step, or if gradients came from the step's own closure, in it."""
@@ -57,7 +64,9 @@ class StepGuard:
         """Check the steps of all optimizers from now on."""
         training = self._training()
         assert training is not None, "it is being wrapped"
-        self._parameters = frozenset(id(whole(parameter)) for _, parameter in training.bagua_build_params())
+        self._parameters = frozenset(
+            id(whole(parameter)) for _, parameter in training.bagua_build_params()
+        )
         _watch.add(self, id(self._world))
 
     def unwatch(self) -> None:
@@ -80,7 +89,9 @@ class StepGuard:
         self.unstepped.discard(None)
 
     def bypassed(self, reason: str, parameter: torch.Tensor) -> None:
-        """Note a gradient of ``parameter`` that bypassed communication unintentionally, and the reason."""
+        """Note a gradient of ``parameter`` that bypassed communication unintentionally, and the
+        reason.
+        """
         for since in self._since.values():
             since.gradients = True
             since.bypassed = reason, parameter, parameter.grad
@@ -89,29 +100,35 @@ class StepGuard:
         """Check a step that is about to begin, of an optimizer that has parameters of the module.
 
         Args:
-            optimizer: one that was not passed when wrapping, unless it steps inside a backward pass.
+            optimizer: one that was not passed when wrapping, unless it steps inside a backward
+                pass.
             inside: whether it steps inside a backward pass.
 
         Raises:
-            RuntimeError: it steps inside a backward pass, or the algorithm must know it, or as `before_step`.
+            RuntimeError: it steps inside a backward pass, or the algorithm must know it, or as
+                `before_step`.
         """
         who = type(optimizer).__name__
         if inside:
             raise RuntimeError(
-                f"{who} was about to step module {self._module_name!r} inside backward(), as from a hook of a parameter, with "
-                "gradients of this rank alone. Call step() after backward() has returned"
+                f"{who} was about to step module {self._module_name!r} inside backward(), as from a"
+                " hook of a parameter, with gradients of this rank alone. Call step() after"
+                " backward() has returned"
             )
         training = self._training()
-        # A step with lr=0 changes no weights: torch.distributed.checkpoint lets an optimizer make its state by one.
+        # A step with lr=0 changes no weights: torch.distributed.checkpoint lets an optimizer make
+        # its state by one.
         idle = all(group.get("lr") == 0 for group in optimizer.param_groups)
-        if self._stepping or idle or training is None:  # the step of a known optimizer may consist of another one's
+        # the step of a known optimizer may consist of another one's
+        if self._stepping or idle or training is None:
             return
         why = training.bagua_algorithm.why_refused(optimizer)
         if why:
             raise RuntimeError(
-                f"{who} was about to step module {self._module_name!r}, but was not among the optimizers when it was wrapped, and "
-                f"{why}. Call with_bagua() again on every rank, with this optimizer in its list (train(): leave the context, and "
-                "enter another one)"
+                f"{who} was about to step module {self._module_name!r}, but was not among the"
+                f" optimizers when it was wrapped, and {why}. Call with_bagua() again on every"
+                " rank, with this optimizer in its list (train(): leave the context, and enter"
+                " another one)"
             )
         self._since[None].check(optimizer, self._module_name)
         self._since[None] = _Since()
@@ -120,14 +137,18 @@ class StepGuard:
         """Check that ``optimizer`` may step.
 
         Raises:
-            RuntimeError: there are gradients since its last step, and all of them bypassed communication.
+            RuntimeError: there are gradients since its last step, and all of them bypassed
+                communication.
         """
         since = self._since[optimizer]
         since.check(optimizer, self._module_name)
         self._since[optimizer] = _Since()
         self.before, self._stepping = since, True
-        # Without gradients and with lr=0: torch.distributed.checkpoint lets an optimizer make its state by such a step.
-        self._communicates = since.gradients or any(group.get("lr") != 0 for group in optimizer.param_groups)
+        # Without gradients and with lr=0: torch.distributed.checkpoint lets an optimizer make its
+        # state by such a step.
+        self._communicates = since.gradients or any(
+            group.get("lr") != 0 for group in optimizer.param_groups
+        )
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Note the end of a step; return whether it counts as one of the training's."""
@@ -142,7 +163,10 @@ class StepGuard:
 
     def holds_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether ``optimizer`` has parameters of the module."""
-        return any(not self._parameters.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
+        return any(
+            not self._parameters.isdisjoint(map(id, group["params"]))
+            for group in optimizer.param_groups
+        )
 
 
 class TrainedParameters:
@@ -164,7 +188,9 @@ class TrainedParameters:
         reshard(module)
         self._take_stock(module)
         self.named = self._find(module)
-        """Those that need a gradient and are not ignored, by names as in ``named_parameters()``; `LocalShard` of sharded ones."""
+        """Those that need a gradient and are not ignored, by names as in ``named_parameters()``;
+        `LocalShard` of sharded ones.
+        """
         self.shards = {name: shard for name, shard in self.named if isinstance(shard, LocalShard)}
         self._with_strides = [parameter for _, parameter in self.named if parameter.dim() > 1]
         self.note_strides()
@@ -172,10 +198,12 @@ class TrainedParameters:
     def check(self) -> bool:
         """Return whether the module has its trained parameters now.
 
-        It has not in a forward pass with other tensors in their place, as `torch.func.functional_call` runs it.
+        It has not in a forward pass with other tensors in their place, as
+        `torch.func.functional_call` runs it.
 
         Raises:
-            RuntimeError: parameters were added, replaced or unfrozen for good; the message names them.
+            RuntimeError: parameters were added, replaced or unfrozen for good; the message names
+                them.
         """
         if self.shards:  # FSDP2 itself replaces parameters, and refuses later ones
             return True
@@ -186,16 +214,22 @@ class TrainedParameters:
         module = self._module()
         assert module is not None, "its forward is under way"
         known = dict(self.named)
-        held = [tensor for inside in module.modules() for tensor in inside._parameters.values() if tensor is not None]
+        held = [
+            tensor
+            for inside in module.modules()
+            for tensor in inside._parameters.values()
+            if tensor is not None
+        ]
         if are_for_a_call(held):
             return {*map(id, held)}.issuperset(map(id, known.values()))
         new = [name for name, parameter in self._find(module) if known.get(name) is not parameter]
         if new:
             raise RuntimeError(
-                f"{type(module).__name__} was wrapped before {'parameters' if len(new) > 1 else 'parameter'} "
-                f"{', '.join(map(repr, new))} could be trained (added, replaced or unfrozen since), so they would not be "
-                "synchronized. Call with_bagua() again on every rank, or list the names in "
-                "module._bagua_params_and_buffers_to_ignore before wrapping"
+                f"{type(module).__name__} was wrapped before"
+                f" {'parameters' if len(new) > 1 else 'parameter'} {', '.join(map(repr, new))}"
+                " could be trained (added, replaced or unfrozen since), so they would not be"
+                " synchronized. Call with_bagua() again on every rank, or list the names in"
+                " module._bagua_params_and_buffers_to_ignore before wrapping"
             )
         self._take_stock(module)  # what changed is ignored, or frozen
         return True
@@ -205,55 +239,84 @@ class TrainedParameters:
         self._strides = list(map(torch.Tensor.stride, self._with_strides))
 
     def align_gradients(self) -> None:
-        """Give gradients the strides of their parameters, if those have changed between a forward pass and its backward pass."""
+        """Give gradients the strides of their parameters, if those have changed between a forward
+        pass and its backward pass.
+        """
         if self.have_new_strides():
             for parameter in self._with_strides:
                 if parameter.grad is not None:
                     align(parameter.grad, parameter)
 
     def have_new_strides(self) -> bool:
-        """Return whether strides have changed since `note_strides`, as by ``model.to(memory_format=...)``."""
+        """Return whether strides have changed since `note_strides`, as by
+        ``model.to(memory_format=...)``.
+        """
         return list(map(torch.Tensor.stride, self._with_strides)) != self._strides
 
     def check_new_strides(self, algorithm: AlgorithmImpl) -> None:
-        """Raise RuntimeError if ``algorithm`` cannot make buckets for new strides; names a parameter and its strides."""
+        """Raise RuntimeError if ``algorithm`` cannot make buckets for new strides; names a
+        parameter and its strides.
+        """
         if algorithm.takes_new_strides:
             return
         before = dict(zip(self._with_strides, self._strides, strict=True))
-        name, parameter = next((n, p) for n, p in self.named if p in before and p.stride() != before[p])
+        name, parameter = next(
+            (n, p) for n, p in self.named if p in before and p.stride() != before[p]
+        )
         raise RuntimeError(
-            f"parameter {name!r} had strides {before[parameter]} when the module was wrapped and has {parameter.stride()} now, "
-            f"and {type(algorithm).__name__} cannot make new buckets during training. Call with_bagua() again on every rank"
+            f"parameter {name!r} had strides {before[parameter]} when the module was wrapped and"
+            f" has {parameter.stride()} now, and {type(algorithm).__name__} cannot make new buckets"
+            " during training. Call with_bagua() again on every rank"
         )
 
     def _find(self, module: torch.nn.Module) -> list[tuple[str, Parameter]]:
-        sparse = {id(m._parameters.get("weight")): m for m in module.modules() if isinstance(m, _EMBEDDINGS) and m.sparse}
-        found = [(name, stand_in(p)) for name, p in module.named_parameters() if p.requires_grad and name not in self.ignored]
+        sparse = {
+            id(m._parameters.get("weight")): m
+            for m in module.modules()
+            if isinstance(m, _EMBEDDINGS) and m.sparse
+        }
+        found = [
+            (name, stand_in(p))
+            for name, p in module.named_parameters()
+            if p.requires_grad and name not in self.ignored
+        ]
         for name, parameter in found:
             if id(parameter) in sparse:
                 raise NotImplementedError(
-                    f"parameter {name!r} of {sparse[id(parameter)]!r} gets sparse gradients, which cannot be communicated; use "
-                    f"sparse=False or list it in module._bagua_params_and_buffers_to_ignore"
+                    f"parameter {name!r} of {sparse[id(parameter)]!r} gets sparse gradients, which"
+                    " cannot be communicated; use sparse=False or list it in"
+                    " module._bagua_params_and_buffers_to_ignore"
                 )
             if parameter.dtype.is_complex:
                 raise TypeError(
-                    f"parameter {name!r} is {parameter.dtype}, which cannot be trained; make its real view the parameter, "
-                    "nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex(parameter) in forward()"
+                    f"parameter {name!r} is {parameter.dtype}, which cannot be trained; make its"
+                    " real view the parameter, nn.Parameter(torch.view_as_real(weight)), and use"
+                    " torch.view_as_complex(parameter) in forward()"
                 )
         return found
 
     def _take_stock(self, module: torch.nn.Module) -> None:
-        """Remember all parameters and submodules by identity: comparing that takes microseconds, naming them does not."""
+        """Remember all parameters and submodules by identity: comparing that takes microseconds,
+        naming them does not.
+        """
         self._members: list[Collection[Any]] = [
-            members.values() for inside in module.modules() for members in (inside._parameters, inside._modules)
+            members.values()
+            for inside in module.modules()
+            for members in (inside._parameters, inside._modules)
         ]
-        self._kept = list(chain.from_iterable(self._members))  # an id is only another object's once this one is gone
+        # an id is only another object's once this one is gone
+        self._kept = list(chain.from_iterable(self._members))
         self._ids = list(map(id, self._kept))
-        self._frozen = [p for name, p in module.named_parameters() if not p.requires_grad and name not in self.ignored]
+        self._frozen = [
+            p
+            for name, p in module.named_parameters()
+            if not p.requires_grad and name not in self.ignored
+        ]
 
 
 def refuse_both(group: Group) -> None:
-    """Refuse a torch DistributedDataParallel whose forward pass is under way if its group shares ranks with ``group``.
+    """Refuse a torch DistributedDataParallel whose forward pass is under way if its group shares
+    ranks with ``group``.
 
     Raises:
         RuntimeError: they share more than this rank; says which of the two to drop.
@@ -264,7 +327,9 @@ def refuse_both(group: Group) -> None:
 
 
 def refuse_inside(module: torch.nn.Module, group: Group) -> None:
-    """Refuse torch's DistributedDataParallel in ``module``, and as ``module``; errors as `refuse_both`."""
+    """Refuse torch's DistributedDataParallel in ``module``, and as ``module``; errors as
+    `refuse_both`.
+    """
     for inside in module.modules():
         if isinstance(inside, DistributedDataParallel):
             _refuse(inside, group, "inside")
@@ -283,13 +348,19 @@ class _Since:
             self._refuse(optimizer, module_name, *self.bypassed)
 
     def _refuse(
-        self, optimizer: torch.optim.Optimizer, module_name: str, reason: str, parameter: torch.Tensor, gradient: Any
+        self,
+        optimizer: torch.optim.Optimizer,
+        module_name: str,
+        reason: str,
+        parameter: torch.Tensor,
+        gradient: Any,
     ) -> None:
         if parameter.grad is gradient:  # else zero_grad() has dropped it
             raise RuntimeError(
-                f"{type(optimizer).__name__} was about to step module {module_name!r} with gradients of this rank alone: {reason}. "
-                "Call the wrapped module itself, model(x), in training mode for each step; model.no_sync() keeps gradients local "
-                "on purpose"
+                f"{type(optimizer).__name__} was about to step module {module_name!r} with"
+                f" gradients of this rank alone: {reason}. Call the wrapped module itself,"
+                " model(x), in training mode for each step; model.no_sync() keeps gradients local"
+                " on purpose"
             )
 
 
@@ -297,14 +368,18 @@ def _refuse(ddp: DistributedDataParallel, group: Group, where: str) -> None:
     shared = sorted({*group.ranks} & {*dist.get_process_group_ranks(ddp.process_group)})
     if len(shared) > 1:
         raise RuntimeError(
-            f"torch's DistributedDataParallel {where} this module and bagua_ref both reduce over ranks {shared}, so that all "
-            "gradients would travel twice: drop DistributedDataParallel and train the plain module, or drop with_bagua() or "
-            "train() to have DistributedDataParallel reduce alone. Both work only over groups that share no more than one rank"
+            f"torch's DistributedDataParallel {where} this module and bagua_ref both reduce over"
+            f" ranks {shared}, so that all gradients would travel twice: drop"
+            " DistributedDataParallel and train the plain module, or drop with_bagua() or train()"
+            " to have DistributedDataParallel reduce alone. Both work only over groups that share"
+            " no more than one rank"
         )
 
 
 class _StepWatch:
-    """The guards of all modules that are wrapped now; while there are any, torch calls `check` before each optimizer step."""
+    """The guards of all modules that are wrapped now; while there are any, torch calls `check`
+    before each optimizer step.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # the garbage collector may call `discard` anywhere
@@ -315,7 +390,10 @@ class _StepWatch:
     def add(self, guard: StepGuard, world: int) -> None:
         """Let `check` ask ``guard`` about the steps in ``world`` until it is discarded or gone."""
         with self._lock:
-            self._guards[world] = (*self._guards.get(world, ()), weakref.ref(guard, partial(self.discard, world)))
+            self._guards[world] = (
+                *self._guards.get(world, ()),
+                weakref.ref(guard, partial(self.discard, world)),
+            )
             if self._handle is None:
                 self._handle = register_optimizer_step_pre_hook(self.check)
 
@@ -333,12 +411,17 @@ class _StepWatch:
 
     def check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Let the guards of this world check a step."""
-        if is_dynamo_compiling():  # a compiled step of another module's optimizer must not break its graph
+        # a compiled step of another module's optimizer must not break its graph
+        if is_dynamo_compiling():
             return
         inside = inside_backward()
         for ref in self._guards.get(id(current_world()), ()):
             guard = ref()
-            if guard is not None and (inside or optimizer not in guard.known) and guard.holds_parameters(optimizer):
+            if (
+                guard is not None
+                and (inside or optimizer not in guard.known)
+                and guard.holds_parameters(optimizer)
+            ):
                 guard.check_unexpected_step(optimizer, inside)
 
 

@@ -1,4 +1,6 @@
-"""Hooks of a module in training: on its parameters' gradients, and on the graphs behind its outputs (S2.1, S5)."""
+"""Hooks of a module in training: on its parameters' gradients, and on the graphs behind its outputs
+(S2.1, S5).
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,14 @@ __all__ = [
 
 
 class GradientHook(NotCopied):
-    """The hook of a parameter, which marks each gradient ready; ``training`` is the training that the parameter belongs to.
+    """The hook of a parameter, which marks each gradient ready; ``training`` is the training that
+    the parameter belongs to.
 
     It runs for every gradient, so it must be fast.
 
     Args:
-        wrapped: the training, a `bagua_ref.data_parallel.training.ModuleTraining`; held weakly, as the garbage collector
-            cannot see through the C++ part of a parameter.
+        wrapped: the training, a `bagua_ref.data_parallel.training.ModuleTraining`; held weakly, as
+            the garbage collector cannot see through the C++ part of a parameter.
         name: the parameter's name.
     """
 
@@ -53,15 +56,22 @@ class GradientHook(NotCopied):
             self._untraced(parameter)
             return
         wrapped = self.training()
-        if wrapped is not None and (wrapped._in_backward or wrapped._begin_backward(self._name, parameter)):
-            wrapped._backward_hook(self._name, wrapped.shards.get(self._name, parameter) if wrapped.shards else parameter)
+        if wrapped is not None and (
+            wrapped._in_backward or wrapped._begin_backward(self._name, parameter)
+        ):
+            wrapped._backward_hook(
+                self._name,
+                wrapped.shards.get(self._name, parameter) if wrapped.shards else parameter,
+            )
 
     @untraced
     def _untraced(self, parameter: Any) -> None:
         self(parameter)
 
     def add_last(self, parameter: torch.nn.Parameter) -> RemovableHandle:
-        """Register this so that it runs after all other post-accumulate-grad hooks of ``parameter``, also after later ones."""
+        """Register this so that it runs after all other post-accumulate-grad hooks of
+        ``parameter``, also after later ones.
+        """
         before = parameter._post_accumulate_grad_hooks
         if not isinstance(before, _Hooks):
             hooks = _Hooks()
@@ -74,7 +84,9 @@ class GradientHook(NotCopied):
 
 
 def trainings_of(parameter: torch.nn.Parameter) -> list[Any]:
-    """Return each `bagua_ref.data_parallel.training.ModuleTraining` that ``parameter`` takes part in."""
+    """Return each `bagua_ref.data_parallel.training.ModuleTraining` that ``parameter`` takes part
+    in.
+    """
     hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
     found = (hook.training() for hook in hooks if isinstance(hook, GradientHook))
     return [training for training in found if training is not None]
@@ -82,7 +94,8 @@ def trainings_of(parameter: torch.nn.Parameter) -> list[Any]:
 
 @dataclass(eq=False)
 class Reached:
-    """The forward passes that a backward pass has reached; the autograd engine keeps it until the backward pass ends or fails.
+    """The forward passes that a backward pass has reached; the autograd engine keeps it until the
+    backward pass ends or fails.
 
     Attributes:
         synchronized: whether one of them began outside `no_sync`.
@@ -102,43 +115,58 @@ class Reached:
 class ForwardPasses:
     """Whether the forward passes that a backward pass reaches began outside `no_sync`.
 
-    The nodes of the graph behind each output say so when a backward pass comes to them. A backward pass that comes to none of
-    them, as when outputs hide their tensors, is synchronized as by torch's DistributedDataParallel: if it is the first one after a
-    forward pass outside `no_sync`.
+    The nodes of the graph behind each output say so when a backward pass comes to them. A backward
+    pass that comes to none of them, as when outputs hide their tensors, is synchronized as by
+    torch's DistributedDataParallel: if it is the first one after a forward pass outside `no_sync`.
 
     Args:
-        synchronize: called if a backward pass turns out to be synchronized after some of its gradients have arrived, with these.
+        synchronize: called if a backward pass turns out to be synchronized after some of its
+            gradients have arrived, with these.
         synchronizing: whether a backward pass that follows no forward pass is synchronized.
     """
 
-    def __init__(self, synchronize: Callable[[list[tuple[str, Any]]], object], synchronizing: bool) -> None:
+    def __init__(
+        self, synchronize: Callable[[list[tuple[str, Any]]], object], synchronizing: bool
+    ) -> None:
         self._synchronize = weakref.WeakMethod(synchronize)
         self._reach = OwnHook(self.reach)
         self.synchronizing = synchronizing
         """Whether a backward pass that comes to no known node is synchronized."""
         self.awaited = False
-        """Whether no backward pass has been synchronized since the last forward pass outside `no_sync`."""
+        """Whether no backward pass has been synchronized since the last forward pass outside
+        `no_sync`.
+        """
         self._expected = False
         """Whether no gradient has arrived since the last forward pass."""
         self._first_run: bool | None = None
-        """Whether the last forward pass, if it had gradients disabled, began outside `no_sync`; None after its first gradient."""
+        """Whether the last forward pass, if it had gradients disabled, began outside `no_sync`;
+        None after its first gradient.
+        """
         self._reached: Callable[[], Reached | None] = lambda: None
         self.is_functional = False
-        """Whether the last forward pass had other tensors in place of parameters, as of `torch.func.functional_call`.
+        """Whether the last forward pass had other tensors in place of parameters, as of
+        `torch.func.functional_call`.
 
-        Only a backward pass shows whether it is part of training: if it reaches parameters, as that of MAML's outer loss.
+        Only a backward pass shows whether it is part of training: if it reaches parameters, as that
+        of MAML's outer loss.
         """
         self._functional: bool | None = None
-        """Whether a functional forward pass since the last step began outside `no_sync`; None: there was none."""
+        """Whether a functional forward pass since the last step began outside `no_sync`; None:
+        there was none.
+        """
 
     @property
     def reached(self) -> Reached | None:
-        """The forward passes that the backward pass under way has reached; None: none yet, or there is no backward pass."""
+        """The forward passes that the backward pass under way has reached; None: none yet, or there
+        is no backward pass.
+        """
         reached = self._reached()
         return None if reached is None or reached.over else reached
 
     def begin(self, synchronized: bool, in_backward: bool) -> None:
-        """Note the beginning of a forward pass, outside `no_sync` or not, or of a backward pass that stands in for one."""
+        """Note the beginning of a forward pass, outside `no_sync` or not, or of a backward pass
+        that stands in for one.
+        """
         self._expected, self._first_run, self._functional = not in_backward, None, None
         if synchronized:
             self.synchronizing = self.awaited = True
@@ -146,7 +174,9 @@ class ForwardPasses:
             self.synchronizing = False
 
     def begin_without_gradients(self, synchronized: bool) -> None:
-        """Note the beginning of a forward pass with gradients disabled, outside `no_sync` or not."""
+        """Note the beginning of a forward pass with gradients disabled, outside `no_sync` or
+        not.
+        """
         self._first_run = synchronized
 
     def begin_functional(self, synchronized: bool) -> None:
@@ -154,14 +184,18 @@ class ForwardPasses:
         self._functional = bool(self._functional) or synchronized
 
     def forget_functional(self) -> bool | None:
-        """Forget the functional forward passes; return whether one of them began outside `no_sync`, None if there were none."""
+        """Forget the functional forward passes; return whether one of them began outside `no_sync`,
+        None if there were none.
+        """
         synchronized, self._functional = self._functional, None
         return synchronized
 
     def gradient_arrives(self) -> bool | None:
-        """Note a gradient; if it belongs to a forward pass that had gradients disabled, return whether that was outside `no_sync`.
+        """Note a gradient; if it belongs to a forward pass that had gradients disabled, return
+        whether that was outside `no_sync`.
 
-        Only the first run of a reentrant checkpoint around the module is such a forward pass: no other one comes before it.
+        Only the first run of a reentrant checkpoint around the module is such a forward pass: no
+        other one comes before it.
         """
         expected, self._expected = self._expected, False
         if self.reached is not None:
@@ -170,7 +204,9 @@ class ForwardPasses:
         return None if expected else first_run
 
     def end(self, output: Any, synchronized: bool) -> None:
-        """Mark the graph behind the ``output`` of a forward pass, unless it is functional or in a transform."""
+        """Mark the graph behind the ``output`` of a forward pass, unless it is functional or in a
+        transform.
+        """
         if self.is_functional or peek_interpreter_stack() is not None:
             return
         mark = partial(self._reach, synchronized)
@@ -179,7 +215,9 @@ class ForwardPasses:
                 tensor.grad_fn.register_prehook(mark)
 
     def reach(self, synchronized: bool, gradients: Any) -> None:
-        """Note that the backward pass under way has come to the output of a forward pass: a hook of the nodes behind it."""
+        """Note that the backward pass under way has come to the output of a forward pass: a hook of
+        the nodes behind it.
+        """
         reached = self.reached
         if reached is None:
             reached = Reached()
@@ -193,22 +231,27 @@ class ForwardPasses:
 
 
 def trains(module: torch.nn.Module) -> bool:
-    """Return whether a forward pass of ``module`` that begins now may be part of a training step."""
-    # Activation checkpointing repeats forward passes; torch.export runs one with stand-ins for the parameters.
+    """Return whether a forward pass of ``module`` that begins now may be part of a training
+    step.
+    """
+    # Activation checkpointing repeats forward passes; torch.export runs one with stand-ins for the
+    # parameters.
     return module.training and not inside_backward() and not torch.compiler.is_compiling()
 
 
 def call_after_backward(callback: Callable[[], object]) -> None:
     """Call ``callback`` at the end of the outermost backward pass under way.
 
-    A reentrant checkpoint runs a backward pass inside another one: a node of the outer one is still being evaluated at its end, so
-    the call waits until that node is done.
+    A reentrant checkpoint runs a backward pass inside another one: a node of the outer one is still
+    being evaluated at its end, so the call waits until that node is done.
     """
     torch.autograd.Variable._execution_engine.queue_callback(partial(_graph_task_ended, callback))
 
 
 def are_for_a_call(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether ``tensors``, a module's parameters in the forward pass under way, are there for this call only."""
+    """Return whether ``tensors``, a module's parameters in the forward pass under way, are there
+    for this call only.
+    """
     if not all(isinstance(tensor, torch.nn.Parameter) for tensor in tensors):
         return True  # modules take nothing but parameters for good
     frame: FrameType | None = sys._getframe()
@@ -227,12 +270,15 @@ def _graph_task_ended(callback: Callable[[], object]) -> None:
 
 
 class _Hooks(NotCopied, OrderedDict):  # type: ignore[type-arg]
-    """The post-accumulate-grad hooks of a parameter in the order in which torch runs them: each `GradientHook` after the others."""
+    """The post-accumulate-grad hooks of a parameter in the order in which torch runs them: each
+    `GradientHook` after the others.
+    """
 
     def __setitem__(self, key: int, hook: Any) -> None:
         super().__setitem__(key, hook)
         if not isinstance(hook, GradientHook):
-            # torch goes through the dictionary that an OrderedDict is, whose order move_to_end does not change.
+            # torch goes through the dictionary that an OrderedDict is, whose order move_to_end does
+            # not change.
             for own in [known for known, other in self.items() if isinstance(other, GradientHook)]:
                 super().__setitem__(own, self.pop(own))
 

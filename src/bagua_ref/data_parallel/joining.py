@@ -1,4 +1,6 @@
-"""Training on uneven data: ranks that have run out of batches take part in the rounds of the others."""
+"""Training on uneven data: ranks that have run out of batches take part in the rounds of the
+others.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +30,32 @@ def join(
 ) -> Iterator[None]:
     """Train wrapped modules in this context though ranks may have different numbers of batches.
 
-    A rank that leaves the context takes part in the rounds of the others, without data, until all have left. Algorithms that keep
-    replicas equal then give every rank the weights, buffers (as far as they are broadcast), optimizer state and counters of a rank
-    that came last; others only the counters. Every rank of the modules' groups enters and leaves. The page "Uneven data" says what
+    A rank that leaves the context takes part in the rounds of the others, without data, until all
+    have left. Algorithms that keep replicas equal then give every rank the weights, buffers (as far
+    as they are broadcast), optimizer state and counters of a rank that came last; others only the
+    counters. Every rank of the modules' groups enters and leaves. The page "Uneven data" says what
     each algorithm does.
 
     Args:
-        joinables: wrapped modules, in the same order on all ranks. Other objects with ``state_dict()`` and ``load_state_dict()``,
-            such as a GradScaler, a learning rate scheduler, or an optimizer that was not passed when wrapping, are taken over
-            from the last rank of the first module, too.
+        joinables: wrapped modules, in the same order on all ranks. Other objects with
+            ``state_dict()`` and ``load_state_dict()``, such as a GradScaler, a learning rate
+            scheduler, or an optimizer that was not passed when wrapping, are taken over from the
+            last rank of the first module, too.
         enable: False: this context does nothing.
-        throw_on_early_termination: as soon as one rank leaves before the others, raise a RuntimeError on all of them.
-        divide_by_initial_world_size: means are over all ranks, of which those without batches contribute zeros; False: over those
-            that have batches. Algorithms that average weights take True only, qadam takes False only.
+        throw_on_early_termination: as soon as one rank leaves before the others, raise a
+            RuntimeError on all of them.
+        divide_by_initial_world_size: means are over all ranks, of which those without batches
+            contribute zeros; False: over those that have batches. Algorithms that average weights
+            take True only, qadam takes False only.
 
     Raises:
-        NotImplementedError: the algorithm, or a layer of the module, cannot train with ranks without batches; says why.
-        ValueError: no wrapped module among ``joinables``, one of them twice, or a ``divide_by_initial_world_size`` that the
-            algorithm does not take.
+        NotImplementedError: the algorithm, or a layer of the module, cannot train with ranks
+            without batches; says why.
+        ValueError: no wrapped module among ``joinables``, one of them twice, or a
+            ``divide_by_initial_world_size`` that the algorithm does not take.
         TypeError: something else among ``joinables``.
-        RuntimeError: a module is in such a context already, or was wrapped again in this one; or, with
-            ``throw_on_early_termination``, ranks have different numbers of batches.
+        RuntimeError: a module is in such a context already, or was wrapped again in this one; or,
+            with ``throw_on_early_termination``, ranks have different numbers of batches.
         CommunicationError: ranks disagree, or one has failed or left the context by an exception.
 
     >>> import bagua_ref
@@ -67,11 +74,15 @@ def join(
     trainings, others = _sorted(joinables)
     if any(training.shards for training in trainings):
         raise NotImplementedError(
-            "what fully_shard (FSDP2) has sharded cannot train inside join(): its forward passes need all ranks of the node. "
-            "Give all ranks equally many batches"
+            "what fully_shard (FSDP2) has sharded cannot train inside join(): its forward passes"
+            " need all ranks of the node. Give all ranks equally many batches"
         )
     options = bool(divide_by_initial_world_size), bool(throw_on_early_termination)
-    joinings = [Joining(training, *options, others) for training in trainings if training.bagua_algorithm.check_join(options[0])]
+    joinings = [
+        Joining(training, *options, others)
+        for training in trainings
+        if training.bagua_algorithm.check_join(options[0])
+    ]
     for place, joining in enumerate(joinings):
         joining.begin(takes_others=place == 0)
     try:
@@ -91,7 +102,9 @@ def join(
 
 
 def _follow(joinings: Sequence[Joining]) -> None:
-    """Let each joining that is under way follow the ranks that have batches; several of them at once, on threads of their own."""
+    """Let each joining that is under way follow the ranks that have batches; several of them at
+    once, on threads of their own.
+    """
     joinings = [joining for joining in joinings if joining.under_way]
     if len(joinings) < 2:
         for joining in joinings:
@@ -107,7 +120,8 @@ def _follow(joinings: Sequence[Joining]) -> None:
 
     world = joinings[0].training.world
     threads = [world.spawn(partial(follow, joining), "bagua_ref join") for joining in joinings]
-    with world.waiting_for_own_thread(lambda reason: None):  # the threads' own waits are interrupted
+    # the threads' own waits are interrupted
+    with world.waiting_for_own_thread(lambda reason: None):
         for thread in threads:
             thread.join()
     if errors:
@@ -131,7 +145,9 @@ class Joining:
         RuntimeError: the module is in another one.
     """
 
-    def __init__(self, training: ModuleTraining, all_count: bool, throws: bool, others: Sequence[Any]) -> None:
+    def __init__(
+        self, training: ModuleTraining, all_count: bool, throws: bool, others: Sequence[Any]
+    ) -> None:
         self.training, self.others = training, others
         self._all_count, self._throws = all_count, throws
         self._shadowed = 0
@@ -140,11 +156,14 @@ class Joining:
         for name, layer in training.module.named_modules():
             if isinstance(layer, torch.nn.SyncBatchNorm):
                 raise NotImplementedError(
-                    f"layer {name!r} is a SyncBatchNorm, which communicates in each forward pass, and a rank without batches runs "
-                    "none. Use BatchNorm inside join()"
+                    f"layer {name!r} is a SyncBatchNorm, which communicates in each forward pass,"
+                    " and a rank without batches runs none. Use BatchNorm inside join()"
                 )
         if training.rounds.joining is not None:
-            raise RuntimeError(f"module {training.bagua_module_name!r} is inside join() already; leave that context first")
+            raise RuntimeError(
+                f"module {training.bagua_module_name!r} is inside join() already; leave that"
+                " context first"
+            )
 
     @property
     def number(self) -> int:
@@ -157,7 +176,9 @@ class Joining:
         return self.training.rounds.joining is self
 
     def begin(self, takes_others: bool) -> None:
-        """Let the ranks say in each round whether they have batches; at the end, take over the state of ``others``, too, or not."""
+        """Let the ranks say in each round whether they have batches; at the end, take over the
+        state of ``others``, too, or not.
+        """
         self._takes_others = takes_others
         self.training.rounds.joining = self
 
@@ -173,17 +194,22 @@ class Joining:
         if training.bagua_algorithm.average and not self._all_count:
             share = (len(announced.active) + len(announced.joined)) / len(announced.active)
             for bucket in training.bagua_buckets:
-                torch._foreach_mul_([tensor.detach() for tensor in bucket.effective_tensors()], share)
+                torch._foreach_mul_(
+                    [tensor.detach() for tensor in bucket.effective_tensors()], share
+                )
         if self._throws:
             self._end_early(announced)
             self.raise_if_early()
 
     def follow(self) -> None:
-        """Take part in the rounds of ranks that have batches until none has; then take over what this rank has missed."""
+        """Take part in the rounds of ranks that have batches until none has; then take over what
+        this rank has missed.
+        """
         training = self.training
         if context_of(training.module) is not training:
             raise RuntimeError(
-                f"module {training.bagua_module_name!r} was wrapped again or resynchronized inside join(); leave the context first"
+                f"module {training.bagua_module_name!r} was wrapped again or resynchronized inside"
+                " join(); leave the context first"
             )
         while (announced := training.rounds.shadow()).active:
             if announced.act == BUFFERS:
@@ -198,7 +224,9 @@ class Joining:
         self._take_over()
 
     def _take_over(self) -> None:
-        """End; if ranks had no batch in some rounds, let them take over the state of one that had a batch in all. Collective."""
+        """End; if ranks had no batch in some rounds, let them take over the state of one that had a
+        batch in all. Collective.
+        """
         self._share_state()
         self.training.rounds.joining = None
 
@@ -214,7 +242,9 @@ class Joining:
             return
         if algorithm.replicas_are_equal:
             named = training.module.named_parameters()
-            parameters = [parameter for name, parameter in named if name not in training.parameters_to_ignore]
+            parameters = [
+                parameter for name, parameter in named if name not in training.parameters_to_ignore
+            ]
             share_state(parameters, training.bagua_optimizers, comm, source)
         counters = comm.broadcast_object(algorithm.counters(), source)
         if comm.rank() != source:
@@ -238,8 +268,8 @@ class Joining:
     def _end_early(self, announced: Announced) -> None:
         ranks = [self.training.process_group.ranks[rank] for rank in announced.joined]
         self.ended_early = (
-            f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} no more batches, which ends training on all ranks, as "
-            "join(throw_on_early_termination=True) asks for"
+            f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} no more batches, which"
+            " ends training on all ranks, as join(throw_on_early_termination=True) asks for"
         )
         self._take_over()
 
@@ -247,22 +277,33 @@ class Joining:
 def _sorted(joinables: Sequence[Any]) -> tuple[list[ModuleTraining], list[Any]]:
     """Return the trainings of the modules among ``joinables``, and the other objects."""
     if not isinstance(joinables, (list, tuple)):
-        raise TypeError(f"joinables={joinables!r} must be a list of wrapped modules, and of objects with a state")
+        raise TypeError(
+            f"joinables={joinables!r} must be a list of wrapped modules, and of objects with a"
+            " state"
+        )
     trainings: list[ModuleTraining] = []
     others: list[Any] = []
     for joinable in joinables:
         if isinstance(joinable, torch.nn.Module):
             inside = getattr(joinable, "module", None)
-            training = context_of(joinable) or (context_of(inside) if isinstance(inside, torch.nn.Module) else None)
+            training = context_of(joinable) or (
+                context_of(inside) if isinstance(inside, torch.nn.Module) else None
+            )
             if training is None:
-                raise ValueError(f"joinables hold a {type(joinable).__name__} that is not wrapped; call with_bagua() first")
+                raise ValueError(
+                    f"joinables hold a {type(joinable).__name__} that is not wrapped; call"
+                    " with_bagua() first"
+                )
             if training in trainings:
                 raise ValueError(f"joinables hold module {training.bagua_module_name!r} twice")
             trainings.append(training)
         elif hasattr(joinable, "state_dict") and hasattr(joinable, "load_state_dict"):
             others.append(joinable)
         else:
-            raise TypeError(f"joinables hold {joinable!r}, which is neither a wrapped module nor an object with a state_dict()")
+            raise TypeError(
+                f"joinables hold {joinable!r}, which is neither a wrapped module nor an object with"
+                " a state_dict()"
+            )
     if not trainings:
         raise ValueError(f"joinables={joinables!r} must hold at least one wrapped module")
     return trainings, others

@@ -1,4 +1,6 @@
-"""Assignment of parameters to buckets, broadcast of buffers, and parameters that no rank's backward pass reaches (S2.1, S2.5)."""
+"""Assignment of parameters to buckets, broadcast of buffers, and parameters that no rank's backward
+pass reaches (S2.1, S2.5).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ _ORDER = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Buffers:
-    """A module's buffers and, if they are broadcast, connections for that: the training thread must not use the worker's.
+    """A module's buffers and, if they are broadcast, connections for that: the training thread must
+    not use the worker's.
 
     Args:
         module: the module; held weakly, and it may replace its buffers at any time.
@@ -38,7 +41,9 @@ class Buffers:
         group: a group of their own; None if there is nothing to broadcast.
     """
 
-    def __init__(self, module: torch.nn.Module, ignored: Collection[str], group: Group, wanted: bool) -> None:
+    def __init__(
+        self, module: torch.nn.Module, ignored: Collection[str], group: Group, wanted: bool
+    ) -> None:
         self._module, self._ignored, self._wanted = weakref.ref(module), ignored, wanted
         self.group = group.sibling() if self.are_broadcast() and len(group.ranks) > 1 else None
         if self.group is not None:
@@ -51,8 +56,11 @@ class Buffers:
     def broadcast(self, source: int, meter: Meter) -> None:
         """Give every rank the buffers of rank ``source`` of the group. Collective."""
         assert self.group is not None, "are_broadcast() is True, and there are other ranks"
-        # Autograd must not take this for a change by the user to a saved buffer: data has no version.
-        buffers = [buffer.data for buffer in self._current() if not is_functorch_wrapped_tensor(buffer)]
+        # Autograd must not take this for a change by the user to a saved buffer: data has no
+        # version.
+        buffers = [
+            buffer.data for buffer in self._current() if not is_functorch_wrapped_tensor(buffer)
+        ]
         with meter.timing("wait_seconds"):
             broadcast_coalesced(buffers, source, self.group.get_global_communicator())
 
@@ -68,15 +76,17 @@ class Buffers:
 
 
 class UnusedParameters:
-    """The parameters that backward passes have reached since the last synchronized round, and the others' gradients before it.
+    """The parameters that backward passes have reached since the last synchronized round, and the
+    others' gradients before it.
 
     Args:
         training: the training; held weakly.
-        group: its ranks, for these messages alone: when a rank's backward pass has ended, the worker's connections are busy with
-            buckets, with other ones on each rank.
+        group: its ranks, for these messages alone: when a rank's backward pass has ended, the
+            worker's connections are busy with buckets, with other ones on each rank.
 
     Attributes:
-        reached: the names of parameters that a backward pass of this rank has reached since the last synchronized round.
+        reached: the names of parameters that a backward pass of this rank has reached since the
+            last synchronized round.
         group: as given.
     """
 
@@ -85,13 +95,17 @@ class UnusedParameters:
         self.group = group
         self.reached: set[str] = set()
         self._set_aside: list[tuple[Any, tuple[torch.Tensor, torch.Tensor] | None]] = []
-        """Parameters that no rank reached, with the gradient of each and a copy of it; None where there is no gradient."""
+        """Parameters that no rank reached, with the gradient of each and a copy of it; None where
+        there is no gradient.
+        """
         self._leave_alone: Callable[[], None] | None = None
         group.get_global_communicator()  # all ranks connect now, in the same order
         if training.bagua_algorithm.agrees_in_nodes:
             group.get_intra_node_communicator()
 
-    def noting(self, hook: Callable[[str, torch.nn.Parameter], object]) -> Callable[[str, torch.nn.Parameter], object]:
+    def noting(
+        self, hook: Callable[[str, torch.nn.Parameter], object]
+    ) -> Callable[[str, torch.nn.Parameter], object]:
         """Return a backward hook that notes the parameter and calls ``hook``."""
         reached = self.reached
 
@@ -102,13 +116,21 @@ class UnusedParameters:
         return noted
 
     def agree(self) -> None:
-        """Set the gradients of parameters aside that no rank has reached, so that they count as zero in the round. Collective."""
+        """Set the gradients of parameters aside that no rank has reached, so that they count as
+        zero in the round. Collective.
+        """
         training = self._training
         parameters = training.bagua_build_params()
         reached = self._on_any_rank([name in self.reached for name, _ in parameters])
         self.reached.clear()
-        unused = [parameter for (_, parameter), is_reached in zip(parameters, reached, strict=True) if not is_reached]
-        self._set_aside = [(p, None if p.grad is None else (p.grad, p.grad.detach().clone())) for p in unused]
+        unused = [
+            parameter
+            for (_, parameter), is_reached in zip(parameters, reached, strict=True)
+            if not is_reached
+        ]
+        self._set_aside = [
+            (p, None if p.grad is None else (p.grad, p.grad.detach().clone())) for p in unused
+        ]
         for parameter in unused:
             parameter.grad = None
         self._leave_alone = training.bagua_algorithm.leave_alone(unused) if unused else None
@@ -119,7 +141,9 @@ class UnusedParameters:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the gradients back that were set aside, after the round, except where an error memory has delivered something."""
+        """Put the gradients back that were set aside, after the round, except where an error memory
+        has delivered something.
+        """
         delivers = self._training.bagua_algorithm.delivers_error_memory
         for parameter, before in self._set_aside:
             if delivers and parameter.grad.any():
@@ -129,7 +153,8 @@ class UnusedParameters:
                 parameter.grad = None
             else:
                 parameter.grad = before[0]
-                before[0].detach().copy_(before[1])  # it may lie in the bucket, which the round has written to
+                # it may lie in the bucket, which the round has written to
+                before[0].detach().copy_(before[1])
         if self._leave_alone is not None:
             self._leave_alone()
         self._set_aside, self._leave_alone = [], None
@@ -139,11 +164,16 @@ class UnusedParameters:
         algorithm = self._training.bagua_algorithm
         group = self.group
         comm: Communicator = (
-            group.get_intra_node_communicator() if algorithm.round_stays_in_node else group.get_global_communicator()
+            group.get_intra_node_communicator()
+            if algorithm.round_stays_in_node
+            else group.get_global_communicator()
         )
         if comm.nranks() == 1:
             return list(bits)
-        note = [sum(bit << place for place, bit in enumerate(bits[start : start + _BITS])) for start in range(0, len(bits), _BITS)]
+        note = [
+            sum(bit << place for place, bit in enumerate(bits[start : start + _BITS]))
+            for start in range(0, len(bits), _BITS)
+        ]
         engine = self._training.engine
         try:
             with engine.meter.timing("wait_seconds"):
@@ -151,13 +181,18 @@ class UnusedParameters:
         except CommunicationError:
             engine.wait_pending_comm_ops()  # if the worker has failed, too, its error says more
             raise
-        return [any(words[place // _BITS] >> place % _BITS & 1 for words in notes) for place in range(len(bits))]
+        return [
+            any(words[place // _BITS] >> place % _BITS & 1 for words in notes)
+            for place in range(len(bits))
+        ]
 
 
 def split_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
-    """Return ``tensors`` by dtype (bf16, f16, f32, f64), then device by first appearance, cut into buckets (S2.1).
+    """Return ``tensors`` by dtype (bf16, f16, f32, f64), then device by first appearance, cut into
+    buckets (S2.1).
 
-    A bucket is closed as soon as it holds ``bucket_bytes`` or more, and at every change of dtype or device.
+    A bucket is closed as soon as it holds ``bucket_bytes`` or more, and at every change of dtype or
+    device.
 
     Raises:
         TypeError: a dtype that cannot be trained.
@@ -167,7 +202,10 @@ def split_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[lis
     """
     for tensor in tensors:
         if tensor.dtype not in _ORDER:
-            raise TypeError(f"tensors of {tensor.dtype} cannot be trained; allowed are {', '.join(map(str, _ORDER))}")
+            raise TypeError(
+                f"tensors of {tensor.dtype} cannot be trained; allowed are"
+                f" {', '.join(map(str, _ORDER))}"
+            )
     devices = list(dict.fromkeys(tensor.device for tensor in tensors))
     buckets: list[list[Tensor]] = []
     for dtype in _ORDER:
@@ -194,12 +232,18 @@ def refuse_what_cannot_be_flat(module: torch.nn.Module) -> None:
         if kind == "DTensor":
             continue  # `check_sharded` judges it
         if kind == "UninitializedTensor" or hasattr(parameter, "materialize"):
-            raise ValueError(f"parameter {name!r} is not initialized yet; call the module once before wrapping it")
+            raise ValueError(
+                f"parameter {name!r} is not initialized yet; call the module once before"
+                " wrapping it"
+            )
         if kind != "Tensor":
-            raise NotImplementedError(f"parameter {name!r} is a {kind}, which cannot be put into a bucket; only plain tensors can")
+            raise NotImplementedError(
+                f"parameter {name!r} is a {kind}, which cannot be put into a bucket; only plain"
+                " tensors can"
+            )
     for name, inside in module.named_modules():
         if "FullyShardedDataParallel" in (base.__name__ for base in type(inside).__mro__):
             raise NotImplementedError(
-                f"{'module.' + name if name else 'module'} is a FullyShardedDataParallel, which communicates by itself; wrap the "
-                "module without it"
+                f"{'module.' + name if name else 'module'} is a FullyShardedDataParallel, which"
+                " communicates by itself; wrap the module without it"
             )

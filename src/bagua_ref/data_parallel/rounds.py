@@ -1,6 +1,8 @@
-"""Rounds of communication that begin only if all ranks agree: the only place that compares ranks during training.
+"""Rounds of communication that begin only if all ranks agree: the only place that compares ranks
+during training.
 
-Each rank sends each other one small message about what it is about to do. Once a round has failed, none begins any more.
+Each rank sends each other one small message about what it is about to do. Once a round has failed,
+none begins any more.
 """
 
 from __future__ import annotations
@@ -25,10 +27,26 @@ from bagua_ref.observe.meter import Meter, Operation
 from bagua_ref.scheduling.engine import UNSAID, Fact, Round, describe_differences
 from bagua_ref.types import Group
 
-__all__ = ["BUFFERS", "JOINED", "PLAN", "ROUND", "STEP", "AgreedRound", "AgreedRounds", "Announced", "Comparison", "ModuleRounds"]
+__all__ = [
+    "BUFFERS",
+    "JOINED",
+    "PLAN",
+    "ROUND",
+    "STEP",
+    "AgreedRound",
+    "AgreedRounds",
+    "Announced",
+    "Comparison",
+    "ModuleRounds",
+]
 
 JOINED, ROUND, BUFFERS, STEP, PLAN = UNSAID, 0, 1, 2, 3
-_ACTS = ("exchange buckets", "broadcast buffers", "decide whether to skip an optimizer step", "make new buckets")
+_ACTS = (
+    "exchange buckets",
+    "broadcast buffers",
+    "decide whether to skip an optimizer step",
+    "make new buckets",
+)
 _JOINS = tuple(
     f"inside join(divide_by_initial_world_size={divide}, throw_on_early_termination={throw})"
     for divide in (False, True)
@@ -36,18 +54,23 @@ _JOINS = tuple(
 )
 _DIGEST = "{has} weights and optimizer state of checksum {value} after a state was loaded"
 
-_REMEDY = "Call model.bagua_resynchronize() on every rank to go on from the first rank's state, or start again from a checkpoint"
+_REMEDY = (
+    "Call model.bagua_resynchronize() on every rank to go on from the first rank's state, or start"
+    " again from a checkpoint"
+)
 
 
 class Announced(NamedTuple):
     """Announcements of the ranks of a training to each other.
 
     Attributes:
-        act: what those with batches are about to do: `ROUND`, `BUFFERS`, `STEP` or `PLAN`; `JOINED` if all have run out of them.
+        act: what those with batches are about to do: `ROUND`, `BUFFERS`, `STEP` or `PLAN`; `JOINED`
+            if all have run out of them.
         active: the ranks that have batches, as numbers within the group.
         joined: those that have run out of them, inside `bagua_ref.join`.
         flag: whether an active rank has set its flag.
-        facts: if they begin a round, the values of the algorithm's facts on them, and of what else is compared.
+        facts: if they begin a round, the values of the algorithm's facts on them, and of what else
+            is compared.
     """
 
     act: int
@@ -80,7 +103,12 @@ class Comparison:
     """
 
     def __init__(
-        self, comm: Communicator, ranks: Sequence[int], module_name: str, facts: Sequence[Fact], flag: bool = False
+        self,
+        comm: Communicator,
+        ranks: Sequence[int],
+        module_name: str,
+        facts: Sequence[Fact],
+        flag: bool = False,
     ) -> None:
         self._comm, self._ranks, self._module_name, self._facts = comm, ranks, module_name, facts
         self._receive = comm.exchange_ints([int(flag), *(fact.value for fact in facts)])
@@ -88,18 +116,22 @@ class Comparison:
         self._loaded = False
 
     def check(self, digest: Callable[[], Fact | None] | None = None) -> list[list[int]]:
-        """Wait for the facts of all ranks and compare them, once; return each rank's flag and values.
+        """Wait for the facts of all ranks and compare them, once; return each rank's flag and
+        values.
 
         Args:
-            digest: returns a fact about all weights, None if they may differ; called, and compared, if some rank has loaded a
-                state. All ranks do so at the same place. None: weights are not compared now.
+            digest: returns a fact about all weights, None if they may differ; called, and compared,
+                if some rank has loaded a state. All ranks do so at the same place. None: weights
+                are not compared now.
 
         Raises:
-            CommunicationError: ranks differ; the message, equal on all of them, says which ranks in what.
+            CommunicationError: ranks differ; the message, equal on all of them, says which ranks in
+                what.
         """
         if self._received is None:
             received = self._receive()
-            # Usually all are equal, and one stands for them: thousands of ranks would take longer than the step.
+            # Usually all are equal, and one stands for them: thousands of ranks would take longer
+            # than the step.
             distinct = received[:1] if received.count(received[0]) == len(received) else received
             self._compare(self._facts, [values for _, *values in distinct])
             self._received, self._loaded = received, any(flag for flag, *_ in distinct)
@@ -108,12 +140,17 @@ class Comparison:
         return self._received
 
     def _compare(self, facts: Sequence[Fact], values: Sequence[Sequence[int]]) -> None:
-        if any(theirs != values[0] for theirs in values) and (differences := describe_differences(facts, values, self._ranks)):
-            raise CommunicationError(f"the ranks that train module {self._module_name!r} disagree: {differences}")
+        if any(theirs != values[0] for theirs in values) and (
+            differences := describe_differences(facts, values, self._ranks)
+        ):
+            raise CommunicationError(
+                f"the ranks that train module {self._module_name!r} disagree: {differences}"
+            )
 
 
 class AgreedRounds:
-    """The rounds of one training: their comparison, and the failure after which none begins any more.
+    """The rounds of one training: their comparison, and the failure after which none begins any
+    more.
 
     Args:
         group: the ranks of the training.
@@ -129,12 +166,15 @@ class AgreedRounds:
         broken: why no round can begin; "" while all is well.
         loaded: whether a state was loaded since the last round.
         compared: the last round's comparison, when all ranks have agreed.
-        joining: the `bagua_ref.data_parallel.joining.Joining` that the module is in; None outside of `bagua_ref.join`.
+        joining: the `bagua_ref.data_parallel.joining.Joining` that the module is in; None outside
+            of `bagua_ref.join`.
     """
 
     joining: Any = None
 
-    def __init__(self, group: Group, name: str, meter: Meter, *, in_nodes: bool = False, remedy: str = "") -> None:
+    def __init__(
+        self, group: Group, name: str, meter: Meter, *, in_nodes: bool = False, remedy: str = ""
+    ) -> None:
         self.group, self.name, self.meter, self._remedy = group, name, meter, remedy
         comm = group.get_global_communicator()
         self.alone = comm.nranks() == 1
@@ -148,7 +188,9 @@ class AgreedRounds:
         self.compared: Comparison | None = None
 
     def digest(self) -> Fact | None:
-        """Return a checksum of the values that must be equal on all ranks after a state was loaded; None: there are none."""
+        """Return a checksum of the values that must be equal on all ranks after a state was loaded;
+        None: there are none.
+        """
         return None
 
     def note_load(self, *_: object) -> None:
@@ -184,23 +226,34 @@ class AgreedRounds:
             CommunicationError: one has; says why, and how to go on.
         """
         if self.broken:
-            raise CommunicationError(f"module {self.name!r} cannot train on: {self.broken}. {self._remedy}")
+            raise CommunicationError(
+                f"module {self.name!r} cannot train on: {self.broken}. {self._remedy}"
+            )
 
 
 class AgreedRound(Round):
-    """A round in which all ranks compare their next steps: before its first bucket, or while its buckets run.
+    """A round in which all ranks compare their next steps: before its first bucket, or while its
+    buckets run.
 
     Args:
         rounds: of the training.
         facts: what must be equal on all ranks.
-        alike: whether buckets may run during the comparison, as wrong rounds change nothing that counts.
-        same_plan: whether buckets are those of the last round; if not, the facts are compared before they run: messages of
-            another size than the receiver's would end its process inside gloo.
+        alike: whether buckets may run during the comparison, as wrong rounds change nothing that
+            counts.
+        same_plan: whether buckets are those of the last round; if not, the facts are compared
+            before they run: messages of another size than the receiver's would end its process
+                inside gloo.
         stays_in_node: whether only the ranks of this node take part.
     """
 
     def __init__(
-        self, rounds: AgreedRounds, facts: list[Fact], *, alike: bool = False, same_plan: bool = True, stays_in_node: bool = False
+        self,
+        rounds: AgreedRounds,
+        facts: list[Fact],
+        *,
+        alike: bool = False,
+        same_plan: bool = True,
+        stays_in_node: bool = False,
     ) -> None:
         self._rounds, self._facts, self._steps = rounds, facts, rounds.meter.steps
         self._loaded, rounds.loaded = rounds.loaded, False
@@ -238,7 +291,8 @@ class ModuleRounds(AgreedRounds):
 
     Args:
         training: the training; held weakly.
-        unused_group: the same ranks once more, to agree on unused parameters; None: these are errors.
+        unused_group: the same ranks once more, to agree on unused parameters; None: these are
+            errors.
 
     Attributes:
         unused: the unused parameters; None if these are errors.
@@ -246,7 +300,13 @@ class ModuleRounds(AgreedRounds):
 
     def __init__(self, training: TrainingContext, unused_group: Group | None) -> None:
         nodes, meter = training.bagua_algorithm.agrees_in_nodes, training.engine.meter
-        super().__init__(training.process_group, training.bagua_module_name, meter, in_nodes=nodes, remedy=_REMEDY)
+        super().__init__(
+            training.process_group,
+            training.bagua_module_name,
+            meter,
+            in_nodes=nodes,
+            remedy=_REMEDY,
+        )
         self._training: TrainingContext = weakref.proxy(training)
         self._plan = 0
         self._plan_of_last_round: int | None = None
@@ -255,12 +315,22 @@ class ModuleRounds(AgreedRounds):
             training.engine.new_round = self.new_round
 
     def plan(self) -> None:
-        """Note the buckets, and the order of elements in them and in those to come, which must be equal on all ranks."""
-        described = [(b.name, str(b.dtype), [list(t.shape) for t in b.tensors]) for b in self._training.bagua_buckets]
+        """Note the buckets, and the order of elements in them and in those to come, which must be
+        equal on all ranks.
+        """
+        described = [
+            (b.name, str(b.dtype), [list(t.shape) for t in b.tensors])
+            for b in self._training.bagua_buckets
+        ]
         named = self._training.bagua_build_params()
-        layouts = {name: str(Layout.of(parameter)) for name, parameter in named if not parameter.is_contiguous()}
+        layouts = {
+            name: str(Layout.of(parameter))
+            for name, parameter in named
+            if not parameter.is_contiguous()
+        }
         self._plan = zlib.crc32(repr((described, layouts)).encode())
-        if self._plan_of_last_round is None:  # what the first one depends on was compared when wrapping
+        # what the first one depends on was compared when wrapping
+        if self._plan_of_last_round is None:
             self._plan_of_last_round = self._plan
 
     def new_round(self) -> Round:
@@ -268,10 +338,13 @@ class ModuleRounds(AgreedRounds):
         algorithm = self._training.bagua_algorithm
         same_plan, self._plan_of_last_round = self._plan == self._plan_of_last_round, self._plan
         alike, in_node = algorithm.rounds_are_alike, algorithm.round_stays_in_node
-        return AgreedRound(self, self._facts(ROUND), alike=alike, same_plan=same_plan, stays_in_node=in_node)
+        return AgreedRound(
+            self, self._facts(ROUND), alike=alike, same_plan=same_plan, stays_in_node=in_node
+        )
 
     def announce(self, act: int, flag: bool = False) -> Announced:
-        """Announce to the other ranks that this one is about to do ``act``; return what all have announced. Collective.
+        """Announce to the other ranks that this one is about to do ``act``; return what all have
+        announced. Collective.
 
         Args:
             act: what is not a round: `BUFFERS`, `STEP` or `PLAN`.
@@ -288,7 +361,9 @@ class ModuleRounds(AgreedRounds):
             return self._training.engine.run(compare)
 
     def shadow(self) -> Announced:
-        """Announce to the other ranks that this one has no more batches, and take part in the round that they begin, if they do."""
+        """Announce to the other ranks that this one has no more batches, and take part in the round
+        that they begin, if they do.
+        """
         training = self._training
         algorithm, facts = training.bagua_algorithm, self._facts(JOINED)
         alike = algorithm.rounds_are_alike
@@ -311,7 +386,9 @@ class ModuleRounds(AgreedRounds):
         return announced
 
     def end_round(self) -> None:
-        """Complete a round inside `bagua_ref.join`, and restore parameters that no rank has reached."""
+        """Complete a round inside `bagua_ref.join`, and restore parameters that no rank has
+        reached.
+        """
         compared, self.compared = self.compared, None
         if self.joining is not None and compared is not None:
             self.joining.round_ended(Announced.of(compared))
@@ -330,24 +407,43 @@ class ModuleRounds(AgreedRounds):
         super().abort(why)
 
     def _facts(self, act: int) -> list[Fact]:
-        """Return this rank's facts before ``act``: all if it begins a round, else as many, of which only the first have a value."""
+        """Return this rank's facts before ``act``: all if it begins a round, else as many, of which
+        only the first have a value.
+        """
         training = self._training
         algorithm, optimizers = training.bagua_algorithm, training.bagua_optimizers
         facts = [
             Fact("{is} about to {value}", act, _ACTS),
-            Fact("{is} {value}", 0 if self.joining is None else self.joining.number, ("outside join()", *_JOINS)),
+            Fact(
+                "{is} {value}",
+                0 if self.joining is None else self.joining.number,
+                ("outside join()", *_JOINS),
+            ),
             Fact("{has} buckets of plan {value}", self._plan),
         ]
         common = len(facts)
         facts += algorithm.facts()
         if algorithm.steps_together:
             several = len(optimizers) > 1
-            for place, (optimizer, steps) in enumerate(zip(optimizers, training.steps_of_optimizers, strict=True)):
+            for place, (optimizer, steps) in enumerate(
+                zip(optimizers, training.steps_of_optimizers, strict=True)
+            ):
                 which = f" of optimizer {place}, {type(optimizer).__name__}" if several else ""
                 facts.append(Fact(f"{{has}} taken {{value}} optimizer steps{which}", steps))
-        if self.unused is not None:  # then the ranks agree on unused parameters before the round ends
-            facts.append(Fact("{is} {value}", int(training.engine.in_backward), ("outside a backward pass", "in a backward pass")))
-        return facts if act == ROUND else [*facts[:common], *(fact._replace(value=UNSAID) for fact in facts[common:])]
+        # then the ranks agree on unused parameters before the round ends
+        if self.unused is not None:
+            facts.append(
+                Fact(
+                    "{is} {value}",
+                    int(training.engine.in_backward),
+                    ("outside a backward pass", "in a backward pass"),
+                )
+            )
+        return (
+            facts
+            if act == ROUND
+            else [*facts[:common], *(fact._replace(value=UNSAID) for fact in facts[common:])]
+        )
 
     def digest(self) -> Fact | None:
         """Return a checksum of weights and optimizer state, if they are equal on all ranks."""
@@ -358,10 +454,21 @@ class ModuleRounds(AgreedRounds):
         for parameter, optimizers in replicas:
             held = whole(parameter)  # type: ignore[arg-type]
             states = [optimizer.state[held] for optimizer in optimizers if held in optimizer.state]
-            tensors = [parameter, *(value for state in states for _, value in sorted(state.items(), key=lambda item: str(item[0])))]
+            tensors = [
+                parameter,
+                *(
+                    value
+                    for state in states
+                    for _, value in sorted(state.items(), key=lambda item: str(item[0]))
+                ),
+            ]
             for tensor in map(local, tensors):
                 # Others are numbers, or tensors whose bytes only their library knows.
-                if isinstance(tensor, torch.Tensor) and type(tensor.detach()) is torch.Tensor and tensor.layout is torch.strided:
+                if (
+                    isinstance(tensor, torch.Tensor)
+                    and type(tensor.detach()) is torch.Tensor
+                    and tensor.layout is torch.strided
+                ):
                     data = bytes_of(tensor.detach().cpu().contiguous()).numpy()
                     checksum = zlib.crc32(data.data, checksum)
         return Fact(_DIGEST, checksum)

@@ -1,7 +1,10 @@
-"""Training of what fully_shard (FSDP2) has sharded inside a node: this rank's shards stand in for the parameters.
+"""Training of what fully_shard (FSDP2) has sharded inside a node: this rank's shards stand in for
+the parameters.
 
-FSDP2 keeps each parameter as a DTensor, and calls its post-accumulate-grad hooks when the gradient has been reduce-scattered. What
-is sent here goes between ranks that hold the same shards, so the mesh of the shards and the group share one rank only: this one.
+FSDP2 keeps each parameter as a DTensor, and calls its post-accumulate-grad hooks when the gradient
+has been reduce-scattered. What
+is sent here goes between ranks that hold the same shards, so the mesh of the shards and the group
+share one rank only: this one.
 """
 
 from __future__ import annotations
@@ -15,11 +18,22 @@ from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.groups.process_group import from_torch_group
 from bagua_ref.types import Group
 
-__all__ = ["LocalShard", "check_sharded", "group_of", "ignored_names", "local", "place_state", "reshard", "stand_in", "whole"]
+__all__ = [
+    "LocalShard",
+    "check_sharded",
+    "group_of",
+    "ignored_names",
+    "local",
+    "place_state",
+    "reshard",
+    "stand_in",
+    "whole",
+]
 
 
 class LocalShard(torch.nn.Parameter):
-    """This rank's shard of a parameter: a plain tensor in the same memory, whose gradient is that of the parameter.
+    """This rank's shard of a parameter: a plain tensor in the same memory, whose gradient is that
+    of the parameter.
 
     Attributes:
         sharded: the parameter, a DTensor.
@@ -48,7 +62,9 @@ def stand_in(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 def whole(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     """Return the parameter for which `stand_in` returned this."""
-    found: torch.nn.Parameter = parameter.sharded if isinstance(parameter, LocalShard) else parameter
+    found: torch.nn.Parameter = (
+        parameter.sharded if isinstance(parameter, LocalShard) else parameter
+    )
     return found
 
 
@@ -72,20 +88,24 @@ def group_of(process_group: Any) -> Any:
         names = process_group.mesh_dim_names or ()
         example = f"mesh[{names[0]!r}]" if names else "mesh['replicate']"
         raise ValueError(
-            f"process_group={process_group!r} has {process_group.ndim} dimensions; pass the one along which ranks hold the same "
-            f"weights, as in {example}"
+            f"process_group={process_group!r} has {process_group.ndim} dimensions; pass the one"
+            f" along which ranks hold the same weights, as in {example}"
         )
     return from_torch_group(process_group.get_group())
 
 
 def ignored_names(module: torch.nn.Module) -> set[str]:
-    """Return the names of a module's parameters and buffers that are neither communicated nor broadcast."""
+    """Return the names of a module's parameters and buffers that are neither communicated nor
+    broadcast.
+    """
     names = ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
     return {name for attribute in names for name in getattr(module, attribute, ())}
 
 
 def reshard(module: torch.nn.Module) -> None:
-    """Let FSDP2 drop the whole parameters that it may still hold after a forward pass, so that it gathers the shards anew."""
+    """Let FSDP2 drop the whole parameters that it may still hold after a forward pass, so that it
+    gathers the shards anew.
+    """
     for inside in module.modules():
         if _is_fsdp2(inside):
             inside.reshard()  # type: ignore[operator]
@@ -105,19 +125,22 @@ def check_sharded(module: torch.nn.Module, algorithm: Algorithm, group: Group) -
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
         if not any(map(_is_fsdp2, module.modules())):
             raise NotImplementedError(
-                f"{what} that fully_shard (FSDP2) has not made, and cannot be put into a bucket; leave its communication to torch"
+                f"{what} that fully_shard (FSDP2) has not made, and cannot be put into a bucket;"
+                " leave its communication to torch"
             )
         if mesh.ndim != 1 or not placements[0].is_shard():
             raise NotImplementedError(
-                f"{what} with placements {placements} on a mesh of shape {tuple(mesh.shape)}; only parameters sharded along one "
-                "dimension can be put into buckets, as by fully_shard(model, mesh=mesh['shard'])"
+                f"{what} with placements {placements} on a mesh of shape {tuple(mesh.shape)}; only"
+                " parameters sharded along one dimension can be put into buckets, as by"
+                " fully_shard(model, mesh=mesh['shard'])"
             )
         ranks = mesh.mesh.flatten().tolist()
         shared = sorted({*ranks} & {*group.ranks})
         if len(shared) > 1:
             raise NotImplementedError(
-                f"{what} sharded over ranks {ranks}, of which process_group holds {shared}, too, though their shards differ. Pass "
-                "the dimension along which ranks hold the same shards: process_group=mesh['replicate']"
+                f"{what} sharded over ranks {ranks}, of which process_group holds {shared}, too,"
+                " though their shards differ. Pass the dimension along which ranks hold the same"
+                " shards: process_group=mesh['replicate']"
             )
     if not sharded:
         return
@@ -125,13 +148,15 @@ def check_sharded(module: torch.nn.Module, algorithm: Algorithm, group: Group) -
     for name, parameter in trained.items():
         if name not in sharded and name not in ignored and parameter.requires_grad:
             raise NotImplementedError(
-                f"parameter {name!r} is not sharded while {first!r} is, and would not be averaged inside the node; shard it, too, "
-                "or list it in module._bagua_params_and_buffers_to_ignore"
+                f"parameter {name!r} is not sharded while {first!r} is, and would not be averaged"
+                " inside the node; shard it, too, or list it in"
+                " module._bagua_params_and_buffers_to_ignore"
             )
     if not algorithm.takes_shards:
         raise NotImplementedError(
-            f"{type(algorithm).__name__} cannot train {first!r}, which fully_shard (FSDP2) has sharded: it moves weights "
-            "or changes the optimizer's state. Use gradient_allreduce, bytegrad, powersgd, topk, local_sgd or diloco"
+            f"{type(algorithm).__name__} cannot train {first!r}, which fully_shard (FSDP2) has"
+            " sharded: it moves weights or changes the optimizer's state. Use gradient_allreduce,"
+            " bytegrad, powersgd, topk, local_sgd or diloco"
         )
 
 
@@ -141,7 +166,12 @@ def place_state(optimizer: torch.optim.Optimizer) -> None:
         if _is_dtensor(parameter):
             shape = local(parameter).shape
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and not _is_dtensor(value) and value.dim() and value.shape == shape:
+                if (
+                    isinstance(value, torch.Tensor)
+                    and not _is_dtensor(value)
+                    and value.dim()
+                    and value.shape == shape
+                ):
                     state[name] = _like(parameter, value)
 
 
@@ -150,12 +180,21 @@ def _like(sharded: Any, shard: Tensor) -> Any:
     kind = type(sharded.data)
     with torch.no_grad():
         return kind.from_local(
-            shard, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+            shard,
+            sharded.device_mesh,
+            sharded.placements,
+            run_check=False,
+            shape=sharded.shape,
+            stride=sharded.stride(),
         )
 
 
 def _is_dtensor(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
+    return (
+        isinstance(tensor, torch.Tensor)
+        and type(tensor) is not torch.Tensor
+        and hasattr(tensor, "device_mesh")
+    )
 
 
 def _is_fsdp2(module: torch.nn.Module) -> bool:

@@ -1,4 +1,6 @@
-"""Broadcast of the first rank's parameters, buffers and optimizer state at the start of training (S5)."""
+"""Broadcast of the first rank's parameters, buffers and optimizer state at the start of training
+(S5).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ __all__ = ["broadcast_state", "share_object", "share_state", "warn_of_drift"]
 _SHOWN = 3  # differences in a message
 _ABSENT, _ORDER = "none", "order"
 _SUMMING = {"Adafactor", "LBFGS"}
-"""Those of torch's optimizers whose results depend on the number of threads, as they sum over a parameter's elements."""
+"""Those of torch's optimizers whose results depend on the number of threads, as they sum over a
+parameter's elements.
+"""
 
 
 def broadcast_state(
@@ -46,21 +50,31 @@ def broadcast_state(
         ranks: the global ranks of ``comm``, for messages.
 
     Raises:
-        ValueError: module, optimizers or settings differ between ranks; raised on every rank, and says who differs in what.
+        ValueError: module, optimizers or settings differ between ranks; raised on every rank, and
+            says who differs in what.
     """
     if comm.nranks() == 1:
         return
     named = dict(module.named_parameters()) | dict(module.named_buffers())
     tensors = {name: tensor for name, tensor in named.items() if name not in ignored}
-    if differences := _differences_between({**_described(tensors, optimizers), **settings}, comm, ranks):
-        raise ValueError(f"module, optimizers or settings differ between ranks, so they cannot train together. {differences}")
+    if differences := _differences_between(
+        {**_described(tensors, optimizers), **settings}, comm, ranks
+    ):
+        raise ValueError(
+            "module, optimizers or settings differ between ranks, so they cannot train together."
+            f" {differences}"
+        )
     share_state(tensors.values(), optimizers, comm, 0)
 
 
 def warn_of_drift(
-    parameters: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer], comm: Communicator, ranks: Sequence[int]
+    parameters: Iterable[Tensor],
+    optimizers: Iterable[torch.optim.Optimizer],
+    comm: Communicator,
+    ranks: Sequence[int],
 ) -> None:
-    """Warn on every rank if optimizers can step to other bits with equal gradients: ranks have other versions of torch or kernels.
+    """Warn on every rank if optimizers can step to other bits with equal gradients: ranks have
+    other versions of torch or kernels.
 
     Args:
         parameters: those that are equal on all ranks.
@@ -71,19 +85,31 @@ def warn_of_drift(
     kernels = {"torch": str(torch.__version__)}
     if any(parameter.device.type == "cpu" for parameter in parameters):
         kernels["CPU kernels"] = torch.backends.cpu.get_cpu_capability()
-        if any(kind.__name__ in _SUMMING for optimizer in optimizers for kind in type(optimizer).__mro__):
+        if any(
+            kind.__name__ in _SUMMING
+            for optimizer in optimizers
+            for kind in type(optimizer).__mro__
+        ):
             kernels["threads"] = str(torch.get_num_threads())
     if comm.nranks() > 1 and (differences := _differences_between(kernels, comm, ranks)):
         warnings.warn(
-            "ranks can round differently, so that weights drift apart in optimizer steps though gradients are equal: "
-            f"{differences}. Use one torch on all ranks, and set ATEN_CPU_CAPABILITY and OMP_NUM_THREADS to what all have; or call "
-            "model.bagua_resynchronize() on every rank from time to time",
+            "ranks can round differently, so that weights drift apart in optimizer steps though"
+            f" gradients are equal: {differences}. Use one torch on all ranks, and set"
+            " ATEN_CPU_CAPABILITY and OMP_NUM_THREADS to what all have; or call"
+            " model.bagua_resynchronize() on every rank from time to time",
             stacklevel=2,
         )
 
 
-def share_state(tensors: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer], comm: Communicator, source: int) -> None:
-    """Give every rank the ``tensors`` of rank ``source``, and the state and options of its optimizers."""
+def share_state(
+    tensors: Iterable[Tensor],
+    optimizers: Iterable[torch.optim.Optimizer],
+    comm: Communicator,
+    source: int,
+) -> None:
+    """Give every rank the ``tensors`` of rank ``source``, and the state and options of its
+    optimizers.
+    """
     broadcast_coalesced([local(tensor).detach() for tensor in tensors], source, comm)
     for optimizer in optimizers:
         found = share_object((optimizer.state_dict(), optimizer.defaults), comm, source)
@@ -93,21 +119,32 @@ def share_state(tensors: Iterable[Tensor], optimizers: Iterable[torch.optim.Opti
 
 
 def share_object(mine: Any, comm: Communicator, source: int) -> Any:
-    """Return ``mine`` of rank ``source``, its tensors on the CPU: receivers may not have the sender's devices."""
-    on_cpu = tree_map_only(torch.Tensor, lambda tensor: local(tensor).detach().cpu(), mine) if comm.rank() == source else None
+    """Return ``mine`` of rank ``source``, its tensors on the CPU: receivers may not have the
+    sender's devices.
+    """
+    on_cpu = (
+        tree_map_only(torch.Tensor, lambda tensor: local(tensor).detach().cpu(), mine)
+        if comm.rank() == source
+        else None
+    )
     return comm.broadcast_object(on_cpu, source)
 
 
-def _described(tensors: dict[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+def _described(
+    tensors: dict[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, str]:
     """Return descriptions of everything that must be equal on all ranks, by name."""
     texts = {}
     for name, tensor in tensors.items():
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         frozen = ", frozen" if is_parameter and not tensor.requires_grad else ""
         mine = local(tensor)
-        expanded = any(size > 1 and not stride for size, stride in zip(mine.shape, mine.stride(), strict=True))
+        expanded = any(
+            size > 1 and not stride for size, stride in zip(mine.shape, mine.stride(), strict=True)
+        )
         text = f"{tuple(mine.shape)} {tensor.dtype}{frozen}{', expanded' if expanded else ''}"
-        if tensor.requires_grad and not mine.is_contiguous():  # buckets hold elements in the order of memory (S2.3)
+        # buckets hold elements in the order of memory (S2.3)
+        if tensor.requires_grad and not mine.is_contiguous():
             text += f", strides {effective_strides(mine.shape, mine.stride())}"
         texts[f"{'parameter' if is_parameter else 'buffer'} {name!r}"] = text
     for place, optimizer in enumerate(optimizers):
@@ -117,33 +154,51 @@ def _described(tensors: dict[str, Tensor], optimizers: Sequence[torch.optim.Opti
 
 
 def _differences_between(mine: dict[str, str], comm: Communicator, ranks: Sequence[int]) -> str:
-    """Return on every rank who differs in what, "" if all have the same texts under the same names, in the same order."""
-    digest = torch.tensor(list(hashlib.sha256(repr(list(mine.items())).encode()).digest()), dtype=torch.int32)
+    """Return on every rank who differs in what, "" if all have the same texts under the same names,
+    in the same order.
+    """
+    digest = torch.tensor(
+        list(hashlib.sha256(repr(list(mine.items())).encode()).digest()), dtype=torch.int32
+    )
     extremes = torch.stack([digest, -digest])
     comm.allreduce_inplace(extremes, ReduceOp.MIN)
     if extremes[0].equal(-extremes[1]):
         return ""
     first: dict[str, str] = comm.broadcast_object(mine, 0)
-    found = [comm.broadcast_object(_differences(mine, first) if r == comm.rank() else None, r) for r in range(comm.nranks())]
+    found = [
+        comm.broadcast_object(_differences(mine, first) if r == comm.rank() else None, r)
+        for r in range(comm.nranks())
+    ]
     usual = {**first, _ORDER: "that of the group's first rank"}
     place_of = {name: place for place, name in enumerate(usual)}
-    names = sorted({name for theirs in found for name in theirs}, key=lambda name: (place_of.get(name, len(usual)), name))
+    names = sorted(
+        {name for theirs in found for name in theirs},
+        key=lambda name: (place_of.get(name, len(usual)), name),
+    )
     sentences = []
     for name in names[:_SHOWN]:
         ranks_with: dict[str, list[int]] = {}
         for rank, theirs in zip(ranks, found, strict=True):
             ranks_with.setdefault(theirs.get(name, usual.get(name, _ABSENT)), []).append(rank)
-        sentences.append(f"{name}: {', '.join(f'{text} on {format_ranks(sorted(on))}' for text, on in ranks_with.items())}")
+        sentences.append(
+            f"{name}:"
+            f" {', '.join(f'{text} on {format_ranks(sorted(on))}' for text, on in ranks_with.items())}"
+        )
     return f"{'; '.join(sentences)}{'; and more' if len(names) > _SHOWN else ''}"
 
 
 def _differences(mine: dict[str, str], first: dict[str, str]) -> dict[str, str]:
-    """Return my texts that differ from the first rank's, but few: in the first rank's order, then by name.
+    """Return my texts that differ from the first rank's, but few: in the first rank's order, then
+    by name.
 
     All ranks' first few, merged in this order, begin with the first few of all.
     """
-    names = [name for name in first if mine.get(name) != first[name]] + sorted(mine.keys() - first.keys())
+    names = [name for name in first if mine.get(name) != first[name]] + sorted(
+        mine.keys() - first.keys()
+    )
     if names:
         return {name: mine.get(name, _ABSENT) for name in names[: _SHOWN + 1]}
-    swapped = [f"{name} before {other}" for name, other in zip(mine, first, strict=True) if name != other]
+    swapped = [
+        f"{name} before {other}" for name, other in zip(mine, first, strict=True) if name != other
+    ]
     return {_ORDER: swapped[0]} if swapped else {}

@@ -21,7 +21,13 @@ from bagua_ref.base.utils import OwnHook, OwnList, OwnName, inside_backward, unc
 from bagua_ref.buckets.optimizer_state import align_state
 from bagua_ref.communicators.processes import refuse_in_child
 from bagua_ref.data_parallel.guard import StepGuard, TrainedParameters, refuse_both, refuse_inside
-from bagua_ref.data_parallel.hooks import ForwardPasses, GradientHook, Reached, call_after_backward, trains
+from bagua_ref.data_parallel.hooks import (
+    ForwardPasses,
+    GradientHook,
+    Reached,
+    call_after_backward,
+    trains,
+)
 from bagua_ref.data_parallel.parameters import Buffers, split_into_buckets
 from bagua_ref.data_parallel.rounds import BUFFERS, PLAN, ModuleRounds
 from bagua_ref.data_parallel.sharding import reshard, whole
@@ -45,11 +51,15 @@ class Options:
     Attributes:
         do_flatten: keep each bucket's tensors in one storage.
         backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
-        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients (S2.5).
+        find_unused_parameters: treat parameters that a backward pass does not reach as having zero
+            gradients (S2.5).
         timeout: seconds without progress after which waiting raises; None: that of the group.
-        bucket_bytes: the size at which a bucket is closed; None: `bagua_ref.env.get_default_bucket_size`.
-        broadcast_buffers: broadcast the first rank's buffers before each training forward pass, not only when wrapping.
-        without_forward: a backward pass's first gradient stands in for the beginning of a training forward pass.
+        bucket_bytes: the size at which a bucket is closed; None:
+            `bagua_ref.env.get_default_bucket_size`.
+        broadcast_buffers: broadcast the first rank's buffers before each training forward pass, not
+            only when wrapping.
+        without_forward: a backward pass's first gradient stands in for the beginning of a training
+            forward pass.
     """
 
     do_flatten: bool = True
@@ -64,8 +74,9 @@ class Options:
 class ModuleTraining(TrainingContext):
     """The training of one module, which owns the hooks.
 
-    Creating one is collective over ``group``: it makes a group of its own with the same ranks and broadcasts the first rank's
-    state. A deep copy or pickle of the module is an ordinary module, without hooks.
+    Creating one is collective over ``group``: it makes a group of its own with the same ranks and
+    broadcasts the first rank's state. A deep copy or pickle of the module is an ordinary module,
+    without hooks.
 
     Args:
         module: the module to train, possibly compiled; gets hooks, as do its parameters.
@@ -78,9 +89,11 @@ class ModuleTraining(TrainingContext):
     Attributes:
         buffers: the module's buffers.
         given_group: ``group``.
-        parameters_to_ignore: names of parameters and buffers that are neither communicated nor broadcast.
+        parameters_to_ignore: names of parameters and buffers that are neither communicated nor
+            broadcast.
         rounds: the rounds of communication, and what the ranks agree on before each.
-        skipping: whether training forward passes that begin now skip communication, as in `no_sync`.
+        skipping: whether training forward passes that begin now skip communication, as in
+            `no_sync`.
     """
 
     rounds: ModuleRounds
@@ -95,11 +108,19 @@ class ModuleTraining(TrainingContext):
         options: Options,
     ) -> None:
         refuse_inside(uncompiled(module), group)
-        self.algorithm, self.options, self.given_group, self.world = algorithm, options, group, world
-        self._called = weakref.ref(module)  # hooks on the module inside a compiled one would be compiled
+        self.algorithm, self.options, self.given_group, self.world = (
+            algorithm,
+            options,
+            group,
+            world,
+        )
+        # hooks on the module inside a compiled one would be compiled
+        self._called = weakref.ref(module)
         module = uncompiled(module)
         self._module = weakref.ref(module)
-        self.bagua_module_name = module.__dict__.get("bagua_module_name") or OwnName(f"bagua_module_{next(_counter)}")
+        self.bagua_module_name = module.__dict__.get("bagua_module_name") or OwnName(
+            f"bagua_module_{next(_counter)}"
+        )
         self.bagua_optimizers = OwnList(optimizers)
         self.bagua_buckets = OwnList()
         self.steps_of_optimizers = [0] * len(optimizers)
@@ -111,11 +132,14 @@ class ModuleTraining(TrainingContext):
         self._passes = ForwardPasses(self._synchronize, synchronizing=not self.bagua_optimizers)
         self._guard = StepGuard(self)
         timeout = group.timeout if options.timeout is None else options.timeout
-        self.engine = Engine(world, self.bagua_module_name, timeout, GlobalAlgorithmRegistry.name_of(algorithm))
+        self.engine = Engine(
+            world, self.bagua_module_name, timeout, GlobalAlgorithmRegistry.name_of(algorithm)
+        )
         self._parameters = TrainedParameters(module)
         self.parameters_to_ignore = self._parameters.ignored
         self._named, self.shards = self._parameters.named, self._parameters.shards
-        split_into_buckets([p for _, p in self._named], 1)  # refuse what cannot be trained before anything is sent
+        # refuse what cannot be trained before anything is sent
+        split_into_buckets([p for _, p in self._named], 1)
         algorithm.check(self._named, self.bagua_optimizers)
         self.process_group = group.for_background()
         settings = {
@@ -129,27 +153,44 @@ class ModuleTraining(TrainingContext):
         self.buffers = Buffers(module, self.parameters_to_ignore, group, options.broadcast_buffers)
         self.bagua_algorithm = algorithm.reify(self.process_group)
         self.bagua_algorithm._context = weakref.ref(self)
-        self.rounds = ModuleRounds(self, group.sibling() if options.find_unused_parameters else None)
+        self.rounds = ModuleRounds(
+            self, group.sibling() if options.find_unused_parameters else None
+        )
         if self.bagua_algorithm.replicas_are_equal:
-            warn_of_drift([parameter for _, parameter in self._named], self.bagua_optimizers, comm, group.ranks)
+            warn_of_drift(
+                [parameter for _, parameter in self._named],
+                self.bagua_optimizers,
+                comm,
+                group.ranks,
+            )
         self.reset()
         self._handles: list[Any] = [
             module.register_load_state_dict_post_hook(OwnHook(self.rounds.note_load)),
             self.called_module.register_forward_pre_hook(OwnHook(self._forward_called)),
             self.called_module.register_forward_hook(OwnHook(self._forward_returned)),
-            *(GradientHook(self, name).add_last(whole(parameter)) for name, parameter in self._named),
+            *(
+                GradientHook(self, name).add_last(whole(parameter))
+                for name, parameter in self._named
+            ),
         ]
         for optimizer in self.bagua_optimizers:
             self._handles.append(optimizer.register_step_pre_hook(OwnHook(self._begin_step)))
             self._handles.append(optimizer.register_step_post_hook(OwnHook(self._end_step)))
-            self._handles.append(optimizer.register_load_state_dict_post_hook(OwnHook(self._optimizer_loaded)))
+            self._handles.append(
+                optimizer.register_load_state_dict_post_hook(OwnHook(self._optimizer_loaded))
+            )
 
     def publish(self) -> None:
-        """Set the attributes of `bagua_ref.distributed.BaguaModule` on the module, and begin to count.
+        """Set the attributes of `bagua_ref.distributed.BaguaModule` on the module, and begin to
+        count.
 
-        Unwrapped modules have none of these attributes. What was sent when wrapping is no traffic of training.
+        Unwrapped modules have none of these attributes. What was sent when wrapping is no traffic
+        of training.
         """
-        self.module.__dict__.update(_bagua=self, **{name: getattr(self, name) for name in ("bagua_module_name", *_PUBLISHED)})
+        self.module.__dict__.update(
+            _bagua=self,
+            **{name: getattr(self, name) for name in ("bagua_module_name", *_PUBLISHED)},
+        )
         self.world.engines[self.bagua_module_name] = self.engine
         self.world.meter = self.engine.meter
         self._guard.watch()
@@ -174,7 +215,9 @@ class ModuleTraining(TrainingContext):
         self._train_steps = self.module.__dict__["bagua_train_step_counter"] = value
 
     def reset(self) -> None:
-        """Get tensors, buckets, operations and hooks from the algorithm (S5); the state is not broadcast again."""
+        """Get tensors, buckets, operations and hooks from the algorithm (S5); the state is not
+        broadcast again.
+        """
         algorithm, options = self.bagua_algorithm, self.options
         without_gradient = [parameter for _, parameter in self._named if parameter.grad is None]
         self.engine.wait_pending_comm_ops()
@@ -189,7 +232,8 @@ class ModuleTraining(TrainingContext):
         self.engine.register_ordered_buckets(self.bagua_buckets)
         self._parameters.note_strides()
         self.rounds.plan()
-        for parameter in without_gradient:  # else torch would not create the optimizer's state when it loads a checkpoint
+        # else torch would not create the optimizer's state when it loads a checkpoint
+        for parameter in without_gradient:
             parameter.grad = None
         self._forward_pre_hook = algorithm.init_forward_pre_hook(self)
         self._backward_hook = algorithm.init_backward_hook(self)
@@ -201,7 +245,11 @@ class ModuleTraining(TrainingContext):
     @property
     def bucket_bytes(self) -> int:
         """The size at which a bucket is closed."""
-        return get_default_bucket_size() if self.options.bucket_bytes is None else self.options.bucket_bytes
+        return (
+            get_default_bucket_size()
+            if self.options.bucket_bytes is None
+            else self.options.bucket_bytes
+        )
 
     def _optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         align_state(optimizer)  # it may have been saved with other strides
@@ -214,7 +262,11 @@ class ModuleTraining(TrainingContext):
         if self.options.without_forward:
             return
         # Tensors made in a transform end with it.
-        with temporarily_clear_interpreter_stack() if peek_interpreter_stack() is not None else nullcontext():
+        with (
+            temporarily_clear_interpreter_stack()
+            if peek_interpreter_stack() is not None
+            else nullcontext()
+        ):
             if torch.is_grad_enabled():
                 self._begin_forward(input, not self.skipping)
             else:
@@ -263,13 +315,18 @@ class ModuleTraining(TrainingContext):
             self.buffers.broadcast(source, self.engine.meter)
 
     def will_broadcast_buffers(self) -> bool:
-        """Return whether training forward passes outside `no_sync` begin with a broadcast of buffers."""
+        """Return whether training forward passes outside `no_sync` begin with a broadcast of
+        buffers.
+        """
         return self.buffers.are_broadcast() and self.bagua_algorithm.ranks_in_step
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         refuse_in_child(self._pid)
         if self.options.without_forward and self._in_backward and not inside_backward():
-            raise RuntimeError("a backward pass failed inside train(), so gradients are of this rank alone; leave the context")
+            raise RuntimeError(
+                "a backward pass failed inside train(), so gradients are of this rank alone; leave"
+                " the context"
+            )
         self.rounds.check_usable()
         self._passes.forget_functional()
         self._guard.before_step(optimizer)
@@ -285,12 +342,18 @@ class ModuleTraining(TrainingContext):
         if not before.gradients:  # as where they did not come through backward()
             synchronizing = self.module.training and self._passes.synchronizing
         with self.rounds.aborting():
-            (self._post_step_hook if synchronizing else self.bagua_algorithm.end_unsynchronized_step)(optimizer)
+            (
+                self._post_step_hook
+                if synchronizing
+                else self.bagua_algorithm.end_unsynchronized_step
+            )(optimizer)
         if synchronizing:
             self.rounds.end_round()
 
     def _begin_backward(self, name: str, parameter: Any) -> bool:
-        """Return whether the backward pass that delivers a gradient now is synchronized; if it is, begin its round."""
+        """Return whether the backward pass that delivers a gradient now is synchronized; if it is,
+        begin its round.
+        """
         refuse_in_child(self._pid)
         if self.rounds.unused is not None:
             self.rounds.unused.reached.add(name)
@@ -311,15 +374,25 @@ class ModuleTraining(TrainingContext):
         if bypassed is None or self.skipping:
             self._guard.gradient_arrives()
         else:
-            self._guard.bypassed(f"the backward that reached parameter {name!r} {bypassed}", parameter)
+            self._guard.bypassed(
+                f"the backward that reached parameter {name!r} {bypassed}", parameter
+            )
 
     def _synchronizes_any_other(self) -> bool:
-        """Return whether a backward pass that has come to no output of a forward pass is synchronized."""
+        """Return whether a backward pass that has come to no output of a forward pass is
+        synchronized.
+        """
         # Whether it runs under no_sync counts only if there was no forward pass.
-        return self._why_bypassed() is None and self._passes.synchronizing and (bool(self._guard.unstepped) or not self.skipping)
+        return (
+            self._why_bypassed() is None
+            and self._passes.synchronizing
+            and (bool(self._guard.unstepped) or not self.skipping)
+        )
 
     def _stand_in_for_forward(self, first_run: bool | None) -> None:
-        """Begin a training forward pass that only a backward pass shows; ``first_run`` as from `ForwardPasses.gradient_arrives`."""
+        """Begin a training forward pass that only a backward pass shows; ``first_run`` as from
+        `ForwardPasses.gradient_arrives`.
+        """
         if first_run is not None:
             self._begin_forward((), first_run, in_backward=True)
         elif self.options.without_forward and self.module.training:
@@ -327,7 +400,11 @@ class ModuleTraining(TrainingContext):
             if backward != self._backward_begun:
                 self._backward_begun = backward
                 self._begin_forward((), not self.skipping, in_backward=True)
-        if self.module.training and not self._guard.unstepped and (synchronized := self._passes.forget_functional()) is not None:
+        if (
+            self.module.training
+            and not self._guard.unstepped
+            and (synchronized := self._passes.forget_functional()) is not None
+        ):
             self._begin_forward((), synchronized, in_backward=True)
 
     def _begin_round(self) -> None:
@@ -344,12 +421,19 @@ class ModuleTraining(TrainingContext):
             self._backward_hook(name, self.shards.get(name, parameter))
 
     def _why_bypassed(self) -> str | None:
-        """Return the reason that a backward pass that begins now cannot be synchronized; None if it can, or is not meant to be."""
+        """Return the reason that a backward pass that begins now cannot be synchronized; None if it
+        can, or is not meant to be.
+        """
         if not self.module.training:
             return "began while the module was in eval mode"
-        if self._guard.unstepped or (not self.bagua_optimizers and not self.bagua_algorithm.begins_in_forward):
+        if self._guard.unstepped or (
+            not self.bagua_optimizers and not self.bagua_algorithm.begins_in_forward
+        ):
             return None
-        return "followed no training forward of the module, as when one of its children or methods is called instead of it"
+        return (
+            "followed no training forward of the module, as when one of its children or methods is"
+            " called instead of it"
+        )
 
     def _post_backward(self) -> None:
         self._in_backward = False
@@ -364,13 +448,17 @@ class ModuleTraining(TrainingContext):
         self.rounds.end_round()
 
     def reshard(self) -> None:
-        """If the module is sharded, let its next forward pass gather the weights anew, as they have changed."""
+        """If the module is sharded, let its next forward pass gather the weights anew, as they have
+        changed.
+        """
         if self.shards:
             reshard(self.module)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Skip all communication of training forward passes that begin in this context, and of their backward passes (S5)."""
+        """Skip all communication of training forward passes that begin in this context, and of
+        their backward passes (S5).
+        """
         before, self.skipping = self.skipping, True
         try:
             yield
@@ -380,10 +468,17 @@ class ModuleTraining(TrainingContext):
     def metrics(self) -> dict[str, float | int]:
         """Return the metrics of `bagua_ref.distributed.BaguaModule.bagua_metrics`."""
         on_cpu = all(parameter.device.type == "cpu" for _, parameter in self._named)
-        return self.engine.meter.metrics(self._bytes_sent(), self.rounds.alone, on_cpu) | self.bagua_algorithm.metrics()
+        return (
+            self.engine.meter.metrics(self._bytes_sent(), self.rounds.alone, on_cpu)
+            | self.bagua_algorithm.metrics()
+        )
 
     def _bytes_sent(self) -> float:
-        return sum(group.unrounded_bytes for group in (self.process_group, self.buffers.group) if group is not None)
+        return sum(
+            group.unrounded_bytes
+            for group in (self.process_group, self.buffers.group)
+            if group is not None
+        )
 
     def close(self) -> None:
         """Remove the hooks, end the background thread and close its connections."""

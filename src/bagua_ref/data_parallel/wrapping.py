@@ -1,4 +1,6 @@
-"""Validation and wrapping of a module, shared by ``with_bagua``, `train`, `DistributedDataParallel` and trainers."""
+"""Validation and wrapping of a module, shared by ``with_bagua``, `train`, `DistributedDataParallel`
+and trainers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from typing import Any, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from bagua_ref.algorithms import AsyncModelAverageAlgorithm, GlobalAlgorithmRegistry, QAdamAlgorithm, QAdamOptimizer
+from bagua_ref.algorithms import (
+    AsyncModelAverageAlgorithm,
+    GlobalAlgorithmRegistry,
+    QAdamAlgorithm,
+    QAdamOptimizer,
+)
 from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.backends import get_backend
 from bagua_ref.backends.base import KernelBackend
@@ -23,7 +30,16 @@ from bagua_ref.env import checked_timeout
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.types import Group
 
-__all__ = ["Recipe", "call_if_there", "context_of", "named", "resynchronize", "train", "wrap", "wrapped"]
+__all__ = [
+    "Recipe",
+    "call_if_there",
+    "context_of",
+    "named",
+    "resynchronize",
+    "train",
+    "wrap",
+    "wrapped",
+]
 
 wrapped: list[Callable[[ModuleTraining], None]] = []
 """Called with each new training before its first step; rooms above this one append to it."""
@@ -37,9 +53,11 @@ def wrap(
     options: Options,
     caller: str = "with_bagua",
 ) -> None:
-    """Train ``module`` together with the other ranks from now on; wrapping again replaces the algorithm (S5).
+    """Train ``module`` together with the other ranks from now on; wrapping again replaces the
+    algorithm (S5).
 
-    Arguments and errors as `bagua_ref.distributed.BaguaModule.with_bagua`; ``caller`` is what the user called, for messages.
+    Arguments and errors as `bagua_ref.distributed.BaguaModule.with_bagua`; ``caller`` is what the
+    user called, for messages.
     """
     called, module = module, uncompiled(module)
     optimizers, algorithm = _resolved(optimizers, algorithm)
@@ -52,11 +70,13 @@ def wrap(
         raise NotInitializedError(f"call bagua_ref.init_process_group() before {caller}()")
     if not hasattr(group, "for_background"):
         raise TypeError(
-            f"process_group={process_group!r} must be a BaguaProcessGroup or None; see bagua_ref.communication.new_group"
+            f"process_group={process_group!r} must be a BaguaProcessGroup or None; see"
+            " bagua_ref.communication.new_group"
         )
     if world.identity.rank not in group.ranks:
         raise ValueError(
-            f"process_group={group!r} does not hold this rank, {world.identity.rank}; only its ranks may wrap a module"
+            f"process_group={group!r} does not hold this rank, {world.identity.rank}; only its"
+            " ranks may wrap a module"
         )
     group.refuse_in_child()
     check_sharded(module, algorithm, group)
@@ -64,7 +84,10 @@ def wrap(
     before = context_of(module)
     if before is not None and (options.without_forward or before.options.without_forward):
         active = "train()" if before.options.without_forward else "with_bagua()"
-        raise ValueError(f"this {type(module).__name__} is in training by {active} already; {caller}() cannot train it as well")
+        raise ValueError(
+            f"this {type(module).__name__} is in training by {active} already; {caller}() cannot"
+            " train it as well"
+        )
     if before is not None:
         before.engine.wait_pending_comm_ops()
         take_up_again = before.bagua_algorithm.suspend()
@@ -94,26 +117,31 @@ def train(
     find_unused_parameters: bool = False,
     timeout: float | None = None,
 ) -> Iterator[torch.nn.Module]:
-    """Train ``model`` together with the other ranks in this context, whichever of its methods computes the loss (S5).
+    """Train ``model`` together with the other ranks in this context, whichever of its methods
+    computes the loss (S5).
 
-    The first gradient of each backward pass stands in for the beginning of the training forward pass. Entering is collective.
+    The first gradient of each backward pass stands in for the beginning of the training forward
+    pass. Entering is collective.
 
     Args:
         model: the module; afterwards it has no hooks of the training any more.
         optimizers: at least one, those of its parameters.
-        algorithm: or its name; any but asynchronous averaging, which would change weights in a forward pass that it does not see.
-        process_group: as `bagua_ref.distributed.BaguaModule.with_bagua`, and so are all that follow.
+        algorithm: or its name; any but asynchronous averaging, which would change weights in a
+            forward pass that it does not see.
+        process_group: as `bagua_ref.distributed.BaguaModule.with_bagua`, and so are all that
+            follow.
         do_flatten: keep the tensors of each bucket in one storage.
         backend: the kernels.
-        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients; those that no rank's
-            backward pass reaches keep theirs.
+        find_unused_parameters: treat parameters that a backward pass does not reach as having zero
+            gradients; those that no rank's backward pass reaches keep theirs.
         timeout: seconds without progress after which waiting raises.
 
     Returns:
         A context that gives ``model``.
 
     Raises:
-        ValueError: ``model`` is in training already, or ``optimizers`` is empty; otherwise as ``with_bagua``.
+        ValueError: ``model`` is in training already, or ``optimizers`` is empty; otherwise as
+            ``with_bagua``.
         NotImplementedError: ``algorithm`` averages asynchronously.
 
     >>> import torch, bagua_ref
@@ -128,11 +156,14 @@ def train(
     optimizers, algorithm = _resolved(optimizers, algorithm)
     if isinstance(algorithm, AsyncModelAverageAlgorithm):
         raise NotImplementedError(
-            "algorithm=AsyncModelAverageAlgorithm changes weights at any time but during forward and backward passes, and train() "
-            "does not see where forward passes begin; call the module itself and use with_bagua()"
+            "algorithm=AsyncModelAverageAlgorithm changes weights at any time but during forward"
+            " and backward passes, and train() does not see where forward passes begin; call the"
+            " module itself and use with_bagua()"
         )
     if not optimizers:
-        raise ValueError(f"optimizers={optimizers!r} must hold the optimizers of the module, at least one")
+        raise ValueError(
+            f"optimizers={optimizers!r} must hold the optimizers of the module, at least one"
+        )
     options = Options(do_flatten, backend, find_unused_parameters, timeout, without_forward=True)
     wrap(model, optimizers, algorithm, process_group, options, "train")
     try:
@@ -141,7 +172,11 @@ def train(
             context.engine.wait_pending_comm_ops()
     except RuntimeError as error:
         context = context_of(model)
-        if context is not None and context.bagua_algorithm.why_one_backward and "modified by an inplace operation" in str(error):
+        if (
+            context is not None
+            and context.bagua_algorithm.why_one_backward
+            and "modified by an inplace operation" in str(error)
+        ):
             raise RuntimeError(context.bagua_algorithm.why_one_backward) from error
         raise
     finally:
@@ -151,7 +186,8 @@ def train(
 
 
 def resynchronize(module: torch.nn.Module) -> None:
-    """Make the training of ``module`` anew, with new connections, from the state and counters of the group's first rank.
+    """Make the training of ``module`` anew, with new connections, from the state and counters of
+    the group's first rank.
 
     Collective. Whatever was under way is forgotten.
 
@@ -162,15 +198,29 @@ def resynchronize(module: torch.nn.Module) -> None:
     before = context_of(module)
     if before is None:
         raise ValueError(
-            f"this {type(module).__name__} is not wrapped, so there is nothing to resynchronize; call with_bagua() first"
+            f"this {type(module).__name__} is not wrapped, so there is nothing to resynchronize;"
+            " call with_bagua() first"
         )
     before.rounds.abort("it resynchronizes")
     before.bagua_algorithm.close()
-    group = before.given_group.sibling() if before.process_group is before.given_group else before.given_group
+    group = (
+        before.given_group.sibling()
+        if before.process_group is before.given_group
+        else before.given_group
+    )
     counters = before.bagua_algorithm.counters()
-    anew = ModuleTraining(before.called_module, before.bagua_optimizers, before.algorithm, group, before.world, before.options)
+    anew = ModuleTraining(
+        before.called_module,
+        before.bagua_optimizers,
+        before.algorithm,
+        group,
+        before.world,
+        before.options,
+    )
     comm = anew.process_group.get_global_communicator()
-    anew.bagua_algorithm.load_counters(comm.broadcast_object(counters, 0) if comm.nranks() > 1 else counters)
+    anew.bagua_algorithm.load_counters(
+        comm.broadcast_object(counters, 0) if comm.nranks() > 1 else counters
+    )
     anew.publish()
     before.close()
 
@@ -190,7 +240,10 @@ def named(name: str, optimizers: Sequence[torch.optim.Optimizer], **options: Any
     if GlobalAlgorithmRegistry.get(name) is QAdamAlgorithm and "q_adam_optimizer" not in options:
         if len(optimizers) != 1 or not isinstance(optimizers[0], QAdamOptimizer):
             kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
-            raise ValueError(f"algorithm={name!r} needs exactly one optimizer, a QAdamOptimizer; there are: {kinds}")
+            raise ValueError(
+                f"algorithm={name!r} needs exactly one optimizer, a QAdamOptimizer; there are:"
+                f" {kinds}"
+            )
         options["q_adam_optimizer"] = optimizers[0]
     return Algorithm.init(name, **options)
 
@@ -199,36 +252,52 @@ def _resolved(
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], algorithm: Algorithm | str
 ) -> tuple[list[torch.optim.Optimizer], Algorithm]:
     found = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-    if not isinstance(found, (list, tuple)) or not all(isinstance(o, torch.optim.Optimizer) for o in found):
-        raise TypeError(f"optimizers={optimizers!r} must be a torch.optim.Optimizer, or a list of them")
+    if not isinstance(found, (list, tuple)) or not all(
+        isinstance(o, torch.optim.Optimizer) for o in found
+    ):
+        raise TypeError(
+            f"optimizers={optimizers!r} must be a torch.optim.Optimizer, or a list of them"
+        )
     if isinstance(algorithm, str):
         return list(found), named(algorithm, found)
     if not isinstance(algorithm, Algorithm):
-        raise TypeError(f"algorithm={algorithm!r} must be an Algorithm or a registered name, such as 'gradient_allreduce'")
+        raise TypeError(
+            f"algorithm={algorithm!r} must be an Algorithm or a registered name, such as"
+            " 'gradient_allreduce'"
+        )
     return list(found), algorithm
 
 
 def _check(
-    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], algorithm: Algorithm, timeout: float | None
+    module: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm,
+    timeout: float | None,
 ) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise NotImplementedError(
-            f"{type(module).__name__} takes no hooks; wrap the module that torch.jit.script was given instead"
+            f"{type(module).__name__} takes no hooks; wrap the module that torch.jit.script was"
+            " given instead"
         )
     if timeout is not None:
         checked_timeout(timeout)
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ValueError("this module has no parameter that needs a gradient, so there is nothing to train")
+        raise ValueError(
+            "this module has no parameter that needs a gradient, so there is nothing to train"
+        )
     for name, inside in module.named_modules():
         if name and context_of(inside) is not None:
-            raise ValueError(f"module.{name} is wrapped already; wrap the whole module once, or only its parts")
+            raise ValueError(
+                f"module.{name} is wrapped already; wrap the whole module once, or only its parts"
+            )
     refuse_what_cannot_be_flat(module)
     for name, parameter in module.named_parameters():
         for other in trainings_of(parameter):
             if other.module is not module:
                 raise ValueError(
-                    f"parameter {name!r} takes part in the training of {type(other.module).__name__} "
-                    f"({other.bagua_module_name!r}) already; wrap the whole module once, or only its parts"
+                    f"parameter {name!r} takes part in the training of"
+                    f" {type(other.module).__name__} ({other.bagua_module_name!r}) already; wrap"
+                    " the whole module once, or only its parts"
                 )
 
 
@@ -239,15 +308,23 @@ class Recipe:
         algorithm: a registered name.
         options: the algorithm's.
         caller: what the user called, for messages.
-        do_flatten: as for `bagua_ref.distributed.BaguaModule.with_bagua`; so is find_unused_parameters.
+        do_flatten: as for `bagua_ref.distributed.BaguaModule.with_bagua`; so is
+            find_unused_parameters.
 
     Raises:
-        ValueError: there is no such algorithm, or an option is out of range; raised here rather than in processes that start later.
+        ValueError: there is no such algorithm, or an option is out of range; raised here rather
+            than in processes that start later.
         TypeError: the algorithm has no such option.
     """
 
     def __init__(
-        self, algorithm: str, options: dict[str, Any], caller: str, *, do_flatten: bool = True, find_unused_parameters: bool = False
+        self,
+        algorithm: str,
+        options: dict[str, Any],
+        caller: str,
+        *,
+        do_flatten: bool = True,
+        find_unused_parameters: bool = False,
     ) -> None:
         GlobalAlgorithmRegistry.get(algorithm)
         if algorithm != "qadam":  # which needs its optimizer
@@ -267,7 +344,9 @@ class Recipe:
 
 
 def call_if_there(name: str, module: torch.nn.Module) -> None:
-    """Call ``abort`` or ``resume`` of the algorithm of ``module``, if it is wrapped and its algorithm has such a method."""
+    """Call ``abort`` or ``resume`` of the algorithm of ``module``, if it is wrapped and its
+    algorithm has such a method.
+    """
     context = context_of(module)
     method = None if context is None else getattr(context.bagua_algorithm, name, None)
     if method is not None:

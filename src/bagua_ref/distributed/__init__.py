@@ -20,13 +20,15 @@ __all__ = ["BaguaModule"]
 
 
 class BaguaModule:
-    """The methods that bagua_ref puts on ``torch.nn.Module``, and the attributes that a wrapped module has.
+    """The methods that bagua_ref puts on ``torch.nn.Module``, and the attributes that a wrapped
+    module has.
 
-    Unwrapped modules have none of these attributes, so that tools that inspect modules, such as torch.compile and torch.jit, see
-    nothing unusual.
+    Unwrapped modules have none of these attributes, so that tools that inspect modules, such as
+    torch.compile and torch.jit, see nothing unusual.
 
     Attributes:
-        bagua_module_name: the name of this module in messages, unique in the process; may be set before wrapping.
+        bagua_module_name: the name of this module in messages, unique in the process; may be set
+            before wrapping.
         bagua_algorithm: the implementation of the algorithm in use.
         bagua_optimizers: the optimizers passed when wrapping.
         bagua_buckets: the buckets in the order in which they are scheduled.
@@ -54,25 +56,33 @@ class BaguaModule:
     ) -> Any:
         """Train this module together with the other ranks from now on; return it (S5).
 
-        Collective: every rank of the group wraps its copy. The first rank's parameters, buffers and optimizer state are
-        broadcast. From then on every training step runs the algorithm. Wrapping again replaces the algorithm.
+        Collective: every rank of the group wraps its copy. The first rank's parameters, buffers and
+        optimizer state are broadcast. From then on every training step runs the algorithm. Wrapping
+        again replaces the algorithm.
 
         Args:
             optimizers: the optimizers of this module's parameters, or the only one.
-            algorithm: e.g. ``GradientAllReduceAlgorithm()``, or a registered name, such as "bytegrad", with its defaults.
-            process_group: the ranks that train together; None is the default group. For a model sharded by ``fully_shard``, the
-                dimension of the DeviceMesh along which ranks hold the same shards: ``mesh["replicate"]``.
+            algorithm: e.g. ``GradientAllReduceAlgorithm()``, or a registered name, such as
+                "bytegrad", with its defaults.
+            process_group: the ranks that train together; None is the default group. For a model
+                sharded by ``fully_shard``, the
+                dimension of the DeviceMesh along which ranks hold the same shards:
+                    ``mesh["replicate"]``.
             do_flatten: keep the tensors of each bucket in one storage.
             backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
-            find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients; those that no
-                rank's backward pass reaches keep theirs.
-            timeout: seconds without progress after which waiting raises; None: that of ``process_group``.
+            find_unused_parameters: treat parameters that a backward pass does not reach as having
+                zero gradients; those that no rank's backward pass reaches keep theirs.
+            timeout: seconds without progress after which waiting raises; None: that of
+                ``process_group``.
 
         Raises:
             NotInitializedError: ``init_process_group()`` was not called (a RuntimeError).
-            TypeError: ``algorithm``, ``optimizers`` or ``process_group`` is something else, or a parameter is complex.
-            ValueError: modules differ between ranks; nothing to train; this rank is not in the group.
-            NotImplementedError: a parameter gets sparse gradients, or is sharded in a way that cannot be trained.
+            TypeError: ``algorithm``, ``optimizers`` or ``process_group`` is something else, or a
+                parameter is complex.
+            ValueError: modules differ between ranks; nothing to train; this rank is not in the
+                group.
+            NotImplementedError: a parameter gets sparse gradients, or is sharded in a way that
+                cannot be trained.
 
         >>> from bagua_ref import init_process_group
         >>> from bagua_ref.algorithms import GradientAllReduceAlgorithm
@@ -86,31 +96,43 @@ class BaguaModule:
         return self
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Skip communication of training forward passes that begin in this context (S5); no effect on an unwrapped module."""
+        """Skip communication of training forward passes that begin in this context (S5); no effect
+        on an unwrapped module.
+        """
         wrapped = context_of(_module(self))
         return nullcontext() if wrapped is None else wrapped.no_sync()
 
     def bagua_metrics(self) -> dict[str, float | int]:
-        """Return the counts of this training on this rank since the module was wrapped, by name; this does not communicate.
+        """Return the counts of this training on this rank since the module was wrapped, by name;
+        this does not communicate.
 
-        - ``steps``: optimizer steps (of the last optimizer; without optimizers, synchronized backward passes).
-        - ``rounds``: rounds of communication that have begun; those of asynchronous averaging are ``async_rounds``.
-        - ``steps_in_agreement``: ``steps`` when all ranks last compared what they were about to do, and agreed.
-        - ``bytes_sent``: bytes that this rank has sent, exactly as the specification counts them; a few bytes by which ranks
-          agree are left out. ``bytes_sent_per_step``: divided by ``steps``.
-        - ``seconds``: from the end of the first step to the end of the last, whatever training does in between; missing before the
-          second. ``seconds_per_step``: divided by the steps in between.
-        - ``exposed_wait_seconds``: time that the training thread has waited for communication, and for the weights with
-          asynchronous averaging. ``exposed_wait_seconds_per_step``: divided by ``steps``. On the CPU only.
-        - ``codec_seconds``: time that codecs, powersgd and topk have compressed and decompressed, on any thread.
+        - ``steps``: optimizer steps (of the last optimizer; without optimizers, synchronized
+          backward passes).
+        - ``rounds``: rounds of communication that have begun; those of asynchronous averaging are
+          ``async_rounds``.
+        - ``steps_in_agreement``: ``steps`` when all ranks last compared what they were about to do,
+          and agreed.
+        - ``bytes_sent``: bytes that this rank has sent, exactly as the specification counts them; a
+          few bytes by which ranks agree are left out. ``bytes_sent_per_step``: divided by
+          ``steps``.
+        - ``seconds``: from the end of the first step to the end of the last, whatever training does
+          in between; missing before the second. ``seconds_per_step``: divided by the steps in
+          between.
+        - ``exposed_wait_seconds``: time that the training thread has waited for communication, and
+          for the weights with asynchronous averaging. ``exposed_wait_seconds_per_step``: divided by
+          ``steps``. On the CPU only.
+        - ``codec_seconds``: time that codecs, powersgd and topk have compressed and decompressed,
+          on any thread.
           ``codec_seconds_per_step``: divided by ``steps``. On the CPU only.
-        - ``seconds_since_last_exchange``: since an operation on a bucket last ended; missing before the first.
+        - ``seconds_since_last_exchange``: since an operation on a bucket last ended; missing before
+          the first.
         - ``async_rounds``: completed rounds of asynchronous averaging; with that algorithm only.
-        - ``drift``: L2 norm of the difference between this rank's weights and the global ones just before the last exchange: with
-          local_sgd, to the mean over ranks; with diloco, to the global copy. Missing before the first, and with other algorithms.
+        - ``drift``: L2 norm of the difference between this rank's weights and the global ones just
+          before the last exchange: with local_sgd, to the mean over ranks; with diloco, to the
+              global copy. Missing before the first, and with other algorithms.
 
-        On CUDA the host does not wait for communication or codecs, so that clocks on the host cannot tell: times on the CPU only
-        are missing there. Look at a profile.
+        On CUDA the host does not wait for communication or codecs, so that clocks on the host
+        cannot tell: times on the CPU only are missing there. Look at a profile.
 
         Raises:
             ValueError: the module is not wrapped.
@@ -126,17 +148,23 @@ class BaguaModule:
         """
         context = context_of(_module(self))
         if context is None:
-            raise ValueError(f"this {type(self).__name__} is not wrapped, so it has no metrics; call with_bagua() first")
+            raise ValueError(
+                f"this {type(self).__name__} is not wrapped, so it has no metrics; call"
+                " with_bagua() first"
+            )
         return context.metrics()
 
     def bagua_resynchronize(self) -> None:
-        """Train on after a failed round: with new connections, from the state and counters of the group's first rank.
+        """Train on after a failed round: with new connections, from the state and counters of the
+        group's first rank.
 
-        Collective: every rank of the group calls it, whatever state it is in. What was under way is forgotten.
+        Collective: every rank of the group calls it, whatever state it is in. What was under way is
+        forgotten.
 
         Raises:
             ValueError: this module is not wrapped, or modules differ between ranks.
-            CommunicationTimeoutError: a rank has not come within the timeout of ``init_process_group()``.
+            CommunicationTimeoutError: a rank has not come within the timeout of
+                ``init_process_group()``.
 
         >>> import bagua_ref
         >>> bagua_ref.init_process_group()

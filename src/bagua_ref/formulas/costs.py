@@ -1,4 +1,6 @@
-"""Costs of communication: the messages of each operation, their counts by kind of link, and their time (S14)."""
+"""Costs of communication: the messages of each operation, their counts by kind of link, and their
+time (S14).
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,31 @@ from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 __all__ = [
-    "FORWARD", "LinkCost", "LinkCosts", "Message", "Operation", "Round", "Traffic", "Wire",
-    "all_gather", "all_reduce", "all_to_all", "broadcast", "chunk_bytes", "gather", "loads_of", "one_round", "operation_seconds",
-    "overlap", "parse_seconds", "reduce", "reduce_scatter", "round_seconds", "scatter", "traffic",
-]  # fmt: skip
+    "FORWARD",
+    "LinkCost",
+    "LinkCosts",
+    "Message",
+    "Operation",
+    "Round",
+    "Traffic",
+    "Wire",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "chunk_bytes",
+    "gather",
+    "loads_of",
+    "one_round",
+    "operation_seconds",
+    "overlap",
+    "parse_seconds",
+    "reduce",
+    "reduce_scatter",
+    "round_seconds",
+    "scatter",
+    "traffic",
+]
 
 Message: TypeAlias = "tuple[int, int, int]"
 """(source rank, destination rank, bytes)."""
@@ -24,10 +47,14 @@ Operation: TypeAlias = "list[Round]"
 """Rounds, each of which begins when the one before has ended (S14.1). One rank alone has none."""
 
 Wire: TypeAlias = "tuple[str, int, int]"
-"""What messages share: ("inside", source, destination), ("out", node, -1) or ("in", node, -1) (S14.5)."""
+"""What messages share: ("inside", source, destination), ("out", node, -1) or ("in", node, -1)
+(S14.5).
+"""
 
 FORWARD = 1 / 3
-"""Forward's part of a pass [defined]: backward computes two gradients for each product of forward."""
+"""Forward's part of a pass [defined]: backward computes two gradients for each product of
+forward.
+"""
 
 _BITS = {"bit": 1, "B": 8}
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -35,7 +62,8 @@ _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 
 
 def chunk_bytes(elements: int, itemsize: int, n: int) -> list[int]:
-    """Return the bytes of the n chunks of a tensor: chunk j has floor((j+1)N/n) - floor(jN/n) of its N elements (S14.1).
+    """Return the bytes of the n chunks of a tensor: chunk j has floor((j+1)N/n) - floor(jN/n) of
+    its N elements (S14.1).
 
     >>> chunk_bytes(10, 4, 4)
     [8, 12, 8, 12]
@@ -44,7 +72,8 @@ def chunk_bytes(elements: int, itemsize: int, n: int) -> list[int]:
 
 
 def reduce_scatter(chunks: Sequence[int]) -> Operation:
-    """Return the ring in which rank r sends chunk (r - 1 - s) mod n to rank r + 1 in round s = 0 ... n-2 (S14.1).
+    """Return the ring in which rank r sends chunk (r - 1 - s) mod n to rank r + 1 in round s = 0
+    ... n-2 (S14.1).
 
     Args:
         chunks: the bytes of each of the n chunks; rank r ends with chunk r.
@@ -53,13 +82,15 @@ def reduce_scatter(chunks: Sequence[int]) -> Operation:
     >>> reduce_scatter([4, 8, 12])[0]
     [(0, 1, 12), (1, 2, 4), (2, 0, 8)]
 
-    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations", JPDC 2009.
     """
     return _ring(chunks, first=-1)
 
 
 def all_gather(chunks: Sequence[int]) -> Operation:
-    """Return the ring in which rank r sends chunk (r - s) mod n to rank r + 1 in round s = 0 ... n-2 (S14.1).
+    """Return the ring in which rank r sends chunk (r - s) mod n to rank r + 1 in round s = 0 ...
+    n-2 (S14.1).
 
     >>> all_gather([4, 8, 12])[0]
     [(0, 1, 4), (1, 2, 8), (2, 0, 12)]
@@ -73,7 +104,8 @@ def all_reduce(chunks: Sequence[int]) -> Operation:
 
 
 def all_to_all(sizes: Sequence[Sequence[int]]) -> Operation:
-    """Return the rounds s = 1 ... n-1 in which rank r sends its chunk for rank (r + s) mod n (S14.1).
+    """Return the rounds s = 1 ... n-1 in which rank r sends its chunk for rank (r + s) mod n
+    (S14.1).
 
     Args:
         sizes: ``sizes[r][d]`` are the bytes that rank r sends to rank d.
@@ -83,19 +115,26 @@ def all_to_all(sizes: Sequence[Sequence[int]]) -> Operation:
 
 
 def broadcast(nbytes: int, n: int, root: int = 0) -> Operation:
-    """Return the binomial tree in which v < 2^k sends all to v + 2^k < n in round k, v counted from the root (S14.1).
+    """Return the binomial tree in which v < 2^k sends all to v + 2^k < n in round k, v counted from
+    the root (S14.1).
 
     >>> from bagua_ref.formulas.costs import broadcast
     >>> broadcast(8, 3, root=1)
     [[(1, 2, 8)], [(1, 0, 8)]]
     """
     steps = [2**k for k in range((n - 1).bit_length())]
-    return [[((v + root) % n, (v + step + root) % n, nbytes) for v in range(min(step, n - step))] for step in steps]
+    return [
+        [((v + root) % n, (v + step + root) % n, nbytes) for v in range(min(step, n - step))]
+        for step in steps
+    ]
 
 
 def reduce(nbytes: int, n: int, root: int = 0) -> Operation:
     """Return the reverse of `broadcast` (S14.1)."""
-    return [[(dst, src, nbytes) for src, dst, nbytes in messages] for messages in reversed(broadcast(nbytes, n, root))]
+    return [
+        [(dst, src, nbytes) for src, dst, nbytes in messages]
+        for messages in reversed(broadcast(nbytes, n, root))
+    ]
 
 
 def gather(sizes: Sequence[int], root: int = 0) -> Operation:
@@ -129,7 +168,8 @@ class Traffic(NamedTuple):
 
 
 def traffic(operation: Operation, node_of: Sequence[int]) -> list[dict[str, Traffic]]:
-    """Count each rank's messages and bytes, "inside" its node and "between" nodes: exact integers (S14.1).
+    """Count each rank's messages and bytes, "inside" its node and "between" nodes: exact integers
+    (S14.1).
 
     Args:
         operation: of ranks 0 to n-1.
@@ -162,29 +202,39 @@ class LinkCosts(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> LinkCosts:
-        """Return the costs of ``BANDWIDTH,LATENCY`` of all links, or of those between and then those inside nodes.
+        """Return the costs of ``BANDWIDTH,LATENCY`` of all links, or of those between and then
+        those inside nodes.
 
         Raises:
             ValueError: the text is something else.
 
         >>> LinkCosts.parse("1Gbit,20ms,10GB,5us")
-        LinkCosts(between=LinkCost(alpha=0.02, beta=8e-09), inside=LinkCost(alpha=5e-06, beta=1e-10))
+        LinkCosts(between=LinkCost(alpha=0.02, beta=8e-09), inside=LinkCost(alpha=5e-06,
+        beta=1e-10))
         """
         parts = text.split(",")
         if len(parts) not in (2, 4):
             raise ValueError(
-                f"link={text!r} must be BANDWIDTH,LATENCY such as 1Gbit,20ms, or two such pairs: between nodes, and inside a node"
+                f"link={text!r} must be BANDWIDTH,LATENCY such as 1Gbit,20ms, or two such pairs:"
+                " between nodes, and inside a node"
             )
-        links = [LinkCost(parse_seconds(latency, 0.0), _beta(band)) for band, latency in zip(parts[::2], parts[1::2], strict=True)]
+        links = [
+            LinkCost(parse_seconds(latency, 0.0), _beta(band))
+            for band, latency in zip(parts[::2], parts[1::2], strict=True)
+        ]
         return cls(links[0], links[-1])
 
 
 def parse_seconds(text: str, least: float = 1e-9) -> float:
-    """Return a time such as 120ms in seconds; raise ValueError if it is none, or less than ``least`` seconds."""
+    """Return a time such as 120ms in seconds; raise ValueError if it is none, or less than
+    ``least`` seconds.
+    """
     number, unit = _split(text)
     seconds = number / _PER_SECOND.get(unit, math.nan)
     if not least <= seconds < 1e9:
-        raise ValueError(f"time {text!r} must be a number{' above 0' * (least > 0)} of s, ms or us, such as 20ms")
+        raise ValueError(
+            f"time {text!r} must be a number{' above 0' * (least > 0)} of s, ms or us, such as 20ms"
+        )
     return seconds
 
 
@@ -194,7 +244,8 @@ def _beta(text: str) -> float:
     bits = number * _PREFIXES.get(unit.removesuffix(name), math.nan) * _BITS.get(name, math.nan)
     if not 0 < bits < math.inf:
         raise ValueError(
-            f"bandwidth {text!r} must be a number above 0 of bit or B a second, with k, M, G or T, such as 1Gbit or 10MB"
+            f"bandwidth {text!r} must be a number above 0 of bit or B a second, with k, M, G or T,"
+            " such as 1Gbit or 10MB"
         )
     return 8 / bits
 
@@ -207,7 +258,8 @@ def _split(text: str) -> tuple[float, str]:
 def loads_of(messages: Sequence[Message], node_of: Sequence[int]) -> dict[Wire, int]:
     """Return the bytes of a round on each link (S14.5).
 
-    Inside a node each pair has a link of its own in each direction. Between nodes each node has one out and one in, which its
+    Inside a node each pair has a link of its own in each direction. Between nodes each node has one
+    out and one in, which its
     ranks share: bytes are summed over them.
 
     >>> loads_of([(0, 2, 5), (1, 3, 7)], node_of=[0, 0, 1, 1])
@@ -222,8 +274,13 @@ def loads_of(messages: Sequence[Message], node_of: Sequence[int]) -> dict[Wire, 
 
 
 def round_seconds(loads: Mapping[Wire, int], links: LinkCosts) -> float:
-    """Return the time of a round, the longest of its links: max(alpha + b * beta), b the bytes on the link (S14.2)."""
-    costs = ((links.inside if wire[0] == "inside" else links.between, nbytes) for wire, nbytes in loads.items())
+    """Return the time of a round, the longest of its links: max(alpha + b * beta), b the bytes on
+    the link (S14.2).
+    """
+    costs = (
+        (links.inside if wire[0] == "inside" else links.between, nbytes)
+        for wire, nbytes in loads.items()
+    )
     return max((link.alpha + nbytes * link.beta for link, nbytes in costs), default=0.0)
 
 
@@ -238,12 +295,18 @@ def operation_seconds(operation: Operation, node_of: Sequence[int], links: LinkC
 
 
 def overlap(
-    forward: float, backward: float, nbytes: Sequence[int], seconds: Sequence[float], after: float = 0.0
+    forward: float,
+    backward: float,
+    nbytes: Sequence[int],
+    seconds: Sequence[float],
+    after: float = 0.0,
 ) -> tuple[float, float]:
-    """Return the seconds of a step whose buckets communicate during backward, and how many of them are exposed (S14.4).
+    """Return the seconds of a step whose buckets communicate during backward, and how many of them
+    are exposed (S14.4).
 
-    Bucket i is ready at forward + backward * (bytes up to and with i) / total. Its operation starts when it is ready and the one
-    before has ended. step = max(forward + backward, end of the last operation) + after.
+    Bucket i is ready at forward + backward * (bytes up to and with i) / total. Its operation starts
+    when it is ready and the one before has ended. step = max(forward + backward, end of the last
+    operation) + after.
 
     Args:
         forward: seconds.

@@ -1,4 +1,6 @@
-"""Graphs of decentralized averaging: sources and weights of each rank, as pure functions of step and size (S3.4, S13)."""
+"""Graphs of decentralized averaging: sources and weights of each rank, as pure functions of step
+and size (S3.4, S13).
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,27 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 __all__ = [
-    "MODES", "Graph", "GraphFunction", "Mode", "PeerSelection",
-    "check_mode", "checked_graph", "complete", "exponential", "hypercube", "in_turn", "one_peer_exponential", "ring",
-    "shift_one", "shift_one_peer",
-]  # fmt: skip
+    "MODES",
+    "Graph",
+    "GraphFunction",
+    "Mode",
+    "PeerSelection",
+    "check_mode",
+    "checked_graph",
+    "complete",
+    "exponential",
+    "hypercube",
+    "in_turn",
+    "one_peer_exponential",
+    "ring",
+    "shift_one",
+    "shift_one_peer",
+]
 
 Graph: TypeAlias = "list[list[tuple[int, float]]]"
-"""For each receiving rank, the (source rank, weight) pairs of its average, in the order of the sum."""
+"""For each receiving rank, the (source rank, weight) pairs of its average, in the order of the
+sum.
+"""
 
 GraphFunction: TypeAlias = "Callable[[int, int], Sequence[Sequence[tuple[int, float]]]]"
 """``(t, n) -> graph`` of n ranks at step t, which counts from 0."""
@@ -37,10 +53,12 @@ def complete(t: int, n: int) -> Graph:
 
 
 def shift_one_peer(rank: int, nranks: int, step: int) -> int:
-    """Return the rank with which ``rank`` averages at ``step``: one of the other half, the next one at each step (S3.4).
+    """Return the rank with which ``rank`` averages at ``step``: one of the other half, the next one
+    at each step (S3.4).
 
-    With h = nranks/2, it is ``(step + rank) mod h + h`` for the first half and ``(rank - h - step) mod h`` for the second. This is
-    an involution, and in h steps each rank is paired with every rank of the other half.
+    With h = nranks/2, it is ``(step + rank) mod h + h`` for the first half and ``(rank - h - step)
+    mod h`` for the second. This is an involution, and in h steps each rank is paired with every
+    rank of the other half.
 
     Args:
         rank: from 0 to nranks - 1.
@@ -54,7 +72,9 @@ def shift_one_peer(rank: int, nranks: int, step: int) -> int:
     ([2, 3, 0, 1], [3, 2, 1, 0])
     """
     if nranks < 2 or nranks % 2:
-        raise ValueError(f"nranks={nranks} must be even and at least 2, as each rank averages with one other")
+        raise ValueError(
+            f"nranks={nranks} must be even and at least 2, as each rank averages with one other"
+        )
     if not 0 <= rank < nranks:
         raise ValueError(f"rank={rank} must be from 0 to {nranks - 1}")
     half = nranks // 2
@@ -62,7 +82,8 @@ def shift_one_peer(rank: int, nranks: int, step: int) -> int:
 
 
 def shift_one(t: int, n: int) -> Graph:
-    """Return the graph in which each rank averages with its `shift_one_peer`; n must be even (S3.4).
+    """Return the graph in which each rank averages with its `shift_one_peer`; n must be even
+    (S3.4).
 
     >>> shift_one(1, 4)[0]
     [(0, 0.5), (3, 0.5)]
@@ -72,16 +93,17 @@ def shift_one(t: int, n: int) -> Graph:
 
 
 def one_peer_exponential(t: int, n: int) -> Graph:
-    """Return the directed graph in which rank r averages with rank (r - 2^(t mod K)) mod n, K = ceil(log2 n) (S13.1).
+    """Return the directed graph in which rank r averages with rank (r - 2^(t mod K)) mod n, K =
+    ceil(log2 n) (S13.1).
 
-    If n is a power of two, any K consecutive graphs give every rank the mean over all ranks; for other n, no number of
-    graphs does.
+    If n is a power of two, any K consecutive graphs give every rank the mean over all ranks; for
+    other n, no number of graphs does.
 
     >>> [row[1] for row in one_peer_exponential(1, 4)]
     [(2, 0.5), (3, 0.5), (0, 0.5), (1, 0.5)]
 
-    Source: Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep Training", NeurIPS 2021
-    (arXiv:2110.13363).
+    Source: Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep Training",
+    NeurIPS 2021 (arXiv:2110.13363).
     """
     _check(t, n)
     distance = 2 ** (t % _doublings(n)) if n > 1 else 0
@@ -89,7 +111,8 @@ def one_peer_exponential(t: int, n: int) -> Graph:
 
 
 def hypercube(t: int, n: int) -> Graph:
-    """Return the graph in which rank r averages with rank r xor 2^(t mod K), K = log2 n; n must be a power of two (S13.2).
+    """Return the graph in which rank r averages with rank r xor 2^(t mod K), K = log2 n; n must be
+    a power of two (S13.2).
 
     Any K consecutive graphs give every rank the mean over all ranks.
 
@@ -101,13 +124,16 @@ def hypercube(t: int, n: int) -> Graph:
     """
     _check(t, n)
     if not _is_power_of_two(n):
-        raise ValueError(f"n={n} must be a power of two, as the ranks are the corners of a hypercube")
+        raise ValueError(
+            f"n={n} must be a power of two, as the ranks are the corners of a hypercube"
+        )
     distance = 2 ** (t % _doublings(n)) if n > 1 else 0
     return _means([[r, r ^ distance] for r in range(n)])
 
 
 def ring(t: int, n: int) -> Graph:
-    """Return the graph in which rank r averages with both neighbours, (r - 1) mod n and (r + 1) mod n, at every step (S13.3).
+    """Return the graph in which rank r averages with both neighbours, (r - 1) mod n and (r + 1) mod
+    n, at every step (S13.3).
 
     >>> [[source for source, _ in row] for row in ring(0, 4)], [[source for source, _ in row] for row in ring(0, 2)]
     ([[0, 3, 1], [1, 0, 2], [2, 1, 3], [3, 2, 0]], [[0, 1], [1, 0]])
@@ -117,7 +143,8 @@ def ring(t: int, n: int) -> Graph:
 
 
 def exponential(t: int, n: int) -> Graph:
-    """Return the directed graph in which rank r averages with ranks (r - 2^k) mod n, k = 0 ... ceil(log2 n) - 1 (S13.3).
+    """Return the directed graph in which rank r averages with ranks (r - 2^k) mod n, k = 0 ...
+    ceil(log2 n) - 1 (S13.3).
 
     >>> [source for source, _ in exponential(0, 6)[0]]
     [0, 5, 4, 2]
@@ -171,7 +198,8 @@ MODES = {
 
 
 def in_turn(graphs: Sequence[Graph]) -> GraphFunction:
-    """Return a function ``(t, n) -> graph`` that gives these graphs one after another, and then begins again.
+    """Return a function ``(t, n) -> graph`` that gives these graphs one after another, and then
+    begins again.
 
     Args:
         graphs: at least one, all for the same number of ranks.
@@ -189,24 +217,33 @@ def check_mode(peer_selection_mode: Any) -> None:
     """Raise ValueError unless ``peer_selection_mode`` is a name in `MODES` or a function."""
     if not callable(peer_selection_mode) and peer_selection_mode not in tuple(MODES):
         names = ", ".join(map(repr, MODES))
-        raise ValueError(f"peer_selection_mode={peer_selection_mode!r} must be {names} or a function (t, n) -> graph")
+        raise ValueError(
+            f"peer_selection_mode={peer_selection_mode!r} must be {names} or a function (t, n) ->"
+            " graph"
+        )
 
 
 def checked_graph(graph: Any, n: int) -> Graph:
-    """Return ``graph``, which a user's function made for ``n`` ranks, as a `Graph`, if it is doubly stochastic (S13.4).
+    """Return ``graph``, which a user's function made for ``n`` ranks, as a `Graph`, if it is doubly
+    stochastic (S13.4).
 
     Raises:
-        ValueError: there are not n rows; a row or column does not sum to 1 within 1e-6, in float64; a row lacks its own rank, or
-            has a source twice, one that does not exist, or a weight that is negative or not finite.
+        ValueError: there are not n rows; a row or column does not sum to 1 within 1e-6, in float64;
+            a row lacks its own rank, or has a source twice, one that does not exist, or a weight
+            that is negative or not finite.
         TypeError: a row is not a list of pairs of a rank and a number.
 
     >>> checked_graph([[(0, 0.75), (1, 0.25)], [(0, 0.25), (1, 0.5)]], 2)
     Traceback (most recent call last):
     ...
-    ValueError: row 1 (sources of rank 1) has weights that sum to 0.75; they must sum to 1 (within 1e-06)
+    ValueError: row 1 (sources of rank 1) has weights that sum to 0.75; they must sum to 1 (within
+    1e-06)
     """
     if not isinstance(graph, (list, tuple)):
-        raise TypeError(f"the graph is a {type(graph).__name__}; it must be a list with a row for each of the {n} ranks")
+        raise TypeError(
+            f"the graph is a {type(graph).__name__}; it must be a list with a row for each of the"
+            f" {n} ranks"
+        )
     if len(graph) != n:
         raise ValueError(f"the graph has {len(graph)} rows; it must have {n}, one for each rank")
     rows = [_checked_row(rank, row, n) for rank, row in enumerate(graph)]
@@ -225,25 +262,37 @@ def _checked_row(rank: int, row: Any, n: int) -> list[tuple[int, float]]:
     try:
         pairs = [(operator.index(source), float(weight)) for source, weight in row]
     except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"row {rank} of the graph is {row!r}; it must be a list of pairs (source rank, weight)") from None
+        raise TypeError(
+            f"row {rank} of the graph is {row!r}; it must be a list of pairs (source rank, weight)"
+        ) from None
     sources: set[int] = set()
     for source, weight in pairs:
         if not 0 <= source < n:
-            raise ValueError(f"row {rank} has source {source}; sources must be ranks from 0 to {n - 1}")
+            raise ValueError(
+                f"row {rank} has source {source}; sources must be ranks from 0 to {n - 1}"
+            )
         if source in sources:
             raise ValueError(f"row {rank} has source {source} twice; each source may appear once")
         if not 0 <= weight < math.inf:
-            raise ValueError(f"row {rank} has weight {weight} for source {source}; weights must be finite and not negative")
+            raise ValueError(
+                f"row {rank} has weight {weight} for source {source}; weights must be finite and"
+                " not negative"
+            )
         sources.add(source)
     if rank not in sources:
-        raise ValueError(f"row {rank} has sources {sorted(sources)}; rank {rank} itself must be one of them, even with weight 0")
+        raise ValueError(
+            f"row {rank} has sources {sorted(sources)}; rank {rank} itself must be one of them,"
+            " even with weight 0"
+        )
     return pairs
 
 
 def _check_sum(what: str, weights: list[float]) -> None:
     total = math.fsum(weights)
     if abs(total - 1) > _NEAR_ONE:
-        raise ValueError(f"{what} has weights that sum to {total}; they must sum to 1 (within {_NEAR_ONE})")
+        raise ValueError(
+            f"{what} has weights that sum to {total}; they must sum to 1 (within {_NEAR_ONE})"
+        )
 
 
 def _check(t: int, n: int) -> None:

@@ -1,4 +1,6 @@
-"""Low-rank approximation: the shapes of compressed gradients, orthonormal columns, and random columns to start from (S10)."""
+"""Low-rank approximation: the shapes of compressed gradients, orthonormal columns, and random
+columns to start from (S10).
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,14 @@ THRESHOLD = 1e-6
 """A column becomes 0 if projections leave no more than this part of its norm."""
 
 
-def matrix_shape(shape: Sequence[int], matrix_approximation_rank: int, min_compression_rate: float) -> tuple[int, int, int] | None:
+def matrix_shape(
+    shape: Sequence[int], matrix_approximation_rank: int, min_compression_rate: float
+) -> tuple[int, int, int] | None:
     """Return n, m and r of a gradient as a matrix, None if it is not compressed (S10.1).
 
-    n is the first dimension, m the product of the others, and ``r = min(n, m, matrix_approximation_rank)``. A gradient of two or
-    more dimensions is compressed if ``(n + m) * r * min_compression_rate < n * m``.
+    n is the first dimension, m the product of the others, and ``r = min(n, m,
+    matrix_approximation_rank)``. A gradient of two or more dimensions is compressed if ``(n + m) *
+    r * min_compression_rate < n * m``.
 
     >>> matrix_shape((64, 3, 5, 5), 4, 2.0)
     (64, 75, 4)
@@ -33,13 +38,15 @@ def matrix_shape(shape: Sequence[int], matrix_approximation_rank: int, min_compr
 
 
 def orthonormalize(matrices: Sequence[Tensor]) -> None:
-    """Make the columns of each matrix orthonormal, in place, by modified Gram-Schmidt in float64, rounded once at the end (S10.3).
+    """Make the columns of each matrix orthonormal, in place, by modified Gram-Schmidt in float64,
+    rounded once at the end (S10.3).
 
-    In order, each column is divided by its norm, and its projection is subtracted from every later one. A column whose norm is
-    not above 1e-6 of its norm before projections becomes 0.
+    In order, each column is divided by its norm, and its projection is subtracted from every later
+    one. A column whose norm is not above 1e-6 of its norm before projections becomes 0.
 
     Args:
-        matrices: float32 or float64, each with at least one row; those of one shape are computed together.
+        matrices: float32 or float64, each with at least one row; those of one shape are computed
+            together.
 
     >>> x = torch.tensor([[3.0, 6.0], [4.0, 8.0]])
     >>> orthonormalize([x]); x
@@ -50,7 +57,8 @@ def orthonormalize(matrices: Sequence[Tensor]) -> None:
     for matrix in matrices:
         by_shape.setdefault(matrix.shape, []).append(matrix)
     for alike in by_shape.values():
-        columns = torch.stack([matrix.mT for matrix in alike]).double()  # each column is contiguous now
+        # each column is contiguous now
+        columns = torch.stack([matrix.mT for matrix in alike]).double()
         _orthonormalize(columns)
         torch._foreach_copy_(alike, list(columns.mT))
 
@@ -58,7 +66,8 @@ def orthonormalize(matrices: Sequence[Tensor]) -> None:
 def _orthonormalize(columns: Tensor) -> None:
     """Make the rows of each matrix in a batch orthonormal."""
     largest = columns.abs().amax(dim=-1, keepdim=True)
-    columns /= torch.where(largest > 0, largest, 1)  # squares of large float64 values would overflow
+    # squares of large float64 values would overflow
+    columns /= torch.where(largest > 0, largest, 1)
     before = torch.linalg.vector_norm(columns, dim=-1, keepdim=True)
     for place in range(columns.shape[1]):
         column, later = columns[:, place : place + 1], columns[:, place + 1 :]
@@ -82,12 +91,16 @@ def random_columns(m: int, r: int, seed: int, round_number: int, place: int) -> 
     return torch.randn(m, r, generator=generator, dtype=torch.float32)
 
 
-def starting_columns(factors: Sequence[Tensor], seed: int, round_number: int, places: Sequence[int]) -> list[Tensor]:
-    """Return the orthonormal Q of each matrix at the start of a round, made from the last round's factors (S10.2).
+def starting_columns(
+    factors: Sequence[Tensor], seed: int, round_number: int, places: Sequence[int]
+) -> list[Tensor]:
+    """Return the orthonormal Q of each matrix at the start of a round, made from the last round's
+    factors (S10.2).
 
     Each column is contiguous, which makes products much faster.
 
-    Columns that become 0 are replaced by those of N, and the matrix is orthonormalized again: else they would stay 0.
+    Columns that become 0 are replaced by those of N, and the matrix is orthonormalized again: else
+    they would stay 0.
 
     Args:
         factors: m x r matrices, 0 where there was no last round; unchanged.

@@ -1,4 +1,6 @@
-"""Speed at which averaging along graphs brings ranks to consensus: spectral gap, and rounds to a tolerance (S13)."""
+"""Speed at which averaging along graphs brings ranks to consensus: spectral gap, and rounds to a
+tolerance (S13).
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,16 @@ _DOUBLINGS = 40
 class Mixing:
     """Contraction of the ranks' distance from their mean when a period of graphs is repeated.
 
-    With W_t the `matrix` of round t, J the matrix of 1/n and P the rounds of a period, a round multiplies the ranks' distances from
-    their mean by W_t - J.
+    With W_t the `matrix` of round t, J the matrix of 1/n and P the rounds of a period, a round
+    multiplies the ranks' distances from their mean by W_t - J.
 
     Attributes:
         period: P.
-        contraction: the second-largest singular value of the product W_(P-1) ... W_0, which is the largest of product - J: the
-            largest factor by which a period multiplies the distance (root of the sum of squares over ranks).
-        rounds: the first round after which any distance is at most ``tolerance`` times what it was; None: never.
+        contraction: the second-largest singular value of the product W_(P-1) ... W_0, which is the
+            largest of product - J: the largest factor by which a period multiplies the distance
+            (root of the sum of squares over ranks).
+        rounds: the first round after which any distance is at most ``tolerance`` times what it was;
+            None: never.
         exact: whether the distance is then 0, apart from rounding while averaging.
     """
 
@@ -45,12 +49,15 @@ class Mixing:
 
     @property
     def gap_per_round(self) -> float:
-        """1 - contraction^(1/P): the geometric mean over the rounds of a period, to compare graphs of different periods."""
+        """1 - contraction^(1/P): the geometric mean over the rounds of a period, to compare graphs
+        of different periods.
+        """
         return 1 - float(self.contraction ** (1 / self.period))
 
 
 def matrix(graph: Graph) -> Matrix:
-    """Return the mixing matrix: the weight with which rank r receives from rank s, in row r and column s.
+    """Return the mixing matrix: the weight with which rank r receives from rank s, in row r and
+    column s.
 
     >>> matrix([[(0, 0.75), (1, 0.25)], [(1, 0.75), (0, 0.25)]])
     array([[0.75, 0.25], [0.25, 0.75]])
@@ -63,7 +70,8 @@ def matrix(graph: Graph) -> Matrix:
 
 
 def mixing(graphs: Sequence[Graph], tolerance: float = 1e-6) -> Mixing:
-    """Return the speed of consensus of ranks that average along these graphs repeatedly, computed in float64.
+    """Return the speed of consensus of ranks that average along these graphs repeatedly, computed
+    in float64.
 
     Args:
         graphs: the graphs of one period, doubly stochastic, in order.
@@ -83,7 +91,8 @@ def mixing(graphs: Sequence[Graph], tolerance: float = 1e-6) -> Mixing:
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance={tolerance} must be between 0 and 1")
     n = len(graphs[0])
-    # As every W is doubly stochastic, (W - J)(V - J) = WV - J: J's rounding errors do not add up below.
+    # As every W is doubly stochastic, (W - J)(V - J) = WV - J: J's rounding errors do not add up
+    # below.
     rounds = [matrix(graph) - 1 / n for graph in graphs]
     period = np.eye(n) - 1 / n
     for step in rounds:
@@ -92,8 +101,12 @@ def mixing(graphs: Sequence[Graph], tolerance: float = 1e-6) -> Mixing:
     return Mixing(len(graphs), _norm(period), count, exact=left == 0)
 
 
-def _first_round(rounds: list[Matrix], period: Matrix, tolerance: float) -> tuple[int | None, float]:
-    """Return the first round after which the distance is within tolerance, None if there is none, and the distance then."""
+def _first_round(
+    rounds: list[Matrix], period: Matrix, tolerance: float
+) -> tuple[int | None, float]:
+    """Return the first round after which the distance is within tolerance, None if there is none,
+    and the distance then.
+    """
     powers = [period]
     while _norm(powers[-1]) > tolerance:
         if len(powers) > _DOUBLINGS:

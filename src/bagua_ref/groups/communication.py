@@ -1,7 +1,8 @@
-"""The collectives of `bagua.torch_api.communication` as functions (S3.9); the process groups are in `process_group`.
+"""The collectives of `bagua.torch_api.communication` as functions (S3.9); the process groups are in
+`process_group`.
 
-``comm=None`` means the default group's global communicator. On a rank outside ``comm``, functions return at once and change
-nothing.
+``comm=None`` means the default group's global communicator. On a rank outside ``comm``, functions
+return at once and change nothing.
 """
 
 from __future__ import annotations
@@ -71,14 +72,17 @@ __all__ = [
     "send",
 ]
 
-_COALESCED_BYTES = 32 * 1024**2  # tensors are copied together up to this size and then sent: few messages, little memory
+# tensors are copied together up to this size and then sent: few messages, little memory
+_COALESCED_BYTES = 32 * 1024**2
 
 
 def _on(comm: MaybeCommunicator | None) -> Any:
     if comm is None:
         return _get_default_group().get_global_communicator()
     if not isinstance(comm, (Communicator, NonMember)):
-        raise TypeError(f"comm={comm!r} must be a communicator, such as group.get_global_communicator()")
+        raise TypeError(
+            f"comm={comm!r} must be a communicator, such as group.get_global_communicator()"
+        )
     return comm
 
 
@@ -103,7 +107,8 @@ def get_backend(model_name: str) -> Any:
     engines = current_world().engines
     if model_name not in engines:
         raise ValueError(
-            f"model_name={model_name!r} must be the bagua_module_name of a wrapped module; known are {sorted(engines)}"
+            f"model_name={model_name!r} must be the bagua_module_name of a wrapped module; known"
+            f" are {sorted(engines)}"
         )
     return engines[model_name]
 
@@ -124,8 +129,12 @@ def broadcast(tensor: Tensor, src: int = 0, comm: MaybeCommunicator | None = Non
 
 
 @torch.no_grad()
-def broadcast_coalesced(tensors: Sequence[Tensor], src: int = 0, comm: MaybeCommunicator | None = None) -> None:
-    """As `broadcast` for each tensor, in fewer messages; any mix of shapes, strides, dtypes and devices (S3.9)."""
+def broadcast_coalesced(
+    tensors: Sequence[Tensor], src: int = 0, comm: MaybeCommunicator | None = None
+) -> None:
+    """As `broadcast` for each tensor, in fewer messages; any mix of shapes, strides, dtypes and
+    devices (S3.9).
+    """
     communicator = _on(comm)
     for flat, members in _coalesced(tensors):
         communicator.broadcast(flat, src)
@@ -134,28 +143,45 @@ def broadcast_coalesced(tensors: Sequence[Tensor], src: int = 0, comm: MaybeComm
 
 
 def broadcast_object(obj: Any, src: int = 0, comm: MaybeCommunicator | None = None) -> Any:
-    """Return rank ``src``'s ``obj`` on every rank (S3.9). It is pickled, so use this only among ranks that trust each other."""
+    """Return rank ``src``'s ``obj`` on every rank (S3.9). It is pickled, so use this only among
+    ranks that trust each other.
+    """
     return _on(comm).broadcast_object(obj, src)
 
 
 def reduce(
-    send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None
+    send_tensor: Tensor,
+    recv_tensor: Tensor,
+    dst: int,
+    op: ReduceOp = ReduceOp.SUM,
+    comm: MaybeCommunicator | None = None,
 ) -> None:
     """Combine ``send_tensor`` over ranks into ``recv_tensor`` of rank ``dst`` (S3.9)."""
     _on(comm).reduce(send_tensor, recv_tensor, dst, op)
 
 
-def reduce_inplace(tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None) -> None:
-    """Combine ``tensor`` over ranks into that of rank ``dst``; on other ranks, it is unchanged (S3.9)."""
+def reduce_inplace(
+    tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None
+) -> None:
+    """Combine ``tensor`` over ranks into that of rank ``dst``; on other ranks, it is unchanged
+    (S3.9).
+    """
     _on(comm).reduce_inplace(tensor, dst, op)
 
 
-def allreduce(send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None) -> None:
+def allreduce(
+    send_tensor: Tensor,
+    recv_tensor: Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    comm: MaybeCommunicator | None = None,
+) -> None:
     """Combine ``send_tensor`` over ranks into every ``recv_tensor`` (S3.9)."""
     _on(comm).allreduce(send_tensor, recv_tensor, op)
 
 
-def allreduce_inplace(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None) -> None:
+def allreduce_inplace(
+    tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None
+) -> None:
     """Combine ``tensor`` over ranks, in place on every rank (S3.9)."""
     _on(comm).allreduce_inplace(tensor, op)
 
@@ -164,7 +190,9 @@ def allreduce_inplace(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: MaybeCo
 def allreduce_coalesced_inplace(
     tensors: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None
 ) -> None:
-    """As `allreduce_inplace` for each tensor, in fewer messages; any mix of shapes, strides, dtypes and devices (S3.9)."""
+    """As `allreduce_inplace` for each tensor, in fewer messages; any mix of shapes, strides, dtypes
+    and devices (S3.9).
+    """
     communicator = _on(comm)
     if _rank_not_in_comm(communicator):
         return
@@ -175,8 +203,12 @@ def allreduce_coalesced_inplace(
         _scatter_flat(flat, members)
 
 
-def allgather(send_tensor: Tensor, recv_tensor: Tensor, comm: MaybeCommunicator | None = None) -> None:
-    """Collect every ``send_tensor``, in rank order, in every ``recv_tensor``, which is n times as large (S3.9)."""
+def allgather(
+    send_tensor: Tensor, recv_tensor: Tensor, comm: MaybeCommunicator | None = None
+) -> None:
+    """Collect every ``send_tensor``, in rank order, in every ``recv_tensor``, which is n times as
+    large (S3.9).
+    """
     _on(comm).allgather(send_tensor, recv_tensor)
 
 
@@ -185,39 +217,64 @@ def allgather_inplace(tensor: Tensor, comm: MaybeCommunicator | None = None) -> 
     _on(comm).allgather_inplace(tensor)
 
 
-def gather(send_tensor: Tensor, recv_tensor: Tensor, dst: int, comm: MaybeCommunicator | None = None) -> None:
-    """Collect every ``send_tensor``, in rank order, in ``recv_tensor`` of rank ``dst``, which is n times as large (S3.9)."""
+def gather(
+    send_tensor: Tensor, recv_tensor: Tensor, dst: int, comm: MaybeCommunicator | None = None
+) -> None:
+    """Collect every ``send_tensor``, in rank order, in ``recv_tensor`` of rank ``dst``, which is n
+    times as large (S3.9).
+    """
     _on(comm).gather(send_tensor, recv_tensor, dst)
 
 
-def gather_inplace(tensor: Tensor, count: int, dst: int, comm: MaybeCommunicator | None = None) -> None:
-    """As `gather`; rank ``dst``'s tensor has n * count elements, its own in place; the others send count elements (S3.9)."""
+def gather_inplace(
+    tensor: Tensor, count: int, dst: int, comm: MaybeCommunicator | None = None
+) -> None:
+    """As `gather`; rank ``dst``'s tensor has n * count elements, its own in place; the others send
+    count elements (S3.9).
+    """
     _on(comm).gather_inplace(tensor, count, dst)
 
 
-def scatter(send_tensor: Tensor, recv_tensor: Tensor, src: int, comm: MaybeCommunicator | None = None) -> None:
-    """Send each rank its chunk of rank ``src``'s ``send_tensor``, which is n times as large as ``recv_tensor`` (S3.9)."""
+def scatter(
+    send_tensor: Tensor, recv_tensor: Tensor, src: int, comm: MaybeCommunicator | None = None
+) -> None:
+    """Send each rank its chunk of rank ``src``'s ``send_tensor``, which is n times as large as
+    ``recv_tensor`` (S3.9).
+    """
     _on(comm).scatter(send_tensor, recv_tensor, src)
 
 
-def scatter_inplace(tensor: Tensor, count: int, src: int, comm: MaybeCommunicator | None = None) -> None:
-    """As `scatter`; rank ``src``'s tensor has n * count elements and is unchanged; the others receive count elements (S3.9)."""
+def scatter_inplace(
+    tensor: Tensor, count: int, src: int, comm: MaybeCommunicator | None = None
+) -> None:
+    """As `scatter`; rank ``src``'s tensor has n * count elements and is unchanged; the others
+    receive count elements (S3.9).
+    """
     _on(comm).scatter_inplace(tensor, count, src)
 
 
 def reduce_scatter(
-    send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None
+    send_tensor: Tensor,
+    recv_tensor: Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    comm: MaybeCommunicator | None = None,
 ) -> None:
-    """Combine ``send_tensor``, n times as large as ``recv_tensor``, over ranks; rank r receives chunk r (S3.9)."""
+    """Combine ``send_tensor``, n times as large as ``recv_tensor``, over ranks; rank r receives
+    chunk r (S3.9).
+    """
     _on(comm).reduce_scatter(send_tensor, recv_tensor, op)
 
 
-def reduce_scatter_inplace(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None) -> None:
+def reduce_scatter_inplace(
+    tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None
+) -> None:
     """As `reduce_scatter` into this rank's own chunk; the other chunks are unchanged (S3.9)."""
     _on(comm).reduce_scatter_inplace(tensor, op)
 
 
-def alltoall(send_tensor: Tensor, recv_tensor: Tensor, comm: MaybeCommunicator | None = None) -> None:
+def alltoall(
+    send_tensor: Tensor, recv_tensor: Tensor, comm: MaybeCommunicator | None = None
+) -> None:
     """Send chunk d of n to rank d; chunk s of ``recv_tensor`` comes from rank s (S3.9)."""
     _on(comm).alltoall(send_tensor, recv_tensor)
 
@@ -236,12 +293,23 @@ def alltoall_v(
     recv_displs: Sequence[int],
     comm: MaybeCommunicator | None = None,
 ) -> None:
-    """As MPI_Alltoallv: a count and a displacement in elements for each peer, for sending and for receiving (S3.9)."""
-    _on(comm).alltoall_v(send_tensor, send_counts, send_displs, recv_tensor, recv_counts, recv_displs)
+    """As MPI_Alltoallv: a count and a displacement in elements for each peer, for sending and for
+    receiving (S3.9).
+    """
+    _on(comm).alltoall_v(
+        send_tensor, send_counts, send_displs, recv_tensor, recv_counts, recv_displs
+    )
 
 
-def alltoall_v_inplace(tensor: Tensor, counts: Sequence[int], displs: Sequence[int], comm: MaybeCommunicator | None = None) -> None:
-    """As `alltoall_v` on one tensor, with the same counts and displacements in both directions (S3.9)."""
+def alltoall_v_inplace(
+    tensor: Tensor,
+    counts: Sequence[int],
+    displs: Sequence[int],
+    comm: MaybeCommunicator | None = None,
+) -> None:
+    """As `alltoall_v` on one tensor, with the same counts and displacements in both directions
+    (S3.9).
+    """
     _on(comm).alltoall_v_inplace(tensor, counts, displs)
 
 
@@ -251,7 +319,9 @@ def barrier(comm: MaybeCommunicator | None = None) -> None:
 
 
 def _coalesced(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Yield flat copies of tensors of one dtype and device, with the tensors to copy them back to; all ranks split them alike."""
+    """Yield flat copies of tensors of one dtype and device, with the tensors to copy them back to;
+    all ranks split them alike.
+    """
     for alike in by_dtype_and_device(tensor for tensor in tensors if tensor.numel()):
         batches: list[list[Tensor]] = [[]]
         filled = 0
@@ -287,8 +357,9 @@ def _without_repeats(tensor: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             place, part = place.narrow(dimension, 0, 1), part.narrow(dimension, 0, 1)
     if not part.expand_as(values).contiguous().view(torch.uint8).equal(values.view(torch.uint8)):
         raise ValueError(
-            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is expanded, so it has no memory for the "
-            "result, whose elements differ along the expanded dimensions; pass tensor.clone(), or use expand() on all ranks"
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is expanded, so"
+            " it has no memory for the result, whose elements differ along the expanded"
+            " dimensions; pass tensor.clone(), or use expand() on all ranks"
         )
     return place, part
 
@@ -302,10 +373,14 @@ _patched: weakref.WeakKeyDictionary[Any, BaguaProcessGroup] = weakref.WeakKeyDic
 
 
 class BaguaProcessGroupPatch:
-    """The methods that importing bagua_ref adds to torch's ProcessGroup, for the Bagua group of the same ranks."""
+    """The methods that importing bagua_ref adds to torch's ProcessGroup, for the Bagua group of the
+    same ranks.
+    """
 
     def bagua_patch(self, stream: Any = None) -> Any:
-        """Make the Bagua group of these ranks, once, and return the torch group. All members call this in the same order."""
+        """Make the Bagua group of these ranks, once, and return the torch group. All members call
+        this in the same order.
+        """
         known = _patched.get(self)
         if known is None or known._closed:
             _patched[self] = from_torch_group(self, stream)
@@ -316,7 +391,9 @@ class BaguaProcessGroupPatch:
         """The group that `bagua_patch` made."""
         group = _patched.get(self)
         if group is None:
-            raise NotInitializedError("this torch process group has no Bagua group yet; call its bagua_patch() first")
+            raise NotInitializedError(
+                "this torch process group has no Bagua group yet; call its bagua_patch() first"
+            )
         return group
 
     def bagua_get_global_communicator(self) -> Any:

@@ -1,4 +1,6 @@
-"""Communication hooks for ``torch.nn.parallel.DistributedDataParallel`` that run the algorithms' own bucket operations."""
+"""Communication hooks for ``torch.nn.parallel.DistributedDataParallel`` that run the algorithms'
+own bucket operations.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +36,24 @@ _NAMES = ("gradient_allreduce", "bytegrad", "powersgd", "topk")
 
 
 def ddp_comm_hook(
-    name: str, *, process_group: Any = None, backend: str | KernelBackend | None = None, **options: Any
+    name: str,
+    *,
+    process_group: Any = None,
+    backend: str | KernelBackend | None = None,
+    **options: Any,
 ) -> tuple[DDPHookState, Callable[[Any, Any], Any]]:
-    """Return state and hook for ``DistributedDataParallel.register_comm_hook(state, hook)``, so that DDP averages as the algorithm.
+    """Return state and hook for ``DistributedDataParallel.register_comm_hook(state, hook)``, so
+    that DDP averages as the algorithm.
 
-    Collective: every rank of the group calls it, after ``torch.distributed.init_process_group()``. The operations and their results
-    are those of `bagua_ref.distributed.BaguaModule.with_bagua` for the same buckets. A hook sees no optimizer: t counts reductions,
-    that is backward passes outside ``no_sync``.
+    Collective: every rank of the group calls it, after ``torch.distributed.init_process_group()``.
+    The operations and their results are those of `bagua_ref.distributed.BaguaModule.with_bagua` for
+    the same buckets. A hook sees no optimizer: t counts reductions, that is backward passes outside
+    ``no_sync``.
 
     Args:
         name: "gradient_allreduce", "bytegrad", "powersgd" or "topk".
-        process_group: DDP's: a ``torch.distributed.ProcessGroup``, a `bagua_ref.communication.BaguaProcessGroup`, or None for all
-            ranks.
+        process_group: DDP's: a ``torch.distributed.ProcessGroup``, a
+            `bagua_ref.communication.BaguaProcessGroup`, or None for all ranks.
         backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
         options: the algorithm's.
 
@@ -67,11 +75,15 @@ def ddp_comm_hook(
     Source: communication hooks of ``torch.nn.parallel.DistributedDataParallel``.
     """
     if name not in _NAMES:
-        raise ValueError(f"name={name!r} is no communication hook; there are {', '.join(map(repr, _NAMES))}")
+        raise ValueError(
+            f"name={name!r} is no communication hook; there are {', '.join(map(repr, _NAMES))}"
+        )
     algorithm = GlobalAlgorithmRegistry.get(name)(**options)
     if not is_initialized():
         if not dist.is_initialized():
-            raise NotInitializedError("call torch.distributed.init_process_group() before ddp_comm_hook()")
+            raise NotInitializedError(
+                "call torch.distributed.init_process_group() before ddp_comm_hook()"
+            )
         init_process_group()
     group = current_world().default_group if process_group is None else process_group
     if not hasattr(group, "for_background"):
@@ -90,10 +102,13 @@ class DDPHookState(TrainingContext):
 
     Attributes:
         algorithm: the algorithm with its options.
-        bagua_algorithm: the implementation; has ``memories`` and ``factors`` under "powersgd" and "topk".
+        bagua_algorithm: the implementation; has ``memories`` and ``factors`` under "powersgd" and
+            "topk".
     """
 
-    def __init__(self, name: str, algorithm: Algorithm, group: Group, backend: str | KernelBackend | None) -> None:
+    def __init__(
+        self, name: str, algorithm: Algorithm, group: Group, backend: str | KernelBackend | None
+    ) -> None:
         self.algorithm, self.process_group, self.kernel_backend = algorithm, group, backend
         self.bagua_module_name = f"DDP with {name}"
         self.bagua_optimizers, self.bagua_train_step_counter, self.shards = [], 0, {}
@@ -117,9 +132,11 @@ class DDPHookState(TrainingContext):
 
     @property
     def buckets(self) -> list[list[str]]:
-        """The places of the parameters in each bucket of the last round, which also name what the algorithm keeps.
+        """The places of the parameters in each bucket of the last round, which also name what the
+        algorithm keeps.
 
-        They are counted from 0 in the order in which DDP's first buckets have them: that of ``parameters()``, last one first.
+        They are counted from 0 in the order in which DDP's first buckets have them: that of
+        ``parameters()``, last one first.
         """
         return [known.names for _, known in sorted(self._buckets.items())]
 
@@ -129,11 +146,14 @@ class DDPHookState(TrainingContext):
         return self.steps_of_optimizers[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the reductions so far, and what the algorithm keeps; memories belong to this rank, so each rank saves its own."""
+        """Return the reductions so far, and what the algorithm keeps; memories belong to this rank,
+        so each rank saves its own.
+        """
         return self.bagua_algorithm.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], **options: Any) -> None:
-        """Continue from ``state``; call it on every rank, before or after ``register_comm_hook``. It does not communicate.
+        """Continue from ``state``; call it on every rank, before or after ``register_comm_hook``.
+        It does not communicate.
 
         Args:
             state: what `state_dict` returned on the same rank of as many ranks, for the same model.
@@ -149,17 +169,24 @@ class DDPHookState(TrainingContext):
         self.rounds.check_usable()
         with use_world(self.world), torch.no_grad():
             if bucket.index() == 0:
-                self._engine.wait_pending_comm_ops()  # for nothing: DDP has waited for the last round
+                # for nothing: DDP has waited for the last round
+                self._engine.wait_pending_comm_ops()
                 self._engine.begin_round()
             try:
                 ours = self._bucket_of(bucket)
                 ours.receive(bucket)
-                reduction: _Reduction = self._engine.schedule(ours.bucket, partial(_Reduction, self, ours, bucket))
+                reduction: _Reduction = self._engine.schedule(
+                    ours.bucket, partial(_Reduction, self, ours, bucket)
+                )
             except Exception as error:
                 self.rounds.fail(error)
                 raise
             if bucket.is_last():
-                self._buckets = {index: known for index, known in self._buckets.items() if index <= bucket.index()}
+                self._buckets = {
+                    index: known
+                    for index, known in self._buckets.items()
+                    if index <= bucket.index()
+                }
         return reduction.future
 
     def end_round(self) -> None:
@@ -170,7 +197,8 @@ class DDPHookState(TrainingContext):
     def _bucket_of(self, bucket: Any) -> _DDPBucket:
         """Return our bucket for DDP's; a new one where DDP has made new buckets."""
         parameters = bucket.parameters()
-        # DDP's first buckets come in reverse order, with parameters in forward order, so this is the order of S2.1.
+        # DDP's first buckets come in reverse order, with parameters in forward order, so this is
+        # the order of S2.1.
         for parameter in reversed(parameters):
             self._places.setdefault(parameter, len(self._places))
         names = [str(self._places[parameter]) for parameter in parameters]
@@ -190,14 +218,22 @@ class _HookRounds(AgreedRounds):
     """The rounds of a hook."""
 
     def __init__(self, state: DDPHookState, engine: Engine) -> None:
-        super().__init__(state.process_group, state.bagua_module_name, engine.meter, remedy="Start again from a checkpoint")
+        super().__init__(
+            state.process_group,
+            state.bagua_module_name,
+            engine.meter,
+            remedy="Start again from a checkpoint",
+        )
         self._state: DDPHookState = weakref.proxy(state)
         if not self.alone:
             engine.new_round = self.new_round
 
     def new_round(self) -> AgreedRound:
         """Return the round that begins now."""
-        facts = [Fact("{has} finished {value} reductions", self._state.reductions), *self._state.bagua_algorithm.facts()]
+        facts = [
+            Fact("{has} finished {value} reductions", self._state.reductions),
+            *self._state.bagua_algorithm.facts(),
+        ]
         return AgreedRound(self, facts)
 
     def digest(self) -> Fact | None:
@@ -234,7 +270,13 @@ class _DDPBucket:
         def replace(proxy: Tensor, gradient: Tensor) -> None:
             self._gradients[name] = gradient
 
-        return register(self._gradients[name].detach(), name, module_name, lambda proxy: self._gradients[name], replace)
+        return register(
+            self._gradients[name].detach(),
+            name,
+            module_name,
+            lambda proxy: self._gradients[name],
+            replace,
+        )
 
     def receive(self, bucket: Any) -> None:
         """Let the gradients be those of DDP's ``bucket``."""
@@ -247,10 +289,14 @@ class _DDPBucket:
 
 
 def _gradients(bucket: Any) -> list[Tensor]:
-    """Return the gradients in DDP's ``bucket``, in their parameters' strides; its own method takes all of them to be row-major."""
+    """Return the gradients in DDP's ``bucket``, in their parameters' strides; its own method takes
+    all of them to be row-major.
+    """
     parameters, buffer = bucket.parameters(), bucket.buffer()
     parts = buffer.split([parameter.numel() for parameter in parameters])
-    return [Layout.of(parameter).view(part) for parameter, part in zip(parameters, parts, strict=True)]
+    return [
+        Layout.of(parameter).view(part) for parameter, part in zip(parameters, parts, strict=True)
+    ]
 
 
 class _Reduction(BucketRun):
@@ -269,9 +315,15 @@ class _Reduction(BucketRun):
     def __init__(self, state: DDPHookState, ours: _DDPBucket, bucket: Any, *run: Any) -> None:
         super().__init__(*run)
         self._state, self._ours = state, ours
-        self._buffer, self._gradients, self._is_last = bucket.buffer(), _gradients(bucket), bucket.is_last()
+        self._buffer, self._gradients, self._is_last = (
+            bucket.buffer(),
+            _gradients(bucket),
+            bucket.is_last(),
+        )
         device = self._buffer.device
-        self._result: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+        self._result: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[device] if device.type == "cuda" else None
+        )
         self.future = self._result.then(self._value)
 
     def __call__(self) -> None:
@@ -284,7 +336,9 @@ class _Reduction(BucketRun):
     def run(self) -> None:
         """Run the operations, and put their result into DDP's bucket."""
         super().run()
-        assert self.flat is not None, "DDP has waited for the last round, so the bucket was free to be loaded"
+        assert self.flat is not None, (
+            "DDP has waited for the last round, so the bucket was free to be loaded"
+        )
         with runtime.use_stream(self.bucket.stream, self._buffer.device):
             runtime.hold([self._buffer], self._buffer.device)
             self._ours.store(self.flat, self._gradients)
@@ -292,6 +346,7 @@ class _Reduction(BucketRun):
             self._state.end_round()
 
     def _value(self, result: torch.futures.Future[Tensor]) -> Tensor:
-        if (error := self.error or self.errors.fatal) is not None:  # an error that is raised here becomes the future's
+        # an error that is raised here becomes the future's
+        if (error := self.error or self.errors.fatal) is not None:
             raise CommunicationError(f"{self._state.bagua_module_name}: {error}") from error
         return result.value()

@@ -1,4 +1,6 @@
-"""Parts of the strategies for Lightning and Fabric, which are the same for both packages that provide these."""
+"""Parts of the strategies for Lightning and Fabric, which are the same for both packages that
+provide these.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _KEY = "bagua"
 
 
 class CalledModule(torch.nn.Module):
-    """The module that a trainer calls in place of the user's, whose methods may call the user's module several times in a step."""
+    """The module that a trainer calls in place of the user's, whose methods may call the user's
+    module several times in a step.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -40,7 +44,9 @@ class CalledModule(torch.nn.Module):
 
 
 class _Part(Base):
-    """Arguments, wrapping and names of checkpoints; to be mixed into the DDPStrategy of either package."""
+    """Arguments, wrapping and names of checkpoints; to be mixed into the DDPStrategy of either
+    package.
+    """
 
     model: Any
 
@@ -59,9 +65,14 @@ class _Part(Base):
         **bagua_kwargs: Any,
     ) -> None:
         self._recipe = Recipe(
-            algorithm, bagua_kwargs, type(self).__name__, do_flatten=flatten, find_unused_parameters=find_unused_parameters
+            algorithm,
+            bagua_kwargs,
+            type(self).__name__,
+            do_flatten=flatten,
+            find_unused_parameters=find_unused_parameters,
         )
-        numbers = precision_plugin if precision is None else precision  # the Trainer's name for it, and Fabric's
+        # the Trainer's name for it, and Fabric's
+        numbers = precision_plugin if precision is None else precision
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, numbers)
         self._wrapped: list[torch.nn.Module] = []
         self._backward_sync_control = self  # Fabric asks it for `no_backward_sync`
@@ -78,7 +89,9 @@ class _Part(Base):
         return f"{os.path.realpath(path)}.rank{self.global_rank}"
 
     def _readable(self, path: Any) -> Any:
-        """Return the file to load the checkpoint ``path`` from: this rank's own, if there is one."""
+        """Return the file to load the checkpoint ``path`` from: this rank's own, if there is
+        one.
+        """
         return self._own(path) if self.global_rank and os.path.exists(self._own(path)) else path
 
 
@@ -95,7 +108,9 @@ def _suspended(contexts: Sequence[ModuleTraining]) -> Iterator[None]:
 
 def _has_own_state(context: ModuleTraining) -> bool:
     """Return whether weights or the algorithm's state belong to single ranks."""
-    return not context.bagua_algorithm.replicas_are_equal or bool(context.bagua_algorithm.rank_state)
+    return not context.bagua_algorithm.replicas_are_equal or bool(
+        context.bagua_algorithm.rank_state
+    )
 
 
 def _state_of(context: ModuleTraining) -> dict[str, Any]:
@@ -108,21 +123,30 @@ def _state_of(context: ModuleTraining) -> dict[str, Any]:
 
 
 def _restore(context: ModuleTraining, saved: Mapping[str, Any]) -> None:
-    """Continue from what `_state_of` returned, after the states of model and optimizers have been loaded; collective.
+    """Continue from what `_state_of` returned, after the states of model and optimizers have been
+    loaded; collective.
 
     Raises:
         ValueError: it is of another algorithm, or of another rank; raised on every rank.
     """
     now, error = _state_of(context), ""
     if saved["algorithm"] != now["algorithm"]:
-        error = f"the checkpoint was saved with {saved['algorithm']}, but this training uses {now['algorithm']}"
+        error = (
+            f"the checkpoint was saved with {saved['algorithm']}, but this training uses"
+            f" {now['algorithm']}"
+        )
     elif saved.get("of", "") != now.get("of", ""):
         error = (
-            f"{now.get('of')} found the state of {saved.get('of')}. With {saved['algorithm']} each rank has a state of its own: "
-            "resume with as many ranks as have saved, and with the files that end in .rank1, .rank2, ... beside the checkpoint"
+            f"{now.get('of')} found the state of {saved.get('of')}. With {saved['algorithm']} each"
+            " rank has a state of its own: resume with as many ranks as have saved, and with the"
+            " files that end in .rank1, .rank2, ... beside the checkpoint"
         )
     comm = context.given_group.get_global_communicator()
-    errors = [comm.broadcast_object(error, rank) for rank in range(comm.nranks())] if comm.nranks() > 1 else [error]
+    errors = (
+        [comm.broadcast_object(error, rank) for rank in range(comm.nranks())]
+        if comm.nranks() > 1
+        else [error]
+    )
     if any(errors):
         raise ValueError(next(filter(None, errors)))
     context.bagua_algorithm.load_state_dict(saved["state"])
@@ -163,7 +187,9 @@ class TrainerPart(_Part):
         super().on_train_end()
 
     def teardown(self) -> None:
-        """Remove the hooks and close their connections; the processes stay connected, as with DDPStrategy."""
+        """Remove the hooks and close their connections; the processes stay connected, as with
+        DDPStrategy.
+        """
         context = self._context
         if context is not None:
             context.close()
@@ -172,17 +198,23 @@ class TrainerPart(_Part):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: wrapping broadcasts the first rank's state, and each rank may have one of its own to load."""
+        """True: wrapping broadcasts the first rank's state, and each rank may have one of its own
+        to load.
+        """
         return True
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
         """Save the algorithm's state, too, and each rank's own checkpoint where ranks differ."""
         context = self._context if "optimizer_states" in checkpoint else None
         with _suspended([] if context is None else [context]):
             if context is not None:
                 checkpoint[_KEY] = _state_of(context)
                 if self.global_rank and _has_own_state(context):
-                    self.checkpoint_io.save_checkpoint(checkpoint, self._own(filepath), storage_options=storage_options)
+                    self.checkpoint_io.save_checkpoint(
+                        checkpoint, self._own(filepath), storage_options=storage_options
+                    )
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -198,7 +230,9 @@ class TrainerPart(_Part):
         return super().load_checkpoint(path, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load also the algorithm's state, if a BaguaStrategy has saved one; else begin with the weights that were loaded."""
+        """Load also the algorithm's state, if a BaguaStrategy has saved one; else begin with the
+        weights that were loaded.
+        """
         super().load_optimizer_state_dict(checkpoint)
         context = self._context
         if context is not None and _KEY in checkpoint:
@@ -214,18 +248,24 @@ class MonitorPart(Base):
         """Raise ValueError before a training whose communication nobody counts."""
         if stage == "fit" and not isinstance(trainer.strategy, TrainerPart):
             raise ValueError(
-                f"BaguaMonitor logs what a BaguaStrategy counts, but this Trainer's strategy is {type(trainer.strategy).__name__}; "
-                "call Trainer(strategy=BaguaStrategy(...)), or leave BaguaMonitor out"
+                "BaguaMonitor logs what a BaguaStrategy counts, but this Trainer's strategy is"
+                f" {type(trainer.strategy).__name__}; call Trainer(strategy=BaguaStrategy(...)), or"
+                " leave BaguaMonitor out"
             )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log this rank's metrics, if the Trainer logs this step."""
-        if not trainer._logger_connector.should_update_logs:  # as Lightning's own callbacks ask; each log() takes time
+        # as Lightning's own callbacks ask; each log() takes time
+        if not trainer._logger_connector.should_update_logs:
             return
         metrics = prefixed(trainer.strategy.model.bagua_metrics())
-        # Lightning rounds numbers to float32, which has too few digits for bytes; it keeps a tensor's dtype.
-        tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
-        pl_module.log_dict(tensors, batch_size=1)  # not used for a mean; without it, some modules cannot log
+        # Lightning rounds numbers to float32, which has too few digits for bytes; it keeps a
+        # tensor's dtype.
+        tensors = {
+            name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()
+        }
+        # not used for a mean; without it, some modules cannot log
+        pl_module.log_dict(tensors, batch_size=1)
 
 
 class FabricPart(_Part):
@@ -238,11 +278,17 @@ class FabricPart(_Part):
             ValueError: there is something to train.
         """
         if any(parameter.requires_grad for parameter in module.parameters()):
-            raise ValueError("a module is trained together with its optimizers: call fabric.setup(module, optimizer)")
+            raise ValueError(
+                "a module is trained together with its optimizers: call fabric.setup(module,"
+                " optimizer)"
+            )
         return module
 
     def setup_module_and_optimizers(
-        self, module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
+        self,
+        module: torch.nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        scheduler: Any = None,
     ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer], Any]:
         """Wrap the module; Fabric calls it in place of the user's."""
         called = CalledModule(module)
@@ -250,13 +296,17 @@ class FabricPart(_Part):
         self._wrapped.append(called)
         return called, optimizers, scheduler
 
-    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> AbstractContextManager[None]:
+    def no_backward_sync(
+        self, module: torch.nn.Module, enabled: bool
+    ) -> AbstractContextManager[None]:
         """Return a context in which gradients accumulate without communication."""
         context = context_of(module)
         return context.no_sync() if enabled and context is not None else nullcontext()
 
     def abort(self) -> None:
-        """End asynchronous averaging, at the end of training; collective. Other algorithms need no end."""
+        """End asynchronous averaging, at the end of training; collective. Other algorithms need no
+        end.
+        """
         for module in self._wrapped:
             call_if_there("abort", module)
 
@@ -267,27 +317,44 @@ class FabricPart(_Part):
 
     def get_module_state_dict(self, module: torch.nn.Module) -> Any:
         """Return the state of the user's module."""
-        return super().get_module_state_dict(module.module if isinstance(module, CalledModule) else module)
+        return super().get_module_state_dict(
+            module.module if isinstance(module, CalledModule) else module
+        )
 
-    def load_module_state_dict(self, module: torch.nn.Module, state_dict: Any, strict: bool = True) -> None:
+    def load_module_state_dict(
+        self, module: torch.nn.Module, state_dict: Any, strict: bool = True
+    ) -> None:
         """Load the state of the user's module."""
         inside = module.module if isinstance(module, CalledModule) else module
         super().load_module_state_dict(module=inside, state_dict=state_dict, strict=strict)
 
-    def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> None:
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
         """Save the algorithms' states, too, and each rank's own checkpoint where ranks differ."""
         contexts = _contexts(state)
         with _suspended(list(contexts.values())):
-            state = {**state, _KEY: {name: _state_of(context) for name, context in contexts.items()}}
+            state = {
+                **state,
+                _KEY: {name: _state_of(context) for name, context in contexts.items()},
+            }
             if self.global_rank and any(map(_has_own_state, contexts.values())):
                 own = self._convert_stateful_objects_in_state(state, filter=filter or {})
-                self.checkpoint_io.save_checkpoint(checkpoint=own, path=self._own(path), storage_options=storage_options)
+                self.checkpoint_io.save_checkpoint(
+                    checkpoint=own, path=self._own(path), storage_options=storage_options
+                )
             super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
 
-    def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **kwargs: Any) -> dict[str, Any]:
-        """Load this rank's own checkpoint, and the algorithms' states if a FabricBaguaStrategy has saved them."""
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Load this rank's own checkpoint, and the algorithms' states if a FabricBaguaStrategy has
+        saved them.
+        """
         contexts = _contexts(state) if isinstance(state, dict) else {}
-        remainder: dict[str, Any] = super().load_checkpoint(self._readable(path) if contexts else path, state, strict, **kwargs)
+        remainder: dict[str, Any] = super().load_checkpoint(
+            self._readable(path) if contexts else path, state, strict, **kwargs
+        )
         if not contexts:
             return remainder
         saved = remainder.pop(_KEY, {})
@@ -310,5 +377,9 @@ class FabricPart(_Part):
 
 def _contexts(state: Mapping[str, Any]) -> dict[str, ModuleTraining]:
     """Return the trainings of the modules in ``state``, by name."""
-    found = {name: context_of(entry) for name, entry in state.items() if isinstance(entry, torch.nn.Module)}
+    found = {
+        name: context_of(entry)
+        for name, entry in state.items()
+        if isinstance(entry, torch.nn.Module)
+    }
     return {name: context for name, context in found.items() if context is not None}

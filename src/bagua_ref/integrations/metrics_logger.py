@@ -1,4 +1,6 @@
-"""Logging of `bagua_metrics` to TensorBoard, Weights & Biases, MLflow, or any function that takes a dictionary and a step."""
+"""Logging of `bagua_metrics` to TensorBoard, Weights & Biases, MLflow, or any function that takes a
+dictionary and a step.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,17 @@ __all__ = ["MetricsLogger"]
 
 
 class MetricsLogger:
-    """Logs the metrics of a wrapped model every ``every`` calls; call it after each optimizer step, on each rank that logs.
+    """Logs the metrics of a wrapped model every ``every`` calls; call it after each optimizer step,
+    on each rank that logs.
 
-    Names get the prefix "bagua/". The means over steps are those since the last time, not since the beginning.
+    Names get the prefix "bagua/". The means over steps are those since the last time, not since the
+    beginning.
 
     Args:
-        model: wrapped, or a `bagua_ref.data_parallel.DistributedDataParallel`; in ``train()``, call the logger in its context.
-        write: a ``torch.utils.tensorboard.SummaryWriter``, or a function such as ``wandb.log`` or ``mlflow.log_metrics`` that takes
-            a dictionary and a step.
+        model: wrapped, or a `bagua_ref.data_parallel.DistributedDataParallel`; in ``train()``, call
+            the logger in its context.
+        write: a ``torch.utils.tensorboard.SummaryWriter``, or a function such as ``wandb.log`` or
+            ``mlflow.log_metrics`` that takes a dictionary and a step.
         every: calls from one time to the next, at least 1.
 
     Raises:
@@ -44,7 +49,9 @@ class MetricsLogger:
             raise ValueError(f"every={every!r} must be an int, 1 or more")
         add_scalar: Callable[..., Any] | None = getattr(write, "add_scalar", None)
         if add_scalar is None and not callable(write):
-            raise TypeError(f"write={write!r} must be a SummaryWriter, or a function of a dictionary and a step")
+            raise TypeError(
+                f"write={write!r} must be a SummaryWriter, or a function of a dictionary and a step"
+            )
         self._model: Any = model
         self._write, self._add_scalar, self._every = write, add_scalar, every
         self._calls = 0

@@ -1,4 +1,6 @@
-"""The strategies and the callback of `bagua_ref.integrations.lightning` for ``pytorch_lightning``, registered on import."""
+"""The strategies and the callback of `bagua_ref.integrations.lightning` for ``pytorch_lightning``,
+registered on import.
+"""
 
 from __future__ import annotations
 
@@ -26,5 +28,8 @@ class FabricBaguaStrategy(FabricPart, FabricDDPStrategy):
     """`bagua_ref.integrations.lightning.FabricBaguaStrategy` for ``lightning_fabric.Fabric``."""
 
 
-for registry, strategy in ((StrategyRegistry, BaguaStrategy), (STRATEGY_REGISTRY, FabricBaguaStrategy)):
+for registry, strategy in (
+    (StrategyRegistry, BaguaStrategy),
+    (STRATEGY_REGISTRY, FabricBaguaStrategy),
+):
     registry.register("bagua", strategy, description="Algorithms of bagua_ref", override=True)

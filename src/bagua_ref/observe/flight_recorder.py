@@ -22,9 +22,10 @@ _RECORDED = ("kind", "bucket", "bytes", "module", "round", "started", "ended")
 def record(error: BaseException | None = None) -> dict[str, Any]:
     """Return this rank's last operations and its waits, as JSON values.
 
-    The operations are those on buckets, and the agreements around them, of all modules of this process: the last 256, oldest first.
-    Their ``kind``, ``bucket``, ``bytes``, ``module`` and ``round`` are followed by ``started`` and ``ended``, in seconds since
-    1970; an ``ended`` of None means that it is under way, or failed. ``waits`` are those of this process's threads.
+    The operations are those on buckets, and the agreements around them, of all modules of this
+    process: the last 256, oldest first. Their ``kind``, ``bucket``, ``bytes``, ``module`` and
+    ``round`` are followed by ``started`` and ``ended``, in seconds since 1970; an ``ended`` of None
+    means that it is under way, or failed. ``waits`` are those of this process's threads.
 
     Args:
         error: the reason for the record, if there is one.
@@ -35,7 +36,9 @@ def record(error: BaseException | None = None) -> dict[str, Any]:
     world = current_world()
     now = time.time()
     offset = now - world.clock()
-    found = [{name: getattr(operation, name) for name in _RECORDED} for operation in world.operations]
+    found = [
+        {name: getattr(operation, name) for name in _RECORDED} for operation in world.operations
+    ]
     for entry in found:
         entry["started"] += offset
         entry["ended"] = None if entry["ended"] is None else entry["ended"] + offset
@@ -50,7 +53,8 @@ def record(error: BaseException | None = None) -> dict[str, Any]:
 
 
 def dump(folder: str | Path, error: BaseException | None = None) -> Path:
-    """Write `record` into a new file ``rank<r>.json`` in ``folder``, which is made if need be; return its path.
+    """Write `record` into a new file ``rank<r>.json`` in ``folder``, which is made if need be;
+    return its path.
 
     A file that is there already stays: the next one is ``rank<r>-1.json``.
 
@@ -58,7 +62,10 @@ def dump(folder: str | Path, error: BaseException | None = None) -> Path:
         OSError: the file cannot be written.
     """
     found = record(error)
-    text, rank = ",\n".join(f" {json.dumps(name)}: {_lines(value)}" for name, value in found.items()), found["rank"]
+    text, rank = (
+        ",\n".join(f" {json.dumps(name)}: {_lines(value)}" for name, value in found.items()),
+        found["rank"],
+    )
     folder, number = Path(folder), 0
     folder.mkdir(parents=True, exist_ok=True)
     while True:
@@ -73,7 +80,9 @@ def dump(folder: str | Path, error: BaseException | None = None) -> Path:
 
 
 def explain(error: BaseException) -> None:
-    """If BAGUA_REF_FLIGHT_RECORDER_DIR is set, write `record` there and add the file's path to a CommunicationError's message."""
+    """If BAGUA_REF_FLIGHT_RECORDER_DIR is set, write `record` there and add the file's path to a
+    CommunicationError's message.
+    """
     folder = os.environ.get(FOLDER)
     if not folder or not isinstance(error, CommunicationError):
         return

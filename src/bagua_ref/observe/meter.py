@@ -1,4 +1,6 @@
-"""Measurement of communication: counters of a training, its last operations, and ranges in torch.profiler."""
+"""Measurement of communication: counters of a training, its last operations, and ranges in
+torch.profiler.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class Operation:
     """A context in which an operation of a rank runs that the flight recorder remembers.
 
     Attributes:
-        kind: its class; "agreement" where ranks start to exchange their plans for a round, "end of round" where they have them.
+        kind: its class; "agreement" where ranks start to exchange their plans for a round, "end of
+            round" where they have them.
         bucket: the bucket's name; "" where there is none.
         bytes: the bucket's size, padding included.
         module: the training that it belongs to; "" for none.
@@ -31,9 +34,21 @@ class Operation:
         ended: when; None if it is under way, or failed.
     """
 
-    __slots__ = ("_meter", "_world", "bucket", "bytes", "ended", "kind", "module", "round", "started")
+    __slots__ = (
+        "_meter",
+        "_world",
+        "bucket",
+        "bytes",
+        "ended",
+        "kind",
+        "module",
+        "round",
+        "started",
+    )
 
-    def __init__(self, kind: str, bucket: str = "", nbytes: int = 0, meter: Meter | None = None) -> None:
+    def __init__(
+        self, kind: str, bucket: str = "", nbytes: int = 0, meter: Meter | None = None
+    ) -> None:
         self.kind, self.bucket, self.bytes = kind, bucket, nbytes
         self._world, self._meter = current_world(), meter or _meter.get()
         self.module, self.round = self._meter.module, self._meter.rounds
@@ -51,14 +66,16 @@ class Operation:
 
 
 class Meter:
-    """Counters of one training on this rank; its threads find them by `use_meter`. Each number is written by one thread.
+    """Counters of one training on this rank; its threads find them by `use_meter`. Each number is
+    written by one thread.
 
     Args:
         world: its clock counts the seconds.
         module: the name of the trained module.
 
     Attributes:
-        steps: optimizer steps (the last optimizer's, if several; without any, synchronized backward passes).
+        steps: optimizer steps (the last optimizer's, if several; without any, synchronized backward
+            passes).
         seconds: the time from the end of the first step to the end of the last.
         steps_in_agreement: ``steps`` at the last successful agreement of all ranks.
         rounds: rounds of communication that have begun.
@@ -84,7 +101,9 @@ class Meter:
 
     @contextmanager
     def timing(self, total: str, label: str = "") -> Iterator[None]:
-        """Add the time inside to ``total``, "wait_seconds" or "codec_seconds"; a profile shows it as ``label``, unless it is ""."""
+        """Add the time inside to ``total``, "wait_seconds" or "codec_seconds"; a profile shows it
+        as ``label``, unless it is "".
+        """
         begin = self.world.clock()
         try:
             with profiled(label):
@@ -106,7 +125,10 @@ class Meter:
         if self.steps > 1:
             found["seconds"] = self.seconds
         if on_cpu:
-            found["exposed_wait_seconds"], found["codec_seconds"] = self.wait_seconds, self.codec_seconds
+            found["exposed_wait_seconds"], found["codec_seconds"] = (
+                self.wait_seconds,
+                self.codec_seconds,
+            )
         for name in PER_STEP:
             if name in found:
                 found[f"{name}_per_step"] = found[name] / max(self.steps - (name == "seconds"), 1)
@@ -116,7 +138,9 @@ class Meter:
 
 
 _meter: ContextVar[Meter] = ContextVar("bagua_ref_meter", default=Meter(current_world(), ""))  # noqa: B039
-"""The meter of the training that this thread works for. Without a training, times go to a meter that nobody reads."""
+"""The meter of the training that this thread works for. Without a training, times go to a meter
+that nobody reads.
+"""
 
 
 @contextmanager
@@ -130,8 +154,14 @@ def use_meter(meter: Meter) -> Iterator[None]:
 
 
 def profiled(label: str) -> AbstractContextManager[Any]:
-    """Return a context that a profile shows as ``label``, unless it is ""; without a profile, entering it costs next to nothing."""
-    return record_function(label) if label and torch.autograd.profiler._is_profiler_enabled else nullcontext()
+    """Return a context that a profile shows as ``label``, unless it is ""; without a profile,
+    entering it costs next to nothing.
+    """
+    return (
+        record_function(label)
+        if label and torch.autograd.profiler._is_profiler_enabled
+        else nullcontext()
+    )
 
 
 def codec_phase(name: str) -> AbstractContextManager[None]:
@@ -139,8 +169,12 @@ def codec_phase(name: str) -> AbstractContextManager[None]:
     return _meter.get().timing("codec_seconds", f"bagua_ref::{name}")
 
 
-def steps_in(context: Callable[[], AbstractContextManager[object]], steps: Iterator[int]) -> Iterator[int]:
-    """Yield the values of ``steps``, each computed in a ``context()`` of its own: what runs between them is outside."""
+def steps_in(
+    context: Callable[[], AbstractContextManager[object]], steps: Iterator[int]
+) -> Iterator[int]:
+    """Yield the values of ``steps``, each computed in a ``context()`` of its own: what runs between
+    them is outside.
+    """
     while True:
         with context():
             step = next(steps, None)

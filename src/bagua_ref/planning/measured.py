@@ -1,4 +1,6 @@
-"""Costs with their uncertainty: fits of measured times, their JSON, and the costs of a running job (S14.2 to S14.4)."""
+"""Costs with their uncertainty: fits of measured times, their JSON, and the costs of a running job
+(S14.2 to S14.4).
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ from bagua_ref.planning.steps import Machine, StepPlan, predict
 __all__ = ["Estimate", "Fit", "MeasuredMachine", "costs_of_job", "fit_link", "median_of"]
 
 _ERRORS = 2
-"""Standard errors from an estimate to either end of its interval: 95 % of normal ones are nearer."""
+"""Standard errors from an estimate to either end of its interval: 95 % of normal ones are
+nearer.
+"""
 _TIMES = ("seconds_per_step", "exposed_wait_seconds_per_step", "codec_seconds_per_step")
 _HIDDEN = 0.01
 """Up to this part of a step, waiting does not tell how long communication takes."""
 _APART = 0.1
-"""The part by which bytes may differ from the plan's, where the first steps send something else or a period is not over."""
+"""The part by which bytes may differ from the plan's, where the first steps send something else or
+a period is not over.
+"""
 
 
 class Estimate(NamedTuple):
@@ -46,16 +52,22 @@ class Estimate(NamedTuple):
     @classmethod
     def with_error(cls, value: float, standard_error: float) -> Estimate:
         """Return an estimate with the interval of two standard errors, and never below 0."""
-        return cls(max(0.0, value - _ERRORS * standard_error), value, value + _ERRORS * standard_error)
+        return cls(
+            max(0.0, value - _ERRORS * standard_error), value, value + _ERRORS * standard_error
+        )
 
 
 def median_of(times: Sequence[float]) -> Estimate:
-    """Return the median of two or more times, which a single pause does not move, with the standard error of their mean."""
+    """Return the median of two or more times, which a single pause does not move, with the standard
+    error of their mean.
+    """
     return Estimate.with_error(median(times), stdev(times) / math.sqrt(len(times)))
 
 
 class Fit(NamedTuple):
-    """Alpha and beta of one kind of link, and for each time the part by which the fitted one differs from it."""
+    """Alpha and beta of one kind of link, and for each time the part by which the fitted one
+    differs from it.
+    """
 
     alpha: Estimate
     beta: Estimate
@@ -63,10 +75,12 @@ class Fit(NamedTuple):
 
 
 def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """Return the alpha and beta with which ``rounds * alpha + nbytes * beta`` is nearest to ``seconds`` (S14.2).
+    """Return the alpha and beta with which ``rounds * alpha + nbytes * beta`` is nearest to
+    ``seconds`` (S14.2).
 
-    The sum of the relative errors is the least, so that short times count as much as long ones, and one size that a network treats
-    otherwise, such as what it sends at once after a pause, does not move the rest. Neither cost is below 0.
+    The sum of the relative errors is the least, so that short times count as much as long ones, and
+    one size that a network treats otherwise, such as what it sends at once after a pause, does not
+    move the rest. Neither cost is below 0.
 
     Args:
         rounds: of each operation.
@@ -80,14 +94,26 @@ def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence
     >>> round(fit.alpha.value, 9), round(fit.beta.value, 9)
     (0.1, 0.0001)
 
-    Source: Hockney, "The communication challenge for MPP", Parallel Computing 1994, for alpha and beta; Bloomfield and Steiger,
-    "Least Absolute Deviations", 1983: a best line passes through two of the points.
+    Source: Hockney, "The communication challenge for MPP", Parallel Computing 1994, for alpha and
+    beta; Bloomfield and Steiger, "Least Absolute Deviations", 1983: a best line passes through two
+    of the points.
     """
     times = np.asarray(seconds, dtype=np.float64)
-    features = np.stack([np.asarray(rounds, dtype=np.float64), np.asarray(nbytes, dtype=np.float64)], axis=1) / times[:, None]
+    features = (
+        np.stack(
+            [np.asarray(rounds, dtype=np.float64), np.asarray(nbytes, dtype=np.float64)], axis=1
+        )
+        / times[:, None]
+    )
     if len(times) < 3 or np.linalg.matrix_rank(features) < 2:
-        raise ValueError(f"{len(times)} operations do not tell alpha from beta; use three or more, of different sizes")
-    pairs = [np.linalg.lstsq(features[list(two)], np.ones(2), rcond=None)[0] for two in combinations(range(len(times)), 2)]
+        raise ValueError(
+            f"{len(times)} operations do not tell alpha from beta; use three or more, of different"
+            " sizes"
+        )
+    pairs = [
+        np.linalg.lstsq(features[list(two)], np.ones(2), rcond=None)[0]
+        for two in combinations(range(len(times)), 2)
+    ]
     alone = [np.eye(2)[place] / row[place] for row in features for place in (0, 1) if row[place]]
     lines = np.array([line for line in (*pairs, *alone) if (line >= 0).all()])
     residuals_of = lines @ features.T - 1
@@ -95,7 +121,10 @@ def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence
     found, residuals = lines[best], residuals_of[best]
     variance = (residuals**2).sum() / (len(times) - 2)
     errors = np.sqrt(np.diag(np.linalg.inv(features.T @ features)) * variance)
-    alpha, beta = (Estimate.with_error(float(value), float(error)) for value, error in zip(found, errors, strict=True))
+    alpha, beta = (
+        Estimate.with_error(float(value), float(error))
+        for value, error in zip(found, errors, strict=True)
+    )
     return Fit(alpha, beta, residuals.tolist())
 
 
@@ -122,25 +151,51 @@ class MeasuredMachine:
     about: str = ""
 
     def machine(
-        self, end: Callable[[Estimate], float] = attrgetter("value"), /, slowest: float = 1.0, jitter: float = 0.0
+        self,
+        end: Callable[[Estimate], float] = attrgetter("value"),
+        /,
+        slowest: float = 1.0,
+        jitter: float = 0.0,
     ) -> Machine:
-        """Return the likely costs, or those at the same end of all intervals, such as ``lambda estimate: estimate.low``.
+        """Return the likely costs, or those at the same end of all intervals, such as ``lambda
+        estimate: estimate.low``.
 
         Raises:
             ValueError: some were not measured.
         """
         if self.compute is None or self.between is None or self.inside is None:
-            lacking = [name for name in ("between", "inside", "compute") if getattr(self, name) is None]
+            lacking = [
+                name for name in ("between", "inside", "compute") if getattr(self, name) is None
+            ]
             raise ValueError(f"costs were not measured: {', '.join(lacking)}")
         links = LinkCosts(*(LinkCost(*map(end, link)) for link in (self.between, self.inside)))
-        codec, operation = ({name: end(cost) for name, cost in costs.items()} for costs in (self.codec, self.operation))
-        return Machine(links, end(self.compute), 0.0, codec, operation, self.shared_processor, slowest, jitter, at_once=True)
+        codec, operation = (
+            {name: end(cost) for name, cost in costs.items()}
+            for costs in (self.codec, self.operation)
+        )
+        return Machine(
+            links,
+            end(self.compute),
+            0.0,
+            codec,
+            operation,
+            self.shared_processor,
+            slowest,
+            jitter,
+            at_once=True,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `from_json` reads."""
         measured = {"between": self.between, "inside": self.inside}
-        links = {kind: link and {"alpha": list(link[0]), "beta": list(link[1])} for kind, link in measured.items()}
-        codec, operation = ({name: list(cost) for name, cost in costs.items()} for costs in (self.codec, self.operation))
+        links = {
+            kind: link and {"alpha": list(link[0]), "beta": list(link[1])}
+            for kind, link in measured.items()
+        }
+        codec, operation = (
+            {name: list(cost) for name, cost in costs.items()}
+            for costs in (self.codec, self.operation)
+        )
         return {
             "links": links,
             "compute": self.compute and list(self.compute),
@@ -155,7 +210,8 @@ class MeasuredMachine:
         """Return the costs that `as_json` wrote.
 
         Raises:
-            ValueError: the object has another form, or a number is negative, not finite or outside its interval.
+            ValueError: the object has another form, or a number is negative, not finite or outside
+                its interval.
 
         >>> MeasuredMachine.from_json({"links": {}})
         Traceback (most recent call last):
@@ -165,12 +221,20 @@ class MeasuredMachine:
         what, numbers = "the measured costs", [(int, float)] * 3
         link = {"alpha": numbers, "beta": numbers}
         by_codec = {str: numbers}
-        form = {"links": {"between?": link, "inside?": link}, "compute?": numbers, "codec": by_codec, "about?": str}
+        form = {
+            "links": {"between?": link, "inside?": link},
+            "compute?": numbers,
+            "codec": by_codec,
+            "about?": str,
+        }
         check_form(value, form | {"operation?": by_codec, "shared_processor?": bool}, what)
 
         def estimate(found: Sequence[float], name: str) -> Estimate:
             if not 0 <= found[0] <= found[1] <= found[2] < math.inf:
-                raise ValueError(f"{what}: {name}={found} must be three numbers from 0 on that do not fall: low, value, high")
+                raise ValueError(
+                    f"{what}: {name}={found} must be three numbers from 0 on that do not fall: low,"
+                    " value, high"
+                )
             return Estimate(*map(float, found))
 
         links = {
@@ -179,15 +243,22 @@ class MeasuredMachine:
             if (link := value["links"].get(kind)) is not None
         }
         codec, operation = (
-            {name: estimate(cost, f"{kind} {name!r}") for name, cost in (value.get(kind) or {}).items()}
+            {
+                name: estimate(cost, f"{kind} {name!r}")
+                for name, cost in (value.get(kind) or {}).items()
+            }
             for kind in ("codec", "operation")
         )
         compute = value.get("compute") and estimate(value["compute"], "compute")
         shared, about = bool(value.get("shared_processor")), value.get("about") or ""
-        return cls(links.get("between"), links.get("inside"), compute, codec, operation, shared, about)
+        return cls(
+            links.get("between"), links.get("inside"), compute, codec, operation, shared, about
+        )
 
 
-def costs_of_job(metrics: Any, plan: StepPlan, alpha: Estimate, assumed: MeasuredMachine, part: float) -> MeasuredMachine:
+def costs_of_job(
+    metrics: Any, plan: StepPlan, alpha: Estimate, assumed: MeasuredMachine, part: float
+) -> MeasuredMachine:
     """Return the costs that the metrics of a job tell, and for the rest those that are assumed.
 
     The rank that waits least is the slowest one, and waits for communication only:
@@ -203,34 +274,59 @@ def costs_of_job(metrics: Any, plan: StepPlan, alpha: Estimate, assumed: Measure
         plan: of the algorithm that the job trains with, on its ranks.
         alpha: seconds, of the links whose beta is sought.
         assumed: the other links, and codecs. Not changed.
-        part: by which an estimate may be off, either way. Without the metrics of all ranks, beta may also be 0, as the one
-            that waits least may have waited for another rank.
+        part: by which an estimate may be off, either way. Without the metrics of all ranks, beta
+            may also be 0, as the one that waits least may have waited for another rank.
 
     Raises:
-        ValueError: the metrics have another form or no times, or their bytes are not those of the plan.
+        ValueError: the metrics have another form or no times, or their bytes are not those of the
+            plan.
     """
     ranks = metrics if isinstance(metrics, list) else [metrics]
-    check_form(ranks, [{"bytes_sent_per_step": (int, float)} | {f"{name}?": (int, float) for name in _TIMES}], "the metrics")
-    if not ranks or not all(0 <= rank.get(name, -1) < math.inf for rank in ranks for name in _TIMES):
-        raise ValueError(f"the metrics need {', '.join(_TIMES)}, which are counted on the CPU from the second step on")
+    check_form(
+        ranks,
+        [{"bytes_sent_per_step": (int, float)} | {f"{name}?": (int, float) for name in _TIMES}],
+        "the metrics",
+    )
+    if not ranks or not all(
+        0 <= rank.get(name, -1) < math.inf for rank in ranks for name in _TIMES
+    ):
+        raise ValueError(
+            f"the metrics need {', '.join(_TIMES)}, which are counted on the CPU from the second"
+            " step on"
+        )
     steps = [plan.traffic(plan.warmup + step) for step in range(1, plan.cycle + 1)]
-    planned = [sum(sum(kind.bytes_sent for kind in rank.values()) for rank in of_rank) for of_rank in zip(*steps, strict=True)]
+    planned = [
+        sum(sum(kind.bytes_sent for kind in rank.values()) for rank in of_rank)
+        for of_rank in zip(*steps, strict=True)
+    ]
     for sent in (rank["bytes_sent_per_step"] for rank in ranks if plan.interval is None):
         if all(abs(sent * plan.cycle - nbytes) > _APART * nbytes for nbytes in planned):
             raise ValueError(
-                f"the metrics are not those of {type(plan.algorithm).__name__}: {sent:,.0f} bytes a step, not "
-                f"{max(planned) / plan.cycle:,.0f}; give the job's model and ranks, and its algorithm as the first --algorithm"
+                f"the metrics are not those of {type(plan.algorithm).__name__}: {sent:,.0f} bytes a"
+                f" step, not {max(planned) / plan.cycle:,.0f}; give the job's model and ranks, and"
+                " its algorithm as the first --algorithm"
             )
-    seconds, wait, codec = min(([rank[name] for name in _TIMES] for rank in ranks), key=lambda times: times[1])
+    seconds, wait, codec = min(
+        ([rank[name] for name in _TIMES] for rank in ranks), key=lambda times: times[1]
+    )
     about = f"from the metrics of {len(ranks)} of {plan.cluster.n} ranks"
     found = replace(assumed, compute=Estimate.within(seconds - wait, part), about=about)
-    elements = sum(count * each.elements for exchanges, count in plan.repeated.items() for each in exchanges) / plan.cycle
+    elements = (
+        sum(
+            count * each.elements
+            for exchanges, count in plan.repeated.items()
+            for each in exchanges
+        )
+        / plan.cycle
+    )
     if codec > 0 and elements:
         found.codec = {"": Estimate.within(codec / elements, part)}
 
     def with_link(beta: Estimate) -> MeasuredMachine:
         several = len(plan.cluster.nodes) > 1
-        return replace(found, between=(alpha, beta), inside=found.inside if several else (alpha, beta))
+        return replace(
+            found, between=(alpha, beta), inside=found.inside if several else (alpha, beta)
+        )
 
     low, high = 1e-15, 1e-3
     for _ in range(60):

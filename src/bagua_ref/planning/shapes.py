@@ -1,4 +1,6 @@
-"""Shapes of a planned training: nodes of ranks, parameters, and the buckets that wrapping would make of them (S1, S2.1, S2.2)."""
+"""Shapes of a planned training: nodes of ranks, parameters, and the buckets that wrapping would
+make of them (S1, S2.1, S2.2).
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class Cluster:
 
     @classmethod
     def even(cls, workers: int, nodes: int) -> Cluster:
-        """Return ``workers`` ranks on ``nodes`` nodes, the first of which have one more if they are not equally many.
+        """Return ``workers`` ranks on ``nodes`` nodes, the first of which have one more if they are
+        not equally many.
 
         >>> Cluster.even(5, 2)
         Cluster(nodes=(3, 2))
@@ -65,7 +68,10 @@ class Cluster:
     @cached_property
     def places(self) -> list[list[int]]:
         """The ranks of each node."""
-        return [list(range(end - size, end)) for size, end in zip(self.nodes, accumulate(self.nodes), strict=True)]
+        return [
+            list(range(end - size, end))
+            for size, end in zip(self.nodes, accumulate(self.nodes), strict=True)
+        ]
 
     @cached_property
     def node_of(self) -> list[int]:
@@ -82,13 +88,21 @@ class Cluster:
         return _among(operation, self.leaders)
 
     def inside(self, make: Callable[[int], Operation]) -> Operation:
-        """Return operations inside all nodes at once; ``make(k)`` returns that of k ranks, numbered from 0."""
+        """Return operations inside all nodes at once; ``make(k)`` returns that of k ranks, numbered
+        from 0.
+        """
         own = [_among(make(len(ranks)), ranks) for ranks in self.places]
-        return [[message for messages in rounds for message in messages] for rounds in zip_longest(*own, fillvalue=[])]
+        return [
+            [message for messages in rounds for message in messages]
+            for rounds in zip_longest(*own, fillvalue=[])
+        ]
 
 
 def _among(operation: Operation, ranks: Sequence[int]) -> Operation:
-    return [[(ranks[src], ranks[dst], nbytes) for src, dst, nbytes in messages] for messages in operation]
+    return [
+        [(ranks[src], ranks[dst], nbytes) for src, dst, nbytes in messages]
+        for messages in operation
+    ]
 
 
 class BucketShape(NamedTuple):
@@ -100,10 +114,14 @@ class BucketShape(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor], alignment: int = 1) -> BucketShape:
-        """Return the shape of a bucket of ``tensors``, which share a dtype, padded to a multiple of ``alignment``."""
+        """Return the shape of a bucket of ``tensors``, which share a dtype, padded to a multiple of
+        ``alignment``.
+        """
         found = list(tensors)
         filled = sum(tensor.numel() for tensor in found)
-        return cls(tuple(tensor.shape for tensor in found), found[0].dtype, filled + -filled % alignment)
+        return cls(
+            tuple(tensor.shape for tensor in found), found[0].dtype, filled + -filled % alignment
+        )
 
     @property
     def filled(self) -> int:
@@ -121,7 +139,8 @@ class Parameters:
 
     Args:
         module: whose parameters they are; those that DDP or wrapping would ignore do not count.
-        bucket_bytes: the size at which a bucket is closed; None: `bagua_ref.env.get_default_bucket_size`.
+        bucket_bytes: the size at which a bucket is closed; None:
+            `bagua_ref.env.get_default_bucket_size`.
 
     Raises:
         ValueError: none of its parameters has an element that needs a gradient.
@@ -134,13 +153,18 @@ class Parameters:
 
     def __init__(self, module: torch.nn.Module, bucket_bytes: int | None = None) -> None:
         if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
-            raise ValueError(f"parameter {lazy[0]!r} has no shape yet; call the module once, or use one that is not lazy")
+            raise ValueError(
+                f"parameter {lazy[0]!r} has no shape yet; call the module once, or use one that is"
+                " not lazy"
+            )
         self.named = TrainedParameters(module).named
         self._in_order = [parameter for _, parameter in reversed(self.named)]
         self._bucket_bytes = get_default_bucket_size() if bucket_bytes is None else bucket_bytes
         split_into_buckets(self._in_order, 1)  # refuse what cannot be trained
         if not any(parameter.numel() for _, parameter in self.named):
-            raise ValueError(f"module={type(module).__name__} has no parameters that need a gradient")
+            raise ValueError(
+                f"module={type(module).__name__} has no parameters that need a gradient"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -149,16 +173,26 @@ class Parameters:
 
     def buckets(self, alignment: int = 1) -> list[BucketShape]:
         """Return the buckets in the order in which they become ready in a backward pass (S2.1)."""
-        return [BucketShape.of(tensors, alignment) for tensors in split_into_buckets(self._in_order, self._bucket_bytes)]
+        return [
+            BucketShape.of(tensors, alignment)
+            for tensors in split_into_buckets(self._in_order, self._bucket_bytes)
+        ]
 
     def whole(self) -> list[BucketShape]:
-        """Return one bucket for each dtype (S5.3), in the order in which `buckets` first have it."""
-        tensors = [tensor for bucket in split_into_buckets(self._in_order, self._bucket_bytes) for tensor in bucket]
+        """Return one bucket for each dtype (S5.3), in the order in which `buckets` first have
+        it.
+        """
+        tensors = [
+            tensor
+            for bucket in split_into_buckets(self._in_order, self._bucket_bytes)
+            for tensor in bucket
+        ]
         return [BucketShape.of(alike) for alike in by_dtype_and_device(tensors)]
 
 
 def module_of(elements: int) -> torch.nn.Module:
-    """Return a module of so many parameters, without memory: float32 matrices of 1024 x 1024, and a vector of what is left.
+    """Return a module of so many parameters, without memory: float32 matrices of 1024 x 1024, and a
+    vector of what is left.
 
     >>> [tuple(parameter.shape) for parameter in module_of(2**20 + 3).parameters()]
     [(1024, 1024), (3,)]
@@ -170,4 +204,6 @@ def module_of(elements: int) -> torch.nn.Module:
         raise ValueError(f"params={elements} must be a positive number of parameters")
     shapes: list[tuple[int, ...]] = [(_SIDE, _SIDE)] * (elements // _SIDE**2)
     shapes += [(elements % _SIDE**2,)] if elements % _SIDE**2 else []
-    return torch.nn.ParameterList(torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
+    return torch.nn.ParameterList(
+        torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes
+    )

@@ -1,4 +1,6 @@
-"""Rounds, the scheduling of a module's buckets in them as tensors are marked ready, and waiting for both (S2.4 to S2.6)."""
+"""Rounds, the scheduling of a module's buckets in them as tensors are marked ready, and waiting for
+both (S2.4 to S2.6).
+"""
 
 from __future__ import annotations
 
@@ -25,26 +27,33 @@ UNSAID = -(2**63)
 
 
 class Round:
-    """A round of communication: the part before its first bucket and after its last one, of which this one has neither.
+    """A round of communication: the part before its first bucket and after its last one, of which
+    this one has neither.
 
     Attributes:
-        waits: whether `begin` waits for other ranks. If not, the marking thread calls it, unless the worker is busy.
+        waits: whether `begin` waits for other ranks. If not, the marking thread calls it, unless
+            the worker is busy.
     """
 
     waits = False
 
     def begin(self) -> None:
-        """Begin the round, before its first bucket. If this raises an error, no bucket runs any more, and waiting raises it."""
+        """Begin the round, before its first bucket. If this raises an error, no bucket runs any
+        more, and waiting raises it.
+        """
 
     def end(self) -> None:
-        """End the round, after its last bucket and unless one has failed; errors are those of `begin`."""
+        """End the round, after its last bucket and unless one has failed; errors are those of
+        `begin`.
+        """
 
 
 class Fact(NamedTuple):
     """A number that must be equal on all ranks.
 
     Attributes:
-        sentence: about one or several ranks, with ``{has}`` or ``{is}`` for the verb and ``{value}`` for the number.
+        sentence: about one or several ranks, with ``{has}`` or ``{is}`` for the verb and
+            ``{value}`` for the number.
         value: the number on this rank, an int64.
         names: what the values 0, 1, ... mean, if they are no quantities.
 
@@ -61,10 +70,15 @@ class Fact(NamedTuple):
         several = len(ranks) > 1
         verbs = {"has": "have" if several else "has", "is": "are" if several else "is"}
         who = f"rank{'s' * several} {', '.join(map(str, ranks))}"
-        return f"{who} {self.sentence.format(value=self.names[value] if self.names else value, **verbs)}"
+        return (
+            f"{who}"
+            f" {self.sentence.format(value=self.names[value] if self.names else value, **verbs)}"
+        )
 
 
-def describe_differences(facts: Sequence[Fact], values: Sequence[Sequence[int]], ranks: Sequence[int]) -> str:
+def describe_differences(
+    facts: Sequence[Fact], values: Sequence[Sequence[int]], ranks: Sequence[int]
+) -> str:
     """Return the differences between ranks as text, "" if they agree.
 
     Args:
@@ -93,9 +107,11 @@ T = TypeVar("T")
 
 
 class Readiness(Generic[Item]):
-    """Marks items and determines which buckets to schedule, always in the order in which they were registered (S2.4).
+    """Marks items and determines which buckets to schedule, always in the order in which they were
+    registered (S2.4).
 
-    A round begins with the first mark and ends when every bucket has been scheduled. While ``hold`` is True a complete round does
+    A round begins with the first mark and ends when every bucket has been scheduled. While ``hold``
+    is True a complete round does
     not end: any mark is then an error, as the item's bucket has already run.
 
     Args:
@@ -117,7 +133,9 @@ class Readiness(Generic[Item]):
     def reset(self) -> None:
         """Clear all marks and begin a new round."""
         self._unmarked = self._bucket_of.copy()
-        """What has not been marked in this round, and its bucket: a mark then looks at one place in memory, not at three."""
+        """What has not been marked in this round, and its bucket: a mark then looks at one place in
+        memory, not at three.
+        """
         self._missing = [len(items) for items in self._items]
         self._next = 0
         """Buckets before this one have been scheduled in this round."""
@@ -144,7 +162,10 @@ class Readiness(Generic[Item]):
         place = self._unmarked.pop(item, None)
         if place is None:
             if self._bucket_of[item] < self._next:
-                raise ValueError(f"{item} was marked again in a round in which its bucket had already been scheduled")
+                raise ValueError(
+                    f"{item} was marked again in a round in which its bucket had already been"
+                    " scheduled"
+                )
             return []
         self._missing[place] -= 1
         if self._missing[place] or place > self._next:
@@ -159,7 +180,8 @@ class Readiness(Generic[Item]):
     def unmarked(self) -> dict[int, list[Item]]:
         """Return the unmarked items of each bucket that has not been scheduled in this round."""
         return {
-            place: [item for item in self._items[place] if item in self._unmarked] for place in range(self._next, len(self._items))
+            place: [item for item in self._items[place] if item in self._unmarked]
+            for place in range(self._next, len(self._items))
         }
 
 
@@ -178,7 +200,9 @@ class Engine:
         meter: what this training counts.
     """
 
-    def __init__(self, world: World, name: str = "", timeout: float = 300.0, algorithm: str = "") -> None:
+    def __init__(
+        self, world: World, name: str = "", timeout: float = 300.0, algorithm: str = ""
+    ) -> None:
         self.name, self._algorithm = name, algorithm or name
         self.meter = Meter(world, name)
         self.new_round: Callable[[], Round] = Round
@@ -193,16 +217,20 @@ class Engine:
         self._under_way: set[BaguaBucket] = set()
         """The buckets scheduled since the last wait: the worker may be using their flat storage."""
         self._marked_on: dict[BaguaBucket, set[Any]] = {}
-        """For each bucket on a CUDA device, the streams that were current when its tensors were marked in this round."""
+        """For each bucket on a CUDA device, the streams that were current when its tensors were
+        marked in this round.
+        """
 
     def __repr__(self) -> str:
         return f"Engine({self.name!r}, {len(self._buckets)} buckets)"
 
     def register_ordered_buckets(self, buckets: Sequence[BaguaBucket]) -> None:
-        """Schedule ``buckets`` in this order from now on; waits for pending operations and clears all marks (S2.4).
+        """Schedule ``buckets`` in this order from now on; waits for pending operations and clears
+        all marks (S2.4).
 
         Raises:
-            ValueError: a name appears twice, or non-empty tensors overlap (S2.6); nothing is changed.
+            ValueError: a name appears twice, or non-empty tensors overlap (S2.6); nothing is
+                changed.
         """
         self.wait_pending_comm_ops()
         members = [[registration(tensor) for tensor in bucket.tensors] for bucket in buckets]
@@ -210,31 +238,45 @@ class Engine:
         for kind, listed in (("bucket", [bucket.name for bucket in buckets]), ("tensor", names)):
             if len(set(listed)) < len(listed):
                 twice = next(name for place, name in enumerate(listed) if name in listed[:place])
-                raise ValueError(f"{kind} name {twice!r} is registered twice; names must be unique within a module's buckets")
+                raise ValueError(
+                    f"{kind} name {twice!r} is registered twice; names must be unique within a"
+                    " module's buckets"
+                )
         effective = [tensor for bucket in buckets for tensor in bucket.effective_tensors()]
         if (pair := overlapping(effective)) is not None:
             raise ValueError(
-                f"tensors {names[pair[0]]!r} and {names[pair[1]]!r} overlap in memory; a tensor can be in one bucket only"
+                f"tensors {names[pair[0]]!r} and {names[pair[1]]!r} overlap in memory; a tensor can"
+                " be in one bucket only"
             )
         for known in self._bucket_of:
             known.sink = None
         self._buckets, self._readiness = list(buckets), Readiness(members)
-        self._bucket_of = {known: bucket for bucket, registered in zip(buckets, members, strict=True) for known in registered}
+        self._bucket_of = {
+            known: bucket
+            for bucket, registered in zip(buckets, members, strict=True)
+            for known in registered
+        }
         for known in self._bucket_of:
             known.sink = weakref.ref(self)
-        self._marked_on = {bucket: set() for bucket in buckets if runtime.current_stream(bucket.device) is not None}
+        self._marked_on = {
+            bucket: set() for bucket in buckets if runtime.current_stream(bucket.device) is not None
+        }
 
     def mark_ready(self, tensor: Tensor) -> None:
-        """Mark ``tensor`` ready; its bucket runs when it is complete and all earlier ones are scheduled (S2.4).
+        """Mark ``tensor`` ready; its bucket runs when it is complete and all earlier ones are
+        scheduled (S2.4).
 
         Raises:
-            ValueError: its bucket has already been scheduled in this round, or a tensor has another shape or dtype than before.
+            ValueError: its bucket has already been scheduled in this round, or a tensor has another
+                shape or dtype than before.
             NotImplementedError: a tensor of the bucket is sparse.
         """
         self.gradient_ready("", tensor)
 
     def gradient_ready(self, name: str, parameter: Tensor) -> None:
-        """Mark ``parameter`` ready, as `mark_ready`: an algorithm's backward hook, which runs for every gradient."""
+        """Mark ``parameter`` ready, as `mark_ready`: an algorithm's backward hook, which runs for
+        every gradient.
+        """
         known: Any = getattr(parameter, "_bagua_registration", None) or registration(parameter)
         begins = self._readiness.idle
         complete = self._readiness.mark(known)
@@ -248,11 +290,15 @@ class Engine:
             self.schedule(self._buckets[place])
 
     def begin_round(self) -> None:
-        """Begin a round now, as the first `mark_ready` of a round does, for buckets that are not registered."""
+        """Begin a round now, as the first `mark_ready` of a round does, for buckets that are not
+        registered.
+        """
         self._end_round()
         self.meter.rounds += 1
         self._round = self.new_round()
-        self._worker.submit(RoundCall(self._round.begin, self._errors), may_run_here=not self._round.waits)
+        self._worker.submit(
+            RoundCall(self._round.begin, self._errors), may_run_here=not self._round.waits
+        )
 
     def _end_round(self, may_run_here: bool = False) -> None:
         if self._round is not None:
@@ -260,7 +306,8 @@ class Engine:
             self._round = None
 
     def run_round(self, buckets: Sequence[BaguaBucket], is_open: bool = False) -> None:
-        """Run ``buckets``, registered or not, now and in a round of their own; `wait_pending_comm_ops` waits for them, too.
+        """Run ``buckets``, registered or not, now and in a round of their own;
+        `wait_pending_comm_ops` waits for them, too.
 
         No round of registered buckets may be under way.
 
@@ -276,7 +323,8 @@ class Engine:
         self._end_round()
 
     def schedule(self, bucket: BaguaBucket, kind: Callable[..., Any] = BucketRun) -> Any:
-        """Load ``bucket`` on the current stream, after everything that its tensors wait for, and submit it to the worker.
+        """Load ``bucket`` on the current stream, after everything that its tensors wait for, and
+        submit it to the worker.
 
         If the worker may still be running it, scheduled in an earlier round, the worker loads it.
 
@@ -299,19 +347,25 @@ class Engine:
         return run
 
     def _order_after_marks(self, bucket: BaguaBucket) -> None:
-        """Let the current stream wait for the other streams on which tensors of ``bucket`` were marked."""
+        """Let the current stream wait for the other streams on which tensors of ``bucket`` were
+        marked.
+        """
         for stream in self._marked_on[bucket] - {runtime.current_stream(bucket.device)}:
             runtime.order_after(stream.record_event(), bucket.device)
         self._marked_on[bucket].clear()
 
     def wait_pending_comm_ops(self) -> None:
-        """Wait until everything scheduled has finished (S2.5); on CUDA the current stream waits, not the host.
+        """Wait until everything scheduled has finished (S2.5); on CUDA the current stream waits,
+        not the host.
 
-        An NCCL collective that does not finish within the timeout is aborted, and the next operation raises.
+        An NCCL collective that does not finish within the timeout is aborted, and the next
+        operation raises.
 
         Raises:
-            CommunicationError: an operation failed; names the bucket and operation, with the first error as its cause.
-            CommunicationTimeoutError: no progress within the timeout; names the bucket and operation.
+            CommunicationError: an operation failed; names the bucket and operation, with the first
+                error as its cause.
+            CommunicationTimeoutError: no progress within the timeout; names the bucket and
+                operation.
         """
         with self.meter.timing("wait_seconds", f"bagua_ref::{self._algorithm}/wait"):
             runs = self._worker.wait()
@@ -326,7 +380,8 @@ class Engine:
                 runtime.order_after(run.done, run.bucket.device)
 
     def run(self, function: Callable[[], T]) -> T:
-        """Return the result of ``function()``, called on the worker after everything scheduled; this waits for it.
+        """Return the result of ``function()``, called on the worker after everything scheduled;
+        this waits for it.
 
         If it raises an error, no bucket runs any more.
         """
@@ -347,7 +402,9 @@ class Engine:
         return self._readiness.hold
 
     def begin_backward(self) -> None:
-        """Begin a round that lasts until `end_backward`; marking a tensor again after its bucket was scheduled is an error."""
+        """Begin a round that lasts until `end_backward`; marking a tensor again after its bucket
+        was scheduled is an error.
+        """
         self._readiness.hold = True
 
     def abandon_round(self) -> None:
@@ -374,7 +431,10 @@ class Engine:
             self._end_incomplete(mark_unused)
 
     def _end_incomplete(self, mark_unused: bool) -> None:
-        missing = [(self._buckets[place], unmarked) for place, unmarked in self._readiness.unmarked().items()]
+        missing = [
+            (self._buckets[place], unmarked)
+            for place, unmarked in self._readiness.unmarked().items()
+        ]
         if mark_unused:
             for bucket, unmarked in missing:
                 left = set(unmarked)
@@ -384,15 +444,19 @@ class Engine:
             return
         self._readiness.reset()
         listed = "; ".join(
-            f"bucket {bucket.name!r}: {', '.join(repr(known.name) for known in unmarked) or 'none'}" for bucket, unmarked in missing
+            f"bucket {bucket.name!r}: {', '.join(repr(known.name) for known in unmarked) or 'none'}"
+            for bucket, unmarked in missing
         )
         raise CommunicationError(
-            f"backward ended while some tensors of module {self.name!r} had not been marked ready ({listed}). If parameters may go "
-            "unused in a step, pass find_unused_parameters=True, or freeze them before wrapping."
+            f"backward ended while some tensors of module {self.name!r} had not been marked ready"
+            f" ({listed}). If parameters may go unused in a step, pass find_unused_parameters=True,"
+            " or freeze them before wrapping."
         )
 
     def close(self) -> None:
-        """End the background thread when pending operations have finished, or the timeout has passed."""
+        """End the background thread when pending operations have finished, or the timeout has
+        passed.
+        """
         for known in self._bucket_of:
             if known.sink is not None and known.sink() is self:
                 known.sink = None

@@ -1,4 +1,6 @@
-"""Background thread that runs jobs in order, waiting for them, and the jobs of an engine (S2.4, S2.5)."""
+"""Background thread that runs jobs in order, waiting for them, and the jobs of an engine (S2.4,
+S2.5).
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,19 @@ class BucketRun:
         error: the error of an operation.
     """
 
-    def __init__(self, bucket: BaguaBucket, flat: Tensor | None, ready: Any, label: str, errors: Errors) -> None:
-        self.bucket, self.flat, self._ready, self._label, self.errors = bucket, flat, ready, label, errors
-        self._ended = _profiled_until(label) if torch.autograd.profiler._is_profiler_enabled else None
+    def __init__(
+        self, bucket: BaguaBucket, flat: Tensor | None, ready: Any, label: str, errors: Errors
+    ) -> None:
+        self.bucket, self.flat, self._ready, self._label, self.errors = (
+            bucket,
+            flat,
+            ready,
+            label,
+            errors,
+        )
+        self._ended = (
+            _profiled_until(label) if torch.autograd.profiler._is_profiler_enabled else None
+        )
         self.done: Any = None
         self.error: BaseException | None = None
 
@@ -65,10 +77,13 @@ class BucketRun:
             try:
                 self.run()
             except Exception as error:
-                if isinstance(error, CommunicationError):  # a cause that says the same would double the traceback
+                # a cause that says the same would double the traceback
+                if isinstance(error, CommunicationError):
                     self.error = type(error)(f"{self.describe()}: {error}")
                 else:
-                    self.error = CommunicationError(f"{self.describe()}: {type(error).__name__}: {error}")
+                    self.error = CommunicationError(
+                        f"{self.describe()}: {type(error).__name__}: {error}"
+                    )
                     self.error.__cause__ = error
                 self.errors.bucket_failed = True
         if self._ended is not None:
@@ -98,7 +113,8 @@ class RoundCall:
     Args:
         function: the beginning or the end of a round, or what runs between rounds.
         errors: the engine's.
-        ends: whether it is the end of a round; without effect if a bucket has failed, whose error says more.
+        ends: whether it is the end of a round; without effect if a bucket has failed, whose error
+            says more.
     """
 
     def __init__(self, function: Callable[[], object], errors: Errors, ends: bool = False) -> None:
@@ -116,11 +132,15 @@ class RoundCall:
 
     def describe(self) -> str:
         """Return the place of the round."""
-        return f"agreement with the other ranks at the {'end' if self._ends else 'beginning'} of a round"
+        return (
+            f"agreement with the other ranks at the {'end' if self._ends else 'beginning'} of a"
+            " round"
+        )
 
 
 class Worker:
-    """Runs jobs one after the other on its own thread, which starts with the first job and ends with the worker.
+    """Runs jobs one after the other on its own thread, which starts with the first job and ends
+    with the worker.
 
     Only one thread at a time may submit jobs and wait.
 
@@ -141,11 +161,15 @@ class Worker:
         self._jobs: list[Job] = []
         self._thread: Thread | None = None
         self.close = weakref.finalize(self, self._queue.put, None, False)
-        """End the thread when all submitted jobs have finished; also called when the worker is garbage-collected."""
+        """End the thread when all submitted jobs have finished; also called when the worker is
+        garbage-collected.
+        """
         self.close.atexit = False
 
     def submit(self, job: Job, may_run_here: bool = False) -> None:
-        """Run ``job()`` after all earlier jobs; now and on this thread if all have finished and it ``may_run_here``."""
+        """Run ``job()`` after all earlier jobs; now and on this thread if all have finished and it
+        ``may_run_here``.
+        """
         if may_run_here and self._jobs_so_far.finished == self._jobs_so_far.submitted:
             job()  # waking the worker, which takes Python's lock during backward, would take longer
             return
@@ -164,7 +188,8 @@ class Worker:
                 del run  # a job holds its bucket
                 jobs.last_end = now()
                 jobs.finished += 1
-                if jobs.finished == jobs.submitted:  # else the waiting thread would wake only to wait on
+                # else the waiting thread would wake only to wait on
+                if jobs.finished == jobs.submitted:
                     idle.set()
 
         with use_meter(self._meter):  # which the thread keeps
@@ -185,9 +210,15 @@ class Worker:
                 if self._interrupted:
                     raise CommunicationError(self._interrupted)
                 left = max(0.0, max(begin, count.last_end) + self.timeout - now())
-                if count.finished == before and not self._idle.wait(left) and count.finished == before:
+                if (
+                    count.finished == before
+                    and not self._idle.wait(left)
+                    and count.finished == before
+                ):
                     running = self._jobs[before - count.submitted]
-                    raise CommunicationTimeoutError(f"no progress for {self.timeout:g} s: {running.describe()}")
+                    raise CommunicationTimeoutError(
+                        f"no progress for {self.timeout:g} s: {running.describe()}"
+                    )
         jobs, self._jobs = self._jobs, []
         return jobs
 

@@ -11,7 +11,14 @@ from bagua_ref.errors import RankCall
 from bagua_ref.simulation.observation import Observation, Step
 from bagua_ref.simulation.schedules import Fault, Schedule
 
-__all__ = ["Finding", "after_fault", "depends_on_hash_seed", "first_difference", "own_error", "used_early"]
+__all__ = [
+    "Finding",
+    "after_fault",
+    "depends_on_hash_seed",
+    "first_difference",
+    "own_error",
+    "used_early",
+]
 
 _DEPEND = "results depend on the schedule"
 
@@ -21,9 +28,10 @@ class Finding:
     """An error of a program.
 
     Attributes:
-        kind: ``"deadlock"``, ``"ended"``, ``"mismatch"``, ``"not_in_group"``, ``"exception"``, ``"invariant"``, ``"replicas"``,
-            ``"schedule"``, ``"early_use"``, ``"hash_seed"``, ``"not_repeatable"``, ``"fault"``, ``"crash"``, ``"unyielding"``,
-            or ``"unsupported"``, which says nothing about the program.
+        kind: ``"deadlock"``, ``"ended"``, ``"mismatch"``, ``"not_in_group"``, ``"exception"``,
+            ``"invariant"``, ``"replicas"``, ``"schedule"``, ``"early_use"``, ``"hash_seed"``,
+            ``"not_repeatable"``, ``"fault"``, ``"crash"``, ``"unyielding"``, or ``"unsupported"``,
+            which says nothing about the program.
         message: the error in words, with ranks, files and lines.
         rank: one of the ranks concerned; None if there is none.
         file: of that rank's line.
@@ -58,14 +66,24 @@ def own_error(seen: Observation) -> Finding | None:
         if seen.kind == "deadlock":
             text = f"deadlock: {'; '.join(map(_waits, calls))}"
         elif seen.kind == "ended":
-            over = [rank for rank in range(len(seen.log)) if rank not in {call.rank for call in calls}]
-            text = f"a rank has ended while others communicate: {'; '.join(map(_waits, calls))}; {format_ranks(over)}"
-            text += f" {'has' if len(over) == 1 else 'have'} ended" + "".join(_last(seen.log[rank]) for rank in over[:1])
+            over = [
+                rank for rank in range(len(seen.log)) if rank not in {call.rank for call in calls}
+            ]
+            text = (
+                f"a rank has ended while others communicate: {'; '.join(map(_waits, calls))};"
+                f" {format_ranks(over)}"
+            )
+            text += f" {'has' if len(over) == 1 else 'have'} ended" + "".join(
+                _last(seen.log[rank]) for rank in over[:1]
+            )
             text += f"; {USE_JOIN}" * seen.message.endswith(USE_JOIN)
         elif seen.kind == "exception":
             text = f"exception on rank {call.rank} at {place(call.file, call.line)}: {seen.message}"
         elif seen.kind == "mismatch" and len(calls) > 1:
-            each = [f"rank {call.rank} calls {call.operation} at {place(call.file, call.line)}" for call in calls]
+            each = [
+                f"rank {call.rank} calls {call.operation} at {place(call.file, call.line)}"
+                for call in calls
+            ]
             if len({call.operation for call in calls}) > 1:
                 text = f"calls do not match: {', but '.join(each)} in group {calls[0].group!r}"
             else:
@@ -90,7 +108,10 @@ def _last(calls: Sequence[RankCall]) -> str:
 def _waits(call: RankCall) -> str:
     thread = f" in thread {call.thread!r}" if call.thread else ""
     whom = f" for {format_ranks(sorted(call.waits_for))}" if call.waits_for else ""
-    return f"rank {call.rank} waits{thread} in {call.operation}{whom} since {place(call.file, call.line)}"
+    return (
+        f"rank {call.rank} waits{thread} in {call.operation}{whom} since"
+        f" {place(call.file, call.line)}"
+    )
 
 
 def _different_replicas(steps: Sequence[Sequence[Step]]) -> Finding | None:
@@ -99,14 +120,28 @@ def _different_replicas(steps: Sequence[Sequence[Step]]) -> Finding | None:
         for rank, step in enumerate(row):
             for name in () if step is None else step.parameters:
                 group = step.replicas.get(name) or step.reduced
-                other = next((other for other in group if row[other] is not None and name in row[other].parameters), rank)
+                other = next(
+                    (
+                        other
+                        for other in group
+                        if row[other] is not None and name in row[other].parameters
+                    ),
+                    rank,
+                )
                 same_gradients = step.gradients and step.gradients == row[other].gradients
-                if row[other].parameters[name] == step.parameters[name] or not (name in step.replicas or same_gradients):
+                if row[other].parameters[name] == step.parameters[name] or not (
+                    name in step.replicas or same_gradients
+                ):
                     continue
-                text = f"replicas differ: rank {rank}'s parameter {name!r} is not rank {other}'s after optimizer step {number}"
+                text = (
+                    f"replicas differ: rank {rank}'s parameter {name!r} is not rank {other}'s after"
+                    f" optimizer step {number}"
+                )
                 finding = _at("replicas", text, rank, step, number)
                 if name not in step.replicas:
-                    finding.message += ", though their gradients are equal: did they start with different values?"
+                    finding.message += (
+                        ", though their gradients are equal: did they start with different values?"
+                    )
                 return finding
     return None
 
@@ -116,24 +151,46 @@ def _different_counts(steps: Sequence[Sequence[Step]]) -> Finding | None:
     everything = [step for own in steps for step in own]
     groups = {ranks: None for step in everything for ranks in step.replicas.values()}
     for group in () if any(step.joined for step in everything) else groups:
-        own = {rank: [step for step in steps[rank] if group in step.replicas.values()] for rank in group}
+        own = {
+            rank: [step for step in steps[rank] if group in step.replicas.values()]
+            for rank in group
+        }
         fewest, most = (pick(group, key=lambda rank: len(own[rank])) for pick in (min, max))
         count = len(own[fewest])
         if count < len(own[most]):
-            text = f"replicas differ: rank {fewest} makes {count} optimizer steps, but rank {most} makes {len(own[most])}"
+            text = (
+                f"replicas differ: rank {fewest} makes {count} optimizer steps, but rank {most}"
+                f" makes {len(own[most])}"
+            )
             return _at("replicas", text, fewest, own[most][count], count)
     return None
 
 
-def first_difference(first: Observation, seen: Observation, compares_stdout: bool) -> Finding | None:
-    """Return the first difference of the second run's results from the first's, up to an error of either."""
+def first_difference(
+    first: Observation, seen: Observation, compares_stdout: bool
+) -> Finding | None:
+    """Return the first difference of the second run's results from the first's, up to an error of
+    either.
+    """
     if first.kind:
         return None
-    found = list(filter(None, map(_different_step, range(len(seen.steps)), first.steps, seen.steps)))
-    for what, before, after in (("returns", first.returned, seen.returned), ("prints", first.stdout, seen.stdout)):
+    found = list(
+        filter(None, map(_different_step, range(len(seen.steps)), first.steps, seen.steps))
+    )
+    for what, before, after in (
+        ("returns", first.returned, seen.returned),
+        ("prints", first.stdout, seen.stdout),
+    ):
         if not found and (what == "returns" or compares_stdout):
-            differ = (rank for rank, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
-            found = [Finding("schedule", f"{_DEPEND}: rank {rank} {what} something else", rank) for rank in differ]
+            differ = (
+                rank
+                for rank, pair in enumerate(zip(before, after, strict=True))
+                if pair[0] != pair[1]
+            )
+            found = [
+                Finding("schedule", f"{_DEPEND}: rank {rank} {what} something else", rank)
+                for rank in differ
+            ]
     finding = min(found, key=lambda finding: finding.step or 0, default=None)
     if finding is not None:
         finding.schedule = seen.order.schedule
@@ -142,28 +199,56 @@ def first_difference(first: Observation, seen: Observation, compares_stdout: boo
 
 def _different_step(rank: int, expected: Sequence[Step], own: Sequence[Step]) -> Finding | None:
     for number, (before, after) in enumerate(zip(expected, own, strict=False)):
-        names = [name for name in before.parameters if after.parameters.get(name) != before.parameters[name]]
+        names = [
+            name
+            for name in before.parameters
+            if after.parameters.get(name) != before.parameters[name]
+        ]
         if names:
-            text = f"{_DEPEND}: rank {rank}'s parameter {names[0]!r} differs first after optimizer step {number}"
+            text = (
+                f"{_DEPEND}: rank {rank}'s parameter {names[0]!r} differs first after optimizer"
+                f" step {number}"
+            )
             return _at("schedule", text, rank, after, number)
     if len(expected) == len(own):
         return None
     text = f"{_DEPEND}: rank {rank} makes {len(own)} optimizer steps instead of {len(expected)}"
-    return _at("schedule", text, rank, max(expected, own, key=len)[-1], min(len(own), len(expected)))
+    return _at(
+        "schedule", text, rank, max(expected, own, key=len)[-1], min(len(own), len(expected))
+    )
 
 
 def used_early(first: Observation, line: tuple[str, int] | None) -> Finding:
     """Return the use of a tensor of an operation under way, which the line started."""
-    calls = [call for calls in first.log for call in calls if line is None or (call.file, call.line) == line]
+    calls = [
+        call
+        for calls in first.log
+        for call in calls
+        if line is None or (call.file, call.line) == line
+    ]
     call = calls[0]
-    where = f"{call.operation} of rank {call.rank}, started at {place(call.file, call.line)}" if line else "several operations"
-    text = f"results depend on when asynchronous operations act: a tensor of {where}, is used before wait()"
-    return Finding("early_use", text, call.rank, call.file, call.line, schedule=first.order.schedule)
+    where = (
+        f"{call.operation} of rank {call.rank}, started at {place(call.file, call.line)}"
+        if line
+        else "several operations"
+    )
+    text = (
+        f"results depend on when asynchronous operations act: a tensor of {where}, is used before"
+        " wait()"
+    )
+    return Finding(
+        "early_use", text, call.rank, call.file, call.line, schedule=first.order.schedule
+    )
 
 
 def sends_otherwise(first: Observation, seen: Observation) -> bool:
-    """Return whether the second run communicates at the same places as the first, but sends something else."""
-    places = ([[(call.operation, call.file, call.line) for call in calls] for calls in one.log] for one in (first, seen))
+    """Return whether the second run communicates at the same places as the first, but sends
+    something else.
+    """
+    places = (
+        [[(call.operation, call.file, call.line) for call in calls] for calls in one.log]
+        for one in (first, seen)
+    )
     return next(places) == next(places) and first.sent != seen.sent
 
 
@@ -175,25 +260,46 @@ def depends_on_hash_seed(first: Observation, seen: Observation) -> Finding | Non
         for number in range(max(len(expected), len(own))):
             if expected[number : number + 1] != own[number : number + 1]:
                 call = (first.log[rank] if number < len(expected) else seen.log[rank])[number]
-                text = f"communication {number} of rank {rank}, {call.operation} at {place(call.file, call.line)}, sends something "
-                text += "else under another PYTHONHASHSEED: each rank iterates over a set, or uses hash(), in an order of its own"
+                text = (
+                    f"communication {number} of rank {rank}, {call.operation} at"
+                    f" {place(call.file, call.line)}, sends something "
+                )
+                text += (
+                    "else under another PYTHONHASHSEED: each rank iterates over a set, or uses"
+                    " hash(), in an order of its own"
+                )
                 return Finding("hash_seed", text, rank, call.file, call.line)
     return None
 
 
 def after_fault(first: Observation, seen: Observation) -> Finding | None:
-    """Return how a run with a fault went wrong: survivors must raise, or go on with equal and finite replicas."""
+    """Return how a run with a fault went wrong: survivors must raise, or go on with equal and
+    finite replicas.
+    """
     fault, finding = seen.order.fault, own_error(seen)
     assert fault is not None
-    survivors = [step if rank != fault.rank or fault.kind == "slow" else [] for rank, step in enumerate(seen.steps)]
+    survivors = [
+        step if rank != fault.rank or fault.kind == "slow" else []
+        for rank, step in enumerate(seen.steps)
+    ]
     if finding is None or finding.kind == "replicas":
         finding = _different_replicas(survivors)
     if finding is None and fault.kind == "slow":
-        failed = [Finding("fault", f"rank {rank} raises {text}", rank) for rank, text in enumerate(seen.exceptions) if text]
+        failed = [
+            Finding("fault", f"rank {rank} raises {text}", rank)
+            for rank, text in enumerate(seen.exceptions)
+            if text
+        ]
         finding = failed[0] if failed else first_difference(first, seen, False)
     if finding is None and all(step.is_finite for steps in first.steps for step in steps):
-        text = "trains on the values of a failed collective: parameters are NaN after optimizer step"
-        numbered = [(rank, number, step) for rank, steps in enumerate(survivors) for number, step in enumerate(steps)]
+        text = (
+            "trains on the values of a failed collective: parameters are NaN after optimizer step"
+        )
+        numbered = [
+            (rank, number, step)
+            for rank, steps in enumerate(survivors)
+            for number, step in enumerate(steps)
+        ]
         nan = [
             _at("fault", f"rank {rank} {text} {number}", rank, step, number)
             for rank, number, step in numbered
@@ -204,8 +310,12 @@ def after_fault(first: Observation, seen: Observation) -> Finding | None:
         return None
     calls = first.log[fault.rank]
     call = calls[fault.number] if fault.number < len(calls) else None
-    where = f" at its communication {fault.number}" + (f", {call.operation} at {place(call.file, call.line)}" if call else "")
-    what = {"kill": "is killed", "stop": "stops for longer than the timeout", "slow": "is slow"}[fault.kind]
+    where = f" at its communication {fault.number}" + (
+        f", {call.operation} at {place(call.file, call.line)}" if call else ""
+    )
+    what = {"kill": "is killed", "stop": "stops for longer than the timeout", "slow": "is slow"}[
+        fault.kind
+    ]
     finding.message = f"rank {fault.rank} {what}{where}; then {finding.message}"
     finding.kind, finding.fault = "fault", fault
     return finding

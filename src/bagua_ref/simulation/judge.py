@@ -1,4 +1,6 @@
-"""Verdicts on programs of `torch.distributed`: runs under many schedules in other processes, and the first error in words."""
+"""Verdicts on programs of `torch.distributed`: runs under many schedules in other processes, and
+the first error in words.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,8 @@ class Exploration:
         faults: kinds of faults to try at every communication of every rank.
         fault: the only fault to try.
         compares_stdout: whether what ranks print must be the same in all schedules.
-        hash_seeds: values of PYTHONHASHSEED to compare. Two strings of a set have the same order under all of four with
-            probability 1/8.
+        hash_seeds: values of PYTHONHASHSEED to compare. Two strings of a set have the same order
+            under all of four with probability 1/8.
         processes: the most at a time.
     """
 
@@ -68,7 +70,9 @@ class Exploration:
     fault: Fault | None = None
     compares_stdout: bool = False
     hash_seeds: tuple[int, ...] = (1, 2, 3)
-    processes: int = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes: int = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
 
 
 @dataclass
@@ -99,11 +103,16 @@ class Judgement:
         return "agree" if self.is_complete else "undecided"
 
 
-def judge(program: Program, search: Exploration, progress: Callable[[Judgement], None] = lambda report: None) -> Judgement:
+def judge(
+    program: Program,
+    search: Exploration,
+    progress: Callable[[Judgement], None] = lambda report: None,
+) -> Judgement:
     """Run a program under many schedules, and return the verdict.
 
-    First comes the default schedule, whose output is shown, then the comparisons with it: asynchronous operations that act at
-    once, other schedules, other values of PYTHONHASHSEED, and faults.
+    First comes the default schedule, whose output is shown, then the comparisons with it:
+    asynchronous operations that act at once, other schedules, other values of PYTHONHASHSEED, and
+    faults.
 
     Args:
         program: to run on every rank.
@@ -111,7 +120,12 @@ def judge(program: Program, search: Exploration, progress: Callable[[Judgement],
         progress: called after each run.
     """
     report = Judgement()
-    with Workers(program, search.nodes, search.processes, time.monotonic() + search.limit) as workers, suppress(TimeoutError):
+    with (
+        Workers(
+            program, search.nodes, search.processes, time.monotonic() + search.limit
+        ) as workers,
+        suppress(TimeoutError),
+    ):
         report.finding = _Judge(program, search, workers, report, progress).find()
         report.is_complete = True
     return report
@@ -119,14 +133,27 @@ def judge(program: Program, search: Exploration, progress: Callable[[Judgement],
 
 class _Judge:
     def __init__(
-        self, program: Program, search: Exploration, workers: Workers, report: Judgement, progress: Callable[[Judgement], None]
+        self,
+        program: Program,
+        search: Exploration,
+        workers: Workers,
+        report: Judgement,
+        progress: Callable[[Judgement], None],
     ) -> None:
-        self._program, self._search, self._workers, self._report, self._progress = program, search, workers, report, progress
+        self._program, self._search, self._workers, self._report, self._progress = (
+            program,
+            search,
+            workers,
+            report,
+            progress,
+        )
 
     def find(self) -> Finding | None:
         """Return the first error; raise TimeoutError if the time is up first."""
         fault = self._search.fault
-        self._first = first = self._one(Order(self._search.schedule or Schedule(), shows=True, fault=fault))
+        self._first = first = self._one(
+            Order(self._search.schedule or Schedule(), shows=True, fault=fault)
+        )
         self._report.hints = first.hints
         if fault is not None:
             return after_fault(self._one(Order()), first)
@@ -143,12 +170,16 @@ class _Judge:
         return own_error(first) or next(filter(None, (phase() for phase in phases)), None)
 
     def _times(self) -> None:
-        """Take the times of the first run, or of another whose compute is measured, which nothing else is compared with."""
+        """Take the times of the first run, or of another whose compute is measured, which nothing
+        else is compared with.
+        """
         seen = self._first
         if self._program.link is not None and self._program.compute is None and not seen.kind:
             seen = self._one(Order(seen.order.schedule, measures=True))
             if seen.kind:
-                self._report.hints.append(f"no times: in the run that measures compute, {seen.message}")
+                self._report.hints.append(
+                    f"no times: in the run that measures compute, {seen.message}"
+                )
         self._report.timeline = seen.timeline
 
     def _early_use(self) -> Finding | None:
@@ -157,17 +188,25 @@ class _Judge:
             return self._differs(seen) is not None or sends_otherwise(self._first, seen)
 
         lines = {(call.file, call.line) for calls in self._first.log for call in calls}
-        return used_early(self._first, next((line for line in sorted(lines) if differs({line})), None)) if differs(lines) else None
+        return (
+            used_early(self._first, next((line for line in sorted(lines) if differs({line})), None))
+            if differs(lines)
+            else None
+        )
 
     def _schedules(self) -> Finding | None:
         if self._search.schedule is not None:
             return self._compared(self._one(Order()), self._first)
         if self._search.deviations is None:
             self._plan(self._search.seeds)
-            runs = self._carry_out(Order(SeededSchedule(seed)) for seed in range(self._search.seeds))
+            runs = self._carry_out(
+                Order(SeededSchedule(seed)) for seed in range(self._search.seeds)
+            )
             return next(filter(None, map(self._examined, runs)), None)
         schedules = Schedules(self._search.deviations, 10**9)
-        for seen in self._carry_out(Order(taken) if (taken := schedules.take()) else None for _ in repeat(None)):
+        for seen in self._carry_out(
+            Order(taken) if (taken := schedules.take()) else None for _ in repeat(None)
+        ):
             if not seen.kind:
                 schedules.add_variants(seen.order.schedule)
             finding = self._examined(seen)
@@ -177,7 +216,9 @@ class _Judge:
 
     def _plan(self, runs: int) -> None:
         """Note that so many runs are left before those of the last two phases."""
-        self._report.planned = self._report.runs + runs + len(self._hash_seed_orders) + len(self._faulty_orders)
+        self._report.planned = (
+            self._report.runs + runs + len(self._hash_seed_orders) + len(self._faulty_orders)
+        )
 
     def _hash_seeds(self) -> Finding | None:
         self._plan(0)
@@ -187,7 +228,10 @@ class _Judge:
                 self._report.planned = self._report.runs + 1
                 if self._one(seen.order).sent != seen.sent:
                     finding.kind = "not_repeatable"
-                    finding.message = f"the program does not do the same twice in the same schedule: {finding.message}"
+                    finding.message = (
+                        "the program does not do the same twice in the same schedule:"
+                        f" {finding.message}"
+                    )
                 return finding
         return None
 
@@ -213,7 +257,9 @@ class _Judge:
         return first_difference(first, seen, self._search.compares_stdout)
 
     def _examined(self, seen: Observation) -> Finding | None:
-        """Return an error of the same kind as a schedule's, in one with as few of its deviations as possible."""
+        """Return an error of the same kind as a schedule's, in one with as few of its deviations as
+        possible.
+        """
         finding = self._differs(seen)
         if finding is None:
             return None
@@ -223,7 +269,9 @@ class _Judge:
         with suppress(TimeoutError):
             while size and self._report.runs < last:
                 parts = [places[start : start + size] for start in range(0, len(places), size)]
-                for fewer in parts + [[place for place in places if place not in part] for part in parts]:
+                for fewer in parts + [
+                    [place for place in places if place not in part] for part in parts
+                ]:
                     other = self._differs(self._one(Order(seen.order.schedule.only(fewer))))
                     if other is not None and other.kind == finding.kind:
                         finding, places, size = other, fewer, len(fewer)
@@ -233,7 +281,8 @@ class _Judge:
 
 
 class Workers:
-    """Worker processes that observe runs of one program, each run in an empty working folder of its own.
+    """Worker processes that observe runs of one program, each run in an empty working folder of its
+    own.
 
     Args:
         program: to run.
@@ -247,7 +296,9 @@ class Workers:
         self._program, self._nodes, self._count = program, tuple(nodes), count
         self._processes: list[Any] = []
         self._idle: dict[int | None, list[tuple[Any, Connection]]] = defaultdict(list)
-        self._folder = tempfile.TemporaryDirectory(prefix="bagua-ref-sim-", ignore_cleanup_errors=True)
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="bagua-ref-sim-", ignore_cleanup_errors=True
+        )
 
     def __enter__(self) -> Workers:
         return self
@@ -286,16 +337,24 @@ class Workers:
                 except (EOFError, ConnectionResetError):
                     process.join()
                     code = process.exitcode
-                    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                    seen = Observation(order, kind="crash", message=f"the process of the run ended with {how}")
+                    how = (
+                        f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                    )
+                    seen = Observation(
+                        order, kind="crash", message=f"the process of the run ended with {how}"
+                    )
                 yield seen
 
     def _new_worker(self, hash_seed: int | None) -> tuple[Any, Connection]:
         """Return a fork of this process, or a new interpreter with a hash seed."""
         ours, theirs = multiprocessing.Pipe()
         context: Any = multiprocessing.get_context("fork" if hash_seed is None else "spawn")
-        process = context.Process(target=_serve, args=(theirs, self._folder.name, self._program, self._nodes))
-        with mock.patch.dict(os.environ, {} if hash_seed is None else {"PYTHONHASHSEED": str(hash_seed)}):
+        process = context.Process(
+            target=_serve, args=(theirs, self._folder.name, self._program, self._nodes)
+        )
+        with mock.patch.dict(
+            os.environ, {} if hash_seed is None else {"PYTHONHASHSEED": str(hash_seed)}
+        ):
             process.start()
         theirs.close()
         self._processes.append(process)

@@ -1,4 +1,6 @@
-"""Observation of one run of a program: its optimizer steps, what the ranks communicated, and how the run ended."""
+"""Observation of one run of a program: its optimizer steps, what the ranks communicated, and how
+the run ended.
+"""
 
 from __future__ import annotations
 
@@ -118,9 +120,13 @@ class Observation:
 
 
 def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation:
-    """Run a program once on simulated ranks, and return the record; show the output if the order says so."""
+    """Run a program once on simulated ranks, and return the record; show the output if the order
+    says so.
+    """
     n = sum(nodes)
-    output, errors = (RankOutput(stream if order.shows else None, n) for stream in (sys.stdout, sys.stderr))
+    output, errors = (
+        RankOutput(stream if order.shows else None, n) for stream in (sys.stdout, sys.stderr)
+    )
     seen = Observation(
         order,
         steps=[[] for _ in range(n)],
@@ -131,10 +137,22 @@ def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation
     )
     watch = _RunWatch(seen, n, order.fault, program.loads_in_process)
     compute = "measured" if order.measures else program.compute
-    world = SimulatedWorld(n, nodes, schedule=order.schedule, torch_distributed=True, link=program.link, compute=compute)
+    world = SimulatedWorld(
+        n,
+        nodes,
+        schedule=order.schedule,
+        torch_distributed=True,
+        link=program.link,
+        compute=compute,
+    )
     world.observe = watch.communicates
     try:
-        with watch.installed(), promptly(order.prompt), redirect_stdout(output), redirect_stderr(errors):
+        with (
+            watch.installed(),
+            promptly(order.prompt),
+            redirect_stdout(output),
+            redirect_stderr(errors),
+        ):
             seen.returned = world.run(watch.run, program)
         seen.hints = watch.hints()
     except SimulationError as error:
@@ -149,12 +167,16 @@ def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation
 
 
 _OBJECT_COLLECTIVES = {
-    inspect.unwrap(value).__code__ for name, value in vars(dist).items() if "object" in name and inspect.isfunction(value)
+    inspect.unwrap(value).__code__
+    for name, value in vars(dist).items()
+    if "object" in name and inspect.isfunction(value)
 }
 
 
 def _sends_objects() -> bool:
-    """Return whether a collective of objects is calling: two pickles of one object may differ, as those of sets do."""
+    """Return whether a collective of objects is calling: two pickles of one object may differ, as
+    those of sets do.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code not in _OBJECT_COLLECTIVES:
         frame = frame.f_back
@@ -164,7 +186,9 @@ def _sends_objects() -> bool:
 class _RunWatch:
     """The hooks of one run, which fill in its record."""
 
-    def __init__(self, seen: Observation, n: int, fault: Fault | None, loads_in_process: bool) -> None:
+    def __init__(
+        self, seen: Observation, n: int, fault: Fault | None, loads_in_process: bool
+    ) -> None:
         self._seen, self._fault, self._loads_in_process = seen, fault, loads_in_process
         self._hints: dict[str, None] = {}
         self._calls: list[Call] = []
@@ -174,7 +198,11 @@ class _RunWatch:
     def installed(self) -> Iterator[None]:
         """Set the hooks while the context lasts."""
         with Replacements(lambda: True) as hooks:
-            hooks.callback(register_module_forward_pre_hook(lambda module, args: self._here().before_forward(module)).remove)
+            hooks.callback(
+                register_module_forward_pre_hook(
+                    lambda module, args: self._here().before_forward(module)
+                ).remove
+            )
             hooks.enter_context(after_steps(lambda optimizer: None, self._after_step))
             if self._loads_in_process:
                 hooks.function(DataLoader, "__iter__", self._load)
@@ -187,9 +215,14 @@ class _RunWatch:
         rank, result = rank_world().identity.rank, None
         try:
             result = program.run()
-        except (Exception, SystemExit) as error:  # ends only this rank, as others go on with the fault
+        except (Exception, SystemExit) as error:
+            # ends only this rank, as others go on with the fault
             self._seen.exceptions[rank] = _text(error)
-        self._fault.leave(rank, {call.group for call in self._calls}, self._seen.exceptions[rank] or f"rank {rank} ended")
+        self._fault.leave(
+            rank,
+            {call.group for call in self._calls},
+            self._seen.exceptions[rank] or f"rank {rank} ended",
+        )
         return _digest(result)
 
     def communicates(self, call: Call) -> None:
@@ -197,40 +230,66 @@ class _RunWatch:
         call.locate()
         world = rank_world()
         rank = world.identity.rank
-        sends = [send for send in (call.send if isinstance(call.send, list) else [call.send]) if isinstance(send, Tensor)]
+        sends = [
+            send
+            for send in (call.send if isinstance(call.send, list) else [call.send])
+            if isinstance(send, Tensor)
+        ]
         source = _SOURCE.match(call.operation)
         if source and int(source[1]) != call.rank:  # where it receives, there may be anything
             sends = []
         self._calls.append(call)
         self._seen.log[rank].append(call.facts())
-        self._seen.sent[rank].append(_digest((call.operation, call.file, call.line, [] if _sends_objects() else sends)))
+        self._seen.sent[rank].append(
+            _digest((call.operation, call.file, call.line, [] if _sends_objects() else sends))
+        )
         if call.operation.startswith("all_reduce("):
-            self._ranks[rank].reductions.append((sum(send.numel() for send in sends), tuple(call.group.ranks)))
+            self._ranks[rank].reductions.append(
+                (sum(send.numel() for send in sends), tuple(call.group.ranks))
+            )
         backward = current_backward()
         if backward is not None:
             self._ranks[rank].backwards.setdefault(backward, (call.file, call.line))
         world.check_invariants()
         if self._fault is not None:
-            self._fault.strike(call, rank, len(self._seen.log[rank]) - 1, {call.group for call in self._calls})
+            self._fault.strike(
+                call, rank, len(self._seen.log[rank]) - 1, {call.group for call in self._calls}
+            )
 
     def hints(self) -> list[str]:
         """Return the oddities of the run that are no errors."""
         found = dict(self._hints)
         for group in {call.group: None for call in self._calls}:
-            found |= {f"nothing received {_place(call)}": None for calls in group.sends.values() for call in calls}
-            found |= {f"nothing was sent for {_place(call)}": None for calls in group.recvs.values() for call in calls}
-        found |= {f"nothing waited for {_place(call)}": None for call in self._calls if not call.awaited}
+            found |= {
+                f"nothing received {_place(call)}": None
+                for calls in group.sends.values()
+                for call in calls
+            }
+            found |= {
+                f"nothing was sent for {_place(call)}": None
+                for calls in group.recvs.values()
+                for call in calls
+            }
+        found |= {
+            f"nothing waited for {_place(call)}": None for call in self._calls if not call.awaited
+        }
         for rank in self._ranks:
             fewest = min(map(len, rank.backwards_by_step), default=0)
             if len(rank.backwards_by_step) > 1 and fewest > 1:
                 where = place(*next(iter(rank.backwards_by_step[0].values())))
-                text = f"{fewest} backward passes before each optimizer step communicate at {where}: if they accumulate gradients, "
+                text = (
+                    f"{fewest} backward passes before each optimizer step communicate at {where}:"
+                    " if they accumulate gradients, "
+                )
                 found[f"{text}run all but the last of them in no_sync()"] = None
         return list(found)
 
     def _load(self, original: Callable[[Any], Any], loader: Any) -> Any:
         if loader.num_workers:
-            self._hints["a data loader runs without its worker processes, which may draw and share other random numbers"] = None
+            self._hints[
+                "a data loader runs without its worker processes, which may draw and share other"
+                " random numbers"
+            ] = None
         loader.num_workers = loader.timeout = 0
         return original(loader)
 
@@ -258,7 +317,9 @@ class _RankWatch:
         self._synchronizes: dict[DistributedDataParallel, bool] = {}
 
     def before_forward(self, module: torch.nn.Module) -> None:
-        """Note the names of a module's parameters, and whether this pass is one of data-parallel training."""
+        """Note the names of a module's parameters, and whether this pass is one of data-parallel
+        training.
+        """
         if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
             self._synchronizes[module] = module.require_backward_grad_sync
         if id(module) not in self._modules:
@@ -269,19 +330,28 @@ class _RankWatch:
     def after_step(self, optimizer: Any) -> Step:
         """Return the result of an optimizer step."""
         owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        named = {self._names.get(id(p), (f"parameter {i}", None))[0]: p for i, p in enumerate(owned)}
+        named = {
+            self._names.get(id(p), (f"parameter {i}", None))[0]: p for i, p in enumerate(owned)
+        }
         replicas, reduced, joined = self._replicas()
         reduced = self._reduced([p.numel() for p in owned if p.grad is not None]) or reduced
         values = {name: _local(p) for name, p in named.items()}
         gradients = {name: _local(p.grad) for name, p in named.items() if p.grad is not None}
-        held = {name: _holders(p) if isinstance(p, DTensor) else replicas.get(id(p), ()) for name, p in named.items()}
+        held = {
+            name: _holders(p) if isinstance(p, DTensor) else replicas.get(id(p), ())
+            for name, p in named.items()
+        }
         self.backwards_by_step.append(dict(self.backwards))
         self.backwards.clear()
         self.reductions.clear()
         return Step(
             *call_site(sys._getframe(1)),
             {name: _digest(value) for name, value in values.items()},
-            {name: _digest(gradient) for name, gradient in gradients.items() if gradient.count_nonzero()},
+            {
+                name: _digest(gradient)
+                for name, gradient in gradients.items()
+                if gradient.count_nonzero()
+            },
             {name: ranks for name, ranks in held.items() if ranks},
             reduced,
             joined,
@@ -289,7 +359,9 @@ class _RankWatch:
         )
 
     def _replicas(self) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], bool]:
-        """Return the ranks that hold each parameter of modules in `DistributedDataParallel`, by the parameter's identity."""
+        """Return the ranks that hold each parameter of modules in `DistributedDataParallel`, by the
+        parameter's identity.
+        """
         replicas: dict[int, tuple[int, ...]] = {}
         reduced: tuple[int, ...] = ()
         joined = False
@@ -300,11 +372,17 @@ class _RankWatch:
                 reduced = ranks if synchronizes else ()
             elif synchronizes:
                 named = module.module.named_parameters()
-                replicas |= {id(p): ranks for name, p in named if name not in module.parameters_to_ignore and p.requires_grad}
+                replicas |= {
+                    id(p): ranks
+                    for name, p in named
+                    if name not in module.parameters_to_ignore and p.requires_grad
+                }
         return replicas, reduced, joined
 
     def _reduced(self, sizes: list[int]) -> tuple[int, ...]:
-        """Return the ranks among which gradients of these sizes seem to have been reduced, one by one or as one tensor."""
+        """Return the ranks among which gradients of these sizes seem to have been reduced, one by
+        one or as one tensor.
+        """
         for ranks in {ranks for _, ranks in self.reductions}:
             elements = Counter(count for count, group in self.reductions if group == ranks)
             if sizes and (sum(sizes) in elements or not Counter(sizes) - elements):
@@ -313,11 +391,17 @@ class _RankWatch:
 
 
 def _place(call: Call) -> str:
-    return f"{call.operation} of rank {call.group.ranks[call.rank]} at {place(call.file, call.line)}"
+    return (
+        f"{call.operation} of rank {call.group.ranks[call.rank]} at {place(call.file, call.line)}"
+    )
 
 
 def _text(error: BaseException) -> str:
-    return f"exit code {error.code}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+    return (
+        f"exit code {error.code}"
+        if isinstance(error, SystemExit)
+        else f"{type(error).__name__}: {error}"
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -325,10 +409,13 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _holders(parameter: DTensor) -> tuple[int, ...]:
-    """Return the ranks that hold the same part of a distributed parameter as the calling rank, if there are several."""
+    """Return the ranks that hold the same part of a distributed parameter as the calling rank, if
+    there are several.
+    """
     places = tuple(parameter.device_mesh.get_coordinate() or ())
     index = tuple(
-        slice(None) if placement.is_replicate() else place for placement, place in zip(parameter.placements, places, strict=False)
+        slice(None) if placement.is_replicate() else place
+        for placement, place in zip(parameter.placements, places, strict=False)
     )
     ranks = tuple(parameter.device_mesh.mesh[index].flatten().tolist())
     return ranks if len(ranks) > 1 else ()

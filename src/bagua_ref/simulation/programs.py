@@ -25,12 +25,14 @@ class Program:
     """Code that every rank runs.
 
     Args:
-        name: ``path/to/script.py`` or ``package.module:function``; of a function that is given, only a name for reports.
+        name: ``path/to/script.py`` or ``package.module:function``; of a function that is given,
+            only a name for reports.
         arguments: the script's, in ``sys.argv``.
         function: called without arguments, instead of what ``name`` says.
         loads_in_process: whether data loaders do without the worker processes that they ask for.
         link: between its ranks; None: communication takes no time.
-        compute: the seconds of a forward and backward pass, see `bagua_ref.simulation.SimulatedWorld`.
+        compute: the seconds of a forward and backward pass, see
+            `bagua_ref.simulation.SimulatedWorld`.
 
     Raises:
         ValueError: there is no such script, or the name is not ``module:function``.
@@ -45,7 +47,11 @@ class Program:
 
     def __post_init__(self) -> None:
         module, _, function = self.name.partition(":")
-        if self.function is None and not self.is_script and not (module and function.isidentifier()):
+        if (
+            self.function is None
+            and not self.is_script
+            and not (module and function.isidentifier())
+        ):
             raise ValueError(f"{self.name!r} must be a script.py or module:function")
         if self.is_script and not Path(self.name).is_file():
             raise ValueError(f"there is no script {self.name!r}")
@@ -56,7 +62,9 @@ class Program:
         return self.function is None and self.name.endswith(".py")
 
     def absolute(self) -> Program:
-        """Return the same program, found from any folder; put its folder on the path from which modules are imported."""
+        """Return the same program, found from any folder; put its folder on the path from which
+        modules are imported.
+        """
         folder = str(Path(self.name).resolve().parent) if self.is_script else os.getcwd()
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -64,7 +72,8 @@ class Program:
 
     def run(self) -> Any:
         """Run the program on the calling rank; return the function's result."""
-        if self.function is None:  # a new process seeds it by chance, each rank differently; here, alike in all runs
+        # a new process seeds it by chance, each rank differently; here, alike in all runs
+        if self.function is None:
             torch.default_generator.manual_seed(2**40 + current_world().identity.rank)
         if self.is_script:
             return run_script(self.name, self.arguments)

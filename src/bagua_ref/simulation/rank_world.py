@@ -1,4 +1,6 @@
-"""The world of one simulated rank: threads, locks, events, queues and a clock that the scheduler controls."""
+"""The world of one simulated rank: threads, locks, events, queues and a clock that the scheduler
+controls.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,29 @@ from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.simulated import SimulatedTransport
 from bagua_ref.communicators.tasks import Task, Ticket, place
 
-__all__ = ["SimulatedEvent", "SimulatedLock", "SimulatedQueue", "SimulatedRankWorld", "SimulatedThread", "always", "rank_world"]
+__all__ = [
+    "SimulatedEvent",
+    "SimulatedLock",
+    "SimulatedQueue",
+    "SimulatedRankWorld",
+    "SimulatedThread",
+    "always",
+    "rank_world",
+]
 
 
 class SimulatedRankWorld(World):
-    """The world of one simulated rank: the scheduler controls its threads, locks, events, queues and clock."""
+    """The world of one simulated rank: the scheduler controls its threads, locks, events, queues
+    and clock.
+    """
 
-    def __init__(self, scheduler: Scheduler, identity: Identity, transport: SimulatedTransport, process_state: Any = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        identity: Identity,
+        transport: SimulatedTransport,
+        process_state: Any = None,
+    ) -> None:
         self._scheduler, self._identity = scheduler, identity
         self.transport = transport
         self.process_state = process_state
@@ -41,7 +59,9 @@ class SimulatedRankWorld(World):
         return self._identity
 
     def spawn(self, function: Callable[[], None], name: str) -> SimulatedThread:
-        """Run ``function()`` on a new thread of this rank; it ends silently when all ranks' main functions have returned."""
+        """Run ``function()`` on a new thread of this rank; it ends silently when all ranks' main
+        functions have returned.
+        """
         return SimulatedThread(self._scheduler, self._scheduler.spawn(function, name))
 
     def event(self) -> SimulatedEvent:
@@ -80,7 +100,11 @@ class SimulatedRankWorld(World):
                 code = getattr(function, "__code__", None)
                 where = f" ({place(code.co_filename, code.co_firstlineno)})" if code else ""
                 name = getattr(function, "__name__", repr(function))
-                self._scheduler.refuse("invariant", f"breaks an invariant: {name}{where} {wrong}", "a step or communication")
+                self._scheduler.refuse(
+                    "invariant",
+                    f"breaks an invariant: {name}{where} {wrong}",
+                    "a step or communication",
+                )
 
 
 def rank_world() -> SimulatedRankWorld:
@@ -91,10 +115,11 @@ def rank_world() -> SimulatedRankWorld:
 
 
 def always(function: Callable[[], Any]) -> None:
-    """Check ``function()`` after every optimizer step and before every communication of the calling rank, from now on.
+    """Check ``function()`` after every optimizer step and before every communication of the calling
+    rank, from now on.
 
-    If it returns False or raises an exception, ``bagua-ref sim`` and the fixture ``sim_world`` report that; elsewhere it is not
-    called. It must not communicate.
+    If it returns False or raises an exception, ``bagua-ref sim`` and the fixture ``sim_world``
+    report that; elsewhere it is not called. It must not communicate.
 
     >>> always(lambda: 1 + 1 == 2)
     """
@@ -137,7 +162,8 @@ class _WaitQueue:
     def _wait_in_queue(self, what: str, timeout: float | None) -> Ticket:
         self._scheduler.yield_()
         ticket = self._scheduler.ticket(what)
-        # Queue first, then check what is available: the release of a lock by a finalizer in between is not missed.
+        # Queue first, then check what is available: the release of a lock by a finalizer in between
+        # is not missed.
         self._waiting.append(ticket)
         self._serve()
         if not self._scheduler.wait(ticket, timeout):
@@ -160,7 +186,9 @@ class SimulatedLock(_WaitQueue):
         return self._held
 
     def release(self) -> None:
-        """Hand the lock to the first waiter, without switching threads, as finalizers may call this."""
+        """Hand the lock to the first waiter, without switching threads, as finalizers may call
+        this.
+        """
         if not self._held:
             raise RuntimeError("release of a lock that is not held")
         self._held = False
@@ -219,14 +247,18 @@ class SimulatedQueue(_WaitQueue):
         self._items: deque[Any] = deque()
 
     def put(self, item: Any, block: bool = True) -> None:
-        """Append ``item``; without ``block``, no other thread runs meanwhile, as a finalizer may come anywhere."""
+        """Append ``item``; without ``block``, no other thread runs meanwhile, as a finalizer may
+        come anywhere.
+        """
         self._items.append(item)
         self._serve()
         if block:
             self._scheduler.yield_(ends=False)
 
     def get(self, timeout: float | None = None) -> Any:
-        """Remove and return the first item; raise `queue.Empty` if ``timeout`` seconds pass first."""
+        """Remove and return the first item; raise `queue.Empty` if ``timeout`` seconds pass
+        first.
+        """
         ticket = self._wait_in_queue("for a queue's next item", timeout)
         if not ticket.granted:
             raise queue.Empty

@@ -1,4 +1,6 @@
-"""Schedules of a small simulated world, its choices of the next thread, searched systematically; and faults of its ranks."""
+"""Schedules of a small simulated world, its choices of the next thread, searched systematically;
+and faults of its ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,12 @@ _REASON = "the program behaves differently than when this schedule was found"
 class Schedule:
     """One order in which the threads of a simulated world run.
 
-    By default a thread runs until it waits, and then the thread runs that became ready last. A deviation takes another one, as if
-    the first had been interrupted.
+    By default a thread runs until it waits, and then the thread runs that became ready last. A
+    deviation takes another one, as if the first had been interrupted.
 
     Args:
-        choices: for each moment at which several threads can run, 0 for the default, k for the k-th other; defaults follow.
+        choices: for each moment at which several threads can run, 0 for the default, k for the k-th
+            other; defaults follow.
 
     Raises:
         ValueError: a choice is not such a number.
@@ -55,12 +58,15 @@ class Schedule:
         """The first choice to vary."""
 
     def begin(self) -> None:
-        """Keep `Schedules` from varying the choices of this run up to here; only the first call counts."""
+        """Keep `Schedules` from varying the choices of this run up to here; only the first call
+        counts.
+        """
         if self._free is None:
             self._free = len(self._others)
 
     def choose(self, ready: int) -> int:
-        """Return the index of the thread to run next, of ``ready`` threads in the order in which they became ready.
+        """Return the index of the thread to run next, of ``ready`` threads in the order in which
+        they became ready.
 
         Raises:
             SimulationError: there are too few threads for the choice.
@@ -71,7 +77,10 @@ class Schedule:
         self._others.append(ready - 1)
         choice = self._choices[place] if place < len(self._choices) else 0
         if choice >= ready:
-            raise SimulationError(f"choice {place} of {self!r} is {choice}, but only {ready} threads can run; {_REASON}")
+            raise SimulationError(
+                f"choice {place} of {self!r} is {choice}, but only {ready} threads can run;"
+                f" {_REASON}"
+            )
         return ready - 1 - choice
 
     @classmethod
@@ -79,7 +88,8 @@ class Schedule:
         """Return the schedule of ``str(schedule)``.
 
         Raises:
-            ValueError: it is not "default", ``seed:number`` or ``place:choice,place:choice,...`` with ascending places.
+            ValueError: it is not "default", ``seed:number`` or ``place:choice,place:choice,...``
+                with ascending places.
 
         >>> Schedule.parse("1:2,4:1")
         Schedule([0, 2, 0, 0, 1])
@@ -89,13 +99,21 @@ class Schedule:
         choices: list[int] = []
         for part in [] if text == "default" else text.split(","):
             place, _, choice = part.partition(":")
-            if not (place.isdecimal() and choice.isdecimal() and len(choices) <= int(place) < 10**7):
-                raise ValueError(f"schedule {text!r} must be default, or PLACE:CHOICE,... with ascending places, such as 3:1,17:2")
+            if not (
+                place.isdecimal() and choice.isdecimal() and len(choices) <= int(place) < 10**7
+            ):
+                raise ValueError(
+                    f"schedule {text!r} must be default, or PLACE:CHOICE,... with ascending places,"
+                    " such as 3:1,17:2"
+                )
             choices += [0] * (int(place) - len(choices)) + [int(choice)]
         return cls(choices)
 
     def __str__(self) -> str:
-        return ",".join(f"{place}:{choice}" for place, choice in enumerate(self._choices) if choice) or "default"
+        return (
+            ",".join(f"{place}:{choice}" for place, choice in enumerate(self._choices) if choice)
+            or "default"
+        )
 
     def places(self) -> list[int]:
         """Return the places of the choices that are not the default."""
@@ -104,7 +122,12 @@ class Schedule:
     def only(self, places: Collection[int]) -> Schedule:
         """Return the schedule with the deviations at these places only."""
         last = max(places, default=-1)
-        return Schedule([choice if place in places else 0 for place, choice in enumerate(self._choices[: last + 1])])
+        return Schedule(
+            [
+                choice if place in places else 0
+                for place, choice in enumerate(self._choices[: last + 1])
+            ]
+        )
 
     def deviations(self) -> int:
         """Return the number of choices that are not the default."""
@@ -117,9 +140,13 @@ class Schedule:
             SimulationError: there was no run, or it was over before the last choice.
         """
         if not self._has_run:
-            raise SimulationError(f"{self!r} has not been run; pass it to SimulatedWorld(schedule=)")
+            raise SimulationError(
+                f"{self!r} has not been run; pass it to SimulatedWorld(schedule=)"
+            )
         if len(self._others) < len(self._choices):
-            raise SimulationError(f"the run had {len(self._others)} choices, fewer than {self!r}; {_REASON}")
+            raise SimulationError(
+                f"the run had {len(self._others)} choices, fewer than {self!r}; {_REASON}"
+            )
         for place in range(max(len(self._choices), self._free or 0), len(self._others)):
             before = [*self._choices, *[0] * (place - len(self._choices))]
             for other in range(1, self._others[place] + 1):
@@ -154,10 +181,13 @@ class SeededSchedule(Schedule):
 
 
 class Schedules:
-    """The schedules of a small program, depth first: each of them once, up to a number of deviations.
+    """The schedules of a small program, depth first: each of them once, up to a number of
+    deviations.
 
-    A program of two ranks that each do a handful of things has thousands of schedules, a training step more than can be run. Few
-    deviations find most errors: an error that needs k interruptions at the right moments is found with k deviations.
+    A program of two ranks that each do a handful of things has thousands of schedules, a training
+    step more than can be run. Few
+    deviations find most errors: an error that needs k interruptions at the right moments is found
+    with k deviations.
 
     Args:
         deviations: see `Schedule`; None: any number.
@@ -190,7 +220,13 @@ class Schedules:
         self._start()
 
     def __repr__(self) -> str:
-        how = "all" if self.exhausted else f"all with at most {self._deviations} deviations" if self.complete else "not all"
+        how = (
+            "all"
+            if self.exhausted
+            else f"all with at most {self._deviations} deviations"
+            if self.complete
+            else "not all"
+        )
         return f"Schedules({self.runs} run, {how})"
 
     def __iter__(self) -> Iterator[Schedule]:
@@ -204,7 +240,9 @@ class Schedules:
         self.runs, self.complete, self.exhausted = 0, False, False
 
     def take(self) -> Schedule | None:
-        """Return the next schedule to run; None if there is none now. Several may be running at a time."""
+        """Return the next schedule to run; None if there is none now. Several may be running at a
+        time.
+        """
         if not self._waiting or self.runs + self._running >= self._limit:
             return None
         self._running += 1
@@ -227,8 +265,9 @@ class Fault:
     """A fault of one rank, from one of its communications on.
 
     Args:
-        kind: ``"kill"``: the rank's process ends; ``"stop"``: it does nothing for longer than the group's timeout;
-            ``"slow"``: it loses a second before this communication and each later one.
+        kind: ``"kill"``: the rank's process ends; ``"stop"``: it does nothing for longer than the
+            group's timeout; ``"slow"``: it loses a second before this communication and each later
+            one.
         rank: the global rank.
         number: of its communications, from 0.
     """
@@ -246,11 +285,16 @@ class Fault:
         """Return the fault of ``str(fault)``; raise ValueError if it is none."""
         parts = re.fullmatch(rf"({'|'.join(FAULTS)}):([0-9]+):([0-9]+)", text)
         if parts is None:
-            raise ValueError(f"fault {text!r} must be KIND:RANK:NUMBER, with a kind of {', '.join(FAULTS)}, such as kill:1:12")
+            raise ValueError(
+                f"fault {text!r} must be KIND:RANK:NUMBER, with a kind of {', '.join(FAULTS)}, such"
+                " as kill:1:12"
+            )
         return cls(parts[1], int(parts[2]), int(parts[3]))
 
     def strike(self, call: Call, rank: int, number: int, groups: Iterable[SimulatedGroup]) -> None:
-        """Let the fault happen, if it is time, before the calling rank's communication ``number``; ``groups`` are those known."""
+        """Let the fault happen, if it is time, before the calling rank's communication ``number``;
+        ``groups`` are those known.
+        """
         scheduler = call.group.scheduler
         scheduler.timeouts_fire = True
         if rank == self.rank and number == self.number and self.kind == "kill":
@@ -265,7 +309,9 @@ class Fault:
                 call.group.give_up(reason)
 
     def leave(self, rank: int, groups: Iterable[SimulatedGroup], reason: str) -> None:
-        """Close a rank's connections, as the end of its process does: its groups' operations raise on the other ranks."""
+        """Close a rank's connections, as the end of its process does: its groups' operations raise
+        on the other ranks.
+        """
         self._gone[rank] = f"connection closed by peer: {reason}"
         for group in groups:
             if rank in group.ranks:

@@ -1,4 +1,6 @@
-"""Time on simulated ranks: operations take that of S14 on the virtual clock, and compute what is given or measured."""
+"""Time on simulated ranks: operations take that of S14 on the virtual clock, and compute what is
+given or measured.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from bagua_ref.base.runtime import current_world
 from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.communicators.tasks import Ticket
 from bagua_ref.formulas import costs
-from bagua_ref.formulas.costs import FORWARD, LinkCosts, Message, Operation, Wire, loads_of, round_seconds
+from bagua_ref.formulas.costs import (
+    FORWARD,
+    LinkCosts,
+    Message,
+    Operation,
+    Wire,
+    loads_of,
+    round_seconds,
+)
 from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward
 
 __all__ = ["Span", "Timeline", "Timing", "after_steps", "messages_of"]
 
 
 class Span(NamedTuple):
-    """What a rank's thread, its main thread if that is empty, does from ``began`` to ``ended``, in virtual seconds.
+    """What a rank's thread, its main thread if that is empty, does from ``began`` to ``ended``, in
+    virtual seconds.
 
-    Its ``kind`` is ``"compute"``, ``"wait"``, ``"sleep"``, or ``"communication"``, which goes on beside the others.
+    Its ``kind`` is ``"compute"``, ``"wait"``, ``"sleep"``, or ``"communication"``, which goes on
+    beside the others.
     """
 
     rank: int
@@ -62,29 +77,48 @@ class Timeline:
 
     def exposed_seconds(self, rank: int, began: float = 0.0, ended: float = math.inf) -> float:
         """Return how long a rank's main thread only waits, between two times."""
-        waits = (span for span in self.spans if span.rank == rank and span.kind == "wait" and not span.thread)
+        waits = (
+            span
+            for span in self.spans
+            if span.rank == rank and span.kind == "wait" and not span.thread
+        )
         return sum(max(0.0, min(span.ended, ended) - max(span.began, began)) for span in waits)
 
     def per_step(self) -> tuple[float, float]:
-        """Return the seconds of an optimizer step of the slowest rank, and the exposed communication in it, a mean over ranks.
+        """Return the seconds of an optimizer step of the slowest rank, and the exposed
+        communication in it, a mean over ranks.
 
-        Both are medians over steps, but for the first, which contains the start. Without steps, both are of the whole run.
+        Both are medians over steps, but for the first, which contains the start. Without steps,
+        both are of the whole run.
         """
         ends = [0.0, *(max(row) for row in zip(*self.steps, strict=False))]
         if len(ends) == 1:
             ends.append(self.seconds)
         pairs = list(pairwise(ends))[1:] or [(0.0, ends[1])]
-        exposed = [fmean(self.exposed_seconds(rank, *pair) for rank in range(len(self.steps))) for pair in pairs]
+        exposed = [
+            fmean(self.exposed_seconds(rank, *pair) for rank in range(len(self.steps)))
+            for pair in pairs
+        ]
         return median(ended - began for began, ended in pairs), median(exposed)
 
     def chrome_trace(self) -> dict[str, Any]:
-        """Return the run in the Trace Event Format of chrome://tracing and Perfetto, one lane per rank; JSON."""
+        """Return the run in the Trace Event Format of chrome://tracing and Perfetto, one lane per
+        rank; JSON.
+        """
         events: list[dict[str, Any]] = []
         for rank in range(len(self.steps)):
             for key, name in (("process_name", f"rank {rank}"), ("thread_name", "main thread")):
-                events.append({"ph": "M", "name": key, "pid": rank, "tid": rank, "args": {"name": name}})
+                events.append(
+                    {"ph": "M", "name": key, "pid": rank, "tid": rank, "args": {"name": name}}
+                )
         for number, span in enumerate(self.spans):
-            event = {"name": span.name, "cat": span.kind, "pid": span.rank, "tid": span.rank, "ts": span.began * 1e6}
+            event = {
+                "name": span.name,
+                "cat": span.kind,
+                "pid": span.rank,
+                "tid": span.rank,
+                "ts": span.began * 1e6,
+            }
             if span.kind == "communication" or span.thread:  # may overlap with the lane
                 events.append(event | {"ph": "b", "id": number})
                 events.append(event | {"ph": "e", "id": number, "ts": span.ended * 1e6})
@@ -95,7 +129,9 @@ class Timeline:
 
 @contextmanager
 def after_steps(before: Callable[[Any], None], after: Callable[[Any], None]) -> Iterator[None]:
-    """Call ``before(optimizer)`` and ``after(optimizer)`` around each rank's optimizer steps that are not inside another."""
+    """Call ``before(optimizer)`` and ``after(optimizer)`` around each rank's optimizer steps that
+    are not inside another.
+    """
     stepping: dict[int, list[Any]] = {}
 
     def begin(optimizer: Any, args: Any, options: Any) -> None:
@@ -112,7 +148,10 @@ def after_steps(before: Callable[[Any], None], after: Callable[[Any], None]) -> 
             after(optimizer)
 
     with ExitStack() as stack:
-        for handle in (register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)):
+        for handle in (
+            register_optimizer_step_pre_hook(begin),
+            register_optimizer_step_post_hook(end),
+        ):
             stack.callback(handle.remove)
         yield
 
@@ -126,7 +165,12 @@ class _Transfer:
         queue: the operations that take place one after another, this one among them; or None.
     """
 
-    def __init__(self, operation: Operation, finish: Callable[[float, float], None], queue: deque[_Transfer] | None) -> None:
+    def __init__(
+        self,
+        operation: Operation,
+        finish: Callable[[float, float], None],
+        queue: deque[_Transfer] | None,
+    ) -> None:
         self.rounds, self.finish, self.queue = iter(operation), finish, queue
         self.began: float | None = None
         self.loads: dict[Wire, int] = {}
@@ -137,8 +181,8 @@ class _Transfer:
 class _Wires:
     """The links, and the operations under way on them.
 
-    A round takes the time of S14.2 for the bytes of all rounds that share a link with it (S14.5). When another begins or ends, the
-    part that is left goes on at the new speed.
+    A round takes the time of S14.2 for the bytes of all rounds that share a link with it (S14.5).
+    When another begins or ends, the part that is left goes on at the new speed.
     """
 
     def __init__(self, scheduler: Scheduler, node_of: Sequence[int], links: LinkCosts) -> None:
@@ -153,8 +197,12 @@ class _Wires:
         if transfer.queue is None or len(transfer.queue) == 1:
             self._proceed([transfer], self._scheduler.time, {})
 
-    def _proceed(self, transfers: list[_Transfer], now: float, touched: dict[_Transfer, None]) -> None:
-        """Begin the next round of these, or end those that have none; ``touched`` shared links with rounds that have ended."""
+    def _proceed(
+        self, transfers: list[_Transfer], now: float, touched: dict[_Transfer, None]
+    ) -> None:
+        """Begin the next round of these, or end those that have none; ``touched`` shared links with
+        rounds that have ended.
+        """
         while transfers:
             transfer = transfers.pop(0)
             transfer.began = now if transfer.began is None else transfer.began
@@ -165,7 +213,11 @@ class _Wires:
                     transfer.queue.popleft()
                     transfers += list(transfer.queue)[:1]
                 continue
-            transfer.loads, transfer.left, transfer.since = loads_of(messages, self._node_of), 1.0, now
+            transfer.loads, transfer.left, transfer.since = (
+                loads_of(messages, self._node_of),
+                1.0,
+                now,
+            )
             self._under_way[transfer] = None
             for wire, nbytes in transfer.loads.items():
                 self._on.setdefault(wire, {})[transfer] = nbytes
@@ -173,11 +225,16 @@ class _Wires:
         for transfer in touched:
             if transfer in self._under_way:
                 if transfer.since < now:
-                    transfer.left = max(0.0, transfer.left - (now - transfer.since) / transfer.seconds)
+                    transfer.left = max(
+                        0.0, transfer.left - (now - transfer.since) / transfer.seconds
+                    )
                 shared = {wire: sum(self._on[wire].values()) for wire in transfer.loads}
                 transfer.since, transfer.seconds = now, round_seconds(shared, self._links)
                 transfer.ends = now + transfer.left * transfer.seconds
-        self._scheduler.timer = (min((transfer.ends for transfer in self._under_way), default=math.inf), self._advance)
+        self._scheduler.timer = (
+            min((transfer.ends for transfer in self._under_way), default=math.inf),
+            self._advance,
+        )
 
     def _advance(self) -> None:
         now = self._scheduler.timer[0]
@@ -194,18 +251,25 @@ class _Wires:
 class Timing:
     """The clock of one run.
 
-    Collectives of a group take place one after another, and begin when the last rank has called them; a message begins when both
-    sides have [defined].
+    Collectives of a group take place one after another, and begin when the last rank has called
+    them; a message begins when both sides have [defined].
 
     Args:
         scheduler: of the ranks.
         node_of: the node of each rank.
         links: their costs.
-        compute: the seconds of a forward and backward pass through a module that is in no other: a third is forward, and of
-            backward each parameter has its part, by its elements (S14.4); "measured": the CPU time of the ranks' threads; None: 0.
+        compute: the seconds of a forward and backward pass through a module that is in no other: a
+            third is forward, and of backward each parameter has its part, by its elements (S14.4);
+            "measured": the CPU time of the ranks' threads; None: 0.
     """
 
-    def __init__(self, scheduler: Scheduler, node_of: Sequence[int], links: LinkCosts, compute: float | str | None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        node_of: Sequence[int],
+        links: LinkCosts,
+        compute: float | str | None,
+    ) -> None:
         self._scheduler, self._measures = scheduler, compute == "measured"
         self._compute = compute if isinstance(compute, float | int) else 0.0
         self.timeline = Timeline(steps=[[] for _ in node_of])
@@ -227,8 +291,14 @@ class Timing:
             self._charge()
             observe(call)
 
-        scheduler.on_communication, scheduler.on_transfer, scheduler.on_wait = communicates, self._transfer, self._wait
-        self._hooks.enter_context(after_steps(lambda optimizer: self._settle(), lambda optimizer: self._after_step()))
+        scheduler.on_communication, scheduler.on_transfer, scheduler.on_wait = (
+            communicates,
+            self._transfer,
+            self._wait,
+        )
+        self._hooks.enter_context(
+            after_steps(lambda optimizer: self._settle(), lambda optimizer: self._after_step())
+        )
         if self._compute:
             for handle in (
                 register_module_forward_pre_hook(self._before_forward),
@@ -244,16 +314,23 @@ class Timing:
     def _transfer(self, calls: Sequence[Call], finish: Callable[[], None]) -> None:
         group, text, places = calls[0].group, str(calls[0]), [call.rank for call in calls]
         ranks = group.ranks
-        operation = [[(ranks[src], ranks[dst], nbytes) for src, dst, nbytes in messages] for messages in messages_of(calls)]
+        operation = [
+            [(ranks[src], ranks[dst], nbytes) for src, dst, nbytes in messages]
+            for messages in messages_of(calls)
+        ]
         self.timeline.messages.update(message for messages in operation for message in messages)
 
         def end(began: float, ended: float) -> None:
             if ended > began:
-                self.timeline.spans += [Span(ranks[place], "", "communication", text, began, ended) for place in places]
+                self.timeline.spans += [
+                    Span(ranks[place], "", "communication", text, began, ended) for place in places
+                ]
             finish()
 
         queues = operation and not text.startswith("send(")
-        self._wires.start(_Transfer(operation, end, self._queues.setdefault(group, deque()) if queues else None))
+        self._wires.start(
+            _Transfer(operation, end, self._queues.setdefault(group, deque()) if queues else None)
+        )
         self._mark()  # moving the data is no compute of the rank
 
     def _wait(self, ticket: Ticket, over: bool) -> None:
@@ -266,7 +343,13 @@ class Timing:
             return
         self._mark()
         began, now = self._waits.pop(ticket), self._scheduler.time
-        kind = "compute" if task in self._computing else "sleep" if ticket.what == "to sleep" else "wait"
+        kind = (
+            "compute"
+            if task in self._computing
+            else "sleep"
+            if ticket.what == "to sleep"
+            else "wait"
+        )
         if now > began:
             name = kind if ticket.call is None else str(ticket.call)
             self.timeline.spans.append(Span(task.rank, task.thread, kind, name, began, now))
@@ -302,7 +385,9 @@ class Timing:
         for parameter in trained:
             if id(parameter) not in self._hooked:
                 self._hooked[id(parameter)] = parameter
-                handle = parameter.register_hook(partial(self._reached, rank, backward * parameter.numel() / elements))
+                handle = parameter.register_hook(
+                    partial(self._reached, rank, backward * parameter.numel() / elements)
+                )
                 self._hooks.callback(handle.remove)
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -328,9 +413,11 @@ class Timing:
 
 
 def messages_of(calls: Sequence[Call]) -> Operation:
-    """Return the messages of a collective, or of a message's two sides, between ranks of the group (S14.1).
+    """Return the messages of a collective, or of a message's two sides, between ranks of the group
+    (S14.1).
 
-    A barrier is an all-reduce without bytes, and what `bytes_sent` leaves out takes no time [defined].
+    A barrier is an all-reduce without bytes, and what `bytes_sent` leaves out takes no time
+    [defined].
     """
     name, n = calls[0].operation.partition("(")[0], len(calls)
     sends, recvs = [_nbytes(call.send) for call in calls], [_nbytes(call.recv) for call in calls]
@@ -367,7 +454,9 @@ def messages_of(calls: Sequence[Call]) -> Operation:
 
 
 def _listed(tensors: Any) -> list[Any]:
-    return [tensors] if isinstance(tensors, Tensor) else tensors if isinstance(tensors, list) else []
+    return (
+        [tensors] if isinstance(tensors, Tensor) else tensors if isinstance(tensors, list) else []
+    )
 
 
 def _nbytes(tensors: Any) -> int:

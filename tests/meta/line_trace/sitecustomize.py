@@ -1,6 +1,8 @@
-"""Line tracer for `mutate.py`: records which test executes which line of the package, in child processes too.
+"""Line tracer for `mutate.py`: records which test executes which line of the package, in child
+processes too.
 
-With this folder on PYTHONPATH, every Python process imports this file when it starts. The process that runs pytest also loads it
+With this folder on PYTHONPATH, every Python process imports this file when it starts. The process
+that runs pytest also loads it
 as a plugin (``-p sitecustomize``): after each test it collects what all processes have written.
 """
 
@@ -30,7 +32,8 @@ def on_line(frame: FrameType, event: str, argument: Any) -> Any:
     place = frame.f_code.co_filename, frame.f_lineno
     if event == "line" and place not in seen:
         seen.add(place)
-        file = os.open(HITS, os.O_WRONLY | os.O_APPEND | os.O_CREAT)  # at once: workers end without clean-up
+        # at once: workers end without clean-up
+        file = os.open(HITS, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(file, f"{place[0]}:{place[1]}\n".encode())
         os.close(file)
     return on_line
@@ -52,7 +55,9 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    Path(os.environ["TRACED_RESULT"]).write_text(json.dumps({"seconds": seconds, "tests_of": tests_of}))
+    Path(os.environ["TRACED_RESULT"]).write_text(
+        json.dumps({"seconds": seconds, "tests_of": tests_of})
+    )
 
 
 if PACKAGE:  # not when doctest looks into this file

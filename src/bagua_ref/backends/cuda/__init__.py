@@ -1,4 +1,6 @@
-"""The CUDA backend: CUDA C++ sources, plans of their launches, and the launcher, which alone imports CuPy.
+"""The CUDA backend: CUDA C++ sources, plans of their launches, and the launcher, which alone
+imports CuPy.
 
-This module imports nothing: `bagua_ref.backends` imports the launcher when ``"cuda"`` is first used.
+This module imports nothing: `bagua_ref.backends` imports the launcher when ``"cuda"`` is first
+used.
 """

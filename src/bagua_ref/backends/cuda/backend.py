@@ -1,4 +1,6 @@
-"""KernelBackend in terms of plans: the contract's methods as kernel launches, which a subclass submits."""
+"""KernelBackend in terms of plans: the contract's methods as kernel launches, which a subclass
+submits.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from bagua_ref.backends.cuda.launch import DeviceProperties, Plan
 
 __all__ = ["PlannedBackend", "PlannedCodec"]
 
-_KEYS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+_KEYS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
 
 
 class PlannedCodec(Codec):
@@ -29,10 +36,18 @@ class PlannedCodec(Codec):
     plan_decompress: Callable[[DeviceProperties, Tensor, int, Tensor], Plan]
 
     def _compress(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
-        self.kernels._submit(self.plan_compress(self.kernels._properties(x.device), x, num_chunks, target_chunk, out), x.device)
+        self.kernels._submit(
+            self.plan_compress(
+                self.kernels._properties(x.device), x, num_chunks, target_chunk, out
+            ),
+            x.device,
+        )
 
     def _decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
-        self.kernels._submit(self.plan_decompress(self.kernels._properties(out.device), payload, num_chunks, out), out.device)
+        self.kernels._submit(
+            self.plan_decompress(self.kernels._properties(out.device), payload, num_chunks, out),
+            out.device,
+        )
 
 
 class MinMaxUInt8(PlannedCodec, codec.MinMaxUInt8):
@@ -46,21 +61,27 @@ class MXFP8(PlannedCodec, codec.MXFP8):
     """S12.1 in ``microscaling.cu``."""
 
     plan_compress = staticmethod(partial(codec_plans.compress_blocks, "MXFP8"))
-    plan_decompress = staticmethod(partial(codec_plans.decompress, "microscaling", "decompress_MXFP8"))
+    plan_decompress = staticmethod(
+        partial(codec_plans.decompress, "microscaling", "decompress_MXFP8")
+    )
 
 
 class MXFP4(PlannedCodec, codec.MXFP4):
     """S12.1 in ``microscaling.cu``."""
 
     plan_compress = staticmethod(partial(codec_plans.compress_blocks, "MXFP4"))
-    plan_decompress = staticmethod(partial(codec_plans.decompress, "microscaling", "decompress_MXFP4"))
+    plan_decompress = staticmethod(
+        partial(codec_plans.decompress, "microscaling", "decompress_MXFP4")
+    )
 
 
 class MXINT8(PlannedCodec, codec.MXINT8):
     """S12.1 in ``microscaling.cu``."""
 
     plan_compress = staticmethod(partial(codec_plans.compress_blocks, "MXINT8"))
-    plan_decompress = staticmethod(partial(codec_plans.decompress, "microscaling", "decompress_MXINT8"))
+    plan_decompress = staticmethod(
+        partial(codec_plans.decompress, "microscaling", "decompress_MXINT8")
+    )
 
 
 class OneBit(PlannedCodec, codec.OneBit):
@@ -71,7 +92,9 @@ class OneBit(PlannedCodec, codec.OneBit):
 
 
 class PlannedBackend(KernelBackend):
-    """The CUDA kernels with their grids and arguments; a subclass knows the device and runs the launches."""
+    """The CUDA kernels with their grids and arguments; a subclass knows the device and runs the
+    launches.
+    """
 
     codecs: ClassVar = {codec.name: codec for codec in (MinMaxUInt8, MXFP8, MXFP4, MXINT8, OneBit)}
 
@@ -90,28 +113,50 @@ class PlannedBackend(KernelBackend):
         self._submit(launch.element_wise(self._properties(x.device), "subtract", x, y), x.device)
 
     def _add_scaled_(self, x: Tensor, y: Tensor, factor: float) -> None:
-        self._submit(launch.element_wise(self._properties(x.device), "add_scaled", x, y, numbers=(factor,)), x.device)
+        self._submit(
+            launch.element_wise(self._properties(x.device), "add_scaled", x, y, numbers=(factor,)),
+            x.device,
+        )
 
     def _average_(self, x: Tensor, y: Tensor) -> None:
         self._submit(launch.element_wise(self._properties(x.device), "average", x, y), x.device)
 
     def _divide_(self, x: Tensor, divisor: float) -> None:
-        self._submit(launch.element_wise(self._properties(x.device), "divide", x, numbers=(divisor,)), x.device)
+        self._submit(
+            launch.element_wise(self._properties(x.device), "divide", x, numbers=(divisor,)),
+            x.device,
+        )
 
     def _combine_ring_(self, x: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> None:
-        self._submit(launch.element_wise(self._properties(x.device), "combine_ring", x, left, right, weight), x.device)
+        self._submit(
+            launch.element_wise(self._properties(x.device), "combine_ring", x, left, right, weight),
+            x.device,
+        )
 
     def _async_average_(self, x: Tensor, reduced: Tensor, snapshot: Tensor, nranks: int) -> None:
         self._submit(
-            launch.element_wise(self._properties(x.device), "async_average", x, reduced, snapshot, numbers=(nranks,)), x.device
+            launch.element_wise(
+                self._properties(x.device), "async_average", x, reduced, snapshot, numbers=(nranks,)
+            ),
+            x.device,
         )
 
-    def _update_momentum_(self, m: Tensor, grad: Tensor, beta1: float, one_minus_beta1: float) -> None:
+    def _update_momentum_(
+        self, m: Tensor, grad: Tensor, beta1: float, one_minus_beta1: float
+    ) -> None:
         numbers = (beta1, one_minus_beta1)
-        self._submit(launch.element_wise(self._properties(m.device), "update_momentum", m, grad, numbers=numbers), m.device)
+        self._submit(
+            launch.element_wise(
+                self._properties(m.device), "update_momentum", m, grad, numbers=numbers
+            ),
+            m.device,
+        )
 
     def _reduce_chunks_(self, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> None:
-        self._submit(launch.reduce_chunks(self._properties(x.device), x, num_chunks, target_chunk, average), x.device)
+        self._submit(
+            launch.reduce_chunks(self._properties(x.device), x, num_chunks, target_chunk, average),
+            x.device,
+        )
 
     def _gather_flat(self, tensors: Sequence[Tensor], out: Tensor) -> None:
         self._copy(out, tensors, gather=True)
@@ -120,11 +165,14 @@ class PlannedBackend(KernelBackend):
         self._copy(flat, tensors, gather=False)
 
     def _order_by_complexity(self, keys: Tensor) -> Tensor:
-        # torch sorts: an efficient radix sort is a library in itself, and no training step waits for this.
-        # It sorts integers, because the order of -0 and NaN in a sort of floats is not documented.
+        # torch sorts: an efficient radix sort is a library in itself, and no training step waits
+        # for this. It sorts integers, because the order of -0 and NaN in a sort of floats is not
+        # documented.
         if keys.dtype in _KEYS:
             floats, keys = keys.detach(), torch.empty_like(keys, dtype=_KEYS[keys.dtype])
-            self._submit(launch.order_keys(self._properties(keys.device), floats, keys), keys.device)
+            self._submit(
+                launch.order_keys(self._properties(keys.device), floats, keys), keys.device
+            )
         return torch.sort(keys, stable=True).indices
 
     def _copy(self, flat: Tensor, tensors: Sequence[Tensor], *, gather: bool) -> None:
@@ -138,4 +186,6 @@ class PlannedBackend(KernelBackend):
                 target, source = (here, tensor) if gather else (tensor, here)
                 target.detach().copy_(source.detach())
             start += tensor.numel()
-        self._submit(movement.copy(self._properties(flat.device), flat, plain, gather=gather), flat.device)
+        self._submit(
+            movement.copy(self._properties(flat.device), flat, plain, gather=gather), flat.device
+        )

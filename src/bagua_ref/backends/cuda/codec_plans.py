@@ -22,31 +22,56 @@ from bagua_ref.backends.cuda.launch import (
 __all__ = ["ON_CHIP", "compress_blocks", "compress_minmax", "compress_signs", "decompress"]
 
 ON_CHIP = 32768
-"""The most bytes of shared memory for a chunk that is compressed in one pass; two blocks of it fit on any multiprocessor."""
+"""The most bytes of shared memory for a chunk that is compressed in one pass; two blocks of it fit
+on any multiprocessor.
+"""
 
 _SLACK = 16  # a chunk in shared memory keeps its offset from a 16-byte boundary
-_END_PARTS = 512  # the most parts of a chunk in find_ends, few enough for each block of quantise to merge
-_SUM_PARTS = 1024  # the most parts of a chunk in sum_squares, whatever the device: the order of a sum must not depend on it
+# the most parts of a chunk in find_ends, few enough for each block of quantise to merge
+_END_PARTS = 512
+# the most parts of a chunk in sum_squares, whatever the device: the order of a sum must not depend
+# on it
+_SUM_PARTS = 1024
 _MIN_PART = 4096  # the fewest elements that are worth a block
-_PART_STEP = 128  # parts begin at multiples of this: all parts of a chunk have the same alignment and share no byte or scale
-_COMPRESSED, _RESTORED = 32768, 16384  # bytes of the tensor in a part with a block of its own: blocks in turn work side by side
+# parts begin at multiples of this: all parts of a chunk have the same alignment and share no byte
+# or scale
+_PART_STEP = 128
+# bytes of the tensor in a part with a block of its own: blocks in turn work side by side
+_COMPRESSED, _RESTORED = 32768, 16384
 
 
-def compress_minmax(device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> Plan:
-    """Write one or all blocks of MinMaxUInt8's payload (S4): in one pass if a chunk fits into shared memory, else in two."""
+def compress_minmax(
+    device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
+) -> Plan:
+    """Write one or all blocks of MinMaxUInt8's payload (S4): in one pass if a chunk fits into
+    shared memory, else in two.
+    """
     size = x.numel() // num_chunks
     start, payload, num_chunks = _chosen(x, num_chunks, target_chunk, out)
     if size * x.element_size() + _SLACK <= ON_CHIP:
         shared = -(-size * x.element_size() // PACK) * PACK + _SLACK
         args = (start, long(size), long(num_chunks), payload)
-        return one_launch("codec", f"compress_on_chip_{name_of(x)}", min(num_chunks, WAVES * device.multiprocessors), args, shared)
+        return one_launch(
+            "codec",
+            f"compress_on_chip_{name_of(x)}",
+            min(num_chunks, WAVES * device.multiprocessors),
+            args,
+            shared,
+        )
     first = _parts(size, _END_PARTS)
-    launches = _two_passes("codec", ("find_ends", "quantise"), x, size, (start, payload, num_chunks), first)
+    launches = _two_passes(
+        "codec", ("find_ends", "quantise"), x, size, (start, payload, num_chunks), first
+    )
     return Plan(launches, workspace=num_chunks * first[0] * 2 * ctypes.sizeof(ctypes.c_float))
 
 
 def compress_blocks(
-    codec: str, device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
+    codec: str,
+    device: DeviceProperties,
+    x: Tensor,
+    num_chunks: int,
+    target_chunk: int | None,
+    out: Tensor,
 ) -> Plan:
     """Write one or all chunks of the payload of an MX format, given by its name (S12.1)."""
     size = x.numel() // num_chunks
@@ -58,19 +83,34 @@ def compress_blocks(
     return one_launch("microscaling", f"compress_{codec}_{name_of(x)}", num_chunks * parts, args)
 
 
-def compress_signs(device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> Plan:
-    """Write one or all blocks of OneBit's payload (S12.2): sums of squares, then scales and signs."""
+def compress_signs(
+    device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
+) -> Plan:
+    """Write one or all blocks of OneBit's payload (S12.2): sums of squares, then scales and
+    signs.
+    """
     size = x.numel() // num_chunks
     if size == 0:
         return Plan()
     start, payload, num_chunks = _chosen(x, num_chunks, target_chunk, out)
     first = _parts(size, _SUM_PARTS)
-    launches = _two_passes("one_bit", ("sum_squares", "write_signs"), x, size, (start, payload, num_chunks), first)
+    launches = _two_passes(
+        "one_bit", ("sum_squares", "write_signs"), x, size, (start, payload, num_chunks), first
+    )
     return Plan(launches, workspace=num_chunks * first[0] * ctypes.sizeof(ctypes.c_double))
 
 
-def decompress(source: str, kernel: str, device: DeviceProperties, payload: Tensor, num_chunks: int, out: Tensor) -> Plan:
-    """Restore all chunks with one kernel, given by its source and its name without the dtype (S4.3, S12)."""
+def decompress(
+    source: str,
+    kernel: str,
+    device: DeviceProperties,
+    payload: Tensor,
+    num_chunks: int,
+    out: Tensor,
+) -> Plan:
+    """Restore all chunks with one kernel, given by its source and its name without the dtype (S4.3,
+    S12).
+    """
     size = out.numel() // num_chunks
     if size == 0:
         return Plan()
@@ -87,10 +127,11 @@ def _two_passes(
     chosen: tuple[ctypes.c_void_p, ctypes.c_void_p, int],
     first: tuple[int, int],
 ) -> tuple[KernelLaunch, KernelLaunch]:
-    """Return a launch that writes a number for each part of a chunk to the workspace, and one that reads those of its chunk.
+    """Return a launch that writes a number for each part of a chunk to the workspace, and one that
+    reads those of its chunk.
 
-    The first goes through memory from the beginning, a block for each part, the second from the end, which is still in the
-    second-level cache as far as that can hold it.
+    The first goes through memory from the beginning, a block for each part, the second from the
+    end, which is still in the second-level cache as far as that can hold it.
 
     Args:
         source: of both kernels.
@@ -107,17 +148,28 @@ def _two_passes(
     parts, short = _short_parts(size, _COMPRESSED // x.element_size())
     return (
         KernelLaunch(source, begin, num_chunks * first[0], args),
-        KernelLaunch(source, end, num_chunks * parts, (start, long(size), many, WORKSPACE, long(parts), long(short), payload)),
+        KernelLaunch(
+            source,
+            end,
+            num_chunks * parts,
+            (start, long(size), many, WORKSPACE, long(parts), long(short), payload),
+        ),
     )
 
 
-def _chosen(x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_void_p, int]:
-    """Return the addresses of the chunks to compress and of their payloads, and the number of chunks."""
+def _chosen(
+    x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
+) -> tuple[ctypes.c_void_p, ctypes.c_void_p, int]:
+    """Return the addresses of the chunks to compress and of their payloads, and the number of
+    chunks.
+    """
     if target_chunk is None:
         return pointer(x), pointer(out), num_chunks
     starts = (pointer(t).value or 0 for t in (x, out))
     skipped = (target_chunk * (t.numel() // num_chunks) * t.element_size() for t in (x, out))
-    source, target = (ctypes.c_void_p(start + skip) for start, skip in zip(starts, skipped, strict=True))
+    source, target = (
+        ctypes.c_void_p(start + skip) for start, skip in zip(starts, skipped, strict=True)
+    )
     return source, target, 1
 
 
@@ -129,5 +181,7 @@ def _parts(size: int, wanted: int) -> tuple[int, int]:
 
 
 def _short_parts(size: int, part_size: int) -> tuple[int, int]:
-    """Return the number of parts of a chunk, each with a block of its own, and the number of elements of each but the last."""
+    """Return the number of parts of a chunk, each with a block of its own, and the number of
+    elements of each but the last.
+    """
     return -(-size // part_size), part_size

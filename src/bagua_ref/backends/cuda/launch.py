@@ -37,11 +37,22 @@ BLOCK = 256
 _FOLDER = Path(__file__).parent / "kernels"
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 _ELEMENTWISE = (
-    "add", "subtract", "add_scaled", "average", "divide", "combine_ring", "async_average", "update_momentum",
-)  # fmt: skip
+    "add",
+    "subtract",
+    "add_scaled",
+    "average",
+    "divide",
+    "combine_ring",
+    "async_average",
+    "update_momentum",
+)
 _CODECS = {
     "codec": ("find_ends", "quantise", "compress_on_chip", "decompress"),
-    "microscaling": tuple(f"{way}_{codec}" for way in ("compress", "decompress") for codec in ("MXFP8", "MXFP4", "MXINT8")),
+    "microscaling": tuple(
+        f"{way}_{codec}"
+        for way in ("compress", "decompress")
+        for codec in ("MXFP8", "MXFP4", "MXINT8")
+    ),
     "one_bit": ("sum_squares", "write_signs", "restore_signs"),
 }
 
@@ -49,7 +60,9 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "elementwise": tuple(f"{name}_{dtype}" for name in _ELEMENTWISE for dtype in _FLOATS),
     "chunks": tuple(f"reduce_chunks_{dtype}" for dtype in _FLOATS),
     **{
-        source: tuple(f"{name}_{dtype}" for name in names for dtype in _FLOATS if dtype != "float64")
+        source: tuple(
+            f"{name}_{dtype}" for name in names for dtype in _FLOATS if dtype != "float64"
+        )
         for source, names in _CODECS.items()
     },
     "movement": (
@@ -71,7 +84,10 @@ class _Workspace:
 
 WORKSPACE = _Workspace()
 
-Argument: TypeAlias = "ctypes.c_void_p | ctypes.c_longlong | ctypes.c_float | ctypes.c_double | ctypes.Structure | _Workspace"
+Argument: TypeAlias = (
+    "ctypes.c_void_p | ctypes.c_longlong | ctypes.c_float | ctypes.c_double | ctypes.Structure |"
+    " _Workspace"
+)
 
 
 @dataclass(frozen=True)
@@ -111,26 +127,35 @@ class Plan:
 
     Attributes:
         launches: the launches in order; empty if there is nothing to do.
-        workspace: bytes of scratch memory that they share, uninitialised; nothing else may use it until they are done.
+        workspace: bytes of scratch memory that they share, uninitialised; nothing else may use it
+            until they are done.
     """
 
     launches: tuple[KernelLaunch, ...] = ()
     workspace: int = 0
 
 
-def pack(launch: KernelLaunch, workspace: int) -> tuple[ctypes.Array[ctypes.c_void_p], tuple[object, ...]]:
-    """Return an array of the arguments' addresses, and the values, which must outlive the launch call.
+def pack(
+    launch: KernelLaunch, workspace: int
+) -> tuple[ctypes.Array[ctypes.c_void_p], tuple[object, ...]]:
+    """Return an array of the arguments' addresses, and the values, which must outlive the launch
+    call.
 
     Args:
         launch: the launch.
         workspace: the address that replaces `WORKSPACE`.
     """
-    values = tuple(ctypes.c_void_p(workspace) if isinstance(value, _Workspace) else value for value in launch.args)
+    values = tuple(
+        ctypes.c_void_p(workspace) if isinstance(value, _Workspace) else value
+        for value in launch.args
+    )
     return (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values)), values
 
 
 def source_of(name: str) -> str:
-    """Return the text of ``kernels/<name>.cu`` with our headers inlined, so that the text alone determines what is compiled."""
+    """Return the text of ``kernels/<name>.cu`` with our headers inlined, so that the text alone
+    determines what is compiled.
+    """
     text = (_FOLDER / f"{name}.cu").read_text(encoding="utf-8")
     for header in ("codec.cuh", "vector.cuh"):  # which the first one includes
         content = (_FOLDER / header).read_text(encoding="utf-8").replace("#pragma once\n", "")
@@ -149,32 +174,59 @@ def pointer(x: Tensor) -> ctypes.c_void_p:
     """Return x's address.
 
     Raises:
-        ValueError: x is a lazily negated or conjugated view, or its address is not a multiple of the element size.
+        ValueError: x is a lazily negated or conjugated view, or its address is not a multiple of
+            the element size.
     """
     if x.is_neg() or x.is_conj():
-        raise ValueError(f"a {x.dtype} tensor is a lazily negated or conjugated view; pass resolve_neg() or resolve_conj() of it")
+        raise ValueError(
+            f"a {x.dtype} tensor is a lazily negated or conjugated view; pass resolve_neg() or"
+            " resolve_conj() of it"
+        )
     address = x.data_ptr()
     if address % min(x.element_size(), 8):
-        raise ValueError(f"a {x.dtype} tensor begins at address {address:#x}; it must be a multiple of {x.element_size()}")
+        raise ValueError(
+            f"a {x.dtype} tensor begins at address {address:#x}; it must be a multiple of"
+            f" {x.element_size()}"
+        )
     return ctypes.c_void_p(address)
 
 
-def element_wise(device: DeviceProperties, name: str, x: Tensor, *operands: Tensor, numbers: tuple[float, ...] = ()) -> Plan:
+def element_wise(
+    device: DeviceProperties,
+    name: str,
+    x: Tensor,
+    *operands: Tensor,
+    numbers: tuple[float, ...] = (),
+) -> Plan:
     """x <- f(x, operands, numbers), one of the kernels in ``elementwise.cu``."""
     if x.numel() == 0:
         return Plan()
-    args = (pointer(x), *map(pointer, operands), long(x.numel()), *(_number(x, value) for value in numbers))
-    return one_launch("elementwise", f"{name}_{name_of(x)}", _grid(device, x.numel() * x.element_size(), 2 * PACK), args)
+    args = (
+        pointer(x),
+        *map(pointer, operands),
+        long(x.numel()),
+        *(_number(x, value) for value in numbers),
+    )
+    return one_launch(
+        "elementwise",
+        f"{name}_{name_of(x)}",
+        _grid(device, x.numel() * x.element_size(), 2 * PACK),
+        args,
+    )
 
 
-def reduce_chunks(device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> Plan:
+def reduce_chunks(
+    device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int, average: bool
+) -> Plan:
     """Sum the chunks in order into one of them (S3.7)."""
     size = x.numel() // num_chunks
     if size == 0:
         return Plan()
     divisor = _number(x, num_chunks if average else 0)
     args = (pointer(x), long(size), long(num_chunks), long(target_chunk), divisor)
-    return one_launch("chunks", f"reduce_chunks_{name_of(x)}", _grid(device, size * x.element_size(), PACK), args)
+    return one_launch(
+        "chunks", f"reduce_chunks_{name_of(x)}", _grid(device, size * x.element_size(), PACK), args
+    )
 
 
 def order_keys(device: DeviceProperties, floats: Tensor, keys: Tensor) -> Plan:
@@ -182,10 +234,14 @@ def order_keys(device: DeviceProperties, floats: Tensor, keys: Tensor) -> Plan:
     if floats.numel() == 0:
         return Plan()
     args = (pointer(floats), long(floats.numel()), pointer(keys))
-    return one_launch("movement", f"order_keys_{name_of(floats)}", _grid(device, floats.numel(), 1), args)
+    return one_launch(
+        "movement", f"order_keys_{name_of(floats)}", _grid(device, floats.numel(), 1), args
+    )
 
 
-def one_launch(source: str, kernel: str, grid: int, args: tuple[Argument, ...], shared: int = 0) -> Plan:
+def one_launch(
+    source: str, kernel: str, grid: int, args: tuple[Argument, ...], shared: int = 0
+) -> Plan:
     """Return the plan of a single launch; arguments as of `KernelLaunch`."""
     return Plan((KernelLaunch(source, kernel, grid, args, shared),))
 

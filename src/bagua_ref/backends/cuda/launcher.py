@@ -1,10 +1,12 @@
-"""The backend ``"cuda"``: compiles the kernels through CuPy and runs their launches on torch's current stream.
+"""The backend ``"cuda"``: compiles the kernels through CuPy and runs their launches on torch's
+current stream.
 
-This is the only file that imports CuPy, and only when the backend is first used. CuPy gives access to NVRTC and to the driver;
-torch manages memory, streams and devices.
+This is the only file that imports CuPy, and only when the backend is first used. CuPy gives access
+to NVRTC and to the driver; torch manages memory, streams and devices.
 
-NVRTC is called here, not through ``cupy.RawModule``, which always compiles with ``-ftz=true``: that flushes subnormal numbers to
-zero, against S1. It also needs a device to compile, and raises if it cannot create its cache folder.
+NVRTC is called here, not through ``cupy.RawModule``, which always compiles with ``-ftz=true``: that
+flushes subnormal numbers to zero, against S1. It also needs a device to compile, and raises if it
+cannot create its cache folder.
 """
 
 from __future__ import annotations
@@ -42,13 +44,16 @@ _OPTIONS = (
 class CudaBackend(PlannedBackend):
     """The CUDA C++ kernels, for CUDA tensors.
 
-    Launches are asynchronous, on torch's current stream of the tensors' device. As with torch's own operations, tensors of another
-    stream need an event or `torch.Tensor.record_stream`. The host never waits for the device, and memory is allocated only when
-    the workspace of a stream (some KiB) has to grow. Any number of threads may use the backend.
+    Launches are asynchronous, on torch's current stream of the tensors' device. As with torch's own
+    operations, tensors of another stream need an event or `torch.Tensor.record_stream`. The host
+    never waits for the device, and memory is allocated only when the workspace of a stream (some
+    KiB) has to grow. Any number of threads may use the backend.
 
     Raises, in addition to `bagua_ref.backends.KernelBackend`:
-        BackendUnavailableError: (when it is first used) CuPy, driver, device or headers are missing.
-        RuntimeError: CUDA could not compile, load or launch a kernel; with the compiler's messages or the name of the error.
+        BackendUnavailableError: (when it is first used) CuPy, driver, device or headers are
+            missing.
+        RuntimeError: CUDA could not compile, load or launch a kernel; with the compiler's messages
+            or the name of the error.
     """
 
     name = "cuda"
@@ -71,7 +76,10 @@ class CudaBackend(PlannedBackend):
             return f"CuPy cannot be imported: {error}; install with: {install_command(extra)}"
         if not torch.cuda.is_available():
             if torch.version.cuda is None:
-                return "this torch was built without CUDA; install a CUDA build of torch, then CuPy for the same CUDA version"
+                return (
+                    "this torch was built without CUDA; install a CUDA build of torch, then CuPy"
+                    " for the same CUDA version"
+                )
             return "torch finds no CUDA device: there is none, or its driver is missing"
         try:
             runtime.getDeviceCount()
@@ -80,7 +88,10 @@ class CudaBackend(PlannedBackend):
             return f"CuPy finds no device or no compiler: {error}"
         if header_folder() is None:
             wheel = "nvidia-cuda-runtime" + ("-cu12" if major < 13 else "")
-            return f"CUDA's header cuda_fp16.h is neither in a wheel nor under CUDA_PATH; pip install {wheel}"
+            return (
+                "CUDA's header cuda_fp16.h is neither in a wheel nor under CUDA_PATH; pip install"
+                f" {wheel}"
+            )
         return None
 
     def _properties(self, device: torch.device) -> DeviceProperties:
@@ -96,11 +107,15 @@ class CudaBackend(PlannedBackend):
             if not plan.workspace:
                 _queue(plan, functions, stream, 0)
                 return
-            with self._lock:  # the workspace belongs to the stream: launches of other threads must not come in between
+            # the workspace belongs to the stream: launches of other threads must not come in
+            # between
+            with self._lock:
                 _queue(plan, functions, stream, self._workspace(plan.workspace, index, stream))
 
     def _workspace(self, size: int, index: int, stream: int) -> int:
-        """Return the address of a stream's workspace. A smaller one is freed: torch reuses its memory in stream order."""
+        """Return the address of a stream's workspace. A smaller one is freed: torch reuses its
+        memory in stream order.
+        """
         workspace = self._workspaces.get((index, stream))
         if workspace is None or workspace.numel() < size:
             rounded = max(65536, 1 << (size - 1).bit_length())
@@ -114,16 +129,23 @@ class CudaBackend(PlannedBackend):
 
         function = self._functions.get((launch.kernel, index))
         if function is None:
-            with self._lock:  # compiling takes seconds; other threads that need the module wait for it
+            # compiling takes seconds; other threads that need the module wait for it
+            with self._lock:
                 module = self._modules.get((launch.source, index))
                 if module is None:
-                    module = self._modules[launch.source, index] = driver.moduleLoadData(_image(launch.source, index))
-            function = self._functions[launch.kernel, index] = driver.moduleGetFunction(module, launch.kernel)
+                    module = self._modules[launch.source, index] = driver.moduleLoadData(
+                        _image(launch.source, index)
+                    )
+            function = self._functions[launch.kernel, index] = driver.moduleGetFunction(
+                module, launch.kernel
+            )
         return function
 
     @contextmanager
     def _current(self, index: int) -> Iterator[None]:
-        """Make the device current for CuPy; a thread that is new to CUDA needs a call of the runtime, too."""
+        """Make the device current for CuPy; a thread that is new to CUDA needs a call of the
+        runtime, too.
+        """
         from cupy.cuda import runtime
 
         before = runtime.getDevice()
@@ -145,8 +167,8 @@ def compile_source(name: str, architecture: int) -> tuple[bytes, str]:
 
     Args:
         name: a key of `bagua_ref.backends.cuda.launch.KERNELS`.
-        architecture: the compute capability, such as 90. If NVRTC does not support it, the result is PTX for the next older
-            one, which the driver translates.
+        architecture: the compute capability, such as 90. If NVRTC does not support it, the result
+            is PTX for the next older one, which the driver translates.
 
     Returns:
         The cubin (or PTX), and the assembler's report on registers, spills and shared memory.
@@ -157,24 +179,35 @@ def compile_source(name: str, architecture: int) -> tuple[bytes, str]:
     nvrtc = _nvrtc()
     known = nvrtc.getSupportedArchs()
     older = [number for number in known if number < architecture]
-    target = f"compute_{max(older)}" if architecture not in known and older else f"sm_{architecture}"
+    target = (
+        f"compute_{max(older)}" if architecture not in known and older else f"sm_{architecture}"
+    )
     include = header_folder()
     program = nvrtc.createProgram(source_of(name), f"{name}.cu", (), ())
     try:
-        options = (f"--gpu-architecture={target}", *_OPTIONS, *([] if include is None else [f"-I{include}"]))
+        options = (
+            f"--gpu-architecture={target}",
+            *_OPTIONS,
+            *([] if include is None else [f"-I{include}"]),
+        )
         try:
             nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError as error:
-            raise RuntimeError(f"{name}.cu for {target}: {error}\n{nvrtc.getProgramLog(program)}") from error
+            raise RuntimeError(
+                f"{name}.cu for {target}: {error}\n{nvrtc.getProgramLog(program)}"
+            ) from error
         if target.startswith("sm_"):
             return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
-        return nvrtc.getPTX(program).rstrip(b"\0") + b"\0", nvrtc.getProgramLog(program)  # the driver expects a terminating zero
+        # the driver expects a terminating zero
+        return nvrtc.getPTX(program).rstrip(b"\0") + b"\0", nvrtc.getProgramLog(program)
     finally:
         nvrtc.destroyProgram(program)
 
 
 def header_folder() -> str | None:
-    """Return the folder of cuda_fp16.h: of the wheel that belongs to CuPy's NVRTC, else of an installed CUDA, else None."""
+    """Return the folder of cuda_fp16.h: of the wheel that belongs to CuPy's NVRTC, else of an
+    installed CUDA, else None.
+    """
     major, _ = _nvrtc().getVersion()
     candidates = [wheel / "include" for wheel in _wheels("cuda_runtime", major)]
     roots = (os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda")
@@ -184,7 +217,9 @@ def header_folder() -> str | None:
 
 @functools.cache
 def _nvrtc() -> Any:
-    """Return CuPy's NVRTC module, after loading the library from its wheel, where older versions of CuPy do not find it."""
+    """Return CuPy's NVRTC module, after loading the library from its wheel, where older versions of
+    CuPy do not find it.
+    """
     from cupy.cuda import nvrtc, runtime
 
     major = runtime.runtimeGetVersion() // 1000
@@ -210,8 +245,18 @@ def _queue(plan: Plan, functions: list[int], stream: int, workspace: int) -> Non
         arguments, _values = pack(launch, workspace)
         # The driver copies the arguments; CuPy raises an exception if it returns an error.
         driver.launchKernel(
-            function, launch.grid, 1, 1, launch.block, 1, 1, launch.shared, stream, ctypes.addressof(arguments), 0
-        )  # fmt: skip
+            function,
+            launch.grid,
+            1,
+            1,
+            launch.block,
+            1,
+            1,
+            launch.shared,
+            stream,
+            ctypes.addressof(arguments),
+            0,
+        )
 
 
 def _index(device: torch.device) -> int:
@@ -228,7 +273,9 @@ def _image(source: str, index: int) -> bytes:
     major, minor = torch.cuda.get_device_capability(index)
     architecture = 10 * major + minor
     made_of = (source_of(source), architecture, _OPTIONS, _nvrtc().getVersion(), header_folder())
-    return cached(f"{source}-sm{architecture}", made_of, lambda: compile_source(source, architecture)[0])
+    return cached(
+        f"{source}-sm{architecture}", made_of, lambda: compile_source(source, architecture)[0]
+    )
 
 
 _DIGEST = 32
@@ -261,7 +308,8 @@ def cached(name: str, made_of: object, make: Callable[[], bytes]) -> bytes:
     result = make()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Other processes may read or write the same file: they must see either all of the old or all of the new one.
+        # Other processes may read or write the same file: they must see either all of the old or
+        # all of the new one.
         descriptor, temporary = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(descriptor, "wb") as file:

@@ -1,4 +1,6 @@
-"""Copies between tensors of any shape and a flat one (S2.3): contiguous ones together, the others with one launch each."""
+"""Copies between tensors of any shape and a flat one (S2.3): contiguous ones together, the others
+with one launch each.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,8 @@ class Strided(ctypes.Structure):
 def is_plain(tensor: Tensor, *, written: bool) -> bool:
     """Return whether the kernels can copy a tensor; torch copies the rest.
 
-    The rest: lazily negated or conjugated views, tensors with more than eight axes that cannot be merged, and outputs with several
-    elements at one address, for which torch raises an error.
+    The rest: lazily negated or conjugated views, tensors with more than eight axes that cannot be
+    merged, and outputs with several elements at one address, for which torch raises an error.
     """
     if tensor.is_neg() or tensor.is_conj():
         return False
@@ -60,7 +62,9 @@ def is_plain(tensor: Tensor, *, written: bool) -> bool:
     return len(shape) <= _RANK and not (written and any(stride == 0 for _, stride in shape))
 
 
-def copy(device: DeviceProperties, flat: Tensor, tensors: Sequence[tuple[Tensor, int]], *, gather: bool) -> Plan:
+def copy(
+    device: DeviceProperties, flat: Tensor, tensors: Sequence[tuple[Tensor, int]], *, gather: bool
+) -> Plan:
     """Copy tensors into flat, or flat into tensors.
 
     Args:
@@ -76,7 +80,12 @@ def copy(device: DeviceProperties, flat: Tensor, tensors: Sequence[tuple[Tensor,
             (whole if tensor.is_contiguous() else apart).append((tensor, start))
     way = "gather" if gather else "scatter"
     launches = [
-        KernelLaunch("movement", f"{way}_segments", min(table.pieces, _WAVES * device.multiprocessors), (pointer(flat), table))
+        KernelLaunch(
+            "movement",
+            f"{way}_segments",
+            min(table.pieces, _WAVES * device.multiprocessors),
+            (pointer(flat), table),
+        )
         for table in _tables(whole)
     ]
     launches += [_strided(device, flat, tensor, start, way) for tensor, start in apart]
@@ -96,18 +105,24 @@ def _tables(tensors: list[tuple[Tensor, int]]) -> Iterator[Segments]:
         yield table
 
 
-def _strided(device: DeviceProperties, flat: Tensor, tensor: Tensor, start: int, way: str) -> KernelLaunch:
+def _strided(
+    device: DeviceProperties, flat: Tensor, tensor: Tensor, start: int, way: str
+) -> KernelLaunch:
     shape = _merged(tensor)
     table = Strided(count=tensor.numel(), rank=len(shape))
     for axis, (size, stride) in enumerate(shape):
         table.size[axis], table.stride[axis] = size, stride
     here = ctypes.c_void_p((pointer(flat).value or 0) + start * flat.element_size())
     grid = max(1, min(-(-tensor.numel() // 256), _WAVES * device.multiprocessors))
-    return KernelLaunch("movement", f"{way}_strided_{flat.element_size()}", grid, (here, pointer(tensor), table))
+    return KernelLaunch(
+        "movement", f"{way}_strided_{flat.element_size()}", grid, (here, pointer(tensor), table)
+    )
 
 
 def _merged(tensor: Tensor) -> list[tuple[int, int]]:
-    """Return sizes and strides in row-major order, without axes of size 1 and with contiguous axes merged."""
+    """Return sizes and strides in row-major order, without axes of size 1 and with contiguous axes
+    merged.
+    """
     merged: list[tuple[int, int]] = []
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if size == 1:

@@ -1,4 +1,6 @@
-"""The reference backend: SPEC's kernels in NumPy, written to be read beside the clauses and compared with bit for bit."""
+"""The reference backend: SPEC's kernels in NumPy, written to be read beside the clauses and
+compared with bit for bit.
+"""
 
 from bagua_ref.backends.reference.backend import ReferenceBackend
 from bagua_ref.backends.reference.codecs import CODECS

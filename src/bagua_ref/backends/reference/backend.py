@@ -1,4 +1,5 @@
-"""The class ReferenceBackend: each kernel as a few lines of NumPy that resemble its clause, for tensors on any device.
+"""The class ReferenceBackend: each kernel as a few lines of NumPy that resemble its clause, for
+tensors on any device.
 
 Kernels and codecs compute in blocks that fit a processor's cache.
 """
@@ -39,11 +40,15 @@ Array: TypeAlias = npt.NDArray[Any]
 Index: TypeAlias = slice | tuple[slice, slice]
 
 BLOCK = 2**18
-"""Elements per block: few enough for a processor's cache, enough to make the time of calls from Python negligible."""
+"""Elements per block: few enough for a processor's cache, enough to make the time of calls from
+Python negligible.
+"""
 
 
 class ReferenceBackend(KernelBackend):
-    """SPEC's kernels in executable form. NumPy has no fused multiply-add, so each operation below rounds (S1)."""
+    """SPEC's kernels in executable form. NumPy has no fused multiply-add, so each operation below
+    rounds (S1).
+    """
 
     name = "reference"
 
@@ -86,7 +91,9 @@ class ReferenceBackend(KernelBackend):
             np.subtract(change, old, out=change)
             np.add(a, change, out=a)
 
-    def _update_momentum_(self, m: Tensor, grad: Tensor, beta1: float, one_minus_beta1: float) -> None:
+    def _update_momentum_(
+        self, m: Tensor, grad: Tensor, beta1: float, one_minus_beta1: float
+    ) -> None:
         for a, g, spare in blocks(m, grad, spare=True):
             np.multiply(a, a.dtype.type(beta1), out=a)
             gain = np.multiply(g, a.dtype.type(one_minus_beta1), out=spare)
@@ -101,7 +108,8 @@ class ReferenceBackend(KernelBackend):
                 columns = slice(start, start + width)
                 rows = read((slice(None), columns))
                 if rows.shape[1] == 1:
-                    # NumPy adds whole rows one after another, but sums pairwise what it can treat as one dimension.
+                    # NumPy adds whole rows one after another, but sums pairwise what it can treat
+                    # as one dimension.
                     total: Array = np.add.accumulate(rows, axis=0)[-1] + rows.dtype.type(0)
                 else:
                     total = np.add.reduce(rows, axis=0, initial=rows.dtype.type(0))
@@ -129,7 +137,9 @@ class ReferenceBackend(KernelBackend):
 
 
 class Scratch:
-    """The buffers of one running kernel, allocated at their first use and kept for the next kernel."""
+    """The buffers of one running kernel, allocated at their first use and kept for the next
+    kernel.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -154,7 +164,9 @@ _free: list[Scratch] = []
 
 @contextmanager
 def scratch() -> Iterator[Scratch]:
-    """Lend buffers: one set per kernel that runs concurrently, not per thread, as a simulated world has thousands of threads."""
+    """Lend buffers: one set per kernel that runs concurrently, not per thread, as a simulated world
+    has thousands of threads.
+    """
     try:
         lent = _free.pop()
     except IndexError:
@@ -175,11 +187,14 @@ def computed_in(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
-def reader(x: Tensor, buffers: Scratch, slot: int, *, fill: bool = True) -> Callable[[Index], Array]:
-    """Return ``read(index)``, which returns a part of x in the dtype of its arithmetic, as x's own memory if possible.
+def reader(
+    x: Tensor, buffers: Scratch, slot: int, *, fill: bool = True
+) -> Callable[[Index], Array]:
+    """Return ``read(index)``, which returns a part of x in the dtype of its arithmetic, as x's own
+    memory if possible.
 
-    Otherwise it is a copy in buffer number ``slot``, valid until the next one. ``fill=False`` skips the copying, for parts that
-    are only written.
+    Otherwise it is a copy in buffer number ``slot``, valid until the next one. ``fill=False`` skips
+    the copying, for parts that are only written.
     """
     if _usable(x):
         return x.numpy().__getitem__
@@ -194,8 +209,14 @@ def reader(x: Tensor, buffers: Scratch, slot: int, *, fill: bool = True) -> Call
 
 
 def writer(x: Tensor) -> Callable[[Index, Array], object]:
-    """Return ``write(index, values)``, which rounds a `reader`'s values to x's dtype and stores them, if they are a copy."""
-    return (lambda index, values: None) if _usable(x) else (lambda index, values: x[index].copy_(torch.from_numpy(values)))
+    """Return ``write(index, values)``, which rounds a `reader`'s values to x's dtype and stores
+    them, if they are a copy.
+    """
+    return (
+        (lambda index, values: None)
+        if _usable(x)
+        else (lambda index, values: x[index].copy_(torch.from_numpy(values)))
+    )
 
 
 def _usable(x: Tensor) -> bool:
@@ -203,14 +224,18 @@ def _usable(x: Tensor) -> bool:
 
 
 def blocks(x: Tensor, *sources: Tensor, spare: bool = False) -> Iterator[list[Array]]:
-    """Yield x and the sources block by block, and store the values that the caller leaves in x's array in x, rounded once.
+    """Yield x and the sources block by block, and store the values that the caller leaves in x's
+    array in x, rounded once.
 
-    Infinities and NaN are valid results: while the caller computes, NumPy does not warn of them. With ``spare``, a buffer like x's
-    array comes last.
+    Infinities and NaN are valid results: while the caller computes, NumPy does not warn of them.
+    With ``spare``, a buffer like x's array comes last.
     """
     tensors = [tensor.detach() for tensor in (x, *sources)]
     with np.errstate(all="ignore"), scratch() as buffers:
-        readers, write = [reader(tensor, buffers, slot) for slot, tensor in enumerate(tensors)], writer(tensors[0])
+        readers, write = (
+            [reader(tensor, buffers, slot) for slot, tensor in enumerate(tensors)],
+            writer(tensors[0]),
+        )
         for start in range(0, x.numel(), BLOCK):
             block = slice(start, min(start + BLOCK, x.numel()))
             arrays = [read(block) for read in readers]
@@ -219,7 +244,8 @@ def blocks(x: Tensor, *sources: Tensor, spare: bool = False) -> Iterator[list[Ar
 
 
 def tiles(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
-    """Cut a matrix into tiles of at most BLOCK elements: several whole rows if they are short, else parts of one row.
+    """Cut a matrix into tiles of at most BLOCK elements: several whole rows if they are short, else
+    parts of one row.
 
     The first columns of all rows come before the next ones.
     """
@@ -228,35 +254,54 @@ def tiles(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
     rows, columns = max(1, BLOCK // num_columns), min(BLOCK, num_columns)
     for column in range(0, num_columns, columns):
         for row in range(0, num_rows, rows):
-            yield slice(row, min(row + rows, num_rows)), slice(column, min(column + columns, num_columns))
+            yield (
+                slice(row, min(row + rows, num_rows)),
+                slice(column, min(column + columns, num_columns)),
+            )
 
 
 class RowCodec(Codec):
-    """A codec in terms of matrices: row r of the payload belongs to row r of x. Payloads are on the CPU, x may be anywhere."""
+    """A codec in terms of matrices: row r of the payload belongs to row r of x. Payloads are on the
+    CPU, x may be anywhere.
+    """
 
     @abstractmethod
     def encode(self, x: Tensor, payload: Tensor, buffers: Scratch) -> Iterator[int]:
-        """Write the blocks of x's rows to payload's rows; yield, now and then, the number of final bytes of each row."""
+        """Write the blocks of x's rows to payload's rows; yield, now and then, the number of final
+        bytes of each row.
+        """
 
     @abstractmethod
     def decode(self, payload: Tensor, out: Tensor, buffers: Scratch) -> Iterator[int]:
-        """Write the values of payload's rows to out's rows; yield the bytes of each row that are needed before reading them."""
+        """Write the values of payload's rows to out's rows; yield the bytes of each row that are
+        needed before reading them.
+        """
 
     def _compress(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
-        for _ in RowCodec._compress_in_steps(self, x, num_chunks, target_chunk, out):  # self's may call this
+        # self's may call this
+        for _ in RowCodec._compress_in_steps(self, x, num_chunks, target_chunk, out):
             pass
 
     def _decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
         for _ in RowCodec._decompress_in_steps(self, payload, num_chunks, out):
             pass
 
-    def _compress_in_steps(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> Iterator[int]:
+    def _compress_in_steps(
+        self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
+    ) -> Iterator[int]:
         chunks, payload = rows_of(x, num_chunks), rows_of(out, num_chunks)
         if target_chunk is not None:
-            chunks, payload = chunks[target_chunk : target_chunk + 1], payload[target_chunk : target_chunk + 1]
-        on_cpu = payload if payload.device.type == "cpu" else torch.empty_like(payload, device="cpu")
+            chunks, payload = (
+                chunks[target_chunk : target_chunk + 1],
+                payload[target_chunk : target_chunk + 1],
+            )
+        on_cpu = (
+            payload if payload.device.type == "cpu" else torch.empty_like(payload, device="cpu")
+        )
         with scratch() as buffers:
-            for final in steps_in(partial(np.errstate, all="ignore"), self.encode(chunks, on_cpu, buffers)):
+            for final in steps_in(
+                partial(np.errstate, all="ignore"), self.encode(chunks, on_cpu, buffers)
+            ):
                 if on_cpu is payload:
                     yield final
         if on_cpu is not payload:
@@ -268,4 +313,7 @@ class RowCodec(Codec):
         if rows.device.type != "cpu":
             yield rows.shape[1]
         with scratch() as buffers:
-            yield from steps_in(partial(np.errstate, all="ignore"), self.decode(rows.cpu(), rows_of(out, num_chunks), buffers))
+            yield from steps_in(
+                partial(np.errstate, all="ignore"),
+                self.decode(rows.cpu(), rows_of(out, num_chunks), buffers),
+            )

@@ -1,4 +1,6 @@
-"""Codecs in tiled NumPy: MinMaxUInt8 (S4), blocks of 32 elements that share a power of two (S12.1), and OneBit (S12.2)."""
+"""Codecs in tiled NumPy: MinMaxUInt8 (S4), blocks of 32 elements that share a power of two (S12.1),
+and OneBit (S12.2).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from bagua_ref.backends import codec
 from bagua_ref.backends.codec import BLOCK_SIZE, HEADER_BYTES, Microscaling
 from bagua_ref.backends.reference.backend import Array, RowCodec, Scratch, reader, tiles, writer
 
-__all__ = ["CODECS", "MXFP4", "MXFP8", "MXINT8", "BlockCodec", "FloatCodec", "MinMaxUInt8", "OneBit", "scaled"]
+__all__ = [
+    "CODECS",
+    "MXFP4",
+    "MXFP8",
+    "MXINT8",
+    "BlockCodec",
+    "FloatCodec",
+    "MinMaxUInt8",
+    "OneBit",
+    "scaled",
+]
 
 _POISON = {
     torch.float16: np.frombuffer(bytes.fromhex("007e007e"), np.uint8),
@@ -35,25 +47,33 @@ class MinMaxUInt8(RowCodec, codec.MinMaxUInt8):
     """S4 with a matrix row for each chunk."""
 
     def encode(self, x: Tensor, payload: Tensor, buffers: Scratch) -> Iterator[int]:
-        """Write the blocks of x's rows to payload's rows (S4.1, S4.2, S4.4); yield the number of final bytes of each."""
+        """Write the blocks of x's rows to payload's rows (S4.1, S4.2, S4.4); yield the number of
+        final bytes of each.
+        """
         low, high = _ends(x)
         scale, lower = grid_between(low, high)
-        poisoned = ~np.isfinite(np.hstack([low, high, high - low, high * scale, low * scale])).all(axis=1, keepdims=True)
+        poisoned = ~np.isfinite(np.hstack([low, high, high - low, high * scale, low * scale])).all(
+            axis=1, keepdims=True
+        )
         payload_rows = payload.numpy()
         header = torch.from_numpy(np.hstack([low, high])).to(x.dtype).view(torch.uint8).numpy()
         payload_rows[:, :HEADER_BYTES] = 0
         payload_rows[:, : header.shape[1]] = np.where(poisoned, _POISON[x.dtype], header)
         payload_rows[:, HEADER_BYTES + x.shape[1] :] = 0
         levels = payload_rows[:, HEADER_BYTES : HEADER_BYTES + x.shape[1]]
-        # Rounding is monotonic: if both ends are on the grid, all values are, and nothing needs to be clipped.
-        fits = (np.rint(low * scale) >= lower).all() and (np.rint(high * scale) - lower <= 255).all()
+        # Rounding is monotonic: if both ends are on the grid, all values are, and nothing needs to
+        # be clipped.
+        fits = (np.rint(low * scale) >= lower).all() and (
+            np.rint(high * scale) - lower <= 255
+        ).all()
         read = reader(x, buffers, 0)
         for rows, columns in tiles(*x.shape):
             tile = read((rows, columns))
             level = buffers.like(1, tile)
             np.multiply(tile, scale[rows], out=level)
             np.rint(level, out=level)
-            # S4.2 takes the minimum with upper here. Rounding is monotonic, so x <= max implies x*scale <= upper.
+            # S4.2 takes the minimum with upper here. Rounding is monotonic, so x <= max implies
+            # x*scale <= upper.
             np.subtract(level, lower[rows], out=level)
             if not fits:
                 np.clip(level, 0, 255, out=level)
@@ -63,14 +83,24 @@ class MinMaxUInt8(RowCodec, codec.MinMaxUInt8):
                 yield HEADER_BYTES + columns.stop
 
     def decode(self, payload: Tensor, out: Tensor, buffers: Scratch) -> Iterator[int]:
-        """Write the values of payload's rows to out's rows (S4.3); yield the number of bytes of each that are needed next."""
+        """Write the values of payload's rows to out's rows (S4.3); yield the number of bytes of
+        each that are needed next.
+        """
         yield HEADER_BYTES
         item = out.element_size()
-        header = payload[:, : 2 * item].clone(memory_format=torch.contiguous_format).view(out.dtype).float().numpy()
+        header = (
+            payload[:, : 2 * item]
+            .clone(memory_format=torch.contiguous_format)
+            .view(out.dtype)
+            .float()
+            .numpy()
+        )
         scale, lower = grid_between(header[:, :1], header[:, 1:])
         levels = payload.numpy()[:, HEADER_BYTES : HEADER_BYTES + out.shape[1]]
         largest = np.float32(torch.finfo(out.dtype).max)
-        fits = (np.abs(lower / scale) <= largest).all() and (np.abs((lower + np.float32(255)) / scale) <= largest).all()
+        fits = (np.abs(lower / scale) <= largest).all() and (
+            np.abs((lower + np.float32(255)) / scale) <= largest
+        ).all()
         target, write = reader(out, buffers, 0, fill=False), writer(out)
         for rows, columns in tiles(*out.shape):
             yield HEADER_BYTES + columns.stop
@@ -84,30 +114,39 @@ class MinMaxUInt8(RowCodec, codec.MinMaxUInt8):
 
 
 def grid_between(low: Array, high: Array) -> tuple[Array, Array]:
-    """Return scale and lower of the grids between minima and maxima, each operation in float32 (S4.2)."""
+    """Return scale and lower of the grids between minima and maxima, each operation in float32
+    (S4.2).
+    """
     scale = np.float32(255) / ((high - low) + np.float32(1e-7))
     upper = np.rint(high * scale)
     return scale, upper - np.float32(255)
 
 
 def _ends(x: Tensor) -> tuple[Array, Array]:
-    """Return each row's minimum and maximum as float32 columns, NaN where the row has one; a zero is +0; no columns: 0."""
+    """Return each row's minimum and maximum as float32 columns, NaN where the row has one; a zero
+    is +0; no columns: 0.
+    """
     if x.shape[1] == 0:
         return np.zeros((x.shape[0], 1), np.float32), np.zeros((x.shape[0], 1), np.float32)
-    low, high = (end(x, dim=1, keepdim=True).float().cpu().numpy() for end in (torch.amin, torch.amax))
+    low, high = (
+        end(x, dim=1, keepdim=True).float().cpu().numpy() for end in (torch.amin, torch.amax)
+    )
     zero = np.float32(0)
     return low + zero, high + zero
 
 
 class BlockCodec(RowCodec, Microscaling):
-    """An MX codec in terms of tiles: contiguous matrices with a row for each block of 32 elements."""
+    """An MX codec in terms of tiles: contiguous matrices with a row for each block of 32
+    elements.
+    """
 
     @abstractmethod
     def quantise(self, tile: Array, magnitude: Array, exponent: Array, buffers: Scratch) -> Array:
         """Return the elements of a tile as bytes: ``tile / 2^exponent``, rounded and saturated.
 
         Args:
-            tile: blocks of float32 numbers; unchanged. The elements of a block that is not finite do not matter.
+            tile: blocks of float32 numbers; unchanged. The elements of a block that is not finite
+                do not matter.
             magnitude: their absolute values; may be changed.
             exponent: a column of int32, one for each block.
             buffers: of which slots 3 and up are free.
@@ -115,7 +154,9 @@ class BlockCodec(RowCodec, Microscaling):
 
     @abstractmethod
     def restore(self, codes: Array, exponent: Array, out: Array, buffers: Scratch) -> None:
-        """out <- the numbers of elements, given as bytes, times ``2^exponent``; arguments as for `quantise`."""
+        """out <- the numbers of elements, given as bytes, times ``2^exponent``; arguments as for
+        `quantise`.
+        """
 
     def encode(self, x: Tensor, payload: Tensor, buffers: Scratch) -> Iterator[int]:
         """Write the blocks of x's rows to payload's rows."""
@@ -125,7 +166,8 @@ class BlockCodec(RowCodec, Microscaling):
             tile = _in_blocks(read((rows, columns)), buffers, fill=True)
             magnitude = buffers.like(2, tile)
             np.bitwise_and(tile.view(np.int32), 0x7FFFFFFF, out=magnitude.view(np.int32))
-            # torch finds maxima of short rows several times as fast as NumPy. As integers, NaN is above infinity.
+            # torch finds maxima of short rows several times as fast as NumPy. As integers, NaN is
+            # above infinity.
             largest = torch.from_numpy(magnitude.view(np.int32)).amax(1, keepdim=True).numpy()
             poisoned = largest >= _INFINITY_BITS
             # The exponent's field of float32 has E8M0's bias, and is 0 for subnormals and zeros.
@@ -168,7 +210,9 @@ class BlockCodec(RowCodec, Microscaling):
         return array[:, :blocks], array[:, blocks : blocks + -(-c * self.bits // 8)]
 
     def store(self, codes: Array, elements: Array, columns: slice) -> None:
-        """Write the codes of some columns, padded to whole blocks with zeros, to the bytes of elements."""
+        """Write the codes of some columns, padded to whole blocks with zeros, to the bytes of
+        elements.
+        """
         elements[:, columns] = codes[:, : columns.stop - columns.start]
 
     def load(self, elements: Array, columns: slice) -> Array:
@@ -184,13 +228,21 @@ def scaled(x: Array, exponent: Array, out: Array) -> None:
 
 
 def _block_tiles(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield rows, columns and blocks of tiles that are small enough even with padded last blocks."""
+    """Yield rows, columns and blocks of tiles that are small enough even with padded last
+    blocks.
+    """
     for rows, whole in tiles(num_rows, -(-num_columns // BLOCK_SIZE) * BLOCK_SIZE):
-        yield rows, slice(whole.start, min(whole.stop, num_columns)), slice(whole.start // BLOCK_SIZE, whole.stop // BLOCK_SIZE)
+        yield (
+            rows,
+            slice(whole.start, min(whole.stop, num_columns)),
+            slice(whole.start // BLOCK_SIZE, whole.stop // BLOCK_SIZE),
+        )
 
 
 def _in_blocks(values: Array, buffers: Scratch, *, fill: bool) -> Array:
-    """Return values as rows of 32, their own memory if each row consists of whole blocks, else a buffer, padded if ``fill``."""
+    """Return values as rows of 32, their own memory if each row consists of whole blocks, else a
+    buffer, padded if ``fill``.
+    """
     count, width = values.shape
     whole = -(-width // BLOCK_SIZE) * BLOCK_SIZE
     if whole == width:
@@ -219,15 +271,18 @@ class FloatCodec(BlockCodec):
     largest: ClassVar[int]
 
     def quantise(self, tile: Array, magnitude: Array, exponent: Array, buffers: Scratch) -> Array:
-        """Round by adding an anchor: 1.5 * 2^23 times the element's last place, so that the sum's low bits count last places.
+        """Round by adding an anchor: 1.5 * 2^23 times the element's last place, so that the sum's
+        low bits count last places.
 
-        A number of q last places with exponent E has the code ``q + 2^mantissa * (E - smallest E)``, subnormals included.
+        A number of q last places with exponent E has the code ``q + 2^mantissa * (E - smallest
+        E)``, subnormals included.
         """
         scaled(magnitude, -exponent, out=magnitude)
         anchor = buffers.like(3, tile)
         bits = np.bitwise_and(magnitude.view(np.int32), _EXPONENT_BITS, out=anchor.view(np.int32))
         smallest = 1 - self.bias + _BIAS
-        torch.from_numpy(bits).clamp_(min=smallest << _MANTISSA)  # NumPy's maximum of an array and a number is slow
+        # NumPy's maximum of an array and a number is slow
+        torch.from_numpy(bits).clamp_(min=smallest << _MANTISSA)
         shift = _MANTISSA - self.mantissa
         np.add(bits, np.int32(shift << _MANTISSA | 1 << _MANTISSA - 1), out=bits)
         np.add(magnitude, anchor, out=magnitude)
@@ -238,11 +293,15 @@ class FloatCodec(BlockCodec):
         exponents_of_the_anchor = (smallest + shift << self.mantissa) + (1 << self.mantissa - 1)
         np.subtract(code, np.uint8(exponents_of_the_anchor % 256), out=code)
         sign = np.signbit(tile)
-        torch.from_numpy(code).clamp_(max=self.largest).add_(torch.from_numpy(sign), alpha=1 << self.bits - 1)
+        torch.from_numpy(code).clamp_(max=self.largest).add_(
+            torch.from_numpy(sign), alpha=1 << self.bits - 1
+        )
         return code
 
     def restore(self, codes: Array, exponent: Array, out: Array, buffers: Scratch) -> None:
-        """Shift the codes, whose signs are in the highest bit of their bytes, into float16s, and scale these."""
+        """Shift the codes, whose signs are in the highest bit of their bytes, into float16s, and
+        scale these.
+        """
         half = buffers.tensor(4, out.size, torch.float16).view(out.shape)
         shifted = half.view(torch.int16).numpy()
         np.copyto(shifted, codes.view(np.int8))  # which extends the sign to the left
@@ -304,7 +363,9 @@ class MXINT8(BlockCodec, codec.MXINT8):
         if exponent.max() > 127:  # 2**exponent is no float32
             scaled(level, np.maximum(exponent - 127, 0), out=level)
         np.rint(level, out=level)
-        codes: Array = torch.from_numpy(level).clamp_(-127, 127).to(torch.int8).view(torch.uint8).numpy()
+        codes: Array = (
+            torch.from_numpy(level).clamp_(-127, 127).to(torch.int8).view(torch.uint8).numpy()
+        )
         return codes
 
     def restore(self, codes: Array, exponent: Array, out: Array, buffers: Scratch) -> None:
@@ -348,9 +409,13 @@ class OneBit(RowCodec, codec.OneBit):
         target, write = reader(out, buffers, 0, fill=False), writer(out)
         for rows, columns in tiles(*out.shape):
             value = target((rows, columns))
-            part = array[rows, HEADER_BYTES + columns.start // 8 : HEADER_BYTES + -(-columns.stop // 8)]
+            part = array[
+                rows, HEADER_BYTES + columns.start // 8 : HEADER_BYTES + -(-columns.stop // 8)
+            ]
             negative = value.view(np.uint32)
-            np.copyto(negative, np.unpackbits(~part, axis=1, count=min(columns.stop, c) - columns.start))
+            np.copyto(
+                negative, np.unpackbits(~part, axis=1, count=min(columns.stop, c) - columns.start)
+            )
             np.left_shift(negative, 31, out=negative)
             np.bitwise_xor(negative, positive[rows], out=negative)
             write((rows, columns), value)

@@ -1,11 +1,13 @@
-"""Exchange of gradients between n ranks (S3.1 to S3.3), and training on it (S2.1, S2.2, S2.5, S5.1, S5.2, S5.5), of all ranks.
+"""Exchange of gradients between n ranks (S3.1 to S3.3), and training on it (S2.1, S2.2, S2.5, S5.1,
+S5.2, S5.5), of all ranks.
 
-A rank's numbers are a flat NumPy array of numbers of the dtype, held as float32 (float64 for float64), of which every operation
-rounds to nearest-even; ``stored`` then rounds to the dtype. ``nodes`` holds how many ranks each node has, in rank order, if node
-leaders communicate; None: all ranks do. What operations return is the same on all ranks.
+A rank's numbers are a flat NumPy array of numbers of the dtype, held as float32 (float64 for
+float64), of which every operation rounds to nearest-even; ``stored`` then rounds to the dtype.
+``nodes`` holds how many ranks each node has, in rank order, if node leaders communicate; None: all
+ranks do. What operations return is the same on all ranks.
 
-QAdam's warm-up is the installed ``torch.optim.Adam``, because that is how S5.5 defines it: its fused operations are not the same on
-every processor.
+QAdam's warm-up is the installed ``torch.optim.Adam``, because that is how S5.5 defines it: its
+fused operations are not the same on every processor.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def step_of_sgd(x: Array, grad: Array, lr: float, dtype: str) -> Array:
 
 def restored(x: Array, dtype: str, codec: str = MINMAX) -> Array:
     """Return x after compression as one chunk and decompression."""
-    return np.array(decompress_chunk(codec, compress_chunk(codec, x.tolist(), dtype), x.size, dtype), x.dtype)
+    return np.array(
+        decompress_chunk(codec, compress_chunk(codec, x.tolist(), dtype), x.size, dtype), x.dtype
+    )
 
 
 def added(ranks: list[Array]) -> Array:
@@ -84,22 +88,36 @@ def scatter_gather(ranks: list[Array], dtype: str, average: bool = True) -> Arra
 
 
 def low_precision(ranks: list[Array], dtype: str, average: bool) -> Array:
-    """Send chunk t of every rank to rank t as one byte per element, reduce it there, and send back the result (S3.2)."""
+    """Send chunk t of every rank to rank t as one byte per element, reduce it there, and send back
+    the result (S3.2).
+    """
     chunks = zip(*(np.split(x, len(ranks)) for x in ranks), strict=True)
-    reduced = [scatter_gather([restored(x, dtype) for x in chunk], dtype, average) for chunk in chunks]
+    reduced = [
+        scatter_gather([restored(x, dtype) for x in chunk], dtype, average) for chunk in chunks
+    ]
     return np.concatenate([restored(x, dtype) for x in reduced])
 
 
-def inputs_of_leaders(ranks: list[Array], dtype: str, average: bool, nodes: list[int]) -> list[Array]:
-    """Return the leaders' inputs: the sums of nodes in float32, for the mean divided by float32(n/L), rounded once (S3.3)."""
+def inputs_of_leaders(
+    ranks: list[Array], dtype: str, average: bool, nodes: list[int]
+) -> list[Array]:
+    """Return the leaders' inputs: the sums of nodes in float32, for the mean divided by
+    float32(n/L), rounded once (S3.3).
+    """
     divisor = len(ranks) / len(nodes) if average else 1
-    return [stored(added(node) / ranks[0].dtype.type(divisor), dtype) for node in split(ranks, nodes)]
+    return [
+        stored(added(node) / ranks[0].dtype.type(divisor), dtype) for node in split(ranks, nodes)
+    ]
 
 
-def centralized(ranks: list[Array], dtype: str, average: bool, one_byte: bool, nodes: list[int] | None) -> Array:
+def centralized(
+    ranks: list[Array], dtype: str, average: bool, one_byte: bool, nodes: list[int] | None
+) -> Array:
     """Reduce all ranks' numbers, as one byte per element or in full (S3.1 to S3.3)."""
     operation = low_precision if one_byte else scatter_gather
-    return operation(ranks if nodes is None else inputs_of_leaders(ranks, dtype, average, nodes), dtype, average)
+    return operation(
+        ranks if nodes is None else inputs_of_leaders(ranks, dtype, average, nodes), dtype, average
+    )
 
 
 def buckets(sizes: list[int], dtypes: list[str], bucket_bytes: int) -> list[list[int]]:
@@ -126,11 +144,17 @@ def full_precision(average: bool) -> Exchange:
 
 def one_byte(average: bool, nodes: list[int] | None) -> Exchange:
     """Return the exchange of S5.2: pad with zeros, then send one byte per element."""
-    return lambda ranks, dtype: centralized(padded(ranks, nodes), dtype, average, True, nodes)[: ranks[0].size]
+    return lambda ranks, dtype: centralized(padded(ranks, nodes), dtype, average, True, nodes)[
+        : ranks[0].size
+    ]
 
 
-def train_on_gradients(start: Array, gradients: list[list[Array]], lr: float, dtype: str, exchange: Exchange) -> list[Array]:
-    """Return a bucket's weights after each step, which are the same on all ranks; gradients come by step and rank (S5.1, S5.2)."""
+def train_on_gradients(
+    start: Array, gradients: list[list[Array]], lr: float, dtype: str, exchange: Exchange
+) -> list[Array]:
+    """Return a bucket's weights after each step, which are the same on all ranks; gradients come by
+    step and rank (S5.1, S5.2).
+    """
     weights, history = start, []
     for ranks in gradients:
         weights = step_of_sgd(weights, exchange(ranks, dtype), lr, dtype)
@@ -145,7 +169,8 @@ class QAdam:
         weights: each parameter's numbers.
         options: each parameter's ``lr``, ``betas``, ``eps`` and ``weight_decay``.
         warmup_steps: the last step with exact gradients.
-        exchanges: places of the parameters in each bucket, in order, and the exchange of its momenta.
+        exchanges: places of the parameters in each bucket, in order, and the exchange of its
+            momenta.
         dtype: of all parameters.
     """
 
@@ -161,7 +186,9 @@ class QAdam:
         self.dtype, self._exchanges = dtype, exchanges
         self.m, self.v = ([np.zeros_like(w) for w in weights] for _ in range(2))
         self.s = 0
-        self._in_torch = [torch.nn.Parameter(torch.tensor(w).to(getattr(torch, dtype))) for w in weights]
+        self._in_torch = [
+            torch.nn.Parameter(torch.tensor(w).to(getattr(torch, dtype))) for w in weights
+        ]
         groups = [{"params": [p], **o} for p, o in zip(self._in_torch, options, strict=True)]
         self._adam = torch.optim.Adam(groups, foreach=False)
 
@@ -177,21 +204,33 @@ class QAdam:
         for place, w in enumerate(self.weights):
             options = {name: self.options[place][name] for name in ("lr", "betas", "eps")}
             self.weights[place] = step_along_momentum(
-                self.dtype, w, self.m[place], self.v[place], self.s, keeps_zeros=self.s > self.warmup_steps, **options
+                self.dtype,
+                w,
+                self.m[place],
+                self.v[place],
+                self.s,
+                keeps_zeros=self.s > self.warmup_steps,
+                **options,
             )
 
     def _step_adam(self, gradients: list[list[Array]]) -> None:
         for place, parameter in enumerate(self._in_torch):
-            parameter.grad = torch.tensor(scatter_gather([rank[place] for rank in gradients], self.dtype)).to(parameter.dtype)
+            parameter.grad = torch.tensor(
+                scatter_gather([rank[place] for rank in gradients], self.dtype)
+            ).to(parameter.dtype)
         self._adam.step()
         for place, parameter in enumerate(self._in_torch):
             state, kind = self._adam.state[parameter], self.weights[place].dtype
             kept = (parameter, state["exp_avg"], state["exp_avg_sq"])
-            self.weights[place], self.m[place], self.v[place] = (np.array(x.tolist(), kind) for x in kept)
+            self.weights[place], self.m[place], self.v[place] = (
+                np.array(x.tolist(), kind) for x in kept
+            )
 
     def _exchange_momenta(self, gradients: list[list[Array]]) -> None:
         for bucket, exchange in self._exchanges:
-            momenta = [[self._updated(place, rank[place]) for place in bucket] for rank in gradients]
+            momenta = [
+                [self._updated(place, rank[place]) for place in bucket] for rank in gradients
+            ]
             result = exchange([np.concatenate(of_rank) for of_rank in momenta], self.dtype)
             ends = np.cumsum([self.m[place].size for place in bucket])[:-1]
             for place, m in zip(bucket, np.split(result, ends), strict=True):
@@ -215,12 +254,17 @@ def step_along_momentum(
     eps: float,
     keeps_zeros: bool = True,
 ) -> Array:
-    """Return one parameter's weights after step s of S5.5; where v is 0, they stay as they are if ``keeps_zeros``."""
+    """Return one parameter's weights after step s of S5.5; where v is 0, they stay as they are if
+    ``keeps_zeros``.
+    """
     number = weights.dtype.type
     step_size, correction = number(-lr / (1 - betas[0] ** s)), number((1 - betas[1] ** s) ** 0.5)
     # A float16 denominator is formed in float32, where eps does not vanish.
     wider = "float32" if dtype == "float16" else dtype
-    root = np.array(torch.tensor(v).to(getattr(torch, wider)).sqrt().tolist(), v.dtype)  # its last bit is torch's own (S1)
-    denominator = stored(stored(root / correction, wider) + stored(np.full(1, eps, v.dtype), wider), wider)
+    # its last bit is torch's own (S1)
+    root = np.array(torch.tensor(v).to(getattr(torch, wider)).sqrt().tolist(), v.dtype)
+    denominator = stored(
+        stored(root / correction, wider) + stored(np.full(1, eps, v.dtype), wider), wider
+    )
     moved = stored(weights + step_size * m / denominator, dtype)
     return np.where((root == 0) & keeps_zeros, weights, moved)

@@ -1,7 +1,7 @@
 """Every codec, MinMaxUInt8 (S4), MXFP8, MXFP4, MXINT8 and OneBit (S12), one number at a time.
 
-Chunks are lists of Python floats that are numbers of the dtype; payloads are bytes. Of S12, every product is one with a power of
-two, and exact in float64.
+Chunks are lists of Python floats that are numbers of the dtype; payloads are bytes. Of S12, every
+product is one with a power of two, and exact in float64.
 """
 
 from __future__ import annotations
@@ -11,12 +11,24 @@ import struct
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from bagua_ref.conformance.expected.kernels_scalar import LARGEST, decode, divide, encode, f32, rint, to
+from bagua_ref.conformance.expected.kernels_scalar import (
+    LARGEST,
+    decode,
+    divide,
+    encode,
+    f32,
+    rint,
+    to,
+)
 
 MINMAX = "MinMaxUInt8"
 HEADER = 32
 EPSILON = f32(1e-7)
-NAN_OF = {"float16": bytes.fromhex("007e"), "bfloat16": bytes.fromhex("c07f"), "float32": bytes.fromhex("0000c07f")}
+NAN_OF = {
+    "float16": bytes.fromhex("007e"),
+    "bfloat16": bytes.fromhex("c07f"),
+    "float32": bytes.fromhex("0000c07f"),
+}
 BLOCK = 32
 POISON = 255
 
@@ -36,7 +48,9 @@ class Elements:
     numbers: tuple[float, ...]
 
     def nearest(self, x: float) -> int:
-        """Return the code of the number next to ``x >= 0``; of two, the even code; beyond the largest, its code."""
+        """Return the code of the number next to ``x >= 0``; of two, the even code; beyond the
+        largest, its code.
+        """
         above = bisect_right(self.numbers, x)
         below = above - 1
         if above == len(self.numbers):
@@ -75,7 +89,8 @@ def payload_size(codec: str, c: int) -> int:
 
 
 def field_at(codec: str, place: int, c: int, dtype: str) -> str:
-    """Return the field of a payload of chunks of c elements to which a byte belongs (S4.1, S12.1, S12.2).
+    """Return the field of a payload of chunks of c elements to which a byte belongs (S4.1, S12.1,
+    S12.2).
 
     >>> field_at("MinMaxUInt8", 64 + 33, 5, "float32"), field_at("MXFP4", 2, 40, "float32")
     ('level of element 1 of chunk 1', 'code of elements 0 and 1 of chunk 0')
@@ -86,7 +101,11 @@ def field_at(codec: str, place: int, c: int, dtype: str) -> str:
         fields = [(f"scale of block {block}", 1) for block in range(math.ceil(c / BLOCK))]
     elif codec == MINMAX:
         name, bits, size = "level", 8, len(NAN_OF[dtype])
-        fields = [("minimum", size), ("maximum", size), ("gap after the maximum", HEADER - 2 * size)]
+        fields = [
+            ("minimum", size),
+            ("maximum", size),
+            ("gap after the maximum", HEADER - 2 * size),
+        ]
     else:
         name, bits, fields = "signs", 1, [("scale", 4), ("gap after the scale", 28)]
     for field, size in fields:
@@ -96,7 +115,11 @@ def field_at(codec: str, place: int, c: int, dtype: str) -> str:
     first, last = place * 8 // bits, min(place * 8 // bits + 8 // bits, c) - 1
     if first >= c:
         return f"padding of chunk {chunk}"
-    which = f"element {first}" if first == last else f"elements {first} {'and' if last == first + 1 else 'to'} {last}"
+    which = (
+        f"element {first}"
+        if first == last
+        else f"elements {first} {'and' if last == first + 1 else 'to'} {last}"
+    )
     return f"{name} of {which} of chunk {chunk}"
 
 
@@ -116,11 +139,15 @@ def decompress_chunk(codec: str, payload: bytes, count: int, dtype: str) -> list
         return _from_one_bit(payload, count, dtype)
     found = FORMATS[codec]
     scales, elements = payload[: math.ceil(count / BLOCK)], payload[math.ceil(count / BLOCK) :]
-    return [_stored(dtype, _element(codec, elements, place, scales[place // BLOCK], found)) for place in range(count)]
+    return [
+        _stored(dtype, _element(codec, elements, place, scales[place // BLOCK], found))
+        for place in range(count)
+    ]
 
 
 def error_bound(codec: str, x: float, block: list[float], restored: float, dtype: str) -> float:
-    """Return the bound of the error of one element of a finite block (MinMaxUInt8: chunk), in float64 (S4.6, S12.3).
+    """Return the bound of the error of one element of a finite block (MinMaxUInt8: chunk), in
+    float64 (S4.6, S12.3).
 
     Args:
         codec: one of `FORMATS`, or MinMaxUInt8.
@@ -131,7 +158,11 @@ def error_bound(codec: str, x: float, block: list[float], restored: float, dtype
     """
     if codec == MINMAX:
         low, high = min(block), max(block)
-        return 0.5 / grid(low, high)[0] + 1.5 * 2.0**-22 * max(abs(low), abs(high)) + half_ulp(restored, dtype)
+        return (
+            0.5 / grid(low, high)[0]
+            + 1.5 * 2.0**-22 * max(abs(low), abs(high))
+            + half_ulp(restored, dtype)
+        )
     form, largest = FORMATS[codec], max(abs(value) for value in block)
     scale, rounding = 2.0 ** exponent_of(largest, form.emax), half_ulp(restored, dtype)
     saturates = abs(x) > form.numbers[-1] * scale
@@ -210,7 +241,10 @@ def _from_one_bit(payload: bytes, count: int, dtype: str) -> list[float]:
         return []
     scale = struct.unpack("<f", payload[:4])[0]
     stored = _stored(dtype, scale)
-    return [stored if payload[32 + place // 8] >> (7 - place % 8) & 1 else -stored for place in range(count)]
+    return [
+        stored if payload[32 + place // 8] >> (7 - place % 8) & 1 else -stored
+        for place in range(count)
+    ]
 
 
 def _padded(size: int) -> int:
@@ -258,7 +292,10 @@ def decompress_minmax(block: bytes, count: int, dtype: str) -> list[float]:
     if math.isnan(low) or math.isnan(high):
         return [math.nan] * count
     scale, _, lower = grid(low, high)
-    return [saturate(dtype, f32(divide(f32(level + lower), scale))) for level in block[HEADER : HEADER + count]]
+    return [
+        saturate(dtype, f32(divide(f32(level + lower), scale)))
+        for level in block[HEADER : HEADER + count]
+    ]
 
 
 def saturate(dtype: str, value: float) -> float:
@@ -268,7 +305,9 @@ def saturate(dtype: str, value: float) -> float:
 
 
 def half_ulp(value: float, dtype: str) -> float:
-    """Return what rounding to a 16-bit dtype may add to the error of a value; 0 for float32, in which it is computed."""
+    """Return what rounding to a 16-bit dtype may add to the error of a value; 0 for float32, in
+    which it is computed.
+    """
     if dtype == "float32":
         return 0.0
     digits, smallest = (11, -24) if dtype == "float16" else (8, -133)

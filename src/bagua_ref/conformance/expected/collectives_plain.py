@@ -1,7 +1,7 @@
 """The collectives of S3.9, for all ranks at once: ``x[r]`` is the flat tensor of rank r.
 
-Floats are combined in float64 and rounded once, integers in int64, where they wrap around. What comes back has a row for each
-rank, except for `combine` and `gather`.
+Floats are combined in float64 and rounded once, integers in int64, where they wrap around. What
+comes back has a row for each rank, except for `combine` and `gather`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def combine(x: Tensor, op: str) -> Tensor:
-    """Return the reduction of all ranks' elements by an operation named as in MPI; MIN and MAX of a NaN are NaN.
+    """Return the reduction of all ranks' elements by an operation named as in MPI; MIN and MAX of a
+    NaN are NaN.
 
     >>> combine(torch.tensor([[200], [200], [200]], dtype=torch.uint8), "SUM")
     tensor([88], dtype=torch.uint8)
@@ -96,7 +97,8 @@ def alltoall_v(
     send_displs: Sequence[Sequence[int]],
     recv_displs: Sequence[Sequence[int]],
 ) -> list[Tensor]:
-    """Give rank d the block that each rank s sends to it; what lies between blocks stays as it was ``before``.
+    """Give rank d the block that each rank s sends to it; what lies between blocks stays as it was
+    ``before``.
 
     Args:
         x: what each rank sends.

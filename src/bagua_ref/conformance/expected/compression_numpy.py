@@ -1,8 +1,10 @@
-"""Compressed rounds of n ranks: PowerSGD (S10) of one gradient, any codec with error memory and top-k (S11) of one bucket.
+"""Compressed rounds of n ranks: PowerSGD (S10) of one gradient, any codec with error memory and
+top-k (S11) of one bucket.
 
-Gradients, memories and factors go in, their successors come out: by rank where they differ between ranks. Matrices are NumPy arrays
-of float32 (float64 for float64), and so is what is sent. Bases depend on rounding, spans do not: compare PowerSGD's results and
-memories, round by round from equal e and Q.
+Gradients, memories and factors go in, their successors come out: by rank where they differ between
+ranks. Matrices are NumPy arrays of float32 (float64 for float64), and so is what is sent. Bases
+depend on rounding, spans do not: compare PowerSGD's results and memories, round by round from equal
+e and Q.
 """
 
 from __future__ import annotations
@@ -13,12 +15,32 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bagua_ref.conformance.expected.algorithms_numpy import Array, added, inputs_of_leaders, padded, restored, stored
+from bagua_ref.conformance.expected.algorithms_numpy import (
+    Array,
+    added,
+    inputs_of_leaders,
+    padded,
+    restored,
+    stored,
+)
 
 __all__ = [
-    "ErrorFeedback", "LowRankRound", "added", "compressed_rank", "error_feedback_round", "gram", "is_tame", "kept", "norm",
-    "orthonormal", "power_sgd_round", "reach", "sent_count", "start", "topk_round",
-]  # fmt: skip
+    "ErrorFeedback",
+    "LowRankRound",
+    "added",
+    "compressed_rank",
+    "error_feedback_round",
+    "gram",
+    "is_tame",
+    "kept",
+    "norm",
+    "orthonormal",
+    "power_sgd_round",
+    "reach",
+    "sent_count",
+    "start",
+    "topk_round",
+]
 
 
 def compressed_rank(shape: tuple[int, ...], rank: int, rate: float) -> int:
@@ -43,7 +65,9 @@ def orthonormal(matrix: Array) -> Array:
 
 
 def dot(a: Array, b: Array) -> float:
-    """Return the inner product, its terms added in order: a library's order, and with it the last bits, depend on the processor."""
+    """Return the inner product, its terms added in order: a library's order, and with it the last
+    bits, depend on the processor.
+    """
     return float(np.add.accumulate(a * b)[-1])
 
 
@@ -55,12 +79,16 @@ def product(a: Array, b: Array) -> Array:
 
 def fresh(m: int, r: int, seed: int, k: int, i: int) -> Array:
     """Return N (S10.2)."""
-    found: Array = torch.randn(m, r, generator=torch.Generator().manual_seed(seed + 1000003 * k + 7919 * i)).numpy()
+    found: Array = torch.randn(
+        m, r, generator=torch.Generator().manual_seed(seed + 1000003 * k + 7919 * i)
+    ).numpy()
     return found
 
 
 def start(q: Array | None, shape: tuple[int, int], dtype: type, seed: int, k: int, i: int) -> Array:
-    """Return the Q with which round k starts; ``q`` is the last round's, None: there is none (S10.2)."""
+    """Return the Q with which round k starts; ``q`` is the last round's, None: there is none
+    (S10.2).
+    """
     columns: Array = fresh(*shape, seed, k, i).astype(dtype)
     found = orthonormal(columns if q is None else q)
     zero = [j for j in range(shape[1]) if not found[:, j].any()]
@@ -131,7 +159,14 @@ def power_sgd_round(
 
 def norm(arrays: list[Array]) -> float:
     """Return a bound of what a projection of these matrices can gather in one element."""
-    return max([float(np.abs(x).max()) * sum(x.shape) ** 0.5 for x in arrays if x.size and np.isfinite(x).all()], default=0.0)
+    return max(
+        [
+            float(np.abs(x).max()) * sum(x.shape) ** 0.5
+            for x in arrays
+            if x.size and np.isfinite(x).all()
+        ],
+        default=0.0,
+    )
 
 
 def is_tame(columns: Array, size: float | None = None) -> bool:
@@ -139,7 +174,8 @@ def is_tame(columns: Array, size: float | None = None) -> bool:
 
     Args:
         columns: of one matrix.
-        size: what their rounding is relative to, such as `norm` of what was added up, which may cancel. None: each column's norm.
+        size: what their rounding is relative to, such as `norm` of what was added up, which may
+            cancel. None: each column's norm.
     """
     columns = columns.astype(np.float64)
     sizes = np.linalg.norm(columns, axis=0)
@@ -151,15 +187,31 @@ def is_tame(columns: Array, size: float | None = None) -> bool:
 
 
 def reach(
-    gradients: list[Array], errors: list[Array] | None, q: Array | None, rank: int, *, warm_start: bool, seed: int, k: int, i: int
+    gradients: list[Array],
+    errors: list[Array] | None,
+    q: Array | None,
+    rank: int,
+    *,
+    warm_start: bool,
+    seed: int,
+    k: int,
+    i: int,
 ) -> float:
-    """Return a bound of the sum in one element of a round; inf where rounding decides the span of its columns.
+    """Return a bound of the sum in one element of a round; inf where rounding decides the span of
+    its columns.
 
     The arguments are those of `power_sgd_round`.
     """
     every, known = [*gradients, *(errors or [])], q if warm_start else None
-    columns, size = start(known, (every[0].shape[1], rank), every[0].dtype.type, seed, k, i), norm(every)
-    return size if is_tame(added(every) @ columns, size) and (known is None or is_tame(known)) else math.inf
+    columns, size = (
+        start(known, (every[0].shape[1], rank), every[0].dtype.type, seed, k, i),
+        norm(every),
+    )
+    return (
+        size
+        if is_tame(added(every) @ columns, size) and (known is None or is_tame(known))
+        else math.inf
+    )
 
 
 def gram(q: Array) -> Array:
@@ -170,7 +222,13 @@ def gram(q: Array) -> Array:
 
 
 def error_feedback_round(
-    inputs: list[Array], workers: list[Array], servers: list[Array], codec: str, dtype: str, filled: int, average: bool = True
+    inputs: list[Array],
+    workers: list[Array],
+    servers: list[Array],
+    codec: str,
+    dtype: str,
+    filled: int,
+    average: bool = True,
 ) -> tuple[Array, list[Array], list[Array]]:
     """Return the result, and the memories of every rank: e and f.
 
@@ -186,32 +244,48 @@ def error_feedback_round(
     n, m = len(inputs), len(inputs[0])
     chunks = [slice(place * m // n, (place + 1) * m // n) for place in range(n)]
     sent = [x + e for x, e in zip(inputs, workers, strict=True)]
-    arrived = [np.concatenate([restored(p[chunk], "float32", codec) for chunk in chunks]) for p in sent]
+    arrived = [
+        np.concatenate([restored(p[chunk], "float32", codec) for chunk in chunks]) for p in sent
+    ]
     totals = [added([d[chunk] for d in arrived]) for chunk in chunks]
-    reduced = [(total / np.float32(n) if average else total) + f for total, f in zip(totals, servers, strict=True)]
+    reduced = [
+        (total / np.float32(n) if average else total) + f
+        for total, f in zip(totals, servers, strict=True)
+    ]
     result = np.concatenate([restored(y, "float32", codec) for y in reduced])
 
     def remembered(new: Array, old: Array, chunk: slice) -> Array:
-        """Return the new memory, but the old one where the result is NaN, and none of the padding."""
+        """Return the new memory, but the old one where the result is NaN, and none of the
+        padding.
+        """
         is_padding = np.arange(m)[chunk] >= filled
         return np.where(is_padding, np.float32(0), np.where(np.isnan(result[chunk]), old, new))
 
-    new_workers = [remembered(p - d, e, slice(m)) for p, d, e in zip(sent, arrived, workers, strict=True)]
-    new_servers = [remembered(y - result[chunk], f, chunk) for y, f, chunk in zip(reduced, servers, chunks, strict=True)]
+    new_workers = [
+        remembered(p - d, e, slice(m)) for p, d, e in zip(sent, arrived, workers, strict=True)
+    ]
+    new_servers = [
+        remembered(y - result[chunk], f, chunk)
+        for y, f, chunk in zip(reduced, servers, chunks, strict=True)
+    ]
     return stored(result, dtype), new_workers, new_servers
 
 
 class ErrorFeedback:
-    """All rounds of a bucket with error memory (S11.1), between all ranks or between node leaders (S3.3).
+    """All rounds of a bucket with error memory (S11.1), between all ranks or between node leaders
+    (S3.3).
 
     Args:
-        nodes: number of ranks on each node, whose leaders then have the memories; None: all ranks have.
+        nodes: number of ranks on each node, whose leaders then have the memories; None: all ranks
+            have.
         codec: its name.
         dtype: of the bucket.
         average: the mean instead of the sum.
     """
 
-    def __init__(self, nodes: list[int] | None, codec: str, dtype: str, average: bool = True) -> None:
+    def __init__(
+        self, nodes: list[int] | None, codec: str, dtype: str, average: bool = True
+    ) -> None:
         self.nodes, self.codec, self.dtype, self.average = nodes, codec, dtype, average
         self.workers: list[Array] = []
         self.servers: list[Array] = []
@@ -236,13 +310,17 @@ def sent_count(m: int, ratio: float) -> int:
 
 
 def kept(p: Array, k: int) -> list[int]:
-    """Return the indices that a rank sends, ascending: NaN first, then the largest absolute values, equal ones in order."""
+    """Return the indices that a rank sends, ascending: NaN first, then the largest absolute values,
+    equal ones in order.
+    """
     is_nan = np.isnan(p)
     found: list[int] = np.sort(np.lexsort((-np.where(is_nan, 0, np.abs(p)), ~is_nan))[:k]).tolist()
     return found
 
 
-def topk_round(gradients: list[Array], errors: list[Array] | None, ratio: float, dtype: str) -> tuple[Array, list[Array] | None]:
+def topk_round(
+    gradients: list[Array], errors: list[Array] | None, ratio: float, dtype: str
+) -> tuple[Array, list[Array] | None]:
     """Return the averaged gradient, and what every rank keeps.
 
     Args:
@@ -251,7 +329,11 @@ def topk_round(gradients: list[Array], errors: list[Array] | None, ratio: float,
         ratio: k is this part of m, rounded up.
         dtype: of the result.
     """
-    given = [g.copy() for g in gradients] if errors is None else [g + e for g, e in zip(gradients, errors, strict=True)]
+    given = (
+        [g.copy() for g in gradients]
+        if errors is None
+        else [g + e for g, e in zip(gradients, errors, strict=True)]
+    )
     k = sent_count(given[0].size, ratio)
     total = np.zeros_like(given[0])
     left = given if all(np.isfinite(p).all() for p in given) else errors

@@ -1,7 +1,8 @@
-"""Training of n ranks on averaged weights (S3.4, S3.5, S5.3, S5.4, S13), in one loop over all ranks.
+"""Training of n ranks on averaged weights (S3.4, S3.5, S5.3, S5.4, S13), in one loop over all
+ranks.
 
-Gradients go in, weights come out: NumPy arrays as in `algorithms_numpy`, and so is ``nodes``. Averages along graphs (S13.1 to
-S13.4) are of arrays whose row r belongs to rank r.
+Gradients go in, weights come out: NumPy arrays as in `algorithms_numpy`, and so is ``nodes``.
+Averages along graphs (S13.1 to S13.4) are of arrays whose row r belongs to rank r.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from bagua_ref.conformance.expected.algorithms_numpy import Array, restored, scatter_gather, split, step_of_sgd, stored
+from bagua_ref.conformance.expected.algorithms_numpy import (
+    Array,
+    restored,
+    scatter_gather,
+    split,
+    step_of_sgd,
+    stored,
+)
 
 Weights: TypeAlias = Sequence[Sequence[Sequence[Any]]]
 """A graph: for each receiving rank, (source, weight) pairs."""
@@ -22,9 +30,14 @@ Mode: TypeAlias = "str | Sequence[Weights]"
 
 
 def between_leaders(
-    operation: Callable[[list[Array]], list[Array]], ranks: list[Array], dtype: str, nodes: list[int] | None
+    operation: Callable[[list[Array]], list[Array]],
+    ranks: list[Array],
+    dtype: str,
+    nodes: list[int] | None,
 ) -> list[Array]:
-    """Return the results of an operation on the arrays of ranks; with ``nodes``, on the means of nodes, for each of their ranks."""
+    """Return the results of an operation on the arrays of ranks; with ``nodes``, on the means of
+    nodes, for each of their ranks.
+    """
     if nodes is None:
         return operation(ranks)
     results = operation([scatter_gather(node, dtype) for node in split(ranks, nodes)])
@@ -32,19 +45,25 @@ def between_leaders(
 
 
 def library_mean(ranks: list[Array], dtype: str) -> Array:
-    """Return the mean, added in rank order as the simulated world does; a library may use another order (S3.7)."""
+    """Return the mean, added in rank order as the simulated world does; a library may use another
+    order (S3.7).
+    """
     total = functools.reduce(np.add, ranks)
     return stored(total / total.dtype.type(len(ranks)), dtype)
 
 
 def pairs(n: int, step: int) -> dict[int, int]:
-    """Pair rank i of the first half with the rank ``i + step`` places into the second half, which wraps around (S3.4)."""
+    """Pair rank i of the first half with the rank ``i + step`` places into the second half, which
+    wraps around (S3.4).
+    """
     half = n // 2
     found = {i: half + (i + step) % half for i in range(half)}
     return found | {b: a for a, b in found.items()}
 
 
-def average(ranks: list[Array], dtype: str, mode: Mode, nodes: list[int] | None, step: int) -> list[Array]:
+def average(
+    ranks: list[Array], dtype: str, mode: Mode, nodes: list[int] | None, step: int
+) -> list[Array]:
     """Average the weights for the ``step``-th time (S3.4, S13)."""
     if mode == "all":
         return [library_mean(ranks, dtype) for _ in ranks]
@@ -68,7 +87,9 @@ class Ring:
         """Return the replicas at the start, from every rank's weights."""
         n = len(ranks)
         return cls(
-            [x.copy() for x in ranks], [ranks[(r - 1) % n].copy() for r in range(n)], [ranks[(r + 1) % n].copy() for r in range(n)]
+            [x.copy() for x in ranks],
+            [ranks[(r - 1) % n].copy() for r in range(n)],
+            [ranks[(r + 1) % n].copy() for r in range(n)],
         )
 
     def step(self, ranks: list[Array], dtype: str) -> list[Array]:
@@ -95,7 +116,8 @@ def train_decentralized(
     mode: Mode | None,
     interval: int,
 ) -> list[list[Array]]:
-    """Return the weights after each step, by rank; ``gradients[step][rank]`` were computed before the averaging (S5.3).
+    """Return the weights after each step, by rank; ``gradients[step][rank]`` were computed before
+    the averaging (S5.3).
 
     Without a mode, averaging is that on the ring, and follows the optimizer's step (S5.4).
     """

@@ -1,8 +1,10 @@
-"""Rounding to float16, bfloat16, float32 and float64, and the kernels of S1, S3 and S5.5, one number at a time in plain Python.
+"""Rounding to float16, bfloat16, float32 and float64, and the kernels of S1, S3 and S5.5, one
+number at a time in plain Python.
 
-Arguments and results are Python floats, which are float64; a kernel's are numbers of the dtype named first. One operation (+ - * /)
-on two float32 numbers done in float64 and then rounded to float32 is rounded correctly: 53 bits are more than 2 * 24 + 2. Nothing
-here imports what it judges.
+Arguments and results are Python floats, which are float64; a kernel's are numbers of the dtype
+named first. One operation (+ - * /)
+on two float32 numbers done in float64 and then rounded to float32 is rounded correctly: 53 bits are
+more than 2 * 24 + 2. Nothing here imports what it judges.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from collections.abc import Callable
 
 INF, NAN = math.inf, math.nan
 
-LARGEST = {"float16": 65504.0, "bfloat16": 255 / 128 * 2.0**127, "float32": (2 - 2.0**-23) * 2.0**127}
+LARGEST = {
+    "float16": 65504.0,
+    "bfloat16": 255 / 128 * 2.0**127,
+    "float32": (2 - 2.0**-23) * 2.0**127,
+}
 
 
 def f32(value: float) -> float:
@@ -53,7 +59,12 @@ def arithmetic(dtype: str) -> Callable[[float], float]:
     return float if dtype == "float64" else f32
 
 
-_ROUND: dict[str, Callable[[float], float]] = {"float16": f16, "bfloat16": bf16, "float32": f32, "float64": float}
+_ROUND: dict[str, Callable[[float], float]] = {
+    "float16": f16,
+    "bfloat16": bf16,
+    "float32": f32,
+    "float64": float,
+}
 
 
 def float32_of_bits(bits: int) -> float:
@@ -153,4 +164,6 @@ def reduce_in_order(dtype: str, values: list[float], average: bool) -> float:
 
 def ascending(keys: list[float]) -> list[int]:
     """Return the stable order of the keys; NaNs come last (S7.2)."""
-    return sorted(range(len(keys)), key=lambda i: (True, 0.0) if math.isnan(keys[i]) else (False, keys[i]))
+    return sorted(
+        range(len(keys)), key=lambda i: (True, 0.0) if math.isnan(keys[i]) else (False, keys[i])
+    )

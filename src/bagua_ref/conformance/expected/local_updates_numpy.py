@@ -1,8 +1,10 @@
-"""Training of n ranks on local gradients: local SGD and DiLoCo with fragments (S9), in one loop over all ranks.
+"""Training of n ranks on local gradients: local SGD and DiLoCo with fragments (S9), in one loop
+over all ranks.
 
-Gradients go in, weights come out: by step, rank and parameter. Weights and gradients are flat NumPy arrays of numbers of their
-dtype, held as float32 (float64 for float64), of which every operation rounds to nearest-even. The inner optimizer is SGD; the
-outer one is torch's own, as its rounding is.
+Gradients go in, weights come out: by step, rank and parameter. Weights and gradients are flat NumPy
+arrays of numbers of their dtype, held as float32 (float64 for float64), of which every operation
+rounds to nearest-even. The inner optimizer is SGD; the outer one is torch's own, as its rounding
+is.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagua_ref.conformance.expected.algorithms_numpy import Array, full_precision, one_byte, step_of_sgd, stored
+from bagua_ref.conformance.expected.algorithms_numpy import (
+    Array,
+    full_precision,
+    one_byte,
+    step_of_sgd,
+    stored,
+)
 from bagua_ref.conformance.expected.decentralized_numpy import library_mean
 
 Weights = list[Array]
@@ -41,7 +49,10 @@ def fragment_of(sizes: list[int], count: int) -> list[int]:
 def places_of(sizes: list[int], count: int) -> list[list[int]]:
     """Return the places of the parameters in each fragment, given the bytes of each (S9.3)."""
     found = fragment_of(sizes, count)
-    return [[place for place, fragment in enumerate(found) if fragment == wanted] for wanted in range(count)]
+    return [
+        [place for place, fragment in enumerate(found) if fragment == wanted]
+        for wanted in range(count)
+    ]
 
 
 def is_averaged(t: int, *, period: int, offset: int = 0, warmup_steps: int = 0) -> bool:
@@ -49,21 +60,34 @@ def is_averaged(t: int, *, period: int, offset: int = 0, warmup_steps: int = 0) 
     return t > warmup_steps and (t - warmup_steps - offset) % period == 0
 
 
-def fragment_due(t: int, *, period: int, fragments: int, warmup_steps: int = 0, delay: int = 0) -> int | None:
-    """Return the fragment that is applied, or with its delay the one that is sent, after step t; None: none is (S9.4)."""
+def fragment_due(
+    t: int, *, period: int, fragments: int, warmup_steps: int = 0, delay: int = 0
+) -> int | None:
+    """Return the fragment that is applied, or with its delay the one that is sent, after step t;
+    None: none is (S9.4).
+    """
     gap, local_step = period // fragments, t - warmup_steps
-    due = [p for p in range(fragments) if local_step > 0 and (local_step - ((p + 1) * gap - delay)) % period == 0]
+    due = [
+        p
+        for p in range(fragments)
+        if local_step > 0 and (local_step - ((p + 1) * gap - delay)) % period == 0
+    ]
     return due[0] if due else None
 
 
 def averaged(ranks: Sequence[Sequence[Any]], dtypes: list[str]) -> list[Weights]:
     """Return the mean over the ranks, for each of them."""
-    means = [library_mean(list(column), dtype) for column, dtype in zip(zip(*ranks, strict=True), dtypes, strict=True)]
+    means = [
+        library_mean(list(column), dtype)
+        for column, dtype in zip(zip(*ranks, strict=True), dtypes, strict=True)
+    ]
     return [[x.copy() for x in means] for _ in ranks]
 
 
 class InnerSGD:
-    """torch's SGD on every rank: ``b <- momentum*b + grad``, which begins as grad, then ``x <- x - lr*b``; b stays local."""
+    """torch's SGD on every rank: ``b <- momentum*b + grad``, which begins as grad, then ``x <- x -
+    lr*b``; b stays local.
+    """
 
     def __init__(self, lr: float, momentum: float, dtypes: list[str]) -> None:
         self.lr, self.momentum, self.dtypes = lr, momentum, dtypes
@@ -72,7 +96,10 @@ class InnerSGD:
     def step(self, ranks: list[Weights], gradients: Sequence[Gradients]) -> list[Weights]:
         """Return the weights after a step on every rank."""
         return [
-            [x if grad is None else self._moved((rank, place), x, grad) for place, (x, grad) in enumerate(zip(*pair, strict=True))]
+            [
+                x if grad is None else self._moved((rank, place), x, grad)
+                for place, (x, grad) in enumerate(zip(*pair, strict=True))
+            ]
             for rank, pair in enumerate(zip(ranks, gradients, strict=True))
         ]
 
@@ -106,7 +133,11 @@ def local_sgd(
             given = averaged(given, dtypes)
         elif hierarchical:
             first = np.cumsum([0, *nodes])
-            given = [x for place, size in enumerate(nodes) for x in averaged(given[first[place] : first[place] + size], dtypes)]
+            given = [
+                x
+                for place, size in enumerate(nodes)
+                for x in averaged(given[first[place] : first[place] + size], dtypes)
+            ]
         ranks = inner.step(ranks, given)
         if is_averaged(t, period=period, offset=offset, warmup_steps=warmup_steps):
             ranks = averaged(ranks, dtypes)
@@ -154,8 +185,16 @@ class DiLoCo:
     ) -> None:
         self.ranks, self.dtypes, self.fragments = [start] * ranks, dtypes, fragments
         self._inner = InnerSGD(lr, momentum, dtypes)
-        self.outer, self.mix, self.warmup_steps, self.compression = outer, mix, warmup_steps, compression
-        self.delay, self.schedule = delay, {"period": period, "fragments": len(fragments), "warmup_steps": warmup_steps}
+        self.outer, self.mix, self.warmup_steps, self.compression = (
+            outer,
+            mix,
+            warmup_steps,
+            compression,
+        )
+        self.delay, self.schedule = (
+            delay,
+            {"period": period, "fragments": len(fragments), "warmup_steps": warmup_steps},
+        )
         self.t = 0
         self.g: Weights | None = None
         self._sent: dict[int, Weights] = {}
@@ -170,7 +209,9 @@ class DiLoCo:
         if self.t == self.warmup_steps + 1:
             self.g = [x.copy() for x in self.ranks[0]]
             self._in_torch = [torch.nn.Parameter(torch.from_numpy(g.copy())) for g in self.g]
-            self._optimizers = [self.outer([self._in_torch[place] for place in places]) for places in self.fragments]
+            self._optimizers = [
+                self.outer([self._in_torch[place] for place in places]) for places in self.fragments
+            ]
         given = averaged(gradients, self.dtypes) if self.t <= self.warmup_steps else gradients
         self.ranks = self._inner.step(self.ranks, given)
         if (sent := fragment_due(self.t, delay=self.delay, **self.schedule)) is not None:
@@ -181,13 +222,19 @@ class DiLoCo:
     def _mean_difference(self, p: int) -> Weights:
         """Return D of a fragment, the mean over ranks of g - x, by parameter (S9.5)."""
         assert self.g is not None
-        exchange = full_precision(average=True) if self.compression is None else one_byte(average=True, nodes=None)
+        exchange = (
+            full_precision(average=True)
+            if self.compression is None
+            else one_byte(average=True, nodes=None)
+        )
         found: dict[int, Array] = {}
         for wide in (np.float32, np.float64):  # a flat buffer for each dtype of g
             places = [place for place in self.fragments[p] if self.g[place].dtype == wide]
             if not places:
                 continue
-            flats = [np.concatenate([self.g[place] - x[place] for place in places]) for x in self.ranks]
+            flats = [
+                np.concatenate([self.g[place] - x[place] for place in places]) for x in self.ranks
+            ]
             mean = exchange(flats, str(flats[0].dtype))
             for place in places:
                 found[place], mean = mean[: self.g[place].size], mean[self.g[place].size :]

@@ -1,6 +1,8 @@
-"""The samplers of S7 and the places of cached values (S8.1) in plain Python, clause by clause, over lists.
+"""The samplers of S7 and the places of cached values (S8.1) in plain Python, clause by clause, over
+lists.
 
-torch is only asked for what the clause takes from it: `torch.randint` and `torch.randperm` of a seeded generator.
+torch is only asked for what the clause takes from it: `torch.randint` and `torch.randperm` of a
+seeded generator.
 """
 
 from __future__ import annotations
@@ -24,15 +26,26 @@ def noise_limit(complexities: list[Any], random_level: float) -> int:
 
 
 def noise_and_chunks(
-    complexities: list[Any], replicas: int, *, shuffle: bool, seed: int, epoch: int, drop_last: bool, random_level: float
+    complexities: list[Any],
+    replicas: int,
+    *,
+    shuffle: bool,
+    seed: int,
+    epoch: int,
+    drop_last: bool,
+    random_level: float,
 ) -> tuple[list[int], list[int]]:
-    """S7.2 and S7.3: the draws of torch's generator, noise for each sample and then the numbers of the chunks in order."""
+    """S7.2 and S7.3: the draws of torch's generator, noise for each sample and then the numbers of
+    the chunks in order.
+    """
     length = len(complexities)
     count = max(1, num_samples(length, replicas, drop_last))
     if not shuffle:
         return [0] * length, list(range(count))
     draws = Draws(seed + epoch)
-    return draws.draw_noise(noise_limit(complexities, random_level), length), draws.permutation(count)
+    return draws.draw_noise(noise_limit(complexities, random_level), length), draws.permutation(
+        count
+    )
 
 
 def indices(complexities: list[Any], replicas: int, rank: int, **options: Any) -> list[int]:
@@ -89,7 +102,8 @@ def stretches_of(
     random_level: float,
     draws: Draws | None = None,
 ) -> list[list[list[Any]]]:
-    """Return each replica's items in each stretch: one for each (R, number drawn) of a history, then one for ``replicas`` (S7.6).
+    """Return each replica's items in each stretch: one for each (R, number drawn) of a history,
+    then one for ``replicas`` (S7.6).
 
     Items are samples; with ``cut``, a batch_fn, they are batches (S7.4).
     """
@@ -102,9 +116,16 @@ def stretches_of(
     for count, drawn in [*history, (replicas, 0)]:
         number = num_samples(len(left), count, drop_last)
         chunks = draws.permutation(max(1, number)) if shuffle else list(range(number))
-        shares: list[list[Any]] = [[left[(chunk * count + rank) % len(left)] for chunk in chunks[:number]] for rank in range(count)]
+        shares: list[list[Any]] = [
+            [left[(chunk * count + rank) % len(left)] for chunk in chunks[:number]]
+            for rank in range(count)
+        ]
         if cut is not None:
-            shares = equal_batches([cut(share) for share in shares], drop_batches) if left else [[] for _ in shares]
+            shares = (
+                equal_batches([cut(share) for share in shares], drop_batches)
+                if left
+                else [[] for _ in shares]
+            )
         found.append(shares)
         items = [item for share in shares for item in share[:drawn]]
         gone = set(items if cut is None else [sample for batch in items for sample in batch])
@@ -141,7 +162,9 @@ def budget_stretches(
     drop_last: bool,
     draws: Draws | None = None,
 ) -> list[list[list[list[int]]]]:
-    """S7.7: for each (R, steps drawn) of a history, and for ``replicas`` after it, the batches of each replica in the stretch."""
+    """S7.7: for each (R, steps drawn) of a history, and for ``replicas`` after it, the batches of
+    each replica in the stretch.
+    """
     draws = draws or Draws(seed + epoch)
     first = draws.permutation(len(costs)) if shuffle else range(len(costs))
     left = sorted(first, key=lambda sample: costs[sample])
@@ -171,14 +194,23 @@ def budget_stretches(
         steps = [batches[place : place + count] for place in range(0, len(batches), count)]
         if shuffle:
             steps = [steps[turn] for turn in draws.permutation(len(steps))]
-        found.append([[step[(rank + number) % count] for number, step in enumerate(steps)] for rank in range(count)])
+        found.append(
+            [
+                [step[(rank + number) % count] for number, step in enumerate(steps)]
+                for rank in range(count)
+            ]
+        )
         gone = {sample for step in steps[:drawn] for batch in step for sample in batch}
         left = [] if drawn == len(steps) else [sample for sample in left if sample not in gone]
     return found
 
 
-def filled_batches(costs: list[Any], max_cost: Any, samples: list[int], padded: Any = False) -> list[list[int]]:
-    """S7.7.2: samples in batches of at most ``max_cost``, unless one sample alone costs more; a user's function may do so, too."""
+def filled_batches(
+    costs: list[Any], max_cost: Any, samples: list[int], padded: Any = False
+) -> list[list[int]]:
+    """S7.7.2: samples in batches of at most ``max_cost``, unless one sample alone costs more; a
+    user's function may do so, too.
+    """
     batches: list[list[int]] = []
     for sample in samples:
         if not batches or batch_cost(costs, [*batches[-1], sample], padded) > max_cost:
@@ -187,7 +219,9 @@ def filled_batches(costs: list[Any], max_cost: Any, samples: list[int], padded: 
     return batches
 
 
-def equal_batches(batches_of_replicas: list[list[list[int]]], drop_last: bool) -> list[list[list[int]]]:
+def equal_batches(
+    batches_of_replicas: list[list[list[int]]], drop_last: bool
+) -> list[list[list[int]]]:
     """S7.4: the same number of batches for each replica."""
     counts = [len(batches) for batches in batches_of_replicas]
     if drop_last:
@@ -207,5 +241,7 @@ def stored_key(dataset_name: str, key: str) -> bytes:
 
 
 def hash_of(stored: bytes) -> int:
-    """S8.1: the hash of a stored key; modulo the number of stores, it is the index of the key's store."""
+    """S8.1: the hash of a stored key; modulo the number of stores, it is the index of the key's
+    store.
+    """
     return int(xxhash.xxh64_intdigest(stored, seed=0))

@@ -1,13 +1,16 @@
 """Tolerances of all checks, with the reason for each.
 
 ========== ====================================================================================================================
-EXACT      Not one bit, the sign of a zero included. S1 fixes the rounding of every operation, so two right implementations
+EXACT      Not one bit, the sign of a zero included. S1 fixes the rounding of every operation, so
+two right implementations
            agree; only the bits of a NaN are free.
-ULP(n)     n steps between neighbouring numbers of the dtype. For functions whose last bit their library does not promise, and
+ULP(n)     n steps between neighbouring numbers of the dtype. For functions whose last bit their
+library does not promise, and
            for the vector body of a library's loop against its scalar tail (S6).
-SUM(world) world * eps * magnitude, where magnitude is the sum (for a mean: the mean) of the absolute values that were added.
-           For a library's all-reduce, which adds in an order of its own (S3.7): either order rounds world - 1 times by at most
-           eps/2 of a partial sum, and a mean once more.
+SUM(world) world * eps * magnitude, where magnitude is the sum (for a mean: the mean) of the
+absolute values that were added.
+           For a library's all-reduce, which adds in an order of its own (S3.7): either order rounds
+           world - 1 times by at most eps/2 of a partial sum, and a mean once more.
 ========== ====================================================================================================================
 """
 
@@ -51,15 +54,24 @@ def SUM(world: int) -> Tolerance:  # noqa: N802 - the table's name
     return Tolerance(f"SUM({world})", epsilons=world)
 
 
-def assert_equal(actual: Tensor, expected: Tensor, tolerance: Tolerance, *, magnitude: Tensor | float | None = None) -> None:
-    """Raise AssertionError unless actual equals expected within tolerance; NaN equals NaN, infinities only themselves.
+def assert_equal(
+    actual: Tensor,
+    expected: Tensor,
+    tolerance: Tolerance,
+    *,
+    magnitude: Tensor | float | None = None,
+) -> None:
+    """Raise AssertionError unless actual equals expected within tolerance; NaN equals NaN,
+    infinities only themselves.
 
     Args:
         actual: the implementation's result.
         expected: the expected result, of the same shape and dtype; the devices may differ.
         tolerance: a row of the table.
-        magnitude: for `SUM`: the sum (for a mean: the mean) of the absolute values that were added, per element or the largest;
-            None: the absolute value of expected, which is right only if all added values have the same sign.
+        magnitude: for `SUM`: the sum (for a mean: the mean) of the absolute values that were added,
+            per element or the largest;
+            None: the absolute value of expected, which is right only if all added values have the
+                same sign.
 
     >>> assert_equal(torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]), EXACT)
     >>> assert_equal(torch.tensor([0.0]), torch.tensor([-0.0]), EXACT)
@@ -70,7 +82,8 @@ def assert_equal(actual: Tensor, expected: Tensor, tolerance: Tolerance, *, magn
     actual, expected = actual.detach().cpu(), expected.detach().cpu()
     if actual.dtype is not expected.dtype or actual.shape != expected.shape:
         raise AssertionError(
-            f"{actual.dtype} of shape {tuple(actual.shape)} instead of {expected.dtype} of shape {tuple(expected.shape)}"
+            f"{actual.dtype} of shape {tuple(actual.shape)} instead of {expected.dtype} of shape"
+            f" {tuple(expected.shape)}"
         )
     same = where_equal(actual, expected, tolerance, magnitude=magnitude)
     if not same.all():
@@ -82,8 +95,16 @@ def assert_equal(actual: Tensor, expected: Tensor, tolerance: Tolerance, *, magn
         )
 
 
-def where_equal(actual: Tensor, expected: Tensor, tolerance: Tolerance, *, magnitude: Tensor | float | None = None) -> Tensor:
-    """Return for each element whether `assert_equal` would accept it; both tensors are on the CPU, of one dtype and shape."""
+def where_equal(
+    actual: Tensor,
+    expected: Tensor,
+    tolerance: Tolerance,
+    *,
+    magnitude: Tensor | float | None = None,
+) -> Tensor:
+    """Return for each element whether `assert_equal` would accept it; both tensors are on the CPU,
+    of one dtype and shape.
+    """
     if not expected.dtype.is_floating_point:
         return actual == expected
     integer = _INTEGER_OF_SIZE[expected.element_size()]
@@ -91,17 +112,27 @@ def where_equal(actual: Tensor, expected: Tensor, tolerance: Tolerance, *, magni
     if same.all():
         return same
     same |= actual.isnan() & expected.isnan()
-    return same | _close(actual, expected, tolerance, magnitude) if tolerance.ulps or tolerance.epsilons else same
+    return (
+        same | _close(actual, expected, tolerance, magnitude)
+        if tolerance.ulps or tolerance.epsilons
+        else same
+    )
 
 
-def _close(actual: Tensor, expected: Tensor, tolerance: Tolerance, magnitude: Tensor | float | None) -> Tensor:
+def _close(
+    actual: Tensor, expected: Tensor, tolerance: Tolerance, magnitude: Tensor | float | None
+) -> Tensor:
     """Return where two float tensors are finite and within tolerance."""
     finite = actual.isfinite() & expected.isfinite()
     near = torch.zeros_like(finite)
     if tolerance.ulps:
         near |= (places(actual) - places(expected)).abs() <= tolerance.ulps
     if tolerance.epsilons:
-        scale = expected.double().abs() if magnitude is None else torch.as_tensor(magnitude).cpu().double()
+        scale = (
+            expected.double().abs()
+            if magnitude is None
+            else torch.as_tensor(magnitude).cpu().double()
+        )
         info = torch.finfo(expected.dtype)
         # Subnormal numbers are rounded by up to half of the smallest step, however small they are.
         allowed = tolerance.epsilons * (info.eps * scale + info.smallest_normal * info.eps)
@@ -110,7 +141,9 @@ def _close(actual: Tensor, expected: Tensor, tolerance: Tolerance, magnitude: Te
 
 
 def places(x: Tensor) -> Tensor:
-    """Return each float's rank among all floats of its dtype: neighbours differ by 1, and so do -0 and +0."""
+    """Return each float's rank among all floats of its dtype: neighbours differ by 1, and so do -0
+    and +0.
+    """
     bits = x.contiguous().view(_INTEGER_OF_SIZE[x.element_size()]).long()
     lowest = -(2 ** (8 * x.element_size() - 1))
     return torch.where(bits < 0, lowest - bits - 1, bits)

@@ -1,4 +1,6 @@
-"""Cached values: written down to the last bit, drawn as Python source so that a script reproduces them, and compared (S8.5)."""
+"""Cached values: written down to the last bit, drawn as Python source so that a script reproduces
+them, and compared (S8.5).
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,25 @@ import torch
 from hypothesis import strategies as st
 
 __all__ = [
-    "ARRAYS", "NO_KEYS", "PLAIN", "TENSORS", "Source", "Thing", "Trap", "array", "assert_same", "double", "key_sources",
-    "long_sources", "objects", "spoil", "tensor", "tensor_sources", "value_sources", "without_pickle",
-]  # fmt: skip
+    "ARRAYS",
+    "NO_KEYS",
+    "PLAIN",
+    "TENSORS",
+    "Source",
+    "Thing",
+    "Trap",
+    "array",
+    "assert_same",
+    "double",
+    "key_sources",
+    "long_sources",
+    "objects",
+    "spoil",
+    "tensor",
+    "tensor_sources",
+    "value_sources",
+    "without_pickle",
+]
 
 
 def tensor(dtype: str, shape: Sequence[int], bits: str) -> torch.Tensor:
@@ -28,7 +46,11 @@ def tensor(dtype: str, shape: Sequence[int], bits: str) -> torch.Tensor:
     tensor([1., nan], dtype=torch.float16)
     """
     of = getattr(torch, dtype)
-    return torch.frombuffer(bytearray.fromhex(bits), dtype=of).reshape(shape) if bits else torch.empty(shape, dtype=of)
+    return (
+        torch.frombuffer(bytearray.fromhex(bits), dtype=of).reshape(shape)
+        if bits
+        else torch.empty(shape, dtype=of)
+    )
 
 
 def array(dtype: str, shape: Sequence[int], bits: str) -> np.ndarray[Any, Any]:
@@ -37,7 +59,11 @@ def array(dtype: str, shape: Sequence[int], bits: str) -> np.ndarray[Any, Any]:
     >>> array(">i2", (1, 2), "00010100").tolist()
     [[1, 256]]
     """
-    return np.frombuffer(bytearray.fromhex(bits), np.dtype(dtype)).reshape(shape) if bits else np.empty(shape, np.dtype(dtype))
+    return (
+        np.frombuffer(bytearray.fromhex(bits), np.dtype(dtype)).reshape(shape)
+        if bits
+        else np.empty(shape, np.dtype(dtype))
+    )
 
 
 def double(bits: str) -> float:
@@ -46,11 +72,18 @@ def double(bits: str) -> float:
 
 
 def assert_same(found: Any, wanted: Any, what: str = "the value") -> None:
-    """Raise AssertionError unless two values have the same type and the same bits, however nested; strides may differ."""
+    """Raise AssertionError unless two values have the same type and the same bits, however nested;
+    strides may differ.
+    """
     if type(found) is not type(wanted):
-        raise AssertionError(f"{what} is {_short(found)}, of type {type(found).__name__}, instead of {_short(wanted)}")
+        raise AssertionError(
+            f"{what} is {_short(found)}, of type {type(found).__name__}, instead of"
+            f" {_short(wanted)}"
+        )
     if isinstance(wanted, (tuple, list)):
-        assert len(found) == len(wanted), f"{what} has {len(found)} entries instead of {len(wanted)}"
+        assert len(found) == len(wanted), (
+            f"{what} has {len(found)} entries instead of {len(wanted)}"
+        )
         for place, pair in enumerate(zip(found, wanted, strict=True)):
             assert_same(*pair, f"{what}[{place}]")
     elif isinstance(wanted, dict):
@@ -58,11 +91,15 @@ def assert_same(found: Any, wanted: Any, what: str = "the value") -> None:
         for key, value in wanted.items():
             assert_same(found[key], value, f"{what}[{key!r}]")
     else:
-        assert _bits(found) == _bits(wanted), f"{what} is {_short(found)} instead of {_short(wanted)}"
+        assert _bits(found) == _bits(wanted), (
+            f"{what} is {_short(found)} instead of {_short(wanted)}"
+        )
 
 
 def spoil(value: Any) -> None:
-    """Change a list, dict, tensor or array in place, with all of them inside; arrays that cannot be written are left alone."""
+    """Change a list, dict, tensor or array in place, with all of them inside; arrays that cannot be
+    written are left alone.
+    """
     if isinstance(value, (torch.Tensor, np.ndarray)):
         if isinstance(value, torch.Tensor) or value.flags.writeable:
             value[...] = 99
@@ -86,7 +123,11 @@ def _bits(value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    kind = f" ({value.dtype}, shape {tuple(value.shape)})" if isinstance(value, (torch.Tensor, np.ndarray)) else ""
+    kind = (
+        f" ({value.dtype}, shape {tuple(value.shape)})"
+        if isinstance(value, (torch.Tensor, np.ndarray))
+        else ""
+    )
     return repr(value)[:200] + kind
 
 
@@ -109,10 +150,16 @@ class Source:
         """Return the value of a key."""
         self.calls.append(key)
         self._count += 1
-        return f"{key}, made by call {self._count}" if self.values is None else copy.deepcopy(self.values[key])
+        return (
+            f"{key}, made by call {self._count}"
+            if self.values is None
+            else copy.deepcopy(self.values[key])
+        )
 
     def expect(self, *calls: Any) -> None:
-        """Raise AssertionError unless it was called for these keys since the last call of this method."""
+        """Raise AssertionError unless it was called for these keys since the last call of this
+        method.
+        """
         found, self.calls = self.calls, []
         assert found == list(calls), f"load_fn was called for {found} instead of {list(calls)}"
 
@@ -164,21 +211,47 @@ def without_pickle() -> Iterator[None]:
 
 
 TENSORS = (
-    "float32", "float16", "bfloat16", "float64", "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
-    "complex64", "complex128", "float8_e4m3fn", "float8_e5m2",
-)  # fmt: skip
+    "float32",
+    "float16",
+    "bfloat16",
+    "float64",
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint16",
+    "uint32",
+    "uint64",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+)
 """Dtypes of torch."""
 
 _NUMPY = [">f8", "<f4", ">i4", "<f2", "?", ">u2", "|u1", "<i8", "<c8", "<U2", "|S3", "<M8[s]"]
-_shapes = st.one_of(st.sampled_from([(), (2, 3), (4,)]), st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple))
+_shapes = st.one_of(
+    st.sampled_from([(), (2, 3), (4,)]),
+    st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple),
+)
 _matrices = st.sampled_from([(2, 3), (3, 2), (2, 2)])
 
 
 def _hex(draw: Any, count: int, size: int, is_bool: bool) -> str:
     """Draw any bits; for bool, 0 and 1."""
     if is_bool:
-        return "".join(f"{bit:02x}" for bit in draw(st.lists(st.integers(0, 1), min_size=count, max_size=count)))
-    edges = [b"\x00" * size, b"\xff" * size, b"\x80" + b"\x00" * (size - 1), b"\x01" + b"\xfe" * (size - 1)]
+        return "".join(
+            f"{bit:02x}"
+            for bit in draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
+        )
+    edges = [
+        b"\x00" * size,
+        b"\xff" * size,
+        b"\x80" + b"\x00" * (size - 1),
+        b"\x01" + b"\xfe" * (size - 1),
+    ]
     item = st.one_of(st.sampled_from(edges), st.binary(min_size=size, max_size=size))
     return "".join(data.hex() for data in draw(st.lists(item, min_size=count, max_size=count)))
 
@@ -190,16 +263,24 @@ def tensor_sources(draw: st.DrawFn, name: str) -> str:
     bits = _hex(draw, prod(shape), getattr(torch, name).itemsize, name == "bool")
     source = f"tensor({name!r}, {shape}, {bits!r})"
     if len(shape) > 1:
-        source += draw(st.sampled_from(["", f".transpose(0, {len(shape) - 1})", "[::2]", "[:, 1:]"]))
+        source += draw(
+            st.sampled_from(["", f".transpose(0, {len(shape) - 1})", "[::2]", "[:, 1:]"])
+        )
     return source
 
 
 @st.composite
 def _array_sources(draw: st.DrawFn, turned: str) -> str:
-    dtype, shape = np.dtype(draw(st.sampled_from(_NUMPY))), draw(_matrices if turned == ".T" else _shapes)
+    dtype, shape = (
+        np.dtype(draw(st.sampled_from(_NUMPY))),
+        draw(_matrices if turned == ".T" else _shapes),
+    )
     bits = _hex(draw, prod(shape), dtype.itemsize, dtype.kind == "b")
     if dtype.kind == "U":  # not every code point is a character
-        bits = "".join(draw(st.sampled_from(["41000000", "00000000", "e4000000"])) for _ in range(2 * prod(shape)))
+        bits = "".join(
+            draw(st.sampled_from(["41000000", "00000000", "e4000000"]))
+            for _ in range(2 * prod(shape))
+        )
     return f"array({dtype.str!r}, {shape}, {bits!r}){turned if shape else ''}"
 
 
@@ -216,21 +297,38 @@ def _around_powers(sign: int) -> st.SearchStrategy[str]:
     return st.builds(lambda power, more: repr(sign * (2**power + more)), powers, more)
 
 
-_CONSTANTS = ("None", "True", "False", "0", "1", "0.0", "-0.0", "''", "b''", r"'\ud800'", r"'a\udfff\U0001f600'")
+_CONSTANTS = (
+    "None",
+    "True",
+    "False",
+    "0",
+    "1",
+    "0.0",
+    "-0.0",
+    "''",
+    "b''",
+    r"'\ud800'",
+    r"'a\udfff\U0001f600'",
+)
 _DRAWN = (
     st.integers(-(2**70), 2**70).map(repr),
     *map(_around_powers, (1, -1)),
     st.floats().map(_float),
-    st.sampled_from(["double('7ff8000000000001')", "double('fff0000000000001')"]),  # NaNs of other bits
+    # NaNs of other bits
+    st.sampled_from(["double('7ff8000000000001')", "double('fff0000000000001')"]),
     st.text(max_size=6).map(repr),
     st.binary(max_size=6).map(repr),
 )
 PLAIN = (*map(st.just, _CONSTANTS), *_DRAWN)
 """Sources of None, bool, int, float, str and bytes."""
 
-_labels = st.one_of(st.text(max_size=3), st.integers(-2, 2), st.none(), st.binary(max_size=2), st.tuples(st.integers(0, 3))).map(
-    repr
-)
+_labels = st.one_of(
+    st.text(max_size=3),
+    st.integers(-2, 2),
+    st.none(),
+    st.binary(max_size=2),
+    st.tuples(st.integers(0, 3)),
+).map(repr)
 
 
 def _containers(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
@@ -245,20 +343,34 @@ def _containers(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 
 def value_sources(dtypes: Sequence[str] = TENSORS) -> st.SearchStrategy[str]:
-    """Source of values that need no pickle: tensors of these dtypes, arrays, None, bool, numbers, str, bytes and containers."""
+    """Source of values that need no pickle: tensors of these dtypes, arrays, None, bool, numbers,
+    str, bytes and containers.
+    """
     tensors = st.sampled_from(dtypes).flatmap(tensor_sources)
-    return st.recursive(st.one_of(st.sampled_from(_CONSTANTS), *_DRAWN, tensors, *ARRAYS), _containers, max_leaves=4)
+    return st.recursive(
+        st.one_of(st.sampled_from(_CONSTANTS), *_DRAWN, tensors, *ARRAYS), _containers, max_leaves=4
+    )
 
 
 def _of_many(kind: str) -> st.SearchStrategy[str]:
-    return st.sampled_from([127, 128, 129, 300, 40_000]).map(lambda count: kind.format(*[count] * kind.count("{}")))
+    return st.sampled_from([127, 128, 129, 300, 40_000]).map(
+        lambda count: kind.format(*[count] * kind.count("{}"))
+    )
 
 
 def long_sources(dtypes: Sequence[str]) -> tuple[st.SearchStrategy[str], ...]:
-    """Sources of values, one a tensor of these dtypes, that are longer than a length of one or two bytes can say."""
-    tensors = [f"tensor({name!r}, ({{}},), '{'01' * getattr(torch, name).itemsize}' * {{}})" for name in dtypes]
+    """Sources of values, one a tensor of these dtypes, that are longer than a length of one or two
+    bytes can say.
+    """
+    tensors = [
+        f"tensor({name!r}, ({{}},), '{'01' * getattr(torch, name).itemsize}' * {{}})"
+        for name in dtypes
+    ]
     return (
-        *map(_of_many, ("b'ab' * {}", "'xy' * {}", "'\\udce9' * {}", "array('<i2', ({},), '0102' * {})")),
+        *map(
+            _of_many,
+            ("b'ab' * {}", "'xy' * {}", "'\\udce9' * {}", "array('<i2', ({},), '0102' * {})"),
+        ),
         st.sampled_from(tensors).flatmap(_of_many),
         st.sampled_from(["[*range(300)]", "dict.fromkeys(range(300))", "(None,) * 70_000"]),
     )
@@ -266,34 +378,67 @@ def long_sources(dtypes: Sequence[str]) -> tuple[st.SearchStrategy[str], ...]:
 
 def objects() -> st.SearchStrategy[str]:
     """Source of values that need pickle, alone or inside others."""
-    lonely = st.sampled_from(["Thing(3)", "{1, 2}", "range(3)", "__import__('numpy').array([{}, None], dtype=object)", "Thing"])
+    lonely = st.sampled_from(
+        [
+            "Thing(3)",
+            "{1, 2}",
+            "range(3)",
+            "__import__('numpy').array([{}, None], dtype=object)",
+            "Thing",
+        ]
+    )
     return st.one_of(
-        lonely, st.tuples(lonely, st.sampled_from(["[{}]", "(1, {})", "{{'key': {}}}"])).map(lambda two: two[1].format(two[0]))
+        lonely,
+        st.tuples(lonely, st.sampled_from(["[{}]", "(1, {})", "{{'key': {}}}"])).map(
+            lambda two: two[1].format(two[0])
+        ),
     )
 
 
 NO_KEYS = (
-    "object()", "{1}", "{'a': 1}", "1j", "range(3)", "slice(2)", "bytearray(b'a')", "numpy.zeros(3)", "torch.zeros(3)",
-    "torch.tensor(0.5)", "numpy.datetime64('2026')",
-)  # fmt: skip
+    "object()",
+    "{1}",
+    "{'a': 1}",
+    "1j",
+    "range(3)",
+    "slice(2)",
+    "bytearray(b'a')",
+    "numpy.zeros(3)",
+    "torch.zeros(3)",
+    "torch.tensor(0.5)",
+    "numpy.datetime64('2026')",
+)
 """Sources of objects that are no keys."""
 
 
 def key_sources() -> st.SearchStrategy[tuple[str, Any]]:
-    """Source of keys of every kind, each with the key in Python's own types, whose text names the value."""
+    """Source of keys of every kind, each with the key in Python's own types, whose text names the
+    value.
+    """
     plain = st.one_of(
-        st.integers(0, 11), st.text(max_size=5), st.booleans(), st.none(), st.binary(max_size=3), st.integers(), _finite()
+        st.integers(0, 11),
+        st.text(max_size=5),
+        st.booleans(),
+        st.none(),
+        st.binary(max_size=3),
+        st.integers(),
+        _finite(),
     )
     single = st.one_of(
         plain.map(lambda key: (repr(key), key)),
         st.integers(-(2**63), 2**63 - 1).map(lambda key: (f"numpy.int64({key})", key)),
         _finite(width=32).map(lambda key: (f"numpy.float32({key!r})", key)),
-        st.sampled_from([("pathlib.PurePosixPath('a/b')", "a/b"), ("torch.tensor(7)", 7), ("numpy.array(7)", 7)]),
+        st.sampled_from(
+            [("pathlib.PurePosixPath('a/b')", "a/b"), ("torch.tensor(7)", 7), ("numpy.array(7)", 7)]
+        ),
     )
     return st.recursive(
         single,
         lambda inner: st.tuples(st.sampled_from([tuple, list]), st.lists(inner, max_size=3)).map(
-            lambda two: (f"{two[0].__name__}([{', '.join(source for source, _ in two[1])}])", two[0](key for _, key in two[1]))
+            lambda two: (
+                f"{two[0].__name__}([{', '.join(source for source, _ in two[1])}])",
+                two[0](key for _, key in two[1]),
+            )
         ),
         max_leaves=4,
     )

@@ -15,9 +15,21 @@ from bagua_ref.conformance.inputs.strategies import FLOATS, Draw
 from bagua_ref.types import ReduceOp
 
 __all__ = [
-    "BITWISE", "FLOATS", "INTEGERS", "METHODS", "MOVABLE", "REDUCING", "REDUCTIONS", "CollectiveCall", "collective_call", "counts",
-    "nothing", "root_of", "terms", "values",
-]  # fmt: skip
+    "BITWISE",
+    "FLOATS",
+    "INTEGERS",
+    "METHODS",
+    "MOVABLE",
+    "REDUCING",
+    "REDUCTIONS",
+    "CollectiveCall",
+    "collective_call",
+    "counts",
+    "nothing",
+    "root_of",
+    "terms",
+    "values",
+]
 
 INTEGERS = ("uint8", "int8", "int32", "int64")
 MOVABLE = (*FLOATS, *INTEGERS, "bool")
@@ -32,8 +44,15 @@ METHODS = (*REDUCING, "broadcast", "allgather", "gather", "scatter", "alltoall")
 
 counts = st.one_of(st.integers(0, 7), st.sampled_from([33, 257]))
 
-_FACTOR = {torch.uint8: 77, torch.int8: 77, torch.int32: 0x3C6EF373, torch.int64: 0x2545F4914F6CDD1D}
-"""Odd factors, so that products that wrap around differ if their factors do, and all bits of the dtype occur."""
+_FACTOR = {
+    torch.uint8: 77,
+    torch.int8: 77,
+    torch.int32: 0x3C6EF373,
+    torch.int64: 0x2545F4914F6CDD1D,
+}
+"""Odd factors, so that products that wrap around differ if their factors do, and all bits of the
+dtype occur.
+"""
 _SPECIAL = (-0.0, float("inf"), float("-inf"), float("nan"))
 
 
@@ -43,7 +62,9 @@ def _numbers(rank: int, count: int, start: int, ranks: int, places: int, most: i
 
 
 def values(rank: int, count: int, dtype: torch.dtype, start: int = 0) -> Tensor:
-    """Return a rank's values: they differ between places and between neighbouring ranks, and use all bits of the dtype."""
+    """Return a rank's values: they differ between places and between neighbouring ranks, and use
+    all bits of the dtype.
+    """
     numbers = _numbers(rank, count, start, 211, 31, 1021)
     if not dtype.is_floating_point:
         return (numbers % 2 if dtype is torch.bool else numbers * _FACTOR[dtype]).to(dtype)
@@ -53,12 +74,15 @@ def values(rank: int, count: int, dtype: torch.dtype, start: int = 0) -> Tensor:
 
 
 def terms(op: ReduceOp, rank: int, count: int, dtype: torch.dtype, start: int = 0) -> Tensor:
-    """Return a rank's values for a reduction: sums are exact in any order, and those of integers wrap around."""
+    """Return a rank's values for a reduction: sums are exact in any order, and those of integers
+    wrap around.
+    """
     small, bits = _numbers(rank, count, start, 2, 3, 5), 8 * dtype.itemsize
     if dtype.is_floating_point:
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             return torch.where(small % 2 == 0, small, -small).double().div(3).to(dtype)
-        beyond = {torch.float32: 2.0**-12, torch.float64: 2.0**-40}.get(dtype, 0.0)  # more digits than a narrower dtype can hold
+        # more digits than a narrower dtype can hold
+        beyond = {torch.float32: 2.0**-12, torch.float64: 2.0**-40}.get(dtype, 0.0)
         return (small * (1 + beyond)).to(dtype)
     if op in (ReduceOp.MIN, ReduceOp.MAX) or op in BITWISE:
         return values(rank, count, dtype, start)
@@ -83,8 +107,8 @@ class CollectiveCall:
         method: of communicators.
         brought: each rank's arguments.
         expected: each rank's tensors, in the order of its arguments.
-        terms: n if results may differ by ``SUM(n)``: libraries round 16-bit sums at each step, and products and means in another
-            order. 0: exact.
+        terms: n if results may differ by ``SUM(n)``: libraries round 16-bit sums at each step, and
+            products and means in another order. 0: exact.
     """
 
     method: str
@@ -94,7 +118,14 @@ class CollectiveCall:
 
 
 def collective_call(
-    method: str, op: ReduceOp, n: int, count: int, dtype: torch.dtype, root: int, start: int = 0, x: Tensor | None = None
+    method: str,
+    op: ReduceOp,
+    n: int,
+    count: int,
+    dtype: torch.dtype,
+    root: int,
+    start: int = 0,
+    x: Tensor | None = None,
 ) -> CollectiveCall:
     """Return a call of one of `METHODS`, or its form in place, on n ranks.
 
@@ -102,7 +133,8 @@ def collective_call(
         method: its name.
         op: of reductions.
         n: number of ranks.
-        count: elements of a chunk: each rank has one chunk, or n of what is reduced and scattered, scattered or exchanged.
+        count: elements of a chunk: each rank has one chunk, or n of what is reduced and scattered,
+            scattered or exchanged.
         dtype: of all tensors.
         root: the rank that sends or receives.
         start: selects the numbers.
@@ -110,7 +142,9 @@ def collective_call(
     """
     name, everyone = method.removesuffix("_inplace"), range(n)
     bring = partial(terms, op) if name in REDUCING else values
-    size = count if name in ("allreduce", "reduce", "broadcast", "allgather", "gather") else n * count
+    size = (
+        count if name in ("allreduce", "reduce", "broadcast", "allgather", "gather") else n * count
+    )
     x = torch.stack([bring(rank, size, dtype, start) for rank in everyone]) if x is None else x
     short, long = nothing(count, dtype), nothing(n * count, dtype)
 
@@ -121,25 +155,45 @@ def collective_call(
         return found
 
     def results() -> tuple[Tensor, tuple[Any, ...], list[Tensor]]:
-        """Return what ranks receive into, the arguments after the tensors, and the results by rank."""
+        """Return what ranks receive into, the arguments after the tensors, and the results by
+        rank.
+        """
         if name == "reduce":
             return short, (root, op), list(plain.reduce(x, op.name, root))
         if name in REDUCING:
-            return short, (op,), list((plain.allreduce if name == "allreduce" else plain.reduce_scatter)(x, op.name))
+            return (
+                short,
+                (op,),
+                list(
+                    (plain.allreduce if name == "allreduce" else plain.reduce_scatter)(x, op.name)
+                ),
+            )
         if name == "broadcast":
             return short, (root,), list(plain.broadcast(x, root))
         if name == "scatter":
             return short, (root,), list(plain.scatter(x[root], n))
-        return long, (root,) if name == "gather" else (), list((plain.alltoall if name == "alltoall" else plain.allgather)(x))
+        return (
+            long,
+            (root,) if name == "gather" else (),
+            list((plain.alltoall if name == "alltoall" else plain.allgather)(x)),
+        )
 
     received, more, wanted = results()
     if name in ("reduce", "gather"):  # of the others, nothing is received
         kept = [received if method == name else mine for mine in x]
         wanted = [wanted[rank] if rank == root else kept[rank] for rank in everyone]
-    near = n if name in REDUCING and dtype.is_floating_point and op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT) else 0
+    near = (
+        n
+        if name in REDUCING
+        and dtype.is_floating_point
+        and op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)
+        else 0
+    )
     if method == name and name != "broadcast":
         brought = [[mine, received, *more] for mine in x]
-        return CollectiveCall(method, brought, [[mine, result] for mine, result in zip(x, wanted, strict=True)], near)
+        return CollectiveCall(
+            method, brought, [[mine, result] for mine, result in zip(x, wanted, strict=True)], near
+        )
     given = list(x)
     if name == "reduce_scatter":
         wanted = [with_own(x[rank], wanted[rank], rank) for rank in everyone]
@@ -150,4 +204,6 @@ def collective_call(
     elif name == "scatter":
         given, more = [x[root] if rank == root else short for rank in everyone], (count, root)
         wanted[root] = x[root]
-    return CollectiveCall(method, [[mine, *more] for mine in given], [[result] for result in wanted], near)
+    return CollectiveCall(
+        method, [[mine, *more] for mine in given], [[result] for result in wanted], near
+    )

@@ -27,9 +27,9 @@ __all__ = [
 ]
 
 _few = st.integers(-3, 3)
-_near_edges = st.sampled_from([s * 2**p for p in (15, 16, 31, 32, 53, 62, 63) for s in (1, -1)]).flatmap(
-    lambda edge: st.integers(edge - 3, edge + 3)
-)
+_near_edges = st.sampled_from(
+    [s * 2**p for p in (15, 16, 31, 32, 53, 62, 63) for s in (1, -1)]
+).flatmap(lambda edge: st.integers(edge - 3, edge + 3))
 _numbers = (
     _few,
     _few.map(float),
@@ -44,30 +44,48 @@ _numbers = (
 @st.composite
 def about_an_edge(draw: st.DrawFn) -> list[Any]:
     """Integers, and floats among them, so close that some dtypes cannot distinguish them."""
-    edge = draw(st.sampled_from([sign * 2**power for power in (24, 53, 54, 58, 61, 63, 80) for sign in (1, -1)]))
+    edge = draw(
+        st.sampled_from(
+            [sign * 2**power for power in (24, 53, 54, 58, 61, 63, 80) for sign in (1, -1)]
+        )
+    )
     close = st.integers(edge - 3, edge + 3)
     if draw(st.booleans()):
         return [edge + number - 3 for number in _many(draw(seeds), 20, 7)]
-    return draw(st.lists(draw(st.sampled_from([close, st.one_of(close, close.map(float))])), min_size=2, max_size=20))
+    return draw(
+        st.lists(
+            draw(st.sampled_from([close, st.one_of(close, close.map(float))])),
+            min_size=2,
+            max_size=20,
+        )
+    )
 
 
 def _many(seed: int, size: int, most: int) -> list[int]:
     return torch.randint(most, (size,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-_long = st.builds(_many, seeds, st.sampled_from([7, 16, 23, 40, 100]), st.sampled_from([2, 10, 1000]))
+_long = st.builds(
+    _many, seeds, st.sampled_from([7, 16, 23, 40, 100]), st.sampled_from([2, 10, 1000])
+)
 complexities = st.one_of(
-    _long, _long, about_an_edge(), *(st.lists(number, min_size=1, max_size=40) for number in _numbers)
-)  # fmt: skip
+    _long,
+    _long,
+    about_an_edge(),
+    *(st.lists(number, min_size=1, max_size=40) for number in _numbers),
+)
 levels = st.one_of(st.sampled_from([0, 1, 0.0, 0.1, 0.5, 1.0]), st.floats(0, 1))
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[Any], int, dict[str, Any]]:
-    """Complexities, a number of replicas (sometimes more than samples) and options for which S7 defines a result."""
+    """Complexities, a number of replicas (sometimes more than samples) and options for which S7
+    defines a result.
+    """
     values = draw(complexities)
     if draw(st.integers(0, 5)) == 5:
-        values = values[: draw(st.integers(1, 3))]  # which replicas may have to repeat more than once
+        # which replicas may have to repeat more than once
+        values = values[: draw(st.integers(1, 3))]
     options = {
         "shuffle": draw(st.booleans()),
         "seed": draw(st.one_of(st.integers(0, 5), st.integers(-(2**40), 2**40))),
@@ -86,17 +104,30 @@ def cases(draw: st.DrawFn) -> tuple[list[Any], int, dict[str, Any]]:
 
 @st.composite
 def noisy_cases(draw: st.DrawFn) -> tuple[list[float], int, dict[str, Any]]:
-    """Ranges and levels whose product, or its sum with 1, depends on how it is rounded; epochs beyond those of a narrow integer."""
+    """Ranges and levels whose product, or its sum with 1, depends on how it is rounded; epochs
+    beyond those of a narrow integer.
+    """
     low, span = draw(st.integers(-5, 5)), draw(st.sampled_from([10, 70, 100, 1_000]))
-    values: list[float] = [low + place * span // 7 for place in draw(st.permutations([0, 0, 1, 2, 3, 5, 7, 7]))]
+    values: list[float] = [
+        low + place * span // 7 for place in draw(st.permutations([0, 0, 1, 2, 3, 5, 7, 7]))
+    ]
     level = draw(st.sampled_from([0.3, 0.7, 0.9, 0.29]))
     if draw(st.booleans()):  # the sum is a whole number, though the product is below one
-        most, level = draw(st.sampled_from([1.0, 2.0, 4.0, 8.0])), draw(st.sampled_from([1.0, 1, 0.5]))
-        values = [0.0, math.nextafter(most, 0.0) / level, *(most / level * place / 8 for place in range(8))]
+        most, level = (
+            draw(st.sampled_from([1.0, 2.0, 4.0, 8.0])),
+            draw(st.sampled_from([1.0, 1, 0.5])),
+        )
+        values = [
+            0.0,
+            math.nextafter(most, 0.0) / level,
+            *(most / level * place / 8 for place in range(8)),
+        ]
     options = {
         "shuffle": True,
         "seed": draw(st.integers(0, 5)),
-        "epoch": draw(st.sampled_from([2**power + more for power in (8, 16, 24, 31) for more in (-1, 0, 1)])),
+        "epoch": draw(
+            st.sampled_from([2**power + more for power in (8, 16, 24, 31) for more in (-1, 0, 1)])
+        ),
         "drop_last": False,
         "random_level": level,
     }
@@ -106,12 +137,24 @@ def noisy_cases(draw: st.DrawFn) -> tuple[list[float], int, dict[str, Any]]:
 @st.composite
 def budgets(draw: st.DrawFn) -> tuple[list[Any], Any, dict[str, Any]]:
     """Costs, a budget and options of S7.7, without ``drop_last``."""
-    number = draw(st.sampled_from([st.integers(1, 9), st.integers(1, 300), st.floats(0.125, 50), st.just(7)]))
+    number = draw(
+        st.sampled_from([st.integers(1, 9), st.integers(1, 300), st.floats(0.125, 50), st.just(7)])
+    )
     costs = draw(st.lists(number, min_size=1, max_size=60))
     padded = draw(st.booleans())
     most = max(1, max(costs) * draw(st.sampled_from([1, 1.5, 2, 4, 10])))
     shuffle, seed, epoch = draw(st.booleans()), draw(st.integers(0, 5)), draw(st.integers(0, 3))
-    return costs, most, {"padded": padded, "shuffle": shuffle, "seed": seed, "epoch": epoch, "mix": draw(st.integers(1, 4))}
+    return (
+        costs,
+        most,
+        {
+            "padded": padded,
+            "shuffle": shuffle,
+            "seed": seed,
+            "epoch": epoch,
+            "mix": draw(st.integers(1, 4)),
+        },
+    )
 
 
 def cut(limit: int) -> Callable[[list[int]], list[list[int]]]:
@@ -129,18 +172,24 @@ def cut(limit: int) -> Callable[[list[int]], list[list[int]]]:
 
 
 def few_or_many(drawn: list[int]) -> list[list[int]]:
-    """A batch_fn with which replicas differ in their numbers of batches by more than a factor of two."""
+    """A batch_fn with which replicas differ in their numbers of batches by more than a factor of
+    two.
+    """
     few = [part for part in (drawn[:1], drawn[1:]) if part]
     return few if drawn[0] % 2 else [[index] for index in drawn]
 
 
 def one_to_five(drawn: list[int]) -> list[list[int]]:
-    """A batch_fn whose number of batches depends on the first sample alone, so that replicas with one sample differ in it, too."""
+    """A batch_fn whose number of batches depends on the first sample alone, so that replicas with
+    one sample differ in it, too.
+    """
     return [[drawn[place % len(drawn)], place] for place in range(1 + drawn[0] % 5)]
 
 
 def many_for(sample: int) -> Callable[[list[int]], list[list[int]]]:
-    """Return a batch_fn with which replicas that draw a sample have three batches, the others one."""
+    """Return a batch_fn with which replicas that draw a sample have three batches, the others
+    one.
+    """
     return lambda drawn: [drawn] * (3 if sample in drawn else 1)
 
 

@@ -1,7 +1,8 @@
 """Inputs that break number formats and codecs, as Hypothesis strategies.
 
-Short tensors are drawn number by number, as those shrink well. Long ones come from a seed and a kind: thousands of numbers cost
-little then, and a check narrows a failure down to the elements that matter by itself.
+Short tensors are drawn number by number, as those shrink well. Long ones come from a seed and a
+kind: thousands of numbers cost little then, and a check narrows a failure down to the elements that
+matter by itself.
 """
 
 from __future__ import annotations
@@ -47,10 +48,26 @@ Draw = Callable[[Any], Any]
 COMPRESSIBLE = ("float16", "bfloat16", "float32")
 FLOATS = (*COMPRESSIBLE, "float64")
 
-KINDS = ("tame", "ties", "bits", "near", "grid", "halfway", "narrow", "tiny", "huge", "edges", "constant", "zeros", "epsilon")
-"""What `bulk` makes: numbers from -4 to 4; few bits, so that sums end in ties; any bits at all; neighbours; multiples of half a
-level; as close to half a level as the dtype allows; a small range far from zero; below the normal numbers; near the largest;
-edges; all alike; zeros of both signs; a range and a distance from zero beside which 1e-7 is not small."""
+KINDS = (
+    "tame",
+    "ties",
+    "bits",
+    "near",
+    "grid",
+    "halfway",
+    "narrow",
+    "tiny",
+    "huge",
+    "edges",
+    "constant",
+    "zeros",
+    "epsilon",
+)
+"""What `bulk` makes: numbers from -4 to 4; few bits, so that sums end in ties; any bits at all;
+neighbours; multiples of half a level; as close to half a level as the dtype allows; a small range
+far from zero; below the normal numbers; near the largest; edges; all alike; zeros of both signs; a
+range and a distance from zero beside which 1e-7 is not small.
+"""
 
 _WIDTH = {torch.float16: 16, torch.bfloat16: 32, torch.float32: 32, torch.float64: 64}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -58,7 +75,19 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _edges(dtype: torch.dtype, finite: bool) -> list[float]:
     info = torch.finfo(dtype)
-    edges = [0.0, -0.0, 1.0, -1.0, info.max, -info.max, info.tiny, -info.tiny, info.tiny / 4, -info.tiny / 4, 1 + info.eps]
+    edges = [
+        0.0,
+        -0.0,
+        1.0,
+        -1.0,
+        info.max,
+        -info.max,
+        info.tiny,
+        -info.tiny,
+        info.tiny / 4,
+        -info.tiny / 4,
+        1 + info.eps,
+    ]
     return edges if finite else [*edges, float("inf"), float("-inf"), float("nan")]
 
 
@@ -68,14 +97,24 @@ def numbers(dtype: torch.dtype, *, finite: bool = False) -> st.SearchStrategy[fl
     limit = torch.finfo(dtype).max
     width = _WIDTH[dtype]
     anything = (
-        st.floats(-limit, limit, width=width) if finite else st.floats(width=width, allow_nan=True, allow_infinity=True)  # type: ignore[arg-type]
+        st.floats(-limit, limit, width=width)  # type: ignore[arg-type]
+        if finite
+        else st.floats(width=width, allow_nan=True, allow_infinity=True)  # type: ignore[arg-type]
     )
-    return st.one_of(st.floats(-4, 4, width=width), st.sampled_from(_edges(dtype, finite)), anything)  # type: ignore[arg-type]
+    return st.one_of(
+        st.floats(-4, 4, width=width),  # type: ignore[arg-type]
+        st.sampled_from(_edges(dtype, finite)),
+        anything,
+    )
 
 
 @functools.lru_cache(256)
-def adversarial(dtype: torch.dtype, size: int, *, finite: bool = False) -> st.SearchStrategy[Tensor]:
-    """Tensors of ``size`` elements, number by number: tame, halves, constant, denormal, huge, or anything."""
+def adversarial(
+    dtype: torch.dtype, size: int, *, finite: bool = False
+) -> st.SearchStrategy[Tensor]:
+    """Tensors of ``size`` elements, number by number: tame, halves, constant, denormal, huge, or
+    anything.
+    """
     info = torch.finfo(dtype)
 
     def make(number: st.SearchStrategy[float]) -> st.SearchStrategy[Tensor]:
@@ -89,7 +128,9 @@ def adversarial(dtype: torch.dtype, size: int, *, finite: bool = False) -> st.Se
         make(st.integers(-8, 8).map(lambda n: n * info.tiny / 16)),
         make(st.integers(-8, 8).map(lambda n: n / 8 * info.max)),
         make(numbers(dtype, finite=finite)),
-        numbers(dtype, finite=finite).map(lambda value: torch.full((size,), value, dtype=torch.float64).to(dtype)),
+        numbers(dtype, finite=finite).map(
+            lambda value: torch.full((size,), value, dtype=torch.float64).to(dtype)
+        ),
     )
 
 
@@ -100,29 +141,46 @@ def bulk(dtype: torch.dtype, kind: str, seed: int, size: int, *, finite: bool = 
     if kind == "bits":
         integer = _BITS[torch.empty((), dtype=dtype).element_size()]
         limits = torch.iinfo(integer)
-        drawn = torch.from_numpy(generator.integers(limits.min, limits.max, size, endpoint=True)).to(integer).view(dtype)
+        drawn = (
+            torch.from_numpy(generator.integers(limits.min, limits.max, size, endpoint=True))
+            .to(integer)
+            .view(dtype)
+        )
         return torch.where(drawn.isfinite(), drawn, 1) if finite else drawn
     powers = generator.integers(-8, 4 if digits == 11 else 9)
     makers: dict[str, Callable[[], Any]] = {
         "tame": lambda: generator.uniform(-4, 4, size),
-        "ties": lambda: generator.integers(-(2**digits), 2**digits, size) * 2.0 ** -generator.integers(0, digits + 1, size),
-        "near": lambda: generator.uniform(1, 4) * (1 + info.eps * generator.integers(-32, 33, size)),
+        "ties": lambda: (
+            generator.integers(-(2**digits), 2**digits, size)
+            * 2.0 ** -generator.integers(0, digits + 1, size)
+        ),
+        "near": lambda: (
+            generator.uniform(1, 4) * (1 + info.eps * generator.integers(-32, 33, size))
+        ),
         "grid": lambda: _on_a_grid(generator, size),
         "halfway": lambda: _halfway(generator, size, dtype),
-        "narrow": lambda: generator.uniform(-2, 2) * 10.0 ** (powers / 3) + generator.uniform(-1, 1, size) * 1e-6,
-        "tiny": lambda: generator.integers(-64, 65, size) * (info.tiny * info.eps * 2.0 ** generator.integers(0, digits)),
+        "narrow": lambda: (
+            generator.uniform(-2, 2) * 10.0 ** (powers / 3) + generator.uniform(-1, 1, size) * 1e-6
+        ),
+        "tiny": lambda: (
+            generator.integers(-64, 65, size)
+            * (info.tiny * info.eps * 2.0 ** generator.integers(0, digits))
+        ),
         "huge": lambda: generator.uniform(-1, 1, size) * info.max,
         "edges": lambda: generator.choice(_edges(dtype, finite), size),
         "constant": lambda: np.full(size, generator.uniform(-4, 4) * 10.0**powers),
         "zeros": lambda: generator.choice([0.0, -0.0, -1.0 if seed % 2 else 1.0], size),
         "epsilon": lambda: (
-            generator.choice([-1, 1]) * (10.0 ** generator.uniform(-9, -5, 2) @ [np.ones(size), generator.random(size)])
+            generator.choice([-1, 1])
+            * (10.0 ** generator.uniform(-9, -5, 2) @ [np.ones(size), generator.random(size)])
         ),
     }
     return torch.from_numpy(np.asarray(makers[kind](), dtype=np.float64)).to(dtype)
 
 
-def _on_a_grid(generator: np.random.Generator, size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def _on_a_grid(
+    generator: np.random.Generator, size: int
+) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     """Halves of levels: from low to low + 255 steps, both ends included where there is room."""
     step = 2.0 ** generator.integers(-3, 4)
     low = generator.integers(-600, 600) / 2
@@ -131,14 +189,20 @@ def _on_a_grid(generator: np.random.Generator, size: int) -> np.ndarray[tuple[in
     return np.asarray((low + places) * step, dtype=np.float64)
 
 
-def _halfway(generator: np.random.Generator, size: int, dtype: torch.dtype) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Between any two ends: numbers x with x*scale as near k + 1/2 as x's bits allow, so that one wrong bit of scale shows."""
+def _halfway(
+    generator: np.random.Generator, size: int, dtype: torch.dtype
+) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """Between any two ends: numbers x with x*scale as near k + 1/2 as x's bits allow, so that one
+    wrong bit of scale shows.
+    """
     ends = np.sort(generator.uniform(-4, 4, 2) * 10.0 ** generator.integers(-3, 4))
     low, high = torch.from_numpy(ends).to(dtype).float().numpy()
     with np.errstate(all="ignore"):
         scale = np.float32(255) / ((high - low) + np.float32(1e-7))
         places = np.rint(np.float64(high) * scale) - generator.integers(1, 255, size) + 0.5
-        values = np.clip((places / scale) * (1 + 2.0**-24 * generator.integers(-2, 3, size)), low, high)
+        values = np.clip(
+            (places / scale) * (1 + 2.0**-24 * generator.integers(-2, 3, size)), low, high
+        )
     values[: min(size, 2)] = ends[: min(size, 2)]
     return np.asarray(values, dtype=np.float64)
 
@@ -157,13 +221,19 @@ def tensors(dtype: torch.dtype, size: int, *, finite: bool = False) -> st.Search
     return long if size > 12 else st.one_of(adversarial(dtype, size, finite=finite), long)
 
 
-def mixed(dtype: torch.dtype, count: int, seed: int, size: int, *, finite: bool = False) -> list[Tensor]:
-    """Return ``count`` tensors in which each element is of its own kind, and often the other's equal, opposite or neighbour.
+def mixed(
+    dtype: torch.dtype, count: int, seed: int, size: int, *, finite: bool = False
+) -> list[Tensor]:
+    """Return ``count`` tensors in which each element is of its own kind, and often the other's
+    equal, opposite or neighbour.
 
     The first places hold every pair of edges.
     """
     generator = np.random.default_rng([seed, 99])
-    drawn = [bulk(dtype, kind, seed + place, size * count, finite=finite) for place, kind in enumerate(_SINGLE)]
+    drawn = [
+        bulk(dtype, kind, seed + place, size * count, finite=finite)
+        for place, kind in enumerate(_SINGLE)
+    ]
     of_kinds = [tensor.view(count, size) for tensor in drawn]
     which = torch.from_numpy(generator.integers(0, len(_SINGLE), (count, size)))
     found = torch.stack(of_kinds).gather(0, which[None])[0]
@@ -192,22 +262,35 @@ def operands(draw: st.DrawFn, dtype: torch.dtype, count: int) -> list[Tensor]:
     return [draw(tensors(dtype, size)) for _ in range(count)]
 
 
-_chunk_sizes = st.one_of(st.integers(0, 12), st.sampled_from([0, 1, 2, 31, 32, 33, 64, 65, 100, 255, 300]))
+_chunk_sizes = st.one_of(
+    st.integers(0, 12), st.sampled_from([0, 1, 2, 31, 32, 33, 64, 65, 100, 255, 300])
+)
 """Also sizes that fill a payload's rows of 32 bytes, and that do not."""
 
 
 @st.composite
 def chunked(draw: st.DrawFn, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """A flat tensor of equal chunks, each of its own kind, and how many there are: few, many tiny ones, or one or two long ones."""
+    """A flat tensor of equal chunks, each of its own kind, and how many there are: few, many tiny
+    ones, or one or two long ones.
+    """
     shape = draw(st.sampled_from(["few", "few", "few", "many", "long"]))
     if shape == "many":
         many = [16, 17, 32, 33, 64, 100, 257]
-        num_chunks, size = draw(st.sampled_from([*range(1, 10), *many * 4])), draw(st.integers(1, 3))  # few, to shrink to
+        # few, to shrink to
+        num_chunks, size = (
+            draw(st.sampled_from([*range(1, 10), *many * 4])),
+            draw(st.integers(1, 3)),
+        )
         kind = draw(st.sampled_from([kind for kind in _SINGLE if kind != "bits"]))
         return bulk(dtype, kind, draw(seeds), num_chunks * size), num_chunks
     if shape == "long":
-        num_chunks, size = draw(st.integers(1, 2)), draw(st.sampled_from([256, 257, 512, 1000, 1024, 4097]))
-        return torch.cat([bulk(dtype, draw(_kinds), draw(seeds), size) for _ in range(num_chunks)]), num_chunks
+        num_chunks, size = (
+            draw(st.integers(1, 2)),
+            draw(st.sampled_from([256, 257, 512, 1000, 1024, 4097])),
+        )
+        return torch.cat(
+            [bulk(dtype, draw(_kinds), draw(seeds), size) for _ in range(num_chunks)]
+        ), num_chunks
     num_chunks, size = draw(st.one_of(st.integers(1, 5), st.integers(1, 9))), draw(_chunk_sizes)
     if draw(st.integers(0, 2)) == 2:
         return torch.cat(mixed(dtype, num_chunks, draw(seeds), size)), num_chunks
@@ -218,7 +301,8 @@ def chunked(draw: st.DrawFn, dtype: torch.dtype) -> tuple[Tensor, int]:
 def ends_near_half_a_level(draw: st.DrawFn) -> tuple[float, float]:
     """A float32 minimum and maximum with max*scale close to k + 1/2: where S4.6's bound is tight.
 
-    ``max * 255 / (max - min) = k + 1/2`` solved for max, then moved by up to four float32 steps either way.
+    ``max * 255 / (max - min) = k + 1/2`` solved for max, then moved by up to four float32 steps
+    either way.
     """
     half = draw(st.one_of(st.integers(0, 254), st.integers(255, 2**18))) + 0.5
     magnitude = draw(st.floats(1, 2, width=32)) * 2.0 ** draw(st.integers(-10, 60))
@@ -235,13 +319,19 @@ def ends_near_half_a_level(draw: st.DrawFn) -> tuple[float, float]:
 def worlds(draw: st.DrawFn, max_ranks: int = 9, least_nodes: int = 1) -> tuple[int, ...]:
     """Ranks per node: 1 to ``max_ranks`` ranks on 1 to 4 uneven nodes."""
     n = draw(st.integers(least_nodes, max_ranks))
-    cuts = sorted(draw(st.sets(st.integers(1, n - 1), min_size=least_nodes - 1, max_size=3))) if n > 1 else []
+    cuts = (
+        sorted(draw(st.sets(st.integers(1, n - 1), min_size=least_nodes - 1, max_size=3)))
+        if n > 1
+        else []
+    )
     return tuple(end - start for start, end in zip([0, *cuts], [*cuts, n], strict=True))
 
 
 @st.composite
 def paired_worlds(draw: st.DrawFn, hierarchical: bool, max_ranks: int = 8) -> tuple[int, ...]:
-    """Worlds with an even number of ranks (hierarchical: of leaders); possibly with one rank more."""
+    """Worlds with an even number of ranks (hierarchical: of leaders); possibly with one rank
+    more.
+    """
     nodes = draw(worlds(max_ranks))
     return (*nodes, 1) if (len(nodes) if hierarchical else sum(nodes)) % 2 else nodes
 
@@ -251,22 +341,38 @@ _HIGHEST = {torch.float16: 15, torch.bfloat16: 127, torch.float32: 127}
 
 
 def near_ties(codec: str, dtype: torch.dtype, seed: int) -> Tensor:
-    """Return one to four blocks: their largest numbers fix the scales, the others lie at ties, or one step beside them.
+    """Return one to four blocks: their largest numbers fix the scales, the others lie at ties, or
+    one step beside them.
 
-    Scales reach both ends of the dtype's range. Some blocks are of zeros of both signs, or of numbers below the last tie.
+    Scales reach both ends of the dtype's range. Some blocks are of zeros of both signs, or of
+    numbers below the last tie.
     """
     drawn = random.Random(seed)  # noqa: S311 # reproducible, not secret
     form, values = FORMATS[codec], []
     for _ in range(drawn.randint(1, 4)):
-        top = drawn.choice([_LOWEST[dtype], _HIGHEST[dtype], drawn.randint(_LOWEST[dtype], _HIGHEST[dtype]), drawn.randint(-3, 3)])
+        top = drawn.choice(
+            [
+                _LOWEST[dtype],
+                _HIGHEST[dtype],
+                drawn.randint(_LOWEST[dtype], _HIGHEST[dtype]),
+                drawn.randint(-3, 3),
+            ]
+        )
         largest = 2.0**top * drawn.choice([1, 1.5, 1.75, 2 - 2.0**-7, 2 - 2.0**-8])
         scale = 2.0 ** max(-127, min(127, top - form.emax))
         values.append(drawn.choice([-1, 1]) * largest)
         for _ in range(drawn.choice([0, 1, BLOCK - 1, BLOCK - 1])):
             code = drawn.randrange(drawn.choice([len(form.numbers) - 1, len(form.numbers) - 1, 4]))
             tie = (form.numbers[code] + form.numbers[code + 1]) / 2 * scale
-            values.append(drawn.choice([-1, 1]) * drawn.choice([tie, tie, form.numbers[code] * scale, largest, 0.0]))
-    x = torch.tensor(values, dtype=torch.float64).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+            values.append(
+                drawn.choice([-1, 1])
+                * drawn.choice([tie, tie, form.numbers[code] * scale, largest, 0.0])
+            )
+    x = (
+        torch.tensor(values, dtype=torch.float64)
+        .clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+        .to(dtype)
+    )
     steps = torch.tensor([drawn.choice([0, 0, 1, -1]) for _ in values])
     bits = x.view(torch.int16 if x.element_size() == 2 else torch.int32)
     moved = (bits + steps.to(bits.dtype)).view(dtype)
@@ -281,13 +387,18 @@ def payloads(draw: st.DrawFn, codec: str, dtype: torch.dtype) -> tuple[Tensor, i
         size = draw(st.one_of(st.integers(0, 40), st.sampled_from([32, 256])))
         blocks = [draw(_levels(dtype, size)) for _ in range(draw(st.integers(1, 4)))]
         return torch.tensor(list(b"".join(blocks)), dtype=torch.uint8), len(blocks), size
-    num_chunks, size = draw(st.integers(1, 3)), draw(st.sampled_from([0, 1, 2, 31, 32, 33, 70, 257]))
+    num_chunks, size = (
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from([0, 1, 2, 31, 32, 33, 70, 257])),
+    )
     return _scales_and_elements(codec, num_chunks, size, draw(seeds)), num_chunks, size
 
 
 @st.composite
 def _levels(draw: st.DrawFn, dtype: torch.dtype, size: int) -> bytes:
-    """Blocks of MinMaxUInt8 with any levels between any ends; the gaps hold anything, as nobody reads them."""
+    """Blocks of MinMaxUInt8 with any levels between any ends; the gaps hold anything, as nobody
+    reads them.
+    """
     kind = draw(st.sampled_from(["any", "tame", "near", "largest", "epsilon"]))
     if kind == "largest":  # one end is, and levels may lie beyond it
         largest = torch.finfo(dtype).max
@@ -306,12 +417,16 @@ def _levels(draw: st.DrawFn, dtype: torch.dtype, size: int) -> bytes:
 
 
 def _scales_and_elements(codec: str, num_chunks: int, size: int, seed: int) -> Tensor:
-    """Return payloads of any bytes; scales and codes are often at the ends of their range, and OneBit's any float32."""
+    """Return payloads of any bytes; scales and codes are often at the ends of their range, and
+    OneBit's any float32.
+    """
     generator = torch.Generator().manual_seed(seed)
     block = payload_size(codec, size)
     found = torch.randint(0, 256, (num_chunks, block), dtype=torch.uint8, generator=generator)
     if block and codec == "OneBit":
-        scales = torch.tensor([0.0, -0.0, 1.5, -2.0, float("inf"), float("-inf"), float("nan"), 3e38, 1e-45, 7e4])
+        scales = torch.tensor(
+            [0.0, -0.0, 1.5, -2.0, float("inf"), float("-inf"), float("nan"), 3e38, 1e-45, 7e4]
+        )
         picked = scales[torch.randint(0, 20, (num_chunks,), generator=generator) % len(scales)]
         keep = torch.rand(num_chunks, generator=generator) < 0.3
         found[~keep, :4] = picked.view(-1, 1).view(torch.uint8)[~keep]
@@ -322,5 +437,7 @@ def _scales_and_elements(codec: str, num_chunks: int, size: int, seed: int) -> T
         codes = torch.tensor([0, 1, 0x7E, 0x7F, 0x80, 0xFF], dtype=torch.uint8)
         rare = codes[torch.randint(0, len(codes), found.shape, generator=generator)]
         found = torch.where(torch.rand(found.shape, generator=generator) < 0.2, rare, found)
-        found[:, :blocks] = torch.where(torch.rand(num_chunks, blocks, generator=generator) < 0.5, picked, found[:, :blocks])
+        found[:, :blocks] = torch.where(
+            torch.rand(num_chunks, blocks, generator=generator) < 0.5, picked, found[:, :blocks]
+        )
     return found.view(-1)

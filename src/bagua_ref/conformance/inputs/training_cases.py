@@ -1,4 +1,6 @@
-"""Worlds, weights, gradients and options of the trainings that are checked, and graphs for decentralized averaging (S13)."""
+"""Worlds, weights, gradients and options of the trainings that are checked, and graphs for
+decentralized averaging (S13).
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ multi_rank_worlds = st.sampled_from([(2,), (1, 1), (2, 1), (3,), (2, 2)])
 def sized_worlds(dtype: torch.dtype) -> st.SearchStrategy[tuple[int, ...]]:
     """Worlds; for 16 bits of at most 2 ranks, whose sums are the same in any order."""
     most = 2 if dtype.itemsize == 2 else 4
-    return st.sampled_from([nodes for nodes in ((2,), (1, 1), (1,), (2, 1), (3,), (1, 2, 1)) if sum(nodes) <= most])
+    return st.sampled_from(
+        [nodes for nodes in ((2,), (1, 1), (1,), (2, 1), (3,), (1, 2, 1)) if sum(nodes) <= most]
+    )
 
 
 # Weights.
@@ -77,12 +81,16 @@ BOUNDARY = [
 
 
 def on_a_grid(seed: int, like: Tensor, limit: int, multiple: int = 1) -> Tensor:
-    """Return multiples of ``multiple``/4 up to ``limit * multiple`` like ``like``; sums of a few are exact in any order."""
+    """Return multiples of ``multiple``/4 up to ``limit * multiple`` like ``like``; sums of a few
+    are exact in any order.
+    """
     drawn = np.random.default_rng([seed, 4]).integers(-limit, limit, like.numel(), endpoint=True)
     return (torch.from_numpy(drawn) * multiple / 4).to(like.dtype).view(like.shape)
 
 
-def grid_weights(draw: Draw, dtypes: list[torch.dtype], forms: Sequence[tuple[int, ...]] | None = None) -> list[Tensor]:
+def grid_weights(
+    draw: Draw, dtypes: list[torch.dtype], forms: Sequence[tuple[int, ...]] | None = None
+) -> list[Tensor]:
     """Weights that are multiples of 1/4 up to 8, of drawn shapes unless they are given."""
     forms = [draw(_shapes) for _ in dtypes] if forms is None else forms
     seed = draw(seeds)
@@ -97,26 +105,34 @@ def any_weights(draw: Draw, dtype: torch.dtype, most: int = 4, fewest: int = 1) 
 
 def matrix_weights(draw: Draw, dtype: torch.dtype, most: int = 2) -> list[Tensor]:
     """Up to ``most`` matrices, among other parameters."""
-    forms = [draw(matrices) for _ in range(draw(st.integers(1, most)))] + [draw(_others) for _ in range(draw(st.integers(0, 2)))]
+    forms = [draw(matrices) for _ in range(draw(st.integers(1, most)))] + [
+        draw(_others) for _ in range(draw(st.integers(0, 2)))
+    ]
     order = np.random.default_rng(draw(seeds)).permutation(len(forms))
     return grid_weights(draw, [dtype] * len(forms), [forms[place] for place in order])
 
 
 # Gradients.
 
-any_kind = st.sampled_from(["tame", "tame", "ties", "near", "grid", "halfway", "narrow", "constant", "zeros"])
+any_kind = st.sampled_from(
+    ["tame", "tame", "ties", "near", "grid", "halfway", "narrow", "constant", "zeros"]
+)
 tame = st.sampled_from(["tame", "tame", "ties", "near", "zeros"])
 """Kinds of gradients that leave weights far from the largest number."""
 usual = st.sampled_from(["tame", "tame", "tame", "ties", "zeros"])
 """Kinds of gradients whose matrices are seldom close to a lower rank."""
 
 
-def any_gradients(draw: Draw, like: list[Tensor], ranks: int, steps: int, kinds: st.SearchStrategy[str] = any_kind) -> ByRank:
+def any_gradients(
+    draw: Draw, like: list[Tensor], ranks: int, steps: int, kinds: st.SearchStrategy[str] = any_kind
+) -> ByRank:
     """Gradients of a kind for each parameter, by rank and step."""
     drawn, seed = [draw(kinds) for _ in like], draw(seeds)
 
     def gradient(number: int, place: int, w: Tensor) -> Tensor:
-        return bulk(w.dtype, drawn[place], seed + 997 * number + place, w.numel(), finite=True).view(w.shape)
+        return bulk(
+            w.dtype, drawn[place], seed + 997 * number + place, w.numel(), finite=True
+        ).view(w.shape)
 
     return _by_rank(like, ranks, steps, gradient)
 
@@ -124,25 +140,41 @@ def any_gradients(draw: Draw, like: list[Tensor], ranks: int, steps: int, kinds:
 def exact_gradients(draw: Draw, like: list[Tensor], ranks: int, steps: int) -> ByRank:
     """Gradients whose sum and mean over ranks are exact in any order of operations."""
     seed = draw(seeds)
-    return _by_rank(like, ranks, steps, lambda number, place, w: on_a_grid(seed + 997 * number + place, w, 4, ranks))
+    return _by_rank(
+        like,
+        ranks,
+        steps,
+        lambda number, place, w: on_a_grid(seed + 997 * number + place, w, 4, ranks),
+    )
 
 
-def _by_rank(like: list[Tensor], ranks: int, steps: int, gradient: Callable[[int, int, Tensor], Tensor]) -> ByRank:
+def _by_rank(
+    like: list[Tensor], ranks: int, steps: int, gradient: Callable[[int, int, Tensor], Tensor]
+) -> ByRank:
     places = [*enumerate(like)][::-1]
-    return [[{p: gradient(rank * steps + step, p, w) for p, w in places} for step in range(steps)] for rank in range(ranks)]
+    return [
+        [{p: gradient(rank * steps + step, p, w) for p, w in places} for step in range(steps)]
+        for rank in range(ranks)
+    ]
 
 
 def each_gradient(change: Callable[[Tensor], Tensor]) -> Callable[[ByRank], ByRank]:
     """Return a function that changes every gradient by itself."""
-    return lambda gradients: [[{place: change(g) for place, g in given.items()} for given in rank] for rank in gradients]
+    return lambda gradients: [
+        [{place: change(g) for place, g in given.items()} for given in rank] for rank in gradients
+    ]
 
 
 def poisoned_at(draw: Draw, step: int) -> Callable[[ByRank], ByRank]:
-    """Return a function that makes one number of one rank's first gradient at a step NaN or infinite."""
+    """Return a function that makes one number of one rank's first gradient at a step NaN or
+    infinite.
+    """
 
     def poisoned(gradients: ByRank) -> ByRank:
         x = gradients[draw(st.integers(0, len(gradients) - 1))][step][0].view(-1)
-        x[draw(st.integers(0, x.numel() - 1))] = draw(st.sampled_from([float("nan"), float("inf"), -float("inf")]))
+        x[draw(st.integers(0, x.numel() - 1))] = draw(
+            st.sampled_from([float("nan"), float("inf"), -float("inf")])
+        )
         return gradients
 
     return poisoned
@@ -154,17 +186,28 @@ def used_parts(draw: Draw, gradients: ByRank) -> ByRank:
     for rank in gradients:
         places = st.sets(st.sampled_from(sorted(rank[0])), max_size=len(rank[0]) - 1)
         never = draw(places)
-        left = [{place: g for place, g in given.items() if place not in never | draw(places)} for given in rank]
-        found.append([mine or dict([min(given.items())]) for mine, given in zip(left, rank, strict=True)])
+        left = [
+            {place: g for place, g in given.items() if place not in never | draw(places)}
+            for given in rank
+        ]
+        found.append(
+            [mine or dict([min(given.items())]) for mine, given in zip(left, rank, strict=True)]
+        )
     return found
 
 
 def of_rank(draw: Draw, like: Tensor, ranks: int, rank: int) -> list[Tensor]:
-    """Return a gradient for each rank, whose mean has at most this rank as a matrix, though each one's is full."""
+    """Return a gradient for each rank, whose mean has at most this rank as a matrix, though each
+    one's is full.
+    """
     shape, seed = (like.shape[0], like.numel() // like.shape[0]), draw(seeds)
-    parts = [bulk(torch.float64, "tame", seed + place, size * rank) for place, size in enumerate(shape)]
+    parts = [
+        bulk(torch.float64, "tame", seed + place, size * rank) for place, size in enumerate(shape)
+    ]
     mean = parts[0].view(-1, rank) @ parts[1].view(rank, -1)
-    noise = [bulk(torch.float64, "tame", seed + 2 + r, like.numel()).view(shape) for r in range(ranks)]
+    noise = [
+        bulk(torch.float64, "tame", seed + 2 + r, like.numel()).view(shape) for r in range(ranks)
+    ]
     centre = torch.stack(noise).mean(0)
     return [(mean + x - centre).to(like.dtype).view(like.shape) for x in noise]
 
@@ -191,7 +234,9 @@ momenta = st.sampled_from([0.0, 0.5])
 """Of inner optimizers."""
 
 
-def outer_optimizer(settings: dict[str, Any] | None) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
+def outer_optimizer(
+    settings: dict[str, Any] | None,
+) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
     """Return what makes the outer optimizer of a fragment (S9.2)."""
     options = dict(settings or {"class": "SGD", "lr": 0.7, "momentum": 0.9, "nesterov": True})
     name = options.pop("class")
@@ -199,11 +244,18 @@ def outer_optimizer(settings: dict[str, Any] | None) -> Callable[[list[Tensor]],
 
 
 @st.composite
-def given_fragments(draw: st.DrawFn, parameters: int, fewest: int = 1, most: int = 4) -> list[list[int]]:
+def given_fragments(
+    draw: st.DrawFn, parameters: int, fewest: int = 1, most: int = 4
+) -> list[list[int]]:
     """Lists of places in which each of the parameters stands once, in any order."""
-    count, generator = draw(st.integers(fewest, min(most, parameters))), np.random.default_rng(draw(seeds))
+    count, generator = (
+        draw(st.integers(fewest, min(most, parameters))),
+        np.random.default_rng(draw(seeds)),
+    )
     order = generator.permutation(parameters).tolist()
-    cuts = sorted(generator.choice(parameters - 1, count - 1, replace=False) + 1) if count > 1 else []
+    cuts = (
+        sorted(generator.choice(parameters - 1, count - 1, replace=False) + 1) if count > 1 else []
+    )
     return [order[a:b] for a, b in itertools.pairwise([0, *cuts, parameters])]
 
 
@@ -216,7 +268,9 @@ def schedules(
     fewest: int = 1,
     most: int = 4,
 ) -> dict[str, Any]:
-    """Options of diloco that say when which fragments of so many parameters are sent and applied."""
+    """Options of diloco that say when which fragments of so many parameters are sent and
+    applied.
+    """
     count: int = draw(st.integers(min(fewest, parameters), min(most, parameters)))
     fragments: int | list[list[int]] = count
     if draw(st.booleans()):
@@ -245,27 +299,39 @@ def worlds_of(between: bool, sizes: st.SearchStrategy[int]) -> st.SearchStrategy
 
 def sizes_of(name: str, largest: int, smallest: int = 1) -> st.SearchStrategy[int]:
     """Numbers of ranks that a mode takes."""
-    return st.sampled_from([n for n in range(smallest, largest + 1) if name != "hypercube" or n & (n - 1) == 0])
+    return st.sampled_from(
+        [n for n in range(smallest, largest + 1) if name != "hypercube" or n & (n - 1) == 0]
+    )
 
 
 def doubly_stochastic(n: int, seed: int) -> Graph:
-    """Return a mixture of a few permutations (Birkhoff), in which each rank has its sources in an order of its own."""
+    """Return a mixture of a few permutations (Birkhoff), in which each rank has its sources in an
+    order of its own.
+    """
     generator = np.random.default_rng([seed, 13])
     permutations = [generator.permutation(n) for _ in range(generator.integers(1, 4))]
-    shares = generator.dirichlet(np.ones(len(permutations))) if seed % 2 else np.full(len(permutations), 1 / len(permutations))
+    shares = (
+        generator.dirichlet(np.ones(len(permutations)))
+        if seed % 2
+        else np.full(len(permutations), 1 / len(permutations))
+    )
     matrix = np.zeros((n, n))
     for permutation, share in zip(permutations, shares, strict=True):
         matrix[np.arange(n), permutation] += share
     rows = []
     for rank in range(n):
-        sources = generator.permutation([source for source in range(n) if matrix[rank, source] or source == rank])
+        sources = generator.permutation(
+            [source for source in range(n) if matrix[rank, source] or source == rank]
+        )
         # Numbers of float32, which all implementations read alike.
         rows.append([(int(source), float(np.float32(matrix[rank, source]))) for source in sources])
     return rows
 
 
 @st.composite
-def graph_cases(draw: st.DrawFn, largest: int, changing: bool = False) -> tuple[str | list[Graph], tuple[int, ...], bool]:
+def graph_cases(
+    draw: st.DrawFn, largest: int, changing: bool = False
+) -> tuple[str | list[Graph], tuple[int, ...], bool]:
     """A mode or graphs in a cycle, a world that it takes, and whether to average between leaders.
 
     Args:
@@ -279,7 +345,11 @@ def graph_cases(draw: st.DrawFn, largest: int, changing: bool = False) -> tuple[
     if name:
         return name, nodes, between
     n = len(nodes) if between else sum(nodes)
-    return [doubly_stochastic(n, draw(seeds)) for _ in range(draw(st.integers(1 + changing, 3)))], nodes, between
+    return (
+        [doubly_stochastic(n, draw(seeds)) for _ in range(draw(st.integers(1 + changing, 3)))],
+        nodes,
+        between,
+    )
 
 
 def flawed(n: int, a: int) -> list[Graph]:
@@ -300,4 +370,6 @@ def flawed(n: int, a: int) -> list[Graph]:
         flaws.append({a: [(a, 0.5), (b, 0.5)]})  # columns
         flaws.append({a: [(a, 1.0), (b, 0.5)], b: [(b, 0.5)]})  # rows
         flaws.append({a: [(a, 2.0), (b, -1.0)], b: [(b, 2.0), (a, -1.0)]})
-    return [rows[1:], [*rows, [(n, 1.0)]]] + [[flaw.get(rank, row) for rank, row in enumerate(rows)] for flaw in flaws]
+    return [rows[1:], [*rows, [(n, 1.0)]]] + [
+        [flaw.get(rank, row) for rank, row in enumerate(rows)] for flaw in flaws
+    ]

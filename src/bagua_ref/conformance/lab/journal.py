@@ -24,7 +24,8 @@ from bagua_ref.conformance.targets.process_link import exit_text
 
 __all__ = ["Journal", "ProcessDied", "end_with"]
 
-_HEAD = struct.Struct("<dqq?")  # start of the current call (0: none), bytes of its input, calls so far, whether a rehearsal ended
+# start of the current call (0: none), bytes of its input, calls so far, whether a rehearsal ended
+_HEAD = struct.Struct("<dqq?")
 _SIZE = 1 << 26  # pages that are not written take no memory
 
 
@@ -50,7 +51,8 @@ class Journal:
         """Note that ``what`` is running until the block ends.
 
         Args:
-            what: a picklable pair: the name of a call, and its arguments by name, the script up to the call, or None.
+            what: a picklable pair: the name of a call, and its arguments by name, the script up to
+                the call, or None.
 
         Raises:
             ProcessDied: this call ended the rehearsal's process.
@@ -69,9 +71,11 @@ class Journal:
             self._memory[: _HEAD.size] = _HEAD.pack(0.0, len(data), calls, False)
 
     def rehearse(self, work: Callable[[], object]) -> None:
-        """Do ``work`` in a forked process first; if a call ends that process, the same call raises `ProcessDied` in this one.
+        """Do ``work`` in a forked process first; if a call ends that process, the same call raises
+        `ProcessDied` in this one.
 
-        So Hypothesis can make the input of a crash smaller. Does nothing unless ``rehearses`` is set.
+        So Hypothesis can make the input of a crash smaller. Does nothing unless ``rehearses`` is
+        set.
         """
         if not self.rehearses:
             return
@@ -104,7 +108,9 @@ class Journal:
         return time.monotonic() - since if since else 0.0
 
     def last(self) -> Any:
-        """Return the note of the last call, without arguments that are too large; None if there was no call."""
+        """Return the note of the last call, without arguments that are too large; None if there was
+        no call.
+        """
         length = _HEAD.unpack(self._memory[: _HEAD.size])[1]
         data = self._memory[_HEAD.size : _HEAD.size + length]
         return pickle.loads(data) if length else None  # noqa: S301 # written by us
@@ -114,18 +120,33 @@ class _TensorPickler(pickle.Pickler):
     """Pickles contiguous tensors as bytes: as torch pickles them takes longer than most kernels."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is not Tensor or value.layout is not torch.strided or value.device.type != "cpu":
+        if (
+            type(value) is not Tensor
+            or value.layout is not torch.strided
+            or value.device.type != "cpu"
+        ):
             return NotImplemented
-        if value.requires_grad or value.is_conj() or value.is_neg() or value.is_nested or value.is_quantized:
+        if (
+            value.requires_grad
+            or value.is_conj()
+            or value.is_neg()
+            or value.is_nested
+            or value.is_quantized
+        ):
             return NotImplemented
         if not value.is_contiguous():
             return NotImplemented
-        data = value.as_strided((value.numel(),), (1,)).view(torch.uint8)  # one element may have any stride, and none 0
+        # one element may have any stride, and none 0
+        data = value.as_strided((value.numel(),), (1,)).view(torch.uint8)
         return _tensor_of, (value.dtype, value.shape, data.numpy().tobytes())
 
 
 def _tensor_of(dtype: torch.dtype, shape: torch.Size, data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+    return (
+        torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+        if data
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 def end_with(parent: int) -> None:

@@ -1,4 +1,6 @@
-"""Kernel calls: each is journalled, made between canaries (margins that show writes beside tensors), and compared."""
+"""Kernel calls: each is journalled, made between canaries (margins that show writes beside
+tensors), and compared.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _NO_CALLS = ("rank", "nranks", "real_threads")
 _PATTERN = 0x7F  # huge or NaN as a float, so that reads beyond the end tend to show, too
 _MARGIN = 64
 _CHANCES = 100
-"""So many worlds may be larger than the target allows, if none has fitted, before a check counts as too large for it."""
+"""So many worlds may be larger than the target allows, if none has fitted, before a check counts as
+too large for it.
+"""
 
 
 class Canary:
@@ -48,7 +52,9 @@ class Canary:
 
     def __init__(self, values: Tensor, shift: int = 0, device: torch.device | str = "cpu") -> None:
         before = _MARGIN + shift % 8
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
+        extent = 1 + sum(
+            (size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True)
+        )
         total = before + (extent if values.numel() else 0) + _MARGIN
         item = values.element_size()
         storage = torch.full((total * item,), _PATTERN, dtype=torch.uint8).view(values.dtype)
@@ -79,13 +85,17 @@ class Canary:
         """Raise AssertionError if anything was written, in the tensor or beside it."""
         self.assert_only_inside_changed(name)
         if places := self.changed_inside():
-            raise AssertionError(f"{name} is only read, but element {places[0]} was changed ({len(places)} in all)")
+            raise AssertionError(
+                f"{name} is only read, but element {places[0]} was changed ({len(places)} in all)"
+            )
 
     def assert_only_inside_changed(self, name: str = "tensor") -> None:
         """Raise AssertionError if anything outside the tensor was written."""
         if places := self.changed_outside():
             first = f"first {places[0]:+} elements from its start"
-            raise AssertionError(f"memory beside {name} was written, {first} ({len(places)} in all)")
+            raise AssertionError(
+                f"memory beside {name} was written, {first} ({len(places)} in all)"
+            )
 
 
 @dataclass
@@ -95,7 +105,8 @@ class KernelCall:
     Attributes:
         method: the kernel's name.
         arguments: arguments before the call, by name.
-        results: written arguments after the call, by name, on the CPU; ``"result"`` is the returned value.
+        results: written arguments after the call, by name, on the CPU; ``"result"`` is the returned
+            value.
     """
 
     method: str
@@ -104,7 +115,8 @@ class KernelCall:
 
 
 class CountedPart:
-    """A part of a target, or a communicator that it makes, as scripts use it: what they fetch from it is counted as a call.
+    """A part of a target, or a communicator that it makes, as scripts use it: what they fetch from
+    it is counted as a call.
 
     Args:
         part: the part; the factory of communicators is called with a rank's world.
@@ -152,14 +164,21 @@ class Lab:
     """
 
     def __init__(
-        self, target: Target, dtype: str | None, journal: Journal, large: bool = False, most_ranks: int | None = None
+        self,
+        target: Target,
+        dtype: str | None,
+        journal: Journal,
+        large: bool = False,
+        most_ranks: int | None = None,
     ) -> None:
         self.target, self.journal = target, journal
         self.dtype_name = dtype or ""
         self.dtype: torch.dtype = getattr(torch, dtype) if dtype else torch.float32
         self.resources = ExitStack()
         """Resources that all inputs of the check share; closed when it ends."""
-        self.long_sizes = sizes_beyond(target.tile_sizes, [*target.parts.values()]) if large else LONG
+        self.long_sizes = (
+            sizes_beyond(target.tile_sizes, [*target.parts.values()]) if large else LONG
+        )
         """Numbers of elements of long inputs; each input of a check about these has all of them."""
         self._most_ranks, self._smallest_world = most_ranks, 0
         self._chances: float = _CHANCES
@@ -173,8 +192,12 @@ class Lab:
 
     @property
     def calls(self) -> int:
-        """Number of calls that have reached the target for the current input; an adapter's own refusals are none."""
-        return self._calls if self.target.requests is None else self.target.requests() - self._requests
+        """Number of calls that have reached the target for the current input; an adapter's own
+        refusals are none.
+        """
+        return (
+            self._calls if self.target.requests is None else self.target.requests() - self._requests
+        )
 
     def _count(self) -> None:
         self._calls += 1
@@ -184,13 +207,20 @@ class Lab:
         return CountedPart(self.target.parts[name], name, self._count)
 
     def kernels(self) -> Any:
-        """Return the target's kernels, for the package's own operations; their calls are counted until the check ends."""
+        """Return the target's kernels, for the package's own operations; their calls are counted
+        until the check ends.
+        """
         kernels = self.target.kernels
         for name in () if self._counts_kernels else KERNELS:
             original = getattr(kernels, name)
             own = vars(kernels).get(name)
-            vars(kernels)[name] = partial(self._call_kernel, original)  # its class stays: operations ask for a KernelBackend
-            restore = partial(vars(kernels).pop, name) if own is None else partial(vars(kernels).__setitem__, name, own)
+            # its class stays: operations ask for a KernelBackend
+            vars(kernels)[name] = partial(self._call_kernel, original)
+            restore = (
+                partial(vars(kernels).pop, name)
+                if own is None
+                else partial(vars(kernels).__setitem__, name, own)
+            )
             self.resources.callback(restore)
         self._counts_kernels = True
         return kernels
@@ -205,40 +235,57 @@ class Lab:
         raise Skipped(reason)
 
     def world(self, draw: Callable[[Any], Any], worlds: Any) -> tuple[int, ...]:
-        """Draw the number of ranks on each node; reject worlds that are larger than the target's capabilities allow."""
+        """Draw the number of ranks on each node; reject worlds that are larger than the target's
+        capabilities allow.
+        """
         nodes: tuple[int, ...] = draw(worlds)
         self.need_ranks(sum(nodes))
         return nodes
 
     def need_ranks(self, ranks: int) -> None:
-        """Leave the input out if the target's capabilities do not allow so many ranks; at first, another one is drawn instead."""
+        """Leave the input out if the target's capabilities do not allow so many ranks; at first,
+        another one is drawn instead.
+        """
         from hypothesis import reject
 
-        assert self._most_ranks is None or ranks <= self._most_ranks, f"a world of {ranks} ranks: MOST_RANKS and the pages say less"
+        assert self._most_ranks is None or ranks <= self._most_ranks, (
+            f"a world of {ranks} ranks: MOST_RANKS and the pages say less"
+        )
         if self.target.max_ranks is None or ranks <= self.target.max_ranks:
             self._chances = math.inf
             return
         self._smallest_world = min(ranks, self._smallest_world or ranks)
-        self.reason = f"needs {self._smallest_world} ranks, the target has at most {self.target.max_ranks}"
+        self.reason = (
+            f"needs {self._smallest_world} ranks, the target has at most {self.target.max_ranks}"
+        )
         self._chances -= 1
         if self._chances < 0:
             self.skip(self.reason)
         reject()
 
     def need_dtypes(self, tensors: Iterable[Tensor]) -> None:
-        """Leave the input out if the target's capabilities exclude a dtype of one of these tensors."""
+        """Leave the input out if the target's capabilities exclude a dtype of one of these
+        tensors.
+        """
         for x in tensors:
             self.dtypes((str(x.dtype).removeprefix("torch."),))
 
     def dtypes(self, names: Sequence[str]) -> list[str]:
-        """Return those of the dtypes that the target's capabilities allow, to draw from; leave the input out if there are none."""
-        allowed = [name for name in names if self.target.dtypes is None or name in self.target.dtypes]
+        """Return those of the dtypes that the target's capabilities allow, to draw from; leave the
+        input out if there are none.
+        """
+        allowed = [
+            name for name in names if self.target.dtypes is None or name in self.target.dtypes
+        ]
         if not allowed:
             self.skip(f"the target's capabilities exclude {', '.join(names)}")
         return allowed
 
-    def call(self, method: str, arguments: dict[str, Any], writes: tuple[str, ...] = ()) -> KernelCall:
-        """Call a kernel with copies of the arguments; raise `Violation` if it writes anything that it must not.
+    def call(
+        self, method: str, arguments: dict[str, Any], writes: tuple[str, ...] = ()
+    ) -> KernelCall:
+        """Call a kernel with copies of the arguments; raise `Violation` if it writes anything that
+        it must not.
 
         Args:
             method: the kernel's name, or ``"CODEC.compress"`` or ``"CODEC.decompress"``.
@@ -252,7 +299,10 @@ class Lab:
                 canaries[name] = [Canary(value, 3 * place + value.numel(), self.target.device)]
                 passed[name] = canaries[name][0].tensor
             elif isinstance(value, list) and all(isinstance(item, Tensor) for item in value):
-                canaries[name] = [Canary(item, place + number, self.target.device) for number, item in enumerate(value)]
+                canaries[name] = [
+                    Canary(item, place + number, self.target.device)
+                    for number, item in enumerate(value)
+                ]
                 passed[name] = [canary.tensor for canary in canaries[name]]
             else:
                 passed[name] = value
@@ -272,13 +322,17 @@ class Lab:
             raise
         except BaseException as error:  # whatever an implementation does, there is a verdict
             message = f"{method} raised {type(error).__name__}: {error}"
-            raise Violation(message, self.script(call, comment=f"raised {type(error).__name__}: {error}")) from error
+            raise Violation(
+                message, self.script(call, comment=f"raised {type(error).__name__}: {error}")
+            ) from error
         call.results["result"] = result.detach().cpu() if isinstance(result, Tensor) else result
         if "out" in keywords and isinstance(result, Tensor):
             call.results["result is out"] = result is keywords["out"]
         return call
 
-    def _check_canaries(self, call: KernelCall, canaries: dict[str, list[Canary]], writes: tuple[str, ...]) -> None:
+    def _check_canaries(
+        self, call: KernelCall, canaries: dict[str, list[Canary]], writes: tuple[str, ...]
+    ) -> None:
         for name, group in canaries.items():
             for number, canary in enumerate(group):
                 shown = name if len(group) == 1 else f"{name}[{number}]"
@@ -288,7 +342,9 @@ class Lab:
                     else:
                         canary.assert_unchanged(shown)
                 except AssertionError as error:
-                    script = script_of_call(self.target.setup, call.method, call.arguments, canaries=writes)
+                    script = script_of_call(
+                        self.target.setup, call.method, call.arguments, canaries=writes
+                    )
                     raise Violation(f"{call.method}: {error}", str(script)) from None
 
     def compare(
@@ -300,7 +356,9 @@ class Lab:
         magnitude: Tensor | None = None,
         field: str = "",
     ) -> None:
-        """Raise `Violation` unless ``name`` equals ``expected`` after the call; messages say ``field`` in addition."""
+        """Raise `Violation` unless ``name`` equals ``expected`` after the call; messages say
+        ``field`` in addition.
+        """
         actual, self.comparisons = call.results[name], self.comparisons + 1
         try:
             if not isinstance(actual, Tensor):
@@ -315,8 +373,12 @@ class Lab:
         """Return a script that repeats the call and ends with ``lines``."""
         script = script_of_call(self.target.setup, call.method, call.arguments, comment)
         if any("assert_equal(" in line for line in lines):
-            names = [name for name in ("EXACT", "SUM", "ULP") if any(name in line for line in lines)]
-            script.setup.insert(0, f"from bagua_ref.conformance import {', '.join(names)}, assert_equal")
+            names = [
+                name for name in ("EXACT", "SUM", "ULP") if any(name in line for line in lines)
+            ]
+            script.setup.insert(
+                0, f"from bagua_ref.conformance import {', '.join(names)}, assert_equal"
+            )
         script.body += lines
         return str(script)
 
@@ -324,14 +386,24 @@ class Lab:
         """Return a script that fails unless a call raises a TypeError that names the dtype."""
         script = script_of_call(self.target.setup, method, arguments)
         script.body += [
-            f"try:\n    {script.body.pop()}\nexcept TypeError as error:\n    assert {self.dtype_name!r} in str(error), error",
-            f"else:\n    raise AssertionError('{method} must raise a TypeError that says {self.dtype_name}')",
+            (
+                f"try:\n    {script.body.pop()}\nexcept TypeError as error:\n    assert"
+                f" {self.dtype_name!r} in str(error), error"
+            ),
+            (
+                f"else:\n    raise AssertionError('{method} must raise a TypeError that says"
+                f" {self.dtype_name}')"
+            ),
         ]
         return str(script)
 
 
 def script_of_call(
-    setup: list[str], method: str, arguments: dict[str, Any], comment: str = "", canaries: tuple[str, ...] | None = None
+    setup: list[str],
+    method: str,
+    arguments: dict[str, Any],
+    comment: str = "",
+    canaries: tuple[str, ...] | None = None,
 ) -> Script:
     """Return a script that makes a call.
 
@@ -340,10 +412,13 @@ def script_of_call(
         method: the kernel, as for `Lab.call`.
         arguments: arguments by name, in order.
         comment: comment on the line of the call.
-        canaries: if given, tensors are put between canaries, and those not named here must not change.
+        canaries: if given, tensors are put between canaries, and those not named here must not
+            change.
     """
     codec, _, verb = method.rpartition(".")
-    script = Script([*setup, *([f"codec = kernels.codecs[{codec!r}](kernels)"] if codec else []), ""])
+    script = Script(
+        [*setup, *([f"codec = kernels.codecs[{codec!r}](kernels)"] if codec else []), ""]
+    )
     checks: list[str] = []
     passed: list[str] = []
     for name, value in arguments.items():

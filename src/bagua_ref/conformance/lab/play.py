@@ -1,6 +1,8 @@
-"""Checks that are scripts: each line is recorded and then run, so the script shown is the one that ran.
+"""Checks that are scripts: each line is recorded and then run, so the script shown is the one that
+ran.
 
-Ranks of a world run the script's ``program``, with the target's communicators or those of a simulated world.
+Ranks of a world run the script's ``program``, with the target's communicators or those of a
+simulated world.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorith
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.conformance.targets.target import Target, load
 
-__all__ = ["Play", "RankScript", "after_call", "assert_ranks", "copies_of", "source_of_part", "tensors_in"]
+__all__ = [
+    "Play",
+    "RankScript",
+    "after_call",
+    "assert_ranks",
+    "copies_of",
+    "source_of_part",
+    "tensors_in",
+]
 
 
 class Play:
@@ -44,7 +54,11 @@ class Play:
         self.lab, self.part, self.what = lab, part, ""
         imports = ("from bagua_ref.conformance import EXACT, SUM, assert_equal", *imports)
         self.script = Script([*imports, *source_of_part(lab.target, part), ""])
-        self.names: dict[str, Any] = {"__name__": "counterexample", "inf": math.inf, "nan": math.nan}
+        self.names: dict[str, Any] = {
+            "__name__": "counterexample",
+            "inf": math.inf,
+            "nan": math.nan,
+        }
         self._run("\n".join(["import torch", *imports]))
         if part in lab.target.parts:
             self.names[part] = lab.part(part)
@@ -60,9 +74,11 @@ class Play:
             self.script.body.append(Definition(name, copy.deepcopy(value)))  # calls may change it
 
     def do(self, line: str) -> None:
-        """Append a line, or a few that belong together, and run it; raise `Violation` for any exception.
+        """Append a line, or a few that belong together, and run it; raise `Violation` for any
+        exception.
 
-        A statement with an assertion, in it or in what it calls by a name with ``assert`` or ``expect``, is a comparison.
+        A statement with an assertion, in it or in what it calls by a name with ``assert`` or
+        ``expect``, is a comparison.
         """
         before, done = Script(self.script.setup, list(self.script.body)), line
         self.script.body.append(line)
@@ -80,12 +96,20 @@ class Play:
             raise Violation(message[:1000], str(self.script)) from error
 
     def refuses(self, call: str, error: str = "ValueError", said: str = "") -> None:
-        """Require an error of a class of a call, or fail with a message, which is source of a string."""
+        """Require an error of a class of a call, or fail with a message, which is source of a
+        string.
+        """
         said = said or repr(f"{call} must raise a {error}")
-        self.do(f"try:\n    {call}\nexcept {error}:\n    pass\nelse:\n    raise AssertionError({said})")
+        self.do(
+            f"try:\n    {call}\nexcept {error}:\n    pass\nelse:\n    raise AssertionError({said})"
+        )
 
     def _run(self, source: str | ast.Module) -> None:
-        code = _compiled(source, "exec") if isinstance(source, str) else compile(source, "<counterexample>", "exec")
+        code = (
+            _compiled(source, "exec")
+            if isinstance(source, str)
+            else compile(source, "<counterexample>", "exec")
+        )
         exec(code, self.names)  # noqa: S102 # written by the check, line by line
 
     def value(self, source: str) -> Any:
@@ -93,13 +117,23 @@ class Play:
         try:
             return eval(_compiled(source, "eval"), self.names)  # noqa: S307 # written by the check
         except Exception as error:
-            raise self.violation(f"{source} raised {type(error).__name__}: {error}", source) from error
+            raise self.violation(
+                f"{source} raised {type(error).__name__}: {error}", source
+            ) from error
 
     def expect(
-        self, source: str, want: Tensor, where: str, tolerance: Tolerance = EXACT, magnitude: Tensor | float | None = None
+        self,
+        source: str,
+        want: Tensor,
+        where: str,
+        tolerance: Tolerance = EXACT,
+        magnitude: Tensor | float | None = None,
     ) -> None:
         """Raise `Violation` unless the value of an expression equals ``want``."""
-        found, size = self.value(source), None if magnitude is None else torch.as_tensor(magnitude, dtype=torch.float64)
+        found, size = (
+            self.value(source),
+            None if magnitude is None else torch.as_tensor(magnitude, dtype=torch.float64),
+        )
         self.lab.comparisons += 1
         if found is None:
             raise self.violation(f"{where}: there is none", f"assert {source} is not None")
@@ -118,7 +152,9 @@ class Play:
 
     def violation(self, message: str, line: str) -> Violation:
         """Return a violation whose script ends with ``line``."""
-        return Violation(f"{self.what}: {message}" if self.what else message, str(self.script.and_then(line)))
+        return Violation(
+            f"{self.what}: {message}" if self.what else message, str(self.script.and_then(line))
+        )
 
 
 class RankScript(Play):
@@ -128,28 +164,34 @@ class RankScript(Play):
         lab: provides the target.
         nodes: number of ranks on each node.
         seed: seed of the interleaving.
-        part: the part of the target that the program uses. Ranks have the target's communicators if it is "communicator", else
-            those of a simulated world.
+        part: the part of the target that the program uses. Ranks have the target's communicators if
+            it is "communicator", else those of a simulated world.
     """
 
-    def __init__(self, lab: Lab, nodes: tuple[int, ...], seed: int, part: str = "communicator") -> None:
+    def __init__(
+        self, lab: Lab, nodes: tuple[int, ...], seed: int, part: str = "communicator"
+    ) -> None:
         super().__init__(
             lab,
             part,
             "from bagua_ref.conformance.lab.play import after_call, assert_ranks, copies_of",
-            "from bagua_ref.conformance.targets.world import RankWorld, own_communicator, run_world",
+            "from bagua_ref.conformance.targets.world import RankWorld, own_communicator,"
+            " run_world",
         )
         self._seed, self._factory = seed, part if part == "communicator" else "own_communicator"
         self.nodes = nodes
         self.give(nodes=nodes)
 
     def give(self, **values: Any) -> None:
-        """Define names, of which no tensor may have a dtype that the target's capabilities exclude."""
+        """Define names, of which no tensor may have a dtype that the target's capabilities
+        exclude.
+        """
         self.lab.need_dtypes(tensors_in(list(values.values())))
         super().give(**values)
 
     def run(self, what: str, program: str) -> None:
-        """Run the lines of ``program`` on every rank with its communicator ``comm``; what they return is in ``results``, by rank.
+        """Run the lines of ``program`` on every rank with its communicator ``comm``; what they
+        return is in ``results``, by rank.
 
         Raises:
             Violation: any exception of any rank; ``what`` describes the program.
@@ -157,7 +199,10 @@ class RankScript(Play):
         self.lab.need_ranks(sum(self.nodes))
         self.what = f"{what} on nodes {self.nodes}"
         lines = textwrap.indent(textwrap.dedent(program).strip("\n"), "    ")
-        self.do(f"\n\ndef program(comm):\n{lines}\n\n\nresults = run_world({self._factory}, nodes, program, seed={self._seed})")
+        self.do(
+            f"\n\ndef program(comm):\n{lines}\n\n\nresults = run_world({self._factory}, nodes,"
+            f" program, seed={self._seed})"
+        )
         self.what = ""
 
 
@@ -169,7 +214,13 @@ def _asserts(node: ast.AST) -> bool:
     """Return whether running a statement asserts something; what it defines is not run yet."""
     if isinstance(node, ast.FunctionDef | ast.Lambda | ast.ClassDef):
         return False
-    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    name = (
+        node.id
+        if isinstance(node, ast.Name)
+        else node.attr
+        if isinstance(node, ast.Attribute)
+        else ""
+    )
     named = name.lower().startswith(("assert", "expect"))
     return named or isinstance(node, ast.Assert) or any(map(_asserts, ast.iter_child_nodes(node)))
 
@@ -183,8 +234,16 @@ def source_of_part(target: Target, part: str) -> list[str]:
     """Return lines of a script that define a part of the target under the part's name."""
     if part not in target.parts:
         own = _OWN[part]
-        device = "" if target.device.type == "cpu" or part == "comm_ops" else f", device={str(target.device)!r}"
-        return [f"from {own.__module__} import {own.__name__}", *target.setup, f"{part} = {own.__name__}(kernels{device})"]
+        device = (
+            ""
+            if target.device.type == "cpu" or part == "comm_ops"
+            else f", device={str(target.device)!r}"
+        )
+        return [
+            f"from {own.__module__} import {own.__name__}",
+            *target.setup,
+            f"{part} = {own.__name__}(kernels{device})",
+        ]
     found = target.parts[part]
     if isinstance(found, ModuleType):
         return [f"import {found.__name__} as {part}"]
@@ -222,14 +281,22 @@ def copies_of(arguments: Any) -> Any:
         return arguments.clone()
     if isinstance(arguments, dict):
         return {name: copies_of(item) for name, item in arguments.items()}
-    return type(arguments)(map(copies_of, arguments)) if isinstance(arguments, list | tuple) else arguments
+    return (
+        type(arguments)(map(copies_of, arguments))
+        if isinstance(arguments, list | tuple)
+        else arguments
+    )
 
 
 def tensors_in(arguments: Any) -> list[Tensor]:
     """Return the tensors among arguments and in their lists and tuples, in order."""
     if isinstance(arguments, Tensor):
         return [arguments]
-    return [tensor for item in arguments for tensor in tensors_in(item)] if isinstance(arguments, list | tuple) else []
+    return (
+        [tensor for item in arguments for tensor in tensors_in(item)]
+        if isinstance(arguments, list | tuple)
+        else []
+    )
 
 
 def assert_ranks(
@@ -241,7 +308,8 @@ def assert_ranks(
     """Raise AssertionError unless the tensors of each call on each rank are as expected.
 
     Args:
-        calls: a method of communicators, and n if its result may differ by `SUM` (n), 0 if it may not.
+        calls: a method of communicators, and n if its result may differ by `SUM` (n), 0 if it may
+            not.
         nodes: number of ranks on each node.
         results: the tensors among the arguments of each call after it, by rank.
         expected: what they must be.
@@ -253,4 +321,6 @@ def assert_ranks(
                 try:
                     assert_equal(tensor, want, SUM(terms) if terms else EXACT)
                 except AssertionError as error:
-                    raise AssertionError(f"{name} on nodes {nodes}{which}: tensor {number} of rank {rank}: {error}") from None
+                    raise AssertionError(
+                        f"{name} on nodes {nodes}{which}: tensor {number} of rank {rank}: {error}"
+                    ) from None

@@ -1,4 +1,6 @@
-"""Redis servers for checks of a cache, which end with their process, and scripts about a cache loader that has them as stores."""
+"""Redis servers for checks of a cache, which end with their process, and scripts about a cache
+loader that has them as stores.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,17 @@ from bagua_ref.contrib.cache.server import find_program, start_redis_server
 from bagua_ref.errors import BackendUnavailableError
 
 __all__ = [
-    "LOADER", "CacheScript", "Refusals", "ScriptedServer", "assert_keys", "assert_within", "cache_script",
-    "in_worker", "reason_to_skip", "start_servers",
-]  # fmt: skip
+    "LOADER",
+    "CacheScript",
+    "Refusals",
+    "ScriptedServer",
+    "assert_keys",
+    "assert_within",
+    "cache_script",
+    "in_worker",
+    "reason_to_skip",
+    "start_servers",
+]
 
 _LOOPBACK = "127.0.0.1"
 _CAPACITY = 64 * 1024**2
@@ -50,7 +60,8 @@ def _has_program() -> bool:
 
 
 class ScriptedServer:
-    """A redis-server, or the package's server in Python if there is none; it ends with this process.
+    """A redis-server, or the package's server in Python if there is none; it ends with this
+    process.
 
     Attributes:
         host: an entry of ``hosts=``, with host, port and password.
@@ -103,7 +114,11 @@ class ScriptedServer:
             self._client.config_set("maxmemory", 1 if refuse else _CAPACITY)
         else:
             listener = self._server._listener
-            listener.database = _Full(listener.database) if refuse else getattr(listener.database, "emptier", listener.database)
+            listener.database = (
+                _Full(listener.database)
+                if refuse
+                else getattr(listener.database, "emptier", listener.database)
+            )
 
     def reset(self) -> None:
         """Start the server if needed, empty it, and accept writes."""
@@ -119,7 +134,11 @@ class ScriptedServer:
 
     def expiring(self) -> list[str]:
         """Return the keys that have a time to live."""
-        return [key for key in self.keys() if self._client.ttl(key.encode("utf-8", "surrogatepass")) != -1]
+        return [
+            key
+            for key in self.keys()
+            if self._client.ttl(key.encode("utf-8", "surrogatepass")) != -1
+        ]
 
     def get(self, key: str) -> bytes:
         """Return the bytes of an existing key."""
@@ -199,7 +218,9 @@ def assert_keys(servers: Sequence[ScriptedServer], wanted: Sequence[Sequence[str
     """Raise AssertionError unless each server has exactly these keys."""
     for place, (server, keys) in enumerate(zip(servers, wanted, strict=True)):
         found = server.keys()
-        assert found == sorted(keys), f"store {place} has the keys {found} instead of {sorted(keys)}"
+        assert found == sorted(keys), (
+            f"store {place} has the keys {found} instead of {sorted(keys)}"
+        )
 
 
 def assert_within(seconds: float, condition: Callable[[], Any], what: str) -> None:
@@ -210,13 +231,16 @@ def assert_within(seconds: float, condition: Callable[[], Any], what: str) -> No
         time.sleep(0.02)
 
 
-def in_worker(work: Callable[[], Any], meanwhile: Callable[[], Any] = lambda: None, as_script: bool = False) -> None:
+def in_worker(
+    work: Callable[[], Any], meanwhile: Callable[[], Any] = lambda: None, as_script: bool = False
+) -> None:
     """Run ``work()`` in a forked process, like a DataLoader's worker, and wait for a clean exit.
 
     Args:
         work: runs in the process.
         meanwhile: runs in this one, at the same time.
-        as_script: let the process be and end as a script does: it is the main one, and its exit handlers run.
+        as_script: let the process be and end as a script does: it is the main one, and its exit
+            handlers run.
 
     Raises:
         AssertionError: ``work()`` raised an exception.
@@ -225,7 +249,8 @@ def in_worker(work: Callable[[], Any], meanwhile: Callable[[], Any] = lambda: No
     inbox, outbox = context.Pipe(duplex=False)
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     process = context.Process(target=_work, args=(work, os.getpid(), outbox, as_script))
-    is_daemon = config.pop("daemon", None)  # a check's process is a daemon, which may not start processes otherwise
+    # a check's process is a daemon, which may not start processes otherwise
+    is_daemon = config.pop("daemon", None)
     try:
         process.start()
     finally:
@@ -239,7 +264,8 @@ def in_worker(work: Callable[[], Any], meanwhile: Callable[[], Any] = lambda: No
     except EOFError:
         said = "ended without an answer"
     inbox.close()
-    process.join()  # its exit code is not checked: Python's shutdown may fail in a process forked from a thread
+    # its exit code is not checked: Python's shutdown may fail in a process forked from a thread
+    process.join()
     if said.startswith("raised NotImplementedError"):
         raise NotImplementedError(f"a worker {said}")
     assert not said, f"a worker {said}"
@@ -272,7 +298,9 @@ def _become_script() -> None:
 
 
 def _shared_servers(lab: Lab, count: int) -> list[ScriptedServer]:
-    """Return servers as if they had just been started; a check's inputs share them, one input at a time."""
+    """Return servers as if they had just been started; a check's inputs share them, one input at a
+    time.
+    """
     pool = _pools.setdefault(lab, [])
     for server in start_servers(max(0, count - len(pool))):
         pool.append(server)
@@ -287,9 +315,14 @@ class CacheScript(Play):
 
     def __init__(self, lab: Lab, servers: int, load: str) -> None:
         rooms = ("inputs.cache_values", "lab.servers")
-        super().__init__(lab, "cache", *(f"from bagua_ref.conformance.{room} import *" for room in rooms))
+        super().__init__(
+            lab, "cache", *(f"from bagua_ref.conformance.{room} import *" for room in rooms)
+        )
         self.names["start_servers"] = partial(_shared_servers, lab)
-        self.do(f"servers = start_servers({servers})\nhosts = [server.host for server in servers]\nload = {load}")
+        self.do(
+            f"servers = start_servers({servers})\nhosts = [server.host for server in servers]\nload"
+            f" = {load}"
+        )
 
     def warnings_of(self, lines: str) -> None:
         """Run lines, which may access ``loader``, and flush it; the warnings are in ``seen``."""
@@ -299,7 +332,9 @@ class CacheScript(Play):
             f"    warnings.simplefilter('always')\n{inner}    loader.flush()"
         )
 
-    def loader(self, name: str = "data", size: int = 1, variable: str = "loader", more: str = "") -> None:
+    def loader(
+        self, name: str = "data", size: int = 1, variable: str = "loader", more: str = ""
+    ) -> None:
         """Make a loader."""
         arguments = f"hosts=hosts, dataset_name={name!r}, writer_buffer_size={size}{more}"
         self.do(f"{variable} = cache.CacheLoader(backend='redis', {arguments})")
@@ -309,7 +344,8 @@ class CacheScript(Play):
 def cache_script(
     lab: Lab, servers: int = 1, load: str = "Source()", dataset: str | None = None, size: int = 1
 ) -> Iterator[CacheScript]:
-    """Give a script with the source of a ``load`` function and, if a dataset is named, with a loader of that buffer size.
+    """Give a script with the source of a ``load`` function and, if a dataset is named, with a
+    loader of that buffer size.
 
     What it leaves behind is ended: the next one has the same servers.
     """
@@ -319,13 +355,21 @@ def cache_script(
             script.loader(dataset, size)
         yield script
     except Violation as violation:
-        if died := [place for place, server in enumerate(script.names.get("servers", ())) if server.has_died()]:
+        if died := [
+            place
+            for place, server in enumerate(script.names.get("servers", ()))
+            if server.has_died()
+        ]:
             raise Violation(
-                f"{violation}; meanwhile, store {died[0]}, a server of the check, had died", violation.snippet
+                f"{violation}; meanwhile, store {died[0]}, a server of the check, had died",
+                violation.snippet,
             ) from violation.__cause__
         raise
     finally:
         for name, left in script.names.items():
             if hasattr(left, "num_keys"):
-                with contextlib.suppress(Exception), lab.journal.call(("close", script.script.and_then(f"{name}.close()"))):
+                with (
+                    contextlib.suppress(Exception),
+                    lab.journal.call(("close", script.script.and_then(f"{name}.close()"))),
+                ):
                     left.close()

@@ -1,4 +1,6 @@
-"""Scripts of a training in a simulated world, put together action by action with what each must return (S2, S5, S9 to S11)."""
+"""Scripts of a training in a simulated world, put together action by action with what each must
+return (S2, S5, S9 to S11).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from torch import Tensor
 from bagua_ref.conformance.expected.algorithms_numpy import Array, array, buckets, wide
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.inputs.strategies import Draw, name_of, seeds, worlds
-from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, ByRank, any_gradients, any_weights, exact_gradients
+from bagua_ref.conformance.inputs.training_cases import (
+    ONE_BUCKET,
+    ByRank,
+    any_gradients,
+    any_weights,
+    exact_gradients,
+)
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import Play
 
@@ -29,9 +37,11 @@ _STATE = {"memories": "a memory", "factors": "a factor"}
 
 
 class TrainingPlay(Play):
-    """A script that trains with one of the target's ``algorithms`` and compares what every rank returns.
+    """A script that trains with one of the target's ``algorithms`` and compares what every rank
+    returns.
 
-    `step` and `look` add an action to every rank's program, and say what each rank must return for it; `run` trains and compares.
+    `step` and `look` add an action to every rank's program, and say what each rank must return for
+    it; `run` trains and compares.
 
     Args:
         lab: provides the target.
@@ -44,7 +54,8 @@ class TrainingPlay(Play):
         before: step, from 0, -> an action that precedes it.
         starts: the weights of each rank before training; None: ``weights``.
         looks: actions that follow each step.
-        exact: whether sums over ranks do not depend on their order; None: of two ranks at most they do not.
+        exact: whether sums over ranks do not depend on their order; None: of two ranks at most they
+            do not.
         record: whether to note what is sent, as ``messages``.
 
     Attributes:
@@ -79,8 +90,19 @@ class TrainingPlay(Play):
             "from bagua_ref.conformance.targets.world import RankWorld",
             "from bagua_ref.simulation import SimulatedWorld",
         )
-        self.method, self.nodes, self.n, self.weights, self.given = method, nodes, sum(nodes), weights, gradients
-        self.options, self.before, self._record, self._seed = options, before or {}, record, draw(seeds)
+        self.method, self.nodes, self.n, self.weights, self.given = (
+            method,
+            nodes,
+            sum(nodes),
+            weights,
+            gradients,
+        )
+        self.options, self.before, self._record, self._seed = (
+            options,
+            before or {},
+            record,
+            draw(seeds),
+        )
         self.looks, self._exact = looks, self.n <= 2 if exact is None else exact
         self._starts = [weights] * self.n if starts is None else starts
         self.dtypes = [name_of(w.dtype) for w in weights]
@@ -95,20 +117,31 @@ class TrainingPlay(Play):
         return buckets([w.numel() for w in self.weights], self.dtypes, self.options["bucket_bytes"])
 
     def leaders(self) -> list[int] | None:
-        """Return the number of ranks on each node if node leaders communicate, None if all ranks do."""
+        """Return the number of ranks on each node if node leaders communicate, None if all ranks
+        do.
+        """
         return list(self.nodes) if self.options["hierarchical"] else None
 
     def of_buckets(
-        self, layout: list[list[int]], train: Callable[[Array, list[list[Array]], str], list[list[Array]]]
+        self,
+        layout: list[list[int]],
+        train: Callable[[Array, list[list[Array]], str], list[list[Array]]],
     ) -> list[list[list[Any]]]:
         """Return the weights by step, rank and parameter.
 
-        ``train`` takes a bucket's weights, its gradients by step and rank, and its dtype, and returns its weights by step and rank.
+        ``train`` takes a bucket's weights, its gradients by step and rank, and its dtype, and
+        returns its weights by step and rank.
         """
-        found: list[list[list[Any]]] = [[[None] * len(self.start) for _ in range(self.n)] for _ in range(self.steps)]
+        found: list[list[list[Any]]] = [
+            [[None] * len(self.start) for _ in range(self.n)] for _ in range(self.steps)
+        ]
         for bucket in layout:
             start = np.concatenate([self.start[place] for place in bucket])
-            history = train(start, [self.flat(step, bucket) for step in range(self.steps)], self.dtypes[bucket[0]])
+            history = train(
+                start,
+                [self.flat(step, bucket) for step in range(self.steps)],
+                self.dtypes[bucket[0]],
+            )
             for expected, of_ranks in zip(found, history, strict=True):
                 for mine, flat in zip(expected, of_ranks, strict=True):
                     for place, numbers in self.by_place(flat, bucket).items():
@@ -126,19 +159,27 @@ class TrainingPlay(Play):
         return dict(zip(bucket, np.split(flat, ends), strict=True))
 
     def gradients(self, step: int) -> list[list[Any]]:
-        """Return a step's gradients as arrays by rank and parameter, None for those that are not used."""
+        """Return a step's gradients as arrays by rank and parameter, None for those that are not
+        used.
+        """
         places = range(len(self.weights))
-        return [[array(rank[step][p]).ravel() if p in rank[step] else None for p in places] for rank in self.given]
+        return [
+            [array(rank[step][p]).ravel() if p in rank[step] else None for p in places]
+            for rank in self.given
+        ]
 
     def nearly(self) -> Tolerance:
         """Return the tolerance of weights after the next step.
 
-        Each sum over ranks may be rounded in another order, and the difference stays in the weights.
+        Each sum over ranks may be rounded in another order, and the difference stays in the
+        weights.
         """
         return EXACT if self._exact else SUM(8 * (self.taken + 2) * (self.n + 2))
 
     def tensors(self, step: int, place: int) -> list[Tensor]:
-        """Return every rank's gradient of a parameter, zero where it is not used, in the dtype of the arithmetic."""
+        """Return every rank's gradient of a parameter, zero where it is not used, in the dtype of
+        the arithmetic.
+        """
         w = self.weights[place]
         return [rank[step].get(place, torch.zeros_like(w)).to(wide(w.dtype)) for rank in self.given]
 
@@ -146,63 +187,109 @@ class TrainingPlay(Play):
         """Return the mean over ranks of a parameter's gradients."""
         return torch.stack(self.tensors(step, place)).double().mean(0).to(self.weights[place].dtype)
 
-    def step(self, expected: Any = ANYTHING, tolerance: Tolerance = EXACT, magnitude: Any = None, how: str = "step") -> None:
+    def step(
+        self,
+        expected: Any = ANYTHING,
+        tolerance: Tolerance = EXACT,
+        magnitude: Any = None,
+        how: str = "step",
+    ) -> None:
         """Let every rank take its next step.
 
         Args:
-            expected: by rank and parameter, what is returned: a tensor, array or list of numbers, None, or `ANYTHING`.
+            expected: by rank and parameter, what is returned: a tensor, array or list of numbers,
+                None, or `ANYTHING`.
             tolerance: tolerance of these.
-            magnitude: by parameter, for `SUM`; None: of the largest number that is expected of the whole training.
+            magnitude: by parameter, for `SUM`; None: of the largest number that is expected of the
+                whole training.
             how: the action.
         """
         if self.taken in self.before and self.method in _WITH_PROGRAM:
             weights, *how_near, _ = self._expected[-1]  # what keeps the weights returns them again
-            self.look(self.before[self.taken], *((ANYTHING,) if self.method in _COMPRESSED else (weights, *how_near)))
+            self.look(
+                self.before[self.taken],
+                *((ANYTHING,) if self.method in _COMPRESSED else (weights, *how_near)),
+            )
         for rank, program in enumerate(self._programs):
             program.append((how, self.given[rank][self.taken]))
         self.taken += 1
         self._expect(how, expected, tolerance, magnitude, f"{how} {self.taken}")
 
-    def look(self, action: str, expected: Any = ANYTHING, tolerance: Tolerance = EXACT, magnitude: Any = None) -> None:
+    def look(
+        self,
+        action: str,
+        expected: Any = ANYTHING,
+        tolerance: Tolerance = EXACT,
+        magnitude: Any = None,
+    ) -> None:
         """Let every rank do something that is no step; arguments are those of `step`."""
         for program in self._programs:
             program.append((action,))
         self._expect(action, expected, tolerance, magnitude, f"{action} after step {self.taken}")
 
-    def _expect(self, action: str, expected: Any, tolerance: Tolerance, magnitude: Any, where: str) -> None:
+    def _expect(
+        self, action: str, expected: Any, tolerance: Tolerance, magnitude: Any, where: str
+    ) -> None:
         self.index[action, self.taken - 1] = len(self._expected)
-        self._expected.append(([] if expected is ANYTHING else expected, tolerance, magnitude, where))
+        self._expected.append(
+            ([] if expected is ANYTHING else expected, tolerance, magnitude, where)
+        )
 
     def run(self, programs: list[list[Any]] | None = None) -> None:
-        """Train, and compare what every rank returns for each action; ``programs`` replace those of `step` and `look`."""
+        """Train, and compare what every rank returns for each action; ``programs`` replace those of
+        `step` and `look`.
+        """
         inputs = self._programs if programs is None else programs
         options = dict(self.options)
         if self.method not in _WITH_PROGRAM:
             inputs = [[gradients for _, gradients in program] for program in inputs]
             options |= {action: step for step, action in self.before.items()}
         unseen = ["restart", "new buckets"] if self.method in _COMPRESSED else []
-        self.what = f"{self.method}({', '.join(f'{name}={value}' for name, value in options.items())}) on nodes {self.nodes}"
+        self.what = (
+            f"{self.method}({', '.join(f'{name}={value}' for name, value in options.items())}) on"
+            f" nodes {self.nodes}"
+        )
         self.give(nodes=self.nodes, weights=self._starts, inputs=inputs, options=options)
-        call = f"algorithms.{self.method}(world, *copies_of([weights[world.rank], inputs[world.rank]]), **copies_of(options))"
+        call = (
+            f"algorithms.{self.method}(world, *copies_of([weights[world.rank],"
+            " inputs[world.rank]]), **copies_of(options))"
+        )
         recorded = "messages = world.record()\n" if self._record else ""
         self.do(
-            f"\n\ndef program(comm):\n    world = RankWorld(comm.rank(), {self.n}, nodes, comm)\n    return {call}\n\n\n"
-            f"world = SimulatedWorld({self.n}, nodes=nodes, seed={self._seed})\n{recorded}results = world.run(program)"
+            f"\n\ndef program(comm):\n    world = RankWorld(comm.rank(), {self.n}, nodes, comm)\n  "
+            f"  return {call}\n\n\nworld = SimulatedWorld({self.n}, nodes=nodes,"
+            f" seed={self._seed})\n{recorded}results = world.run(program)"
         )
         try:
             check_form(self.names["results"], self._starts, inputs, unseen)
         except AssertionError as error:
-            raise self.violation(str(error), f"check_form(results, weights, inputs, {unseen})") from None
+            raise self.violation(
+                str(error), f"check_form(results, weights, inputs, {unseen})"
+            ) from None
         largest: list[float] | None = None
         for index, (expected, tolerance, magnitude, where) in enumerate(self._expected):
             if magnitude is None and tolerance is not EXACT:
                 magnitude = largest = largest or [self._largest()] * len(self.weights)
             for rank, of_rank in enumerate(expected):
                 for place, want in enumerate(of_rank):
-                    self.compare(rank, index, place, want, tolerance, None if magnitude is None else magnitude[place], where)
+                    self.compare(
+                        rank,
+                        index,
+                        place,
+                        want,
+                        tolerance,
+                        None if magnitude is None else magnitude[place],
+                        where,
+                    )
 
     def _largest(self) -> float:
-        seen = [np.abs(x).max() for expected, *_ in self._expected for rank in expected for x in rank if np.size(x)]
+        seen = [
+            np.abs(x).max()
+            for expected, *_ in self._expected
+            for rank in expected
+            for x in rank
+            if np.size(x)
+        ]
         return float(max([*map(float, seen), 0.0])) + 1
 
     def compare(
@@ -270,7 +357,9 @@ def of_kinds(kinds: st.SearchStrategy[str]) -> Gradients:
     return lambda draw, like, ranks, steps, options: any_gradients(draw, like, ranks, steps, kinds)
 
 
-def exactly(draw: Draw, like: list[Tensor], ranks: int, steps: int, options: dict[str, Any]) -> ByRank:
+def exactly(
+    draw: Draw, like: list[Tensor], ranks: int, steps: int, options: dict[str, Any]
+) -> ByRank:
     """Return gradients whose sum and mean over ranks are exact in any order of operations."""
     return exact_gradients(draw, like, ranks, steps)
 
@@ -318,17 +407,36 @@ class TrainedAlgorithm:
         record: bool = False,
         **options: Any,
     ) -> TrainingPlay:
-        """Draw what is not given, train, and compare; arguments are the attributes and those of `TrainingPlay`.
+        """Draw what is not given, train, and compare; arguments are the attributes and those of
+        `TrainingPlay`.
 
-        ``change`` gets the gradients and returns those to train with, ``before`` the number of steps.
+        ``change`` gets the gradients and returns those to train with, ``before`` the number of
+        steps.
         """
         nodes = draw(self.worlds(lab.dtype)) if nodes is None else nodes
         lab.need_ranks(sum(nodes))  # before all the rest is drawn
         weights = self.weights(draw, lab.dtype) if weights is None else weights
-        options = {**self.options(draw, weights), "bucket_bytes": draw(st.sampled_from([1, 40, ONE_BUCKET])), **options}
+        options = {
+            **self.options(draw, weights),
+            "bucket_bytes": draw(st.sampled_from([1, 40, ONE_BUCKET])),
+            **options,
+        }
         steps = self.steps(draw, options) if steps is None else steps
         given = change((gradients or self.gradients)(draw, weights, sum(nodes), steps, options))
-        training = TrainingPlay(lab, draw, self.method, nodes, weights, given, options, before(steps), starts, looks, exact, record)
+        training = TrainingPlay(
+            lab,
+            draw,
+            self.method,
+            nodes,
+            weights,
+            given,
+            options,
+            before(steps),
+            starts,
+            looks,
+            exact,
+            record,
+        )
         with np.errstate(all="ignore"):
             (follow or self.follow)(training)
         training.run()
@@ -336,34 +444,54 @@ class TrainedAlgorithm:
         return training
 
 
-def check_form(results: Sequence[Any], weights: list[list[Tensor]], inputs: list[list[Any]], unseen: Collection[str] = ()) -> None:
-    """Raise AssertionError unless every rank returned a list of tensors like its weights for each of its inputs.
+def check_form(
+    results: Sequence[Any],
+    weights: list[list[Tensor]],
+    inputs: list[list[Any]],
+    unseen: Collection[str] = (),
+) -> None:
+    """Raise AssertionError unless every rank returned a list of tensors like its weights for each
+    of its inputs.
 
     Args:
         results: by rank.
         weights: by rank.
-        inputs: each rank's gradients by step, or its program. ``("memories",)`` and ``("factors",)`` may also return None for a
-            weight, and have the dtype of the arithmetic; factors are matrices.
+        inputs: each rank's gradients by step, or its program. ``("memories",)`` and
+            ``("factors",)`` may also return None for a weight, and have the dtype of the
+            arithmetic; factors are matrices.
         unseen: actions of which nothing is looked at.
     """
     for rank, (found, mine, actions) in enumerate(zip(results, weights, inputs, strict=True)):
         if not isinstance(found, list | tuple) or len(found) != len(actions):
             length = f" of {len(found)}" if isinstance(found, list | tuple) else ""
-            raise AssertionError(f"rank {rank} returned a {type(found).__name__}{length}, not a list of {len(actions)}")
+            raise AssertionError(
+                f"rank {rank} returned a {type(found).__name__}{length}, not a list of"
+                f" {len(actions)}"
+            )
         for entry, (tensors, action) in enumerate(zip(found, actions, strict=True)):
             name = action[0] if isinstance(action, tuple) else "step"
             if name in unseen:
                 continue
             if not isinstance(tensors, list | tuple) or len(tensors) != len(mine):
-                raise AssertionError(f"rank {rank} returned {type(tensors).__name__} as entry {entry}, not {len(mine)} tensors")
+                raise AssertionError(
+                    f"rank {rank} returned {type(tensors).__name__} as entry {entry}, not"
+                    f" {len(mine)} tensors"
+                )
             for place, (tensor, weight) in enumerate(zip(tensors, mine, strict=True)):
                 if name in _STATE and tensor is None:
                     continue
                 dtype = wide(weight.dtype) if name in _STATE else weight.dtype
                 shape = "two dimensions" if name == "factors" else f"shape {tuple(weight.shape)}"
                 right = isinstance(tensor, Tensor) and tensor.dtype is dtype
-                if not right or not (tensor.dim() == 2 if name == "factors" else tensor.shape == weight.shape):
-                    what = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                if not right or not (
+                    tensor.dim() == 2 if name == "factors" else tensor.shape == weight.shape
+                ):
+                    what = (
+                        f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+                        if isinstance(tensor, Tensor)
+                        else type(tensor).__name__
+                    )
                     raise AssertionError(
-                        f"rank {rank} returned {what} as parameter {place} in entry {entry}, not {dtype} of {shape}"
+                        f"rank {rank} returned {what} as parameter {place} in entry {entry}, not"
+                        f" {dtype} of {shape}"
                     )

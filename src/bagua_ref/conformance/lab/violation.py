@@ -33,15 +33,20 @@ class Violation(AssertionError):  # noqa: N818 - a finding, not an error
         self.snippet = snippet
 
     def not_provided(self) -> bool:
-        """Return whether a NotImplementedError caused it, directly or by an error raised from it, or by a failed assertion."""
+        """Return whether a NotImplementedError caused it, directly or by an error raised from it,
+        or by a failed assertion.
+        """
         error: BaseException | None = self
         while error is not None and not isinstance(error, NotImplementedError):
-            error = error.__cause__ or (error.__context__ if isinstance(error, AssertionError) else None)
+            error = error.__cause__ or (
+                error.__context__ if isinstance(error, AssertionError) else None
+            )
         return error is not None
 
 
 def literal(value: Any) -> str:
-    """Return Python source of a value: numbers, strings, None, tensors, and lists, tuples and dicts of them.
+    """Return Python source of a value: numbers, strings, None, tensors, and lists, tuples and dicts
+    of them.
 
     >>> literal(torch.tensor([1.0, -0.0], dtype=torch.float16))
     'torch.tensor([1.0, -0.0], dtype=torch.float16)'
@@ -54,21 +59,34 @@ def literal(value: Any) -> str:
         if value.dim() != 1:
             source = f"{source}.view({', '.join(map(str, value.shape)) or '()'})"
         if not value.is_contiguous():
-            return f"torch.empty_strided({tuple(value.shape)}, {value.stride()}, dtype={value.dtype}).copy_({source})"
+            return (
+                f"torch.empty_strided({tuple(value.shape)}, {value.stride()},"
+                f" dtype={value.dtype}).copy_({source})"
+            )
         return source
     if isinstance(value, torch.dtype):
         return str(value)
     if isinstance(value, list | tuple):
         inner = ", ".join(map(literal, value))
-        return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"
+        return (
+            f"[{inner}]"
+            if isinstance(value, list)
+            else f"({inner},)"
+            if len(value) == 1
+            else f"({inner})"
+        )
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{literal(key)}: {literal(item)}" for key, item in value.items()) + "}"
+        return (
+            "{" + ", ".join(f"{literal(key)}: {literal(item)}" for key, item in value.items()) + "}"
+        )
     return str(int(value)) if isinstance(value, IntEnum) else repr(value)
 
 
 @dataclass(frozen=True)
 class Definition:
-    """A line that defines a name; the source of its value, which may be long, is written only where the line is shown."""
+    """A line that defines a name; the source of its value, which may be long, is written only where
+    the line is shown.
+    """
 
     name: str
     value: Any

@@ -1,8 +1,9 @@
-"""Isolation of checks: one that hangs is killed, one that crashes gets a verdict, and the run continues with the next.
+"""Isolation of checks: one that hangs is killed, one that crashes gets a verdict, and the run
+continues with the next.
 
-Checks run in forked processes, one after another in the same process until one fails: what follows it gets a new process. Where
-forking is unsafe (CUDA is in use, or the system cannot fork), each check runs on a thread. A thread that hangs is abandoned, and a
-crash ends the run.
+Checks run in forked processes, one after another in the same process until one fails: what follows
+it gets a new process. Where forking is unsafe (CUDA is in use, or the system cannot fork), each
+check runs on a thread. A thread that hangs is abandoned, and a crash ends the run.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def can_fork(target: Target) -> bool:
 
 
 def wait_for(tasks: Collection[CheckTask]) -> None:
-    """Wait until the process of a task has sent an outcome or died, briefly, as time limits end and threads send nothing."""
+    """Wait until the process of a task has sent an outcome or died, briefly, as time limits end and
+    threads send nothing.
+    """
     pipes = [task.place.pipe for task in tasks if isinstance(task.place, _CheckProcess)]
     if len(pipes) == len(tasks):  # also without tasks
         multiprocessing.connection.wait(pipes, 0.05 if pipes else 0)
@@ -52,8 +55,8 @@ def wait_for(tasks: Collection[CheckTask]) -> None:
 class CheckTask:
     """A running check for some dtypes; `poll` collects its outcomes.
 
-    If its process dies, the check is tried once more in another, where a crash is a violation like others and its input is made
-    smaller.
+    If its process dies, the check is tried once more in another, where a crash is a violation like
+    others and its input is made smaller.
 
     Args:
         place: where it runs.
@@ -73,7 +76,13 @@ class CheckTask:
         time_limit: float,
         another: Callable[[], _CheckProcess] | None = None,
     ) -> None:
-        self.place, self.check, self.waiting, self._target, self._time_limit = place, check, list(dtypes), target, time_limit
+        self.place, self.check, self.waiting, self._target, self._time_limit = (
+            place,
+            check,
+            list(dtypes),
+            target,
+            time_limit,
+        )
         self._another = another
         self._died: Outcome | None = None
         """The verdict on the first process, which has died."""
@@ -87,7 +96,9 @@ class CheckTask:
         found = self._collect()
         if self.waiting and self.place.journal.seconds() > self._time_limit:
             self.place.stop()
-            found += self._fail(self._last(f"no answer within {self._time_limit:g} s", "does not return"))
+            found += self._fail(
+                self._last(f"no answer within {self._time_limit:g} s", "does not return")
+            )
         elif self.waiting and (death := self.place.death()) is not None:
             found += self._collect()
             died = self._last(f"the process died: {death}", "ends the process")
@@ -120,7 +131,9 @@ class CheckTask:
         return Outcome(False, message, snippet, journal.calls, time.perf_counter() - self._begun)
 
     def _fail(self, verdict: Outcome) -> list[tuple[str | None, Outcome]]:
-        """Return a verdict, and one for each other dtype, which would most likely wait as long for the same."""
+        """Return a verdict, and one for each other dtype, which would most likely wait as long for
+        the same.
+        """
         others = Outcome(False, f"not tried: {verdict.message}, for another dtype", verdict.snippet)
         found = [(dtype, others if place else verdict) for place, dtype in enumerate(self.waiting)]
         self.passed &= not found
@@ -135,7 +148,11 @@ def _again(died: Outcome, outcome: Outcome) -> Outcome:
     raised, crashed = f"raised {ProcessDied.__name__}: ", "crashed: "
     if raised not in outcome.message:
         return replace(outcome, message=f"{outcome.message}; and for another input, {died.message}")
-    return replace(outcome, message=outcome.message.replace(raised, crashed), snippet=outcome.snippet.replace(raised, crashed))
+    return replace(
+        outcome,
+        message=outcome.message.replace(raised, crashed),
+        snippet=outcome.snippet.replace(raised, crashed),
+    )
 
 
 def _commented(script: str, comment: str) -> str:
@@ -145,7 +162,11 @@ def _commented(script: str, comment: str) -> str:
         lines[-1] += f"  # {comment}"
     else:
         inside = (" ", "else", "except", "finally")
-        first = next(place for place in reversed(range(len(lines))) if lines[place] and not lines[place].startswith(inside))
+        first = next(
+            place
+            for place in reversed(range(len(lines)))
+            if lines[place] and not lines[place].startswith(inside)
+        )
         lines.insert(first, f"# {comment}:")
     return "\n".join([*lines, ""])
 
@@ -168,13 +189,16 @@ class _CheckProcess:
         work = (other_end, {check.id: check for check in checks}, target, how)
         self._process = context.Process(target=self._work, args=work, daemon=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the child of a process with threads uses one thread only
+            # the child of a process with threads uses one thread only
+            warnings.simplefilter("ignore")
             self._process.start()
         other_end.close()
 
     def _work(self, pipe: Any, checks: dict[str, Check], target: Target, how: Search) -> None:
-        self.pipe.close()  # so that the parent's end is the last one, and its death ends this process
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
+        # so that the parent's end is the last one, and its death ends this process
+        self.pipe.close()
+        # the parent gets it too, and ends this process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         gc.freeze()  # collecting what the parent left would copy all of its memory, again and again
         faulthandler.disable()  # the verdict reports how the process died
         torch.set_num_threads(1)
@@ -186,7 +210,9 @@ class _CheckProcess:
                     pipe.send((dtype, search(checks[name], dtype, target, how, self.journal)))
 
     def begin(self, check: Check, dtypes: list[str | None], rehearse: bool = False) -> None:
-        """Let the process run a check for some dtypes, if asked for with each input in a process of its own first."""
+        """Let the process run a check for some dtypes, if asked for with each input in a process of
+        its own first.
+        """
         self.journal.clear()
         with contextlib.suppress(OSError):  # the process is gone, and `death` says how
             self.pipe.send((check.id, dtypes, rehearse))
@@ -228,7 +254,9 @@ class _CheckThread:
     def _work(self, check: Check, dtypes: list[str | None]) -> None:
         for dtype in dtypes:
             if not self._abandoned:
-                self._outcomes.put((dtype, search(check, dtype, self._target, self._how, self.journal)))
+                self._outcomes.put(
+                    (dtype, search(check, dtype, self._target, self._how, self.journal))
+                )
 
     def receive(self) -> list[tuple[str | None, Outcome]]:
         """Return the outcomes since the last call, by dtype."""
@@ -244,7 +272,8 @@ class _CheckThread:
 
 
 class Isolation:
-    """The processes or threads in which checks of a target run; a process is kept for the next check if all have passed.
+    """The processes or threads in which checks of a target run; a process is kept for the next
+    check if all have passed.
 
     Args:
         checks: checks that may be started.
@@ -254,17 +283,34 @@ class Isolation:
         fork: whether to use processes.
     """
 
-    def __init__(self, checks: Collection[Check], target: Target, how: Search, time_limit: float, fork: bool) -> None:
-        self._checks, self._target, self._how, self._time_limit, self._fork = checks, target, how, time_limit, fork
+    def __init__(
+        self, checks: Collection[Check], target: Target, how: Search, time_limit: float, fork: bool
+    ) -> None:
+        self._checks, self._target, self._how, self._time_limit, self._fork = (
+            checks,
+            target,
+            how,
+            time_limit,
+            fork,
+        )
         self._idle: list[_CheckProcess] = []
 
     def start(self, check: Check, dtypes: list[str | None]) -> CheckTask:
         """Start a check for some dtypes."""
         if not self._fork:
-            return CheckTask(_CheckThread(self._target, self._how), check, dtypes, self._target, self._time_limit)
+            return CheckTask(
+                _CheckThread(self._target, self._how), check, dtypes, self._target, self._time_limit
+            )
         another = functools.partial(_CheckProcess, self._checks, self._target, self._how)
         place = self._idle.pop() if self._idle else another()
-        return CheckTask(place, check, dtypes, self._target, self._time_limit, another if self._how.shrink else None)
+        return CheckTask(
+            place,
+            check,
+            dtypes,
+            self._target,
+            self._time_limit,
+            another if self._how.shrink else None,
+        )
 
     def end(self, task: CheckTask, keep: bool = True) -> None:
         """Stop a task, but keep its process if it has passed."""

@@ -1,4 +1,6 @@
-"""A pytest plugin, ``-p bagua_ref.conformance.run.pytest_plugin``: every check as an item, and the fixture ``sim_world``."""
+"""A pytest plugin, ``-p bagua_ref.conformance.run.pytest_plugin``: every check as an item, and the
+fixture ``sim_world``.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,27 @@ __all__ = ["sim_world"]
 
 @pytest.fixture
 def sim_world() -> Callable[..., simulation.Judgement]:
-    """Return ``check(function, ranks=2, **options)``, which runs a program of torch.distributed under many schedules.
+    """Return ``check(function, ranks=2, **options)``, which runs a program of torch.distributed
+    under many schedules.
 
-    ``function()`` is called on every rank, in forks of this process. The test fails with the first error; else the report is
-    returned. ``options`` are those of `Exploration`, such as ``seeds=20`` or ``faults=("kill",)``.
+    ``function()`` is called on every rank, in forks of this process. The test fails with the first
+    error; else the report is returned. ``options`` are those of `Exploration`, such as ``seeds=20``
+    or ``faults=("kill",)``.
     """
 
     def check(function: Callable[[], Any], ranks: int = 2, **options: Any) -> simulation.Judgement:
         name = getattr(function, "__qualname__", repr(function))
         report = simulation.judge(
-            Program(name, function=function), simulation.Exploration(options.pop("nodes", (ranks,)), **options)
+            Program(name, function=function),
+            simulation.Exploration(options.pop("nodes", (ranks,)), **options),
         )
         if report.verdict != "agree":
             found = report.finding
             pytest.fail(
-                f"{found.message}\nschedule: {found.schedule}" if found else f"no verdict after {report.runs} runs", pytrace=False
+                f"{found.message}\nschedule: {found.schedule}"
+                if found
+                else f"no verdict after {report.runs} runs",
+                pytrace=False,
             )
         return report
 
@@ -46,9 +54,18 @@ def sim_world() -> Callable[..., simulation.Judgement]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options."""
     group = parser.getgroup("bagua_ref conformance")
-    group.addoption("--bagua-backend", metavar="NAME|pkg.mod:Class", help="check this kernel backend or target")
-    group.addoption("--bagua-communicator", metavar="pkg.mod:factory", help="check these collectives")
-    group.addoption("--bagua-suite", action="append", choices=SUITES, help="run only this suite; may be repeated")
+    group.addoption(
+        "--bagua-backend", metavar="NAME|pkg.mod:Class", help="check this kernel backend or target"
+    )
+    group.addoption(
+        "--bagua-communicator", metavar="pkg.mod:factory", help="check these collectives"
+    )
+    group.addoption(
+        "--bagua-suite",
+        action="append",
+        choices=SUITES,
+        help="run only this suite; may be repeated",
+    )
     group.addoption(
         "--bagua-profile",
         choices=("quick", "full", "large"),
@@ -56,13 +73,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how many inputs to try, and how long long ones are",
     )
     group.addoption("--bagua-seed", type=int, default=0, help="seed of all inputs")
-    group.addoption("--bagua-xfails", metavar="FILE", help="ids of checks that are known to fail, one per line")
+    group.addoption(
+        "--bagua-xfails", metavar="FILE", help="ids of checks that are known to fail, one per line"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m select
-def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Append an item for each check and dtype."""
-    backend, communicator = config.getoption("--bagua-backend"), config.getoption("--bagua-communicator")
+    backend, communicator = (
+        config.getoption("--bagua-backend"),
+        config.getoption("--bagua-communicator"),
+    )
     if backend is None and communicator is None:
         return
     try:

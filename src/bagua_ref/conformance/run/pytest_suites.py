@@ -34,9 +34,17 @@ __all__ = [
 
 
 def judge(
-    runs: OneByOne, target: Target, check: Check, dtype: str | None, how: Search, xfail: tuple[str, ...], time_limit: float = 10.0
+    runs: OneByOne,
+    target: Target,
+    check: Check,
+    dtype: str | None,
+    how: Search,
+    xfail: tuple[str, ...],
+    time_limit: float = 10.0,
 ) -> None:
-    """Run a check for one dtype as a pytest test: pass, fail, skip or xfail; an expected failure that passes fails."""
+    """Run a check for one dtype as a pytest test: pass, fail, skip or xfail; an expected failure
+    that passes fails.
+    """
     if reason := reason_to_skip(target, check, dtype):
         pytest.skip(reason)
     outcome = runs.run(target, check, dtype, how, time_limit)
@@ -48,16 +56,21 @@ def judge(
     if status == "xpassed":
         pytest.fail(f"{row_id(check, dtype)} {message}", pytrace=False)
     if status == "failed":
-        pytest.fail(f"{check.id}: {check.sentence}\n{message} (seed {how.seed})\n\n{outcome.snippet}", pytrace=False)
+        pytest.fail(
+            f"{check.id}: {check.sentence}\n{message} (seed {how.seed})\n\n{outcome.snippet}",
+            pytrace=False,
+        )
 
 
 class ConformanceSuite:
-    """The base class of all suites. Subclasses define the fixture ``target`` and may set these attributes.
+    """The base class of all suites. Subclasses define the fixture ``target`` and may set these
+    attributes.
 
     Attributes:
         profile: "quick", "full" or "large".
         seed: seed of all inputs.
-        xfail: ids of checks, with or without ``[dtype]``, that are known to fail; one that passes counts as a failure.
+        xfail: ids of checks, with or without ``[dtype]``, that are known to fail; one that passes
+            counts as a failure.
         time_limit: time limit of a single call in seconds.
     """
 
@@ -70,12 +83,17 @@ class ConformanceSuite:
         super().__init_subclass__(**kwargs)
         unknown = set(cls.xfail) - {*all_checks(), *check_ids()}
         if unknown:
-            raise ValueError(f"{cls.__name__}.xfail: no check is called {', '.join(map(repr, sorted(unknown)))}")
+            raise ValueError(
+                f"{cls.__name__}.xfail: no check is called {', '.join(map(repr, sorted(unknown)))}"
+            )
 
     @pytest.fixture
     def target(self) -> Any:
         """Return the implementation under test; see `run_conformance`."""
-        raise NotImplementedError(f"{type(self).__name__} needs a fixture 'target' that returns the implementation under test")
+        raise NotImplementedError(
+            f"{type(self).__name__} needs a fixture 'target' that returns the implementation under"
+            " test"
+        )
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -86,14 +104,26 @@ class ConformanceSuite:
         runs.stop()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Give ``test_kernels`` the checks of the suite "kernels", and so on; no other suite is imported."""
+        """Give ``test_kernels`` the checks of the suite "kernels", and so on; no other suite is
+        imported.
+        """
         suite = metafunc.definition.originalname.removeprefix("test_")
         if "check" in metafunc.fixturenames and suite in SUITES:
-            rows = [(check, dtype) for check in checks_of([suite]).values() for dtype in variants(check)]
+            rows = [
+                (check, dtype) for check in checks_of([suite]).values() for dtype in variants(check)
+            ]
             metafunc.parametrize(("check", "dtype"), rows, ids=[row_id(*row) for row in rows])
 
     def _judge(self, bagua_runs: OneByOne, target: Any, check: Check, dtype: str | None) -> None:
-        judge(bagua_runs, bagua_runs.resolve(target), check, dtype, Search(self.profile, self.seed), self.xfail, self.time_limit)
+        judge(
+            bagua_runs,
+            bagua_runs.resolve(target),
+            check,
+            dtype,
+            Search(self.profile, self.seed),
+            self.xfail,
+            self.time_limit,
+        )
 
 
 class KernelSuite(ConformanceSuite):

@@ -1,4 +1,6 @@
-"""Results of a run, one for each check and dtype, as a table, JSON or JUnit XML; and files with the script of each failure."""
+"""Results of a run, one for each check and dtype, as a table, JSON or JUnit XML; and files with the
+script of each failure.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,14 @@ from bagua_ref.conformance.targets.process_link import REQUESTS
 __all__ = ["STATUSES", "Report", "Result", "script_name", "write_requests", "write_scripts"]
 
 STATUSES = ("passed", "failed", "xfailed", "xpassed", "skipped", "not covered")
-"""xfailed: failed as expected; xpassed: passed although expected to fail, which counts as a failure."""
+"""xfailed: failed as expected; xpassed: passed although expected to fail, which counts as a
+failure.
+"""
 
 _START = 300.0
-"""Seconds that a script may take beyond the time limit of a call, as it imports torch and starts the program."""
+"""Seconds that a script may take beyond the time limit of a call, as it imports torch and starts
+the program.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,8 @@ class Result:
     """One check for one dtype, or a clause that no check covers.
 
     Attributes:
-        id: ``suite.clause.name`` or ``suite.clause.name[dtype]``; stable. The clause's number if nothing covers it.
+        id: ``suite.clause.name`` or ``suite.clause.name[dtype]``; stable. The clause's number if
+            nothing covers it.
         suite: the suite; empty for a clause that none covers.
         clause: number in the specification.
         status: one of `STATUSES`.
@@ -108,7 +115,9 @@ class Report:
         return [suite for suite, lacks in suites.items() if all(lacks)]
 
     def __str__(self) -> str:
-        """Return the table, and each counterexample below it; the last lines sum up what was judged and what was not."""
+        """Return the table, and each counterexample below it; the last lines sum up what was judged
+        and what was not.
+        """
         counts = self.counts()
         lines = [*self._table(), ""]
         for result in self.failures():
@@ -121,7 +130,10 @@ class Report:
         limit = "" if self.max_ranks is None else f", worlds of up to {self.max_ranks} ranks"
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         lines += [
-            f"{'PASSED' if self.passed else 'FAILED' if self.ran else 'NOTHING RAN'}: {self.target}: {total}",
+            (
+                f"{'PASSED' if self.passed else 'FAILED' if self.ran else 'NOTHING RAN'}:"
+                f" {self.target}: {total}"
+            ),
             f"profile {self.profile}, seed {self.seed}{limit}, {self.seconds:.1f} s; {versions}",
         ]
         if suites := self.not_tried():
@@ -133,25 +145,54 @@ class Report:
         for result in self.results:
             base = result.id.partition("[")[0]
             reason = result.message if result.status in ("skipped", "not covered") else ""
-            key = (base, result.status, reason) if result.status != "not covered" else ("", result.status, reason)
+            key = (
+                (base, result.status, reason)
+                if result.status != "not covered"
+                else ("", result.status, reason)
+            )
             rows.setdefault(key, []).append(result)
         lines = []
         for (base, status, reason), results in rows.items():
-            dtypes = [result.id.partition("[")[2].rstrip("]") for result in results if "[" in result.id]
+            dtypes = [
+                result.id.partition("[")[2].rstrip("]") for result in results if "[" in result.id
+            ]
             if status == "not covered":
-                lines.append(f"{status:12} {', '.join(result.id for result in results)}" + (f": {reason}" if reason else ""))
+                lines.append(
+                    f"{status:12} {', '.join(result.id for result in results)}"
+                    + (f": {reason}" if reason else "")
+                )
                 continue
             what = " ".join([base, *dtypes])
-            tried = f"{sum(r.examples for r in results)} inputs, {sum(r.seconds for r in results):.1f} s"
+            tried = (
+                f"{sum(r.examples for r in results)} inputs,"
+                f" {sum(r.seconds for r in results):.1f} s"
+            )
             lines.append(f"{status:12} {what}: {reason or tried}")
         return lines
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        head = {"target": self.target, "passed": self.passed, "profile": self.profile, "seed": self.seed}
-        head |= {"max_ranks": self.max_ranks, "scripts": None if self.scripts is None else str(self.scripts)}
-        body = {"seconds": round(self.seconds, 3), "versions": self.versions, "counts": dict(self.counts())}
-        return json.dumps({**head, **body, "results": [asdict(result) for result in self.results]}, indent=1) + "\n"
+        head = {
+            "target": self.target,
+            "passed": self.passed,
+            "profile": self.profile,
+            "seed": self.seed,
+        }
+        head |= {
+            "max_ranks": self.max_ranks,
+            "scripts": None if self.scripts is None else str(self.scripts),
+        }
+        body = {
+            "seconds": round(self.seconds, 3),
+            "versions": self.versions,
+            "counts": dict(self.counts()),
+        }
+        return (
+            json.dumps(
+                {**head, **body, "results": [asdict(result) for result in self.results]}, indent=1
+            )
+            + "\n"
+        )
 
     def to_junit(self) -> str:
         """Return JUnit XML: a test case for each result."""
@@ -167,15 +208,27 @@ class Report:
         )
         for result in self.results:
             name = f"bagua_ref.{result.suite or 'specification'}"
-            case = ElementTree.SubElement(suite, "testcase", classname=name, name=result.id, time=f"{result.seconds:.3f}")
+            case = ElementTree.SubElement(
+                suite, "testcase", classname=name, name=result.id, time=f"{result.seconds:.3f}"
+            )
             if result.status in ("failed", "xpassed"):
-                failure = ElementTree.SubElement(case, "failure", message=_printable(result.message), type=result.status)
-                failure.text = _printable(f"{result.sentence}\n{result.message}\n{result.counterexample}")
+                failure = ElementTree.SubElement(
+                    case, "failure", message=_printable(result.message), type=result.status
+                )
+                failure.text = _printable(
+                    f"{result.sentence}\n{result.message}\n{result.counterexample}"
+                )
             elif result.status != "passed":
-                ElementTree.SubElement(case, "skipped", message=_printable(f"{result.status}: {result.message}".rstrip(": ")))
+                ElementTree.SubElement(
+                    case,
+                    "skipped",
+                    message=_printable(f"{result.status}: {result.message}".rstrip(": ")),
+                )
         return ElementTree.tostring(suite, encoding="unicode") + "\n"
 
-    def write(self, *, json_path: str | Path | None = None, junit_path: str | Path | None = None) -> None:
+    def write(
+        self, *, json_path: str | Path | None = None, junit_path: str | Path | None = None
+    ) -> None:
         """Write the report into files."""
         for path, text in ((json_path, self.to_json), (junit_path, self.to_junit)):
             if path is not None:
@@ -183,7 +236,8 @@ class Report:
 
 
 def write_scripts(report: Report, folder: str | Path | None = None) -> Path | None:
-    """Write the script of each failure, whole, into a file that the report then names; return the folder.
+    """Write the script of each failure, whole, into a file that the report then names; return the
+    folder.
 
     Args:
         report: of a run.
@@ -204,23 +258,29 @@ def write_scripts(report: Report, folder: str | Path | None = None) -> Path | No
     failures = [result for result in report.failures() if result.counterexample]
     if not failures:
         return None
-    report.scripts = Path(tempfile.mkdtemp(prefix="bagua_ref-scripts-") if folder is None else folder)
+    report.scripts = Path(
+        tempfile.mkdtemp(prefix="bagua_ref-scripts-") if folder is None else folder
+    )
     report.scripts.mkdir(parents=True, exist_ok=True)
     for result in failures:
-        (report.scripts / script_name(result.id)).write_text(result.counterexample, encoding="utf-8")
+        (report.scripts / script_name(result.id)).write_text(
+            result.counterexample, encoding="utf-8"
+        )
     return report.scripts
 
 
 def write_requests(report: Report, folder: str | Path, time_limit: float) -> None:
-    """Run the script of each failure again, and write the requests that each process of the program gets.
+    """Run the script of each failure again, and write the requests that each process of the program
+    gets.
 
-    They are in ``folder/ID/rankR-PID.requests``, as they are sent, one after another: a process can read one of these files on its
-    standard input.
+    They are in ``folder/ID/rankR-PID.requests``, as they are sent, one after another: a process can
+    read one of these files on its standard input.
 
     Args:
         report: of a run, after `write_scripts`.
         folder: created if it does not exist.
-        time_limit: of a call in seconds; a script may run five minutes longer, as it imports torch and starts the program.
+        time_limit: of a call in seconds; a script may run five minutes longer, as it imports torch
+            and starts the program.
 
     Raises:
         OSError: a folder cannot be made.
@@ -231,12 +291,20 @@ def write_requests(report: Report, folder: str | Path, time_limit: float) -> Non
         path = report.scripts / script_name(result.id)
         requests = Path(folder).absolute() / path.stem
         requests.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), REQUESTS: str(requests)}
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a program that hangs has had its requests
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            REQUESTS: str(requests),
+        }
+        # a program that hangs has had its requests
+        with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(  # noqa: S603 # the script fails, as it must
                 [sys.executable, str(path)],
-                env=environment, timeout=time_limit + _START, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                env=environment,
+                timeout=time_limit + _START,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
 
 
 def script_name(result: str) -> str:
@@ -250,7 +318,11 @@ def script_name(result: str) -> str:
 
 def _clipped(script: str, width: int = 400, lines: int = 40) -> str:
     shown = [
-        line if len(line) <= width else f"{line[:width]} ...  # cut off here; the script has all of it"
+        (
+            line
+            if len(line) <= width
+            else f"{line[:width]} ...  # cut off here; the script has all of it"
+        )
         for line in script.splitlines()
     ]
     return "\n".join(shown[:lines] + (["..."] if len(shown) > lines else []))
@@ -258,4 +330,8 @@ def _clipped(script: str, width: int = 400, lines: int = 40) -> str:
 
 def _printable(text: str) -> str:
     """Leave out what XML cannot hold."""
-    return "".join(character for character in text if character in "\t\n" or (character >= " " and character not in "\ufffe\uffff"))
+    return "".join(
+        character
+        for character in text
+        if character in "\t\n" or (character >= " " and character not in "\ufffe\uffff")
+    )

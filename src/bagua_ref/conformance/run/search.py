@@ -1,4 +1,6 @@
-"""Search for an input that violates a check: Hypothesis draws and shrinks, the outcome is plain data."""
+"""Search for an input that violates a check: Hypothesis draws and shrinks, the outcome is plain
+data.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from bagua_ref.conformance.targets.world import MOST_RANKS
 __all__ = ["PROFILES", "Outcome", "Search", "search"]
 
 PROFILES = {"quick": 40, "full": 500, "large": 40}
-"""Name -> number of inputs for each check and dtype, to be multiplied by the check's effort. In "large", long inputs are longer."""
+"""Name -> number of inputs for each check and dtype, to be multiplied by the check's effort. In
+"large", long inputs are longer.
+"""
 
 
 @dataclass
@@ -57,7 +61,9 @@ class Search:
     shrink: bool = True
 
 
-def search(check: Check, dtype: str | None, target: Target, how: Search, journal: Journal) -> Outcome:
+def search(
+    check: Check, dtype: str | None, target: Target, how: Search, journal: Journal
+) -> Outcome:
     """Run a check for one dtype; exceptions of the target become violations."""
     from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
     from hypothesis import strategies as st
@@ -112,11 +118,15 @@ def search(check: Check, dtype: str | None, target: Target, how: Search, journal
         snippet = traceback.format_exc()
     if not message:
         skipped = skipped or attempts.reason_to_skip(lab.reason)
-    return Outcome(not message, message, snippet, attempts.until_failure, time.perf_counter() - begun, skipped)
+    return Outcome(
+        not message, message, snippet, attempts.until_failure, time.perf_counter() - begun, skipped
+    )
 
 
 class _Attempts:
-    """The outcomes of inputs in the order in which they were tried; rejected inputs do not count."""
+    """The outcomes of inputs in the order in which they were tried; rejected inputs do not
+    count.
+    """
 
     def __init__(self) -> None:
         self._outcomes: list[Violation | None] = []
@@ -125,7 +135,9 @@ class _Attempts:
         """The last NotImplementedError; empty if there was none."""
 
     def add(self, outcome: Violation | None, calls: int = 0, comparisons: int = 0) -> None:
-        """Note the outcome of an input; None: no violation, after so many calls of the target and comparisons."""
+        """Note the outcome of an input; None: no violation, after so many calls of the target and
+        comparisons.
+        """
         self._outcomes.append(outcome)
         self._counts.append((calls, comparisons))
 
@@ -136,54 +148,79 @@ class _Attempts:
             left_out: why inputs were left out.
         """
         if self.not_provided:
-            return self.not_provided + f"; {len(self._outcomes)} other inputs passed" * bool(self._outcomes)
+            return self.not_provided + f"; {len(self._outcomes)} other inputs passed" * bool(
+                self._outcomes
+            )
         if not self._outcomes:
             return left_out
         if any(calls and comparisons for calls, comparisons in self._counts):
             return ""
-        return "nothing was compared" if any(calls for calls, _ in self._counts) else "no call reached the target"
+        return (
+            "nothing was compared"
+            if any(calls for calls, _ in self._counts)
+            else "no call reached the target"
+        )
 
     @property
     def until_failure(self) -> int:
         """Number of inputs up to the first violation, or of all inputs."""
-        return next((place for place, outcome in enumerate(self._outcomes, 1) if outcome is not None), len(self._outcomes))
+        return next(
+            (place for place, outcome in enumerate(self._outcomes, 1) if outcome is not None),
+            len(self._outcomes),
+        )
 
     def difference(self) -> Violation:
-        """Return a violation about the last input, which Hypothesis tried again, with another outcome."""
+        """Return a violation about the last input, which Hypothesis tried again, with another
+        outcome.
+        """
         failures = [outcome for outcome in self._outcomes if outcome is not None]
         if not failures:
             return Violation("results differ for the same input")
         last = self._outcomes[-1]
         first = failures[-1] if last is None or len(failures) < 2 else failures[-2]
         then = "no violation" if last is None or last is first else str(last)
-        return Violation(f"results differ for the same input: at first, {first}; when it was tried again, {then}", first.snippet)
+        return Violation(
+            f"results differ for the same input: at first, {first}; when it was tried again,"
+            f" {then}",
+            first.snippet,
+        )
 
     def failed_connection(self) -> Violation | None:
-        """Return the first of at least two violations with which every input has failed since, all by errors of connections.
+        """Return the first of at least two violations with which every input has failed since, all
+        by errors of connections.
 
-        The input that Hypothesis has shrunk does not matter then: any would have failed. None if the first input already failed,
-        as nothing is known to have worked.
+        The input that Hypothesis has shrunk does not matter then: any would have failed. None if
+        the first input already failed, as nothing is known to have worked.
         """
-        lost = [outcome is not None and _is_of_connection(outcome.__cause__) for outcome in self._outcomes]
+        lost = [
+            outcome is not None and _is_of_connection(outcome.__cause__)
+            for outcome in self._outcomes
+        ]
         worked = len(lost) - lost[::-1].index(False) if False in lost else 0
         first = self._outcomes[worked] if 0 < worked < len(lost) - 1 else None
         if first is None:
             return None
         return Violation(
-            f"{first}; {worked} inputs passed, then {len(lost) - worked} failed with connection errors: the server behind the "
-            "target is probably down",
+            f"{first}; {worked} inputs passed, then {len(lost) - worked} failed with connection"
+            " errors: the server behind the target is probably down",
             first.snippet,
         )
 
 
 def _is_of_connection(error: BaseException | None) -> bool:
-    """Return whether an error, or one that caused it, is of a connection: by its class's name, as clients have their own.
+    """Return whether an error, or one that caused it, is of a connection: by its class's name, as
+    clients have their own.
 
-    What ``raise ... from None`` hides is none: a program that ends is started again, and has crashed.
+    What ``raise ... from None`` hides is none: a program that ends is started again, and has
+    crashed.
     """
     while error is not None:
         names = [cls.__name__ for cls in type(error).__mro__]
-        if any(word in name for name in names for word in ("Connection", "Timeout", "Network", "Unavailable")):
+        if any(
+            word in name
+            for name in names
+            for word in ("Connection", "Timeout", "Network", "Unavailable")
+        ):
             return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False

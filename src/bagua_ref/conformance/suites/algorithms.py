@@ -1,7 +1,7 @@
 """Whole trainings compared with plain loops over all ranks (S2, S5.1 to S5.5, S13).
 
-`algorithms_async` has S5.6, `algorithms_local` S9, `algorithms_powersgd` S10, `algorithms_compressed` S11, and
-`algorithms_properties` what all algorithms have in common.
+`algorithms_async` has S5.6, `algorithms_local` S9, `algorithms_powersgd` S10,
+`algorithms_compressed` S11, and `algorithms_properties` what all algorithms have in common.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from torch import Tensor
 from bagua_ref.conformance.expected import algorithms_numpy as plain
 from bagua_ref.conformance.expected import decentralized_numpy
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
-from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, dtype_named, paired_worlds, seeds, worlds
+from bagua_ref.conformance.inputs.strategies import (
+    COMPRESSIBLE,
+    FLOATS,
+    Draw,
+    dtype_named,
+    paired_worlds,
+    seeds,
+    worlds,
+)
 from bagua_ref.conformance.inputs.training_cases import (
     ONE_BUCKET,
     ByRank,
@@ -35,11 +43,21 @@ from bagua_ref.conformance.lab.play import RankScript
 from bagua_ref.conformance.lab.training import TrainedAlgorithm, TrainingPlay, of_kinds
 from bagua_ref.conformance.suites.checks import check, check_trainings, nothing
 
-__all__ = ["BYTEGRAD", "DECENTRALIZED", "GRADIENT_ALLREDUCE", "ON_GRAPH", "QADAM", "RING", "follow_qadam"]
+__all__ = [
+    "BYTEGRAD",
+    "DECENTRALIZED",
+    "GRADIENT_ALLREDUCE",
+    "ON_GRAPH",
+    "QADAM",
+    "RING",
+    "follow_qadam",
+]
 
 
 def prepare() -> None:
-    """Import what scripts import, and what torch imports with the first optimizer, a second's worth."""
+    """Import what scripts import, and what torch imports with the first optimizer, a second's
+    worth.
+    """
     import bagua_ref.simulation  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1)], lr=1.0)
@@ -54,15 +72,24 @@ def _options_of_gradients(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
 
 
 def _follow_gradients(training: TrainingPlay) -> None:
-    average, leaders, compresses = training.options["average"], training.leaders(), training.method == "bytegrad"
+    average, leaders, compresses = (
+        training.options["average"],
+        training.leaders(),
+        training.method == "bytegrad",
+    )
     exchange = plain.one_byte(average, leaders) if compresses else plain.full_precision(average)
 
-    def train(start: plain.Array, gradients: list[list[plain.Array]], dtype: str) -> list[list[plain.Array]]:
-        history = plain.train_on_gradients(start, gradients, training.options["lr"], dtype, exchange)
+    def train(
+        start: plain.Array, gradients: list[list[plain.Array]], dtype: str
+    ) -> list[list[plain.Array]]:
+        history = plain.train_on_gradients(
+            start, gradients, training.options["lr"], dtype, exchange
+        )
         return [[weights] * training.n for weights in history]
 
     tolerance, mass = EXACT, None
-    if not compresses and leaders and average:  # n/L may not be a float32 number; then the leaders' inputs are not exact
+    # n/L may not be a float32 number; then the leaders' inputs are not exact
+    if not compresses and leaders and average:
         tolerance = SUM((training.n + 2) * training.steps)
         mass = _mass(training, lambda gradients: gradients.sum(0))
     for expected in training.of_buckets(training.layout(), train):
@@ -70,9 +97,17 @@ def _follow_gradients(training: TrainingPlay) -> None:
 
 
 def _mass(training: TrainingPlay, of_ranks: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return the absolute values of a parameter and of its gradients in all steps, added up, by parameter."""
+    """Return the absolute values of a parameter and of its gradients in all steps, added up, by
+    parameter.
+    """
     return [
-        sum((of_ranks(torch.stack(training.tensors(step, p)).abs().double()) for step in range(training.steps)), w.abs().double())
+        sum(
+            (
+                of_ranks(torch.stack(training.tensors(step, p)).abs().double())
+                for step in range(training.steps)
+            ),
+            w.abs().double(),
+        )
         for p, w in enumerate(training.weights)
     ]
 
@@ -94,27 +129,51 @@ BYTEGRAD = replace(
 
 @check("algorithms", "S2.1", "buckets", needs=("bytegrad",), effort=0.7)
 def buckets(lab: Lab, draw: Draw) -> None:
-    """Parameters fill buckets in reverse order, by dtype; a bucket is closed once it holds at least the bucket size."""
+    """Parameters fill buckets in reverse order, by dtype; a bucket is closed once it holds at least
+    the bucket size.
+    """
     used = draw(st.lists(st.sampled_from(lab.dtypes(COMPRESSIBLE)), min_size=1, max_size=2))
-    weights = grid_weights(draw, [dtype_named(draw(st.sampled_from(used))) for _ in range(draw(st.integers(3, 6)))])
+    weights = grid_weights(
+        draw, [dtype_named(draw(st.sampled_from(used))) for _ in range(draw(st.integers(3, 6)))]
+    )
     of_one = [w.nbytes for w in reversed(weights) if w.dtype is weights[-1].dtype]
-    filled = sum(of_one[: draw(st.integers(1, len(of_one)))])  # a bucket of so many parameters is just full
-    size = max(1, draw(st.sampled_from([filled, filled, filled + 1, filled - 1, filled - 1, 40, ONE_BUCKET])))
-    BYTEGRAD.train(lab, draw, nodes=draw(worlds(3)), weights=weights, steps=2, hierarchical=False, average=True, bucket_bytes=size)
+    # a bucket of so many parameters is just full
+    filled = sum(of_one[: draw(st.integers(1, len(of_one)))])
+    size = max(
+        1,
+        draw(st.sampled_from([filled, filled, filled + 1, filled - 1, filled - 1, 40, ONE_BUCKET])),
+    )
+    BYTEGRAD.train(
+        lab,
+        draw,
+        nodes=draw(worlds(3)),
+        weights=weights,
+        steps=2,
+        hierarchical=False,
+        average=True,
+        bucket_bytes=size,
+    )
 
 
 @check("algorithms", "S2.1", "order", needs=("buckets",), effort=0.5)
 def order_of_buckets(lab: Lab, draw: Draw) -> None:
-    """Buckets come by dtype, bf16, f16, f32, f64, and parameters in reverse order; one that has the bucket size is closed."""
+    """Buckets come by dtype, bf16, f16, f32, f64, and parameters in reverse order; one that has the
+    bucket size is closed.
+    """
     used = draw(st.lists(st.sampled_from(lab.dtypes(FLOATS)), min_size=2, max_size=8))
     weights = [torch.zeros(draw(st.integers(1, 7)), dtype=dtype_named(name)) for name in used]
     size = draw(st.sampled_from([1, 16, 24, 40, ONE_BUCKET]))
     script = RankScript(lab, draw(st.sampled_from([(1,), (2,)])), draw(seeds), "algorithms")
     script.give(weights=weights)
     world = f"RankWorld(comm.rank(), {sum(script.nodes)}, nodes, comm)"
-    script.run("buckets", f"return algorithms.buckets({world}, copies_of(weights), bucket_bytes={size})")
+    script.run(
+        "buckets", f"return algorithms.buckets({world}, copies_of(weights), bucket_bytes={size})"
+    )
     wanted = plain.buckets([w.numel() for w in weights], used, size)
-    script.do(f"for rank, found in enumerate(results):\n    assert found == {wanted}, f'rank {{rank}} has the buckets {{found}}'")
+    script.do(
+        f"for rank, found in enumerate(results):\n    assert found == {wanted}, f'rank {{rank}} has"
+        " the buckets {found}'"
+    )
 
 
 @check("algorithms", "S2.2", "padding", dtypes=COMPRESSIBLE, needs=("bytegrad",), effort=0.15)
@@ -124,24 +183,44 @@ def padding(lab: Lab, draw: Draw) -> None:
     size = draw(st.integers(1, 30).filter(lambda size: size % sum(nodes) != 0))
     weights = grid_weights(draw, [lab.dtype] * 2, [(size - size // 2,), (size // 2,)])
     far_from_zero = each_gradient(lambda g: g.abs() / 8 + 1)  # so that zeros beside them matter
-    BYTEGRAD.train(lab, draw, nodes=nodes, weights=weights, change=far_from_zero, steps=2, bucket_bytes=ONE_BUCKET)
+    BYTEGRAD.train(
+        lab,
+        draw,
+        nodes=nodes,
+        weights=weights,
+        change=far_from_zero,
+        steps=2,
+        bucket_bytes=ONE_BUCKET,
+    )
 
 
 # Weights.
 
 
 def _options_of_weights(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
-    return {"lr": 1.0, "hierarchical": draw(st.booleans()), "communication_interval": draw(st.integers(1, 3))}
+    return {
+        "lr": 1.0,
+        "hierarchical": draw(st.booleans()),
+        "communication_interval": draw(st.integers(1, 3)),
+    }
 
 
-def _weights_after_steps(training: TrainingPlay) -> Iterator[tuple[list[list[Any]], Tolerance, Any]]:
-    """Yield the expected weights after each step, by rank and parameter, the tolerance, and the magnitudes."""
+def _weights_after_steps(
+    training: TrainingPlay,
+) -> Iterator[tuple[list[list[Any]], Tolerance, Any]]:
+    """Yield the expected weights after each step, by rank and parameter, the tolerance, and the
+    magnitudes.
+    """
     options, leaders = training.options, training.leaders()
     mode = options.get("peer_selection_mode", options.get("graph"))
 
-    def train(start: plain.Array, gradients: list[list[plain.Array]], dtype: str) -> list[list[plain.Array]]:
+    def train(
+        start: plain.Array, gradients: list[list[plain.Array]], dtype: str
+    ) -> list[list[plain.Array]]:
         interval = options["communication_interval"]
-        return decentralized_numpy.train_decentralized(start, gradients, 1.0, dtype, leaders, mode, interval)
+        return decentralized_numpy.train_decentralized(
+            start, gradients, 1.0, dtype, leaders, mode, interval
+        )
 
     mass = _mass(training, lambda gradients: gradients.amax(0)) if mode == "all" else None
     for step, expected in enumerate(training.of_buckets(training.layout(), train)):
@@ -176,7 +255,10 @@ ON_GRAPH = replace(
 )
 RING = replace(DECENTRALIZED, method="low_precision_decentralized", options=_options_of_weights)
 _FORWARDS = replace(
-    DECENTRALIZED, method="decentralized_in_forward", follow=_follow_forwards, steps=lambda draw, options: draw(st.integers(2, 4))
+    DECENTRALIZED,
+    method="decentralized_in_forward",
+    follow=_follow_forwards,
+    steps=lambda draw, options: draw(st.integers(2, 4)),
 )
 
 
@@ -189,9 +271,14 @@ def _two_pairs(between: bool) -> st.SearchStrategy[tuple[int, ...]]:
 def several_dtypes(lab: Lab, draw: Draw) -> None:
     """Weights of each dtype are averaged in every round, all with the same peer."""
     used = draw(st.permutations(lab.dtypes(FLOATS)))[:2]
-    weights = grid_weights(draw, [dtype_named(name) for name in [*used, *draw(st.lists(st.sampled_from(used), max_size=2))]])
+    weights = grid_weights(
+        draw,
+        [dtype_named(name) for name in [*used, *draw(st.lists(st.sampled_from(used), max_size=2))]],
+    )
     nodes = draw(_two_pairs(False))
-    DECENTRALIZED.train(lab, draw, nodes=nodes, weights=weights, hierarchical=False, peer_selection_mode="shift_one")
+    DECENTRALIZED.train(
+        lab, draw, nodes=nodes, weights=weights, hierarchical=False, peer_selection_mode="shift_one"
+    )
 
 
 # QAdam.
@@ -208,40 +295,67 @@ _groups = st.fixed_dictionaries(
 
 def _options_of_qadam(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
     groups = [draw(_groups) for _ in weights]
-    return {"groups": groups, "warmup_steps": draw(st.integers(2, 5)), "hierarchical": draw(st.booleans())}
+    return {
+        "groups": groups,
+        "warmup_steps": draw(st.integers(2, 5)),
+        "hierarchical": draw(st.booleans()),
+    }
 
 
-def _gradients_of_qadam(draw: Draw, weights: list[Tensor], ranks: int, steps: int, options: dict[str, Any]) -> ByRank:
-    """Return gradients that add up exactly in the warm-up, where some may be 0, and others afterwards."""
+def _gradients_of_qadam(
+    draw: Draw, weights: list[Tensor], ranks: int, steps: int, options: dict[str, Any]
+) -> ByRank:
+    """Return gradients that add up exactly in the warm-up, where some may be 0, and others
+    afterwards.
+    """
     exact, warmup_steps = exact_gradients(draw, weights, ranks, steps), options["warmup_steps"]
     late = draw(st.sampled_from([None, 1, 2, 3]))
     for g in (g for mine in exact for step in mine for g in step.values() if late is not None):
         g.view(-1)[::late] = 0  # so v stays 0, and later gradients make m of it
     own = any_gradients(draw, weights, ranks, steps)
-    return [mine[:warmup_steps] + others[warmup_steps:] for mine, others in zip(exact, own, strict=True)]
+    return [
+        mine[:warmup_steps] + others[warmup_steps:] for mine, others in zip(exact, own, strict=True)
+    ]
 
 
 def follow_qadam(
     training: TrainingPlay,
-    exchange_of: Callable[[TrainingPlay], plain.Exchange] = lambda training: plain.one_byte(True, training.leaders()),
+    exchange_of: Callable[[TrainingPlay], plain.Exchange] = lambda training: plain.one_byte(
+        True, training.leaders()
+    ),
 ) -> None:
-    """Take steps and expect qadam's weights; ``exchange_of`` returns that of a bucket's momenta, by default S5.2's."""
+    """Take steps and expect qadam's weights; ``exchange_of`` returns that of a bucket's momenta, by
+    default S5.2's.
+    """
     groups, warmup_steps = training.options["groups"], training.options["warmup_steps"]
     exchanges = [(bucket, exchange_of(training)) for bucket in training.layout()]
     model = plain.QAdam(training.start, groups, warmup_steps, exchanges, training.dtypes[0])
-    # S1 leaves it to optimizers how they round, in Adam's steps all take torch's. Weights have no say in the momenta.
+    # S1 leaves it to optimizers how they round, in Adam's steps all take torch's. Weights have no
+    # say in the momenta.
     rounded, before = [np.zeros(w.size) for w in training.start], training.start
     for step in range(training.steps):
         model.step(training.gradients(step))
         after = list(model.weights)
         if step + 1 >= warmup_steps:
-            rounded = [mass + np.abs(old) + np.abs(new - old) for mass, old, new in zip(rounded, before, after, strict=True)]
+            rounded = [
+                mass + np.abs(old) + np.abs(new - old)
+                for mass, old, new in zip(rounded, before, after, strict=True)
+            ]
         before = after
-        mass = [torch.from_numpy(mass).view_as(w) for mass, w in zip(rounded, training.weights, strict=True)]
+        mass = [
+            torch.from_numpy(mass).view_as(w)
+            for mass, w in zip(rounded, training.weights, strict=True)
+        ]
         training.step([after] * training.n, SUM(4), mass)
 
 
-QADAM = TrainedAlgorithm("qadam", _options_of_qadam, follow_qadam, gradients=_gradients_of_qadam, steps=lambda draw, options: 6)
+QADAM = TrainedAlgorithm(
+    "qadam",
+    _options_of_qadam,
+    follow_qadam,
+    gradients=_gradients_of_qadam,
+    steps=lambda draw, options: 6,
+)
 
 
 # Trainings that need no function of their own.
@@ -259,21 +373,94 @@ def _on_a_graph(lab: Lab, draw: Draw) -> dict[str, Any]:
 
 
 check_trainings(
-    (TrainedAlgorithm.train, GRADIENT_ALLREDUCE, 0.2, "S5.1.gradients", FLOATS, nothing,
-     "Every rank updates its weights with the sum or mean of all ranks' gradients."),
-    (TrainedAlgorithm.train, BYTEGRAD, 0.3, "S5.2.gradients", COMPRESSIBLE,
-     lambda lab, draw: {"hierarchical": draw(st.sampled_from([True, True, False]))},
-     "Every rank updates its weights with gradients sent as one byte per element, bit for bit."),
-    (TrainedAlgorithm.train, DECENTRALIZED, 0.2, "S5.3.shift_one", FLOATS, _in_pairs,
-     "At steps divisible by the interval, weights are averaged with the next peer; then each rank applies its own gradient."),
-    (TrainedAlgorithm.train, _FORWARDS, 0.1, "S5.3.in_forward", FLOATS, partial(_in_pairs, most=4),
-     "While weights are averaged in the background, forward and backward use the old ones: they are replaced after the backward."),
-    (TrainedAlgorithm.train, DECENTRALIZED, 0.2, "S5.3.all", FLOATS, nothing,
-     "At steps divisible by the interval, weights are averaged over all ranks; then each rank applies its own gradient."),
-    (TrainedAlgorithm.train, ON_GRAPH, 0.2, "S13.5.interval", FLOATS, _on_a_graph,
-     "At steps divisible by the interval, weights are averaged along the next graph; then each rank applies its own gradient."),
-    (TrainedAlgorithm.train, RING, 0.3, "S5.4.ring", COMPRESSIBLE, lambda lab, draw: {"steps": draw(st.integers(1, 5))},
-     "After optimizer steps divisible by the interval, weights are averaged on the ring, bucket by bucket, bit for bit."),
-    (TrainedAlgorithm.train, QADAM, 0.25, "S5.5.steps", COMPRESSIBLE, nothing,
-     "Steps are Adam's up to warmup_steps; later ones use momenta in bytes, bit for bit, and move nothing whose frozen v is 0."),
-)  # fmt: skip
+    (
+        TrainedAlgorithm.train,
+        GRADIENT_ALLREDUCE,
+        0.2,
+        "S5.1.gradients",
+        FLOATS,
+        nothing,
+        "Every rank updates its weights with the sum or mean of all ranks' gradients.",
+    ),
+    (
+        TrainedAlgorithm.train,
+        BYTEGRAD,
+        0.3,
+        "S5.2.gradients",
+        COMPRESSIBLE,
+        lambda lab, draw: {"hierarchical": draw(st.sampled_from([True, True, False]))},
+        "Every rank updates its weights with gradients sent as one byte per element, bit for bit.",
+    ),
+    (
+        TrainedAlgorithm.train,
+        DECENTRALIZED,
+        0.2,
+        "S5.3.shift_one",
+        FLOATS,
+        _in_pairs,
+        (
+            "At steps divisible by the interval, weights are averaged with the next peer; then each"
+            " rank applies its own gradient."
+        ),
+    ),
+    (
+        TrainedAlgorithm.train,
+        _FORWARDS,
+        0.1,
+        "S5.3.in_forward",
+        FLOATS,
+        partial(_in_pairs, most=4),
+        (
+            "While weights are averaged in the background, forward and backward use the old ones:"
+            " they are replaced after the backward."
+        ),
+    ),
+    (
+        TrainedAlgorithm.train,
+        DECENTRALIZED,
+        0.2,
+        "S5.3.all",
+        FLOATS,
+        nothing,
+        (
+            "At steps divisible by the interval, weights are averaged over all ranks; then each"
+            " rank applies its own gradient."
+        ),
+    ),
+    (
+        TrainedAlgorithm.train,
+        ON_GRAPH,
+        0.2,
+        "S13.5.interval",
+        FLOATS,
+        _on_a_graph,
+        (
+            "At steps divisible by the interval, weights are averaged along the next graph; then"
+            " each rank applies its own gradient."
+        ),
+    ),
+    (
+        TrainedAlgorithm.train,
+        RING,
+        0.3,
+        "S5.4.ring",
+        COMPRESSIBLE,
+        lambda lab, draw: {"steps": draw(st.integers(1, 5))},
+        (
+            "After optimizer steps divisible by the interval, weights are averaged on the ring,"
+            " bucket by bucket, bit for bit."
+        ),
+    ),
+    (
+        TrainedAlgorithm.train,
+        QADAM,
+        0.25,
+        "S5.5.steps",
+        COMPRESSIBLE,
+        nothing,
+        (
+            "Steps are Adam's up to warmup_steps; later ones use momenta in bytes, bit for bit, and"
+            " move nothing whose frozen v is 0."
+        ),
+    ),
+)

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bagua_ref.conformance.expected.algorithms_numpy import Array, Exchange, array
-from bagua_ref.conformance.expected.compression_numpy import ErrorFeedback, kept, sent_count, topk_round
+from bagua_ref.conformance.expected.compression_numpy import (
+    ErrorFeedback,
+    kept,
+    sent_count,
+    topk_round,
+)
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, Draw, seeds, worlds
 from bagua_ref.conformance.inputs.training_cases import (
@@ -41,13 +46,17 @@ _nodes = st.sampled_from([(2,), (3,), (2, 1), (1, 3), (2, 2), (1,), (2, 1, 2), (
 
 
 def _codec(lab: Lab, draw: Draw, *preferred: str) -> str:
-    """Draw one of the preferred codecs that the target has, else of all whose payloads are known to the bit.
+    """Draw one of the preferred codecs that the target has, else of all whose payloads are known to
+    the bit.
 
-    It has the codecs of its kernels, or those that its own algorithms say that they have in ``codecs``.
+    It has the codecs of its kernels, or those that its own algorithms say that they have in
+    ``codecs``.
     """
     own = lab.target.parts.get("algorithms")
     known = lab.target.kernels.codecs if own is None else getattr(own, "codecs", ("MinMaxUInt8",))
-    found: str = draw(st.sampled_from([c for c in preferred if c in known] or [c for c in _EXACT if c in known]))
+    found: str = draw(
+        st.sampled_from([c for c in preferred if c in known] or [c for c in _EXACT if c in known])
+    )
     return found
 
 
@@ -58,7 +67,9 @@ def _options(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
 
 def _memory_of(training: TrainingPlay, dtype: str) -> ErrorFeedback:
     options = training.options
-    return ErrorFeedback(training.leaders(), options["compression"], dtype, options.get("average", True))
+    return ErrorFeedback(
+        training.leaders(), options["compression"], dtype, options.get("average", True)
+    )
 
 
 def _follow(training: TrainingPlay) -> None:
@@ -83,23 +94,41 @@ _BYTEGRAD_WITH_MEMORY = TrainedAlgorithm(
 
 @check("algorithms", "S11.1", "padding", needs=_MEMORY, effort=0.4)
 def padding(lab: Lab, draw: Draw) -> None:
-    """Padding is data to the codec, but nothing is remembered of it: neither what a rank sends nor of the result."""
+    """Padding is data to the codec, but nothing is remembered of it: neither what a rank sends nor
+    of the result.
+    """
     nodes = draw(st.sampled_from([(2,), (3,), (5,), (2, 1)]))
     size = draw(st.integers(1, 12).filter(lambda size: size % sum(nodes) != 0))
     _BYTEGRAD_WITH_MEMORY.train(
-        lab, draw, nodes=nodes, weights=grid_weights(draw, [torch.float32], [(size,)]), gradients=of_kinds(st.just("tame")),
-        compression=_codec(lab, draw, "OneBit"), bucket_bytes=ONE_BUCKET,
-    )  # fmt: skip
+        lab,
+        draw,
+        nodes=nodes,
+        weights=grid_weights(draw, [torch.float32], [(size,)]),
+        gradients=of_kinds(st.just("tame")),
+        compression=_codec(lab, draw, "OneBit"),
+        bucket_bytes=ONE_BUCKET,
+    )
 
 
 @check("algorithms", "S11.1", "not_finite", dtypes=COMPRESSIBLE, needs=_MEMORY, effort=0.2)
 def not_finite(lab: Lab, draw: Draw) -> None:
-    """Where a result is NaN, memories of every rank stay as they were before the round; elsewhere they are replaced."""
-    weights, poisoned = grid_weights(draw, [lab.dtype], [(13,)]), poisoned_at(draw, draw(st.integers(0, 1)))
+    """Where a result is NaN, memories of every rank stay as they were before the round; elsewhere
+    they are replaced.
+    """
+    weights, poisoned = (
+        grid_weights(draw, [lab.dtype], [(13,)]),
+        poisoned_at(draw, draw(st.integers(0, 1))),
+    )
     _BYTEGRAD_WITH_MEMORY.train(
-        lab, draw, weights=weights, change=poisoned, gradients=of_kinds(st.just("tame")), steps=4,
-        compression=_codec(lab, draw, "MinMaxUInt8"), bucket_bytes=ONE_BUCKET,
-    )  # fmt: skip
+        lab,
+        draw,
+        weights=weights,
+        change=poisoned,
+        gradients=of_kinds(st.just("tame")),
+        steps=4,
+        compression=_codec(lab, draw, "MinMaxUInt8"),
+        bucket_bytes=ONE_BUCKET,
+    )
 
 
 def _with_memory(training: TrainingPlay) -> Exchange:
@@ -107,7 +136,9 @@ def _with_memory(training: TrainingPlay) -> Exchange:
     return lambda ranks, dtype: memory.round(ranks)
 
 
-_QADAM_WITH_MEMORY = replace(QADAM, method="qadam_with_memory", follow=partial(follow_qadam, exchange_of=_with_memory))
+_QADAM_WITH_MEMORY = replace(
+    QADAM, method="qadam_with_memory", follow=partial(follow_qadam, exchange_of=_with_memory)
+)
 
 
 # Top-k.
@@ -117,12 +148,21 @@ _TOPK = ("topk",)
 
 def _options_of_topk(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
     feedback = draw(st.sampled_from([True, True, False]))
-    return {"lr": 0.5, "ratio": draw(st.sampled_from([0.01, 0.1, 0.3, 0.5, 1.0])), "error_feedback": feedback, "warmup_steps": 0}
+    return {
+        "lr": 0.5,
+        "ratio": draw(st.sampled_from([0.01, 0.1, 0.3, 0.5, 1.0])),
+        "error_feedback": feedback,
+        "warmup_steps": 0,
+    }
 
 
 def _layout(training: TrainingPlay) -> list[list[int]]:
     """Return the places of the parameters in each bucket that has elements."""
-    return [bucket for bucket in training.layout() if sum(training.weights[place].numel() for place in bucket)]
+    return [
+        bucket
+        for bucket in training.layout()
+        if sum(training.weights[place].numel() for place in bucket)
+    ]
 
 
 def _follow_topk(training: TrainingPlay) -> None:
@@ -132,15 +172,21 @@ def _follow_topk(training: TrainingPlay) -> None:
         results: list[list[Any]] = [[ANYTHING] * len(training.weights) for _ in range(training.n)]
         memories: list[list[Any]] = [[ANYTHING] * len(training.weights) for _ in range(training.n)]
         if step < options["warmup_steps"]:
-            results = [[training.mean(step, place) for place in range(len(training.weights))]] * training.n
+            results = [
+                [training.mean(step, place) for place in range(len(training.weights))]
+            ] * training.n
         for number, bucket in enumerate(layout if step >= options["warmup_steps"] else []):
             given = training.flat(step, bucket)
             if options["error_feedback"] and errors[number] is None:
                 errors[number] = [np.zeros_like(x) for x in given]
-            result, left = topk_round(given, errors[number], options["ratio"], training.dtypes[bucket[0]])
+            result, left = topk_round(
+                given, errors[number], options["ratio"], training.dtypes[bucket[0]]
+            )
             errors[number] = left
             for rank in range(training.n):
-                kept_here = dict.fromkeys(bucket) if left is None else training.by_place(left[rank], bucket)
+                kept_here = (
+                    dict.fromkeys(bucket) if left is None else training.by_place(left[rank], bucket)
+                )
                 for place, mine in training.by_place(result, bucket).items():
                     results[rank][place], memories[rank][place] = mine, kept_here[place]
         training.step(results)
@@ -148,17 +194,36 @@ def _follow_topk(training: TrainingPlay) -> None:
 
 
 TOPK = TrainedAlgorithm(
-    "topk", _options_of_topk, _follow_topk, gradients=of_kinds(any_kind), steps=lambda draw, options: options["warmup_steps"] + 3
+    "topk",
+    _options_of_topk,
+    _follow_topk,
+    gradients=of_kinds(any_kind),
+    steps=lambda draw, options: options["warmup_steps"] + 3,
 )
 
 
 @check("algorithms", "S11.2", "count", needs=_TOPK, effort=0.7)
 def count(lab: Lab, draw: Draw) -> None:
-    """Of each bucket of m elements max(1, ceil(ratio * m)) are sent, the product in float64; padding does not count."""
+    """Of each bucket of m elements max(1, ceil(ratio * m)) are sent, the product in float64;
+    padding does not count.
+    """
     m = draw(st.sampled_from([100, 100, 100, 7, 1, 30, 33]))
-    ratio = draw(st.sampled_from([0.07, 0.14, 0.28, 0.29, 0.55, 0.57, 0.01, 1e-9, 1.0]) | st.floats(0.01, 1))
-    weights, nodes = grid_weights(draw, [torch.float32] * 2, [(m,), (3,)]), draw(st.sampled_from([(1,), (2,), (3,)]))
-    TOPK.train(lab, draw, nodes=nodes, weights=weights, gradients=of_kinds(st.just("tame")), steps=2, ratio=ratio)
+    ratio = draw(
+        st.sampled_from([0.07, 0.14, 0.28, 0.29, 0.55, 0.57, 0.01, 1e-9, 1.0]) | st.floats(0.01, 1)
+    )
+    weights, nodes = (
+        grid_weights(draw, [torch.float32] * 2, [(m,), (3,)]),
+        draw(st.sampled_from([(1,), (2,), (3,)])),
+    )
+    TOPK.train(
+        lab,
+        draw,
+        nodes=nodes,
+        weights=weights,
+        gradients=of_kinds(st.just("tame")),
+        steps=2,
+        ratio=ratio,
+    )
 
 
 @check("algorithms", "S11.2", "ties", needs=_TOPK, effort=0.4)
@@ -169,7 +234,14 @@ def ties(lab: Lab, draw: Draw) -> None:
     def signs(g: Tensor) -> Tensor:
         return torch.from_numpy(generator.choice([-2.0, -1, 1, 2], tuple(g.shape))).float()
 
-    TOPK.train(lab, draw, nodes=draw(worlds(3)), change=each_gradient(signs), steps=2, ratio=draw(st.floats(0.1, 0.9)))
+    TOPK.train(
+        lab,
+        draw,
+        nodes=draw(worlds(3)),
+        change=each_gradient(signs),
+        steps=2,
+        ratio=draw(st.floats(0.1, 0.9)),
+    )
 
 
 @check("algorithms", "S11.2", "nans", needs=_TOPK, effort=0.3)
@@ -184,28 +256,48 @@ def nans(lab: Lab, draw: Draw) -> None:
         return gradients
 
     TOPK.train(
-        lab, draw, nodes=draw(st.sampled_from([(1,), (2,)])), weights=[torch.zeros(7)], change=poisoned, ratio=0.1,
-        gradients=of_kinds(st.just("tame")), steps=1,
-    )  # fmt: skip
+        lab,
+        draw,
+        nodes=draw(st.sampled_from([(1,), (2,)])),
+        weights=[torch.zeros(7)],
+        change=poisoned,
+        ratio=0.1,
+        gradients=of_kinds(st.just("tame")),
+        steps=1,
+    )
 
 
 @check("algorithms", "S11.2", "many", needs=_TOPK, effort=0.15)
 def many(lab: Lab, draw: Draw) -> None:
-    """Of many elements, too, exactly the largest are sent, however they are spread, and of equal ones those of lower index."""
-    m, seed, levels = draw(st.sampled_from([5000, 20_000])), draw(seeds), draw(st.sampled_from([3, 1000, 2**20]))
+    """Of many elements, too, exactly the largest are sent, however they are spread, and of equal
+    ones those of lower index.
+    """
+    m, seed, levels = (
+        draw(st.sampled_from([5000, 20_000])),
+        draw(seeds),
+        draw(st.sampled_from([3, 1000, 2**20])),
+    )
 
     def gradient(rank: int) -> Tensor:
-        x = torch.from_numpy(np.random.default_rng([seed, rank]).integers(-levels, levels, m)).float()
+        x = torch.from_numpy(
+            np.random.default_rng([seed, rank]).integers(-levels, levels, m)
+        ).float()
         for stride in (2, 4, 8, 16, 32, 64):  # larger where one in so many is looked at
             x[::stride] *= 2
         x[:: 1 + seed % 64] *= 3
         return x
 
     TOPK.train(
-        lab, draw, nodes=draw(st.sampled_from([(1,), (2,)])), weights=[torch.zeros(m)],
-        gradients=lambda draw, weights, ranks, steps, options: [[{0: gradient(rank)}] for rank in range(ranks)],
-        ratio=draw(st.sampled_from([0.001, 0.01, 0.05])), bucket_bytes=ONE_BUCKET,
-    )  # fmt: skip
+        lab,
+        draw,
+        nodes=draw(st.sampled_from([(1,), (2,)])),
+        weights=[torch.zeros(m)],
+        gradients=lambda draw, weights, ranks, steps, options: [
+            [{0: gradient(rank)}] for rank in range(ranks)
+        ],
+        ratio=draw(st.sampled_from([0.001, 0.01, 0.05])),
+        bucket_bytes=ONE_BUCKET,
+    )
 
 
 @check("algorithms", "S11.2", "messages", needs=_TOPK, effort=0.4)
@@ -217,11 +309,26 @@ def messages(lab: Lab, draw: Draw) -> None:
         sent = training.flat(step, bucket)
         if training.options["error_feedback"]:
             zeros = [torch.zeros_like(training.weights[place]) for place in bucket]
-            known = [[training.seen("memories", rank, 0, p) for p in bucket] if step else zeros for rank in range(training.n)]
-            sent = [p + np.concatenate([array(e).ravel() for e in mine]) for p, mine in zip(sent, known, strict=True)]
-        places = [torch.tensor(kept(p, sent_count(p.size, training.options["ratio"])), dtype=torch.int32) for p in sent]
-        wanted += [places, [torch.from_numpy(p)[place.long()] for p, place in zip(sent, places, strict=True)]]
-    training.do("gathered = [sends for what, sends in messages if what == 'allgather()' and sends[0].numel()]")
+            known = [
+                [training.seen("memories", rank, 0, p) for p in bucket] if step else zeros
+                for rank in range(training.n)
+            ]
+            sent = [
+                p + np.concatenate([array(e).ravel() for e in mine])
+                for p, mine in zip(sent, known, strict=True)
+            ]
+        places = [
+            torch.tensor(kept(p, sent_count(p.size, training.options["ratio"])), dtype=torch.int32)
+            for p in sent
+        ]
+        wanted += [
+            places,
+            [torch.from_numpy(p)[place.long()] for p, place in zip(sent, places, strict=True)],
+        ]
+    training.do(
+        "gathered = [sends for what, sends in messages if what == 'allgather()' and"
+        " sends[0].numel()]"
+    )
     training.expect_true(f"len(gathered) == {len(wanted)}", f"not {len(wanted)} all-gathers")
     for (number, all_ranks), rank in itertools.product(enumerate(wanted), range(training.n)):
         what = f"rank {rank}, {('indices', 'values')[number % 2]} in all-gather {number}"
@@ -231,21 +338,85 @@ def messages(lab: Lab, draw: Draw) -> None:
 # Trainings without a function of their own.
 
 check_trainings(
-    (TrainedAlgorithm.train, _BYTEGRAD_WITH_MEMORY, 0.3, "S11.1.rounds", COMPRESSIBLE,
-     lambda lab, draw: {"compression": _codec(lab, draw)},
-     "What compression has left out of a rank's gradients, and out of its chunk of the result, is added in the next round."),
-    (TrainedAlgorithm.train, _BYTEGRAD_WITH_MEMORY, 0.3, "S11.1.leaders", (),
-     lambda lab, draw: {"nodes": draw(st.sampled_from([(2, 1), (1, 3), (2, 2), (3,), (2, 1, 2)])), "hierarchical": True},
-     "Hierarchical, memories are those of node leaders, of the node's sum divided by n/L, also on uneven nodes and on one."),
-    (TrainedAlgorithm.train, _BYTEGRAD_WITH_MEMORY, 0.1, "S11.1.new_buckets", (),
-     lambda lab, draw: {"steps": 4, "before": lambda steps: {2: draw(st.sampled_from(["new buckets", "restart"]))}},
-     "Buckets of the same tensors find their memories again."),
-    (TrainedAlgorithm.train, _QADAM_WITH_MEMORY, 0.2, "S11.1.momenta", (),
-     lambda lab, draw: {"nodes": draw(worlds(4)), "compression": _codec(lab, draw), "warmup_steps": 2},
-     "After qadam's warm-up, what compression has left out of momenta is added to the next ones."),
-    (TrainedAlgorithm.train, TOPK, 0.5, "S11.2.rounds", COMPRESSIBLE, nothing,
-     "Each round applies the sum of what was sent in rank order, divided by n; what was not sent is added next."),
-    (TrainedAlgorithm.train, TOPK, 0.3, "S11.2.huge", COMPRESSIBLE,
-     lambda *_: {"gradients": of_kinds(st.sampled_from(["huge", "edges", "tiny", "halfway", "bits"]))},
-     "Memories are float32 whatever the gradients are, sums overflow in rank order only, and results are rounded once."),
-)  # fmt: skip
+    (
+        TrainedAlgorithm.train,
+        _BYTEGRAD_WITH_MEMORY,
+        0.3,
+        "S11.1.rounds",
+        COMPRESSIBLE,
+        lambda lab, draw: {"compression": _codec(lab, draw)},
+        (
+            "What compression has left out of a rank's gradients, and out of its chunk of the"
+            " result, is added in the next round."
+        ),
+    ),
+    (
+        TrainedAlgorithm.train,
+        _BYTEGRAD_WITH_MEMORY,
+        0.3,
+        "S11.1.leaders",
+        (),
+        lambda lab, draw: {
+            "nodes": draw(st.sampled_from([(2, 1), (1, 3), (2, 2), (3,), (2, 1, 2)])),
+            "hierarchical": True,
+        },
+        (
+            "Hierarchical, memories are those of node leaders, of the node's sum divided by n/L,"
+            " also on uneven nodes and on one."
+        ),
+    ),
+    (
+        TrainedAlgorithm.train,
+        _BYTEGRAD_WITH_MEMORY,
+        0.1,
+        "S11.1.new_buckets",
+        (),
+        lambda lab, draw: {
+            "steps": 4,
+            "before": lambda steps: {2: draw(st.sampled_from(["new buckets", "restart"]))},
+        },
+        "Buckets of the same tensors find their memories again.",
+    ),
+    (
+        TrainedAlgorithm.train,
+        _QADAM_WITH_MEMORY,
+        0.2,
+        "S11.1.momenta",
+        (),
+        lambda lab, draw: {
+            "nodes": draw(worlds(4)),
+            "compression": _codec(lab, draw),
+            "warmup_steps": 2,
+        },
+        (
+            "After qadam's warm-up, what compression has left out of momenta is added to the next"
+            " ones."
+        ),
+    ),
+    (
+        TrainedAlgorithm.train,
+        TOPK,
+        0.5,
+        "S11.2.rounds",
+        COMPRESSIBLE,
+        nothing,
+        (
+            "Each round applies the sum of what was sent in rank order, divided by n; what was not"
+            " sent is added next."
+        ),
+    ),
+    (
+        TrainedAlgorithm.train,
+        TOPK,
+        0.3,
+        "S11.2.huge",
+        COMPRESSIBLE,
+        lambda *_: {
+            "gradients": of_kinds(st.sampled_from(["huge", "edges", "tiny", "halfway", "bits"]))
+        },
+        (
+            "Memories are float32 whatever the gradients are, sums overflow in rank order only, and"
+            " results are rounded once."
+        ),
+    ),
+)

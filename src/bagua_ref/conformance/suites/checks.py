@@ -17,8 +17,16 @@ if TYPE_CHECKING:  # hypothesis is not needed to list checks
     from bagua_ref.conformance.lab.training import TrainedAlgorithm
 
 __all__ = [
-    "Check", "all_checks", "check", "check_trainings", "checks_of", "nothing", "prepare", "reason_to_skip_suite", "variants",
-]  # fmt: skip
+    "Check",
+    "all_checks",
+    "check",
+    "check_trainings",
+    "checks_of",
+    "nothing",
+    "prepare",
+    "reason_to_skip_suite",
+    "variants",
+]
 
 _ALGORITHMS = ("_async", "_local", "_powersgd", "", "_compressed", "_properties")
 _MODULES = {suite: (suite,) for suite in SUITES} | {
@@ -75,7 +83,9 @@ def check(
 
     def enter(function: Callable[[Lab, Draw], None]) -> Callable[[Lab, Draw], None]:
         said = sentence or (function.__doc__ or "").splitlines()[0]
-        row = Check(f"{suite}.{clause}.{name}", suite, clause, said, function, dtypes, needs, effort)
+        row = Check(
+            f"{suite}.{clause}.{name}", suite, clause, said, function, dtypes, needs, effort
+        )
         assert row.id not in _table, row.id
         _table[row.id] = row
         return function
@@ -84,20 +94,39 @@ def check(
 
 
 def check_trainings(
-    *rows: tuple[Callable[..., object], TrainedAlgorithm, float, str, tuple[str, ...], Callable[[Lab, Draw], dict[str, Any]], str],
+    *rows: tuple[
+        Callable[..., object],
+        TrainedAlgorithm,
+        float,
+        str,
+        tuple[str, ...],
+        Callable[[Lab, Draw], dict[str, Any]],
+        str,
+    ],
 ) -> None:
     """Enter checks that train one algorithm each into the table.
 
-    A row has a function of the algorithm, the lab and ``draw`` (`TrainedAlgorithm.train` or a property); the algorithm; effort,
-    clause and name, and dtypes of the check; what draws the function's other arguments; and the sentence.
+    A row has a function of the algorithm, the lab and ``draw`` (`TrainedAlgorithm.train` or a
+    property); the algorithm; effort, clause and name, and dtypes of the check; what draws the
+    function's other arguments; and the sentence.
     """
     for has, algorithm, effort, name, dtypes, given, sentence in rows:
 
-        def function(lab: Lab, draw: Draw, has: Any = has, algorithm: Any = algorithm, given: Any = given) -> None:
+        def function(
+            lab: Lab, draw: Draw, has: Any = has, algorithm: Any = algorithm, given: Any = given
+        ) -> None:
             has(algorithm, lab, draw, **given(lab, draw))
 
         clause, _, last = name.rpartition(".")
-        check("algorithms", clause, last, dtypes=dtypes, needs=(algorithm.method,), effort=effort, sentence=sentence)(function)
+        check(
+            "algorithms",
+            clause,
+            last,
+            dtypes=dtypes,
+            needs=(algorithm.method,),
+            effort=effort,
+            sentence=sentence,
+        )(function)
 
 
 def nothing(lab: Lab, draw: Draw) -> dict[str, Any]:
@@ -106,7 +135,8 @@ def nothing(lab: Lab, draw: Draw) -> dict[str, Any]:
 
 
 def checks_of(suites: Collection[str]) -> dict[str, Check]:
-    """Return the checks of the given suites by id, in the order of `SUITES`; only these suites are imported.
+    """Return the checks of the given suites by id, in the order of `SUITES`; only these suites are
+    imported.
 
     Raises:
         ImportError: Hypothesis is not installed.
@@ -114,7 +144,9 @@ def checks_of(suites: Collection[str]) -> dict[str, Check]:
     try:
         import hypothesis  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"conformance checks need Hypothesis; install with: {install_command('conformance')}") from error
+        raise ImportError(
+            f"conformance checks need Hypothesis; install with: {install_command('conformance')}"
+        ) from error
     wanted = [suite for suite in SUITES if suite in suites]
     for suite in wanted:
         _import_suite(suite)
@@ -142,8 +174,13 @@ def reason_to_skip_suite(suite: str) -> str:
 
 
 def _import_suite(suite: str) -> ModuleType:
-    """Import the modules of a suite, which enters its checks into the table; return the one named like the suite."""
-    found = {module: importlib.import_module(f"bagua_ref.conformance.suites.{module}") for module in _MODULES[suite]}
+    """Import the modules of a suite, which enters its checks into the table; return the one named
+    like the suite.
+    """
+    found = {
+        module: importlib.import_module(f"bagua_ref.conformance.suites.{module}")
+        for module in _MODULES[suite]
+    }
     return found[suite]
 
 

@@ -12,7 +12,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bagua_ref.conformance.expected import codecs_scalar
-from bagua_ref.conformance.expected.codecs_scalar import BLOCK, FORMATS, HEADER, MINMAX, payload_size
+from bagua_ref.conformance.expected.codecs_scalar import (
+    BLOCK,
+    FORMATS,
+    HEADER,
+    MINMAX,
+    payload_size,
+)
 from bagua_ref.conformance.inputs.strategies import (
     COMPRESSIBLE,
     Draw,
@@ -61,9 +67,9 @@ def for_each(
         rows = [(codec, clause or _LAYOUT[codec], f"{name}_{codec}", effort) for codec in codecs]
         for codec, of, what, factor in [*([(MINMAX, *minmax)] if minmax else []), *rows]:
             sentence = f"{codec}: {function.__doc__}"
-            check("codec", of, what, dtypes=dtypes, needs=(codec,), effort=factor, sentence=sentence)(
-                partial(function, codec=codec)
-            )
+            check(
+                "codec", of, what, dtypes=dtypes, needs=(codec,), effort=factor, sentence=sentence
+            )(partial(function, codec=codec))
         return function
 
     return enter
@@ -72,14 +78,25 @@ def for_each(
 only_minmax = partial(check, "codec", dtypes=COMPRESSIBLE, needs=(MINMAX,))
 
 
-def _compress(lab: Lab, codec: str, x: Tensor, num_chunks: int, target: int | None = None, out: Tensor | None = None) -> KernelCall:
+def _compress(
+    lab: Lab,
+    codec: str,
+    x: Tensor,
+    num_chunks: int,
+    target: int | None = None,
+    out: Tensor | None = None,
+) -> KernelCall:
     arguments = {"x": x, "num_chunks": num_chunks, "target_chunk": target, "out": out}
     arguments = {name: value for name, value in arguments.items() if value is not None}
     return lab.call(f"{codec}.compress", arguments, ("out",) if out is not None else ())
 
 
 def _decompress(lab: Lab, codec: str, payload: Tensor, num_chunks: int, count: int) -> KernelCall:
-    arguments = {"payload": payload, "num_chunks": num_chunks, "out": torch.full((count,), 7).to(lab.dtype)}
+    arguments = {
+        "payload": payload,
+        "num_chunks": num_chunks,
+        "out": torch.full((count,), 7).to(lab.dtype),
+    }
     return lab.call(f"{codec}.decompress", arguments, ("out",))
 
 
@@ -90,8 +107,12 @@ def _expected(lab: Lab, codec: str, x: Tensor, num_chunks: int) -> Tensor:
     return torch.tensor(list(data), dtype=torch.uint8)
 
 
-def _check_payload(lab: Lab, codec: str, x: Tensor, num_chunks: int, out: Tensor | None = None) -> Tensor:
-    """Compare a payload; show a failure on a part of the input alone, if that fails, too. Return the expected payload."""
+def _check_payload(
+    lab: Lab, codec: str, x: Tensor, num_chunks: int, out: Tensor | None = None
+) -> Tensor:
+    """Compare a payload; show a failure on a part of the input alone, if that fails, too. Return
+    the expected payload.
+    """
     wanted = _expected(lab, codec, x, num_chunks)
     call, name = _compress(lab, codec, x, num_chunks, out=out), "result" if out is None else "out"
     try:
@@ -109,12 +130,18 @@ def _check_payload(lab: Lab, codec: str, x: Tensor, num_chunks: int, out: Tensor
 
 
 def _parts(codec: str, x: Tensor, num_chunks: int, place: int) -> list[Tensor]:
-    """Return parts of an input that may be wrong by themselves: chunks; of one chunk blocks, or its ends and one element."""
+    """Return parts of an input that may be wrong by themselves: chunks; of one chunk blocks, or its
+    ends and one element.
+    """
     if num_chunks > 1:
         return [row.clone() for row in x.view(num_chunks, -1)]
     if codec != MINMAX:
         return [part.clone() for part in x.split(BLOCK)] if x.numel() > BLOCK else []
-    ends = [int(x.double().argmin()), int(x.double().argmax()), min(place, x.numel() - 1)] if x.numel() > 3 else []
+    ends = (
+        [int(x.double().argmin()), int(x.double().argmax()), min(place, x.numel() - 1)]
+        if x.numel() > 3
+        else []
+    )
     return [x[ends].clone()] if ends else []
 
 
@@ -125,7 +152,7 @@ def _check_values(lab: Lab, codec: str, payload: Tensor, num_chunks: int, size: 
         value
         for block in blocks.tolist()
         for value in codecs_scalar.decompress_chunk(codec, bytes(block), size, lab.dtype_name)
-    ]  # fmt: skip
+    ]
     try:
         wanted = torch.tensor(found, dtype=torch.float64).to(lab.dtype)
         lab.compare(_decompress(lab, codec, payload, num_chunks, size * num_chunks), "out", wanted)
@@ -137,17 +164,25 @@ def _check_values(lab: Lab, codec: str, payload: Tensor, num_chunks: int, size: 
 
 @for_each("payload", effort=0.5, minmax=("S4.2", "levels", 2))
 def payload(lab: Lab, draw: Draw, codec: str) -> None:
-    """every byte of the payload is as specified, the padding included; other payloads do not change it."""
+    """every byte of the payload is as specified, the padding included; other payloads do not change
+    it.
+    """
     x, num_chunks = draw(chunked(lab.dtype))
     size = num_chunks * payload_size(codec, x.numel() // num_chunks)
     with_out = codec != MINMAX and draw(st.booleans())
-    out = torch.full((size,), draw(st.sampled_from([255, 1])), dtype=torch.uint8) if with_out else None
+    out = (
+        torch.full((size,), draw(st.sampled_from([255, 1])), dtype=torch.uint8)
+        if with_out
+        else None
+    )
     _check_payload(lab, codec, x, num_chunks, out)
 
 
 @for_each("ties", MX)
 def ties(lab: Lab, draw: Draw, codec: str) -> None:
-    """elements are rounded to nearest, ties to even, subnormals of the format kept, and saturated beyond its largest number."""
+    """elements are rounded to nearest, ties to even, subnormals of the format kept, and saturated
+    beyond its largest number.
+    """
     _check_payload(lab, codec, near_ties(codec, lab.dtype, draw(seeds)), 1)
 
 
@@ -169,7 +204,13 @@ def gaps(lab: Lab, draw: Draw) -> None:
     """A payload passed as out is filled completely, with zeros in its gaps."""
     x, num_chunks = draw(chunked(lab.dtype))
     size = num_chunks * payload_size(MINMAX, x.numel() // num_chunks)
-    _check_payload(lab, MINMAX, x, num_chunks, torch.full((size,), draw(st.sampled_from([255, 1, 127])), dtype=torch.uint8))
+    _check_payload(
+        lab,
+        MINMAX,
+        x,
+        num_chunks,
+        torch.full((size,), draw(st.sampled_from([255, 1, 127])), dtype=torch.uint8),
+    )
 
 
 @only_minmax("S4.1", "header", effort=0.5)
@@ -177,7 +218,9 @@ def header(lab: Lab, draw: Draw) -> None:
     """The header holds the minimum and maximum, with -0 as +0."""
     zeros = st.lists(st.sampled_from([0.0, -0.0]), min_size=1, max_size=4)
     others = draw(st.sampled_from([[], [1.0], [-1.0]]))
-    _check_payload(lab, MINMAX, torch.tensor(draw(zeros) + others + draw(zeros), dtype=lab.dtype), 1)
+    _check_payload(
+        lab, MINMAX, torch.tensor(draw(zeros) + others + draw(zeros), dtype=lab.dtype), 1
+    )
 
 
 @only_minmax("S4.1", "fresh", effort=0.3)
@@ -194,7 +237,9 @@ def fresh(lab: Lab, draw: Draw) -> None:
 def round_trip(lab: Lab, draw: Draw, codec: str) -> None:
     """a compressed tensor decompresses to the specified values."""
     x, num_chunks = draw(chunked(lab.dtype))
-    _check_values(lab, codec, _expected(lab, codec, x, num_chunks), num_chunks, x.numel() // num_chunks)
+    _check_values(
+        lab, codec, _expected(lab, codec, x, num_chunks), num_chunks, x.numel() // num_chunks
+    )
 
 
 @for_each("any_payload", effort=0.5, minmax=("S4.3", "any_levels", 1))
@@ -208,14 +253,19 @@ def poison(lab: Lab, draw: Draw, codec: str) -> None:
     """a chunk (MX: a block) with a value that is not finite decodes to NaN, and no other does."""
     size, num_chunks = draw(st.sampled_from([1, 2, 5, 33, 64, 100])), draw(st.integers(1, 4))
     x = torch.cat([draw(tensors(lab.dtype, size, finite=True)) for _ in range(num_chunks)])
-    bad, place = draw(st.integers(0, num_chunks - 1)), draw(st.one_of(st.integers(0, size - 1), st.sampled_from([0, size - 1])))
+    bad, place = (
+        draw(st.integers(0, num_chunks - 1)),
+        draw(st.one_of(st.integers(0, size - 1), st.sampled_from([0, size - 1]))),
+    )
     x[bad * size + place] = draw(st.sampled_from([math.inf, -math.inf, math.nan]))
     _check_values(lab, codec, _check_payload(lab, codec, x, num_chunks), num_chunks, size)
 
 
 @only_minmax("S4.4", "overflow")
 def overflow(lab: Lab, draw: Draw) -> None:
-    """A chunk is poisoned exactly when its range, or its minimum or maximum times scale, overflows."""
+    """A chunk is poisoned exactly when its range, or its minimum or maximum times scale,
+    overflows.
+    """
     largest = torch.finfo(lab.dtype).max
     ends = st.one_of(
         st.floats(-1, 1).map(lambda place: place * largest),
@@ -223,7 +273,9 @@ def overflow(lab: Lab, draw: Draw) -> None:
         st.floats(28, 30).map(lambda power: min(10.0**power, largest)),
     )
     low, high = draw(ends), draw(ends)
-    values = {"pair": [low, high, low], "constant": [high] * 3, "one": [high]}[draw(st.sampled_from(["pair", "constant", "one"]))]
+    values = {"pair": [low, high, low], "constant": [high] * 3, "one": [high]}[
+        draw(st.sampled_from(["pair", "constant", "one"]))
+    ]
     _check_payload(lab, MINMAX, torch.tensor(values, dtype=torch.float64).to(lab.dtype), 1)
 
 
@@ -233,7 +285,13 @@ def bound(lab: Lab, draw: Draw, codec: str) -> None:
     if codec != MINMAX and draw(st.booleans()):
         _check_bound(lab, codec, near_ties(codec, lab.dtype, draw(seeds)))
     else:
-        _check_bound(lab, codec, draw(tensors(lab.dtype, draw(st.integers(1, 12 if codec == MINMAX else 40)), finite=True)))
+        _check_bound(
+            lab,
+            codec,
+            draw(
+                tensors(lab.dtype, draw(st.integers(1, 12 if codec == MINMAX else 40)), finite=True)
+            ),
+        )
 
 
 @check("codec", "S4.6", "halfway", dtypes=("float32",), needs=(MINMAX,))
@@ -249,7 +307,9 @@ def halfway(lab: Lab, draw: Draw) -> None:
 
 
 def _check_bound(lab: Lab, codec: str, x: Tensor) -> None:
-    """Compare the errors of a round trip with the codec's bound, or the values with NaN if the chunk is poisoned."""
+    """Compare the errors of a round trip with the codec's bound, or the values with NaN if the
+    chunk is poisoned.
+    """
     encoded = _compress(lab, codec, x, 1).results["result"]
     call = _decompress(lab, codec, encoded, 1, x.numel())
     if codec == MINMAX and codecs_scalar.is_out_of_range(x.min().item(), x.max().item()):
@@ -261,14 +321,21 @@ def _check_bound(lab: Lab, codec: str, x: Tensor) -> None:
             for value, back in zip(block, restored.tolist(), strict=True):
                 limit = codecs_scalar.error_bound(codec, value, block, back, lab.dtype_name)
                 if not abs(back - value) <= limit:
-                    text = f"{value!r} comes back as {back!r}: the error {abs(back - value)!r} exceeds {limit!r}"
-                    raise Violation(f"{codec}: {text}", script_of_bound(lab, codec, x, value, block))
+                    text = (
+                        f"{value!r} comes back as {back!r}: the error {abs(back - value)!r} exceeds"
+                        f" {limit!r}"
+                    )
+                    raise Violation(
+                        f"{codec}: {text}", script_of_bound(lab, codec, x, value, block)
+                    )
                 lab.comparisons += 1
 
 
 @for_each("target_chunk", effort=0.2, minmax=("S4.5", "target_chunk", 1))
 def target_chunk(lab: Lab, draw: Draw, codec: str) -> None:
-    """with a target chunk, only its payload is written; the others do not change, and are zeros in a new one."""
+    """with a target chunk, only its payload is written; the others do not change, and are zeros in
+    a new one.
+    """
     x, num_chunks = draw(chunked(lab.dtype))
     target = draw(st.integers(0, num_chunks - 1))
     whole = _expected(lab, codec, x, num_chunks).view(num_chunks, -1)
@@ -276,7 +343,10 @@ def target_chunk(lab: Lab, draw: Draw, codec: str) -> None:
     for out in (before, None):
         wanted = (torch.zeros_like(before) if out is None else out.clone()).view(num_chunks, -1)
         wanted[target] = whole[target]
-        call, name = _compress(lab, codec, x, num_chunks, target, out), "result" if out is None else "out"
+        call, name = (
+            _compress(lab, codec, x, num_chunks, target, out),
+            "result" if out is None else "out",
+        )
         actual = call.results[name]
         if codec == "OneBit" and is_payload(actual, wanted.view(-1)) and whole.numel():
             rows, others = actual.view(num_chunks, -1), torch.arange(num_chunks) != target
@@ -291,7 +361,9 @@ def target_chunk(lab: Lab, draw: Draw, codec: str) -> None:
             compare_payload(lab, codec, call, name, wanted.view(-1), num_chunks)
 
 
-@for_each("refuses", dtypes=("float64", "int32", "uint8"), effort=0.2, minmax=("S4.5", "refuses", 0.2))
+@for_each(
+    "refuses", dtypes=("float64", "int32", "uint8"), effort=0.2, minmax=("S4.5", "refuses", 0.2)
+)
 def refuses(lab: Lab, draw: Draw, codec: str) -> None:
     """float64 and integers raise a TypeError that names the dtype."""
     x = torch.ones(draw(st.integers(0, 5))).to(lab.dtype)
@@ -301,7 +373,10 @@ def refuses(lab: Lab, draw: Draw, codec: str) -> None:
         "decompress": {"payload": encoded, "num_chunks": 1, "out": x},
     }
     for verb, arguments in calls.items():
-        message, cause = f"{codec}.{verb} accepted {lab.dtype_name}; it must raise a TypeError that names it", None
+        message, cause = (
+            f"{codec}.{verb} accepted {lab.dtype_name}; it must raise a TypeError that names it",
+            None,
+        )
         lab.comparisons += 1
         try:
             lab.call(f"{codec}.{verb}", arguments, ("out",) if "out" in arguments else ())
@@ -322,22 +397,38 @@ def _check_long(lab: Lab, draw: Draw, codec: str, size: int) -> None:
     num_chunks = 2 if codec == MINMAX else 1
     x = torch.stack([bulk(lab.dtype, "tame", draw(seeds), size) for _ in range(num_chunks)])
     x[:, draw(st.sampled_from([0, size // 2, size - 1]))] = -0.0
-    for row, (low, high) in zip(x, ((5.0, -6.0), (-6.0, 5.0)), strict=False):  # one end anywhere, the other after the last block
-        row[draw(st.integers(0, size - TAIL - 1))], row[draw(st.integers(size - TAIL, size - 1))] = low, high
+    # one end anywhere, the other after the last block
+    for row, (low, high) in zip(x, ((5.0, -6.0), (-6.0, 5.0)), strict=False):
+        (
+            row[draw(st.integers(0, size - TAIL - 1))],
+            row[draw(st.integers(size - TAIL, size - 1))],
+        ) = (
+            low,
+            high,
+        )
     made = [_OF_LONG.get(codec, _long_blocks)(lab, codec, chunk) for chunk in x]
     call = _compress(lab, codec, x.view(-1), num_chunks)
-    compare_payload(lab, codec, call, "result", torch.cat([encoded for encoded, _ in made]), num_chunks)
+    compare_payload(
+        lab, codec, call, "result", torch.cat([encoded for encoded, _ in made]), num_chunks
+    )
     restored = _decompress(lab, codec, call.results["result"], num_chunks, x.numel())
     lab.compare(restored, "out", torch.cat([values for _, values in made]))
     if codec == MINMAX:
-        x[0, draw(st.sampled_from([0, size // 2, size - 1]))] = draw(st.sampled_from([math.inf, math.nan]))
-        poisoned = pad(_expected(lab, codec, x.new_full((1,), math.nan), 1)[:HEADER], (0, payload_size(codec, size) - HEADER))
+        x[0, draw(st.sampled_from([0, size // 2, size - 1]))] = draw(
+            st.sampled_from([math.inf, math.nan])
+        )
+        poisoned = pad(
+            _expected(lab, codec, x.new_full((1,), math.nan), 1)[:HEADER],
+            (0, payload_size(codec, size) - HEADER),
+        )
         wanted = torch.cat([poisoned, *(encoded for encoded, _ in made[1:])])
         lab.compare(_compress(lab, codec, x.view(-1), num_chunks), "result", wanted)
 
 
 def _long_levels(lab: Lab, codec: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a chunk's payload and values from pieces with its ends, on which alone levels depend."""
+    """Return a chunk's payload and values from pieces with its ends, on which alone levels
+    depend.
+    """
     ends, levels, values = torch.stack([x.min(), x.max()]), [], []
     for piece in x.split(9_973):
         part = torch.cat([ends, piece])
@@ -352,7 +443,10 @@ def _long_blocks(lab: Lab, codec: str, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return a chunk's payload and values from those of pieces of whole blocks."""
     scales, elements, values = [], [], []
     for piece in x.split(64 * BLOCK):
-        encoded, blocks = _compress(lab, codec, piece.clone(), 1).results["result"], -(-piece.numel() // BLOCK)
+        encoded, blocks = (
+            _compress(lab, codec, piece.clone(), 1).results["result"],
+            -(-piece.numel() // BLOCK),
+        )
         scales.append(encoded[:blocks])
         elements.append(encoded[blocks : blocks + -(-piece.numel() * FORMATS[codec].bits // 8)])
         values.append(_decompress(lab, codec, encoded, 1, piece.numel()).results["out"])
@@ -361,13 +455,17 @@ def _long_blocks(lab: Lab, codec: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _long_signs(lab: Lab, codec: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a chunk's payload, and its values with the target's scale, which may differ by 1 ulp."""
+    """Return a chunk's payload, and its values with the target's scale, which may differ by 1
+    ulp.
+    """
     signs = pad((x >= 0).to(torch.uint8), (0, -x.numel() % 8)).view(-1, 8)
     bits = (signs << torch.arange(7, -1, -1, dtype=torch.uint8)).sum(1).to(torch.uint8)
     scale = x.double().square().mean().sqrt().float().view(1).view(torch.uint8)
     whole = torch.cat([pad(scale, (0, 28)), bits])
     theirs = _compress(lab, codec, x, 1).results["result"][:4].view(torch.float32).to(lab.dtype)
-    return pad(whole, (0, payload_size(codec, x.numel()) - whole.numel())), torch.where(x >= 0, theirs, -theirs)
+    return pad(whole, (0, payload_size(codec, x.numel()) - whole.numel())), torch.where(
+        x >= 0, theirs, -theirs
+    )
 
 
 _OF_LONG = {MINMAX: _long_levels, "OneBit": _long_signs}

@@ -1,4 +1,6 @@
-"""Collectives in worlds of 1 to 9 ranks on 1 to 4 uneven nodes, with results computed from the rank (S3.9)."""
+"""Collectives in worlds of 1 to 9 ranks on 1 to 4 uneven nodes, with results computed from the rank
+(S3.9).
+"""
 
 from __future__ import annotations
 
@@ -58,12 +60,19 @@ def _run(lab: Lab, nodes: tuple[int, ...], seed: int, calls: Sequence[Collective
         )
         script.run(
             ", ".join(names[:9]) + ", ..." * (len(names) > 9),
-            "return [after_call(comm, name, arguments) for (name, _), arguments in zip(calls, brought[comm.rank()])]",
+            "return [after_call(comm, name, arguments) for (name, _), arguments in zip(calls,"
+            " brought[comm.rank()])]",
         )
         script.do("assert_ranks(calls, nodes, results, expected)")
     except Violation as violation:
-        failed = next((call for call in calls if str(violation).startswith(f"{call.method} ")), None)
-        alike = [call for call in calls if call is failed or (failed is not None and call.method == failed.method)]
+        failed = next(
+            (call for call in calls if str(violation).startswith(f"{call.method} ")), None
+        )
+        alike = [
+            call
+            for call in calls
+            if call is failed or (failed is not None and call.method == failed.method)
+        ]
         if len(alike) < len(calls):
             for call in alike:
                 _run(lab, nodes, seed, [call])
@@ -75,26 +84,42 @@ def _one_call(lab: Lab, draw: Draw, name: str) -> None:
     """Check a collective, in place or not."""
     nodes, count = lab.world(draw, worlds()), draw(counts)
     dtypes = lab.dtypes(_REDUCIBLE if name in REDUCING else MOVABLE)
-    op, dtype = draw(st.sampled_from(_reductions(dtypes) if name in REDUCING else [(ReduceOp.SUM, of) for of in dtypes]))
+    op, dtype = draw(
+        st.sampled_from(
+            _reductions(dtypes) if name in REDUCING else [(ReduceOp.SUM, of) for of in dtypes]
+        )
+    )
     method = name if name == "broadcast" or draw(st.booleans()) else f"{name}_inplace"
     root = root_of(draw, nodes)
-    _run(lab, nodes, draw(seeds), [collective_call(method, op, sum(nodes), count, getattr(torch, dtype), root)])
+    _run(
+        lab,
+        nodes,
+        draw(seeds),
+        [collective_call(method, op, sum(nodes), count, getattr(torch, dtype), root)],
+    )
 
 
 _SENTENCES = {
     "allreduce": "All ranks get the reduction over all ranks, in place or not.",
     "reduce": "Only dst gets the reduction over all ranks; the other ranks' tensors do not change.",
-    "reduce_scatter": "Rank r gets chunk r of the reduction; in place, the other chunks do not change.",
+    "reduce_scatter": (
+        "Rank r gets chunk r of the reduction; in place, the other chunks do not change."
+    ),
     "broadcast": "Every rank gets src's tensor.",
     "allgather": "Every rank gathers all tensors in rank order; in place, chunk r is its own.",
-    "gather": "Only dst gathers all tensors in rank order; in place, its tensor is n times as long as the others.",
+    "gather": (
+        "Only dst gathers all tensors in rank order; in place, its tensor is n times as long as the"
+        " others."
+    ),
     "scatter": "Rank r gets chunk r of src's tensor.",
     "alltoall": "Chunk d goes to rank d, and chunk s comes from rank s.",
 }
 
 
 for _name, _sentence in _SENTENCES.items():
-    check("collectives", "S3.9", _name, effort=2 if _name in REDUCING else 1, sentence=_sentence)(partial(_one_call, name=_name))
+    check("collectives", "S3.9", _name, effort=2 if _name in REDUCING else 1, sentence=_sentence)(
+        partial(_one_call, name=_name)
+    )
 
 
 @check("collectives", "S3.9", "alltoall_v")
@@ -102,7 +127,8 @@ def alltoall_v(lab: Lab, draw: Draw) -> None:
     """Blocks of the given counts move between the given displacements, and gaps do not change."""
     nodes, dtype = lab.world(draw, worlds()), _dtype(lab, draw)
     n, most = sum(nodes), draw(st.integers(0, 3))
-    gap, other = draw(st.integers(0, 2)), draw(st.integers(0, 2))  # received blocks may have another layout than sent ones
+    # received blocks may have another layout than sent ones
+    gap, other = draw(st.integers(0, 2)), draw(st.integers(0, 2))
     sizes = [[(rank + peer) % (most + 1) for peer in range(n)] for rank in range(n)]
     shares = draw(st.booleans())  # what is sent to one may also be sent to others
 
@@ -113,32 +139,46 @@ def alltoall_v(lab: Lab, draw: Draw) -> None:
     sent_at, received_at = displacements(gap), displacements(gap if in_place else other)
     if shares and not in_place:
         sent_at = [[peer % 2 for peer in range(n)]] * n
-    sent = [values(rank, sum(sizes[rank]) + gap * n + shares, dtype) for rank in range(n)]  # shared blocks may begin at 1
+    # shared blocks may begin at 1
+    sent = [values(rank, sum(sizes[rank]) + gap * n + shares, dtype) for rank in range(n)]
     received = sent if in_place else [nothing(sum(row) + other * n, dtype) for row in sizes]
     wanted = plain.alltoall_v(sent, received, sizes, sent_at, received_at)
     if in_place:
         brought = [[sent[r], sizes[r], sent_at[r]] for r in range(n)]
         call = CollectiveCall("alltoall_v_inplace", brought, [[want] for want in wanted])
     else:
-        brought = [[sent[r], sizes[r], sent_at[r], received[r], sizes[r], received_at[r]] for r in range(n)]
-        call = CollectiveCall("alltoall_v", brought, [[mine, want] for mine, want in zip(sent, wanted, strict=True)])
+        brought = [
+            [sent[r], sizes[r], sent_at[r], received[r], sizes[r], received_at[r]] for r in range(n)
+        ]
+        call = CollectiveCall(
+            "alltoall_v", brought, [[mine, want] for mine, want in zip(sent, wanted, strict=True)]
+        )
     _run(lab, nodes, draw(seeds), [call])
 
 
-_REDUCING = st.sampled_from(["allreduce", "allreduce_inplace", "reduce", "reduce_inplace", "reduce_scatter"])
+_REDUCING = st.sampled_from(
+    ["allreduce", "allreduce_inplace", "reduce", "reduce_inplace", "reduce_scatter"]
+)
 
 
 @check("collectives", "S3.9", "wraps_around", effort=0.3)
 def wraps_around(lab: Lab, draw: Draw) -> None:
     """Sums and products of integers wrap around, however often."""
     nodes, method, seed = lab.world(draw, worlds()), draw(_REDUCING), draw(seeds)
-    root, turns = root_of(draw, nodes), [draw(st.integers(0, 5)) if draw(st.booleans()) else 0 for _ in range(sum(nodes))]
+    root, turns = (
+        root_of(draw, nodes),
+        [draw(st.integers(0, 5)) if draw(st.booleans()) else 0 for _ in range(sum(nodes))],
+    )
     calls = []
     for name, op in itertools.product(lab.dtypes(INTEGERS), (ReduceOp.SUM, ReduceOp.PRODUCT)):
         dtype = getattr(torch, name)
         most, least = torch.iinfo(dtype).max, torch.iinfo(dtype).min
-        extremes = torch.tensor([most, least, most - most // 5, least + most // 3, most // 2 + 1, 3], dtype=dtype)
-        calls.append(_reduction(method, op, torch.stack([extremes.roll(turn) for turn in turns]), root))
+        extremes = torch.tensor(
+            [most, least, most - most // 5, least + most // 3, most // 2 + 1, 3], dtype=dtype
+        )
+        calls.append(
+            _reduction(method, op, torch.stack([extremes.roll(turn) for turn in turns]), root)
+        )
     _run(lab, nodes, seed, calls)
 
 
@@ -146,17 +186,29 @@ def wraps_around(lab: Lab, draw: Draw) -> None:
 def nan(lab: Lab, draw: Draw) -> None:
     """The minimum and maximum of a NaN and any numbers is NaN, whichever rank has it."""
     nodes, method, seed = lab.world(draw, worlds()), draw(_REDUCING), draw(seeds)
-    x = torch.tensor([[1.0, -2.0, math.inf, -math.inf, 4.0, 0.5]] * sum(nodes)).roll(draw(st.integers(0, 5)), 1)
+    x = torch.tensor([[1.0, -2.0, math.inf, -math.inf, 4.0, 0.5]] * sum(nodes)).roll(
+        draw(st.integers(0, 5)), 1
+    )
     for place in range(draw(st.integers(1, 6))):
         x[root_of(draw, nodes), place] = math.nan
-    kinds, root = itertools.product(lab.dtypes(FLOATS), (ReduceOp.MIN, ReduceOp.MAX)), root_of(draw, nodes)
-    _run(lab, nodes, seed, [_reduction(method, op, x.to(getattr(torch, name)), root) for name, op in kinds])
+    kinds, root = (
+        itertools.product(lab.dtypes(FLOATS), (ReduceOp.MIN, ReduceOp.MAX)),
+        root_of(draw, nodes),
+    )
+    _run(
+        lab,
+        nodes,
+        seed,
+        [_reduction(method, op, x.to(getattr(torch, name)), root) for name, op in kinds],
+    )
 
 
 def _reduction(method: str, op: ReduceOp, x: Tensor, root: int) -> CollectiveCall:
     """Return a reduction of each rank's row; where results are scattered, of n such rows."""
     n, size = x.shape
-    return collective_call(method, op, n, size, x.dtype, root, x=x.repeat(1, n) if method == "reduce_scatter" else x)
+    return collective_call(
+        method, op, n, size, x.dtype, root, x=x.repeat(1, n) if method == "reduce_scatter" else x
+    )
 
 
 @check("collectives", "S3.9", "long", effort=0.025)
@@ -164,7 +216,17 @@ def long(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones."""
     nodes = lab.world(draw, worlds(4).filter(lambda nodes: sum(nodes) > 1))
     n, root, dtype = sum(nodes), root_of(draw, nodes), _dtype(lab, draw, _REDUCIBLE)
-    methods, seed = ("allreduce_inplace", "broadcast", "allgather_inplace", "gather", "scatter", "alltoall_inplace"), draw(seeds)
+    methods, seed = (
+        (
+            "allreduce_inplace",
+            "broadcast",
+            "allgather_inplace",
+            "gather",
+            "scatter",
+            "alltoall_inplace",
+        ),
+        draw(seeds),
+    )
     for size, method in itertools.product(lab.long_sizes, methods):
         chunk = -(-size // n) if method not in ("allreduce_inplace", "broadcast") else size
         _run(lab, nodes, seed, [collective_call(method, ReduceOp.MAX, n, chunk, dtype, root)])
@@ -174,15 +236,25 @@ def long(lab: Lab, draw: Draw) -> None:
 def one_after_another(lab: Lab, draw: Draw) -> None:
     """A collective is not affected by earlier ones on the same communicator."""
     nodes, seed, turn = lab.world(draw, worlds()), draw(seeds), draw(seeds)
-    methods = ("allreduce_inplace", "allreduce", "reduce_inplace", "reduce", "reduce_scatter", *_MOVING)
+    methods = (
+        "allreduce_inplace",
+        "allreduce",
+        "reduce_inplace",
+        "reduce",
+        "reduce_scatter",
+        *_MOVING,
+    )
     dtypes = lab.dtypes(_REDUCIBLE)
     sizes = [draw(st.integers(1, 4)) for _ in methods]
     calls = []
     for step in range(draw(st.integers(2, 3)) * len(methods)):
-        place = (step * (3 if turn % 2 else 1) + turn) % len(methods)  # 3 and their number have no common divisor
+        # 3 and their number have no common divisor
+        place = (step * (3 if turn % 2 else 1) + turn) % len(methods)
         count = sizes[place] if turn % 3 else sizes[place] + step % 2
         dtype, root = dtype_named(dtypes[(place + turn) % len(dtypes)]), root_of(draw, nodes)
-        calls.append(collective_call(methods[place], ReduceOp.SUM, sum(nodes), count, dtype, root, 13 * step))
+        calls.append(
+            collective_call(methods[place], ReduceOp.SUM, sum(nodes), count, dtype, root, 13 * step)
+        )
     _run(lab, nodes, seed, calls)
 
 
@@ -193,16 +265,30 @@ def every_dtype(lab: Lab, draw: Draw) -> None:
     root, turn = root_of(draw, nodes), draw(seeds)
     reducing = (*REDUCING, "allreduce_inplace", "reduce_inplace")
     dtypes = lab.dtypes(MOVABLE)
-    cases = [(reducing[(turn + place) % len(reducing)], *reduction) for place, reduction in enumerate(_reductions(dtypes))]
-    cases += [(_MOVING[(turn + place) % len(_MOVING)], ReduceOp.SUM, name) for place, name in enumerate(dtypes)]
+    cases = [
+        (reducing[(turn + place) % len(reducing)], *reduction)
+        for place, reduction in enumerate(_reductions(dtypes))
+    ]
+    cases += [
+        (_MOVING[(turn + place) % len(_MOVING)], ReduceOp.SUM, name)
+        for place, name in enumerate(dtypes)
+    ]
     _run(
-        lab, nodes, seed, [collective_call(method, op, sum(nodes), count, getattr(torch, name), root) for method, op, name in cases]
+        lab,
+        nodes,
+        seed,
+        [
+            collective_call(method, op, sum(nodes), count, getattr(torch, name), root)
+            for method, op, name in cases
+        ],
     )
 
 
 @check("collectives", "S3.9", "exchange")
 def exchange(lab: Lab, draw: Draw) -> None:
-    """Every message arrives; messages between the same two ranks arrive in the order in which they were sent."""
+    """Every message arrives; messages between the same two ranks arrive in the order in which they
+    were sent.
+    """
     nodes, dtype = lab.world(draw, worlds()), _dtype(lab, draw)
     ranks = st.integers(0, sum(nodes) - 1)
     messages = draw(st.lists(st.tuples(ranks, ranks, counts), max_size=20))
@@ -242,35 +328,64 @@ def send_and_recv(lab: Lab, draw: Draw) -> None:
 def broadcast_object(lab: Lab, draw: Draw) -> None:
     """Every rank gets src's object, whatever its size and whichever rank src is."""
     nodes = lab.world(draw, worlds())
-    lab.need_dtypes([torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)])  # in which it is sent
+    # in which it is sent
+    lab.need_dtypes([torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)])
     src, seed = root_of(draw, nodes), draw(seeds)
-    simple = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=300), st.binary(max_size=20))
-    value = draw(st.recursive(simple, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)), max_leaves=5))
+    simple = st.one_of(
+        st.none(), st.booleans(), st.integers(), st.text(max_size=300), st.binary(max_size=20)
+    )
+    value = draw(
+        st.recursive(
+            simple,
+            lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
+            max_leaves=5,
+        )
+    )
     source = repr(value)
     if draw(st.integers(0, 3)) == 3:  # more than fits one message
         source = f"[bytes(range(251)) * {lab.long_sizes[-1] // 251 + 1}, {source}]"
     script = RankScript(lab, nodes, seed)
     script.do(f"value = {source}")
-    script.run("broadcast_object", f"return comm.broadcast_object(value if comm.rank() == {src} else comm.rank(), {src})")
+    script.run(
+        "broadcast_object",
+        f"return comm.broadcast_object(value if comm.rank() == {src} else comm.rank(), {src})",
+    )
     script.do(
-        "for rank, found in enumerate(results):\n"
-        "    assert found == value and type(found) is type(value), (\n"
-        f"        f'broadcast_object from {src}: rank {{rank}} got {{found!r:.200}} instead of {{value!r:.200}}'\n    )"
+        "for rank, found in enumerate(results):\n    assert found == value and type(found) is"
+        f" type(value), (\n        f'broadcast_object from {src}: rank {{rank}} got"
+        " {found!r:.200} instead of {value!r:.200}'\n    )"
     )
 
 
 @check("collectives", "S3.9", "refuses")
 def refuses(lab: Lab, draw: Draw) -> None:
-    """Invalid arguments raise a ValueError or TypeError before anything is sent, and the communicator continues to work."""
+    """Invalid arguments raise a ValueError or TypeError before anything is sent, and the
+    communicator continues to work.
+    """
     nodes, dtypes = lab.world(draw, worlds()), lab.dtypes(_REDUCIBLE)
-    n, dtype = sum(nodes), dtype_named(draw(st.sampled_from(["float32"] if "float32" in dtypes else dtypes)))
-    zeros, others = torch.zeros(2, dtype=dtype), [name for name in dtypes if dtype_named(name) is not dtype]
+    n, dtype = (
+        sum(nodes),
+        dtype_named(draw(st.sampled_from(["float32"] if "float32" in dtypes else dtypes))),
+    )
+    zeros, others = (
+        torch.zeros(2, dtype=dtype),
+        [name for name in dtypes if dtype_named(name) is not dtype],
+    )
     wrong: list[tuple[str, list[object]]] = [
         ("broadcast", [zeros, draw(st.sampled_from([-1, n, n + 3]))]),
         ("allgather", [zeros, zeros.new_zeros(2 * n + 1)]),
     ]
     if others:
-        wrong.append(("allreduce", [zeros, torch.zeros(2, dtype=dtype_named(draw(st.sampled_from(others)))), ReduceOp.SUM]))
+        wrong.append(
+            (
+                "allreduce",
+                [
+                    zeros,
+                    torch.zeros(2, dtype=dtype_named(draw(st.sampled_from(others)))),
+                    ReduceOp.SUM,
+                ],
+            )
+        )
     for name in dtypes:
         op = ReduceOp.AVG if name in INTEGERS else draw(st.sampled_from(BITWISE))
         wrong.append(("allreduce_inplace", [torch.zeros(2, dtype=dtype_named(name)), op]))
@@ -286,21 +401,32 @@ def refuses(lab: Lab, draw: Draw) -> None:
         return None
         """,
     )
-    script.do(f"assert None not in results, f'{method} on nodes {{nodes}} accepted invalid arguments'")
     script.do(
-        f"assert_ranks([('allreduce after a refused {method}', 0)], nodes, results, [[[torch.tensor([{n}], dtype={dtype})]]] * {n})"
+        f"assert None not in results, f'{method} on nodes {{nodes}} accepted invalid arguments'"
+    )
+    script.do(
+        f"assert_ranks([('allreduce after a refused {method}', 0)], nodes, results,"
+        f" [[[torch.tensor([{n}], dtype={dtype})]]] * {n})"
     )
 
 
 @check("collectives", "S3.9", "gaps")
 def gaps(lab: Lab, draw: Draw) -> None:
-    """A non-contiguous tensor is either refused on every rank or gets the right result, and its gaps do not change."""
+    """A non-contiguous tensor is either refused on every rank or gets the right result, and its
+    gaps do not change.
+    """
     nodes, seed, count = lab.world(draw, worlds()), draw(seeds), draw(st.integers(2, 7))
-    dtype, method = _dtype(lab, draw, _REDUCIBLE), draw(st.sampled_from(["allreduce_inplace", "broadcast", "allgather"]))
+    dtype, method = (
+        _dtype(lab, draw, _REDUCIBLE),
+        draw(st.sampled_from(["allreduce_inplace", "broadcast", "allgather"])),
+    )
     call = collective_call(method, ReduceOp.SUM, sum(nodes), count, dtype, root_of(draw, nodes))
     before = [tensors_in(mine) for mine in call.brought]
     script = RankScript(lab, nodes, seed)
-    script.give(brought=call.brought, expected=[[mine, kept] for mine, kept in zip(call.expected, before, strict=True)])
+    script.give(
+        brought=call.brought,
+        expected=[[mine, kept] for mine, kept in zip(call.expected, before, strict=True)],
+    )
     script.run(
         f"{method} of tensors with gaps",
         f"""
@@ -315,10 +441,13 @@ def gaps(lab: Lab, draw: Draw) -> None:
         return [tensors, [tensor.as_strided(tensor.shape, tensor.stride(), 1) for tensor in tensors]]
         """,
     )
-    script.do("assert len({len(mine) for mine in results}) == 1, 'tensors with gaps are refused on some ranks only'")
     script.do(
-        f"calls = [('{method} of tensors with gaps', 0), ('the memory between their elements', 0)][: len(results[0])]\n"
-        "assert_ranks(calls, nodes, results, expected)"
+        "assert len({len(mine) for mine in results}) == 1, 'tensors with gaps are refused on some"
+        " ranks only'"
+    )
+    script.do(
+        f"calls = [('{method} of tensors with gaps', 0), ('the memory between their elements',"
+        " 0)][: len(results[0])]\nassert_ranks(calls, nodes, results, expected)"
     )
 
 
@@ -340,6 +469,7 @@ def barrier(lab: Lab, draw: Draw) -> None:
         """,
     )
     script.do(
-        "for mine in results:\n    for number, reached in enumerate(mine, 1):\n"
-        f"        assert len(reached) >= {sum(nodes)}, f'left barrier {{number}} when only ranks {{reached}} had reached it'"
+        "for mine in results:\n    for number, reached in enumerate(mine, 1):\n        assert"
+        f" len(reached) >= {sum(nodes)}, f'left barrier {{number}} when only ranks {{reached}} had"
+        " reached it'"
     )

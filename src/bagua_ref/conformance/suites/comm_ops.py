@@ -14,19 +14,41 @@ from torch import Tensor
 from bagua_ref.conformance.expected import algorithms_numpy, decentralized_numpy
 from bagua_ref.conformance.expected.algorithms_numpy import array
 from bagua_ref.conformance.expected.tolerances import SUM
-from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, bulk, mixed, paired_worlds, seeds, tensors, worlds
-from bagua_ref.conformance.inputs.training_cases import doubly_stochastic, flawed, graph_cases, sizes_of, worlds_of
+from bagua_ref.conformance.inputs.strategies import (
+    COMPRESSIBLE,
+    FLOATS,
+    Draw,
+    bulk,
+    mixed,
+    paired_worlds,
+    seeds,
+    tensors,
+    worlds,
+)
+from bagua_ref.conformance.inputs.training_cases import (
+    doubly_stochastic,
+    flawed,
+    graph_cases,
+    sizes_of,
+    worlds_of,
+)
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import RankScript
 from bagua_ref.conformance.lab.violation import literal
 from bagua_ref.conformance.suites.checks import check
 
 
-def _inputs(lab: Lab, draw: Draw, ranks: int, multiple: int, finite: bool = False, compressed: bool = False) -> list[Tensor]:
+def _inputs(
+    lab: Lab, draw: Draw, ranks: int, multiple: int, finite: bool = False, compressed: bool = False
+) -> list[Tensor]:
     """Return each rank's elements; their number is a multiple of ``multiple``."""
     more = "tame" if compressed else "mixed"  # one edge poisons a whole chunk
-    kind, few = draw(st.sampled_from(["drawn", "mixed", "tame", more])), st.integers(0, 40 // multiple + 1)
-    size = multiple * draw(few if kind == "drawn" else st.one_of(few, st.just(200 // multiple)))  # room for all pairs of edges
+    kind, few = (
+        draw(st.sampled_from(["drawn", "mixed", "tame", more])),
+        st.integers(0, 40 // multiple + 1),
+    )
+    # room for all pairs of edges
+    size = multiple * draw(few if kind == "drawn" else st.one_of(few, st.just(200 // multiple)))
     if kind == "mixed":
         return mixed(lab.dtype, ranks, draw(seeds), size, finite=finite)
     if kind == "tame":  # numbers that differ between ranks, as in training
@@ -35,42 +57,87 @@ def _inputs(lab: Lab, draw: Draw, ranks: int, multiple: int, finite: bool = Fals
 
 
 def _run(
-    lab: Lab, draw: Draw, nodes: tuple[int, ...], method: str, inputs: list[Any], *, refused: bool = False, **options: Any
+    lab: Lab,
+    draw: Draw,
+    nodes: tuple[int, ...],
+    method: str,
+    inputs: list[Any],
+    *,
+    refused: bool = False,
+    **options: Any,
 ) -> RankScript:
-    """Call ``comm_ops.method(world, inputs[rank], ...)`` on every rank; return a script with their ``results``.
+    """Call ``comm_ops.method(world, inputs[rank], ...)`` on every rank; return a script with their
+    ``results``.
 
     With ``refused``, the result of a rank that raises ValueError is None.
     """
     script = RankScript(lab, nodes, draw(seeds), "comm_ops")
     script.give(inputs=inputs)
     more = "".join(f", {name}={literal(value)}" for name, value in options.items())
-    call = f"comm_ops.{method}(RankWorld(comm.rank(), {sum(nodes)}, nodes, comm), copies_of(inputs[comm.rank()]){more})"
-    program = f"try:\n    return {call}\nexcept ValueError:\n    return None" if refused else f"return {call}"
+    call = (
+        f"comm_ops.{method}(RankWorld(comm.rank(), {sum(nodes)}, nodes, comm),"
+        f" copies_of(inputs[comm.rank()]){more})"
+    )
+    program = (
+        f"try:\n    return {call}\nexcept ValueError:\n    return None"
+        if refused
+        else f"return {call}"
+    )
     script.run(f"{method}({more[2:]})", program)
     return script
 
 
-def _compare_rounds(lab: Lab, script: RankScript, what: str, wanted: Iterable[list[algorithms_numpy.Array]]) -> None:
+def _compare_rounds(
+    lab: Lab, script: RankScript, what: str, wanted: Iterable[list[algorithms_numpy.Array]]
+) -> None:
     """Compare each rank's elements after each round."""
     for step, ranks in enumerate(wanted):
         for rank, want in enumerate(ranks):
             tensor = torch.from_numpy(np.ascontiguousarray(want)).to(lab.dtype)
-            script.expect(f"results[{rank}][{step}]", tensor, f"{what} on nodes {script.nodes}, step {step}, rank {rank}")
+            script.expect(
+                f"results[{rank}][{step}]",
+                tensor,
+                f"{what} on nodes {script.nodes}, step {step}, rank {rank}",
+            )
 
 
 def _centralized(
-    lab: Lab, draw: Draw, nodes: tuple[int, ...], compression: str | None, hierarchical: bool, given: list[Tensor] | None = None
+    lab: Lab,
+    draw: Draw,
+    nodes: tuple[int, ...],
+    compression: str | None,
+    hierarchical: bool,
+    given: list[Tensor] | None = None,
 ) -> None:
     mean = draw(st.booleans())
     if (inputs := given) is None:
-        inputs = _inputs(lab, draw, sum(nodes), len(nodes) if hierarchical else sum(nodes), compressed=compression is not None)
-    options = {"average": mean, "scattergather": True, "compression": compression, "hierarchical": hierarchical}
+        inputs = _inputs(
+            lab,
+            draw,
+            sum(nodes),
+            len(nodes) if hierarchical else sum(nodes),
+            compressed=compression is not None,
+        )
+    options = {
+        "average": mean,
+        "scattergather": True,
+        "compression": compression,
+        "hierarchical": hierarchical,
+    }
     script = _run(lab, draw, nodes, "centralized", inputs, **options)
     one_byte, leading = compression is not None, list(nodes) if hierarchical else None
     with np.errstate(all="ignore"):
-        want = torch.from_numpy(algorithms_numpy.centralized([*map(array, inputs)], lab.dtype_name, mean, one_byte, leading))
+        want = torch.from_numpy(
+            algorithms_numpy.centralized(
+                [*map(array, inputs)], lab.dtype_name, mean, one_byte, leading
+            )
+        )
     for rank in range(sum(nodes)):
-        script.expect(f"results[{rank}]", want.to(lab.dtype), f"centralized({options}) on nodes {nodes}, rank {rank}")
+        script.expect(
+            f"results[{rank}]",
+            want.to(lab.dtype),
+            f"centralized({options}) on nodes {nodes}, rank {rank}",
+        )
 
 
 @check("comm_ops", "S3.1", "scatter_gather", dtypes=FLOATS, effort=0.5)
@@ -87,12 +154,22 @@ def low_precision(lab: Lab, draw: Draw) -> None:
 
 @check("comm_ops", "S3.3", "hierarchical", dtypes=COMPRESSIBLE, effort=1)
 def hierarchical(lab: Lab, draw: Draw) -> None:
-    """Leaders operate on node sums divided by n/L, so that every rank counts once, even on uneven nodes."""
-    _centralized(lab, draw, lab.world(draw, st.one_of(worlds(), worlds(least_nodes=3), worlds(least_nodes=2))), "MinMaxUInt8", True)
+    """Leaders operate on node sums divided by n/L, so that every rank counts once, even on uneven
+    nodes.
+    """
+    _centralized(
+        lab,
+        draw,
+        lab.world(draw, st.one_of(worlds(), worlds(least_nodes=3), worlds(least_nodes=2))),
+        "MinMaxUInt8",
+        True,
+    )
 
 
 def _long_inputs(lab: Lab, draw: Draw, ranks: int) -> list[Tensor]:
-    """Return inputs beyond any block in which an implementation may work; up to 4 ranks have equal chunks."""
+    """Return inputs beyond any block in which an implementation may work; up to 4 ranks have equal
+    chunks.
+    """
     size = 12 * (5500 if len(lab.long_sizes) > 1 else 90)
     return [bulk(lab.dtype, "tame", draw(seeds), size) for _ in range(ranks)]
 
@@ -100,26 +177,47 @@ def _long_inputs(lab: Lab, draw: Draw, ranks: int) -> list[Tensor]:
 @check("comm_ops", "S3.2", "long", dtypes=COMPRESSIBLE, effort=0.06)
 def long(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones, with and without compression."""
-    nodes, compression = lab.world(draw, st.sampled_from([(2,), (3,), (3, 1)])), draw(st.sampled_from([None, "MinMaxUInt8"]))
-    _centralized(lab, draw, nodes, compression, draw(st.booleans()), _long_inputs(lab, draw, sum(nodes)))
+    nodes, compression = (
+        lab.world(draw, st.sampled_from([(2,), (3,), (3, 1)])),
+        draw(st.sampled_from([None, "MinMaxUInt8"])),
+    )
+    _centralized(
+        lab, draw, nodes, compression, draw(st.booleans()), _long_inputs(lab, draw, sum(nodes))
+    )
 
 
 @check("comm_ops", "S3.1", "full_precision", dtypes=FLOATS, effort=0.5)
 def full_precision(lab: Lab, draw: Draw) -> None:
-    """Full precision gives the sum or mean over all ranks, up to the rounding of another summation order."""
-    nodes, mean, between, scattergather = lab.world(draw, worlds()), draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    """Full precision gives the sum or mean over all ranks, up to the rounding of another summation
+    order.
+    """
+    nodes, mean, between, scattergather = (
+        lab.world(draw, worlds()),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.booleans()),
+    )
     n = sum(nodes)
     multiple = (len(nodes) if between else n) if scattergather else 1
     inputs = [x / 64 for x in _inputs(lab, draw, n, multiple, finite=True)]  # room for the sum
-    options = {"average": mean, "scattergather": scattergather, "compression": None, "hierarchical": between}
+    options = {
+        "average": mean,
+        "scattergather": scattergather,
+        "compression": None,
+        "hierarchical": between,
+    }
     script = _run(lab, draw, nodes, "centralized", inputs, **options)
     _in_any_order(lab, script, "results[{}]", inputs, n if mean else 1, f"centralized({options})")
     script.what = f"centralized({options}) on nodes {nodes}"
     script.do("for result in results:\n    assert_equal(result, results[0], EXACT)  # on all ranks")
 
 
-def _in_any_order(lab: Lab, script: RankScript, source: str, inputs: list[Tensor], divisor: int, what: str) -> None:
-    """Compare each rank's result with the sum of all inputs, divided, that may be added in any order."""
+def _in_any_order(
+    lab: Lab, script: RankScript, source: str, inputs: list[Tensor], divisor: int, what: str
+) -> None:
+    """Compare each rank's result with the sum of all inputs, divided, that may be added in any
+    order.
+    """
     exact = torch.stack([x.double() for x in inputs])
     wanted, magnitude = (exact.sum(0) / divisor).to(lab.dtype), exact.abs().sum(0) / divisor
     for rank in range(len(inputs)):
@@ -129,20 +227,35 @@ def _in_any_order(lab: Lab, script: RankScript, source: str, inputs: list[Tensor
 
 def _rounds(lab: Lab, draw: Draw, first: list[Tensor], more: int) -> list[list[Tensor]]:
     """Return each rank's elements in the first round and in more rounds."""
-    return [first, *([bulk(lab.dtype, "tame", draw(seeds), x.numel()) for x in first] for _ in range(more))]
+    return [
+        first,
+        *([bulk(lab.dtype, "tame", draw(seeds), x.numel()) for x in first] for _ in range(more)),
+    ]
 
 
 def _decentralized(
-    lab: Lab, draw: Draw, mode: Any, nodes: tuple[int, ...], between: bool, given: list[Tensor] | None = None
+    lab: Lab,
+    draw: Draw,
+    mode: Any,
+    nodes: tuple[int, ...],
+    between: bool,
+    given: list[Tensor] | None = None,
 ) -> tuple[RankScript, list[list[Tensor]]]:
     """Compare rounds of averaging with a few ranks; return the script, and the inputs by round."""
     method, name = ("decentralized", "mode") if mode == "shift_one" else (_GRAPHS[0], "graph")
-    rounds = _rounds(lab, draw, _inputs(lab, draw, sum(nodes), 1) if given is None else given, draw(st.integers(0, 4)))
+    rounds = _rounds(
+        lab,
+        draw,
+        _inputs(lab, draw, sum(nodes), 1) if given is None else given,
+        draw(st.integers(0, 4)),
+    )
     by_rank = [list(ranks) for ranks in zip(*rounds, strict=True)]
     script = _run(lab, draw, nodes, method, by_rank, **{name: mode}, hierarchical=between)
     with np.errstate(all="ignore"):
         wanted = [
-            decentralized_numpy.average([*map(array, ranks)], lab.dtype_name, mode, list(nodes) if between else None, step)
+            decentralized_numpy.average(
+                [*map(array, ranks)], lab.dtype_name, mode, list(nodes) if between else None, step
+            )
             for step, ranks in enumerate(rounds)
         ]
     _compare_rounds(lab, script, f"{method}({literal(mode)}, hierarchical={between})", wanted)
@@ -151,7 +264,9 @@ def _decentralized(
 
 @check("comm_ops", "S3.4", "shift_one", dtypes=FLOATS, effort=0.5)
 def shift_one(lab: Lab, draw: Draw) -> None:
-    """Each rank is averaged with its peer of the step; with hierarchical, node means are, between leaders."""
+    """Each rank is averaged with its peer of the step; with hierarchical, node means are, between
+    leaders.
+    """
     between = draw(st.booleans())
     _decentralized(lab, draw, "shift_one", lab.world(draw, paired_worlds(between)), between)
 
@@ -160,47 +275,88 @@ def shift_one(lab: Lab, draw: Draw) -> None:
 def long_shift_one(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones."""
     nodes = lab.world(draw, st.sampled_from([(2,), (4,), (3, 1)]))
-    _decentralized(lab, draw, "shift_one", nodes, len(nodes) == 2 and draw(st.booleans()), _long_inputs(lab, draw, sum(nodes)))
+    _decentralized(
+        lab,
+        draw,
+        "shift_one",
+        nodes,
+        len(nodes) == 2 and draw(st.booleans()),
+        _long_inputs(lab, draw, sum(nodes)),
+    )
 
 
 @check("comm_ops", "S3.4", "many_steps", effort=0.05)
 def many_steps(lab: Lab, draw: Draw) -> None:
     """Peers follow the step however many there have been."""
-    nodes, count = lab.world(draw, st.sampled_from([(6,), (3, 3)])), draw(st.sampled_from([260, 520]))
+    nodes, count = (
+        lab.world(draw, st.sampled_from([(6,), (3, 3)])),
+        draw(st.sampled_from([260, 520])),
+    )
     first = [torch.full((1,), float(2**rank)) for rank in range(6)]  # the sum names the ranks
-    script = _run(lab, draw, nodes, "decentralized", [[x] * count for x in first], mode="shift_one", hierarchical=False)
-    averages = (decentralized_numpy.average([*map(array, first)], "float32", "shift_one", None, step) for step in range(count))
+    script = _run(
+        lab,
+        draw,
+        nodes,
+        "decentralized",
+        [[x] * count for x in first],
+        mode="shift_one",
+        hierarchical=False,
+    )
+    averages = (
+        decentralized_numpy.average([*map(array, first)], "float32", "shift_one", None, step)
+        for step in range(count)
+    )
     _compare_rounds(lab, script, "decentralized(shift_one)", averages)
 
 
 @check("comm_ops", "S3.4", "all", dtypes=FLOATS, effort=0.5)
 def all_ranks(lab: Lab, draw: Draw) -> None:
-    """The result is the mean over all ranks, even on uneven nodes, up to the rounding of another summation order."""
+    """The result is the mean over all ranks, even on uneven nodes, up to the rounding of another
+    summation order.
+    """
     between, nodes = draw(st.booleans()), lab.world(draw, worlds(8))
     n = sum(nodes)
     inputs = [x / 64 for x in _inputs(lab, draw, n, 1, finite=True)]
-    script = _run(lab, draw, nodes, "decentralized", [[x] for x in inputs], mode="all", hierarchical=between)
-    _in_any_order(lab, script, "results[{}][0]", inputs, n, f"decentralized(all, hierarchical={between})")
+    script = _run(
+        lab, draw, nodes, "decentralized", [[x] for x in inputs], mode="all", hierarchical=between
+    )
+    _in_any_order(
+        lab, script, "results[{}][0]", inputs, n, f"decentralized(all, hierarchical={between})"
+    )
 
 
 _GRAPHS = ("decentralized_on_graph",)
 
 _NAMED_GRAPHS = {
-    "one_peer_exponential": ("S13.1", "one_peer_exponential", "Each rank is averaged with the rank 2^(t mod K) before it."),
+    "one_peer_exponential": (
+        "S13.1",
+        "one_peer_exponential",
+        "Each rank is averaged with the rank 2^(t mod K) before it.",
+    ),
     "hypercube": ("S13.2", "hypercube", "Ranks whose numbers differ in bit t mod K are averaged."),
     "neighbours": (
         "S13.3",
         "ring",
-        "On the ring, each rank is averaged with both neighbours, added in the order own, left, right.",
+        (
+            "On the ring, each rank is averaged with both neighbours, added in the order own, left,"
+            " right."
+        ),
     ),
-    "exponential": ("S13.3", "exponential", "Each rank is averaged with the ranks 1, 2, 4, ... before it, added in this order."),
+    "exponential": (
+        "S13.3",
+        "exponential",
+        "Each rank is averaged with the ranks 1, 2, 4, ... before it, added in this order.",
+    ),
 }
 """Check -> its clause, graph and sentence."""
 
 
 def _on_graph(lab: Lab, draw: Draw, graph: str) -> None:
-    between = draw(st.sampled_from([False, False, True]))  # signs of zeros only show where there is no mean over a node
-    _decentralized(lab, draw, graph, lab.world(draw, worlds_of(between, sizes_of(graph, 9))), between)
+    # signs of zeros only show where there is no mean over a node
+    between = draw(st.sampled_from([False, False, True]))
+    _decentralized(
+        lab, draw, graph, lab.world(draw, worlds_of(between, sizes_of(graph, 9))), between
+    )
 
 
 for _name, (_clause, _graph, _sentence) in _NAMED_GRAPHS.items():
@@ -229,9 +385,21 @@ def refuses_graphs(lab: Lab, draw: Draw) -> None:
     for graph in flawed(talking, draw(st.integers(0, talking - 1))):
         graphs = [*good, graph]
         rounds = [torch.ones(3)] * len(graphs)
-        script = _run(lab, draw, nodes, _GRAPHS[0], [rounds] * n, refused=True, graph=graphs, hierarchical=between)
+        script = _run(
+            lab,
+            draw,
+            nodes,
+            _GRAPHS[0],
+            [rounds] * n,
+            refused=True,
+            graph=graphs,
+            hierarchical=between,
+        )
         said = f"nodes {nodes} took the graph {graph}; it must raise ValueError"
-        script.do(f"for rank, result in enumerate(results):\n    assert result is None, f'rank {{rank}} of {said}'")
+        script.do(
+            "for rank, result in enumerate(results):\n    assert result is None, f'rank {rank}"
+            f" of {said}'"
+        )
 
 
 @check("comm_ops", "S13.5", "mean", needs=_GRAPHS, effort=0.5)
@@ -241,16 +409,26 @@ def mean_is_kept(lab: Lab, draw: Draw) -> None:
     lab.need_ranks(sum(nodes))
     script, rounds = _decentralized(lab, draw, graph, nodes, between=False)
     n = sum(nodes)
-    for step, (before, after) in enumerate(zip(rounds, zip(*script.names["results"], strict=True), strict=True)):
+    for step, (before, after) in enumerate(
+        zip(rounds, zip(*script.names["results"], strict=True), strict=True)
+    ):
         was, now = (torch.stack(ranks).double() for ranks in (before, after))
-        # Weights of float32 may sum to 1 +- 1e-6; beyond that, each rank rounds twice for each of n sources.
-        allowed = (1e-6 + 2 * n * torch.finfo(lab.dtype).eps) * was.abs().mean(0) + torch.finfo(lab.dtype).tiny
+        # Weights of float32 may sum to 1 +- 1e-6; beyond that, each rank rounds twice for each of n
+        # sources.
+        allowed = (1e-6 + 2 * n * torch.finfo(lab.dtype).eps) * was.abs().mean(0) + torch.finfo(
+            lab.dtype
+        ).tiny
         wrong = ((was.mean(0) - now.mean(0)).abs() > allowed) & now.isfinite().all(0)
         if wrong.any():
-            said = f"{literal(graph)} on nodes {nodes} changed the mean at step {step}: {was.mean(0)} to {now.mean(0)}"
+            said = (
+                f"{literal(graph)} on nodes {nodes} changed the mean at step {step}: {was.mean(0)}"
+                f" to {now.mean(0)}"
+            )
             line = f"mean = torch.stack([rank[{step}] for rank in results]).double().mean(0)"
             raise script.violation(
-                said, f"{line}\nassert ((mean - {literal(was.mean(0))}).abs() <= {literal(allowed)}).all(), mean"
+                said,
+                f"{line}\nassert ((mean - {literal(was.mean(0))}).abs() <="
+                f" {literal(allowed)}).all(), mean",
             )
 
 
@@ -258,7 +436,13 @@ def mean_is_kept(lab: Lab, draw: Draw) -> None:
 def ring(lab: Lab, draw: Draw) -> None:
     """Steps on the ring are as specified, bit for bit, so that replicas stay equal."""
     nodes = lab.world(draw, worlds(8))
-    _ring(lab, draw, nodes, draw(st.integers(1, 4)), _inputs(lab, draw, sum(nodes), 1, compressed=True))
+    _ring(
+        lab,
+        draw,
+        nodes,
+        draw(st.integers(1, 4)),
+        _inputs(lab, draw, sum(nodes), 1, compressed=True),
+    )
 
 
 @check("comm_ops", "S3.5", "long", dtypes=COMPRESSIBLE, effort=0.06)

@@ -1,4 +1,6 @@
-"""Fused optimizers whose weights and gradients lie anywhere in memory, and whose steps raise (S6)."""
+"""Fused optimizers whose weights and gradients lie anywhere in memory, and whose steps raise
+(S6).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.twins import LAYOUTS
 from bagua_ref.conformance.suites.checks import check
-from bagua_ref.conformance.suites.fused_optimizer import FLAGS, MOMENTA, OPTIONS, TwinPlay, any_twins, options_of, seeds
+from bagua_ref.conformance.suites.fused_optimizer import (
+    FLAGS,
+    MOMENTA,
+    OPTIONS,
+    TwinPlay,
+    any_twins,
+    options_of,
+    seeds,
+)
 
 SHARING = LAYOUTS[-3:]
 """Layouts in which elements share memory."""
@@ -23,7 +33,9 @@ REFUSING = ("Adam", "AdamW", "RMSprop")
 
 @check("fused_optimizer", "S6", "storages", dtypes=("float32", "float64"), effort=1.5)
 def storages(lab: Lab, draw: Draw) -> None:
-    """Weights and gradients may be views of larger storages: with gaps, in any order, overlapping, transposed."""
+    """Weights and gradients may be views of larger storages: with gaps, in any order, overlapping,
+    transposed.
+    """
     twins, name = TwinPlay(lab, draw), draw(st.sampled_from(MOMENTA))
     kind = draw(st.sampled_from(["transposed", "over", "beside", "gaps", "shuffled"]))
     sizes = draw(st.lists(st.integers(3, 12), min_size=2, max_size=4))
@@ -39,11 +51,18 @@ def storages(lab: Lab, draw: Draw) -> None:
         spans.append((spans[-1][1], spans[-1][1] + 6))
         parts.append(f"memory[{spans[-1][0]}:{spans[-1][1]}].view(2, 3).t()")
     size = max(end for _, end in spans) + draw(st.sampled_from([0, 5]))
-    twins.do(f"memory = numbers({draw(seeds)}, [{size}], torch.{lab.dtype_name})\nother = memory.clone()")
-    twins.do(f"def lying_in(memory):\n    return [torch.nn.Parameter(part) for part in [{', '.join(parts)}]]\n")
+    twins.do(
+        f"memory = numbers({draw(seeds)}, [{size}], torch.{lab.dtype_name})\nother = memory.clone()"
+    )
+    twins.do(
+        "def lying_in(memory):\n    return [torch.nn.Parameter(part) for part in"
+        f" [{', '.join(parts)}]]\n"
+    )
     twins.do("ps, qs = lying_in(memory), lying_in(other)\npointers = [p.data_ptr() for p in ps]")
     flatten = kind == "over" or draw(st.booleans())
-    twins.fuse(name, [len(parts)], [draw(options_of(name))], "" if flatten else ", do_flatten=False")
+    twins.fuse(
+        name, [len(parts)], [draw(options_of(name))], "" if flatten else ", do_flatten=False"
+    )
     for _ in range(draw(st.integers(2, 3))):
         order = draw(st.permutations(range(len(parts)))) if draw(st.booleans()) else None
         twins.gradients(draw(st.booleans()), order=order)
@@ -51,7 +70,9 @@ def storages(lab: Lab, draw: Draw) -> None:
     used = {place for start, end in spans for place in range(start, end)}
     rest = [place for place in range(size) if place not in used] if flatten else list(range(size))
     twins.do(
-        f"rest = {rest}  # {'no parameter is there' if flatten else 'everything'}\nassert_equal(memory[rest], other[rest], EXACT)"
+        f"rest = {rest}  #"
+        f" {'no parameter is there' if flatten else 'everything'}\nassert_equal(memory[rest],"
+        " other[rest], EXACT)"
     )
     if not flatten:
         twins.do("assert_place(ps, pointers)")
@@ -76,7 +97,9 @@ def moved(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "transposed_in_place", effort=0.7)
 def transposed_in_place(lab: Lab, draw: Draw) -> None:
-    """Weights and gradients that are transposed or cut from one step to the next, in the same memory, are read as they lie."""
+    """Weights and gradients that are transposed or cut from one step to the next, in the same
+    memory, are read as they lie.
+    """
     twins, name = TwinPlay(lab, draw), draw(st.sampled_from(MOMENTA))
     count = draw(st.integers(2, 5))
     twins.make([(3, 3)] * count)
@@ -96,24 +119,34 @@ def transposed_in_place(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "gradient_layouts", dtypes=("float32", "float64"), effort=0.8)
 def gradient_layouts(lab: Lab, draw: Draw) -> None:
-    """Gradients may be transposed, expanded or parts of larger tensors, and a step leaves them as they are."""
+    """Gradients may be transposed, expanded or parts of larger tensors, and a step leaves them as
+    they are.
+    """
     name = draw(st.sampled_from(list(OPTIONS)))
     shapes = draw(st.lists(_matrices, min_size=2, max_size=4))
     options = draw(options_of(name))
     if options.get("nesterov"):
-        options.pop("foreach", None)  # with it, torch adds to the gradients in place, which shared memory forbids
+        # with it, torch adds to the gradients in place, which shared memory forbids
+        options.pop("foreach", None)
     _step_with_layouts(lab, draw, name, options, shapes, LAYOUTS)
 
 
 @check("fused_optimizer", "S6", "expanded_gradients", effort=0.5)
 def expanded_gradients(lab: Lab, draw: Draw) -> None:
-    """Gradients that repeat numbers without a copy give step()'s bits: torch's plain SGD adds them in another way than copies."""
+    """Gradients that repeat numbers without a copy give step()'s bits: torch's plain SGD adds them
+    in another way than copies.
+    """
     shapes = draw(st.lists(st.sampled_from([(33, 5), (65, 3)]), min_size=2, max_size=4))
     _step_with_layouts(lab, draw, "SGD", {"lr": 0.1}, shapes, ("columns",))
 
 
 def _step_with_layouts(
-    lab: Lab, draw: Draw, name: str, options: dict[str, Any], shapes: list[tuple[int, ...]], layouts: Sequence[str]
+    lab: Lab,
+    draw: Draw,
+    name: str,
+    options: dict[str, Any],
+    shapes: list[tuple[int, ...]],
+    layouts: Sequence[str],
 ) -> None:
     """Take steps in each of which some gradients have one of ``layouts``."""
     twins = TwinPlay(lab, draw)
@@ -122,7 +155,9 @@ def _step_with_layouts(
     shares = False
     for _ in range(draw(st.integers(2, 4))):
         twins.gradients(kept=not shares and draw(st.booleans()))
-        chosen = draw(st.lists(st.sampled_from(["", *layouts]), min_size=len(shapes), max_size=len(shapes)))
+        chosen = draw(
+            st.lists(st.sampled_from(["", *layouts]), min_size=len(shapes), max_size=len(shapes))
+        )
         shares = any(layout in SHARING for layout in chosen)
         twins.do(f"lay_gradients({chosen}, ps, qs)\ngiven = [p.grad.clone() for p in ps]")
         twins.step()
@@ -131,7 +166,9 @@ def _step_with_layouts(
 
 @check("fused_optimizer", "S6", "sparse", effort=0.6)
 def sparse(lab: Lab, draw: Draw) -> None:
-    """Sparse gradients give what step() gives, or an error: the error of step() is one of fuse_step, too."""
+    """Sparse gradients give what step() gives, or an error: the error of step() is one of
+    fuse_step, too.
+    """
     twins = TwinPlay(lab, draw)
     name = draw(st.one_of(st.sampled_from(["SGD", "Adagrad"]), st.sampled_from(list(OPTIONS))))
     options = {"lr": 0.1} if draw(st.booleans()) else draw(options_of(name))
@@ -153,37 +190,58 @@ def sparse(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "interrupted", effort=0.4)
 def interrupted(lab: Lab, draw: Draw) -> None:
-    """After a closure or hook that raised, weights, gradients and state equal those of step(), and so do those of later steps."""
+    """After a closure or hook that raised, weights, gradients and state equal those of step(), and
+    so do those of later steps.
+    """
     twins = any_twins(lab, draw)
     twins.take_steps(0, 2)
     for where in draw(st.permutations(["closure", "pre", "post"])):
         twins.gradients(draw(st.booleans()))
         if where == "closure":
             early = "    stop()\n" if draw(st.booleans()) else ""
-            twins.do(f"def compute(ps):\n{early}    for p in ps:\n        p.grad = torch.full_like(p, 2.0)\n    stop()\n")
+            twins.do(
+                f"def compute(ps):\n{early}    for p in ps:\n        p.grad = torch.full_like(p,"
+                " 2.0)\n    stop()\n"
+            )
             twins.do("assert_raises(lambda: fused.fuse_step(lambda: compute(ps)))")
-            twins.do("assert_raises(lambda: plain.step(lambda: compute(qs)))\ngiven = [q.grad for q in qs]")
+            twins.do(
+                "assert_raises(lambda: plain.step(lambda: compute(qs)))\ngiven = [q.grad for q"
+                " in qs]"
+            )
         else:
             twins.do("given = [p.grad.clone() for p in ps]")
             call = draw(st.sampled_from(["", "lambda: 1.0"]))
             twins.do(f"hooks = [each.register_step_{where}_hook(stop) for each in (fused, plain)]")
-            twins.do(f"assert_raises(lambda: fused.fuse_step({call}))\nassert_raises(lambda: plain.step({call}))")
+            twins.do(
+                f"assert_raises(lambda: fused.fuse_step({call}))\nassert_raises(lambda:"
+                f" plain.step({call}))"
+            )
             twins.do("for hook in hooks:\n    hook.remove()")
         _go_on(twins, draw)
 
 
 @check("fused_optimizer", "S6", "raises", effort=0.5)
 def raises(lab: Lab, draw: Draw) -> None:
-    """After a step that raised in one group, earlier groups are stepped as by step(), or none is; later steps are as usual."""
+    """After a step that raised in one group, earlier groups are stepped as by step(), or none is;
+    later steps are as usual.
+    """
     twins, name = TwinPlay(lab, draw), draw(st.sampled_from(REFUSING))
     shapes = [*draw(st.lists(_matrices, min_size=2, max_size=4)), (6, 3)]
     twins.make(shapes)
     twins.fuse(name, [len(shapes) - 1, 1], [draw(options_of(name)) for _ in range(2)])
     twins.take_steps(1, 2)
     twins.gradients(draw(st.booleans()))
-    twins.do(f"sparse_gradients({draw(seeds)}, [0, 2, 2], -1, ps, qs)\ngiven = [p.grad.clone() for p in ps]")
-    twins.do("import copy\n\nbefore, saved = [q.detach().clone() for q in qs], copy.deepcopy(plain.state_dict())")
-    twins.do("assert_raises(fused.fuse_step, RuntimeError)\nassert_raises(plain.step, RuntimeError)")
+    twins.do(
+        f"sparse_gradients({draw(seeds)}, [0, 2, 2], -1, ps, qs)\ngiven = [p.grad.clone() for p"
+        " in ps]"
+    )
+    twins.do(
+        "import copy\n\nbefore, saved = [q.detach().clone() for q in qs],"
+        " copy.deepcopy(plain.state_dict())"
+    )
+    twins.do(
+        "assert_raises(fused.fuse_step, RuntimeError)\nassert_raises(plain.step, RuntimeError)"
+    )
     twins.do(
         "if all(map(torch.equal, ps, before)):  # nothing was stepped, which is right, too\n"
         "    for q, value in zip(qs, before):\n"
@@ -195,7 +253,12 @@ def raises(lab: Lab, draw: Draw) -> None:
 
 def _go_on(twins: TwinPlay, draw: Draw, then: str = "") -> None:
     """Compare twins after a step that raised, and take more steps."""
-    twins.do(f"assert_twins(fused, plain)\nassert_same_state_dict(fused, plain)\nassert_gradients(given, ps, qs){then}")
-    for how in draw(st.lists(st.sampled_from(["fused.fuse_step()", "fused.step()"]), min_size=1, max_size=2)):
+    twins.do(
+        "assert_twins(fused, plain)\nassert_same_state_dict(fused, plain)\nassert_gradients(given,"
+        f" ps, qs){then}"
+    )
+    for how in draw(
+        st.lists(st.sampled_from(["fused.fuse_step()", "fused.step()"]), min_size=1, max_size=2)
+    ):
         twins.gradients(draw(st.booleans()))
         twins.step(f"assert {how} is None, 'the closure was that of an earlier step'")

@@ -14,7 +14,17 @@ from torch import Tensor
 from bagua_ref.conformance.expected import kernels_scalar
 from bagua_ref.conformance.expected.algorithms_numpy import wide
 from bagua_ref.conformance.expected.tolerances import EXACT, where_equal
-from bagua_ref.conformance.inputs.strategies import FLOATS, Draw, bulk, chunked, dtype_named, numbers, operands, seeds, tensors
+from bagua_ref.conformance.inputs.strategies import (
+    FLOATS,
+    Draw,
+    bulk,
+    chunked,
+    dtype_named,
+    numbers,
+    operands,
+    seeds,
+    tensors,
+)
 from bagua_ref.conformance.lab.lab import KernelCall, Lab
 from bagua_ref.conformance.lab.violation import Violation
 from bagua_ref.conformance.suites.checks import check
@@ -39,7 +49,8 @@ def _add_scaled(lab: Lab, draw: Draw) -> dict[str, Any]:
     factor = draw(_factors)
     given = _two(lab, draw)
     if draw(st.booleans()):
-        given["x"] = _nearly(-factor * given["y"].double(), lab.dtype)  # what is left shows whether the product was rounded
+        # what is left shows whether the product was rounded
+        given["x"] = _nearly(-factor * given["y"].double(), lab.dtype)
     return {**given, "factor": factor}
 
 
@@ -77,13 +88,27 @@ _ELEMENTWISE: dict[str, tuple[str, Callable[[Lab, Draw], dict[str, Any]], str]] 
     "add": ("S1", _two, "x + y is rounded once."),
     "subtract": ("S1", _two, "x - y is rounded once."),
     "average": ("S3.4", _two, "The sum is rounded, then halved, even where it overflows."),
-    "add_scaled": ("S1", _add_scaled, "The product is rounded, then the sum; there is no fused multiply-add."),
+    "add_scaled": (
+        "S1",
+        _add_scaled,
+        "The product is rounded, then the sum; there is no fused multiply-add.",
+    ),
     "divide": ("S3.3", _divide, "x is divided, not multiplied by a reciprocal."),
-    "combine_ring": ("S3.5", _combine_ring, "x is rounded to its dtype after each of the three steps."),
-    "async_average": ("S3.6", _async_average, "The change reduced / n - snapshot is computed in float32."),
+    "combine_ring": (
+        "S3.5",
+        _combine_ring,
+        "x is rounded to its dtype after each of the three steps.",
+    ),
+    "async_average": (
+        "S3.6",
+        _async_average,
+        "The change reduced / n - snapshot is computed in float32.",
+    ),
     "update_momentum": ("S5.5", _update_momentum, "Both products are rounded, then their sum."),
 }
-"""Kernels of which each element depends on its own place alone: clause, arguments and sentence of their checks."""
+"""Kernels of which each element depends on its own place alone: clause, arguments and sentence of
+their checks.
+"""
 
 
 def _elementwise(lab: Lab, draw: Draw, name: str) -> None:
@@ -93,7 +118,9 @@ def _elementwise(lab: Lab, draw: Draw, name: str) -> None:
     tensors = {key: value for key, value in arguments.items() if isinstance(value, Tensor)}
     others = [value for key, value in arguments.items() if key not in tensors]
     first, rows = next(iter(tensors)), zip(*(x.tolist() for x in tensors.values()), strict=True)
-    wanted = torch.tensor([scalar(lab.dtype_name, *row, *others) for row in rows], dtype=torch.float64).to(lab.dtype)
+    wanted = torch.tensor(
+        [scalar(lab.dtype_name, *row, *others) for row in rows], dtype=torch.float64
+    ).to(lab.dtype)
     call = lab.call(method, arguments, (first,))
     try:
         lab.compare(call, first, wanted)
@@ -118,7 +145,9 @@ def reduce_chunks(lab: Lab, draw: Draw) -> None:
     x, num_chunks = draw(chunked(lab.dtype))
     size = x.numel() // num_chunks
     if num_chunks > 2 and draw(st.booleans()):
-        x[-size or x.numel() :] = _nearly(-x[: x.numel() - size].view(num_chunks - 1, size).double().sum(0), lab.dtype)
+        x[-size or x.numel() :] = _nearly(
+            -x[: x.numel() - size].view(num_chunks - 1, size).double().sum(0), lab.dtype
+        )
     mean = draw(st.booleans())
     if mean and lab.dtype.itemsize == 2 and draw(st.booleans()):
         num_chunks, size = draw(st.sampled_from([3, 6, 7, 11, 13])), 64
@@ -127,16 +156,26 @@ def reduce_chunks(lab: Lab, draw: Draw) -> None:
     _check_reduction(lab, x.view(num_chunks, size), target, mean)
 
 
-@check("kernels", "S3.7", "many_chunks", dtypes=("float16", "bfloat16"), needs=("reduce_chunks_",), effort=0.05)
+@check(
+    "kernels",
+    "S3.7",
+    "many_chunks",
+    dtypes=("float16", "bfloat16"),
+    needs=("reduce_chunks_",),
+    effort=0.05,
+)
 def many_chunks(lab: Lab, draw: Draw) -> None:
-    """A mean is divided by the number of chunks, also where their dtype has no such number, as bfloat16 has no 259."""
+    """A mean is divided by the number of chunks, also where their dtype has no such number, as
+    bfloat16 has no 259.
+    """
     num_chunks = round(2 / torch.finfo(lab.dtype).eps) + draw(st.sampled_from([1, 3, 7]))
     x = _means_near_ties(lab.dtype, num_chunks, 16, draw(seeds)).view(num_chunks, 16)
     _check_reduction(lab, x, draw(st.integers(0, num_chunks - 1)), True)
 
 
 def _means_near_ties(dtype: torch.dtype, num_chunks: int, size: int, seed: int) -> Tensor:
-    """Chunks whose sums are num_chunks times a number halfway between two of a 16-bit dtype, or float32's next to that.
+    """Chunks whose sums are num_chunks times a number halfway between two of a 16-bit dtype, or
+    float32's next to that.
 
     Only there does a mean whose last float32 bit is wrong become another number when it is stored.
     """
@@ -157,9 +196,16 @@ def _means_near_ties(dtype: torch.dtype, num_chunks: int, size: int, seed: int) 
 def _check_reduction(lab: Lab, chunks: Tensor, target: int, mean: bool) -> None:
     num_chunks = chunks.shape[0]
     wanted = chunks.clone()
-    columns = [kernels_scalar.reduce_in_order(lab.dtype_name, column, mean) for column in chunks.T.tolist()]
+    columns = [
+        kernels_scalar.reduce_in_order(lab.dtype_name, column, mean) for column in chunks.T.tolist()
+    ]
     wanted[target] = torch.tensor(columns, dtype=torch.float64).to(lab.dtype)
-    arguments = {"x": chunks.reshape(-1), "num_chunks": num_chunks, "target_chunk": target, "average": mean}
+    arguments = {
+        "x": chunks.reshape(-1),
+        "num_chunks": num_chunks,
+        "target_chunk": target,
+        "average": mean,
+    }
     call = lab.call("reduce_chunks_", arguments, ("x",))
     try:
         lab.compare(call, "x", wanted.view(-1))
@@ -175,7 +221,8 @@ _MOVED = (*FLOATS, "int64", "uint8")
 
 
 def _pieces(lab: Lab, draw: Draw) -> tuple[list[Tensor], torch.dtype]:
-    """Draw tensors of one dtype, of any shape, some of them transposed or with gaps; return them and the dtype.
+    """Draw tensors of one dtype, of any shape, some of them transposed or with gaps; return them
+    and the dtype.
 
     Without tensors it is float32, as a program could not know another one.
     """
@@ -192,19 +239,33 @@ def _pieces(lab: Lab, draw: Draw) -> tuple[list[Tensor], torch.dtype]:
     for _ in range(draw(st.integers(0 if "float32" in names else 1, 5))):
         shape = draw(st.lists(st.integers(0, 5), max_size=3))
         start = draw(st.integers(0, 100))
-        whole = torch.arange(start, start + math.prod(shape) * 2, dtype=torch.float64).to(dtype).view(*shape, 2)
-        tensor = whole[..., draw(st.integers(0, 1))] if draw(st.booleans()) else whole[..., 0].contiguous()
+        whole = (
+            torch.arange(start, start + math.prod(shape) * 2, dtype=torch.float64)
+            .to(dtype)
+            .view(*shape, 2)
+        )
+        tensor = (
+            whole[..., draw(st.integers(0, 1))]
+            if draw(st.booleans())
+            else whole[..., 0].contiguous()
+        )
         found.append(tensor.permute(draw(st.permutations(range(len(shape))))))
     return found, dtype if found else torch.float32
 
 
 def _gather(lab: Lab, pieces: list[Tensor], wanted: Tensor) -> None:
-    lab.compare(lab.call("gather_flat", {"tensors": pieces, "flat": torch.full_like(wanted, 3)}, ("flat",)), "flat", wanted)
+    lab.compare(
+        lab.call("gather_flat", {"tensors": pieces, "flat": torch.full_like(wanted, 3)}, ("flat",)),
+        "flat",
+        wanted,
+    )
 
 
 def _scatter(lab: Lab, flat: Tensor, pieces: list[Tensor]) -> None:
     call = lab.call("scatter_flat", {"flat": flat, "tensors": pieces}, ("tensors",))
-    for number, (piece, part) in enumerate(zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True)):
+    for number, (piece, part) in enumerate(
+        zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True)
+    ):
         call.results[f"tensors[{number}]"] = call.results["tensors"][number].contiguous()
         lab.compare(call, f"tensors[{number}]", part.view(piece.shape))
 
@@ -213,14 +274,24 @@ def _scatter(lab: Lab, flat: Tensor, pieces: list[Tensor]) -> None:
 def gather_flat(lab: Lab, draw: Draw) -> None:
     """Tensors of any strides are copied one after another in row-major order."""
     pieces, dtype = _pieces(lab, draw)
-    _gather(lab, pieces, torch.tensor([value for piece in pieces for value in piece.reshape(-1).tolist()], dtype=dtype))
+    _gather(
+        lab,
+        pieces,
+        torch.tensor(
+            [value for piece in pieces for value in piece.reshape(-1).tolist()], dtype=dtype
+        ),
+    )
 
 
 @check("kernels", "S2.3", "scatter_flat", needs=("scatter_flat",), effort=3)
 def scatter_flat(lab: Lab, draw: Draw) -> None:
     """Flat elements are copied into tensors of any strides in row-major order."""
     pieces, dtype = _pieces(lab, draw)
-    flat = torch.arange(sum(piece.numel() for piece in pieces), dtype=torch.float64).remainder(200).to(dtype)
+    flat = (
+        torch.arange(sum(piece.numel() for piece in pieces), dtype=torch.float64)
+        .remainder(200)
+        .to(dtype)
+    )
     _scatter(lab, flat, pieces)
 
 
@@ -230,7 +301,10 @@ def long_flat(lab: Lab, draw: Draw) -> None:
     dtype = dtype_named(draw(st.sampled_from(lab.dtypes(_MOVED))))
     sizes = draw(st.permutations([*lab.long_sizes, 9_973, 3]))
     flat = torch.arange(sum(sizes)).remainder(251).to(dtype)
-    pieces = [torch.stack([part, part + 1], dim=1)[:, 0] if draw(st.booleans()) else part for part in flat.split(sizes)]
+    pieces = [
+        torch.stack([part, part + 1], dim=1)[:, 0] if draw(st.booleans()) else part
+        for part in flat.split(sizes)
+    ]
     _gather(lab, pieces, flat)
     _scatter(lab, flat + 1, pieces)
 
@@ -243,32 +317,57 @@ def order_by_complexity(lab: Lab, draw: Draw) -> None:
     """The order is ascending and stable, -0 equals 0, NaN comes last."""
     if lab.dtype.is_floating_point:
         few = draw(st.lists(numbers(lab.dtype), min_size=1, max_size=5))
-        keys = draw(st.one_of(_mostly(few, lab.dtype), operands(lab.dtype, 1).map(lambda found: found[0])))
+        keys = draw(
+            st.one_of(_mostly(few, lab.dtype), operands(lab.dtype, 1).map(lambda found: found[0]))
+        )
     else:
         limits = torch.iinfo(lab.dtype)
-        powers = st.integers(0, limits.bits - 2) | st.integers(limits.bits * 53 // 64, limits.bits - 2)  # often large ones
-        near_powers = st.tuples(powers, st.integers(-2, 2)).map(lambda pair: min(2 ** pair[0] + pair[1], limits.max))
+        # often large ones
+        powers = st.integers(0, limits.bits - 2) | st.integers(
+            limits.bits * 53 // 64, limits.bits - 2
+        )
+        near_powers = st.tuples(powers, st.integers(-2, 2)).map(
+            lambda pair: min(2 ** pair[0] + pair[1], limits.max)
+        )
         few = draw(
             st.lists(
-                st.one_of(st.integers(limits.min, limits.max), near_powers.filter(lambda key: key >= 0)), min_size=3, max_size=6
+                st.one_of(
+                    st.integers(limits.min, limits.max), near_powers.filter(lambda key: key >= 0)
+                ),
+                min_size=3,
+                max_size=6,
             )
         )
-        few += [key - 1 for key in few if key > limits.min]  # neighbours, which a float64 may not tell apart
+        # neighbours, which a float64 may not tell apart
+        few += [key - 1 for key in few if key > limits.min]
         keys = draw(_mostly(few, lab.dtype))
     _check_order(lab, keys)
 
 
 def _check_order(lab: Lab, keys: Tensor) -> None:
     order = kernels_scalar.ascending(keys.tolist())
-    lab.compare(lab.call("order_by_complexity", {"keys": keys}), "result", torch.tensor(order, dtype=torch.int64))
+    lab.compare(
+        lab.call("order_by_complexity", {"keys": keys}),
+        "result",
+        torch.tensor(order, dtype=torch.int64),
+    )
 
 
-@check("kernels", "S7.2", "long", dtypes=("float32", "float64", "int64"), needs=("order_by_complexity",), effort=0.025)
+@check(
+    "kernels",
+    "S7.2",
+    "long",
+    dtypes=("float32", "float64", "int64"),
+    needs=("order_by_complexity",),
+    effort=0.025,
+)
 def long_order(lab: Lab, draw: Draw) -> None:
     """The order of many keys is ascending and stable, too."""
     generator = torch.Generator().manual_seed(draw(seeds))
     for size in lab.long_sizes:
-        keys = torch.randint(draw(st.sampled_from([2, 1_000, 10 * size])), (size,), generator=generator).to(lab.dtype)
+        keys = torch.randint(
+            draw(st.sampled_from([2, 1_000, 10 * size])), (size,), generator=generator
+        ).to(lab.dtype)
         _check_order(lab, keys)
 
 
@@ -278,7 +377,12 @@ def _mostly(few: list[Any], dtype: torch.dtype) -> st.SearchStrategy[Tensor]:
     return st.one_of(
         st.lists(st.sampled_from(few), max_size=40),
         st.builds(
-            lambda seed, size: [few[i] for i in torch.randint(len(few), (size,), generator=torch.Generator().manual_seed(seed))],
+            lambda seed, size: [
+                few[i]
+                for i in torch.randint(
+                    len(few), (size,), generator=torch.Generator().manual_seed(seed)
+                )
+            ],
             seeds,
             st.sampled_from([17, 100, 1000]),
         ),
@@ -289,7 +393,8 @@ def _mostly(few: list[Any], dtype: torch.dtype) -> st.SearchStrategy[Tensor]:
 def long(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones, place by place.
 
-    Past every block, warp and vector: the long result is that of its pieces, which the other checks judge.
+    Past every block, warp and vector: the long result is that of its pieces, which the other checks
+    judge.
     """
     given = [draw(seeds) for _ in range(4)]
     for size in lab.long_sizes:
@@ -299,26 +404,46 @@ def long(lab: Lab, draw: Draw) -> None:
             "add_scaled_": {"x": x, "y": y, "factor": 0.3},
             "divide_": {"x": x, "divisor": 3.0},
             "combine_ring_": {"x": x, "left": y, "right": z, "weight": other},
-            "async_average_": {"x": x, "reduced": other.to(wide(lab.dtype)), "snapshot": y, "nranks": 3},
+            "async_average_": {
+                "x": x,
+                "reduced": other.to(wide(lab.dtype)),
+                "snapshot": y,
+                "nranks": 3,
+            },
             "update_momentum_": {"m": x, "grad": y, "beta1": 0.9},
-            "reduce_chunks_": {"x": torch.stack([x, y, z]), "num_chunks": 3, "target_chunk": 1, "average": True},
+            "reduce_chunks_": {
+                "x": torch.stack([x, y, z]),
+                "num_chunks": 3,
+                "target_chunk": 1,
+                "average": True,
+            },
         }
         for method, arguments in cases.items():
             if hasattr(lab.target.kernels, method):
                 _compare_with_pieces(lab, method, arguments)
 
 
-def _compare_with_pieces(lab: Lab, method: str, arguments: dict[str, Any], piece: int = 9_973) -> None:
-    """Compare a long result with those of pieces of each tensor's last dimension, which are put together."""
+def _compare_with_pieces(
+    lab: Lab, method: str, arguments: dict[str, Any], piece: int = 9_973
+) -> None:
+    """Compare a long result with those of pieces of each tensor's last dimension, which are put
+    together.
+    """
     first, written = next(iter(arguments.items()))
 
     def call(start: int, end: int) -> KernelCall:
-        part = {name: x[..., start:end].reshape(-1) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        part = {
+            name: x[..., start:end].reshape(-1) if isinstance(x, Tensor) else x
+            for name, x in arguments.items()
+        }
         return lab.call(method, part, (first,))
 
     size = written.shape[-1]
     whole = call(0, size)
-    parts = [call(start, start + piece).results[first].view(*written.shape[:-1], -1) for start in range(0, size, piece)]
+    parts = [
+        call(start, start + piece).results[first].view(*written.shape[:-1], -1)
+        for start in range(0, size, piece)
+    ]
     wanted = torch.cat(parts, dim=-1)
     if "target_chunk" in arguments:  # the other chunks stay
         others = [chunk for chunk in range(len(written)) if chunk != arguments["target_chunk"]]

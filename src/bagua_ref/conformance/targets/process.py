@@ -1,4 +1,6 @@
-"""A program in any language as a target: its kernels, codecs, samplers and collectives, each call a message to its process."""
+"""A program in any language as a target: its kernels, codecs, samplers and collectives, each call a
+message to its process.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,15 @@ __all__ = ["ProcessTarget"]
 class ProcessTarget:
     """A target whose parts are in another program, which says what it has.
 
-    The program is started when it is needed, and ended with this process. Arguments are checked here, by the base classes, so that
-    it gets valid ones only.
+    The program is started when it is needed, and ended with this process. Arguments are checked
+    here, by the base classes, so that it gets valid ones only.
 
     Args:
         command: the program and its arguments.
-        launch: a launcher of ranks, such as ``"mpirun -n {ranks}"``; None: each rank is a process started here.
-        ranks: how many processes ``launch`` starts: the largest world. With fewer than 9, some checks are skipped.
+        launch: a launcher of ranks, such as ``"mpirun -n {ranks}"``; None: each rank is a process
+            started here.
+        ranks: how many processes ``launch`` starts: the largest world. With fewer than 9, some
+            checks are skipped.
         seconds: in which the program must start, and give each answer.
 
     Raises:
@@ -63,12 +67,25 @@ class ProcessTarget:
             check_form(said, _HELLO, "answer")
         except ValueError as error:
             raise ProgramError(f"the program's answer to hello: {error}") from None
-        defaults = {"dtypes": list(DTYPES), "external": self.launch is not None, "kernels": [], "codecs": []}
-        said = {**defaults, **{member: value for member, value in said.items() if value is not None}}
+        defaults = {
+            "dtypes": list(DTYPES),
+            "external": self.launch is not None,
+            "kernels": [],
+            "codecs": [],
+        }
+        said = {
+            **defaults,
+            **{member: value for member, value in said.items() if value is not None},
+        }
         for member, known in (("dtypes", DTYPES), ("kernels", _KERNELS)):
             if unknown := sorted(set(said[member]) - set(known)):
-                raise ProgramError(f"the program's {member} have {unknown[0]!r}, which must be one of {', '.join(known)}")
-        self.capabilities = {key: said[key] for key in ("dtypes", "external", "max_ranks") if key in said}
+                raise ProgramError(
+                    f"the program's {member} have {unknown[0]!r}, which must be one of"
+                    f" {', '.join(known)}"
+                )
+        self.capabilities = {
+            key: said[key] for key in ("dtypes", "external", "max_ranks") if key in said
+        }
         if self.launch is not None:
             self.capabilities["max_ranks"] = min(self.ranks, said.get("max_ranks", self.ranks))
         self.kernels = _kernels(self._link, said["kernels"], said["codecs"])
@@ -84,8 +101,12 @@ class ProcessTarget:
     _join.real_threads = True  # type: ignore[attr-defined] # each with a process of its own
 
     def start(self, ranks: int) -> Programs:
-        """Start processes of the program: as many as ``ranks``, or as many as the launcher is told to."""
-        return Programs(self.command, self.launch, self.ranks if self.launch else ranks, self.seconds)
+        """Start processes of the program: as many as ``ranks``, or as many as the launcher is told
+        to.
+        """
+        return Programs(
+            self.command, self.launch, self.ranks if self.launch else ranks, self.seconds
+        )
 
     def end(self) -> None:
         """End the programs that belong to this process."""
@@ -100,12 +121,20 @@ class ProcessTarget:
         return self._live.setdefault(os.getpid(), _Live(self))
 
 
-_HELLO = {"dtypes?": [str], "external?": bool, "max_ranks?": range(1, 2**31), "kernels?": [str], "codecs?": [str]}
+_HELLO = {
+    "dtypes?": [str],
+    "external?": bool,
+    "max_ranks?": range(1, 2**31),
+    "kernels?": [str],
+    "codecs?": [str],
+}
 """The form of an answer to hello."""
 
 
 class _Live:
-    """Processes of the program: one for what needs no other ranks, and sets of ranks, each for one world at a time."""
+    """Processes of the program: one for what needs no other ranks, and sets of ranks, each for one
+    world at a time.
+    """
 
     def __init__(self, target: ProcessTarget) -> None:
         self._target, self._lock, self._sets = target, threading.Lock(), list[_Set]()
@@ -122,23 +151,34 @@ class _Live:
 
     def end(self) -> None:
         """End all programs."""
-        for programs in [*([] if self._single is None else [self._single]), *(group.programs for group in self._sets)]:
+        for programs in [
+            *([] if self._single is None else [self._single]),
+            *(group.programs for group in self._sets),
+        ]:
             programs.end()
 
     def join(self, world: RankWorld) -> Communicator:
         """Return a rank's communicator in the set of processes for its world."""
         target = self._target
         if target.launch is not None and world.world_size > target.ranks:
-            raise ProgramError(f"a world of {world.world_size} ranks is needed, and {target.ranks} were launched (--ranks)")
+            raise ProgramError(
+                f"a world of {world.world_size} ranks is needed, and {target.ranks} were launched"
+                " (--ranks)"
+            )
         with self._lock:
             mine = next((group for group in self._sets if group.store is world.store), None)
             if mine is None:
-                mine = next((group for group in self._sets if group.is_free()), None) or _Set(target.start(world.world_size))
+                mine = next((group for group in self._sets if group.is_free()), None) or _Set(
+                    target.start(world.world_size)
+                )
                 mine.begin(world)
             for group in self._sets:
                 if group is not mine and group.programs.broken:
                     group.programs.end()
-            self._sets = [mine, *(group for group in self._sets if group is not mine and not group.programs.broken)]
+            self._sets = [
+                mine,
+                *(group for group in self._sets if group is not mine and not group.programs.broken),
+            ]
             communicator = _ProcessCommunicator(mine, world)
             mine.members.append(weakref.ref(communicator))
         communicator.enter()
@@ -177,9 +217,13 @@ class _ProcessCommunicator(Communicator):
     def enter(self) -> None:
         """Tell the process which world begins."""
         self._link.ask(
-            "world", world=self._group.number, rank=self._rank, nranks=self._nranks, nodes=list(self._world.nodes),
+            "world",
+            world=self._group.number,
+            rank=self._rank,
+            nranks=self._nranks,
+            nodes=list(self._world.nodes),
             folder=str(self._group.folder),
-        )  # fmt: skip
+        )
 
     def abort(self, reason: str = "") -> None:
         """End the processes of the world."""
@@ -189,7 +233,9 @@ class _ProcessCommunicator(Communicator):
         """Return once every rank has called it."""
         self._link.ask("barrier")
 
-    def _request(self, call: str, given: Tensor | None, wanted: Tensor | None, **values: Any) -> None:
+    def _request(
+        self, call: str, given: Tensor | None, wanted: Tensor | None, **values: Any
+    ) -> None:
         """Send ``given`` as x and receive ``wanted`` as out, both flat."""
         self._link.ask_for(call, _flat("out", wanted), _flat("x", given), **values)
 
@@ -199,7 +245,9 @@ class _ProcessCommunicator(Communicator):
     def _recv(self, tensor: Tensor, src: int) -> None:
         self._link.ask_for("recv", _flat("x", tensor), src=src, **_size(tensor))
 
-    def _exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> None:
+    def _exchange(
+        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]
+    ) -> None:
         self._link.ask_for(
             "exchange",
             {f"recv{place}": tensor.view(-1) for place, (tensor, _) in enumerate(recvs)},
@@ -215,7 +263,13 @@ class _ProcessCommunicator(Communicator):
         self._request("gather", send_tensor, recv_tensor if self._rank == dst else None, root=dst)
 
     def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
-        self._request("scatter", send_tensor if self._rank == src else None, recv_tensor, root=src, **_size(recv_tensor))
+        self._request(
+            "scatter",
+            send_tensor if self._rank == src else None,
+            recv_tensor,
+            root=src,
+            **_size(recv_tensor),
+        )
 
     def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
         self._request("allgather", send_tensor, recv_tensor)
@@ -271,11 +325,15 @@ class _Backend(KernelBackend):
     _reduce_chunks_ = _in_place("reduce_chunks", "num_chunks", "target_chunk", "average")
 
     def _gather_flat(self, tensors: Sequence[Tensor], out: Tensor) -> None:
-        self._link().ask_for("gather_flat", {"flat": out}, {f"t{place}": x for place, x in enumerate(tensors)})
+        self._link().ask_for(
+            "gather_flat", {"flat": out}, {f"t{place}": x for place, x in enumerate(tensors)}
+        )
 
     def _scatter_flat(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
         wanted = {f"t{place}": x for place, x in enumerate(tensors)}
-        self._link().ask_for("scatter_flat", wanted, {"flat": flat}, shapes=[list(x.shape) for x in tensors])
+        self._link().ask_for(
+            "scatter_flat", wanted, {"flat": flat}, shapes=[list(x.shape) for x in tensors]
+        )
 
     def _order_by_complexity(self, keys: Tensor) -> Tensor:
         order = torch.empty(keys.numel(), dtype=torch.int64)
@@ -286,10 +344,13 @@ class _Backend(KernelBackend):
 _KERNELS = sorted(name.strip("_") for name in KernelBackend.__abstractmethods__)
 
 
-def _kernels(link: Any, names: Sequence[str], codecs: Sequence[str]) -> _Backend | SimpleNamespace | None:
+def _kernels(
+    link: Any, names: Sequence[str], codecs: Sequence[str]
+) -> _Backend | SimpleNamespace | None:
     """Return a backend, or the kernels and codecs of a program that does not have all."""
     made: dict[str, type[Codec]] = {
-        name: type(name, (_ProcessCodec,), {"name": name, "link": staticmethod(link)}) for name in codecs
+        name: type(name, (_ProcessCodec,), {"name": name, "link": staticmethod(link)})
+        for name in codecs
     }
     backend: _Backend = type("Backend", (_Backend,), {"codecs": made})(link)
     if set(names) == set(_KERNELS) and "MinMaxUInt8" in codecs:
@@ -318,18 +379,38 @@ class _ProcessCodec(Codec):
 
     def _compress(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
         given = {"x": x} if target_chunk is None else {"x": x, "payload": out}
-        self.link().ask_for("compress", {"payload": out}, given, codec=self.name, num_chunks=num_chunks, target_chunk=target_chunk)
+        self.link().ask_for(
+            "compress",
+            {"payload": out},
+            given,
+            codec=self.name,
+            num_chunks=num_chunks,
+            target_chunk=target_chunk,
+        )
 
     def _decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
-        self.link().ask_for("decompress", {"x": out}, {"payload": payload}, codec=self.name, num_chunks=num_chunks, **_size(out))
+        self.link().ask_for(
+            "decompress",
+            {"x": out},
+            {"payload": payload},
+            codec=self.name,
+            num_chunks=num_chunks,
+            **_size(out),
+        )
 
 
 class _Samplers:
-    """Both classes of S7: their indices and batches come from the program, all else is checked and drawn here."""
+    """Both classes of S7: their indices and batches come from the program, all else is checked and
+    drawn here.
+    """
 
     def __init__(self, link: Callable[[], Link]) -> None:
-        self.LoadBalancingDistributedSampler = type("Sampler", (_Sampler,), {"link": staticmethod(link)})
-        self.LoadBalancingDistributedBatchSampler = type("BatchSampler", (_BatchSampler,), {"link": staticmethod(link)})
+        self.LoadBalancingDistributedSampler = type(
+            "Sampler", (_Sampler,), {"link": staticmethod(link)}
+        )
+        self.LoadBalancingDistributedBatchSampler = type(
+            "BatchSampler", (_BatchSampler,), {"link": staticmethod(link)}
+        )
 
 
 class _Sampler(contrib.LoadBalancingDistributedSampler):
@@ -338,15 +419,27 @@ class _Sampler(contrib.LoadBalancingDistributedSampler):
     def __init__(self, dataset: Any, complexity_fn: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(dataset, complexity_fn, *arguments, **options)
         values = [complexity_fn(dataset[place]) for place in range(len(dataset))]
-        self._complexities = [value.item() if isinstance(value, Tensor) else value for value in values]
+        self._complexities = [
+            value.item() if isinstance(value, Tensor) else value for value in values
+        ]
 
     def indices(self, rank: int) -> list[int]:
         """Return the indices that a rank draws, as the program gives them."""
-        options = {name: getattr(self, name) for name in ("shuffle", "drop_last", "random_level", "seed", "epoch")}
+        options = {
+            name: getattr(self, name)
+            for name in ("shuffle", "drop_last", "random_level", "seed", "epoch")
+        }
         drawn = samplers_plain.noise_and_chunks(self._complexities, self.num_replicas, **options)
         noise, order = (torch.tensor(values, dtype=torch.int64) for values in drawn)
-        values = {"complexities": self._complexities, "num_replicas": self.num_replicas, "rank": rank, **options}
-        _, found = self.link().ask("sampler_indices", {"noise": noise, "chunk_order": order}, **values)
+        values = {
+            "complexities": self._complexities,
+            "num_replicas": self.num_replicas,
+            "rank": rank,
+            **options,
+        }
+        _, found = self.link().ask(
+            "sampler_indices", {"noise": noise, "chunk_order": order}, **values
+        )
         indices: list[int] = found["indices"].tolist()
         return indices
 
@@ -369,7 +462,9 @@ class _BatchSampler(contrib.LoadBalancingDistributedBatchSampler):
         """Return the own batches that the program chooses, given how many each rank has."""
         of_ranks = [self.batch_fn(self.sampler.indices(rank)) for rank in range(self.num_replicas)]
         counts = torch.tensor([len(batches) for batches in of_ranks])
-        _, found = self.link().ask("equal_batches", {"counts": counts}, rank=self.rank, drop_last=self.drop_last)
+        _, found = self.link().ask(
+            "equal_batches", {"counts": counts}, rank=self.rank, drop_last=self.drop_last
+        )
         return [of_ranks[self.rank][place] for place in found["batches"].tolist()]
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -23,14 +23,14 @@ from bagua_ref.groups.process_group import init_process_group
 __all__ = ["Action", "GivenGradients", "Gradients", "ReferenceAlgorithms"]
 
 Gradients = dict[int, "Tensor"]
-"""One rank's gradients in one step: the parameter's place -> its gradient, in the order in which they become ready. Parameters
-that the rank does not use in this step are missing."""
+"""One rank's gradients in one step: the parameter's place -> its gradient, in the order in which
+they become ready. Parameters that the rank does not use in this step are missing."""
 
 Action = tuple[Any, ...]
-"""An action of a program with its arguments: ``("step", gradients)``; of `async_model_average` also ``("sleep", seconds)``,
-``("abort",)`` and ``("resume",)``; of `local_sgd` and `diloco` ``("failing step", gradients)``, ``("gradients",)``,
-``("global weights",)`` and ``("restart",)``; of `powersgd` and `topk` ``("memories",)``, ``("factors",)``, ``("new buckets",)`` and
-``("restart",)``."""
+"""An action of a program with its arguments: ``("step", gradients)``; of `async_model_average` also
+``("sleep", seconds)``, ``("abort",)`` and ``("resume",)``; of `local_sgd` and `diloco` ``("failing
+step", gradients)``, ``("gradients",)``, ``("global weights",)`` and ``("restart",)``; of `powersgd`
+and `topk` ``("memories",)``, ``("factors",)``, ``("new buckets",)`` and ``("restart",)``."""
 
 History = list[list[Any]]
 """Tensors by action, or step, and parameter."""
@@ -39,15 +39,19 @@ _Make = Callable[[list[torch.nn.Parameter]], "tuple[torch.optim.Optimizer, Algor
 
 
 class ReferenceAlgorithms:
-    """The interface of a target's ``algorithms``: each method runs on every rank of a simulated world and trains.
+    """The interface of a target's ``algorithms``: each method runs on every rank of a simulated
+    world and trains.
 
-    All take this rank's ``weights`` in the order in which they were registered, and return the weights after each step, or what
-    each action of a ``program`` is to return: a list of lists, by parameter. But for `qadam` the optimizer is SGD,
-    ``w <- w - lr*g``, each operation rounded; lr is a power of two. ``bucket_bytes`` is the size at which a bucket is closed
-    (S2.1). ``restart``: after so many steps, save weights and states, and continue with a new training that has loaded them; 0:
-    never. The other options are those of S5, S9 to S11 and S13; the suite's page describes all arguments.
+    All take this rank's ``weights`` in the order in which they were registered, and return the
+    weights after each step, or what
+    each action of a ``program`` is to return: a list of lists, by parameter. But for `qadam` the
+    optimizer is SGD, ``w <- w - lr*g``, each operation rounded; lr is a power of two.
+    ``bucket_bytes`` is the size at which a bucket is closed (S2.1). ``restart``: after so many
+    steps, save weights and states, and continue with a new training that has loaded them; 0: never.
+    The other options are those of S5, S9 to S11 and S13; the suite's page describes all arguments.
 
-    Threads, locks and sleeps are those of `bagua_ref.runtime.current_world()`: ranks share one process.
+    Threads, locks and sleeps are those of `bagua_ref.runtime.current_world()`: ranks share one
+    process.
 
     Args:
         kernels: a backend or its name.
@@ -55,7 +59,9 @@ class ReferenceAlgorithms:
         flatten: give buckets flat storage.
     """
 
-    def __init__(self, kernels: Any, device: str | torch.device = "cpu", flatten: bool = True) -> None:
+    def __init__(
+        self, kernels: Any, device: str | torch.device = "cpu", flatten: bool = True
+    ) -> None:
         self.kernels, self.device, self.flatten = kernels, torch.device(device), flatten
 
     @property
@@ -64,27 +70,50 @@ class ReferenceAlgorithms:
         return get_backend(self.kernels).codecs
 
     def _on_gradients(
-        self, algorithm: str, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, lr: float,
-        bucket_bytes: int, restart: int = 0, **options: Any,
-    ) -> History:  # fmt: skip
+        self,
+        algorithm: str,
+        world: RankWorld,
+        weights: list[Tensor],
+        gradients: list[Gradients],
+        *,
+        lr: float,
+        bucket_bytes: int,
+        restart: int = 0,
+        **options: Any,
+    ) -> History:
         """Train with SGD on gradients by step."""
-        return self._with_sgd(algorithm, weights, bucket_bytes, options, lr).steps(gradients, restart)
+        return self._with_sgd(algorithm, weights, bucket_bytes, options, lr).steps(
+            gradients, restart
+        )
 
     gradient_allreduce = partialmethod(_on_gradients, "gradient_allreduce")
     """S5.1; ``options`` are ``hierarchical`` and ``average``."""
     bytegrad = partialmethod(_on_gradients, "bytegrad")
     """S5.2; ``options`` are ``hierarchical`` and ``average``."""
     decentralized = partialmethod(_on_gradients, "decentralized")
-    """S5.3; ``options`` are ``hierarchical``, ``peer_selection_mode`` and ``communication_interval``."""
+    """S5.3; ``options`` are ``hierarchical``, ``peer_selection_mode`` and
+    ``communication_interval``.
+    """
 
     def decentralized_in_forward(
-        self, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, lr: float, bucket_bytes: int, **options: Any
+        self,
+        world: RankWorld,
+        weights: list[Tensor],
+        gradients: list[Gradients],
+        *,
+        lr: float,
+        bucket_bytes: int,
+        **options: Any,
     ) -> History:
-        """Train as `decentralized`; return the weights after each forward and a sleep, before its backward."""
+        """Train as `decentralized`; return the weights after each forward and a sleep, before its
+        backward.
+        """
         training = self._with_sgd("decentralized", weights, bucket_bytes, options, lr)
         return training.play([("slow step", given) for given in gradients])
 
-    def buckets(self, world: RankWorld, weights: list[Tensor], *, bucket_bytes: int) -> list[list[int]]:
+    def buckets(
+        self, world: RankWorld, weights: list[Tensor], *, bucket_bytes: int
+    ) -> list[list[int]]:
         """Return the places of the weights in each bucket (S2.1)."""
         return self._with_sgd("gradient_allreduce", weights, bucket_bytes, {}, 1.0).buckets()
 
@@ -92,7 +121,13 @@ class ReferenceAlgorithms:
     """S5.4; ``options`` are ``hierarchical`` and ``communication_interval``."""
 
     def decentralized_on_graph(
-        self, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, graph: str | list[Any], **options: Any
+        self,
+        world: RankWorld,
+        weights: list[Tensor],
+        gradients: list[Gradients],
+        *,
+        graph: str | list[Any],
+        **options: Any,
     ) -> History:
         """Train as S13 says.
 
@@ -100,23 +135,37 @@ class ReferenceAlgorithms:
             world: world of this rank.
             weights: its parameters.
             gradients: gradients by step.
-            graph: a name, or graphs that follow each other in a cycle: for each receiving rank a list of (source, weight) pairs.
-            options: ``lr``, ``bucket_bytes``, ``restart``, ``hierarchical`` and ``communication_interval``.
+            graph: a name, or graphs that follow each other in a cycle: for each receiving rank a
+                list of (source, weight) pairs.
+            options: ``lr``, ``bucket_bytes``, ``restart``, ``hierarchical`` and
+                ``communication_interval``.
         """
         mode = graph if isinstance(graph, str) else in_turn(graph)
-        return self._on_gradients("decentralized", world, weights, gradients, peer_selection_mode=mode, **options)
+        return self._on_gradients(
+            "decentralized", world, weights, gradients, peer_selection_mode=mode, **options
+        )
 
     def qadam(
-        self, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, groups: list[dict[str, Any]],
-        warmup_steps: int, hierarchical: bool, bucket_bytes: int, restart: int = 0, **options: Any,
-    ) -> History:  # fmt: skip
+        self,
+        world: RankWorld,
+        weights: list[Tensor],
+        gradients: list[Gradients],
+        *,
+        groups: list[dict[str, Any]],
+        warmup_steps: int,
+        hierarchical: bool,
+        bucket_bytes: int,
+        restart: int = 0,
+        **options: Any,
+    ) -> History:
         """Train as S5.5 says.
 
         Args:
             world: world of this rank.
             weights: parameters, each in its own group.
             gradients: gradients by step.
-            groups: options of each parameter's group: ``lr``, ``betas``, ``eps`` and ``weight_decay``.
+            groups: options of each parameter's group: ``lr``, ``betas``, ``eps`` and
+                ``weight_decay``.
             warmup_steps: the last step with exact gradients.
             hierarchical: compress between node leaders.
             bucket_bytes: bucket size.
@@ -125,7 +174,9 @@ class ReferenceAlgorithms:
         """
 
         def make(parameters: list[torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, Algorithm]:
-            grouped = [{"params": [w], **group} for w, group in zip(parameters, groups, strict=True)]
+            grouped = [
+                {"params": [w], **group} for w, group in zip(parameters, groups, strict=True)
+            ]
             optimizer = QAdamOptimizer(grouped, warmup_steps=warmup_steps)
             return optimizer, QAdamAlgorithm(optimizer, hierarchical, **options)
 
@@ -135,24 +186,44 @@ class ReferenceAlgorithms:
     """S5.5 with S11.1 after the warm-up; ``options`` are ``compression``."""
 
     def _on_program(
-        self, algorithm: str, world: RankWorld, weights: list[Tensor], program: list[Action], *, lr: float, bucket_bytes: int,
-        momentum: float = 0.0, shows_gradients: bool = False, **options: Any,
-    ) -> History:  # fmt: skip
-        """Train with SGD by actions in order; return this rank's weights after each, or its averaged gradients.
+        self,
+        algorithm: str,
+        world: RankWorld,
+        weights: list[Tensor],
+        program: list[Action],
+        *,
+        lr: float,
+        bucket_bytes: int,
+        momentum: float = 0.0,
+        shows_gradients: bool = False,
+        **options: Any,
+    ) -> History:
+        """Train with SGD by actions in order; return this rank's weights after each, or its
+        averaged gradients.
 
         With ``shows_gradients``, return the averaged gradients after steps, and no weights.
         """
-        return self._with_sgd(algorithm, weights, bucket_bytes, options, lr, momentum).play(program, shows_gradients)
+        return self._with_sgd(algorithm, weights, bucket_bytes, options, lr, momentum).play(
+            program, shows_gradients
+        )
 
     async_model_average = partialmethod(_on_program, "async")
-    """S5.6; ``options`` are ``sync_interval_ms``, in virtual time, and ``warmup_steps``. The last action is an abort."""
+    """S5.6; ``options`` are ``sync_interval_ms``, in virtual time, and ``warmup_steps``. The last
+    action is an abort.
+    """
     local_sgd = partialmethod(_on_program, "local_sgd")
     """S9.1; ``options`` are ``period``, ``warmup_steps``, ``offset`` and ``hierarchical``."""
 
     def diloco(
-        self, world: RankWorld, weights: list[Tensor], program: list[Action], *, fragments: int | list[list[int]],
-        outer_optimizer: dict[str, Any] | None, **options: Any,
-    ) -> History:  # fmt: skip
+        self,
+        world: RankWorld,
+        weights: list[Tensor],
+        program: list[Action],
+        *,
+        fragments: int | list[list[int]],
+        outer_optimizer: dict[str, Any] | None,
+        **options: Any,
+    ) -> History:
         """Train as S9.2 to S9.5 say; return tensors like the weights after each action.
 
         Args:
@@ -160,31 +231,51 @@ class ReferenceAlgorithms:
             weights: its parameters, named by their places.
             program: actions in order.
             fragments: their number, or the places in each.
-            outer_optimizer: ``class`` is the name of one of torch's optimizers, the others are its options; None: S9.2's default.
-            options: ``lr``, ``momentum``, ``bucket_bytes``, ``period``, ``delay``, ``mix``, ``warmup_steps`` and ``compression``.
+            outer_optimizer: ``class`` is the name of one of torch's optimizers, the others are its
+                options; None: S9.2's default.
+            options: ``lr``, ``momentum``, ``bucket_bytes``, ``period``, ``delay``, ``mix``,
+                ``warmup_steps`` and ``compression``.
         """
         if not isinstance(fragments, int):
-            options["fragments"] = [[f"weights.{place}" for place in places] for places in fragments]
+            options["fragments"] = [
+                [f"weights.{place}" for place in places] for places in fragments
+            ]
         else:
             options["fragments"] = fragments
         if outer_optimizer is not None:
             outer = {name: value for name, value in outer_optimizer.items() if name != "class"}
-            options["outer_optimizer"] = lambda tensors: getattr(torch.optim, outer_optimizer["class"])(tensors, **outer)
+            options["outer_optimizer"] = lambda tensors: getattr(
+                torch.optim, outer_optimizer["class"]
+            )(tensors, **outer)
         return self._on_program("diloco", world, weights, program, **options)
 
     powersgd = partialmethod(_on_program, "powersgd", shows_gradients=True)
-    """S10; ``options`` are ``matrix_approximation_rank``, ``warmup_steps``, ``min_compression_rate``, ``memory``, ``warm_start``
-    and ``seed``."""
-    bytegrad_with_memory = partialmethod(_on_program, "bytegrad", shows_gradients=True, error_feedback=True)
-    """S5.2 with S11.1, without factors and memories; ``options`` are ``hierarchical``, ``average`` and ``compression``."""
+    """S10; ``options`` are ``matrix_approximation_rank``, ``warmup_steps``,
+    ``min_compression_rate``, ``memory``, ``warm_start`` and ``seed``."""
+    bytegrad_with_memory = partialmethod(
+        _on_program, "bytegrad", shows_gradients=True, error_feedback=True
+    )
+    """S5.2 with S11.1, without factors and memories; ``options`` are ``hierarchical``, ``average``
+    and ``compression``.
+    """
     topk = partialmethod(_on_program, "topk", shows_gradients=True)
-    """S11.2, without factors; ``options`` are ``ratio``, ``error_feedback`` and ``warmup_steps``."""
+    """S11.2, without factors; ``options`` are ``ratio``, ``error_feedback`` and
+    ``warmup_steps``.
+    """
 
     def _with_sgd(
-        self, algorithm: str, weights: list[Tensor], bucket_bytes: int, options: dict[str, Any], lr: float, momentum: float = 0.0
+        self,
+        algorithm: str,
+        weights: list[Tensor],
+        bucket_bytes: int,
+        options: dict[str, Any],
+        lr: float,
+        momentum: float = 0.0,
     ) -> _ReferenceTraining:
         def make(parameters: list[torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, Algorithm]:
-            return torch.optim.SGD(parameters, lr=lr, momentum=momentum), Algorithm.init(algorithm, **options)
+            return torch.optim.SGD(parameters, lr=lr, momentum=momentum), Algorithm.init(
+                algorithm, **options
+            )
 
         return _ReferenceTraining(self, weights, bucket_bytes, make)
 
@@ -197,7 +288,9 @@ class GivenGradients(torch.nn.Module):
         self.weights = torch.nn.ParameterList(weights)
 
     def forward(self, given: Gradients) -> Tensor:
-        """Return a sum whose backward accumulates the gradients in the given order: autograd begins with the last term."""
+        """Return a sum whose backward accumulates the gradients in the given order: autograd begins
+        with the last term.
+        """
         total = torch.zeros((), dtype=torch.float64)
         for place, gradient in reversed(given.items()):
             total = total.to(gradient.device) + (self.weights[place] * gradient).sum().double()
@@ -205,7 +298,8 @@ class GivenGradients(torch.nn.Module):
 
 
 class _ReferenceTraining:
-    """One rank's training; what an action's method returns is what the program returns for it, None: what a step leaves.
+    """One rank's training; what an action's method returns is what the program returns for it,
+    None: what a step leaves.
 
     Args:
         algorithms: gives kernels, device and storage.
@@ -214,14 +308,23 @@ class _ReferenceTraining:
         make: returns the optimizer and the algorithm for the parameters.
     """
 
-    def __init__(self, algorithms: ReferenceAlgorithms, weights: list[Tensor], bucket_bytes: int, make: _Make) -> None:
-        self._of, self._weights, self._bucket_bytes, self._make = algorithms, weights, bucket_bytes, make
+    def __init__(
+        self, algorithms: ReferenceAlgorithms, weights: list[Tensor], bucket_bytes: int, make: _Make
+    ) -> None:
+        self._of, self._weights, self._bucket_bytes, self._make = (
+            algorithms,
+            weights,
+            bucket_bytes,
+            make,
+        )
         self._begin()
 
     def _begin(self) -> None:
         if current_world().default_group is None:
             init_process_group()
-        self._module: Any = GivenGradients([w.to(self._of.device, copy=True) for w in self._weights])
+        self._module: Any = GivenGradients(
+            [w.to(self._of.device, copy=True) for w in self._weights]
+        )
         self._optimizer, algorithm = self._make(list(self._module.weights))
         options = Options(self._of.flatten, self._of.kernels, True, bucket_bytes=self._bucket_bytes)
         wrap(self._module, [self._optimizer], algorithm, None, options)
@@ -240,7 +343,9 @@ class _ReferenceTraining:
         return seen + self.play(program[restart:])
 
     def play(self, program: list[Action], shows_gradients: bool = False) -> History:
-        """Run the actions; return what each returns, else the weights, or after steps the gradients and nothing after others."""
+        """Run the actions; return what each returns, else the weights, or after steps the gradients
+        and nothing after others.
+        """
         seen = []
         for action, *arguments in program:
             found = getattr(self, f"_{action.replace(' ', '_')}")(*arguments)
@@ -254,7 +359,9 @@ class _ReferenceTraining:
     def _step(self, given: Gradients, seconds: float = 0.0) -> list[Tensor] | None:
         """Take a step; return the weights after its forward and a sleep, if there is one."""
         self._optimizer.zero_grad()
-        loss = self._module({place: gradient.to(self._of.device) for place, gradient in given.items()})
+        loss = self._module(
+            {place: gradient.to(self._of.device) for place, gradient in given.items()}
+        )
         seen = None
         if seconds:
             current_world().sleep(seconds)
@@ -263,7 +370,8 @@ class _ReferenceTraining:
         self._optimizer.step()
         return seen
 
-    _slow_step = partialmethod(_step, seconds=1.0)  # in which the background has time to do too much
+    # in which the background has time to do too much
+    _slow_step = partialmethod(_step, seconds=1.0)
 
     def _failing_step(self, given: Gradients) -> None:
         try:
@@ -285,9 +393,16 @@ class _ReferenceTraining:
         self._module._bagua.reset()
 
     def _restart(self) -> None:
-        states = copy.deepcopy([part.state_dict() for part in (self._module, self._optimizer, self._module.bagua_algorithm)])
+        states = copy.deepcopy(
+            [
+                part.state_dict()
+                for part in (self._module, self._optimizer, self._module.bagua_algorithm)
+            ]
+        )
         self._begin()
-        for part, state in zip((self._module, self._optimizer, self._module.bagua_algorithm), states, strict=True):
+        for part, state in zip(
+            (self._module, self._optimizer, self._module.bagua_algorithm), states, strict=True
+        ):
             part.load_state_dict(state)
 
     def _gradients(self) -> list[Tensor]:
@@ -299,7 +414,10 @@ class _ReferenceTraining:
 
     def _memories(self) -> list[Tensor | None]:
         kept = self._by_place(self._module.bagua_algorithm.memories.state())
-        return [None if e is None else e.view(w.shape) for e, w in zip(kept, self._module.weights, strict=True)]
+        return [
+            None if e is None else e.view(w.shape)
+            for e, w in zip(kept, self._module.weights, strict=True)
+        ]
 
     def _factors(self) -> list[Tensor | None]:
         return self._by_place(self._module.bagua_algorithm.factors.state())

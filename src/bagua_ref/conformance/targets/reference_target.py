@@ -1,4 +1,6 @@
-"""The package's parts as one target: an example, and the target that the checks themselves are tested on."""
+"""The package's parts as one target: an example, and the target that the checks themselves are
+tested on.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ __all__ = ["ReferenceCommOps", "ReferenceTarget"]
 class ReferenceTarget:
     """A target with every part that suites check.
 
-    ``bagua-ref verify --backend bagua_ref.conformance.targets.reference_target:ReferenceTarget`` checks them.
+    ``bagua-ref verify --backend bagua_ref.conformance.targets.reference_target:ReferenceTarget``
+    checks them.
 
     Args:
         kernels: a backend or its name.
@@ -49,11 +52,13 @@ class ReferenceTarget:
 
 
 class ReferenceCommOps:
-    """The interface of a target's ``comm_ops``: each method runs on every rank of a simulated world.
+    """The interface of a target's ``comm_ops``: each method runs on every rank of a simulated
+    world.
 
     Args:
         kernels: a backend or its name.
-        flatten: give each bucket flat storage; without it, operations gather tensors and copy results back.
+        flatten: give each bucket flat storage; without it, operations gather tensors and copy
+            results back.
         ring_codec: name of the codec on the ring of S3.5.
     """
 
@@ -61,7 +66,14 @@ class ReferenceCommOps:
         self.kernels, self.flatten, self._ring_codec = kernels, flatten, ring_codec
 
     def centralized(
-        self, world: RankWorld, x: Tensor, *, average: bool, scattergather: bool, compression: str | None, hierarchical: bool
+        self,
+        world: RankWorld,
+        x: Tensor,
+        *,
+        average: bool,
+        scattergather: bool,
+        compression: str | None,
+        hierarchical: bool,
     ) -> Tensor:
         """Return the sum or mean over all ranks (S3.1 to S3.3).
 
@@ -75,12 +87,17 @@ class ReferenceCommOps:
         """
         bucket = self._bucket(x)
         bucket.append_centralized_synchronous_op(
-            hierarchical=hierarchical, average=average, scattergather=scattergather, compression=compression
+            hierarchical=hierarchical,
+            average=average,
+            scattergather=scattergather,
+            compression=compression,
         )
         bucket.execute()
         return _joined(bucket)
 
-    def decentralized(self, world: RankWorld, rounds: list[Any], *, mode: Any, hierarchical: bool) -> list[Tensor]:
+    def decentralized(
+        self, world: RankWorld, rounds: list[Any], *, mode: Any, hierarchical: bool
+    ) -> list[Tensor]:
         """Return this rank's elements after each round of one operation and its copy-back (S3.4).
 
         Args:
@@ -102,7 +119,8 @@ class ReferenceCommOps:
         Args:
             world: world of this rank.
             rounds: this rank's elements before each round; None: as the last round left them.
-            graph: a name, or graphs that follow each other in a cycle: for each receiving rank a list of (source, weight) pairs.
+            graph: a name, or graphs that follow each other in a cycle: for each receiving rank a
+                list of (source, weight) pairs.
             hierarchical: average between node leaders.
 
         Raises:
@@ -111,25 +129,35 @@ class ReferenceCommOps:
         mode = graph if isinstance(graph, str) else in_turn(graph)
         return self.decentralized(world, rounds, mode=mode, hierarchical=hierarchical)
 
-    def low_precision_decentralized(self, world: RankWorld, rounds: list[Any], *, hierarchical: bool) -> list[Tensor]:
+    def low_precision_decentralized(
+        self, world: RankWorld, rounds: list[Any], *, hierarchical: bool
+    ) -> list[Tensor]:
         """Return this rank's elements after each step on the ring (S3.5).
 
         Args:
             world: world of this rank.
-            rounds: first the initial value of all replicas on all ranks, or a list of this rank's W, L and R; then this rank's
-                elements before each step; None: as the last step left them.
+            rounds: first the initial value of all replicas on all ranks, or a list of this rank's
+                W, L and R; then this rank's elements before each step; None: as the last step left
+                them.
             hierarchical: connect node leaders by the ring instead of all ranks.
         """
         start, *rounds = rounds
         bucket = self._bucket(rounds[0])
         replicas = start if isinstance(start, list) else [start] * 3
-        weight, left, right = (x.clone().ensure_bagua_tensor(name) for name, x in zip("WLR", replicas, strict=True))
-        bucket.append_low_precision_decentralized_synchronous_op(weight, left, right, hierarchical, self._ring_codec)
+        weight, left, right = (
+            x.clone().ensure_bagua_tensor(name) for name, x in zip("WLR", replicas, strict=True)
+        )
+        bucket.append_low_precision_decentralized_synchronous_op(
+            weight, left, right, hierarchical, self._ring_codec
+        )
         return self._each(bucket, rounds, lambda: None)
 
     def _bucket(self, x: Tensor) -> BaguaBucket:
         init_process_group()
-        parts = [part.clone().ensure_bagua_tensor(f"x{place}") for place, part in enumerate(x.tensor_split(3))]  # type: ignore[attr-defined]
+        parts = [
+            part.clone().ensure_bagua_tensor(f"x{place}")  # type: ignore[attr-defined]
+            for place, part in enumerate(x.tensor_split(3))
+        ]
         return BaguaBucket(parts, "0", flatten=self.flatten, backend=self.kernels)
 
     def _each(self, bucket: BaguaBucket, rounds: list[Any], afterwards: Any) -> list[Tensor]:

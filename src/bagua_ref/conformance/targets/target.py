@@ -1,4 +1,6 @@
-"""Targets: a backend's name, a KernelBackend, or any object with some of the parts that suites check; and long inputs for them."""
+"""Targets: a backend's name, a KernelBackend, or any object with some of the parts that suites
+check; and long inputs for them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,14 @@ LONG = (2**17 + TAIL,)
 
 _SHORTEST, _LONGEST = 65, 2**20
 _OURS = tuple(
-    f"bagua_ref.{name}" for name in ("backends.codec", "backends.reference", "comm_ops", "communicators", "contrib.complexities")
+    f"bagua_ref.{name}"
+    for name in (
+        "backends.codec",
+        "backends.reference",
+        "comm_ops",
+        "communicators",
+        "contrib.complexities",
+    )
 )
 
 
@@ -42,12 +51,15 @@ class Target:
         name: name for reports.
         parts: the target's parts by name; parts that it lacks are missing.
         setup: lines of a script that create ``kernels``.
-        origin: lines of a script that create ``target``, the object with the parts; empty if the target is a backend.
+        origin: lines of a script that create ``target``, the object with the parts; empty if the
+            target is a backend.
         dtypes: names of the dtypes that its capabilities allow; None: all.
         device: device of its kernels' tensors.
         max_ranks: the largest world that its capabilities allow; None: any.
-        external: whether it uses something outside of the process, which two processes must not use at once.
-        requests: returns how many requests this process has sent to a program, for parts that may refuse without asking it;
+        external: whether it uses something outside of the process, which two processes must not use
+            at once.
+        requests: returns how many requests this process has sent to a program, for parts that may
+            refuse without asking it;
             None: every call reaches the target.
         tile_sizes: numbers of elements that it works on at once.
     """
@@ -70,7 +82,9 @@ class Target:
         return self.parts.get("kernels")
 
     def codec(self, name: str) -> Any:
-        """Return a codec of its kernels, which have a mapping ``codecs``: name -> a class that is called with the kernels."""
+        """Return a codec of its kernels, which have a mapping ``codecs``: name -> a class that is
+        called with the kernels.
+        """
         return self.kernels.codecs[name](self.kernels)
 
 
@@ -78,9 +92,10 @@ def resolve(target: Any) -> Target:
     """Return the parts of a target.
 
     Args:
-        target: a backend's name or ``"pkg.mod:Class"``, a KernelBackend (or its class), or an object with some of `PARTS` and
-            optionally ``capabilities``, a mapping with any of ``"dtypes"`` and ``"max_ranks"``, which limit what is tried,
-            ``"external"`` and ``"tile_sizes"``.
+        target: a backend's name or ``"pkg.mod:Class"``, a KernelBackend (or its class), or an
+            object with some of `PARTS` and optionally ``capabilities``, a mapping with any of
+            ``"dtypes"`` and ``"max_ranks"``, which limit what is tried, ``"external"`` and
+            ``"tile_sizes"``.
 
     Raises:
         ValueError: no backend has this name, or capabilities are invalid.
@@ -90,7 +105,13 @@ def resolve(target: Any) -> Target:
     """
     if isinstance(target, str) and ":" not in target:
         kernels: Any = get_backend(target)
-        return Target(target, {"kernels": kernels}, _setup_of_backend(target), device=_device(kernels), **_capabilities(kernels))
+        return Target(
+            target,
+            {"kernels": kernels},
+            _setup_of_backend(target),
+            device=_device(kernels),
+            **_capabilities(kernels),
+        )
     if isinstance(target, str):
         named = resolve(load(target))
         named.name = target
@@ -102,10 +123,21 @@ def resolve(target: Any) -> Target:
         target = target()
     if isinstance(target, KernelBackend):
         name = getattr(target, "name", type(target).__name__)
-        return Target(name, {"kernels": target}, _setup(target), device=_device(target), **_capabilities(target))
-    parts = {part: getattr(target, part) for part in PARTS if getattr(target, part, None) is not None}
+        return Target(
+            name,
+            {"kernels": target},
+            _setup(target),
+            device=_device(target),
+            **_capabilities(target),
+        )
+    parts = {
+        part: getattr(target, part) for part in PARTS if getattr(target, part, None) is not None
+    }
     if not parts:
-        raise TypeError(f"target={target!r} must be a backend's name, a KernelBackend or have one of {', '.join(PARTS)}")
+        raise TypeError(
+            f"target={target!r} must be a backend's name, a KernelBackend or have one of"
+            f" {', '.join(PARTS)}"
+        )
     kernels = parts.get("kernels")
     if isinstance(kernels, str):
         kernels = parts["kernels"] = get_backend(kernels)
@@ -117,11 +149,20 @@ def resolve(target: Any) -> Target:
         setup = _setup_of_backend(target.kernels)
     origin = [*imports, last.replace("kernels", "target", 1)]
     requests = getattr(target, "requests", None)
-    return Target(str(name), parts, setup, device=_device(kernels), origin=origin, requests=requests, **capabilities)
+    return Target(
+        str(name),
+        parts,
+        setup,
+        device=_device(kernels),
+        origin=origin,
+        requests=requests,
+        **capabilities,
+    )
 
 
 def assemble(backend: Any, communicator: str | None) -> Target:
-    """Return the target of a command line: what `resolve` takes, a communicator factory by name, or both.
+    """Return the target of a command line: what `resolve` takes, a communicator factory by name, or
+    both.
 
     The factory may have ``capabilities``, too.
     """
@@ -157,7 +198,8 @@ def _setup(target: Any) -> list[str]:
         return [f"kernels = {kind.__qualname__.rpartition('.')[2]}()"]
     top = kind.__qualname__.partition(".")[0]
     call = f"{kind.__qualname__}()"
-    if is_dataclass(target) and "<" not in repr(target):  # its repr is the call that creates it, unless a field has none
+    # its repr is the call that creates it, unless a field has none
+    if is_dataclass(target) and "<" not in repr(target):
         call = repr(target)
     return [f"from {kind.__module__} import {top}", "", f"kernels = {call}"]
 
@@ -167,17 +209,27 @@ def _setup_of_backend(name: str) -> list[str]:
 
 
 def _capabilities(part: Any) -> dict[str, Any]:
-    """Return what a target, its kernels or its factory of communicators say that they can, as fields of `Target`."""
+    """Return what a target, its kernels or its factory of communicators say that they can, as
+    fields of `Target`.
+    """
     said = getattr(part, "capabilities", None)
     if said is None:
         return {}
-    if not isinstance(said, Mapping) or not said.keys() <= {"dtypes", "max_ranks", "external", "tile_sizes"}:
+    if not isinstance(said, Mapping) or not said.keys() <= {
+        "dtypes",
+        "max_ranks",
+        "external",
+        "tile_sizes",
+    }:
         raise ValueError(
-            f"capabilities={said!r} must be a mapping with any of the keys 'dtypes', 'max_ranks', 'external' and 'tile_sizes'"
+            f"capabilities={said!r} must be a mapping with any of the keys 'dtypes', 'max_ranks',"
+            " 'external' and 'tile_sizes'"
         )
     found = dict(said)
     if "dtypes" in found:
-        found["dtypes"] = names = tuple(str(dtype).removeprefix("torch.") for dtype in found["dtypes"])
+        found["dtypes"] = names = tuple(
+            str(dtype).removeprefix("torch.") for dtype in found["dtypes"]
+        )
         for name in names:
             if not isinstance(getattr(torch, name, None), torch.dtype):
                 raise ValueError(f"capabilities['dtypes'] has {name!r}, which is not a torch dtype")
@@ -190,7 +242,9 @@ def _capabilities(part: Any) -> dict[str, Any]:
         raise TypeError(f"capabilities['external']={external!r} must be a bool")
     found["tile_sizes"] = tuple(found.get("tile_sizes", ()))
     if not all(isinstance(size, int) and 0 < size <= 2**24 for size in found["tile_sizes"]):
-        raise ValueError(f"capabilities['tile_sizes']={found['tile_sizes']} must be ints from 1 to 2**24")
+        raise ValueError(
+            f"capabilities['tile_sizes']={found['tile_sizes']} must be ints from 1 to 2**24"
+        )
     return found
 
 
@@ -202,8 +256,8 @@ def _device(kernels: Any) -> torch.device:
 def sizes_beyond(tile_sizes: Sequence[int], parts: Sequence[Any]) -> tuple[int, ...]:
     """Return sizes that end `TAIL` elements beyond a tile.
 
-    Tiles are those that a target declares, and as many elements as any integer from 65 to 2^20 in the code of the reference or of
-    the modules of a target's parts says, as any of them may be one.
+    Tiles are those that a target declares, and as many elements as any integer from 65 to 2^20 in
+    the code of the reference or of the modules of a target's parts says, as any of them may be one.
 
     >>> 262_151 in sizes_beyond([], [])
     True

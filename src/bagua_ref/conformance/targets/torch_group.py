@@ -1,7 +1,8 @@
-"""A torch.distributed process group as a target's communicator, with ranks as threads of one process (S3.9).
+"""A torch.distributed process group as a target's communicator, with ranks as threads of one
+process (S3.9).
 
-``bagua-ref verify --communicator bagua_ref.conformance.targets.torch_group:gloo --suite collectives`` checks torch's own gloo. For
-another group, write a factory like `gloo`.
+``bagua-ref verify --communicator bagua_ref.conformance.targets.torch_group:gloo --suite
+collectives`` checks torch's own gloo. For another group, write a factory like `gloo`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _TIMEOUT = timedelta(seconds=10)
 class TorchGroup(Communicator):
     """The collectives of S3.9 on a ``ProcessGroup``, called as torch.distributed calls them.
 
-    Movement goes as bytes, so any dtype does; reductions are the group's own, but for a mean, which is its sum divided. What does
-    not fit is refused before the group is called.
+    Movement goes as bytes, so any dtype does; reductions are the group's own, but for a mean, which
+    is its sum divided. What does not fit is refused before the group is called.
 
     Args:
         group: a ``torch.distributed.ProcessGroup`` or an object with its methods.
@@ -45,7 +46,9 @@ class TorchGroup(Communicator):
         """Return once every rank has called it."""
         self._group.barrier().wait()
 
-    def _exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> None:
+    def _exchange(
+        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]
+    ) -> None:
         works = [self._group.recv([bytes_of(tensor)], peer, 0) for tensor, peer in recvs]
         works += [self._group.send([bytes_of(tensor)], peer, 0) for tensor, peer in sends]
         for work in works:
@@ -88,7 +91,9 @@ class TorchGroup(Communicator):
     def _reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp) -> None:
         options = dist.ReduceScatterOptions()
         options.reduceOp = _native(op)
-        self._group.reduce_scatter([recv_tensor], [self._chunks(send_tensor.view(-1))], options).wait()
+        self._group.reduce_scatter(
+            [recv_tensor], [self._chunks(send_tensor.view(-1))], options
+        ).wait()
         self._divide(recv_tensor, op)
 
     def _divide(self, tensor: Tensor, op: ReduceOp) -> None:
@@ -101,8 +106,12 @@ class TorchGroup(Communicator):
 
 
 def gloo(world: RankWorld) -> TorchGroup:
-    """Return torch's gloo between the ranks of ``world``: a factory for ``--communicator``, and an example of one."""
-    return TorchGroup(dist.ProcessGroupGloo(world.store, world.rank, world.world_size, timeout=_TIMEOUT))
+    """Return torch's gloo between the ranks of ``world``: a factory for ``--communicator``, and an
+    example of one.
+    """
+    return TorchGroup(
+        dist.ProcessGroupGloo(world.store, world.rank, world.world_size, timeout=_TIMEOUT)
+    )
 
 
 gloo.real_threads = True  # type: ignore[attr-defined]

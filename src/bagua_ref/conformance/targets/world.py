@@ -1,4 +1,6 @@
-"""Worlds for checks of communicators and bucket operations, with ranks as simulated or real threads."""
+"""Worlds for checks of communicators and bucket operations, with ranks as simulated or real
+threads.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class RankWorld:
         world_size: number of ranks.
         nodes: number of ranks on each node.
         transport: a working communicator, through which the one under test may send.
-        store: a torch store that all ranks share; given instead of a transport if the factory has ``real_threads = True``.
+        store: a torch store that all ranks share; given instead of a transport if the factory has
+            ``real_threads = True``.
     """
 
     rank: int
@@ -43,14 +46,18 @@ def own_communicator(world: RankWorld) -> Communicator:
 
 
 def run_world(
-    factory: Callable[[RankWorld], Any], nodes: tuple[int, ...], program: Callable[[Any], Any], seed: int = 0
+    factory: Callable[[RankWorld], Any],
+    nodes: tuple[int, ...],
+    program: Callable[[Any], Any],
+    seed: int = 0,
 ) -> list[Any]:
     """Return the results of ``program(factory(world))`` on each rank.
 
     Args:
-        factory: creates a rank's communicator. Ranks are threads of the simulated world, of which one runs at a time, and which may
-            wait for each other through ``world.transport`` only; with ``factory.real_threads = True`` they are real ones, for
-            communicators that wait by other means.
+        factory: creates a rank's communicator. Ranks are threads of the simulated world, of which
+            one runs at a time, and which may wait for each other through ``world.transport`` only;
+            with ``factory.real_threads = True`` they are real ones, for communicators that wait by
+            other means.
         nodes: number of ranks on each node.
         program: runs on each rank.
         seed: seed of the simulated world's interleaving.
@@ -65,16 +72,21 @@ def run_world(
     return SimulatedWorld(size, nodes=nodes, seed=seed).run(rank)
 
 
-def _on_threads(factory: Callable[[RankWorld], Any], nodes: tuple[int, ...], program: Callable[[Any], Any]) -> list[Any]:
+def _on_threads(
+    factory: Callable[[RankWorld], Any], nodes: tuple[int, ...], program: Callable[[Any], Any]
+) -> list[Any]:
     import torch.distributed as dist
 
     size, store = sum(nodes), dist.HashStore()  # type: ignore[attr-defined]
     ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
-    communicators = []  # kept until all ranks have ended: destroying one may cut off another rank's last message
+    # kept until all ranks have ended: destroying one may cut off another rank's last message
+    communicators = []
 
     def rank(number: int) -> None:
         try:
-            communicators.append(communicator := factory(RankWorld(number, size, nodes, store=store)))
+            communicators.append(
+                communicator := factory(RankWorld(number, size, nodes, store=store))
+            )
             ended.put((number, program(communicator), None))
         except BaseException as error:
             ended.put((number, None, error))

@@ -1,4 +1,6 @@
-"""Callbacks that record the trainings of Lightning's and Hugging Face's Trainer; both libraries are imported when asked for."""
+"""Callbacks that record the trainings of Lightning's and Hugging Face's Trainer; both libraries are
+imported when asked for.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ __all__ = ["lightning_callback", "transformers_callback"]
 
 
 def lightning_callback(folder: str | Path, **options: Any) -> Any:
-    """Return a callback for ``Trainer(callbacks=[...])`` of Lightning 2 that records batches, losses and all that `record` does.
+    """Return a callback for ``Trainer(callbacks=[...])`` of Lightning 2 that records batches,
+    losses and all that `record` does.
 
     Args:
         folder: as for `record`; a training that goes on from a checkpoint adds to it.
@@ -26,9 +29,13 @@ def lightning_callback(folder: str | Path, **options: Any) -> Any:
     >>> from bagua_ref.conformance.trace.callbacks import lightning_callback
     >>> trainer = Trainer(callbacks=[lightning_callback("runs/a")])  # doctest: +SKIP
     """
-    package = next((name for name in ("lightning", "pytorch_lightning") if find_spec(name) is not None), None)
+    package = next(
+        (name for name in ("lightning", "pytorch_lightning") if find_spec(name) is not None), None
+    )
     if package is None:
-        raise ModuleNotFoundError(f"lightning_callback() needs Lightning; install it with: {install_command('lightning')}")
+        raise ModuleNotFoundError(
+            f"lightning_callback() needs Lightning; install it with: {install_command('lightning')}"
+        )
     base = import_module("lightning.pytorch" if package == "lightning" else package).Callback
     session = _TrainerRecording(folder, options)
     methods = {
@@ -37,8 +44,12 @@ def lightning_callback(folder: str | Path, **options: Any) -> Any:
             trainer.optimizers,
             trainer.global_step // max(1, len(trainer.optimizers)),  # which counts those of each
         ),
-        "on_train_batch_start": lambda self, trainer, module, batch, index: session.recording and session.recording.batch(batch),
-        "on_before_backward": lambda self, trainer, module, loss: session.recording and session.recording.loss(loss),
+        "on_train_batch_start": lambda self, trainer, module, batch, index: (
+            session.recording and session.recording.batch(batch)
+        ),
+        "on_before_backward": lambda self, trainer, module, loss: (
+            session.recording and session.recording.loss(loss)
+        ),
         "on_train_end": lambda self, trainer, module: session.exit(),
         "on_exception": lambda self, trainer, module, error: session.exit(error),
     }
@@ -46,7 +57,8 @@ def lightning_callback(folder: str | Path, **options: Any) -> Any:
 
 
 def transformers_callback(folder: str | Path, **options: Any) -> Any:
-    """Return a callback for ``Trainer(callbacks=[...])`` of transformers that records inputs, losses and all that `record` does.
+    """Return a callback for ``Trainer(callbacks=[...])`` of transformers that records inputs,
+    losses and all that `record` does.
 
     Args:
         folder: as for `lightning_callback`.
@@ -59,10 +71,15 @@ def transformers_callback(folder: str | Path, **options: Any) -> Any:
     >>> trainer = Trainer(model, arguments, callbacks=[transformers_callback("runs/a")])  # doctest: +SKIP
     """
     if find_spec("transformers") is None:
-        raise ModuleNotFoundError(f"transformers_callback() needs transformers; install it with: {install_command('transformers')}")
+        raise ModuleNotFoundError(
+            "transformers_callback() needs transformers; install it with:"
+            f" {install_command('transformers')}"
+        )
     session = _TrainerRecording(folder, options)
     methods = {
-        "on_train_begin": lambda self, args, state, control, **of: session.enter(of["model"], [of["optimizer"]], state.global_step),
+        "on_train_begin": lambda self, args, state, control, **of: session.enter(
+            of["model"], [of["optimizer"]], state.global_step
+        ),
         "on_train_end": lambda self, args, state, control, **of: session.exit(),
     }
     return type("TransformersRecorder", (import_module("transformers").TrainerCallback,), methods)()
@@ -78,7 +95,9 @@ class _TrainerRecording:
     def enter(self, model: Any, optimizers: list[Any], step: int) -> None:
         """Begin to record at a step; of optimizers of accelerate and Lightning, those inside."""
         inside = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
-        self.recording = record(model, inside, self._folder, first_step=step or None, **self._options).__enter__()
+        self.recording = record(
+            model, inside, self._folder, first_step=step or None, **self._options
+        ).__enter__()
 
     def exit(self, error: BaseException | None = None) -> None:
         """End, after an error with the step that failed."""

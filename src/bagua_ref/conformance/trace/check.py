@@ -41,7 +41,8 @@ def check_trace(
     Args:
         directory: folder with the folders of all ranks.
         algorithm: a registered name; None: the one named in the trace.
-        options: options of the algorithm; those left out are taken from the trace or are the algorithm's defaults.
+        options: options of the algorithm; those left out are taken from the trace or are the
+            algorithm's defaults.
         buckets: names of the buckets to check; empty: all.
         progress: called with the number of steps done and the number of all steps.
 
@@ -55,20 +56,31 @@ def check_trace(
     if algorithm is None:
         algorithm = manifest.get("algorithm")
         if algorithm not in ALGORITHMS:
-            raise ValueError(f"algorithm=None: {where} names {algorithm!r}; pass algorithm=, one of {', '.join(ALGORITHMS)}")
+            raise ValueError(
+                f"algorithm=None: {where} names {algorithm!r}; pass algorithm=, one of"
+                f" {', '.join(ALGORITHMS)}"
+            )
     if algorithm in ALGORITHMS:
         try:
             merged_options(algorithm, manifest["options"], {})
         except ValueError as error:
             raise TraceError(f"{where}: {error}") from None
-    replay = Replay(algorithm, merged_options(algorithm, manifest["options"], options or {}), tuple(manifest["nodes"]))
+    replay = Replay(
+        algorithm,
+        merged_options(algorithm, manifest["options"], options or {}),
+        tuple(manifest["nodes"]),
+    )
     if unknown := sorted(set(buckets) - set(manifest["buckets"])):
-        raise ValueError(f"buckets: {unknown[0]!r} is not in the trace, which has {one_line(', '.join(manifest['buckets']))}")
+        raise ValueError(
+            f"buckets: {unknown[0]!r} is not in the trace, which has"
+            f" {one_line(', '.join(manifest['buckets']))}"
+        )
     common = sorted(set.intersection(*(set(rank.steps) for rank in ranks)))
     report = TraceReport(algorithm, replay.options, replay.nodes, _notes(ranks, common))
     before: dict[str, list[Record]] = {}
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the simulated world does; switching at each step would cost more than a second thread gains
+    # as the simulated world does; switching at each step would cost more than a second thread gains
+    torch.set_num_threads(1)
     try:
         for done, step in enumerate(common):
             by_rank = [rank.records(step) for rank in ranks]
@@ -76,14 +88,20 @@ def check_trace(
                 if buckets and bucket not in buckets:
                     continue
                 try:
-                    if absent := [rank for rank, records in enumerate(by_rank) if bucket not in records]:
-                        raise NotReplayable(f"rank {absent[0]} recorded no bucket {bucket!r} in this step")
+                    if absent := [
+                        rank for rank, records in enumerate(by_rank) if bucket not in records
+                    ]:
+                        raise NotReplayable(
+                            f"rank {absent[0]} recorded no bucket {bucket!r} in this step"
+                        )
                     records, last = [found[bucket] for found in by_rank], before.get(bucket)
                     before[bucket] = records
                     with np.errstate(all="ignore"):
                         for expected in replay(step, records, last):
                             described = manifest["buckets"].get(bucket, {})
-                            report.executions.append(_compare(step, bucket, expected, records, replay, described))
+                            report.executions.append(
+                                _compare(step, bucket, expected, records, replay, described)
+                            )
                 except NotReplayable as reason:
                     report.not_checked.append((step, bucket, str(reason)))
             if progress is not None:
@@ -105,19 +123,27 @@ def _notes(ranks: Sequence[RankTrace], common: Sequence[int]) -> list[str]:
     if partial := sorted(set().union(*(rank.steps for rank in ranks)) - set(common)):
         who = [place for place, rank in enumerate(ranks) if partial[0] in rank.steps]
         notes.append(
-            f"{len(partial)} steps, from step {partial[0]} on, were recorded by some ranks only (rank {', '.join(map(str, who))}) "
-            "and are not checked"
+            f"{len(partial)} steps, from step {partial[0]} on, were recorded by some ranks only"
+            f" (rank {', '.join(map(str, who))}) and are not checked"
         )
     for place, rank in enumerate(ranks):
         if stopped := rank.manifest.get("stopped"):
             notes.append(f"rank {place} stopped recording: {one_line(stopped['reason'])}")
         elif not rank.manifest.get("complete"):
-            notes.append(f"rank {place} did not finish recording (it failed or was killed); only complete steps are available")
+            notes.append(
+                f"rank {place} did not finish recording (it failed or was killed); only complete"
+                " steps are available"
+            )
     return notes
 
 
 def _compare(
-    step: int, bucket: str, expected: Expected, records: list[Record], replay: Replay, described: Mapping[str, Any]
+    step: int,
+    bucket: str,
+    expected: Expected,
+    records: list[Record],
+    replay: Replay,
+    described: Mapping[str, Any],
 ) -> Execution:
     """Compare one output of an execution on all ranks."""
     got = []
@@ -127,8 +153,8 @@ def _compare(
             raise NotReplayable(f"output {expected.name!r} was not recorded on rank {rank}")
         if x.shape != wanted.shape or x.dtype != wanted.dtype:
             raise NotReplayable(
-                f"output {expected.name!r} of rank {rank} has {x.numel()} elements of {x.dtype}, but the operation gives "
-                f"{wanted.numel()} of {wanted.dtype}"
+                f"output {expected.name!r} of rank {rank} has {x.numel()} elements of {x.dtype},"
+                f" but the operation gives {wanted.numel()} of {wanted.dtype}"
             )
         got.append(x)
     found, wanted = torch.stack(got), torch.stack(expected.values)
@@ -139,18 +165,43 @@ def _compare(
         rank, element = diverging.nonzero()[0].tolist()
         name, index = _tensor_at(expected.name, element, described)
         x, w = found[rank, element], wanted[rank, element]
-        ulps = abs(int(places(x[None]) - places(w[None]))) if x.is_floating_point() and not (x.isnan() or w.isnan()) else None
+        ulps = (
+            abs(int(places(x[None]) - places(w[None])))
+            if x.is_floating_point() and not (x.isnan() or w.isnan())
+            else None
+        )
         execution.first = Divergence(
-            step, rank, bucket, name, index, element, float(w), float(x), ulps, expected.tolerance.name,
+            step,
+            rank,
+            bucket,
+            name,
+            index,
+            element,
+            float(w),
+            float(x),
+            ulps,
+            expected.tolerance.name,
             _chunks(diverging.any(0), replay) if expected.name == "x" else None,
-        )  # fmt: skip
-        inputs = [record.inputs["x"] for record in records if expected.name == "x" and "x" in record.inputs]
-        execution.kind = _cause(expected, found, wanted, torch.stack(inputs) if len(inputs) == len(records) else None, replay)
+        )
+        inputs = [
+            record.inputs["x"]
+            for record in records
+            if expected.name == "x" and "x" in record.inputs
+        ]
+        execution.kind = _cause(
+            expected,
+            found,
+            wanted,
+            torch.stack(inputs) if len(inputs) == len(records) else None,
+            replay,
+        )
     return execution
 
 
 def _error(got: Tensor, wanted: Tensor) -> float:
-    """Return the largest difference relative to the largest value; inf if only one of expected and found is finite."""
+    """Return the largest difference relative to the largest value; inf if only one of expected and
+    found is finite.
+    """
     same = where_equal(got, wanted, EXACT)
     if same.all():
         return 0.0
@@ -159,7 +210,9 @@ def _error(got: Tensor, wanted: Tensor) -> float:
     if not math.isfinite(error):
         return math.inf
     both = torch.cat([got, wanted])
-    return error / both[both.isfinite()].abs().max().clamp(min=torch.finfo(torch.float64).tiny).item()
+    return (
+        error / both[both.isfinite()].abs().max().clamp(min=torch.finfo(torch.float64).tiny).item()
+    )
 
 
 def _tensor_at(role: str, element: int, described: Mapping[str, Any]) -> tuple[str, list[int]]:
@@ -189,11 +242,18 @@ def _chunks(wrong: Tensor, replay: Replay) -> str | None:
     size = (wrong.numel() + -wrong.numel() % math.lcm(sum(replay.nodes), count)) // count
     hit = sorted(set((wrong.nonzero().reshape(-1) // size).tolist()))
     ranks = ", ".join(str(reducers[chunk]) for chunk in hit)
-    return f"chunk {', '.join(map(str, hit))} of {count} chunks of {size} elements, reduced by rank {ranks}"
+    return (
+        f"chunk {', '.join(map(str, hit))} of {count} chunks of {size} elements, reduced by rank"
+        f" {ranks}"
+    )
 
 
-def _cause(expected: Expected, found: Tensor, wanted: Tensor, inputs: Tensor | None, replay: Replay) -> str | None:
-    """Return the likely cause of a divergence, or None if it matches no known cause; a row of each tensor belongs to a rank."""
+def _cause(
+    expected: Expected, found: Tensor, wanted: Tensor, inputs: Tensor | None, replay: Replay
+) -> str | None:
+    """Return the likely cause of a divergence, or None if it matches no known cause; a row of each
+    tensor belongs to a rank.
+    """
     if expected.cause is not None:
         return expected.cause(found)
     if not found.dtype.is_floating_point:
@@ -205,16 +265,29 @@ def _cause(expected: Expected, found: Tensor, wanted: Tensor, inputs: Tensor | N
         return "as if summed, where a mean was expected"
     if n > 1 and _roughly(found, wanted, 1 / n):
         return "as if averaged, where a sum was expected"
-    if inputs is not None and _compresses(replay) and _is_mean(found, inputs, n if replay.options.get("average", True) else 1):
+    if (
+        inputs is not None
+        and _compresses(replay)
+        and _is_mean(found, inputs, n if replay.options.get("average", True) else 1)
+    ):
         return "as if it had been communicated in full precision, not compressed"
     if narrow := _narrower(found, wanted, expected.magnitude):
         return narrow
     wrong = [rank for rank in range(n) if not _same(found[rank], wanted[rank])]
-    if inputs is not None and replay.algorithm == "decentralized" and not replay.options["hierarchical"]:
+    if (
+        inputs is not None
+        and replay.algorithm == "decentralized"
+        and not replay.options["hierarchical"]
+    ):
         for rank in wrong:
-            if peer := _other_peers(rank, found[rank], inputs, replay.options["peer_selection_mode"]):
+            if peer := _other_peers(
+                rank, found[rank], inputs, replay.options["peer_selection_mode"]
+            ):
                 return f"as if rank {rank} had {peer}"
-    sources = [next((other for other in range(n) if _same(found[rank], wanted[other])), None) for rank in wrong]
+    sources = [
+        next((other for other in range(n) if _same(found[rank], wanted[other])), None)
+        for rank in wrong
+    ]
     if wrong and None not in sources:
         return f"as if ranks were mixed up: rank {wrong[0]} has the result of rank {sources[0]}"
     if _same(wanted, wanted[:1].expand_as(wanted)) and not _same(found, found[:1].expand_as(found)):
@@ -223,7 +296,9 @@ def _cause(expected: Expected, found: Tensor, wanted: Tensor, inputs: Tensor | N
 
 
 def _compresses(replay: Replay) -> bool:
-    return replay.algorithm in ("bytegrad", "qadam") or replay.options.get("compression") is not None
+    return (
+        replay.algorithm in ("bytegrad", "qadam") or replay.options.get("compression") is not None
+    )
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -233,13 +308,24 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def _roughly(found: Tensor, wanted: Tensor, factor: float) -> bool:
     scaled = wanted.double() * factor
     largest = scaled.abs().max().item() if scaled.numel() else 0.0
-    return 0 < largest < float("inf") and bool(((found.double() - scaled).abs() <= _ROUGHLY * largest).all())
+    return 0 < largest < float("inf") and bool(
+        ((found.double() - scaled).abs() <= _ROUGHLY * largest).all()
+    )
 
 
 def _is_mean(found: Tensor, xs: Tensor, divisor: int) -> bool:
-    """Return whether ``found`` is the sum of ``xs`` over ranks divided by ``divisor``, added in any order."""
-    result, magnitude = (xs.double().sum(0) / divisor).to(found.dtype), xs.double().abs().sum(0) / divisor
-    return bool(where_equal(found, result.expand_as(found).contiguous(), SUM(len(xs)), magnitude=magnitude).all())
+    """Return whether ``found`` is the sum of ``xs`` over ranks divided by ``divisor``, added in any
+    order.
+    """
+    result, magnitude = (
+        (xs.double().sum(0) / divisor).to(found.dtype),
+        xs.double().abs().sum(0) / divisor,
+    )
+    return bool(
+        where_equal(
+            found, result.expand_as(found).contiguous(), SUM(len(xs)), magnitude=magnitude
+        ).all()
+    )
 
 
 def _narrower(found: Tensor, wanted: Tensor, magnitude: Tensor | None) -> str | None:
@@ -251,11 +337,16 @@ def _narrower(found: Tensor, wanted: Tensor, magnitude: Tensor | None) -> str | 
     matches: list[tuple[int, str]] = []
     for name, dtype in WIRES.items():
         info, rounded = torch.finfo(dtype), wanted.to(dtype).to(found.dtype)
-        near = (found.double() - exact_at).abs() <= (len(found) + 1) * info.eps * (magnitude + info.smallest_normal)
+        near = (found.double() - exact_at).abs() <= (len(found) + 1) * info.eps * (
+            magnitude + info.smallest_normal
+        )
         overflow = ~found.isfinite() & (exact_at.abs() > info.max / len(found))
         if _same(found.to(dtype).to(found.dtype), found) and bool((near | overflow | close).all()):
             exact = int(where_equal(found, rounded, EXACT).sum())
-            text = f"all values are numbers of {name}, and {exact} of {found.numel()} are the expected one rounded"
+            text = (
+                f"all values are numbers of {name}, and {exact} of {found.numel()} are the expected"
+                " one rounded"
+            )
             matches.append((exact, f"as if rounded to {name}: {text}"))
     return max(matches)[1] if matches else None
 
@@ -272,6 +363,11 @@ def _other_peers(rank: int, found: Tensor, inputs: Tensor, mode: str) -> str | N
         sources = [source for source, _ in MODES[mode].graph(0, len(inputs))[rank]]
         for left_out in sources:
             rest = inputs[[source for source in sources if source != left_out]]
-            if len(rest) and any(_is_mean(found, rest, divisor) for divisor in (len(rest), len(sources))):
-                return f"left out {'its own values' if left_out == rank else f'those of rank {left_out}'}"
+            if len(rest) and any(
+                _is_mean(found, rest, divisor) for divisor in (len(rest), len(sources))
+            ):
+                return (
+                    "left out"
+                    f" {'its own values' if left_out == rank else f'those of rank {left_out}'}"
+                )
     return None

@@ -1,4 +1,6 @@
-"""Files of a trace: per rank a folder with a manifest, an index of steps and a safetensors file per sampled step."""
+"""Files of a trace: per rank a folder with a manifest, an index of steps and a safetensors file per
+sampled step.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,20 @@ from bagua_ref.base.untrusted import NATURAL, SCALAR, check_form, load_json, rea
 from bagua_ref.conformance.formats import CODES, read_tensors
 
 __all__ = [
-    "FORMAT", "INDEX", "MANIFEST", "TRACE_VERSION",
-    "RankTrace", "Record", "TraceError",
-    "check_int", "json_values", "line_of", "named_tensors", "read_lines", "read_trace",
-]  # fmt: skip
+    "FORMAT",
+    "INDEX",
+    "MANIFEST",
+    "TRACE_VERSION",
+    "RankTrace",
+    "Record",
+    "TraceError",
+    "check_int",
+    "json_values",
+    "line_of",
+    "named_tensors",
+    "read_lines",
+    "read_trace",
+]
 
 FORMAT = "bagua_ref trace"
 TRACE_VERSION = "1"
@@ -30,7 +42,9 @@ MANIFEST, INDEX = "manifest.json", "steps.jsonl"
 
 
 class TraceError(Exception):
-    """A trace cannot be used: a rank's files are missing or damaged, or the ranks' traces do not belong together."""
+    """A trace cannot be used: a rank's files are missing or damaged, or the ranks' traces do not
+    belong together.
+    """
 
 
 @dataclass
@@ -53,7 +67,9 @@ class Record:
 
 
 def check_int(name: str, value: Any, least: int | None = None, also: str = "") -> None:
-    """Raise TypeError unless ``value`` is an int, and ValueError if it is less than ``least``; ``also`` says what else may be."""
+    """Raise TypeError unless ``value`` is an int, and ValueError if it is less than ``least``;
+    ``also`` says what else may be.
+    """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be an int{also}")
     if least is not None and value < least:
@@ -66,14 +82,20 @@ def json_values(argument: str, values: Any) -> dict[str, Any]:
         raise TypeError(f"{argument}={values!r} must be a mapping of names to values")
     for name, value in values.items():
         if value is not None and not isinstance(value, str | int | float):
-            raise TypeError(f"{argument}: {name}={value!r} must be a number, a string, a bool or None, as JSON")
+            raise TypeError(
+                f"{argument}: {name}={value!r} must be a number, a string, a bool or None, as JSON"
+            )
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{argument}: {name}={value!r} must be finite, as JSON has no infinity or NaN")
+            raise ValueError(
+                f"{argument}: {name}={value!r} must be finite, as JSON has no infinity or NaN"
+            )
     return dict(values)
 
 
 def named_tensors(argument: str, tensors: Any) -> dict[str, dict[str, Tensor]]:
-    """Return the parts of the given values by name, as tensors that share memory with them if possible."""
+    """Return the parts of the given values by name, as tensors that share memory with them if
+    possible.
+    """
     named = dict(tensors) if isinstance(tensors, Mapping) else {"x": tensors}
     if not named:
         raise ValueError(f"{argument}={tensors!r} must hold at least one tensor")
@@ -81,11 +103,18 @@ def named_tensors(argument: str, tensors: Any) -> dict[str, dict[str, Tensor]]:
     for role, value in named.items():
         if not isinstance(role, str) or not role.isidentifier():
             raise ValueError(f"{argument}: the name {role!r} must be an identifier, such as 'x'")
-        parts = {str(place): part for place, part in enumerate(value)} if isinstance(value, list | tuple) else {"x": value}
+        parts = (
+            {str(place): part for place, part in enumerate(value)}
+            if isinstance(value, list | tuple)
+            else {"x": value}
+        )
         found[role] = {name: _as_tensor(argument, part) for name, part in parts.items()}
         dtypes = {str(part.dtype) for part in found[role].values()}
         if len(dtypes) != 1:
-            raise ValueError(f"{argument}: {role} must be a list of at least one tensor, all of one dtype, not {sorted(dtypes)}")
+            raise ValueError(
+                f"{argument}: {role} must be a list of at least one tensor, all of one dtype, not"
+                f" {sorted(dtypes)}"
+            )
     return found
 
 
@@ -94,14 +123,20 @@ def _as_tensor(argument: str, value: Any) -> Tensor:
         # torch refuses negative strides and warns of read-only arrays.
         value = torch.from_numpy(np.require(value, requirements=["C", "W"]))
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{argument}: {value!r} must be a torch.Tensor or a NumPy array, not {type(value).__name__}")
+        raise TypeError(
+            f"{argument}: {value!r} must be a torch.Tensor or a NumPy array, not"
+            f" {type(value).__name__}"
+        )
     if value.dtype not in CODES:
-        raise TypeError(f"{argument}: {value.dtype} is not supported; use one of {', '.join(CODES.values())}")
+        raise TypeError(
+            f"{argument}: {value.dtype} is not supported; use one of {', '.join(CODES.values())}"
+        )
     return value
 
 
 def line_of(step: int, records: list[Record]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the index's line and the tensors of a step's records, in the order in which their operations ended.
+    """Return the index's line and the tensors of a step's records, in the order in which their
+    operations ended.
 
     A step may be written again with more records; the index's last line for a step counts.
     """
@@ -109,7 +144,9 @@ def line_of(step: int, records: list[Record]) -> tuple[dict[str, Any], dict[str,
     entries = []
     for record in records:
         for kind, values in (("in", record.inputs), ("out", record.outputs)):
-            tensors.update({f"{record.bucket}:{kind}:{role}": tensor for role, tensor in values.items()})
+            tensors.update(
+                {f"{record.bucket}:{kind}:{role}": tensor for role, tensor in values.items()}
+            )
         entries.append(
             {
                 "bucket": record.bucket,
@@ -154,31 +191,44 @@ class RankTrace:
             try:
                 return {role: tensors[f"{bucket}:{kind}:{role}"].reshape(-1) for role in roles}
             except KeyError as missing:
-                raise TraceError(f"{str(path)!r} has no tensor {missing}, which {INDEX} lists") from None
+                raise TraceError(
+                    f"{str(path)!r} has no tensor {missing}, which {INDEX} lists"
+                ) from None
 
         found: dict[str, Record] = {}
         for listed in entry["records"]:
             name = listed["bucket"]
-            inputs, outputs = flat(name, "in", listed["inputs"]), flat(name, "out", listed["outputs"])
+            inputs, outputs = (
+                flat(name, "in", listed["inputs"]),
+                flat(name, "out", listed["outputs"]),
+            )
             found[name] = Record(name, listed["execution"], inputs, outputs, listed["info"])
         return found
 
 
-def read_trace(directory: Path, read_index: Callable[[Path], dict[int, Any]] | None = None) -> list[RankTrace]:
+def read_trace(
+    directory: Path, read_index: Callable[[Path], dict[int, Any]] | None = None
+) -> list[RankTrace]:
     """Return all ranks' traces in ``directory``, by rank.
 
     Args:
         directory: holds the ranks' folders.
-        read_index: returns the steps that an index of digests lists, by number; None: the trace is a `Recorder`'s.
+        read_index: returns the steps that an index of digests lists, by number; None: the trace is
+            a `Recorder`'s.
 
     Raises:
-        TraceError: there is none of this kind, a rank is missing, a manifest or an index is damaged, or the ranks' worlds differ.
+        TraceError: there is none of this kind, a rank is missing, a manifest or an index is
+            damaged, or the ranks' worlds differ.
     """
     if not directory.is_dir():
         raise TraceError(f"{str(directory)!r} is not a folder")
     present = sorted(path.name for path in directory.iterdir() if (path / MANIFEST).exists())
     if not present:
-        hint = f"; it is the folder of one rank: pass {str(directory.parent)!r}" if (directory / MANIFEST).exists() else ""
+        hint = (
+            f"; it is the folder of one rank: pass {str(directory.parent)!r}"
+            if (directory / MANIFEST).exists()
+            else ""
+        )
         raise TraceError(f"{str(directory)!r} holds no trace: no rank0/{MANIFEST} in it{hint}")
     first = _read_rank(directory / present[0], read_index)
     world_size = first.manifest["world_size"]
@@ -187,13 +237,21 @@ def read_trace(directory: Path, read_index: Callable[[Path], dict[int, Any]] | N
         folder = directory / f"rank{rank}"
         if not (folder / MANIFEST).exists():
             raise TraceError(
-                f"{str(folder / MANIFEST)!r} is missing; a trace of {world_size} ranks needs rank0 to rank{world_size - 1} in one "
-                f"folder, and {', '.join(present)} {'are' if len(present) > 1 else 'is'} there"
+                f"{str(folder / MANIFEST)!r} is missing; a trace of {world_size} ranks needs rank0"
+                f" to rank{world_size - 1} in one folder, and {', '.join(present)}"
+                f" {'are' if len(present) > 1 else 'is'} there"
             )
         trace = _read_rank(folder, read_index)
-        for key, expected in (("rank", rank), ("world_size", world_size), ("nodes", first.manifest["nodes"])):
+        for key, expected in (
+            ("rank", rank),
+            ("world_size", world_size),
+            ("nodes", first.manifest["nodes"]),
+        ):
             if trace.manifest[key] != expected:
-                raise TraceError(f"{str(folder / MANIFEST)!r} says {key}={trace.manifest[key]!r}, where {expected!r} was expected")
+                raise TraceError(
+                    f"{str(folder / MANIFEST)!r} says {key}={trace.manifest[key]!r}, where"
+                    f" {expected!r} was expected"
+                )
         ranks.append(trace)
     return ranks
 
@@ -209,20 +267,38 @@ _MANIFEST = {
     "world_size": NATURAL,
     "nodes": [NATURAL],
     "options": {str: SCALAR},
-    "buckets": {str: {"dtype": str, "elements": NATURAL, "tensors": [{"name": str, "shape": [NATURAL]}]}},
+    "buckets": {
+        str: {"dtype": str, "elements": NATURAL, "tensors": [{"name": str, "shape": [NATURAL]}]}
+    },
     "algorithm?": str,
     "stopped?": {"reason": str},
     "what?": str,
 }
 
-_INFO = {str: SCALAR, "execution?": NATURAL, "ranks?": NATURAL, "divided_by?": (int, float), "beta1?": (int, float), "graph?": str}
-_INFO |= {"t?": NATURAL, "fragment?": NATURAL, "averages?": str, "k?": NATURAL, "matrices?": str, "elements?": NATURAL}
+_INFO = {
+    str: SCALAR,
+    "execution?": NATURAL,
+    "ranks?": NATURAL,
+    "divided_by?": (int, float),
+    "beta1?": (int, float),
+    "graph?": str,
+}
+_INFO |= {
+    "t?": NATURAL,
+    "fragment?": NATURAL,
+    "averages?": str,
+    "k?": NATURAL,
+    "matrices?": str,
+    "elements?": NATURAL,
+}
 _INFO |= {"applied?": NATURAL, "outer_lr?": (int, float)}
 
 _STEP = {
     "step": NATURAL,
     "file": str,
-    "records": [{"bucket": str, "execution": NATURAL, "inputs": [str], "outputs": [str], "info?": _INFO}],
+    "records": [
+        {"bucket": str, "execution": NATURAL, "inputs": [str], "outputs": [str], "info?": _INFO}
+    ],
 }
 
 _MOST_DIMENSIONS = 64  # of a tensor of torch
@@ -233,21 +309,34 @@ def _read_rank(folder: Path, read_index: Callable[[Path], dict[int, Any]] | None
     try:
         manifest = load_json(read_file(path))
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-            raise TraceError(f"{str(path)!r} is not the manifest of a trace: its format is not {FORMAT!r}")
+            raise TraceError(
+                f"{str(path)!r} is not the manifest of a trace: its format is not {FORMAT!r}"
+            )
         if manifest.get("trace_version") != TRACE_VERSION:
             raise TraceError(
-                f"{str(path)!r} has trace_version {manifest.get('trace_version')!r}; this bagua_ref reads {TRACE_VERSION!r}"
+                f"{str(path)!r} has trace_version {manifest.get('trace_version')!r}; this bagua_ref"
+                f" reads {TRACE_VERSION!r}"
             )
         manifest = {"nodes": [manifest.get("world_size")], "options": {}, "buckets": {}, **manifest}
         check_form(manifest, _MANIFEST, "it")
         wanted = None if read_index is None else "digests"
         if (what := manifest.get("what")) != wanted:
-            raise TraceError(f"{str(folder)!r} holds {_KINDS.get(what, repr(what))}; here, {_KINDS[wanted]}, are needed")
-        if any(len(tensor["shape"]) > _MOST_DIMENSIONS for bucket in manifest["buckets"].values() for tensor in bucket["tensors"]):
-            raise TraceError(f"{str(path)!r} has a tensor of more than {_MOST_DIMENSIONS} dimensions")
+            raise TraceError(
+                f"{str(folder)!r} holds {_KINDS.get(what, repr(what))}; here, {_KINDS[wanted]}, are"
+                " needed"
+            )
+        if any(
+            len(tensor["shape"]) > _MOST_DIMENSIONS
+            for bucket in manifest["buckets"].values()
+            for tensor in bucket["tensors"]
+        ):
+            raise TraceError(
+                f"{str(path)!r} has a tensor of more than {_MOST_DIMENSIONS} dimensions"
+            )
         if 0 in manifest["nodes"] or sum(manifest["nodes"]) != manifest["world_size"]:
             raise TraceError(
-                f"{str(path)!r} has nodes={manifest['nodes']}, which do not sum to world_size={manifest['world_size']}"
+                f"{str(path)!r} has nodes={manifest['nodes']}, which do not sum to"
+                f" world_size={manifest['world_size']}"
             )
         return RankTrace(folder, manifest, (read_index or _read_index)(folder / INDEX))
     except OSError as error:
@@ -285,5 +374,7 @@ def read_lines(path: Path, form: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 if named.setdefault(file, entry["step"]) != entry["step"]:
                     raise ValueError(f"file={file!r} is already that of step {named[file]}")
         except ValueError as error:
-            raise TraceError(f"{str(path)!r} line {number} is not a valid entry of a step: {error}") from None
+            raise TraceError(
+                f"{str(path)!r} line {number} is not a valid entry of a step: {error}"
+            ) from None
         yield entry

@@ -50,8 +50,8 @@ _ABOUT_ROUNDS = ("t", "fragment", "averages")
 class TraceObserver:
     """An observer of this rank's buckets, which records the input and output of each operation.
 
-    Buckets keep their names; those of the second module that communicates are called ``"1/0"``, ``"1/1"``, ... A bucket's second
-    operation is recorded as a bucket ``"0#2"``.
+    Buckets keep their names; those of the second module that communicates are called ``"1/0"``,
+    ``"1/1"``, ... A bucket's second operation is recorded as a bucket ``"0#2"``.
 
     Args:
         recorder: the `Recorder` that receives the records.
@@ -62,10 +62,13 @@ class TraceObserver:
         self._modules: list[str] = []
         self._algorithm: str | None = None
         self._described: dict[str, tuple[BaguaBucket, Any]] = {}
-        self._ops: MutableMapping[BaguaBucket, list[Any]] = weakref.WeakKeyDictionary()  # some live for one round
+        # some live for one round
+        self._ops: MutableMapping[BaguaBucket, list[Any]] = weakref.WeakKeyDictionary()
 
     def before_op(self, bucket: BaguaBucket, op: Any, flat: Tensor) -> None:
-        """Record the input: the flat tensor and, for a ring, its replicas unless they are the outputs of the previous step."""
+        """Record the input: the flat tensor and, for a ring, its replicas unless they are the
+        outputs of the previous step.
+        """
         if not self._recorder.recording or not isinstance(op, CommOp | PythonOp):
             return
         if isinstance(op, PythonOp):
@@ -73,19 +76,40 @@ class TraceObserver:
             return
         if isinstance(op, AsynchronousModelAverage):
             # Its input is the snapshot, which is known only afterwards.
-            self._recorder._begin(self._name(bucket, op), lambda follows: {}, {"operation": type(op).__name__})
+            self._recorder._begin(
+                self._name(bucket, op), lambda follows: {}, {"operation": type(op).__name__}
+            )
             return
         inner = op.leaders_op if isinstance(op, Hierarchical) else op
         options = _options_of(op, inner)
         of_round = {name: value for name, value in bucket.about.items() if name in _ABOUT_ROUNDS}
-        info = {"operation": type(inner).__name__ if inner is not None else "another rank's", **options, **_info_of(op), **of_round}
-        options = {**options, **{name: x for name, x in bucket.about.items() if name not in ("algorithm", *_ABOUT_ROUNDS)}}
+        info = {
+            "operation": type(inner).__name__ if inner is not None else "another rank's",
+            **options,
+            **_info_of(op),
+            **of_round,
+        }
+        options = {
+            **options,
+            **{
+                name: x
+                for name, x in bucket.about.items()
+                if name not in ("algorithm", *_ABOUT_ROUNDS)
+            },
+        }
         if self._algorithm not in _LASTING:
-            self._algorithm = bucket.about.get("algorithm") or _ALGORITHMS.get(type(inner)) or self._algorithm
+            self._algorithm = (
+                bucket.about.get("algorithm") or _ALGORITHMS.get(type(inner)) or self._algorithm
+            )
 
         def inputs(follows: bool) -> dict[str, Tensor]:
             if isinstance(inner, LowPrecisionDecentralized) and not follows:
-                return _copies(x=flat, weight=inner.weight, left=inner.left_peer_weight, right=inner.right_peer_weight)
+                return _copies(
+                    x=flat,
+                    weight=inner.weight,
+                    left=inner.left_peer_weight,
+                    right=inner.right_peer_weight,
+                )
             return _state(op, flat)
 
         name = self._name(bucket, op)
@@ -93,8 +117,14 @@ class TraceObserver:
         self._describe(name, bucket, op, flat, options)
 
     def after_op(self, bucket: BaguaBucket, op: Any, flat: Tensor) -> None:
-        """Record the output; the result of a decentralized operation is recorded after its copy-back."""
-        if not self._recorder.recording or not isinstance(op, CommOp) or isinstance(op, Decentralized):
+        """Record the output; the result of a decentralized operation is recorded after its
+        copy-back.
+        """
+        if (
+            not self._recorder.recording
+            or not isinstance(op, CommOp)
+            or isinstance(op, Decentralized)
+        ):
             return
         name = self._name(bucket, op)
         if not isinstance(op, AsynchronousModelAverage):
@@ -103,7 +133,9 @@ class TraceObserver:
             self._recorder._drop(name)
         else:
             snapshot, reduced = op.last_round
-            self._recorder._end(name, lambda: _copies(reduced=reduced), lambda: _copies(snapshot=snapshot))
+            self._recorder._end(
+                name, lambda: _copies(reduced=reduced), lambda: _copies(snapshot=snapshot)
+            )
             self._algorithm = "async"
             self._describe(name, bucket, op, flat, {})
 
@@ -114,13 +146,20 @@ class TraceObserver:
             info = {"graph": json.dumps(op.graph)} if callable(op.peer_selection_mode) else None
             self._recorder._end(self._name(bucket, op), lambda: _copies(x=flat), info=info)
 
-    def _describe(self, name: str, bucket: BaguaBucket, op: Any, flat: Tensor, options: dict[str, Any]) -> None:
+    def _describe(
+        self, name: str, bucket: BaguaBucket, op: Any, flat: Tensor, options: dict[str, Any]
+    ) -> None:
         if self._described.get(name) == (bucket, op):
             return
         self._described[name] = bucket, op
         tensors = [{"name": registration(t).name, "shape": list(t.shape)} for t in bucket.tensors]
         if bucket.padding_tensor is not None:
-            tensors.append({"name": registration(bucket.padding_tensor).name, "shape": [bucket.padding_tensor.numel()]})
+            tensors.append(
+                {
+                    "name": registration(bucket.padding_tensor).name,
+                    "shape": [bucket.padding_tensor.numel()],
+                }
+            )
         entry = {"dtype": name_of(flat.dtype), "elements": flat.numel(), "tensors": tensors}
         self._recorder._describe(name, entry, self._algorithm, options)
 
@@ -137,16 +176,26 @@ class TraceObserver:
 
 
 def _options_of(op: Any, inner: Any) -> dict[str, Any]:
-    """Return the options of the algorithm that can be read off an operation, or off what it runs between leaders."""
+    """Return the options of the algorithm that can be read off an operation, or off what it runs
+    between leaders.
+    """
     if isinstance(op, Decentralized):
         mode = "function" if callable(op.peer_selection_mode) else op.peer_selection_mode
         return {"hierarchical": op.intra is not None, "peer_selection_mode": mode}
     if isinstance(op, LowRank | TopK):
         return op.options
     options: dict[str, Any] = {"hierarchical": isinstance(op, Hierarchical)}
-    if isinstance(inner, CentralizedFullPrecision | CentralizedScatterGather | CentralizedLowPrecision | CentralizedErrorFeedback):
+    if isinstance(
+        inner,
+        CentralizedFullPrecision
+        | CentralizedScatterGather
+        | CentralizedLowPrecision
+        | CentralizedErrorFeedback,
+    ):
         options["average"] = inner.average
-    if isinstance(inner, CentralizedLowPrecision | CentralizedErrorFeedback | LowPrecisionDecentralized):
+    if isinstance(
+        inner, CentralizedLowPrecision | CentralizedErrorFeedback | LowPrecisionDecentralized
+    ):
         options["compression"] = inner.codec.name
     if isinstance(inner, CentralizedScatterGather):
         options["scattergather"] = True
@@ -159,11 +208,16 @@ def _info_of(op: CommOp) -> dict[str, Any]:
         return {}
     if isinstance(op, Decentralized):
         return {"ranks": op.num_ranks, "execution": op.step}
-    return {"ranks": op.comm.nranks(), **(op.about_round() if isinstance(op, LowRank | TopK) else {})}
+    return {
+        "ranks": op.comm.nranks(),
+        **(op.about_round() if isinstance(op, LowRank | TopK) else {}),
+    }
 
 
 def _state(op: CommOp, flat: Tensor) -> dict[str, Tensor]:
-    """Return copies of ``flat``, with matrices row-major as is what is kept of them, and of what the operation keeps."""
+    """Return copies of ``flat``, with matrices row-major as is what is kept of them, and of what
+    the operation keeps.
+    """
     kept = op.kept() if isinstance(op, LowRank | TopK) else {}
     return _copies(x=op.row_major(flat) if isinstance(op, LowRank) else flat, **kept)
 

@@ -18,9 +18,21 @@ from bagua_ref.conformance.trace.files import RankTrace, TraceError, read_lines,
 __all__ = ["KINDS", "Digested", "Mismatch", "Pair", "StepDigests", "kind_of"]
 
 KINDS = (
-    "rng", "mode", "buffer", "batch", "input", "module", "output", "loss",
-    "local", "grad", "option", "state", "weight", "buffer_after",
-)  # fmt: skip
+    "rng",
+    "mode",
+    "buffer",
+    "batch",
+    "input",
+    "module",
+    "output",
+    "loss",
+    "local",
+    "grad",
+    "option",
+    "state",
+    "weight",
+    "buffer_after",
+)
 """The kinds of records, each of which depends on those before it in its step."""
 
 _LINE = {
@@ -36,7 +48,9 @@ _OF_ALL_RANKS = ("grad", "option", "state", "weight")
 
 
 class Digested(NamedTuple):
-    """What is recorded of one value: digest, norm (None: not recorded), and its dtype, shape and device, or its text."""
+    """What is recorded of one value: digest, norm (None: not recorded), and its dtype, shape and
+    device, or its text.
+    """
 
     digest: int
     norm: float | None
@@ -55,7 +69,9 @@ class Digested(NamedTuple):
 
 @dataclass(frozen=True)
 class StepDigests:
-    """One rank's digests of a step, by name; at the ``start`` of recording, those of weights and optimizer state too."""
+    """One rank's digests of a step, by name; at the ``start`` of recording, those of weights and
+    optimizer state too.
+    """
 
     entries: dict[str, Digested]
     start: dict[str, Digested]
@@ -72,7 +88,9 @@ class Mismatch(NamedTuple):
     b: Digested | None
 
     def distance(self) -> float | None:
-        """Return the relative difference of norms, inf if one is not finite; None if they are not recorded."""
+        """Return the relative difference of norms, inf if one is not finite; None if they are not
+        recorded.
+        """
         if self.a is None or self.b is None or self.a.norm is None or self.b.norm is None:
             return None
         a, b = self.a.norm, self.b.norm
@@ -97,20 +115,28 @@ class Pair:
     """
 
     def __init__(self, a: Path, b: Path) -> None:
-        self.runs: tuple[list[RankTrace], ...] = tuple(read_trace(folder, _read_digests) for folder in (a, b))
+        self.runs: tuple[list[RankTrace], ...] = tuple(
+            read_trace(folder, _read_digests) for folder in (a, b)
+        )
         same = len(self.runs[0]) == len(self.runs[1])
         self.ranks = list(range(len(self.runs[0]))) if same else [0]
         self.kinds = KINDS if same else _OF_ALL_RANKS
-        of_runs = [set.intersection(*(set(run[rank].steps) for rank in self.ranks)) for run in self.runs]
+        of_runs = [
+            set.intersection(*(set(run[rank].steps) for rank in self.ranks)) for run in self.runs
+        ]
         self.steps = sorted(set.intersection(*of_runs))
         self._kept: dict[Path, dict[str, Tensor]] = {}
         if not self.steps:
             ranges = [f"{min(steps)} to {max(steps)}" if steps else "none" for steps in of_runs]
-            raise TraceError(f"{str(a)!r} and {str(b)!r} have no step in common: {ranges[0]} and {ranges[1]}")
+            raise TraceError(
+                f"{str(a)!r} and {str(b)!r} have no step in common: {ranges[0]} and {ranges[1]}"
+            )
 
     def at(self, run: int, rank: int, step: int) -> dict[str, Digested]:
         """Return a run's digests of a step, of which there may be none."""
-        return self.runs[run][rank].steps[step].entries if step in self.runs[run][rank].steps else {}
+        return (
+            self.runs[run][rank].steps[step].entries if step in self.runs[run][rank].steps else {}
+        )
 
     def digest(self, run: int, rank: int, step: int, name: str) -> int | None:
         """Return a run's digest, if it is recorded."""
@@ -118,7 +144,9 @@ class Pair:
         return None if entry is None else entry.digest
 
     def mismatches(self, step: int) -> Iterator[tuple[str, list[Mismatch]]]:
-        """Yield the kinds with differing records in a step, in the order of their dependence, and those records."""
+        """Yield the kinds with differing records in a step, in the order of their dependence, and
+        those records.
+        """
         found: dict[str, list[Mismatch]] = {kind: [] for kind in ("start", *self.kinds)}
         for rank in self.ranks:
             lines = [run[rank].steps[step] for run in self.runs]
@@ -129,19 +157,30 @@ class Pair:
             for mismatch in _unequal(rank, *(line.entries for line in lines)):
                 kind = kind_of(mismatch.name)
                 cut_off = (mismatch.a is None and partial[0]) or (mismatch.b is None and partial[1])
-                cut_off |= kind == "module" and any(line.file is None for line in lines)  # recorded with values only
-                if kind in found and not cut_off and not (len(self.runs[0]) != len(self.runs[1]) and _sharded(mismatch)):
+                # recorded with values only
+                cut_off |= kind == "module" and any(line.file is None for line in lines)
+                if (
+                    kind in found
+                    and not cut_off
+                    and not (len(self.runs[0]) != len(self.runs[1]) and _sharded(mismatch))
+                ):
                     found[kind].append(mismatch)
         for kind, listed in found.items():
             if listed:
                 yield kind, listed
 
     def _start(self, run: int, rank: int, step: int) -> dict[str, Digested]:
-        """Return weights and state as the step began: recorded then, or at the end of the step before."""
+        """Return weights and state as the step began: recorded then, or at the end of the step
+        before.
+        """
         line = self.runs[run][rank].steps[step]
         if line.start:
             return dict(line.start)
-        return {name: entry for name, entry in self.at(run, rank, step - 1).items() if kind_of(name) in ("state", "weight")}
+        return {
+            name: entry
+            for name, entry in self.at(run, rank, step - 1).items()
+            if kind_of(name) in ("state", "weight")
+        }
 
     def values(self, step: int, mismatch: Mismatch) -> tuple[Tensor, Tensor] | None:
         """Return both values, flat, if they are kept and of one dtype and shape."""
@@ -175,9 +214,13 @@ def _read_digests(path: Path) -> dict[int, Any]:
         found = {}
         try:  # checked here, as there are many
             for name, number, norm in entries:
-                found[sys.intern(name)] = Digested(int(number, 16), None if norm is None else float(norm), told.get(name, ""))
+                found[sys.intern(name)] = Digested(
+                    int(number, 16), None if norm is None else float(norm), told.get(name, "")
+                )
         except (TypeError, ValueError):
-            raise TraceError(f"{str(path)!r}: an entry of step {line['step']} is not a name, a digest and a norm") from None
+            raise TraceError(
+                f"{str(path)!r}: an entry of step {line['step']} is not a name, a digest and a norm"
+            ) from None
         return found
 
     for line in read_lines(path, _LINE):
@@ -185,7 +228,10 @@ def _read_digests(path: Path) -> dict[int, Any]:
             steps = {step: kept for step, kept in steps.items() if step < line["step"]}
         told.update(line["about"])
         steps[line["step"]] = StepDigests(
-            digested(line["entries"]), digested(line.get("start") or []), line.get("file"), bool(line.get("partial"))
+            digested(line["entries"]),
+            digested(line.get("start") or []),
+            line.get("file"),
+            bool(line.get("partial")),
         )
     return steps
 

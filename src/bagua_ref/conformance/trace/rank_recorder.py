@@ -1,4 +1,6 @@
-"""What recorders of operations and of digests share: a rank's folder and manifest, and an end that never disturbs training."""
+"""What recorders of operations and of digests share: a rank's folder and manifest, and an end that
+never disturbs training.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +54,20 @@ class RankRecorder:
         return self._index is not None and self.stopped is None
 
     def _open_folder(self, about: dict[str, Any], resume: bool = False) -> None:
-        """Begin to write this rank's folder, with ``about`` in its manifest; ``resume`` a record of the same kind in it."""
+        """Begin to write this rank's folder, with ``about`` in its manifest; ``resume`` a record of
+        the same kind in it.
+        """
         if self._index is not None:
             raise RuntimeError(f"this {type(self).__name__} is already in use; create another one")
         self._manifest = {
             "format": FORMAT,
             "trace_version": TRACE_VERSION,
             "spec_version": SPEC_VERSION,
-            "versions": {"bagua_ref": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "versions": {
+                "bagua_ref": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
             **_identity(current_world(), *self._identity),
             **about,
             "complete": False,
@@ -69,12 +77,14 @@ class RankRecorder:
         if (folder / MANIFEST).exists():
             there = load_json(read_file(folder / MANIFEST))
             same = [
-                isinstance(there, dict) and there.get(key) == self._manifest.get(key) for key in ("format", "what", "world_size")
+                isinstance(there, dict) and there.get(key) == self._manifest.get(key)
+                for key in ("format", "what", "world_size")
             ]
             if not resume or not all(same):
                 raise ValueError(
-                    f"directory={str(self.directory)!r} already holds a trace of this rank"
-                    f"{' of another kind or number of ranks' if resume else ''}; choose another directory or empty it"
+                    f"directory={str(self.directory)!r} already holds a trace of this"
+                    f" rank{' of another kind or number of ranks' if resume else ''}; choose"
+                    " another directory or empty it"
                 )
         folder.mkdir(parents=True, exist_ok=True)
         self._write_manifest()
@@ -91,7 +101,9 @@ class RankRecorder:
         self._index = None
 
     def _append(self, line: dict[str, Any], tensors: dict[str, Tensor]) -> int | None:
-        """Write a step's tensors, if any, and its line; return the size of their file, or None if recording has stopped."""
+        """Write a step's tensors, if any, and its line; return the size of their file, or None if
+        recording has stopped.
+        """
         if self._index is None or self.stopped is not None:
             return None
         size = 0
@@ -125,12 +137,18 @@ class RankRecorder:
         self.stopped = reason
         self._manifest["stopped"] = {"step": step, "reason": reason}
         where = f"recording into {str(self.directory)!r} has stopped"
-        warnings.warn(f"{where}: {reason}. Training continues{self._advice}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"{where}: {reason}. Training continues{self._advice}", RuntimeWarning, stacklevel=2
+        )
         self._save_manifest()
 
 
-def _identity(world: World, rank: int | None, world_size: int | None, nodes: Sequence[int] | None) -> dict[str, Any]:
-    """Return rank, world_size and nodes for the manifest: as given, or as bagua_ref, torch or the environment says."""
+def _identity(
+    world: World, rank: int | None, world_size: int | None, nodes: Sequence[int] | None
+) -> dict[str, Any]:
+    """Return rank, world_size and nodes for the manifest: as given, or as bagua_ref, torch or the
+    environment says.
+    """
     torchs = world.transport is None and dist.is_available() and dist.is_initialized()
     if rank is None:
         rank = dist.get_rank() if torchs else world.identity.rank
@@ -141,17 +159,26 @@ def _identity(world: World, rank: int | None, world_size: int | None, nodes: Seq
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} must be from 0 to world_size - 1 = {world_size - 1}")
     sizes = list(nodes) if nodes is not None else _known_nodes(world, world_size)
-    if any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes) or sum(sizes) != world_size:
-        raise ValueError(f"nodes={sizes} must be numbers of ranks, each at least 1, that sum to world_size={world_size}")
+    if (
+        any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes)
+        or sum(sizes) != world_size
+    ):
+        raise ValueError(
+            f"nodes={sizes} must be numbers of ranks, each at least 1, that sum to"
+            f" world_size={world_size}"
+        )
     return {"rank": rank, "world_size": world_size, "nodes": sizes}
 
 
 def _known_nodes(world: World, world_size: int) -> list[int]:
     if world.transport is not None and len(world.transport.node_of) == world_size:
-        runs = [(node, len(list(ranks))) for node, ranks in itertools.groupby(world.transport.node_of)]
+        runs = [
+            (node, len(list(ranks))) for node, ranks in itertools.groupby(world.transport.node_of)
+        ]
         if len(runs) > len(set(world.transport.node_of)):
             raise ValueError(
-                f"nodes: ranks are on nodes {list(world.transport.node_of)}; a replay needs consecutive ranks on each node"
+                f"nodes: ranks are on nodes {list(world.transport.node_of)}; a replay needs"
+                " consecutive ranks on each node"
             )
         return [size for _, size in runs]
     local = os.environ.get("LOCAL_WORLD_SIZE", "")

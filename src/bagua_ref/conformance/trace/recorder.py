@@ -23,27 +23,33 @@ __all__ = ["Recorder"]
 
 
 class Recorder(RankRecorder):
-    """Records the inputs and outputs of every bucket operation on this rank, step by step, into files.
+    """Records the inputs and outputs of every bucket operation on this rank, step by step, into
+    files.
 
-    Modules wrapped by ``with_bagua`` or `bagua_ref.data_parallel.DistributedDataParallel` are recorded automatically, whether they
-    were wrapped before or after. In any other trainer, call `before_op`, `after_op` and `step`. Every rank records into the same
-    directory; ``bagua-ref trace check`` then replays all ranks.
+    Modules wrapped by ``with_bagua`` or `bagua_ref.data_parallel.DistributedDataParallel` are
+    recorded automatically, whether they were wrapped before or after. In any other trainer, call
+    `before_op`, `after_op` and `step`. Every rank records into the same directory; ``bagua-ref
+    trace check`` then replays all ranks.
 
-    A step ends at `step`, or when a bucket runs a second time. It is written then, or as soon as all buckets of the previous step
-    have run again. After a crash, all complete steps are there. An error in writing the files never disturbs training: recording
-    stops with a warning.
+    A step ends at `step`, or when a bucket runs a second time. It is written then, or as soon as
+    all buckets of the previous step have run again. After a crash, all complete steps are there. An
+    error in writing the files never disturbs training: recording stops with a warning.
 
     Args:
         directory: this rank writes into ``directory/rank<r>``, which must not hold a trace yet.
         every: record the steps divisible by this number.
-        buckets: names of the buckets to record, or the fraction of them to record, drawn for each step. Buckets are recorded whole.
+        buckets: names of the buckets to record, or the fraction of them to record, drawn for each
+            step. Buckets are recorded whole.
         seed: seed of that draw; must be the same on all ranks.
-        max_bytes: the most bytes that this rank may write; None: no limit. Recording stops at the limit, and the manifest says so.
-        algorithm: name of the training algorithm, for the manifest; None: detected for the package's own algorithms.
+        max_bytes: the most bytes that this rank may write; None: no limit. Recording stops at the
+            limit, and the manifest says so.
+        algorithm: name of the training algorithm, for the manifest; None: detected for the
+            package's own algorithms.
         options: options of the algorithm, likewise: ``{"hierarchical": False}``.
         rank: this rank; None: taken from bagua_ref, torch.distributed or the environment.
         world_size: number of ranks; None: likewise.
-        nodes: number of ranks on each node, in rank order; None: as bagua_ref knows them, otherwise all on one node.
+        nodes: number of ranks on each node, in rank order; None: as bagua_ref knows them, otherwise
+            all on one node.
 
     Attributes:
         directory: as given.
@@ -52,7 +58,8 @@ class Recorder(RankRecorder):
         bytes_written: size of their files.
 
     Raises:
-        ValueError: an argument is out of range; on entering: the directory holds a trace of this rank.
+        ValueError: an argument is out of range; on entering: the directory holds a trace of this
+            rank.
         TypeError: an argument is of another type.
 
     >>> import tempfile
@@ -85,7 +92,10 @@ class Recorder(RankRecorder):
             raise TypeError(f"directory={directory!r} must be a path")
         check_int("every", every, 1)
         check_int("seed", seed)
-        allowed = f"buckets={buckets!r} must be a fraction above 0 and up to 1, or a list of bucket names, at least one"
+        allowed = (
+            f"buckets={buckets!r} must be a fraction above 0 and up to 1, or a list of bucket"
+            " names, at least one"
+        )
         if isinstance(buckets, bool | str):
             raise TypeError(allowed)
         if isinstance(buckets, int | float):
@@ -103,7 +113,10 @@ class Recorder(RankRecorder):
         chosen = buckets if isinstance(buckets, int | float) else sorted(buckets)
         self._sampling: dict[str, Any] = {"every": every, "buckets": chosen, "seed": seed}
         self._max_bytes = max_bytes
-        self._algorithm, self._options = algorithm, json_values("options", {} if options is None else options)
+        self._algorithm, self._options = (
+            algorithm,
+            json_values("options", {} if options is None else options),
+        )
         self._identity = (rank, world_size, nodes)
         self._lock = threading.RLock()  # buckets run on workers' threads
         self._step = 0
@@ -133,9 +146,18 @@ class Recorder(RankRecorder):
         self._world.observers = (*self._world.observers, self._observer)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the recording; if training failed, the last step is written only if it is complete."""
-        self._world.observers = tuple(observer for observer in self._world.observers if observer is not self._observer)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the recording; if training failed, the last step is written only if it is
+        complete.
+        """
+        self._world.observers = tuple(
+            observer for observer in self._world.observers if observer is not self._observer
+        )
         with self._lock:
             if self._index is None:
                 return
@@ -148,10 +170,11 @@ class Recorder(RankRecorder):
 
         Args:
             bucket: its name, the same on all ranks.
-            tensors: the input: a tensor or NumPy array; a list of them, taken as one flat tensor ``x``; or several by name, where
-                ``x`` is the tensor that the operation works on (docs/traces.md lists the names for each algorithm).
-            info: JSON values for the record; ``execution=t`` is the number of earlier executions, if recording did not begin with
-                training.
+            tensors: the input: a tensor or NumPy array; a list of them, taken as one flat tensor
+                ``x``; or several by name, where ``x`` is the tensor that the operation works on
+                (docs/traces.md lists the names for each algorithm).
+            info: JSON values for the record; ``execution=t`` is the number of earlier executions,
+                if recording did not begin with training.
 
         Raises:
             ValueError: the operation has already begun, a name is invalid, or dtypes are mixed.
@@ -162,7 +185,9 @@ class Recorder(RankRecorder):
             if not self.recording:
                 return
             if name in self._open:
-                raise ValueError(f"bucket={name!r}: before_op was called twice without after_op in between")
+                raise ValueError(
+                    f"bucket={name!r}: before_op was called twice without after_op in between"
+                )
             given, info = named_tensors("tensors", tensors), json_values("info", info)
             self._begin(name, lambda follows: _flat_copies(given), info)
             if name not in self._manifest["buckets"]:
@@ -199,7 +224,9 @@ class Recorder(RankRecorder):
 
     def _check_entered(self, method: str) -> None:
         if self._index is None:
-            raise RuntimeError(f"{method}() must be called inside `with Recorder(...) as recorder:`")
+            raise RuntimeError(
+                f"{method}() must be called inside `with Recorder(...) as recorder:`"
+            )
 
     def _bucket_name(self, method: str, bucket: Any) -> str:
         self._check_entered(method)
@@ -207,12 +234,15 @@ class Recorder(RankRecorder):
             raise TypeError(f"bucket={bucket!r} must be a name or a number")
         return str(bucket)
 
-    def _begin(self, bucket: str, inputs: Callable[[bool], Mapping[str, Tensor]], info: Mapping[str, Any]) -> None:
+    def _begin(
+        self, bucket: str, inputs: Callable[[bool], Mapping[str, Tensor]], info: Mapping[str, Any]
+    ) -> None:
         """Begin a bucket's operation.
 
         Args:
             bucket: its name.
-            inputs: called if it is recorded, with whether the previous execution was; returns copies.
+            inputs: called if it is recorded, with whether the previous execution was; returns
+                copies.
             info: goes into the record.
         """
         with self._lock:
@@ -226,13 +256,16 @@ class Recorder(RankRecorder):
             self._open[bucket] = None
             if self._is_sampled(bucket):
                 follows = self._last.get(bucket) == execution - 1
-                self._open[bucket] = Record(bucket, execution, dict(inputs(follows)), info=dict(info))
+                self._open[bucket] = Record(
+                    bucket, execution, dict(inputs(follows)), info=dict(info)
+                )
 
     def _is_sampled(self, bucket: str) -> bool:
-        """Return whether to record a bucket in this step: alike on all ranks, as it depends on step, bucket and seed only.
+        """Return whether to record a bucket in this step: alike on all ranks, as it depends on
+        step, bucket and seed only.
 
-        Buckets are recorded whole or not at all: an element's level depends on the minimum and maximum of its whole chunk, so an
-        operation cannot be replayed on some of its elements.
+        Buckets are recorded whole or not at all: an element's level depends on the minimum and
+        maximum of its whole chunk, so an operation cannot be replayed on some of its elements.
         """
         every, chosen, seed = self._sampling.values()
         if self._step % every:
@@ -264,7 +297,8 @@ class Recorder(RankRecorder):
                 self._ended.append(record)
                 self._last[bucket] = record.execution
             if self._seen_before and self._is_complete():
-                self._flush()  # now, not when the next step begins: the process may not live that long
+                # now, not when the next step begins: the process may not live that long
+                self._flush()
 
     def _drop(self, bucket: str) -> None:
         """Drop an operation that has begun: it failed or did nothing."""
@@ -278,8 +312,12 @@ class Recorder(RankRecorder):
         self._seen_before, self._seen = self._seen, set()
         self._step += 1
 
-    def _describe(self, bucket: str, entry: dict[str, Any], algorithm: str | None, options: Mapping[str, Any]) -> None:
-        """Describe a bucket in the manifest; what the user has said about the algorithm takes precedence."""
+    def _describe(
+        self, bucket: str, entry: dict[str, Any], algorithm: str | None, options: Mapping[str, Any]
+    ) -> None:
+        """Describe a bucket in the manifest; what the user has said about the algorithm takes
+        precedence.
+        """
         with self._lock:
             described = {
                 "buckets": {**self._manifest["buckets"], bucket: entry},
@@ -291,13 +329,19 @@ class Recorder(RankRecorder):
                 self._save_manifest()
 
     def _is_complete(self) -> bool:
-        """Return whether all operations have ended and every bucket of the previous step has run."""
+        """Return whether all operations have ended and every bucket of the previous step has
+        run.
+        """
         return not self._open and self._seen >= self._seen_before
 
     def _flush(self) -> None:
         if len(self._ended) == self._flushed or not self.recording:
             return
-        size = sum(t.nbytes for record in self._ended for t in (*record.inputs.values(), *record.outputs.values()))
+        size = sum(
+            t.nbytes
+            for record in self._ended
+            for t in (*record.inputs.values(), *record.outputs.values())
+        )
         if self._max_bytes is not None and self.bytes_written + size > self._max_bytes:
             self._stop(self._step, f"step {self._step} would exceed max_bytes={self._max_bytes}")
             return
@@ -324,4 +368,7 @@ def _description(parts: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def _flat_copies(named: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return flat copies in main memory."""
-    return {role: torch.cat([part.detach().reshape(-1) for part in parts.values()]).cpu() for role, parts in named.items()}
+    return {
+        role: torch.cat([part.detach().reshape(-1) for part in parts.values()]).cpu()
+        for role, parts in named.items()
+    }

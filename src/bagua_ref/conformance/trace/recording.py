@@ -1,4 +1,6 @@
-"""`record`: digests, or values, of what each step of any training takes in, computes and changes."""
+"""`record`: digests, or values, of what each step of any training takes in, computes and
+changes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from bagua_ref.conformance.trace.rank_recorder import RankRecorder
 __all__ = ["WINDOW", "Recording", "record"]
 
 WINDOW = "BAGUA_REF_RECORD"
-"""The environment variable that lets a training record values: "12:14" of steps 12 and 13, into the folder with "-12-14" added."""
+"""The environment variable that lets a training record values: "12:14" of steps 12 and 13, into the
+folder with "-12-14" added.
+"""
 
 _SAMPLE = 1024  # elements that tell whether values have been rounded to 16 bits
 _NORMS = ("input", "module", "output", "loss", "local", "grad", "weight")
@@ -35,21 +39,25 @@ _NORMS = ("input", "module", "output", "loss", "local", "grad", "weight")
 
 
 class Recording(RankRecorder):
-    """A context in which a training is recorded, for ``bagua-ref trace diff`` to compare it with another.
+    """A context in which a training is recorded, for ``bagua-ref trace diff`` to compare it with
+    another.
 
-    A step ends when the last of the optimizers has stepped. Its digests are those of random states, batch, the model's inputs and
-    outputs, loss, gradients before and after communication, options and state of the optimizers, weights, and buffers before and
-    after. Forwards without gradients are not recorded. The training computes the same bits as without it.
+    A step ends when the last of the optimizers has stepped. Its digests are those of random states,
+    batch, the model's inputs and outputs, loss, gradients before and after communication, options
+    and state of the optimizers, weights, and buffers before and after. Forwards without gradients
+    are not recorded. The training computes the same bits as without it.
 
     Args:
-        model: the module that is called: plain, in torch's DistributedDataParallel or FSDP2, or with an algorithm.
+        model: the module that is called: plain, in torch's DistributedDataParallel or FSDP2, or
+            with an algorithm.
         optimizers: one or several, each of which steps once in a step.
         folder: this rank writes into ``folder/rank<r>``.
-        loader: batches, which the context then yields: ``for batch in recording``; None: only the model's inputs are recorded.
+        loader: batches, which the context then yields: ``for batch in recording``; None: only the
+            model's inputs are recorded.
         what: "digests", or "values" to keep the values of some steps too.
         window: first step with values and first one after; None: all. Only with "values".
-        first_step: number of the first step, for a training that was restarted: its steps are added to what the folder holds; None:
-            0, in a folder without a record.
+        first_step: number of the first step, for a training that was restarted: its steps are added
+            to what the folder holds; None: 0, in a folder without a record.
         rank: this rank; None: taken from bagua_ref, torch.distributed or the environment.
         world_size: number of ranks; None: likewise.
 
@@ -58,7 +66,8 @@ class Recording(RankRecorder):
         stopped: why recording stopped early, or None.
 
     Raises:
-        ValueError: an argument is out of range; on entering: the folder holds a record of this rank.
+        ValueError: an argument is out of range; on entering: the folder holds a record of this
+            rank.
         TypeError: an argument has the wrong type.
 
     >>> import tempfile
@@ -97,16 +106,28 @@ class Recording(RankRecorder):
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model={model!r} must be a torch.nn.Module")
         if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
-            raise ValueError(f"model: its parameter {lazy[0]!r} is not initialized yet; call the model once before")
+            raise ValueError(
+                f"model: its parameter {lazy[0]!r} is not initialized yet; call the model once"
+                " before"
+            )
         listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-        if not listed or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in listed):
-            raise TypeError(f"optimizers={optimizers!r} must be a torch.optim.Optimizer or a list of at least one")
+        if not listed or not all(
+            isinstance(optimizer, torch.optim.Optimizer) for optimizer in listed
+        ):
+            raise TypeError(
+                f"optimizers={optimizers!r} must be a torch.optim.Optimizer or a list of at"
+                " least one"
+            )
         if what not in ("digests", "values"):
             raise ValueError(f"what={what!r} must be 'digests' or 'values'")
         if window is not None and what != "values":
-            raise ValueError(f"window={window!r} must be None with what='digests', which keeps no values")
+            raise ValueError(
+                f"window={window!r} must be None with what='digests', which keeps no values"
+            )
         if window is not None and (len(window) != 2 or not 0 <= window[0] < window[1]):
-            raise ValueError(f"window={window!r} must be the first step with values and the first one after")
+            raise ValueError(
+                f"window={window!r} must be the first step with values and the first one after"
+            )
         if first_step is not None:
             check_int("first_step", first_step, 0, " or None")
         folder = Path(folder)
@@ -114,7 +135,8 @@ class Recording(RankRecorder):
             found = re.fullmatch(r"(\d+):(\d+)", asked)
             if found is None or int(found[1]) >= int(found[2]):
                 raise ValueError(
-                    f"environment variable {WINDOW}={asked!r} must be two steps such as '12:14', the first below the second"
+                    f"environment variable {WINDOW}={asked!r} must be two steps such as '12:14',"
+                    " the first below the second"
                 )
             what, window = "values", (int(found[1]), int(found[2]))
             folder = folder.with_name(f"{folder.name}-{found[1]}-{found[2]}")
@@ -123,13 +145,17 @@ class Recording(RankRecorder):
         self._values = range(0) if what == "digests" else range(*window) if window else range(2**63)
         self._identity, self._optimizers = (rank, world_size, None), listed
         self._model, self._inner = model, _unwrapped(model)
-        self._names: dict[Tensor, str] = {parameter: name for name, parameter in self._inner.named_parameters()}
+        self._names: dict[Tensor, str] = {
+            parameter: name for name, parameter in self._inner.named_parameters()
+        }
         self._hooks = contextlib.ExitStack()
         self._told: dict[str, str] = {}
         self._clear()
 
     def __enter__(self) -> Recording:
-        self._open_folder({"what": "digests", "command": sys.orig_argv, "settings": _settings()}, self._resume)
+        self._open_folder(
+            {"what": "digests", "command": sys.orig_argv, "settings": _settings()}, self._resume
+        )
         self._add_hooks()
         self._begun = True
         self._add_weights()
@@ -138,8 +164,15 @@ class Recording(RankRecorder):
         self._start, self._about = start, about
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the recording; after an exception, the step under way is written as far as it went."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the recording; after an exception, the step under way is written as far as it
+        went.
+        """
         self._hooks.close()
         if self._index is None:
             return
@@ -167,22 +200,35 @@ class Recording(RankRecorder):
     def _add_hooks(self) -> None:
         hooks: list[Any] = [
             self._model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self._model.register_forward_hook(lambda module, args, output: self._after_forward("", output)),
+            self._model.register_forward_hook(
+                lambda module, args, output: self._after_forward("", output)
+            ),
             self._optimizers[-1].register_step_post_hook(lambda *_: self._end_step()),
         ]
-        hooks += [optimizer.register_step_pre_hook(self._before_optimizer) for optimizer in self._optimizers]
+        hooks += [
+            optimizer.register_step_pre_hook(self._before_optimizer)
+            for optimizer in self._optimizers
+        ]
         for parameter, name in self._names.items():
             if parameter.requires_grad:
-                hooks.append(parameter.register_hook(lambda gradient, name=f"local:{name}": self._add(name, gradient)))
+                hooks.append(
+                    parameter.register_hook(
+                        lambda gradient, name=f"local:{name}": self._add(name, gradient)
+                    )
+                )
         for name, module in self._inner.named_modules() if self._values else ():
             if name and not [*module.children()]:
                 hooks.append(
-                    module.register_forward_hook(lambda module, args, output, name=name: self._after_forward(name, output))
+                    module.register_forward_hook(
+                        lambda module, args, output, name=name: self._after_forward(name, output)
+                    )
                 )
         for hook in hooks:
             self._hooks.callback(hook.remove)
 
-    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if torch.is_grad_enabled():
             self._add_tree("input", [*args, kwargs] if kwargs else args)
 
@@ -194,7 +240,9 @@ class Recording(RankRecorder):
             if isinstance(loss, Tensor):
                 self.loss(loss)
 
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_optimizer(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             return self._add_gradients(optimizer)
@@ -208,11 +256,17 @@ class Recording(RankRecorder):
 
     def _add_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
-            options = " ".join(f"{name}={_plain(value)}" for name, value in sorted(group.items()) if name != "params")
+            options = " ".join(
+                f"{name}={_plain(value)}"
+                for name, value in sorted(group.items())
+                if name != "params"
+            )
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._add(f"grad:{self._name(parameter)}", parameter.grad)
-                self._say(f"option:{self._name(parameter)}", f"{type(optimizer).__name__} {options}")
+                self._say(
+                    f"option:{self._name(parameter)}", f"{type(optimizer).__name__} {options}"
+                )
 
     def _end_step(self) -> None:
         self._add_weights()
@@ -225,9 +279,16 @@ class Recording(RankRecorder):
         self._begun = True
         for name, state in random_states().items():
             parts = state if isinstance(state, Sequence) else [state]
-            text = b" ".join(f"{digest(x):x}".encode() if isinstance(x, Tensor) else repr(x).encode() for x in parts)
+            text = b" ".join(
+                f"{digest(x):x}".encode() if isinstance(x, Tensor) else repr(x).encode()
+                for x in parts
+            )
             self._note(f"rng:{name}", digest_of_text(text))
-        idle = [name or "the model" for name, module in self._inner.named_modules() if not module.training]
+        idle = [
+            name or "the model"
+            for name, module in self._inner.named_modules()
+            if not module.training
+        ]
         self._say("mode:", f"in eval mode: {', '.join(idle) or 'none'}")
         self._add_buffers("buffer")
 
@@ -311,7 +372,9 @@ class Recording(RankRecorder):
 
 
 record = Recording
-"""The name by which trainings are recorded: ``with bagua_ref.record(model, optimizer, folder):``."""
+"""The name by which trainings are recorded: ``with bagua_ref.record(model, optimizer,
+folder):``.
+"""
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -348,10 +411,19 @@ def _norm(x: Tensor) -> float:
 
 
 def _narrow(x: Tensor) -> str | None:
-    """Return the 16-bit format that holds all values, of which some are not zero, of a wider dtype; or None."""
+    """Return the 16-bit format that holds all values, of which some are not zero, of a wider dtype;
+    or None.
+    """
     if x.element_size() < 4 or not bool(x.any()):
         return None
-    return next((name_of(d) for d in (torch.float16, torch.bfloat16) if bool((x.to(d).to(x.dtype) == x).all())), None)
+    return next(
+        (
+            name_of(d)
+            for d in (torch.float16, torch.bfloat16)
+            if bool((x.to(d).to(x.dtype) == x).all())
+        ),
+        None,
+    )
 
 
 def _plain(value: Any) -> str:

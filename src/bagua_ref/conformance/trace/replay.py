@@ -1,4 +1,6 @@
-"""Replay of an algorithm's bucket operations from the recorded inputs of all ranks, and the options that it depends on."""
+"""Replay of an algorithm's bucket operations from the recorded inputs of all ranks, and the options
+that it depends on.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,40 @@ from bagua_ref.backends.base import FLOATS
 from bagua_ref.backends.codec import COMPRESSIBLE
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.trace import exchanges
-from bagua_ref.conformance.trace.exchanges import Expected, NotReplayable, full_precision, inputs, low_precision
+from bagua_ref.conformance.trace.exchanges import (
+    Expected,
+    NotReplayable,
+    full_precision,
+    inputs,
+    low_precision,
+)
 from bagua_ref.conformance.trace.files import Record
-from bagua_ref.conformance.trace.local_updates import MOST_LR, OuterState, averages_due, diloco_round
+from bagua_ref.conformance.trace.local_updates import (
+    MOST_LR,
+    OuterState,
+    averages_due,
+    diloco_round,
+)
 from bagua_ref.formulas.graphs import MODES
 
 __all__ = ["ALGORITHMS", "Replay", "merged_options", "parse_options"]
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "gradient_allreduce": {"hierarchical": False, "average": True, "scattergather": False, "wire": None},
+    "gradient_allreduce": {
+        "hierarchical": False,
+        "average": True,
+        "scattergather": False,
+        "wire": None,
+    },
     "bytegrad": {"hierarchical": True, "average": True, "compression": "MinMaxUInt8"},
     "decentralized": {"hierarchical": True, "peer_selection_mode": "all"},
     "low_precision_decentralized": {"hierarchical": True, "compression": "MinMaxUInt8"},
-    "qadam": {"hierarchical": True, "warmup_steps": None, "beta1": 0.9, "compression": "MinMaxUInt8"},
+    "qadam": {
+        "hierarchical": True,
+        "warmup_steps": None,
+        "beta1": 0.9,
+        "compression": "MinMaxUInt8",
+    },
     "async": {},
     "local_sgd": {"hierarchical": False, "period": None, "offset": 0, "warmup_steps": None},
     "diloco": {
@@ -65,7 +88,9 @@ class Replay:
     nodes: tuple[int, ...]
     _outer: dict[str, OuterState] = field(default_factory=dict, repr=False)
 
-    def __call__(self, step: int, records: list[Record], before: list[Record] | None) -> Iterable[Expected]:
+    def __call__(
+        self, step: int, records: list[Record], before: list[Record] | None
+    ) -> Iterable[Expected]:
         """Return the expected outputs of one execution of a bucket's operation.
 
         Args:
@@ -77,27 +102,46 @@ class Replay:
             NotReplayable: inputs are missing or do not match.
         """
         if len({record.info.get("execution", record.execution) for record in records}) > 1:
-            raise NotReplayable("ranks count their executions differently: they did not begin to record at the same step")
-        inside_nodes = self._is_inside_nodes(records)
-        if not inside_nodes and (members := records[0].info.get("ranks", len(records))) != len(records):
             raise NotReplayable(
-                f"the operation ran on a group of {members} ranks, but the trace has {len(records)}: pass the rank, world_size and "
-                "nodes of the group to Recorder"
+                "ranks count their executions differently: they did not begin to record at the same"
+                " step"
+            )
+        inside_nodes = self._is_inside_nodes(records)
+        if not inside_nodes and (members := records[0].info.get("ranks", len(records))) != len(
+            records
+        ):
+            raise NotReplayable(
+                f"the operation ran on a group of {members} ranks, but the trace has"
+                f" {len(records)}: pass the rank, world_size and nodes of the group to Recorder"
             )
         options, nodes = self.options, self.nodes
         match self.algorithm:
             case "gradient_allreduce" if options["scattergather"] and not options["wire"]:
-                return [low_precision(records, nodes, None, options["average"], options["hierarchical"])]
+                return [
+                    low_precision(records, nodes, None, options["average"], options["hierarchical"])
+                ]
             case "gradient_allreduce":
-                return [full_precision(records, nodes, options["average"], options["hierarchical"], options["wire"])]
+                return [
+                    full_precision(
+                        records, nodes, options["average"], options["hierarchical"], options["wire"]
+                    )
+                ]
             case "bytegrad":
                 return [low_precision(records, nodes, **options)]
             case "decentralized":
-                return [exchanges.decentralized(records, nodes, options["peer_selection_mode"], options["hierarchical"])]
+                return [
+                    exchanges.decentralized(
+                        records, nodes, options["peer_selection_mode"], options["hierarchical"]
+                    )
+                ]
             case "low_precision_decentralized":
                 return [exchanges.on_ring(records, before, nodes, **options)]
             case "local_sgd":
-                mean = _mean_inside_nodes(records, nodes) if inside_nodes else full_precision(records, nodes)
+                mean = (
+                    _mean_inside_nodes(records, nodes)
+                    if inside_nodes
+                    else full_precision(records, nodes)
+                )
                 return [mean, *averages_due(records, options)]
             case _ if self._is_in_warm_up(step, records[0]):
                 return [full_precision(records, nodes)]
@@ -105,26 +149,43 @@ class Replay:
                 return exchanges.async_round(records)
             case "qadam":
                 _update_momenta(records, options["beta1"])
-                return [low_precision(records, nodes, options["compression"], True, options["hierarchical"])]
+                return [
+                    low_precision(
+                        records, nodes, options["compression"], True, options["hierarchical"]
+                    )
+                ]
             case "diloco":
                 follows = before is not None and before[0].execution == records[0].execution - 1
                 warm_up = follows and before is not None and self._is_in_warm_up(step, before[0])
                 first = warm_up or not records[0].info.get("execution", records[0].execution)
-                return diloco_round(records, before if follows and not warm_up else None, nodes, options, self._outer, first)
+                return diloco_round(
+                    records,
+                    before if follows and not warm_up else None,
+                    nodes,
+                    options,
+                    self._outer,
+                    first,
+                )
             case "powersgd":
                 return exchanges.powersgd_round(records, options)
         return exchanges.topk_round(records, options)
 
     def _is_in_warm_up(self, step: int, record: Record) -> bool:
-        """Return whether the operation was in full precision, or was recorded with ``warmup=True``."""
+        """Return whether the operation was in full precision, or was recorded with
+        ``warmup=True``.
+        """
         if self.algorithm == "async":
             return "snapshot" not in record.inputs
         if self.algorithm == "qadam" and self.options["warmup_steps"] is not None:
             return bool(step < self.options["warmup_steps"])
-        return bool(record.info.get("warmup", record.info.get("operation") == "CentralizedFullPrecision"))
+        return bool(
+            record.info.get("warmup", record.info.get("operation") == "CentralizedFullPrecision")
+        )
 
     def _is_inside_nodes(self, records: list[Record]) -> bool:
-        """Return whether the operation ran among the ranks of each node, as gradients of post-local SGD do (S9.1)."""
+        """Return whether the operation ran among the ranks of each node, as gradients of post-local
+        SGD do (S9.1).
+        """
         members = [record.info.get("ranks", len(records)) for record in records]
         hierarchical = self.algorithm == "local_sgd" and self.options["hierarchical"]
         return hierarchical and members == [size for size in self.nodes for _ in range(size)]
@@ -134,13 +195,22 @@ def _mean_inside_nodes(records: Sequence[Record], nodes: Sequence[int]) -> Expec
     """Return the mean of S3.1 inside each node."""
     inputs(records, "x", FLOATS)
     ends = np.cumsum(nodes).tolist()
-    found = [full_precision(records[end - size : end], (size,)) for end, size in zip(ends, nodes, strict=True)]
-    magnitudes = torch.stack([expected.magnitude for expected in found if expected.magnitude is not None])
-    return Expected("x", [x for expected in found for x in expected.values], SUM(max(nodes)), magnitudes.amax(0))
+    found = [
+        full_precision(records[end - size : end], (size,))
+        for end, size in zip(ends, nodes, strict=True)
+    ]
+    magnitudes = torch.stack(
+        [expected.magnitude for expected in found if expected.magnitude is not None]
+    )
+    return Expected(
+        "x", [x for expected in found for x in expected.values], SUM(max(nodes)), magnitudes.amax(0)
+    )
 
 
 def _update_momenta(records: Sequence[Record], beta1: float) -> None:
-    """Put ``x <- beta1*momentum + (1-beta1)*grad`` in place of each rank's x, if momenta were recorded (S5.5)."""
+    """Put ``x <- beta1*momentum + (1-beta1)*grad`` in place of each rank's x, if momenta were
+    recorded (S5.5).
+    """
     if "momentum" not in records[0].inputs:
         return
     momenta, gradients = (inputs(records, role, COMPRESSIBLE) for role in ("momentum", "grad"))
@@ -156,7 +226,17 @@ _FLAG = ("true or false", lambda value: isinstance(value, bool))
 _STEPS = ("a number of steps", lambda value: type(value) is int and value >= 0)
 
 _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("hierarchical", "average", "scattergather", "warm_start", "error_feedback", "outer_nesterov"), _FLAG),
+    **dict.fromkeys(
+        (
+            "hierarchical",
+            "average",
+            "scattergather",
+            "warm_start",
+            "error_feedback",
+            "outer_nesterov",
+        ),
+        _FLAG,
+    ),
     **dict.fromkeys(("warmup_steps", "offset", "delay"), _STEPS),
     "wire": (" or ".join(exchanges.WIRES), lambda value: value in exchanges.WIRES),
     "compression": ("the name of a codec", lambda value: value in list_codecs("reference")),
@@ -164,19 +244,31 @@ _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "period": ("a number of steps, at least 1", lambda value: type(value) is int and value >= 1),
     "fragments": ("a number, at least 1", lambda value: type(value) is int and value >= 1),
     "memory": ("local, averaged or none", lambda value: value in ("local", "averaged", None)),
-    "seed": ("a number from 0 to 2**32 - 1", lambda value: type(value) is int and 0 <= value < 2**32),
-    "ratio": ("a number above 0 and at most 1", lambda value: type(value) in (int, float) and 0 < value <= 1),
+    "seed": (
+        "a number from 0 to 2**32 - 1",
+        lambda value: type(value) is int and 0 <= value < 2**32,
+    ),
+    "ratio": (
+        "a number above 0 and at most 1",
+        lambda value: type(value) in (int, float) and 0 < value <= 1,
+    ),
     **dict.fromkeys(
         ("mix", "beta1", "outer_momentum"),
         ("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1),
     ),
-    "outer_lr": (f"a number from 0 to {MOST_LR:g}", lambda value: type(value) in (int, float) and 0 <= value <= MOST_LR),
+    "outer_lr": (
+        f"a number from 0 to {MOST_LR:g}",
+        lambda value: type(value) in (int, float) and 0 <= value <= MOST_LR,
+    ),
 }
 """Of each option that is not at its default: what it may be."""
 
 
-def merged_options(algorithm: str, recorded: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options of ``algorithm``: given ones take precedence over recorded ones, and these over defaults.
+def merged_options(
+    algorithm: str, recorded: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return all options of ``algorithm``: given ones take precedence over recorded ones, and these
+    over defaults.
 
     Raises:
         ValueError: the algorithm or a given option is unknown, or a value is out of range.
@@ -189,8 +281,14 @@ def merged_options(algorithm: str, recorded: Mapping[str, Any], given: Mapping[s
     known = ALGORITHMS[algorithm]
     for name in given:
         if name not in known:
-            raise ValueError(f"option {name!r} is unknown; {algorithm} has {', '.join(known) or 'no options'}")
-    options = {**known, **{name: value for name, value in recorded.items() if name in known}, **given}
+            raise ValueError(
+                f"option {name!r} is unknown; {algorithm} has {', '.join(known) or 'no options'}"
+            )
+    options = {
+        **known,
+        **{name: value for name, value in recorded.items() if name in known},
+        **given,
+    }
     for name, value in options.items():
         allowed, fits = _ALLOWED[name]
         if value != known[name] and not fits(value):

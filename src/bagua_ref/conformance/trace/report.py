@@ -50,9 +50,9 @@ class Divergence:
         ulps = "" if self.ulps is None else f", {self.ulps:,} ulps away"
         chunks = f"; the wrong elements are in {self.chunks}" if self.chunks else ""
         return (
-            f"step {self.step}, rank {self.rank}, bucket {self.bucket!r}, tensor {self.tensor!r}{self.index} (element "
-            f"{self.element} of the bucket): expected {self.expected!r}, got {self.got!r}{ulps} (tolerance "
-            f"{self.tolerance}){chunks}"
+            f"step {self.step}, rank {self.rank}, bucket {self.bucket!r}, tensor"
+            f" {self.tensor!r}{self.index} (element {self.element} of the bucket): expected"
+            f" {self.expected!r}, got {self.got!r}{ulps} (tolerance {self.tolerance}){chunks}"
         )
 
 
@@ -107,7 +107,9 @@ class TraceReport:
     @property
     def first(self) -> Divergence | None:
         """The first divergence, ordered by step, bucket and rank."""
-        return next((execution.first for execution in self.executions if execution.first is not None), None)
+        return next(
+            (execution.first for execution in self.executions if execution.first is not None), None
+        )
 
     @property
     def values(self) -> int:
@@ -121,7 +123,9 @@ class TraceReport:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Likely causes and numbers of diverging executions, in order of appearance; text after a colon is that of the first."""
+        """Likely causes and numbers of diverging executions, in order of appearance; text after a
+        colon is that of the first.
+        """
         counts: Counter[str] = Counter()
         texts: dict[str, str] = {}
         for execution in self.executions:
@@ -145,20 +149,38 @@ class TraceReport:
             "nodes": list(self.nodes),
             "values": self.values,
             "diverging": self.diverging,
-            "first": None if self.first is None else {k: finite(v) for k, v in vars(self.first).items()},
+            "first": (
+                None if self.first is None else {k: finite(v) for k, v in vars(self.first).items()}
+            ),
             "kinds": self.kinds,
             "notes": self.notes,
-            "not_checked": [dict(zip(("step", "bucket", "reason"), entry, strict=True)) for entry in self.not_checked],
+            "not_checked": [
+                dict(zip(("step", "bucket", "reason"), entry, strict=True))
+                for entry in self.not_checked
+            ],
             "executions": [
-                {"step": e.step, "bucket": e.bucket, "values": e.values, "diverging": e.wrong, "errors": [*map(finite, e.errors)]}
+                {
+                    "step": e.step,
+                    "bucket": e.bucket,
+                    "values": e.values,
+                    "diverging": e.wrong,
+                    "errors": [*map(finite, e.errors)],
+                }
                 for e in self.executions
             ],
         }
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        counts = (sum(self.nodes), len(self.steps), len({execution.bucket for execution in self.executions}))
-        ranks, steps, buckets = (f"{n} {noun}{'s' * (n != 1)}" for n, noun in zip(counts, ("rank", "step", "bucket"), strict=True))
+        counts = (
+            sum(self.nodes),
+            len(self.steps),
+            len({execution.bucket for execution in self.executions}),
+        )
+        ranks, steps, buckets = (
+            f"{n} {noun}{'s' * (n != 1)}"
+            for n, noun in zip(counts, ("rank", "step", "bucket"), strict=True)
+        )
         lines = [
             f"Replayed as {self.algorithm}({options}) on {ranks}, nodes {list(self.nodes)}",
             f"Compared: {steps}, {buckets}, {self.values:,} values",
@@ -166,14 +188,22 @@ class TraceReport:
         lines += [f"Note: {note}" for note in self.notes]
         if self.not_checked:
             step, bucket, reason = self.not_checked[0]
-            lines.append(f"Not checked: {len(self.not_checked)} executions; the first is step {step}, bucket {bucket!r}: {reason}")
+            lines.append(
+                f"Not checked: {len(self.not_checked)} executions; the first is step {step}, bucket"
+                f" {bucket!r}: {reason}"
+            )
         if self.first is None:
             return "\n".join([*lines, "NO DIVERGENCE"])
         wrong = sum(execution.first is not None for execution in self.executions)
         lines.append(f"First divergence: {self.first}")
-        lines += [f"Looks {kind} ({count} of {wrong} diverging executions)" for kind, count in self.kinds.items()]
+        lines += [
+            f"Looks {kind} ({count} of {wrong} diverging executions)"
+            for kind, count in self.kinds.items()
+        ]
         share = self.diverging / self.values
-        return "\n".join([*lines, f"DIVERGENCE: {self.diverging:,} of {self.values:,} values ({share:.2%})"])
+        return "\n".join(
+            [*lines, f"DIVERGENCE: {self.diverging:,} of {self.values:,} values ({share:.2%})"]
+        )
 
 
 def finite(value: Any) -> Any:
@@ -182,7 +212,9 @@ def finite(value: Any) -> Any:
 
 
 def draw_errors(report: TraceReport) -> Any:
-    """Return a matplotlib Figure with a row per rank and a column per step, coloured by the largest relative error."""
+    """Return a matplotlib Figure with a row per rank and a column per step, coloured by the largest
+    relative error.
+    """
     import numpy as np
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
@@ -193,7 +225,10 @@ def draw_errors(report: TraceReport) -> Any:
     from matplotlib.ticker import MaxNLocator
 
     ranks = sum(report.nodes)
-    last = max([execution.step for execution in report.executions] + [step for step, _, _ in report.not_checked])
+    last = max(
+        [execution.step for execution in report.executions]
+        + [step for step, _, _ in report.not_checked]
+    )
     width = math.ceil((last + 1) / _COLUMNS)
     errors = np.full((ranks, last // width + 1), np.nan)  # of diverging executions
     checked = np.full_like(errors, np.nan)
@@ -212,25 +247,44 @@ def draw_errors(report: TraceReport) -> Any:
 
     figure = Figure(figsize=(9.0, 2.6 + 0.32 * min(ranks, 24)), layout="constrained")
     axes = figure.add_subplot(facecolor=_UNCHECKED)
-    common: dict[str, Any] = {"extent": (-0.5, errors.shape[1] * width - 0.5, ranks - 0.5, -0.5), "aspect": "auto"}
+    common: dict[str, Any] = {
+        "extent": (-0.5, errors.shape[1] * width - 0.5, ranks - 0.5, -0.5),
+        "aspect": "auto",
+    }
     axes.imshow(checked, cmap=ListedColormap([_WITHIN]), interpolation="nearest", **common)
     drawn = np.clip(errors, 10.0**low, 10.0 ** (high + 1))  # imshow would leave infinite errors out
     axes.imshow(drawn, cmap=colors, norm=norm, interpolation="nearest", **common)
-    handles: list[Any] = [Patch(facecolor=_WITHIN, edgecolor=_EDGE, label="checked, within tolerance")]
-    handles.append(Patch(facecolor=_UNCHECKED, edgecolor=_EDGE, label="not recorded or not checked"))
+    handles: list[Any] = [
+        Patch(facecolor=_WITHIN, edgecolor=_EDGE, label="checked, within tolerance")
+    ]
+    handles.append(
+        Patch(facecolor=_UNCHECKED, edgecolor=_EDGE, label="not recorded or not checked")
+    )
     if finite.size or infinite:
-        bar = figure.colorbar(ScalarMappable(norm, colors), ax=axes, extend="max" if infinite else "neither", pad=0.015, aspect=14)
+        bar = figure.colorbar(
+            ScalarMappable(norm, colors),
+            ax=axes,
+            extend="max" if infinite else "neither",
+            pad=0.015,
+            aspect=14,
+        )
         bar.set_label("largest error /\nlargest value (no unit)", color=_INK)
     if infinite:
         handles.append(Patch(facecolor="black", label="one finite, one not"))
     title = f"Replayed as {report.algorithm}: no divergence in {report.values:,} values"
     if (first := report.first) is not None:
-        mark: dict[str, Any] = {"marker": "s", "fillstyle": "none", "color": _INK, "linestyle": "none"}
+        mark: dict[str, Any] = {
+            "marker": "s",
+            "fillstyle": "none",
+            "color": _INK,
+            "linestyle": "none",
+        }
         axes.plot(first.step, first.rank, markersize=11, **mark)
         handles.append(Line2D([], [], markersize=9, label="first divergence", **mark))
         title = (
-            f"Replayed as {report.algorithm}: {report.diverging:,} of {report.values:,} values diverge\n"
-            f"first at step {first.step}, rank {first.rank}, bucket {first.bucket!r}, tensor {first.tensor!r}{first.index}"
+            f"Replayed as {report.algorithm}: {report.diverging:,} of {report.values:,} values"
+            f" diverge\nfirst at step {first.step}, rank {first.rank}, bucket {first.bucket!r},"
+            f" tensor {first.tensor!r}{first.index}"
         )
     axes.set_xlabel("step" if width == 1 else f"step ({width} to a column)", color=_INK)
     axes.set_ylabel("rank", color=_INK)

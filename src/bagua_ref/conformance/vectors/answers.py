@@ -1,6 +1,7 @@
 """Expected outputs of golden vectors, from inputs and parameters alone.
 
-Nothing here but `bagua_ref.conformance.expected` computes, so that the vectors share no fault with the package.
+Nothing here but `bagua_ref.conformance.expected` computes, so that the vectors share no fault with
+the package.
 """
 
 from __future__ import annotations
@@ -42,8 +43,15 @@ class Given:
         parameters: JSON values by name.
     """
 
-    def __init__(self, operation: str, dtype: str, parameters: dict[str, Any], inputs: Tensors) -> None:
-        self.operation, self.dtype, self.parameters, self.inputs = operation, dtype, parameters, inputs
+    def __init__(
+        self, operation: str, dtype: str, parameters: dict[str, Any], inputs: Tensors
+    ) -> None:
+        self.operation, self.dtype, self.parameters, self.inputs = (
+            operation,
+            dtype,
+            parameters,
+            inputs,
+        )
 
     def __getattr__(self, name: str) -> Any:
         return self.parameters[name] if name in self.parameters else self.inputs[name]
@@ -62,7 +70,9 @@ class Given:
 Answer = Callable[[Given], Tensors]
 
 
-def answer(suite: str, operation: str, dtype: str, parameters: dict[str, Any], inputs: Tensors) -> Tensors:
+def answer(
+    suite: str, operation: str, dtype: str, parameters: dict[str, Any], inputs: Tensors
+) -> Tensors:
     """Return the outputs of a case."""
     compute = _ANSWERS.get(f"{suite}/{operation}") or _ANSWERS[suite]
     with np.errstate(all="ignore"):  # infinities and NaN are results here
@@ -89,19 +99,28 @@ def _split(flat: Any, sizes: list[int]) -> list[Any]:
 def _elementwise(c: Given) -> Tensors:
     kernel: Any = getattr(kernels_scalar, "quotient" if c.operation == "divide" else c.operation)
     columns = zip(*(x.tolist() for x in c.inputs.values()), strict=True)
-    return {"x": _tensor([kernel(c.dtype, *column, *c.parameters.values()) for column in columns], c.dtype)}
+    return {
+        "x": _tensor(
+            [kernel(c.dtype, *column, *c.parameters.values()) for column in columns], c.dtype
+        )
+    }
 
 
 def _reduce_chunks(c: Given) -> Tensors:
     rows = c.x.view(c.num_chunks, -1).tolist()
     columns = zip(*rows, strict=True)
-    rows[c.target_chunk] = [kernels_scalar.reduce_in_order(c.dtype, list(column), c.average) for column in columns]
+    rows[c.target_chunk] = [
+        kernels_scalar.reduce_in_order(c.dtype, list(column), c.average) for column in columns
+    ]
     return {"x": _tensor(rows, c.dtype).view(-1)}
 
 
 def _scatter_flat(c: Given) -> Tensors:
     parts = _split(c.flat.tolist(), [math.prod(shape) for shape in c.shapes])
-    return {f"t{i}": _tensor(part, c.dtype).view(shape) for i, (part, shape) in enumerate(zip(parts, c.shapes, strict=True))}
+    return {
+        f"t{i}": _tensor(part, c.dtype).view(shape)
+        for i, (part, shape) in enumerate(zip(parts, c.shapes, strict=True))
+    }
 
 
 def _chunks(x: Tensor, num_chunks: int) -> list[list[Any]]:
@@ -117,12 +136,18 @@ def _compress(c: Given) -> Tensors:
     target = c.parameters.get("target_chunk")
     if target is not None:
         before = _chunks(c.payload, c.num_chunks)
-        blocks = [block if place == target else bytes(before[place]) for place, block in enumerate(blocks)]
+        blocks = [
+            block if place == target else bytes(before[place]) for place, block in enumerate(blocks)
+        ]
     return {"payload": torch.tensor(list(b"".join(blocks)), dtype=torch.uint8)}
 
 
 def _decompress(c: Given) -> Tensors:
-    size, codec, values = c.num_elements // c.num_chunks, c.parameters.get("codec", "MinMaxUInt8"), []
+    size, codec, values = (
+        c.num_elements // c.num_chunks,
+        c.parameters.get("codec", "MinMaxUInt8"),
+        [],
+    )
     for block in map(bytes, _chunks(c.payload, c.num_chunks)):
         values += codecs_scalar.decompress_chunk(codec, block, size, c.dtype)
     return {"x": _tensor(values, c.dtype)}
@@ -130,17 +155,32 @@ def _decompress(c: Given) -> Tensors:
 
 def _roundtrip(c: Given) -> Tensors:
     payload = _compress(c)
-    return {**payload, **_decompress(Given(c.operation, c.dtype, {**c.parameters, "num_elements": c.x.numel()}, payload))}
+    return {
+        **payload,
+        **_decompress(
+            Given(c.operation, c.dtype, {**c.parameters, "num_elements": c.x.numel()}, payload)
+        ),
+    }
 
 
 def _reduced(c: Given, ranks: Any) -> Tensor:
-    one_byte, average = c.operation in ("centralized_low_precision", "qadam_momentum"), c.parameters.get("average", True)
-    return _rows([algorithms_numpy.centralized(list(ranks), c.dtype, average, one_byte, c.leaders)] * sum(c.nodes), c.dtype)
+    one_byte, average = (
+        c.operation in ("centralized_low_precision", "qadam_momentum"),
+        c.parameters.get("average", True),
+    )
+    return _rows(
+        [algorithms_numpy.centralized(list(ranks), c.dtype, average, one_byte, c.leaders)]
+        * sum(c.nodes),
+        c.dtype,
+    )
 
 
 def _qadam_momentum(c: Given) -> Tensors:
     m, update = c.m.tolist(), kernels_scalar.update_momentum
-    xs = [[update(c.dtype, old, new, c.beta1) for old, new in zip(m, grad, strict=True)] for grad in c.grad.tolist()]
+    xs = [
+        [update(c.dtype, old, new, c.beta1) for old, new in zip(m, grad, strict=True)]
+        for grad in c.grad.tolist()
+    ]
     return {"m": _reduced(c, np.array(xs, np.float32))}
 
 
@@ -148,7 +188,13 @@ def _on_updates(c: Given, step: Callable[[list[Any], int], list[Any]]) -> Tensor
     """Return all ranks' weights after each step, before which the updates are added."""
     ranks, after = list(array(c.x)), []
     for t, update in enumerate(c.updates):
-        ranks = step([algorithms_numpy.stored(x + u, c.dtype) for x, u in zip(ranks, array(update), strict=True)], t)
+        ranks = step(
+            [
+                algorithms_numpy.stored(x + u, c.dtype)
+                for x, u in zip(ranks, array(update), strict=True)
+            ],
+            t,
+        )
         after.append(_rows(ranks, c.dtype))
     return torch.stack(after)
 
@@ -161,13 +207,21 @@ def _decentralized(c: Given) -> Tensors:
 
 def _ring(c: Given) -> Tensors:
     members, between = c.leaders or [1] * sum(c.nodes), decentralized_numpy.between_leaders
-    ring = decentralized_numpy.Ring.of([group[0] for group in algorithms_numpy.split(list(array(c.x)), members)])
+    ring = decentralized_numpy.Ring.of(
+        [group[0] for group in algorithms_numpy.split(list(array(c.x)), members)]
+    )
 
     def average(ranks: list[Any]) -> list[Any]:
         return ring.step(ranks, c.dtype)
 
     x = _on_updates(c, lambda ranks, t: between(average, ranks, c.dtype, c.leaders))
-    return {"x": x, **{name: _rows(rows, c.dtype) for name, rows in {"weight": ring.W, "left": ring.L, "right": ring.R}.items()}}
+    return {
+        "x": x,
+        **{
+            name: _rows(rows, c.dtype)
+            for name, rows in {"weight": ring.W, "left": ring.L, "right": ring.R}.items()
+        },
+    }
 
 
 def _async_average(c: Given) -> Tensors:
@@ -208,16 +262,23 @@ def _alltoall_v(c: Given) -> Tensors:
 
 
 def _on_gradients(c: Given, exchange: algorithms_numpy.Exchange) -> Tensors:
-    order = np.concatenate(_split(np.arange(c.x.numel()), c.sizes)[::-1])  # of parameters in their bucket (S2.1)
+    # of parameters in their bucket (S2.1)
+    order = np.concatenate(_split(np.arange(c.x.numel()), c.sizes)[::-1])
     gradients = [list(array(ranks)[:, order]) for ranks in c.gradients]
-    history = algorithms_numpy.train_on_gradients(array(c.x)[order], gradients, c.lr, c.dtype, exchange)
-    return {"x": _rows([[weights[np.argsort(order)]] * sum(c.nodes) for weights in history], c.dtype)}
+    history = algorithms_numpy.train_on_gradients(
+        array(c.x)[order], gradients, c.lr, c.dtype, exchange
+    )
+    return {
+        "x": _rows([[weights[np.argsort(order)]] * sum(c.nodes) for weights in history], c.dtype)
+    }
 
 
 def _on_weights(c: Given, mode: str | None) -> Tensors:
     gradients, interval = [list(array(ranks)) for ranks in c.gradients], c.communication_interval
     train = decentralized_numpy.train_decentralized
-    return {"x": _rows(train(array(c.x), gradients, c.lr, c.dtype, c.leaders, mode, interval), c.dtype)}
+    return {
+        "x": _rows(train(array(c.x), gradients, c.lr, c.dtype, c.leaders, mode, interval), c.dtype)
+    }
 
 
 def _local_training(c: Given) -> tuple[list[Any], Any, list[str]]:
@@ -240,17 +301,29 @@ def _local_sgd(c: Given) -> Tensors:
 def _diloco(c: Given) -> Tensors:
     (start, gradients, dtypes), n, fragments = _local_training(c), sum(c.nodes), c.fragments
     if isinstance(fragments, int):
-        fragments = local_updates_numpy.places_of([size * c.x.element_size() for size in c.sizes], fragments)
+        fragments = local_updates_numpy.places_of(
+            [size * c.x.element_size() for size in c.sizes], fragments
+        )
 
     def outer(tensors: list[Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(tensors, lr=c.outer_lr, momentum=c.outer_momentum, nesterov=c.outer_nesterov)
+        return torch.optim.SGD(
+            tensors, lr=c.outer_lr, momentum=c.outer_momentum, nesterov=c.outer_nesterov
+        )
 
     options = c.options("period", "delay", "mix", "warmup_steps", "compression", "momentum")
-    model, xs, gs = local_updates_numpy.DiLoCo(start, n, c.lr, dtypes, fragments, outer, **options), [], []
+    model, xs, gs = (
+        local_updates_numpy.DiLoCo(start, n, c.lr, dtypes, fragments, outer, **options),
+        [],
+        [],
+    )
     for of_ranks in gradients:
         model.step(of_ranks)
         xs.append(_joined(model.ranks, c.dtype))
-        shown = model.ranks if model.g is None else [[algorithms_numpy.stored(g, c.dtype) for g in model.g]] * n
+        shown = (
+            model.ranks
+            if model.g is None
+            else [[algorithms_numpy.stored(g, c.dtype) for g in model.g]] * n
+        )
         gs.append(_joined(shown, c.dtype))
     return {"x": torch.stack(xs), "g": torch.stack(gs)}
 
@@ -268,15 +341,24 @@ def _gram(columns: Any, dtype: str) -> Tensor:
 
 
 def _powersgd_rank(c: Given) -> Tensors:
-    shapes, options = zip(c.n.tolist(), c.m.tolist(), strict=True), (c.matrix_approximation_rank, c.min_compression_rate)
+    shapes, options = (
+        zip(c.n.tolist(), c.m.tolist(), strict=True),
+        (c.matrix_approximation_rank, c.min_compression_rate),
+    )
     return {"r": _integers(compression_numpy.compressed_rank(shape, *options) for shape in shapes)}
 
 
 def _powersgd_round(c: Given) -> Tensors:
     gradients, q, errors = list(c.gradients.numpy()), c.q.numpy() if "q" in c.inputs else None, None
     if c.memory is not None:
-        errors = list(c.errors.numpy()) if "errors" in c.inputs else [np.zeros_like(g) for g in gradients]
-    found = compression_numpy.power_sgd_round(gradients, errors, q, c.columns.shape[1], **c.parameters)
+        errors = (
+            list(c.errors.numpy())
+            if "errors" in c.inputs
+            else [np.zeros_like(g) for g in gradients]
+        )
+    found = compression_numpy.power_sgd_round(
+        gradients, errors, q, c.columns.shape[1], **c.parameters
+    )
     outputs = {"x": _rows(found.result, c.dtype), "qq": _gram(found.q, c.dtype)}
     return outputs if found.errors is None else {**outputs, "errors": _rows(found.errors, c.dtype)}
 
@@ -289,66 +371,107 @@ def _topk(c: Given) -> Tensors:
         result, errors = compression_numpy.topk_round(list(array(step)), errors, c.ratio, c.dtype)
         xs.append(result)
         kept.append(errors)
-    return {"x": _rows(xs, c.dtype)} | ({"errors": _rows(kept, "float32")} if c.error_feedback else {})
+    return {"x": _rows(xs, c.dtype)} | (
+        {"errors": _rows(kept, "float32")} if c.error_feedback else {}
+    )
 
 
 def _error_feedback(c: Given) -> Tensors:
     memory = compression_numpy.ErrorFeedback(c.leaders, c.codec, c.dtype, c.average)
-    rounds = [(memory.round(list(array(step))), memory.workers, memory.servers) for step in c.gradients]
+    rounds = [
+        (memory.round(list(array(step))), memory.workers, memory.servers) for step in c.gradients
+    ]
     xs, workers, servers = zip(*rounds, strict=True)
     return {"x": _rows(xs, c.dtype), "e": _rows(workers, "float32"), "f": _rows(servers, "float32")}
 
 
 def _qadam_step(c: Given) -> Tensors:
     (p, m, v), betas = map(array, (c.p, c.m, c.v)), (c.beta1, c.beta2)
-    return {"p": _rows(algorithms_numpy.step_along_momentum(c.dtype, p, m, v, c.s, lr=c.lr, betas=betas, eps=c.eps), c.dtype)}
+    return {
+        "p": _rows(
+            algorithms_numpy.step_along_momentum(
+                c.dtype, p, m, v, c.s, lr=c.lr, betas=betas, eps=c.eps
+            ),
+            c.dtype,
+        )
+    }
 
 
 def _items_of_replicas(c: Given, **cut: Any) -> list[list[Any]]:
     options = c.options("shuffle", "seed", "epoch", "drop_last", "random_level")
     draws = samplers_plain.RecordedDraws(c.noise.tolist(), c.chunk_order.tolist())
-    return samplers_plain.stretches_of(c.complexities.tolist(), [], c.num_replicas, draws=draws, **cut, **options)[0]
+    return samplers_plain.stretches_of(
+        c.complexities.tolist(), [], c.num_replicas, draws=draws, **cut, **options
+    )[0]
 
 
 def _sampler_batches(c: Given) -> Tensors:
     cut = partial(samplers_plain.filled_batches, c.complexities.tolist(), c.max_cost)
     equal = _items_of_replicas(c, cut=cut, drop_batches=c.drop_last_batch)
     sizes = torch.tensor([[len(batch) for batch in batches] for batches in equal])
-    return {"sizes": sizes, "indices": _integers(index for batches in equal for batch in batches for index in batch)}
+    return {
+        "sizes": sizes,
+        "indices": _integers(index for batches in equal for batch in batches for index in batch),
+    }
 
 
 def stretches_of(c: Given, draws: samplers_plain.Draws) -> list[list[list[Any]]]:
     """Return each replica's samples or batches in each stretch of a case's epoch (S7.6, S7.7)."""
-    costs, options = c.costs.tolist(), {**c.options("shuffle", "seed", "epoch", "drop_last"), "draws": draws}
+    costs, options = (
+        c.costs.tolist(),
+        {**c.options("shuffle", "seed", "epoch", "drop_last"), "draws": draws},
+    )
     if c.operation == "budget_batches":
         options |= {"padded": samplers_plain.FORMULAS.get(c.padded, c.padded), "mix": c.mix}
-        return samplers_plain.budget_stretches(costs, c.max_cost, c.history, c.num_replicas, **options)
+        return samplers_plain.budget_stretches(
+            costs, c.max_cost, c.history, c.num_replicas, **options
+        )
     if c.operation == "sampler_stretch_batches":
-        options |= {"cut": partial(samplers_plain.filled_batches, costs, c.max_cost), "drop_batches": c.drop_last_batch}
-    return samplers_plain.stretches_of(costs, c.history, c.num_replicas, random_level=c.random_level, **options)
+        options |= {
+            "cut": partial(samplers_plain.filled_batches, costs, c.max_cost),
+            "drop_batches": c.drop_last_batch,
+        }
+    return samplers_plain.stretches_of(
+        costs, c.history, c.num_replicas, random_level=c.random_level, **options
+    )
 
 
 def _stretches(c: Given) -> Tensors:
-    stretches = stretches_of(c, samplers_plain.RecordedDraws(c.noise.tolist(), c.permutations.tolist()))
+    stretches = stretches_of(
+        c, samplers_plain.RecordedDraws(c.noise.tolist(), c.permutations.tolist())
+    )
     items = [item for shares in stretches for share in shares for item in share]
     found = {"counts": _integers(len(shares[0]) for shares in stretches)}
     if c.operation != "sampler_stretches":
-        found["sizes"], items = _integers(map(len, items)), [index for batch in items for index in batch]
+        found["sizes"], items = (
+            _integers(map(len, items)),
+            [index for batch in items for index in batch],
+        )
     return {**found, "indices": _integers(items)}
 
 
 def _cache_store(c: Given) -> Tensors:
     keys = _split(bytes(c.keys.tolist()), c.lengths.tolist())
-    hashes = [samplers_plain.hash_of(samplers_plain.stored_key(c.dataset_name, key.decode())) for key in keys]
-    return {"hash": torch.from_numpy(np.array(hashes, np.uint64)), "store": _integers(h % c.num_stores for h in hashes)}
+    hashes = [
+        samplers_plain.hash_of(samplers_plain.stored_key(c.dataset_name, key.decode()))
+        for key in keys
+    ]
+    return {
+        "hash": torch.from_numpy(np.array(hashes, np.uint64)),
+        "store": _integers(h % c.num_stores for h in hashes),
+    }
 
 
 _ANSWERS: dict[str, Answer] = {
     "kernels": _elementwise,
     "kernels/reduce_chunks": _reduce_chunks,
-    "kernels/gather_flat": lambda c: {"flat": _tensor([v for x in c.inputs.values() for v in x.view(-1).tolist()], c.dtype)},
+    "kernels/gather_flat": lambda c: {
+        "flat": _tensor([v for x in c.inputs.values() for v in x.view(-1).tolist()], c.dtype)
+    },
     "kernels/scatter_flat": _scatter_flat,
-    "kernels/order_by_complexity": lambda c: {"order": _integers(kernels_scalar.ascending(c.keys.tolist()))},
+    "kernels/order_by_complexity": lambda c: {
+        "order": _integers(kernels_scalar.ascending(c.keys.tolist()))
+    },
     "codec/compress_minmax_uint8": _compress,
     "codec/decompress_minmax_uint8": _decompress,
     "codec/roundtrip_minmax_uint8": _roundtrip,
@@ -359,13 +482,19 @@ _ANSWERS: dict[str, Answer] = {
     "comm_ops/low_precision_decentralized": _ring,
     "comm_ops/async_average": _async_average,
     "comm_ops/qadam_momentum": _qadam_momentum,
-    "peers/shift_one_peer": lambda c: {"peer": _integers(_queries(c, lambda t: decentralized_numpy.pairs(c.nranks, t)))},
+    "peers/shift_one_peer": lambda c: {
+        "peer": _integers(_queries(c, lambda t: decentralized_numpy.pairs(c.nranks, t)))
+    },
     "graphs/decentralized_on_graph": _decentralized,
     "graphs/graph_sources": _graph_sources,
     "collectives": _collective,
     "collectives/alltoall_v": _alltoall_v,
-    "algorithms/gradient_allreduce": lambda c: _on_gradients(c, algorithms_numpy.full_precision(c.average)),
-    "algorithms/bytegrad": lambda c: _on_gradients(c, algorithms_numpy.one_byte(c.average, c.leaders)),
+    "algorithms/gradient_allreduce": lambda c: _on_gradients(
+        c, algorithms_numpy.full_precision(c.average)
+    ),
+    "algorithms/bytegrad": lambda c: _on_gradients(
+        c, algorithms_numpy.one_byte(c.average, c.leaders)
+    ),
     "algorithms/decentralized": lambda c: _on_weights(c, c.peer_selection_mode),
     "algorithms/low_precision_decentralized": lambda c: _on_weights(c, None),
     "algorithms/qadam_frozen_step": _qadam_step,
@@ -374,22 +503,44 @@ _ANSWERS: dict[str, Answer] = {
         "fragment": _integers(local_updates_numpy.fragment_of(c.bytes.tolist(), c.fragments))
     },
     "local_updates/local_sgd_schedule": lambda c: {
-        "averages": _integers(local_updates_numpy.is_averaged(t, **c.parameters) for t in c.step.tolist())
+        "averages": _integers(
+            local_updates_numpy.is_averaged(t, **c.parameters) for t in c.step.tolist()
+        )
     },
-    "local_updates/diloco_schedule": lambda c: {"sent": _fragments_due(c, c.delay), "applied": _fragments_due(c, 0)},
-    "local_updates/mix": lambda c: {"x": _rows(local_updates_numpy.mixed(array(c.x), array(c.g), c.mix, c.dtype), c.dtype)},
+    "local_updates/diloco_schedule": lambda c: {
+        "sent": _fragments_due(c, c.delay),
+        "applied": _fragments_due(c, 0),
+    },
+    "local_updates/mix": lambda c: {
+        "x": _rows(local_updates_numpy.mixed(array(c.x), array(c.g), c.mix, c.dtype), c.dtype)
+    },
     "local_updates/local_sgd": _local_sgd,
     "local_updates/diloco": _diloco,
     "compressed_gradients/powersgd_rank": _powersgd_rank,
-    "compressed_gradients/orthonormalize": lambda c: {"projection": _gram(compression_numpy.orthonormal(c.x.numpy()), c.dtype)},
+    "compressed_gradients/orthonormalize": lambda c: {
+        "projection": _gram(compression_numpy.orthonormal(c.x.numpy()), c.dtype)
+    },
     "compressed_gradients/powersgd_round": _powersgd_round,
-    "compressed_gradients/topk_count": lambda c: {"k": _integers(compression_numpy.sent_count(m, c.ratio) for m in c.m.tolist())},
-    "compressed_gradients/topk_indices": lambda c: {"indices": _integers(compression_numpy.kept(c.p.numpy(), c.k))},
+    "compressed_gradients/topk_count": lambda c: {
+        "k": _integers(compression_numpy.sent_count(m, c.ratio) for m in c.m.tolist())
+    },
+    "compressed_gradients/topk_indices": lambda c: {
+        "indices": _integers(compression_numpy.kept(c.p.numpy(), c.k))
+    },
     "compressed_gradients/topk": _topk,
     "compressed_gradients/error_feedback": _error_feedback,
-    "samplers/sampler_indices": lambda c: {"indices": torch.tensor(_items_of_replicas(c), dtype=torch.int64)},
+    "samplers/sampler_indices": lambda c: {
+        "indices": torch.tensor(_items_of_replicas(c), dtype=torch.int64)
+    },
     "samplers/sampler_batches": _sampler_batches,
-    **dict.fromkeys(("samplers/sampler_stretches", "samplers/sampler_stretch_batches", "samplers/budget_batches"), _stretches),
+    **dict.fromkeys(
+        (
+            "samplers/sampler_stretches",
+            "samplers/sampler_stretch_batches",
+            "samplers/budget_batches",
+        ),
+        _stretches,
+    ),
     "cache/cache_store": _cache_store,
 }
 """A suite or one of its operations -> its answer."""

@@ -1,4 +1,6 @@
-"""A golden vector, and the numbers that its inputs are drawn from: the same on every machine and in every version."""
+"""A golden vector, and the numbers that its inputs are drawn from: the same on every machine and in
+every version.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,11 @@ class Case:
         name: tells it from the operation's other cases of this dtype.
         inputs: tensors by name.
         parameters: JSON values.
-        flags: some of ``"valid"``, ordinary numbers; ``"edge"``, numbers at the edge of a format or a rule; and ``"poison"``, a
-            chunk that S4.4 poisons.
+        flags: some of ``"valid"``, ordinary numbers; ``"edge"``, numbers at the edge of a format or
+            a rule; and ``"poison"``, a chunk that S4.4 poisons.
         tolerance: the name of a row of `bagua_ref.conformance.expected.tolerances`.
-        magnitudes: for ``SUM(n)``: per output, the sum or mean of the absolute values that were added, one for all elements or one
-            for each.
+        magnitudes: for ``SUM(n)``: per output, the sum or mean of the absolute values that were
+            added, one for all elements or one for each.
     """
 
     suite: str
@@ -65,7 +67,9 @@ class Case:
     @cached_property
     def outputs(self) -> dict[str, Tensor]:
         """The expected outputs, by name."""
-        found = answer(self.suite, self.operation, name_of(self.dtype), self.parameters, self.inputs)
+        found = answer(
+            self.suite, self.operation, name_of(self.dtype), self.parameters, self.inputs
+        )
         return {name: canonical(x) for name, x in found.items()}
 
     def magnitude(self, output: str) -> Tensor | None:
@@ -76,7 +80,11 @@ class Case:
 
 def numbers_of(*parts: str | torch.dtype) -> Numbers:
     """Return the numbers that belong to a case's id, given in its parts, or to any other text."""
-    return Numbers(zlib.crc32("/".join(part if isinstance(part, str) else name_of(part) for part in parts).encode()))
+    return Numbers(
+        zlib.crc32(
+            "/".join(part if isinstance(part, str) else name_of(part) for part in parts).encode()
+        )
+    )
 
 
 _NAN_BITS = {
@@ -101,7 +109,9 @@ def canonical(x: Tensor) -> Tensor:
 
 
 def tensor_of(values: list[float], dtype: torch.dtype) -> Tensor:
-    """Return the values rounded to dtype, 16-bit ones by way of float32, as not every processor rounds float64 at once."""
+    """Return the values rounded to dtype, 16-bit ones by way of float32, as not every processor
+    rounds float64 at once.
+    """
     wide = torch.tensor(values, dtype=torch.float64)
     return canonical(wide if dtype is torch.float64 else wide.to(torch.float32).to(dtype))
 
@@ -138,13 +148,26 @@ class Numbers:
         return self.each(shape, dtype, lambda: self.between(low, high))
 
     def of(self, kind: str, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Return numbers of a kind: of `KINDS`, or ``"eighths"``; sums of a few of these are exact in any order in every dtype."""
+        """Return numbers of a kind: of `KINDS`, or ``"eighths"``; sums of a few of these are exact
+        in any order in every dtype.
+        """
         return self.each(shape, dtype, lambda: _FORMULAS[kind](self, dtype))
 
 
 def _special(numbers: Numbers, dtype: torch.dtype) -> float:
     info = torch.finfo(dtype)
-    edges = [0.0, -0.0, 1.0, -1.0, info.max, -info.max, info.tiny, -info.tiny, info.tiny / 4, 1 + info.eps]
+    edges = [
+        0.0,
+        -0.0,
+        1.0,
+        -1.0,
+        info.max,
+        -info.max,
+        info.tiny,
+        -info.tiny,
+        info.tiny / 4,
+        1 + info.eps,
+    ]
     edges += [float("inf"), float("-inf"), float("nan")]
     return edges[numbers.below(len(edges))]
 
@@ -154,7 +177,9 @@ _SPAN = {torch.float16: 10, torch.bfloat16: 30, torch.float32: 30, torch.float64
 _FORMULAS: dict[str, Callable[[Numbers, torch.dtype], float]] = {
     "plain": lambda x, dtype: x.between(-4, 4),
     "halves": lambda x, dtype: (x.below(1201) - 600) / 2,
-    "wide": lambda x, dtype: x.between(-2, 2) * 2.0 ** (x.below(2 * _SPAN[dtype] + 1) - _SPAN[dtype]),
+    "wide": lambda x, dtype: (
+        x.between(-2, 2) * 2.0 ** (x.below(2 * _SPAN[dtype] + 1) - _SPAN[dtype])
+    ),
     "denormal": lambda x, dtype: (x.below(65) - 32) * torch.finfo(dtype).tiny / 16,
     "huge": lambda x, dtype: (x.below(17) - 8) / 8 * torch.finfo(dtype).max,
     "special": _special,
@@ -167,7 +192,8 @@ KINDS = {
     "wide": "valid",  # of many magnitudes
     "denormal": "edge",  # half of them
     "huge": "edge",  # sums soon exceed the largest number
-    "special": "edge",  # infinities, NaN, zeros of both signs and the ends of the range, among ordinary numbers
+    # infinities, NaN, zeros of both signs and the ends of the range, among ordinary numbers
+    "special": "edge",
     "zeros": "edge",  # of both signs
 }
 """Kinds of numbers, and the flag that a case of them gets."""

@@ -20,7 +20,18 @@ _INF, _NAN = float("inf"), float("nan")
 _Inputs = Iterator[tuple[str, str, Tensor, int]]
 """A name, a flag, the numbers and how many chunks they are."""
 
-_RANGES = ((0, 2), (1, 1e-3), (-5, 0.1), (100, 60), (0.001, 1e-5), (-3000, 6000), (0, 1e-6), (1e5, 3e4), (7, 7), (1e-20, 1e-21))
+_RANGES = (
+    (0, 2),
+    (1, 1e-3),
+    (-5, 0.1),
+    (100, 60),
+    (0.001, 1e-5),
+    (-3000, 6000),
+    (0, 1e-6),
+    (1e5, 3e4),
+    (7, 7),
+    (1e-20, 1e-21),
+)
 """Middles and widths of ranges of ordinary numbers."""
 
 
@@ -37,18 +48,40 @@ def minmax_cases() -> Iterator[Case]:
         for name, flag, x, num_chunks in _minmax_inputs(dtype):
             chunks = {"num_chunks": num_chunks}
             compress = Case(
-                "codec", "compress_minmax_uint8", "S4.2", dtype, name, {"x": x}, {**chunks, "target_chunk": None}, (flag,)
+                "codec",
+                "compress_minmax_uint8",
+                "S4.2",
+                dtype,
+                name,
+                {"x": x},
+                {**chunks, "target_chunk": None},
+                (flag,),
             )
             payload = compress.outputs["payload"]
             if payload.view(num_chunks, -1)[:, : dtype.itemsize].clone().view(dtype).isnan().any():
                 flag, compress = "poison", replace(compress, clause="S4.4", flags=("poison",))
             yield compress
             yield Case(
-                "codec", "decompress_minmax_uint8", "S4.4" if flag == "poison" else "S4.3", dtype, name,
-                {"payload": payload}, {**chunks, "num_elements": x.numel()}, (flag,),
-            )  # fmt: skip
+                "codec",
+                "decompress_minmax_uint8",
+                "S4.4" if flag == "poison" else "S4.3",
+                dtype,
+                name,
+                {"payload": payload},
+                {**chunks, "num_elements": x.numel()},
+                (flag,),
+            )
             if name.startswith(("chunks", "edges")):
-                yield Case("codec", "roundtrip_minmax_uint8", "S4.6", dtype, name, {"x": x}, chunks, (flag,))
+                yield Case(
+                    "codec",
+                    "roundtrip_minmax_uint8",
+                    "S4.6",
+                    dtype,
+                    name,
+                    {"x": x},
+                    chunks,
+                    (flag,),
+                )
         for num_chunks, target in ((1, 0), (3, 0), (3, 1), (4, 3)):  # the other blocks stay (S4.5)
             name = f"target-{target}-of-{num_chunks}"
             numbers = numbers_of("codec", "compress_minmax_uint8", dtype, name)
@@ -57,31 +90,62 @@ def minmax_cases() -> Iterator[Case]:
                 "payload": _bytes(numbers, num_chunks * payload_size(MINMAX, 37)),
             }
             parameters = {"num_chunks": num_chunks, "target_chunk": target}
-            yield Case("codec", "compress_minmax_uint8", "S4.5", dtype, name, inputs, parameters, ("edge",))
+            yield Case(
+                "codec", "compress_minmax_uint8", "S4.5", dtype, name, inputs, parameters, ("edge",)
+            )
         yield from _every_level(dtype)
 
 
 def _minmax_inputs(dtype: torch.dtype) -> _Inputs:
-    for size in (1, 2, 31, 32, 33, 63, 64, 65, 100, 4097):  # they fill a payload's rows of 32 bytes, or do not
-        yield f"size-{size}", "valid", numbers_of("codec", dtype, f"size-{size}").uniform(size, dtype), 1
+    # they fill a payload's rows of 32 bytes, or do not
+    for size in (1, 2, 31, 32, 33, 63, 64, 65, 100, 4097):
+        yield (
+            f"size-{size}",
+            "valid",
+            numbers_of("codec", dtype, f"size-{size}").uniform(size, dtype),
+            1,
+        )
     for kind, flag in KINDS.items():
-        yield f"chunks-{kind}", flag, numbers_of("codec", dtype, f"chunks-{kind}").of(kind, 5 * 37, dtype), 5
+        yield (
+            f"chunks-{kind}",
+            flag,
+            numbers_of("codec", dtype, f"chunks-{kind}").of(kind, 5 * 37, dtype),
+            5,
+        )
     for place, (middle, width) in enumerate(_RANGES):
         low, high = middle - width / 2, middle + width / 2
         if max(abs(low), abs(high)) < torch.finfo(dtype).max:
-            yield f"range-{place}", "valid", numbers_of("codec", dtype, f"range-{place}").uniform(48, dtype, low, high), 1
-            yield f"ties-{place}", "edge", _near_ties(numbers_of("codec", dtype, f"ties-{place}"), 48, dtype, low, high), 1
+            yield (
+                f"range-{place}",
+                "valid",
+                numbers_of("codec", dtype, f"range-{place}").uniform(48, dtype, low, high),
+                1,
+            )
+            yield (
+                f"ties-{place}",
+                "edge",
+                _near_ties(numbers_of("codec", dtype, f"ties-{place}"), 48, dtype, low, high),
+                1,
+            )
     for place in range(12):
         name = f"half-a-level-{place}"
         yield name, "edge", _ends_near_half_a_level(numbers_of("codec", dtype, name), dtype), 1
     mixed = numbers_of("codec", dtype, "mixed")
-    parts = [mixed.uniform(21, dtype), tensor_of([_NAN] * 21, dtype), mixed.of("denormal", 21, dtype), mixed.of("zeros", 21, dtype)]
+    parts = [
+        mixed.uniform(21, dtype),
+        tensor_of([_NAN] * 21, dtype),
+        mixed.of("denormal", 21, dtype),
+        mixed.of("zeros", 21, dtype),
+    ]
     yield "chunks-one-poisoned", "poison", torch.cat(parts), 4
     yield "empty", "edge", torch.empty(0, dtype=dtype), 1
     yield "empty-chunks", "edge", torch.empty(0, dtype=dtype), 3
     info = torch.finfo(dtype)
     for name, values in {
-        **{f"constant{value:g}": [value] * 5 for value in (0.0, -0.0, 1.0, -1.0, 3.14, -1e-3, 250.0, 65504.0, 1e30, -1e30)},
+        **{
+            f"constant{value:g}": [value] * 5
+            for value in (0.0, -0.0, 1.0, -1.0, 3.14, -1e-3, 250.0, 65504.0, 1e30, -1e30)
+        },
         "constant-largest": [info.max] * 3,
         "constant-smallest-normal": [info.tiny] * 3,
         "constant-denormal": [info.tiny / 4] * 3,
@@ -112,14 +176,18 @@ def _minmax_inputs(dtype: torch.dtype) -> _Inputs:
         yield f"edges-{name}", "edge", tensor_of(values, dtype), 1
     if dtype is torch.float32:
         tight = torch.tensor([0x4027C5B4, -0x3FE74EEF], dtype=torch.int32).view(dtype)
-        yield "edges-tight-bound", "edge", tight, 1  # exceeds a bound with 2^-22 instead of 1.5*2^-22 (S4.6)
+        # exceeds a bound with 2^-22 instead of 1.5*2^-22 (S4.6)
+        yield "edges-tight-bound", "edge", tight, 1
         for exponent in (17, 20, 23):
             steps = tensor_of([2.0**exponent * (1 + k * 2.0**-23) for k in range(9)], dtype)
-            yield f"edges-upper-beyond-2-24-{exponent}", "edge", steps, 1  # lower and upper are rounded, too
+            # lower and upper are rounded, too
+            yield f"edges-upper-beyond-2-24-{exponent}", "edge", steps, 1
 
 
 def _near_ties(numbers: Numbers, size: int, dtype: torch.dtype, low: float, high: float) -> Tensor:
-    """Return numbers whose products with scale lie within some steps of k + 1/2, where rounding too late or too early shows."""
+    """Return numbers whose products with scale lie within some steps of k + 1/2, where rounding too
+    late or too early shows.
+    """
     ends = tensor_of([low, high], dtype).to(torch.float32).numpy()
     scale = np.float32(255) / ((ends[1] - ends[0]) + np.float32(1e-7))
     first = float(np.rint(ends[1] * scale)) - 255
@@ -132,7 +200,9 @@ def _near_ties(numbers: Numbers, size: int, dtype: torch.dtype, low: float, high
 
 
 def _ends_near_half_a_level(numbers: Numbers, dtype: torch.dtype) -> Tensor:
-    """Return ends with max*scale close to k + 1/2, where S4.6's bound is tight, and numbers between them."""
+    """Return ends with max*scale close to k + 1/2, where S4.6's bound is tight, and numbers between
+    them.
+    """
     half = numbers.below(254) + 0.5
     low = -(1 + numbers.unit()) * 2.0 ** (numbers.below(16) - 8)
     high = -half * low / (255 - half)
@@ -140,9 +210,12 @@ def _ends_near_half_a_level(numbers: Numbers, dtype: torch.dtype) -> Tensor:
 
 
 def _every_level(dtype: torch.dtype) -> Iterator[Case]:
-    """Yield payloads with every level, between many ends: what some input could have been compressed to (S4.3)."""
+    """Yield payloads with every level, between many ends: what some input could have been
+    compressed to (S4.3).
+    """
     ends = [(middle - width / 2, middle + width / 2) for middle, width in _RANGES]
-    # Scale is 1 here and every other value above 256 is a tie when stored as bfloat16, above 2048 as float16.
+    # Scale is 1 here and every other value above 256 is a tie when stored as bfloat16, above 2048
+    # as float16.
     ends += [(45, 300), (-300, -45), (1901, 2156), (-2156, -1901)]
     for place, (low, high) in enumerate(ends):
         if max(abs(low), abs(high)) < torch.finfo(dtype).max:
@@ -150,9 +223,14 @@ def _every_level(dtype: torch.dtype) -> Iterator[Case]:
             payload[: 2 * dtype.itemsize] = (tensor_of([low, high], dtype) + 0.0).view(torch.uint8)
             payload[32:288] = torch.arange(256, dtype=torch.uint8)
             yield Case(
-                "codec", "decompress_minmax_uint8", "S4.3", dtype, f"every-level-{place}",
-                {"payload": payload}, {"num_chunks": 1, "num_elements": 256},
-            )  # fmt: skip
+                "codec",
+                "decompress_minmax_uint8",
+                "S4.3",
+                dtype,
+                f"every-level-{place}",
+                {"payload": payload},
+                {"num_chunks": 1, "num_elements": 256},
+            )
 
 
 # The codecs of S12
@@ -163,24 +241,50 @@ def codec_cases() -> Iterator[Case]:
     for codec in (*FORMATS, "OneBit"):
         clause = "S12.2" if codec == "OneBit" else "S12.1"
         for dtype in COMPRESSIBLE:
-            for name, flag, x, num_chunks in _one_bit(dtype) if codec == "OneBit" else _microscaling(codec, dtype):
+            for name, flag, x, num_chunks in (
+                _one_bit(dtype) if codec == "OneBit" else _microscaling(codec, dtype)
+            ):
                 common = {"codec": codec, "num_chunks": num_chunks}
                 compress = Case(
-                    "codecs", "codec_compress", "S12.3" if flag == "poison" else clause, dtype, f"{codec}-{name}",
-                    {"x": x}, {**common, "target_chunk": None}, (flag,),
-                )  # fmt: skip
+                    "codecs",
+                    "codec_compress",
+                    "S12.3" if flag == "poison" else clause,
+                    dtype,
+                    f"{codec}-{name}",
+                    {"x": x},
+                    {**common, "target_chunk": None},
+                    (flag,),
+                )
                 yield compress
                 inputs, parameters = compress.outputs, {**common, "num_elements": x.numel()}
-                yield replace(compress, operation="codec_decompress", inputs=inputs, parameters=parameters)
-            before = _bytes(numbers_of("codecs", codec, dtype, "target"), 3 * payload_size(codec, 40))
+                yield replace(
+                    compress, operation="codec_decompress", inputs=inputs, parameters=parameters
+                )
+            before = _bytes(
+                numbers_of("codecs", codec, dtype, "target"), 3 * payload_size(codec, 40)
+            )
             yield Case(
-                "codecs", "codec_compress", clause, dtype, f"{codec}-target-1-of-3",
+                "codecs",
+                "codec_compress",
+                clause,
+                dtype,
+                f"{codec}-target-1-of-3",
                 {"x": tensor_of([2.5, -2.5] * 60, dtype), "payload": before},
-                {"codec": codec, "num_chunks": 3, "target_chunk": 1}, ("edge",),
-            )  # fmt: skip
+                {"codec": codec, "num_chunks": 3, "target_chunk": 1},
+                ("edge",),
+            )
             for name, payload, size in _any_bytes(codec, dtype):
                 parameters = {"codec": codec, "num_chunks": 1, "num_elements": size}
-                yield Case("codecs", "codec_decompress", clause, dtype, name, {"payload": payload}, parameters, ("edge",))
+                yield Case(
+                    "codecs",
+                    "codec_decompress",
+                    clause,
+                    dtype,
+                    name,
+                    {"payload": payload},
+                    parameters,
+                    ("edge",),
+                )
 
 
 _SIZES = (0, 1, 2, 31, 32, 33, 65, 300)
@@ -196,11 +300,21 @@ def _microscaling(codec: str, dtype: torch.dtype) -> _Inputs:
     form = FORMATS[codec]
     for power in (-20, -14, -3, 0, 3, 8, 15):
         scale = 2.0 ** (power - form.emax)
-        ties = [(a + b) / 2 * scale for a, b in zip(form.numbers[-40:], form.numbers[-39:], strict=False)]
-        low = [(a + b) / 2 * scale for a, b in zip(form.numbers[:8], form.numbers[1:9], strict=False)]
+        ties = [
+            (a + b) / 2 * scale
+            for a, b in zip(form.numbers[-40:], form.numbers[-39:], strict=False)
+        ]
+        low = [
+            (a + b) / 2 * scale for a, b in zip(form.numbers[:8], form.numbers[1:9], strict=False)
+        ]
         values = [value * sign for value in (*low, *ties) for sign in (1, -1)]
         blocks = [values[start : start + 31] for start in range(0, len(values), 31)]
-        yield f"ties-{power}", "edge", tensor_of([v for block in blocks for v in (2.0**power, *block)], dtype), 1
+        yield (
+            f"ties-{power}",
+            "edge",
+            tensor_of([v for block in blocks for v in (2.0**power, *block)], dtype),
+            1,
+        )
 
 
 def _one_bit(dtype: torch.dtype) -> _Inputs:
@@ -216,7 +330,9 @@ def _one_bit(dtype: torch.dtype) -> _Inputs:
 
 
 def _any_bytes(codec: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, int]]:
-    """Yield payloads with every code, at many scales, as another compressor may have made, and their elements."""
+    """Yield payloads with every code, at many scales, as another compressor may have made, and
+    their elements.
+    """
     if codec == "OneBit":
         numbers = numbers_of("codecs", codec, dtype, "any")
         for place, scale in enumerate((0.0, -2.0, 7e4, 3.4e38, _INF, 2.0**-149)):

@@ -1,6 +1,8 @@
-"""Files of golden vectors, and comparison of outputs with them: a verdict for each case, and for each unexpected file or tensor.
+"""Files of golden vectors, and comparison of outputs with them: a verdict for each case, and for
+each unexpected file or tensor.
 
-They have the same bytes on every machine: tensors, and a manifest, JSON that lists every file and case.
+They have the same bytes on every machine: tensors, and a manifest, JSON that lists every file and
+case.
 """
 
 from __future__ import annotations
@@ -33,31 +35,52 @@ from bagua_ref.conformance.vectors import codec_cases, comm_op_cases, kernel_cas
 from bagua_ref.conformance.vectors.case import Case
 
 __all__ = [
-    "VectorsError", "VectorsReport", "Verdict", "all_cases", "check_outputs", "export_vectors", "manifest_text", "read_manifest",
-    "read_vectors", "schema_text", "tolerance_named",
-]  # fmt: skip
+    "VectorsError",
+    "VectorsReport",
+    "Verdict",
+    "all_cases",
+    "check_outputs",
+    "export_vectors",
+    "manifest_text",
+    "read_manifest",
+    "read_vectors",
+    "schema_text",
+    "tolerance_named",
+]
 
 MANIFEST, SCHEMA = "manifest.json", "manifest.schema.json"
 
 
 class VectorsError(Exception):
-    """The vectors cannot be used: the manifest is missing or invalid, or a file is missing or changed."""
+    """The vectors cannot be used: the manifest is missing or invalid, or a file is missing or
+    changed.
+    """
 
 
 def all_cases() -> Iterator[Case]:
     """Yield every golden vector."""
     return chain(
-        kernel_cases.kernel_cases(), codec_cases.minmax_cases(), comm_op_cases.comm_op_cases(), comm_op_cases.peer_cases(),
-        kernel_cases.sampler_cases(), kernel_cases.cache_cases(), training_cases.optimizer_cases(), comm_op_cases.graph_cases(),
-        training_cases.local_update_cases(), codec_cases.codec_cases(), training_cases.compressed_cases(),
-        comm_op_cases.collective_cases(), training_cases.algorithm_cases(),
-    )  # fmt: skip
+        kernel_cases.kernel_cases(),
+        codec_cases.minmax_cases(),
+        comm_op_cases.comm_op_cases(),
+        comm_op_cases.peer_cases(),
+        kernel_cases.sampler_cases(),
+        kernel_cases.cache_cases(),
+        training_cases.optimizer_cases(),
+        comm_op_cases.graph_cases(),
+        training_cases.local_update_cases(),
+        codec_cases.codec_cases(),
+        training_cases.compressed_cases(),
+        comm_op_cases.collective_cases(),
+        training_cases.algorithm_cases(),
+    )
 
 
 def export_vectors(directory: Path) -> int:
     """Write all cases to ``directory``; return how many there are.
 
-    For each suite ``SUITE.inputs.safetensors`` and ``SUITE.expected.safetensors``; the manifest, and its schema.
+    For each suite ``SUITE.inputs.safetensors`` and ``SUITE.expected.safetensors``; the manifest,
+    and its schema.
 
     Args:
         directory: is made; must be empty if it is there.
@@ -68,7 +91,9 @@ def export_vectors(directory: Path) -> int:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()):
-            raise VectorsError(f"{str(directory)!r} is not empty; give a new directory, or empty this one first")
+            raise VectorsError(
+                f"{str(directory)!r} is not empty; give a new directory, or empty this one first"
+            )
         _validator()  # without it the manifest could not be checked in the end
         count = _write(directory)
     except OSError as error:
@@ -86,14 +111,22 @@ def _write(directory: Path) -> int:
         inputs, expected = suites.setdefault(case.suite, ({}, {}))
         inputs.update({f"{case.id}:{name}": x for name, x in case.inputs.items()})
         expected.update({f"{case.id}:{name}": x for name, x in case.outputs.items()})
-        inputs.update({out["magnitude"]: case.magnitude(out["name"]) for out in entry["outputs"] if "magnitude" in out})
+        inputs.update(
+            {
+                out["magnitude"]: case.magnitude(out["name"])
+                for out in entry["outputs"]
+                if "magnitude" in out
+            }
+        )
     files = {}
     for suite, tensors in suites.items():
         for kind, named in zip(("inputs", "expected"), tensors, strict=True):
             name = f"{suite}.{kind}.safetensors"
             files[name] = write_safetensors(directory / name, named)
     (directory / SCHEMA).write_text(schema_text(), "utf-8", newline="\n")
-    (directory / MANIFEST).write_text(manifest_text(list(entries.values()), files), "utf-8", newline="\n")
+    (directory / MANIFEST).write_text(
+        manifest_text(list(entries.values()), files), "utf-8", newline="\n"
+    )
     return len(entries)
 
 
@@ -125,7 +158,12 @@ def _entry(case: Case) -> dict[str, Any]:
 
 def _described(case: Case, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
     return [
-        {"name": name, "tensor": f"{case.id}:{name}", "dtype": name_of(x.dtype), "shape": list(x.shape)}
+        {
+            "name": name,
+            "tensor": f"{case.id}:{name}",
+            "dtype": name_of(x.dtype),
+            "shape": list(x.shape),
+        }
         for name, x in tensors.items()
     ]
 
@@ -138,9 +176,19 @@ def manifest_text(entries: list[dict[str, Any]], files: dict[str, bytes]) -> str
         "spec_version": SPEC_VERSION,
         "nan": "any NaN equals any other, but in payloads, where its bits are fixed (S4.4)",
     }
-    listed = [{"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()]
+    listed = [
+        {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in files.items()
+    ]
     lines = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-    lines += ['"files": [', ",\n".join(map(json.dumps, listed)), "],", '"cases": [', ",\n".join(map(json.dumps, entries)), "]"]
+    lines += [
+        '"files": [',
+        ",\n".join(map(json.dumps, listed)),
+        "],",
+        '"cases": [',
+        ",\n".join(map(json.dumps, entries)),
+        "]",
+    ]
     return "{\n" + "\n".join(lines) + "\n}\n"
 
 
@@ -148,22 +196,34 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """Return the manifest of vectors in ``directory``.
 
     Raises:
-        VectorsError: the manifest is missing or does not match the schema, or jsonschema is not installed.
+        VectorsError: the manifest is missing or does not match the schema, or jsonschema is not
+            installed.
     """
     path = directory / MANIFEST
     try:
         manifest: dict[str, Any] = load_json(read_file(path))
     except OSError as error:
-        raise VectorsError(f"{str(path)!r} cannot be read: {error.strerror}; is this a directory of vectors?") from None
+        raise VectorsError(
+            f"{str(path)!r} cannot be read: {error.strerror}; is this a directory of vectors?"
+        ) from None
     except ValueError as error:
         raise VectorsError(f"{str(path)!r}: {error}") from None
-    version = manifest.get("vectors_version", VECTORS_VERSION) if isinstance(manifest, dict) else VECTORS_VERSION
+    version = (
+        manifest.get("vectors_version", VECTORS_VERSION)
+        if isinstance(manifest, dict)
+        else VECTORS_VERSION
+    )
     if version != VECTORS_VERSION:
-        raise VectorsError(f"{str(path)!r} has vectors_version {version!r}; this bagua_ref checks {VECTORS_VERSION!r}")
+        raise VectorsError(
+            f"{str(path)!r} has vectors_version {version!r}; this bagua_ref checks"
+            f" {VECTORS_VERSION!r}"
+        )
     misfit = next(iter(_validator().iter_errors(manifest)), None)
     if misfit is not None:
         place = "/".join(map(str, misfit.absolute_path)) or "the top"
-        raise VectorsError(f"{str(path)!r} does not match the schema at {place}: {misfit.message[:200]}")
+        raise VectorsError(
+            f"{str(path)!r} does not match the schema at {place}: {misfit.message[:200]}"
+        )
     return manifest
 
 
@@ -176,7 +236,9 @@ def _validator() -> Any:
     try:
         from jsonschema import Draft202012Validator
     except ModuleNotFoundError:
-        raise VectorsError(f"golden vectors need jsonschema; install with: {install_command('conformance')}") from None
+        raise VectorsError(
+            f"golden vectors need jsonschema; install with: {install_command('conformance')}"
+        ) from None
     return Draft202012Validator(json.loads(schema_text()))
 
 
@@ -196,22 +258,39 @@ def read_vectors(directory: Path, manifest: dict[str, Any]) -> dict[str, dict[st
         except OSError as error:
             raise VectorsError(f"{str(path)!r} cannot be read: {error.strerror}") from None
         if digest != entry["sha256"]:
-            raise VectorsError(f"{str(path)!r} is not what was exported: its sha256 is {digest}, not {entry['sha256']}")
+            raise VectorsError(
+                f"{str(path)!r} is not what was exported: its sha256 is {digest}, not"
+                f" {entry['sha256']}"
+            )
         found[entry["name"]] = read_tensors(path, VectorsError)
     ids = [case["id"] for case in manifest["cases"]]
     if len(set(ids)) != len(ids):
-        raise VectorsError(f"{str(directory / MANIFEST)!r} has a case twice: {Counter(ids).most_common(1)[0][0]!r}")
+        raise VectorsError(
+            f"{str(directory / MANIFEST)!r} has a case twice: {Counter(ids).most_common(1)[0][0]!r}"
+        )
     for case in manifest["cases"]:
         for kind, listed in (("inputs", case["inputs"]), ("expected", case["outputs"])):
             name = f"{case['suite']}.{kind}.safetensors"
             for entry in listed:
                 x = found.get(name, {}).get(entry["tensor"])
-                if x is None or name_of(x.dtype) != entry["dtype"] or list(x.shape) != entry["shape"]:
-                    raise VectorsError(f"{str(directory / name)!r} has no {entry['tensor']!r} as the manifest describes it")
+                if (
+                    x is None
+                    or name_of(x.dtype) != entry["dtype"]
+                    or list(x.shape) != entry["shape"]
+                ):
+                    raise VectorsError(
+                        f"{str(directory / name)!r} has no {entry['tensor']!r} as the manifest"
+                        " describes it"
+                    )
                 if "magnitude" in entry:
-                    magnitude = found.get(f"{case['suite']}.inputs.safetensors", {}).get(entry["magnitude"])
+                    magnitude = found.get(f"{case['suite']}.inputs.safetensors", {}).get(
+                        entry["magnitude"]
+                    )
                     if magnitude is None or magnitude.shape != x.shape:
-                        raise VectorsError(f"{str(directory)!r} has no {entry['magnitude']!r} of the shape of {entry['tensor']!r}")
+                        raise VectorsError(
+                            f"{str(directory)!r} has no {entry['magnitude']!r} of the shape of"
+                            f" {entry['tensor']!r}"
+                        )
     return found
 
 
@@ -249,7 +328,11 @@ class VectorsReport:
     @property
     def passed(self) -> bool:
         """Whether there are cases, all have passed, and there are no problems."""
-        return bool(self.verdicts) and not self.problems and all(verdict.status == "passed" for verdict in self.verdicts)
+        return (
+            bool(self.verdicts)
+            and not self.problems
+            and all(verdict.status == "passed" for verdict in self.verdicts)
+        )
 
     def count(self, status: str) -> int:
         """Return the number of cases with this status."""
@@ -265,21 +348,30 @@ class VectorsReport:
             "not_selected": self.not_selected,
             "problems": self.problems,
             "cases": [
-                {**{key: verdict.case[key] for key in keys}, "status": verdict.status, "message": verdict.message}
+                {
+                    **{key: verdict.case[key] for key in keys},
+                    "status": verdict.status,
+                    "message": verdict.message,
+                }
                 for verdict in self.verdicts
             ],
         }
 
 
 def check_outputs(
-    directory: Path, outputs: Path, *, operations: Collection[str] = (), dtypes: Collection[str] = ()
+    directory: Path,
+    outputs: Path,
+    *,
+    operations: Collection[str] = (),
+    dtypes: Collection[str] = (),
 ) -> VectorsReport:
-    """Compare the tensors in ``outputs`` with those that the vectors in ``directory`` expect, each by its case's tolerance.
+    """Compare the tensors in ``outputs`` with those that the vectors in ``directory`` expect, each
+    by its case's tolerance.
 
     Args:
         directory: of the vectors.
-        outputs: a directory with nothing but safetensors files, whatever their names; their tensors are named as expected
-            ones are, ``ID:NAME``.
+        outputs: a directory with nothing but safetensors files, whatever their names; their tensors
+            are named as expected ones are, ``ID:NAME``.
         operations: only these; none: all.
         dtypes: only cases of these; none: all.
 
@@ -292,13 +384,20 @@ def check_outputs(
     for name, wanted, key in (("operation", operations, "operation"), ("dtype", dtypes, "dtype")):
         known = sorted({case[key] for case in cases})
         if unknown := sorted(set(wanted) - set(known)):
-            raise VectorsError(f"{name} {', '.join(map(repr, unknown))} has no case; known are {', '.join(known)}")
+            raise VectorsError(
+                f"{name} {', '.join(map(repr, unknown))} has no case; known are {', '.join(known)}"
+            )
     selected = [
-        case for case in cases if (not operations or case["operation"] in operations) and (not dtypes or case["dtype"] in dtypes)
+        case
+        for case in cases
+        if (not operations or case["operation"] in operations)
+        and (not dtypes or case["dtype"] in dtypes)
     ]
     if not selected:
         raise VectorsError("no case is of these operations and these dtypes at once")
-    found, problems = _read_outputs(outputs, {output["tensor"] for case in cases for output in case["outputs"]})
+    found, problems = _read_outputs(
+        outputs, {output["tensor"] for case in cases for output in case["outputs"]}
+    )
     verdicts = [_judge(case, found, expected) for case in selected]
     versions = {key: manifest[key] for key in ("vectors_version", "spec_version")}
     return VectorsReport(verdicts, problems, len(cases) - len(selected), versions)
@@ -348,7 +447,9 @@ def _read_outputs(outputs: Path, known: set[str]) -> tuple[dict[str, Tensor], di
     return found, problems
 
 
-def _judge(case: dict[str, Any], found: dict[str, Tensor], expected: dict[str, dict[str, Tensor]]) -> Verdict:
+def _judge(
+    case: dict[str, Any], found: dict[str, Tensor], expected: dict[str, dict[str, Tensor]]
+) -> Verdict:
     tolerance = tolerance_named(case["tolerance"])
     tensors = expected[f"{case['suite']}.expected.safetensors"]
     missing, wrong = [], []
@@ -357,11 +458,20 @@ def _judge(case: dict[str, Any], found: dict[str, Tensor], expected: dict[str, d
         if actual is None:
             missing.append(output["name"])
         elif actual.dtype is not right.dtype:
-            wrong.append(f"{output['name']}: wrong dtype: {name_of(actual.dtype)} instead of {output['dtype']}")
+            wrong.append(
+                f"{output['name']}: wrong dtype: {name_of(actual.dtype)} instead of"
+                f" {output['dtype']}"
+            )
         elif actual.shape != right.shape:
-            wrong.append(f"{output['name']}: wrong shape: {list(actual.shape)} instead of {output['shape']}")
+            wrong.append(
+                f"{output['name']}: wrong shape: {list(actual.shape)} instead of {output['shape']}"
+            )
         else:
-            magnitude = expected[f"{case['suite']}.inputs.safetensors"][output["magnitude"]] if "magnitude" in output else None
+            magnitude = (
+                expected[f"{case['suite']}.inputs.safetensors"][output["magnitude"]]
+                if "magnitude" in output
+                else None
+            )
             try:
                 assert_equal(actual, right, tolerance, magnitude=magnitude)
             except AssertionError as error:

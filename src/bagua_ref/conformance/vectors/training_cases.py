@@ -1,4 +1,6 @@
-"""Cases of trainings and of what they consist of: S5.1 to S5.5, local updates (S9), powersgd (S10) and topk (S11.2)."""
+"""Cases of trainings and of what they consist of: S5.1 to S5.5, local updates (S9), powersgd (S10)
+and topk (S11.2).
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,25 @@ _SIZES = (3, 1, 4, 0, 5)
 
 
 def _training(
-    suite: str, operation: str, clause: str, dtype: torch.dtype, place: int, nodes: tuple[int, ...], options: dict[str, Any],
-    steps: int, exact: bool,
-) -> Case:  # fmt: skip
+    suite: str,
+    operation: str,
+    clause: str,
+    dtype: torch.dtype,
+    place: int,
+    nodes: tuple[int, ...],
+    options: dict[str, Any],
+    steps: int,
+    exact: bool,
+) -> Case:
     """Return a training; if ``exact``, sums over ranks are the same in any order."""
     n, name = sum(nodes), f"{place:02}-{'+'.join(map(str, nodes))}"
     numbers, size = numbers_of(suite, operation, dtype, name), sum(_SIZES)
     x, shape = numbers.of("eighths", size, dtype), (steps, n, size)
-    gradients = numbers.each(shape, dtype, lambda: (numbers.below(15) - 7) / 8) if exact else numbers.uniform(shape, dtype, -1, 1)
+    gradients = (
+        numbers.each(shape, dtype, lambda: (numbers.below(15) - 7) / 8)
+        if exact
+        else numbers.uniform(shape, dtype, -1, 1)
+    )
     inputs = {"x": x, "gradients": gradients}
     parameters = {"nodes": list(nodes), "sizes": list(_SIZES), "lr": 0.5, **options}
     return Case(suite, operation, clause, dtype, name, inputs, parameters)
@@ -57,7 +70,10 @@ _DECENTRALIZED: _Trainings = (
     ((4,), {**_FLAT, "peer_selection_mode": "shift_one", **_EVERY_STEP}),
     ((6,), {**_FLAT, "peer_selection_mode": "shift_one", "communication_interval": 2}),
     ((3, 1), {**_HIERARCHICAL, "peer_selection_mode": "shift_one", **_EVERY_STEP}),
-    ((2, 1, 1, 2), {**_HIERARCHICAL, "peer_selection_mode": "shift_one", "communication_interval": 3}),
+    (
+        (2, 1, 1, 2),
+        {**_HIERARCHICAL, "peer_selection_mode": "shift_one", "communication_interval": 3},
+    ),
 )
 _RING: _Trainings = (
     ((1,), {**_FLAT, **_EVERY_STEP}),
@@ -67,8 +83,17 @@ _RING: _Trainings = (
     ((1, 3, 2), {**_HIERARCHICAL, **_EVERY_STEP}),
 )
 _ALGORITHMS = (
-    (FLOATS, (("gradient_allreduce", "S5.1", _GRADIENT_ALLREDUCE), ("decentralized", "S5.3", _DECENTRALIZED))),
-    (COMPRESSIBLE, (("bytegrad", "S5.2", _BYTEGRAD), ("low_precision_decentralized", "S5.4", _RING))),
+    (
+        FLOATS,
+        (
+            ("gradient_allreduce", "S5.1", _GRADIENT_ALLREDUCE),
+            ("decentralized", "S5.3", _DECENTRALIZED),
+        ),
+    ),
+    (
+        COMPRESSIBLE,
+        (("bytegrad", "S5.2", _BYTEGRAD), ("low_precision_decentralized", "S5.4", _RING)),
+    ),
 )
 
 
@@ -78,7 +103,17 @@ def algorithm_cases() -> Iterator[Case]:
         for dtype in dtypes:
             for name, clause, rows in algorithms:
                 for place, (nodes, options) in enumerate(rows):
-                    yield _training("algorithms", name, clause, dtype, place, nodes, options, 4, name == "gradient_allreduce")
+                    yield _training(
+                        "algorithms",
+                        name,
+                        clause,
+                        dtype,
+                        place,
+                        nodes,
+                        options,
+                        4,
+                        name == "gradient_allreduce",
+                    )
 
 
 def optimizer_cases() -> Iterator[Case]:
@@ -94,14 +129,32 @@ def optimizer_cases() -> Iterator[Case]:
             )
         ):
             still = place == 4
-            suite, operation, flag = ("algorithms", "qadam_frozen_step", "edge") if still else ("qadam", "qadam_step", "valid")
+            suite, operation, flag = (
+                ("algorithms", "qadam_frozen_step", "edge")
+                if still
+                else ("qadam", "qadam_step", "valid")
+            )
             numbers = numbers_of(suite, operation, dtype, f"s{s}-{place}")
             # The step is no larger than the weight, so that its last bit stays the weight's.
-            p, m, v = numbers.uniform(24, dtype, 1, 2), numbers.uniform(24, dtype, -0.1, 0.1), numbers.uniform(24, dtype, 0.5, 1)
+            p, m, v = (
+                numbers.uniform(24, dtype, 1, 2),
+                numbers.uniform(24, dtype, -0.1, 0.1),
+                numbers.uniform(24, dtype, 0.5, 1),
+            )
             v[: 24 * still : 3] = 0
             parameters = {"s": s, "lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
             inputs = {"p": p, "m": m, "v": v}
-            yield Case(suite, operation, "S5.5", dtype, f"s{s}-{place}", inputs, parameters, (flag,), "ULP(4)")
+            yield Case(
+                suite,
+                operation,
+                "S5.5",
+                dtype,
+                f"s{s}-{place}",
+                inputs,
+                parameters,
+                (flag,),
+                "ULP(4)",
+            )
 
 
 # Local updates
@@ -113,20 +166,40 @@ _LOCAL_SGD: _Trainings = (
     ((2, 2), {"period": 3, "offset": 0, "warmup_steps": 1, **_HIERARCHICAL, "momentum": 0.0}),
 )
 _DEFAULTS: dict[str, Any] = {
-    "delay": 0, "mix": 0.0, "warmup_steps": 0, "compression": None, "momentum": 0.0,
-    "outer_lr": 0.5, "outer_momentum": 0.5, "outer_nesterov": True,
-}  # fmt: skip
+    "delay": 0,
+    "mix": 0.0,
+    "warmup_steps": 0,
+    "compression": None,
+    "momentum": 0.0,
+    "outer_lr": 0.5,
+    "outer_momentum": 0.5,
+    "outer_nesterov": True,
+}
 _BYTES = {"compression": "MinMaxUInt8"}
 _DILOCO: tuple[tuple[str, tuple[int, ...], dict[str, Any]], ...] = (
     ("S9.2", (1,), {"period": 2, "fragments": 1, "momentum": 0.5}),
-    ("S9.2", (2,), {"period": 1, "fragments": 1, "outer_lr": 1.0, "outer_momentum": 0.0, "outer_nesterov": False}),
+    (
+        "S9.2",
+        (2,),
+        {
+            "period": 1,
+            "fragments": 1,
+            "outer_lr": 1.0,
+            "outer_momentum": 0.0,
+            "outer_nesterov": False,
+        },
+    ),
     ("S9.2", (2,), {"period": 3, "fragments": 1, "warmup_steps": 2, "outer_nesterov": False}),
     ("S9.3", (1, 1), {"period": 4, "fragments": 4}),
     ("S9.3", (2,), {"period": 3, "fragments": [[4, 0], [1], [3, 2]]}),
     ("S9.4", (2,), {"period": 4, "fragments": 2, "delay": 1}),
     ("S9.4", (2,), {"period": 6, "fragments": 2, "delay": 2, "mix": 0.3, "warmup_steps": 1}),
     ("S9.4", (1, 1), {"period": 3, "fragments": 1, "delay": 2, "mix": 0.5, "momentum": 0.5}),
-    ("S9.4", (4,), {"period": 4, "fragments": 2, "delay": 1, "outer_momentum": 0.0, "outer_nesterov": False}),
+    (
+        "S9.4",
+        (4,),
+        {"period": 4, "fragments": 2, "delay": 1, "outer_momentum": 0.0, "outer_nesterov": False},
+    ),
     ("S9.5", (2,), {"period": 2, "fragments": 2, **_BYTES}),
     ("S9.5", (3,), {"period": 2, "fragments": 1, **_BYTES, "delay": 1}),
     ("S9.5", (2, 3), {"period": 4, "fragments": [[4, 2], [0, 1, 3]], **_BYTES, "mix": 0.9}),
@@ -134,18 +207,40 @@ _DILOCO: tuple[tuple[str, tuple[int, ...], dict[str, Any]], ...] = (
 
 
 def local_update_cases() -> Iterator[Case]:
-    """Yield every case of suite ``local_updates``; trainings of more than two ranks have exact sums if nothing is compressed."""
+    """Yield every case of suite ``local_updates``; trainings of more than two ranks have exact sums
+    if nothing is compressed.
+    """
     yield from _fragments()
     yield from _schedules()
     for dtype in FLOATS:
         yield from _mixes(dtype)
         for place, (nodes, options) in enumerate(_LOCAL_SGD):
-            yield _training("local_updates", "local_sgd", "S9.1", dtype, place, nodes, options, 8, sum(nodes) > 2)
+            yield _training(
+                "local_updates",
+                "local_sgd",
+                "S9.1",
+                dtype,
+                place,
+                nodes,
+                options,
+                8,
+                sum(nodes) > 2,
+            )
         for place, (clause, nodes, options) in enumerate(_DILOCO):
             exact = options.get("compression") is None
             if dtype is not torch.float64 or exact:
                 more = {**_DEFAULTS, **options}
-                yield _training("local_updates", "diloco", clause, dtype, place, nodes, more, 8, exact and sum(nodes) > 2)
+                yield _training(
+                    "local_updates",
+                    "diloco",
+                    clause,
+                    dtype,
+                    place,
+                    nodes,
+                    more,
+                    8,
+                    exact and sum(nodes) > 2,
+                )
 
 
 def _fragments() -> Iterator[Case]:
@@ -162,10 +257,24 @@ def _fragments() -> Iterator[Case]:
         "beyond-32-bits": [2**33, 2**32 + 2, 2**31, 2, 2**33 - 2],
     }.items():
         for count in sorted({1, 2, 3, len(given) - 1, len(given)}):
-            yield _whole("local_updates", "fragment_of_parameter", "S9.3", f"{name}-{count}", {"bytes": given}, fragments=count)
+            yield _whole(
+                "local_updates",
+                "fragment_of_parameter",
+                "S9.3",
+                f"{name}-{count}",
+                {"bytes": given},
+                fragments=count,
+            )
 
 
-def _whole(suite: str, operation: str, clause: str, name: str, inputs: dict[str, list[int]], **parameters: Any) -> Case:
+def _whole(
+    suite: str,
+    operation: str,
+    clause: str,
+    name: str,
+    inputs: dict[str, list[int]],
+    **parameters: Any,
+) -> Case:
     """Return a case of integers."""
     tensors = {key: torch.tensor(values) for key, values in inputs.items()}
     return Case(suite, operation, clause, torch.int64, name, tensors, parameters, ("valid", "edge"))
@@ -175,18 +284,33 @@ def _schedules() -> Iterator[Case]:
     """Yield what is averaged, sent or applied after steps, the last of them beyond 32 bits."""
     for operation, clause, names, rows in (
         (
-            "local_sgd_schedule", "S9.1", ("period", "offset", "warmup_steps"),
+            "local_sgd_schedule",
+            "S9.1",
+            ("period", "offset", "warmup_steps"),
             ((1, 0, 0), (4, 0, 0), (4, 1, 0), (4, 3, 2), (5, 0, 3), (7, 2, 1)),
         ),
         (
-            "diloco_schedule", "S9.4", ("period", "fragments", "delay", "warmup_steps"),
-            ((1, 1, 0, 0), (6, 1, 0, 0), (6, 1, 5, 0), (6, 3, 0, 0), (6, 3, 1, 0), (12, 4, 2, 3), (20, 2, 9, 1), (5, 5, 0, 2)),
+            "diloco_schedule",
+            "S9.4",
+            ("period", "fragments", "delay", "warmup_steps"),
+            (
+                (1, 1, 0, 0),
+                (6, 1, 0, 0),
+                (6, 1, 5, 0),
+                (6, 3, 0, 0),
+                (6, 3, 1, 0),
+                (12, 4, 2, 3),
+                (20, 2, 9, 1),
+                (5, 5, 0, 2),
+            ),
         ),
-    ):  # fmt: skip
+    ):
         for row in rows:
             steps = {"step": [*range(1, 2 * row[0] + row[-1] + 2), 2**40 + 1, 2**40 + 2, 2**40 + 3]}
             parameters = dict(zip(names, row, strict=True))
-            yield _whole("local_updates", operation, clause, "-".join(map(str, row)), steps, **parameters)
+            yield _whole(
+                "local_updates", operation, clause, "-".join(map(str, row)), steps, **parameters
+            )
 
 
 def _mixes(dtype: torch.dtype) -> Iterator[Case]:
@@ -197,7 +321,16 @@ def _mixes(dtype: torch.dtype) -> Iterator[Case]:
             x, g = numbers.of(kind, 33, dtype), numbers.of(kind, 33, dtype).to(wide(dtype))
             if kind in ("plain", "wide"):  # bits that x has no room for
                 g = g + g * numbers.uniform(33, wide(dtype), -1e-3, 1e-3)
-            yield Case("local_updates", "mix", "S9.4", dtype, f"{kind}-{mix:g}", {"x": x, "g": g}, {"mix": mix}, (KINDS[kind],))
+            yield Case(
+                "local_updates",
+                "mix",
+                "S9.4",
+                dtype,
+                f"{kind}-{mix:g}",
+                {"x": x, "g": g},
+                {"mix": mix},
+                (KINDS[kind],),
+            )
 
 
 # Compressed gradients
@@ -241,14 +374,49 @@ _MEMORIES: tuple[tuple[tuple[int, ...], bool, bool, str, int, str], ...] = (
 
 def compressed_cases() -> Iterator[Case]:
     """Yield every case of suite ``compressed_gradients``."""
-    sizes = [(4, 4), (4, 5), (5, 4), (3, 6), (6, 3), (3, 7), (1, 30), (30, 1), (0, 3), (64, 75), (1000, 1000), (2**20, 2**20)]
+    sizes = [
+        (4, 4),
+        (4, 5),
+        (5, 4),
+        (3, 6),
+        (6, 3),
+        (3, 7),
+        (1, 30),
+        (30, 1),
+        (0, 3),
+        (64, 75),
+        (1000, 1000),
+        (2**20, 2**20),
+    ]
     shapes = {"n": [n for n, _ in sizes], "m": [m for _, m in sizes]}
     for rank, rate in ((1, 2.0), (2, 2.0), (4, 1.0), (1, 0.75), (7, 0.01)):
         options = {"matrix_approximation_rank": rank, "min_compression_rate": rate}
-        yield _whole("compressed_gradients", "powersgd_rank", "S10.1", f"{rank}-{rate:g}", shapes, **options)
-    counts = {"m": [*range(1, 12), 25, 30, 33, 50, 75, 99, 100, 101, 200, 1000, 12345, 10**6, 10**9, 2**31 - 1]}
+        yield _whole(
+            "compressed_gradients", "powersgd_rank", "S10.1", f"{rank}-{rate:g}", shapes, **options
+        )
+    counts = {
+        "m": [
+            *range(1, 12),
+            25,
+            30,
+            33,
+            50,
+            75,
+            99,
+            100,
+            101,
+            200,
+            1000,
+            12345,
+            10**6,
+            10**9,
+            2**31 - 1,
+        ]
+    }
     for ratio in (0.01, 0.07, 0.55, 1 / 3, 1.0):
-        yield _whole("compressed_gradients", "topk_count", "S11.2", f"{ratio:.4g}", counts, ratio=ratio)
+        yield _whole(
+            "compressed_gradients", "topk_count", "S11.2", f"{ratio:.4g}", counts, ratio=ratio
+        )
     for dtype in (torch.float32, torch.float64):
         yield from _columns(dtype)
         for place, (ranks, shape, options, kind) in enumerate(_ROUNDS):
@@ -260,31 +428,66 @@ def compressed_cases() -> Iterator[Case]:
         p = p if kind == "ties" else numbers.of(kind, 40, torch.float32)
         for k in (1, 9):
             flags = ("valid" if kind == "plain" else "edge",)
-            yield Case("compressed_gradients", "topk_indices", "S11.2", torch.float32, f"{kind}-{k}", {"p": p}, {"k": k}, flags)
+            yield Case(
+                "compressed_gradients",
+                "topk_indices",
+                "S11.2",
+                torch.float32,
+                f"{kind}-{k}",
+                {"p": p},
+                {"k": k},
+                flags,
+            )
     for dtype in COMPRESSIBLE:
         for place, (ranks, size, ratio, feedback, kind) in enumerate(_TOPK):
             parameters = {"ratio": ratio, "error_feedback": feedback}
             yield _three_rounds("topk", "S11.2", dtype, place, kind, ranks, size, parameters)
         for place, (nodes, between, average, codec, size, kind) in enumerate(_MEMORIES):
-            settings = {"nodes": list(nodes), "hierarchical": between, "average": average, "codec": codec}
-            yield _three_rounds("error_feedback", "S11.1", dtype, place, kind, sum(nodes), size, settings)
+            settings = {
+                "nodes": list(nodes),
+                "hierarchical": between,
+                "average": average,
+                "codec": codec,
+            }
+            yield _three_rounds(
+                "error_feedback", "S11.1", dtype, place, kind, sum(nodes), size, settings
+            )
 
 
 def _three_rounds(
-    operation: str, clause: str, dtype: torch.dtype, place: int, kind: str, ranks: int, size: int, parameters: dict[str, Any]
+    operation: str,
+    clause: str,
+    dtype: torch.dtype,
+    place: int,
+    kind: str,
+    ranks: int,
+    size: int,
+    parameters: dict[str, Any],
 ) -> Case:
     name = f"{place:02}-{kind}-{ranks}"
-    inputs = {"gradients": numbers_of("compressed_gradients", operation, dtype, name).of(kind, (3, ranks, size), dtype)}
-    return Case("compressed_gradients", operation, clause, dtype, name, inputs, parameters, (KINDS[kind],))
+    inputs = {
+        "gradients": numbers_of("compressed_gradients", operation, dtype, name).of(
+            kind, (3, ranks, size), dtype
+        )
+    }
+    return Case(
+        "compressed_gradients", operation, clause, dtype, name, inputs, parameters, (KINDS[kind],)
+    )
 
 
 def _columns(dtype: torch.dtype) -> Iterator[Case]:
     """Yield V V^T of orthonormalized columns, which does not depend on how they were."""
     for name, rows, count, factor in (
-        ("plain", 9, 3, 1.0), ("one", 7, 1, 1.0), ("tiny", 8, 3, 2.0**-60), ("huge", 8, 3, 2.0**60),
-        ("dependent", 9, 4, 1.0), ("zero", 6, 3, 1.0), ("wide", 3, 5, 1.0), ("all-zero", 4, 2, 0.0),
+        ("plain", 9, 3, 1.0),
+        ("one", 7, 1, 1.0),
+        ("tiny", 8, 3, 2.0**-60),
+        ("huge", 8, 3, 2.0**60),
+        ("dependent", 9, 4, 1.0),
+        ("zero", 6, 3, 1.0),
+        ("wide", 3, 5, 1.0),
+        ("all-zero", 4, 2, 0.0),
         ("short", 4, 2, 1.0),
-    ):  # fmt: skip
+    ):
         numbers = numbers_of("compressed_gradients", "orthonormalize", dtype, name)
         x = numbers.uniform((rows, count), dtype) * factor
         if name == "dependent":
@@ -296,12 +499,30 @@ def _columns(dtype: torch.dtype) -> Iterator[Case]:
             x[:, 1] *= 1e-7
         flags = ("valid" if name in ("plain", "one") else "edge",)
         yield Case(
-            "compressed_gradients", "orthonormalize", "S10.3", dtype, name, {"x": x}, {}, flags, "SUM(16)", {"projection": 1.0}
+            "compressed_gradients",
+            "orthonormalize",
+            "S10.3",
+            dtype,
+            name,
+            {"x": x},
+            {},
+            flags,
+            "SUM(16)",
+            {"projection": 1.0},
         )
 
 
-def _round(dtype: torch.dtype, name: str, ranks: int, shape: tuple[int, int, int], options: dict[str, Any], kind: str) -> Case:
-    """Return a round of one gradient on all ranks, with the tolerance of spans of columns from a matrix of moderate condition."""
+def _round(
+    dtype: torch.dtype,
+    name: str,
+    ranks: int,
+    shape: tuple[int, int, int],
+    options: dict[str, Any],
+    kind: str,
+) -> Case:
+    """Return a round of one gradient on all ranks, with the tolerance of spans of columns from a
+    matrix of moderate condition.
+    """
     (n, m, r), place, seed = shape, 2, 11
     numbers = numbers_of("compressed_gradients", "powersgd_round", dtype, name)
     gradients = numbers.uniform((ranks, n, m), dtype)
@@ -312,17 +533,29 @@ def _round(dtype: torch.dtype, name: str, ranks: int, shape: tuple[int, int, int
         gradients.zero_()
     if kind in ("NaN", "infinite"):
         gradients[1, 2, 3] = torch.nan if kind == "NaN" else torch.inf
-    inputs: dict[str, Tensor] = {"gradients": gradients, "columns": torch.from_numpy(fresh(m, r, seed, options["k"], place))}
+    inputs: dict[str, Tensor] = {
+        "gradients": gradients,
+        "columns": torch.from_numpy(fresh(m, r, seed, options["k"], place)),
+    }
     if kind not in ("first", "low rank"):
         inputs["q"] = numbers.uniform((m, r), dtype)
         if kind in ("all columns zero", "one column zero"):
             inputs["q"][:, 0 if kind == "all columns zero" else -1 :] = 0
         if options["memory"] is not None:
-            inputs["errors"] = numbers.uniform((ranks, n, m), dtype, -1, 1) * (kind != "gradients zero")
+            inputs["errors"] = numbers.uniform((ranks, n, m), dtype, -1, 1) * (
+                kind != "gradients zero"
+            )
     size = 5 * (n + m) ** 0.5
     magnitudes = {"x": size, "qq": size * size * n, "errors": size}
     return Case(
-        "compressed_gradients", "powersgd_round", "S10.4" if kind in ("NaN", "infinite") else "S10.2", dtype, name, inputs,
-        {**options, "seed": seed, "i": place}, ("valid" if kind in ("first", "later", "low rank") else "edge",), "SUM(400)",
+        "compressed_gradients",
+        "powersgd_round",
+        "S10.4" if kind in ("NaN", "infinite") else "S10.2",
+        dtype,
+        name,
+        inputs,
+        {**options, "seed": seed, "i": place},
+        ("valid" if kind in ("first", "later", "low rank") else "edge",),
+        "SUM(400)",
         magnitudes,
-    )  # fmt: skip
+    )

@@ -1,1 +1,3 @@
-"""Internals of the cache: value format, servers, failures and counters. Users need only `CachedDataset`."""
+"""Internals of the cache: value format, servers, failures and counters. Users need only
+`CachedDataset`.
+"""

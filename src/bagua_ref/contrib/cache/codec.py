@@ -1,4 +1,6 @@
-"""The format of stored values (S8.5): a frame around a tree of tagged entries, with pickle only as a last resort."""
+"""The format of stored values (S8.5): a frame around a tree of tagged entries, with pickle only as
+a last resort.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from bagua_ref.base.untrusted import check_hash_collisions
 __all__ = ["DamagedValueError", "TooLargeError", "decode", "encode"]
 
 VERSION = 1 if sys.byteorder == "little" else 129
-"""First byte of every value. Numbers have the machine's byte order, so the other byte order is another version."""
+"""First byte of every value. Numbers have the machine's byte order, so the other byte order is
+another version.
+"""
 
 _FRAME = struct.Struct("=B3xIQ")  # version, three zeros, total bytes, xxh3 of the rest
 _BEGINNING = bytes((VERSION, 0, 0, 0))
@@ -33,7 +37,9 @@ _LARGEST = 512 * 1024**2
 
 
 class DamagedValueError(ValueError):
-    """A stored value was not written by `encode` on such a machine, or it needs pickle without permission."""
+    """A stored value was not written by `encode` on such a machine, or it needs pickle without
+    permission.
+    """
 
 
 class TooLargeError(ValueError):
@@ -41,9 +47,11 @@ class TooLargeError(ValueError):
 
 
 def encode(value: Any, allow_pickle: bool) -> bytes:
-    """Return ``value`` as bytes: a frame of 16 bytes with version, length and checksum, and a tree of tagged entries (S8.5).
+    """Return ``value`` as bytes: a frame of 16 bytes with version, length and checksum, and a tree
+    of tagged entries (S8.5).
 
-    Tensors, arrays, None, bool, numbers, str, bytes, bytearray, and tuples, lists and dicts of them need no pickle. Strides are
+    Tensors, arrays, None, bool, numbers, str, bytes, bytearray, and tuples, lists and dicts of them
+    need no pickle. Strides are
     not stored: decoded tensors and arrays are row-major.
 
     Args:
@@ -51,8 +59,8 @@ def encode(value: Any, allow_pickle: bool) -> bytes:
         allow_pickle: whether other objects may be pickled.
 
     Raises:
-        TypeError: it contains a NumPy structured array, an object that needs pickle without permission, or one that cannot be
-            pickled.
+        TypeError: it contains a NumPy structured array, an object that needs pickle without
+            permission, or one that cannot be pickled.
         TooLargeError: it is larger than 512 MiB.
 
     >>> decode(encode({"tokens": torch.tensor([3, 1]), "text": "ja"}, allow_pickle=False), allow_pickle=False)
@@ -66,7 +74,10 @@ def encode(value: Any, allow_pickle: bool) -> bytes:
         _write_pickled(value, parts, allow_pickle)
     size = _FRAME.size + sum(map(len, parts))
     if size > _LARGEST:
-        raise TooLargeError(f"a value of {size} bytes is not cached, as Redis takes at most {_LARGEST}; cache parts of it")
+        raise TooLargeError(
+            f"a value of {size} bytes is not cached, as Redis takes at most {_LARGEST}; cache parts"
+            " of it"
+        )
     checksum = xxhash.xxh3_64()
     for part in parts:
         checksum.update(part)
@@ -74,14 +85,17 @@ def encode(value: Any, allow_pickle: bool) -> bytes:
 
 
 def decode(data: bytes, allow_pickle: bool) -> Any:
-    """Return the value that `encode` was given. Tensors and arrays are writable and share no memory (S8.5).
+    """Return the value that `encode` was given. Tensors and arrays are writable and share no memory
+    (S8.5).
 
     Args:
         data: bytes from a store.
-        allow_pickle: whether pickled entries may be read; reading one can run code of whoever wrote it.
+        allow_pickle: whether pickled entries may be read; reading one can run code of whoever wrote
+            it.
 
     Raises:
-        DamagedValueError: data are truncated, foreign, of another version, or need pickle without permission (S8.3).
+        DamagedValueError: data are truncated, foreign, of another version, or need pickle without
+            permission (S8.3).
     """
     if len(data) <= _FRAME.size or data[: len(_BEGINNING)] != _BEGINNING:
         raise DamagedValueError(f"{data[:8]!r}... is not a cached value of version {VERSION}")
@@ -95,8 +109,11 @@ def decode(data: bytes, allow_pickle: bool) -> Any:
         value, end = _read(view, _FRAME.size, allow_pickle)
     except DamagedValueError:
         raise
-    except Exception as error:  # a writer who computes the checksum can write anything, and a pickle can raise anything
-        raise DamagedValueError(f"a cached value cannot be read: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        # a writer who computes the checksum can write anything, and a pickle can raise anything
+        raise DamagedValueError(
+            f"a cached value cannot be read: {type(error).__name__}: {error}"
+        ) from error
     if end != size:
         raise DamagedValueError(f"a cached value ends after {end} of {size} bytes")
     return value
@@ -131,8 +148,9 @@ def _write_pickled(value: Any, parts: list[Any], allow_pickle: bool) -> None:
     plain = _instead(value)
     if not allow_pickle:
         raise TypeError(
-            f"a value of type {kind} cannot be cached without pickle, which is off for hosts= because whoever can write to those "
-            f"servers could run code here; pass allow_pickle=True if you trust all of them, or {plain}"
+            f"a value of type {kind} cannot be cached without pickle, which is off for hosts="
+            " because whoever can write to those servers could run code here; pass"
+            f" allow_pickle=True if you trust all of them, or {plain}"
         )
     try:
         pickled = io.BytesIO()
@@ -141,13 +159,16 @@ def _write_pickled(value: Any, parts: list[Any], allow_pickle: bool) -> None:
         raise
     except Exception as error:  # the pickling methods of a class can raise anything
         raise TypeError(
-            f"a value of type {kind} cannot be cached, as pickle raised {type(error).__name__}: {error}; {plain}"
+            f"a value of type {kind} cannot be cached, as pickle raised {type(error).__name__}:"
+            f" {error}; {plain}"
         ) from error
     parts.append(_blob(b"p", pickled.getvalue()))
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles objects with the elements of their tensors, without the rest of the tensors' storages."""
+    """Pickles objects with the elements of their tensors, without the rest of the tensors'
+    storages.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         return reduced_tensor(value) if isinstance(value, torch.Tensor) else NotImplemented
@@ -172,7 +193,10 @@ def _instead(value: Any) -> str:
 
 def _blob(tag: bytes, data: bytes | bytearray) -> bytes:
     if len(data) > _LARGEST:
-        raise TooLargeError(f"a value of {len(data)} bytes is not cached, as Redis takes at most {_LARGEST}; cache parts of it")
+        raise TooLargeError(
+            f"a value of {len(data)} bytes is not cached, as Redis takes at most {_LARGEST}; cache"
+            " parts of it"
+        )
     return tag + _COUNT.pack(len(data)) + data
 
 
@@ -218,7 +242,10 @@ def _read(view: memoryview, at: int, allow_pickle: bool) -> tuple[Any, int]:
         if end > len(view):
             raise DamagedValueError(f"a cached value should have {end} bytes but has {len(view)}")
         if tag == ord("p") and not allow_pickle:
-            raise DamagedValueError("a cached value needs pickle; pass allow_pickle=True if you trust all who can write there")
+            raise DamagedValueError(
+                "a cached value needs pickle; pass allow_pickle=True if you trust all who can write"
+                " there"
+            )
         return _BLOBS[tag](view[at:end]), end
     items = []
     for _ in range(count * 2 if tag == ord("{") else count):
@@ -255,13 +282,20 @@ _CONTAINERS: dict[int, Callable[[list[Any]], Any]] = {
 }
 
 
-_HEAD = struct.Struct("=?BB")  # requires_grad, length of the dtype's name, number of dimensions; name and shape follow
+# requires_grad, length of the dtype's name, number of dimensions; name and shape follow
+_HEAD = struct.Struct("=?BB")
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_TORCH_DTYPES = {str(dtype)[6:].encode(): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_TORCH_DTYPES = {
+    str(dtype)[6:].encode(): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
-    """Return whether dtype, shape and elements describe it fully: dense, on the CPU, without scales or attributes."""
+    """Return whether dtype, shape and elements describe it fully: dense, on the CPU, without scales
+    or attributes.
+    """
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
@@ -291,14 +325,23 @@ def read_tensor(view: memoryview, at: int) -> tuple[Tensor, int]:
 
 
 def reduced_tensor(tensor: Tensor) -> Any:
-    """Return a reduction of a tensor without the rest of its storage, of which torch pickles all: 8 MB for a row of 4 kB."""
+    """Return a reduction of a tensor without the rest of its storage, of which torch pickles all: 8
+    MB for a row of 4 kB.
+    """
     if type(tensor) is torch.Tensor and is_plain_tensor(tensor):
         return _tensor_of, (b"".join(tensor_parts(tensor)),)
-    by_storage = type(tensor).__reduce_ex__ is torch.Tensor.__reduce_ex__ and tensor.layout is torch.strided
-    if not by_storage or tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size():
+    by_storage = (
+        type(tensor).__reduce_ex__ is torch.Tensor.__reduce_ex__ and tensor.layout is torch.strided
+    )
+    if (
+        not by_storage
+        or tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size()
+    ):
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
-        alone = tensor.detach().clone(memory_format=torch.contiguous_format).as_subclass(type(tensor))
+        alone = (
+            tensor.detach().clone(memory_format=torch.contiguous_format).as_subclass(type(tensor))
+        )
     alone.requires_grad_(tensor.requires_grad).__dict__.update(tensor.__dict__)
     return alone.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
@@ -315,13 +358,14 @@ def is_plain_array(array: np.ndarray[Any, Any] | np.generic) -> bool:
     """
     if array.dtype.names is not None:
         raise TypeError(
-            f"a NumPy structured array (dtype {array.dtype}) cannot be cached; return a dict of its fields instead: "
-            "{name: array[name] for name in array.dtype.names}"
+            f"a NumPy structured array (dtype {array.dtype}) cannot be cached; return a dict of its"
+            " fields instead: {name: array[name] for name in array.dtype.names}"
         )
     if array.dtype.hasobject:
         return False
     try:
-        return bool(np.dtype(array.dtype.str) == array.dtype)  # dtypes of other packages may have the name of plain bytes
+        # dtypes of other packages may have the name of plain bytes
+        return bool(np.dtype(array.dtype.str) == array.dtype)
     except TypeError:
         return False
 
@@ -342,7 +386,11 @@ def read_array(view: memoryview, at: int) -> tuple[np.ndarray[Any, Any], int]:
 
 
 def _head(requires_grad: bool, name: bytes, shape: tuple[int, ...]) -> list[bytes]:
-    return [_HEAD.pack(requires_grad, len(name), len(shape)), name, struct.pack(f"={len(shape)}q", *shape)]
+    return [
+        _HEAD.pack(requires_grad, len(name), len(shape)),
+        name,
+        struct.pack(f"={len(shape)}q", *shape),
+    ]
 
 
 def _read_head(view: memoryview, at: int) -> tuple[bool, bytes, tuple[int, ...], int]:

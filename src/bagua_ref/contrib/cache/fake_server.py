@@ -1,7 +1,8 @@
-"""A Redis in Python for laptops and tests: fakeredis in this process, behind a TCP port for the node's other processes (S8.4).
+"""A Redis in Python for laptops and tests: fakeredis in this process, behind a TCP port for the
+node's other processes (S8.4).
 
-fakeredis has a TCP server, but that has no password and drops the connection when a reply fills the socket's buffer. This one
-implements what the cache needs.
+fakeredis has a TCP server, but that has no password and drops the connection when a reply fills the
+socket's buffer. This one implements what the cache needs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ __all__ = ["FakeServer", "start_fake_server"]
 
 _LARGEST = 512 * 1024**2
 _BEFORE_PASSWORD = 10, 16 * 1024
-"""The most strings of a command, and bytes of a string, that Redis and this server read from a client without the password."""
+"""The most strings of a command, and bytes of a string, that Redis and this server read from a
+client without the password.
+"""
 
 
 @dataclass
@@ -63,7 +66,9 @@ def start_fake_server(host: str, capacity: int, port: int = 0) -> FakeServer:
     password = secrets.token_urlsafe(32)
     database = fakeredis.FakeStrictRedis(server=fakeredis.FakeServer())
     listener = _Listener((host, port), password, database)
-    threading.Thread(target=listener.serve_forever, args=(0.05,), name="bagua_ref fakeredis", daemon=True).start()
+    threading.Thread(
+        target=listener.serve_forever, args=(0.05,), name="bagua_ref fakeredis", daemon=True
+    ).start()
     return FakeServer(host, listener.server_address[1], capacity, password, listener)
 
 
@@ -117,7 +122,9 @@ class _Handler(socketserver.StreamRequestHandler):
             return error
 
     def _read_command(self, trusted: bool) -> list[bytes]:
-        """Return the next command; none at the end, and where a client sends something else or, without the password, much."""
+        """Return the next command; none at the end, and where a client sends something else or,
+        without the password, much.
+        """
         most, longest = (_LARGEST, _LARGEST) if trusted else _BEFORE_PASSWORD
         command: list[bytes] = []
         for _ in range(self._read_number(b"*", most)):
@@ -128,7 +135,9 @@ class _Handler(socketserver.StreamRequestHandler):
         return command
 
     def _read_number(self, mark: bytes, most: int) -> int:
-        """Return the number on a line that begins with ``mark``; raise OSError, which ends the connection, if there is none."""
+        """Return the number on a line that begins with ``mark``; raise OSError, which ends the
+        connection, if there is none.
+        """
         found = re.fullmatch(rb"(.)([0-9]{1,9})\r\n", self.rfile.readline(16), re.DOTALL)
         if found is None or found[1] != mark or int(found[2]) > most:
             raise ConnectionAbortedError("not a command")
@@ -140,7 +149,10 @@ class _Handler(socketserver.StreamRequestHandler):
 
 def _encoded(value: Any) -> Iterator[bytes]:
     if isinstance(value, Exception):
-        yield b"-%s\r\n" % (str(value) if str(value).split(" ")[0].isupper() else f"ERR {value}").encode()
+        yield (
+            b"-%s\r\n"
+            % (str(value) if str(value).split(" ")[0].isupper() else f"ERR {value}").encode()
+        )
     elif isinstance(value, str) or value is True:
         yield b"+%s\r\n" % ("OK" if value is True else value).encode()
     elif value is None:

@@ -1,4 +1,6 @@
-"""A wrapper that turns a store's failures into misses (S8.3), and counts of hits, misses and failures over all processes."""
+"""A wrapper that turns a store's failures into misses (S8.3), and counts of hits, misses and
+failures over all processes.
+"""
 
 from __future__ import annotations
 
@@ -56,13 +58,15 @@ class CacheStats:
 
     def __repr__(self) -> str:
         return (
-            f"CacheStats(hits={self.hits}, misses={self.misses} ({self.hit_rate:.1%} hits), errors={self.errors}, "
-            f"read {readable_bytes(self.bytes_read)}, written {readable_bytes(self.bytes_written)})"
+            f"CacheStats(hits={self.hits}, misses={self.misses} ({self.hit_rate:.1%} hits),"
+            f" errors={self.errors}, read {readable_bytes(self.bytes_read)}, written"
+            f" {readable_bytes(self.bytes_written)})"
         )
 
 
 class Counters:
-    """Counts in memory that forked and spawned children share. Each process has its own row, so none has to wait.
+    """Counts in memory that forked and spawned children share. Each process has its own row, so
+    none has to wait.
 
     If no row is free, a process takes over the row of one that has ended and continues its counts.
     """
@@ -72,20 +76,30 @@ class Counters:
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Shared memory can only be passed to a child that is being started: other copies count separately.
+        # Shared memory can only be passed to a child that is being started: other copies count
+        # separately.
         return {"_table": self._table if context.get_spawning_popen() is not None else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._table = state["_table"] or sharedctypes.RawArray("q", _ROWS * _WIDTH)
         self._forget()
 
-    def add(self, hits: int = 0, misses: int = 0, errors: int = 0, bytes_read: int = 0, bytes_written: int = 0) -> None:
+    def add(
+        self,
+        hits: int = 0,
+        misses: int = 0,
+        errors: int = 0,
+        bytes_read: int = 0,
+        bytes_written: int = 0,
+    ) -> None:
         """Add to this process's counts."""
         if self._pid != os.getpid():
             self._take_row()
         at = self._at
         with self._turn:
-            for place, count in enumerate((hits, misses, errors, bytes_read, bytes_written), start=at):
+            for place, count in enumerate(
+                (hits, misses, errors, bytes_read, bytes_written), start=at
+            ):
                 if count:
                     self._table[place] += count
 
@@ -99,7 +113,8 @@ class Counters:
 
     def _take_row(self) -> None:
         pid = os.getpid()
-        # Sibling workers have consecutive process ids, so they begin their search at different rows.
+        # Sibling workers have consecutive process ids, so they begin their search at different
+        # rows.
         rows = [(pid + step) % _ROWS * _WIDTH for step in range(_ROWS)]
         mine = next((row for row in rows if self._table[row] in (0, pid)), None)
         if mine is None:
@@ -110,7 +125,8 @@ class Counters:
 
 
 def _is_alive(pid: int) -> bool:
-    if pid in {child.pid for child in multiprocessing.active_children()}:  # this also reaps ended children
+    # this also reaps ended children
+    if pid in {child.pid for child in multiprocessing.active_children()}:
         return True
     try:
         os.kill(pid, 0)
@@ -149,9 +165,11 @@ class _Backoff:
 
 
 class Guard(Store):
-    """``store`` with failures turned into misses: it finds and writes nothing, warns once, counts errors, and pauses.
+    """``store`` with failures turned into misses: it finds and writes nothing, warns once, counts
+    errors, and pauses.
 
-    An unreachable store is not used during the pause. A store that refuses writes, because it is full, is still read.
+    An unreachable store is not used during the pause. A store that refuses writes, because it is
+    full, is still read.
 
     Args:
         store: the wrapped store.
@@ -219,7 +237,8 @@ class Guard(Store):
             return otherwise
         started = time.monotonic()
         try:
-            if self._reading.has_failed() and not self.store.status():  # it has a shorter timeout than the request
+            # it has a shorter timeout than the request
+            if self._reading.has_failed() and not self.store.status():
                 raise StoreError(f"{self.store} still does not answer")
             answer = ask()
         except StoreError as error:

@@ -1,7 +1,8 @@
-"""Redis's protocol between redis-py and a server that may be slow, foreign or hostile: commands, answers and their limits.
+"""Redis's protocol between redis-py and a server that may be slow, foreign or hostile: commands,
+answers and their limits.
 
-redis-py's own parser bounds neither the time nor the size of an answer and fails our tests of hostile servers, and its packer
-takes three to ten times as long to write.
+redis-py's own parser bounds neither the time nor the size of an answer and fails our tests of
+hostile servers, and its packer takes three to ten times as long to write.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import redis
 __all__ = ["AnswerReader", "CommandPacker", "Limit"]
 
 _PIECE_BYTES = 128 * 1024
-_READ_SIZE = 1024**2  # bytes per system call: redis-py's 64 kB cost a third of the speed for large values
+# bytes per system call: redis-py's 64 kB cost a third of the speed for large values
+_READ_SIZE = 1024**2
 _SLOWEST = 1024**2
 _MOST_EXTENDED = 10
 _LONGEST_LINE = 64 * 1024
@@ -26,10 +28,11 @@ _LONGEST_VALUE = 512 * 1024**2
 
 
 class Limit(threading.local):
-    """The time that this thread's current request may take: ``seconds``, and a second more for each MiB that has moved.
+    """The time that this thread's current request may take: ``seconds``, and a second more for each
+    MiB that has moved.
 
-    It is never more than ten times ``seconds``. A limit for each system call would not do: a server that sends a byte a second
-    keeps within it for days.
+    It is never more than ten times ``seconds``. A limit for each system call would not do: a server
+    that sends a byte a second keeps within it for days.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -59,13 +62,17 @@ class Limit(threading.local):
 
 
 class CommandPacker:
-    """Packs commands piece by piece: hiredis takes longer to join megabytes of values than the server takes to store them."""
+    """Packs commands piece by piece: hiredis takes longer to join megabytes of values than the
+    server takes to store them.
+    """
 
     def __init__(self, limit: Limit) -> None:
         self._limit = limit
 
     def pack(self, *args: Any) -> Iterator[bytes]:
-        """Yield the bytes of a command; ``args`` are its name, which may have several words, and its arguments."""
+        """Yield the bytes of a command; ``args`` are its name, which may have several words, and
+        its arguments.
+        """
         words = [*args[0].encode().split(), *args[1:]]
         parts, size = [b"*%d\r\n" % len(words)], 0
         for word in words:
@@ -81,9 +88,11 @@ class CommandPacker:
 
 
 class AnswerReader:
-    """A parser for redis-py's connections that keeps to a limit and takes no more memory than the bytes that have arrived.
+    """A parser for redis-py's connections that keeps to a limit and takes no more memory than the
+    bytes that have arrived.
 
-    An answer is a status or value (both as bytes), an integer, None, an error, or a list of these, but not of lists.
+    An answer is a status or value (both as bytes), an integer, None, an error, or a list of these,
+    but not of lists.
     """
 
     def __init__(self, limit: Limit) -> None:
@@ -109,10 +118,12 @@ class AnswerReader:
         return True
 
     def read_response(self, **options: Any) -> Any:
-        """Return the next answer; errors that concern the connection are raised, other errors returned.
+        """Return the next answer; errors that concern the connection are raised, other errors
+        returned.
 
         Raises:
-            redis.RedisError: the limit is over, the connection is closed, or this is no answer of a Redis.
+            redis.RedisError: the limit is over, the connection is closed, or this is no answer of a
+            Redis.
         """
         answer = self._answer()
         if self._at == len(self._arrived):
@@ -128,7 +139,9 @@ class AnswerReader:
             return self._single(line)
         count = self._number(line)
         if count > self._limit.values:
-            raise redis.InvalidResponse(f"a list of {count} is longer than the {self._limit.values} that were asked for")
+            raise redis.InvalidResponse(
+                f"a list of {count} is longer than the {self._limit.values} that were asked for"
+            )
         return None if count < 0 else [self._single(self._line()) for _ in range(count)]
 
     def _single(self, line: bytearray) -> Any:
@@ -140,7 +153,9 @@ class AnswerReader:
         if kind == b"+":
             return bytes(line[1:])
         if kind != b"-":
-            raise redis.InvalidResponse(f"{bytes(line[:40])!r} is not the beginning of an expected answer; is this a Redis?")
+            raise redis.InvalidResponse(
+                f"{bytes(line[:40])!r} is not the beginning of an expected answer; is this a Redis?"
+            )
         text = line[1:].decode(errors="replace")
         error = redis.connection.DefaultParser.parse_error(text)  # type: ignore[no-untyped-call]
         if isinstance(error, redis.ConnectionError):

@@ -1,4 +1,6 @@
-"""Starting Redis: a private server with a random password that ends with this process (S8.4), or a daemon on loopback."""
+"""Starting Redis: a private server with a random password that ends with this process (S8.4), or a
+daemon on loopback.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ _START_SECONDS = 20.0
 _PORTS_TO_TRY = 5
 
 STOP_PRIORITY = -10
-"""The priority of stopping servers at exit: after buffers are written and child processes, which write theirs, are joined."""
+"""The priority of stopping servers at exit: after buffers are written and child processes, which
+write theirs, are joined.
+"""
 
 
 @dataclass
@@ -73,7 +77,9 @@ class CacheServer(ABC):
 
 @dataclass
 class RedisServer(CacheServer):
-    """A Redis that this process started. It ends with `stop`, at exit, or when this process ends for any other reason."""
+    """A Redis that this process started. It ends with `stop`, at exit, or when this process ends
+    for any other reason.
+    """
 
     _watchdog: subprocess.Popen[bytes] = field(repr=False)
     _finalizer: Any = field(repr=False, default=None)
@@ -98,16 +104,21 @@ def find_program() -> str:
         if (path := shutil.which(program)) is not None:
             return path
     raise BackendUnavailableError(
-        "backend='redis' starts a server, but neither redis-server nor valkey-server is on PATH. Alternatives: install one "
-        "(`apt install redis-server`, `conda install redis-server`); pass hosts=[{'host': ..., 'port': ...}] to use a running "
-        "Redis; or use backend='fakeredis' (`pip install fakeredis`), a small one in Python for laptops and tests"
+        "backend='redis' starts a server, but neither redis-server nor valkey-server is on PATH."
+        " Alternatives: install one (`apt install redis-server`, `conda install redis-server`);"
+        " pass hosts=[{'host': ..., 'port': ...}] to use a running Redis; or use"
+        " backend='fakeredis' (`pip install fakeredis`), a small one in Python for laptops and"
+        " tests"
     )
 
 
-def start_redis_server(host: str, capacity: int, port: int | None = None, *arguments: str) -> RedisServer:
+def start_redis_server(
+    host: str, capacity: int, port: int | None = None, *arguments: str
+) -> RedisServer:
     """Start a private Redis for this job, and return when it answers.
 
-    Password and settings are passed through a pipe, so that neither the list of processes nor a file shows them.
+    Password and settings are passed through a pipe, so that neither the list of processes nor a
+    file shows them.
 
     Args:
         host: the address to listen on.
@@ -116,7 +127,8 @@ def start_redis_server(host: str, capacity: int, port: int | None = None, *argum
         arguments: further arguments of the server.
 
     Raises:
-        BackendUnavailableError: there is no server program, or it does not start; the message quotes its output.
+        BackendUnavailableError: there is no server program, or it does not start; the message
+            quotes its output.
     """
     program = find_program()
     said = ""
@@ -126,29 +138,39 @@ def start_redis_server(host: str, capacity: int, port: int | None = None, *argum
         said = _wait_until_up(server._watchdog.stdout, server.is_running)
         if not said:
             server._watchdog.stdout.close()  # type: ignore[union-attr]
-            server._finalizer = util.Finalize(None, _stop, (server._watchdog,), exitpriority=STOP_PRIORITY)
+            server._finalizer = util.Finalize(
+                None, _stop, (server._watchdog,), exitpriority=STOP_PRIORITY
+            )
             return server
         _stop(server._watchdog)
     raise BackendUnavailableError(f"{program} does not start on {host}: {said}")
 
 
 def start_redis_daemon(port: int, capacity: int, *arguments: str) -> None:
-    """Start a Redis on loopback that outlives this process, without a password, and return when it answers.
+    """Start a Redis on loopback that outlives this process, without a password, and return when it
+    answers.
 
     Args:
         port: the port to listen on.
         capacity: bytes that it may use before it evicts keys at random.
-        arguments: further arguments of the server, such as ``"--requirepass"``, which override the defaults.
+        arguments: further arguments of the server, such as ``"--requirepass"``, which override the
+            defaults.
 
     Raises:
-        BackendUnavailableError: there is no server program, or it does not start; the message quotes its output.
+        BackendUnavailableError: there is no server program, or it does not start; the message
+            quotes its output.
     """
     program = find_program()
     if _listens(port):
         raise BackendUnavailableError(f"{program} does not start: port {port} is already in use")
     settings = _settings(LOOPBACK, port, capacity)
-    command = [program, *(word for name, value in settings.items() for word in (f"--{name}", str(value))), *arguments]
-    # The shell exits at once, which detaches the server; the server's own --daemonize would not report why it fails.
+    command = [
+        program,
+        *(word for name, value in settings.items() for word in (f"--{name}", str(value))),
+        *arguments,
+    ]
+    # The shell exits at once, which detaches the server; the server's own --daemonize would not
+    # report why it fails.
     shell = subprocess.Popen(  # noqa: S603 # the script is constant, all else are its arguments
         ["/bin/sh", "-c", '"$@" &', "sh", *command],
         stdin=subprocess.DEVNULL,
@@ -165,9 +187,17 @@ def start_redis_daemon(port: int, capacity: int, *arguments: str) -> None:
 def _settings(host: str, port: int, capacity: int) -> dict[str, Any]:
     """Return the settings of a cache, which stores nothing on disk and evicts keys at random."""
     return {
-        "bind": host, "port": port, "protected-mode": "yes", "maxmemory": capacity, "maxmemory-policy": "allkeys-random",
-        "save": "", "appendonly": "no", "daemonize": "no", "loglevel": "warning", "logfile": "",
-    }  # fmt: skip
+        "bind": host,
+        "port": port,
+        "protected-mode": "yes",
+        "maxmemory": capacity,
+        "maxmemory-policy": "allkeys-random",
+        "save": "",
+        "appendonly": "no",
+        "daemonize": "no",
+        "loglevel": "warning",
+        "logfile": "",
+    }
 
 
 def _listens(port: int) -> bool:
@@ -178,17 +208,32 @@ def _listens(port: int) -> bool:
         return False
 
 
-def _start(program: str, host: str, port: int, capacity: int, password: str, arguments: tuple[str, ...]) -> RedisServer:
+def _start(
+    program: str, host: str, port: int, capacity: int, password: str, arguments: tuple[str, ...]
+) -> RedisServer:
     settings = {**_settings(host, port, capacity), "requirepass": password}
     watchdog = subprocess.Popen(  # noqa: S603 # this interpreter, our own file and the program found on PATH
-        [sys.executable, "-I", "-S", str(Path(__file__).with_name("watchdog.py")), str(os.getpid()), program, "-", *arguments],
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            str(Path(__file__).with_name("watchdog.py")),
+            str(os.getpid()),
+            program,
+            "-",
+            *arguments,
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,  # Ctrl-C in a terminal must not end the server before its clients
     )
     assert watchdog.stdin is not None
-    watchdog.stdin.write("".join(f"{name} {value if value != '' else chr(34) * 2}\n" for name, value in settings.items()).encode())
+    watchdog.stdin.write(
+        "".join(
+            f"{name} {value if value != '' else chr(34) * 2}\n" for name, value in settings.items()
+        ).encode()
+    )
     watchdog.stdin.close()
     return RedisServer(host, port, capacity, password, watchdog)
 
@@ -200,7 +245,10 @@ def _wait_until_up(output: Any, is_up: Callable[[], bool]) -> str:
         if select.select([output], [], [], 0.01)[0]:
             more = os.read(output.fileno(), 4096)
             if not more:
-                return "; ".join(said.decode(errors="replace").splitlines()[-3:]) or "it exited at once without output"
+                return (
+                    "; ".join(said.decode(errors="replace").splitlines()[-3:])
+                    or "it exited at once without output"
+                )
             said += more
         elif time.monotonic() > deadline:
             return f"no answer within {_START_SECONDS:g} s"
@@ -208,12 +256,16 @@ def _wait_until_up(output: Any, is_up: Callable[[], bool]) -> str:
 
 
 def _answers(host: str, port: int, password: str) -> bool:
-    """Return whether a server there accepts the password; one that is not ours has another password or none."""
+    """Return whether a server there accepts the password; one that is not ours has another password
+    or none.
+    """
     try:
         with socket.create_connection((host, port), timeout=1.0) as connection:
             connection.sendall(f"AUTH {password}\r\nPING\r\n".encode())
             received, right = b"", b"+OK\r\n+PONG\r\n"
-            while received != right and right.startswith(received) and (more := connection.recv(4096)):
+            while (
+                received != right and right.startswith(received) and (more := connection.recv(4096))
+            ):
                 received += more
             return received == right
     except OSError:
@@ -232,8 +284,11 @@ def _stop(watchdog: subprocess.Popen[bytes]) -> None:
 
 
 def node_address(master: str) -> str:
-    """Return the address by which other nodes reach this one: that of the route to ``master``, or of the default route."""
-    for target in (master, "192.0.2.1"):  # an address that is not in use: nothing is sent, only the route is looked up
+    """Return the address by which other nodes reach this one: that of the route to ``master``, or
+    of the default route.
+    """
+    # an address that is not in use: nothing is sent, only the route is looked up
+    for target in (master, "192.0.2.1"):
         with suppress(OSError):
             for _, address in routes_towards(target):
                 if not address.startswith("127.") and address != "::1":

@@ -1,8 +1,10 @@
-"""Watchdog process between a rank and its server, which ends the server when the rank ends for any reason (S8.4).
+"""Watchdog process between a rank and its server, which ends the server when the rank ends for any
+reason (S8.4).
 
-It runs as a script, with the standard library only: ``python -I -S watchdog.py RANK_PID PROGRAM ARGUMENT...``, with the server's
-configuration on stdin. It polls its parent's id: a parent-death signal would depend on the thread that forked, and a pipe stays
-open while children of the rank hold it. The server's last output goes to stdout; then the pipe closes.
+It runs as a script, with the standard library only: ``python -I -S watchdog.py RANK_PID PROGRAM
+ARGUMENT...``, with the server's configuration on stdin. It polls its parent's id: a parent-death
+signal would depend on the thread that forked, and a pipe stays open while children of the rank hold
+it. The server's last output goes to stdout; then the pipe closes.
 """
 
 from __future__ import annotations
@@ -34,12 +36,18 @@ def main() -> None:
 
     configuration = sys.stdin.buffer.read()
     server = subprocess.Popen(  # noqa: S603 # the command is that of server.py, without a shell
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/", preexec_fn=die_with_watchdog
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd="/",
+        preexec_fn=die_with_watchdog,
     )
     try:
         assert server.stdin is not None
         assert server.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended before it read the configuration; its output follows
+        # it ended before it read the configuration; its output follows
+        with contextlib.suppress(BrokenPipeError):
             server.stdin.write(configuration)
             server.stdin.close()
         said = b""
@@ -52,12 +60,14 @@ def main() -> None:
     finally:
         server.kill()
         server.wait()
-    with contextlib.suppress(BrokenPipeError):  # the rank reads the output only while the server starts
+    # the rank reads the output only while the server starts
+    with contextlib.suppress(BrokenPipeError):
         os.write(sys.stdout.fileno(), said)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)
-    # An ended child stays a zombie until its parent waits for it; the rank may be busy with training.
+    # An ended child stays a zombie until its parent waits for it; the rank may be busy with
+    # training.
     while os.getppid() == rank:
         time.sleep(_TICK)
 

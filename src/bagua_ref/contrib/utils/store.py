@@ -29,7 +29,8 @@ class StoreError(BaguaError):
 
 
 def encoded_key(key: str) -> bytes:
-    """Return a store's key in UTF-8; lone surrogates, as in names of files that are not UTF-8, are encoded too (S8.1).
+    """Return a store's key in UTF-8; lone surrogates, as in names of files that are not UTF-8, are
+    encoded too (S8.1).
 
     Raises:
         TypeError: it is no str.
@@ -100,7 +101,9 @@ class ClusterStore(Store):
         return f"{type(self).__name__}({', '.join(map(repr, self.stores))})"
 
     def route(self, key: str) -> Store:
-        """Return the store of ``key``: index xxh64(key in UTF-8, seed 0) mod number of stores (S8.1)."""
+        """Return the store of ``key``: index xxh64(key in UTF-8, seed 0) mod number of stores
+        (S8.1).
+        """
         return self.stores[self._index(key)]
 
     def num_keys(self) -> int:
@@ -121,7 +124,9 @@ class ClusterStore(Store):
             self.stores[index].mset(part)
 
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the value stored under each of ``keys``, or None, with one ``mget`` for each store."""
+        """Return the value stored under each of ``keys``, or None, with one ``mget`` for each
+        store.
+        """
         return self._ask(keys, lambda store, part: store.mget(part))
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
@@ -143,13 +148,21 @@ class ClusterStore(Store):
             store.close()
 
     def _index(self, key: str) -> int:
-        return xxhash.xxh64_intdigest(encoded_key(key)) % len(self.stores) if len(self.stores) > 1 else 0
+        return (
+            xxhash.xxh64_intdigest(encoded_key(key)) % len(self.stores)
+            if len(self.stores) > 1
+            else 0
+        )
 
-    def _ask(self, keys: Sequence[str], ask: Callable[[Store, Sequence[str]], list[_T]]) -> list[_T]:
+    def _ask(
+        self, keys: Sequence[str], ask: Callable[[Store, Sequence[str]], list[_T]]
+    ) -> list[_T]:
         places: dict[int, list[int]] = {}
         for place, key in enumerate(keys):
             places.setdefault(self._index(key), []).append(place)
         found: dict[int, _T] = {}
         for index, part in places.items():
-            found.update(zip(part, ask(self.stores[index], [keys[place] for place in part]), strict=True))
+            found.update(
+                zip(part, ask(self.stores[index], [keys[place] for place in part]), strict=True)
+            )
         return [found[place] for place in range(len(keys))]

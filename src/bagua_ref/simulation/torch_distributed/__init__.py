@@ -1,8 +1,10 @@
-"""`torch.distributed` over simulated ranks: what `SimulatedWorld(n, torch_distributed=True)` puts in place of gloo.
+"""`torch.distributed` over simulated ranks: what `SimulatedWorld(n, torch_distributed=True)` puts
+in place of gloo.
 
-Each rank is like a process: it has its own environment (that of torchrun), arguments, random generators, ``__main__``, modules of
-the user that it imports during the run, groups, threads and signal handlers. Clocks and sleeping are virtual. Collectives and
-messages are those of gloo on CPU tensors; what one writes that does not block is seen only when it is waited for, and NaN before.
+Each rank is like a process: it has its own environment (that of torchrun), arguments, random
+generators, ``__main__``, modules of the user that it imports during the run, groups, threads and
+signal handlers. Clocks and sleeping are virtual. Collectives and messages are those of gloo on CPU
+tensors; what one writes that does not block is seen only when it is waited for, and NaN before.
 Reductions run in rank order [defined].
 """
 
@@ -43,7 +45,13 @@ from bagua_ref.simulation.torch_distributed.processes import (
 from bagua_ref.simulation.torch_distributed.stores import SimulatedStore, shared_stores
 from bagua_ref.simulation.torch_distributed.work import SimulatedWork, works_of_backward
 
-__all__ = ["ProcessState", "SimulatedProcessGroup", "SimulatedStore", "run_script", "simulated_torch"]
+__all__ = [
+    "ProcessState",
+    "SimulatedProcessGroup",
+    "SimulatedStore",
+    "run_script",
+    "simulated_torch",
+]
 
 _ACCELERATE = ("PartialState", "AcceleratorState", "GradientState")
 """Classes of ``accelerate.state`` whose ``_shared_state`` belongs to a process."""
@@ -60,9 +68,11 @@ _PLACES: dict[str, tuple[Any, str]] = {
 
 
 class ProcessState(RankState):
-    """A rank's environment, arguments, modules, random generators and groups of `torch.distributed`.
+    """A rank's environment, arguments, modules, random generators and groups of
+    `torch.distributed`.
 
-    Putting it into the process exchanges references, so that a switch between ranks costs a few microseconds.
+    Putting it into the process exchanges references, so that a switch between ranks costs a few
+    microseconds.
 
     Args:
         identity: the rank's; None: the state of the process outside of the simulation.
@@ -77,8 +87,14 @@ class ProcessState(RankState):
         if identity is None:
             self.modules = {"__main__": sys.modules["__main__"]}
         else:
-            variables = {_environ.encodekey(name): _environ.encodevalue(str(value)) for name, value in _variables(identity).items()}
-            self.values: dict[str, Any] = {"environment": _environ._data | variables, "arguments": list(sys.argv)}
+            variables = {
+                _environ.encodekey(name): _environ.encodevalue(str(value))
+                for name, value in _variables(identity).items()
+            }
+            self.values: dict[str, Any] = {
+                "environment": _environ._data | variables,
+                "arguments": list(sys.argv),
+            }
             self.values["groups"] = torch_hooks.GroupState()
             # Processes start with different states of these two, and with the same one of torch's.
             self._python = random.Random(f"rank {identity.rank}").getstate()  # noqa: S311 # to repeat a run
@@ -94,7 +110,9 @@ class ProcessState(RankState):
 
     def _save_references(self) -> None:
         self._numpy = _numpy_random.get_bit_generator()
-        self.values = {name: vars(owner)[attribute] for name, (owner, attribute) in _places().items()}
+        self.values = {
+            name: vars(owner)[attribute] for name, (owner, attribute) in _places().items()
+        }
 
     def restore(self) -> None:
         """Put the state into the process."""
@@ -102,7 +120,9 @@ class ProcessState(RankState):
         _numpy_random.set_bit_generator(self._numpy)
         for name, (owner, attribute) in _places().items():
             setattr(owner, attribute, self.values.setdefault(name, {}))
-        sys.modules.update({name: module for name, module in self.modules.items() if module is not None})
+        sys.modules.update(
+            {name: module for name, module in self.modules.items() if module is not None}
+        )
 
     def resumed(self) -> None:
         """Register the rank's groups in the calling thread."""
@@ -137,7 +157,9 @@ def rank_states(identities: Sequence[Identity]) -> list[ProcessState]:
 
 
 def run_process(world: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Return ``function(*args)`` of one rank, as the main function of a process; wait for its threads. Exit code 0 gives None."""
+    """Return ``function(*args)`` of one rank, as the main function of a process; wait for its
+    threads. Exit code 0 gives None.
+    """
     world.main_thread = threading.Thread(name="MainThread", daemon=False)
     with as_current_thread(world.main_thread):
         try:
@@ -151,28 +173,50 @@ def run_process(world: Any, function: Callable[..., Any], *args: Any) -> Any:
 
 
 @contextmanager
-def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork, states: Sequence[ProcessState]) -> Iterator[None]:
-    """Make torch.distributed that of the simulated ranks, for the threads of a scheduler, while the context lasts."""
+def simulated_torch(
+    scheduler: Scheduler, network: SimulatedNetwork, states: Sequence[ProcessState]
+) -> Iterator[None]:
+    """Make torch.distributed that of the simulated ranks, for the threads of a scheduler, while the
+    context lasts.
+    """
     outside = ProcessState(None)
 
     def connect(
-        store: SimulatedStore, place: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
+        store: SimulatedStore,
+        place: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        ranks: Sequence[int],
     ) -> SimulatedProcessGroup:
         rank = rank_world().identity.rank
         ranks = list(ranks) or (list(range(size)) if size == len(network.node_of) else [-1] * size)
         try:
             group = network.connect(
-                f"{store.path}{name}", rank, place, ranks, timeout.total_seconds(), f"new_group(ranks={list(ranks)})", name=name
+                f"{store.path}{name}",
+                rank,
+                place,
+                ranks,
+                timeout.total_seconds(),
+                f"new_group(ranks={list(ranks)})",
+                name=name,
             )
         except SimulationError as error:
             scheduler.end(error)
         return SimulatedProcessGroup(group, place, store)
 
-    modules = UserModules(lambda: rank_world().process_state.modules if scheduler.is_calling() else None)
+    modules = UserModules(
+        lambda: rank_world().process_state.modules if scheduler.is_calling() else None
+    )
     for owner in (SimulatedProcessGroup, SimulatedWork, SimulatedStore):
         torch_hooks.hide_from_compiler(owner)
     with Replacements(scheduler.is_calling) as replacements:
-        for undo in (_running.clear, works_of_backward.clear, partial(_restore_environment, states), outside.restore):
+        for undo in (
+            _running.clear,
+            works_of_backward.clear,
+            partial(_restore_environment, states),
+            outside.restore,
+        ):
             replacements.callback(undo)
         torch_hooks.replace(replacements, scheduler, connect, shared_stores(scheduler))
         replace_processes(replacements, scheduler)
@@ -186,7 +230,9 @@ def simulated_torch(scheduler: Scheduler, network: SimulatedNetwork, states: Seq
 
 def _restore_environment(states: Sequence[ProcessState]) -> None:
     """Undo the ranks' changes in the process's own environment, which C code reads."""
-    for name in {name for state in states for name in state.values["environment"]} | set(_environ._data):
+    for name in {name for state in states for name in state.values["environment"]} | set(
+        _environ._data
+    ):
         value = _environ._data.get(name)
         if value is None:
             os.unsetenv(name)

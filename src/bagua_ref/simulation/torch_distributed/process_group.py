@@ -1,4 +1,6 @@
-"""A `torch.distributed.ProcessGroup` over a simulated group: each of its methods as one call of `SimulatedGroup`."""
+"""A `torch.distributed.ProcessGroup` over a simulated group: each of its methods as one call of
+`SimulatedGroup`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ __all__ = ["SimulatedProcessGroup"]
 
 
 _OPERATIONS = {
-    int(getattr(dist.ReduceOp, name)): ReduceOp[name] for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+    int(getattr(dist.ReduceOp, name)): ReduceOp[name]
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 }
 
 Lists = Sequence[Sequence[Tensor]]
@@ -33,8 +36,9 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose stubs differ by version
 class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A group of `torch.distributed` whose ranks are simulated.
 
-    A call that blocks waits in its method and writes its results directly. One that does not returns a `SimulatedWork`, which
-    writes them when it is waited for. Reductions run in rank order [defined].
+    A call that blocks waits in its method and writes its results directly. One that does not
+    returns a `SimulatedWork`, which writes them when it is waited for. Reductions run in rank order
+    [defined].
 
     Args:
         group: shared by its ranks.
@@ -89,7 +93,9 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """Make the operations of all ranks raise, including those in progress."""
-        self.group.give_up(f"rank {self.group.ranks[self.rank()]} aborted group {self.group.name!r}")
+        self.group.give_up(
+            f"rank {self.group.ranks[self.rank()]} aborted group {self.group.name!r}"
+        )
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the virtual seconds that a call waits for other ranks."""
@@ -99,7 +105,14 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
         tensors, op, n = _listed(tensors), _reduction(opts), self.size()
-        return self._start(f"all_reduce({op.name})", tensors, tensors, tensors, lambda sends: [_combined(sends, op)] * n, opts)
+        return self._start(
+            f"all_reduce({op.name})",
+            tensors,
+            tensors,
+            tensors,
+            lambda sends: [_combined(sends, op)] * n,
+            opts,
+        )
 
     allreduce_coalesced = allreduce
 
@@ -107,12 +120,22 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         op, dst, n = _reduction(opts), opts.rootRank, self.size()
         outputs = tensors if self.rank() == dst else []
         operation = f"reduce({op.name}, dst={dst})"
-        return self._start(operation, tensors, tensors, outputs, lambda sends: [_combined(sends, op)] * n, opts)
+        return self._start(
+            operation, tensors, tensors, outputs, lambda sends: [_combined(sends, op)] * n, opts
+        )
 
     def broadcast(self, tensors: Any, opts: Any = None, root: int = 0) -> SimulatedWork:  # noqa: D102
         tensors, src, n = _listed(tensors), getattr(opts, "rootRank", root), self.size()
         sends, outputs = (tensors, []) if self.rank() == src else ([], tensors)
-        return self._start(f"broadcast(src={src})", tensors, sends, outputs, lambda sends: [sends[src]] * n, opts, tensors)
+        return self._start(
+            f"broadcast(src={src})",
+            tensors,
+            sends,
+            outputs,
+            lambda sends: [sends[src]] * n,
+            opts,
+            tensors,
+        )
 
     def allgather(self, output_lists: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
         tensors, n = _listed(tensors), self.size()
@@ -120,34 +143,59 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         _check_count("all_gather", outputs, n * len(tensors))
         for i, output in enumerate(outputs):
             _check_alike("all_gather", output, tensors[i // n])
-        return self._start("all_gather()", tensors, tensors, outputs, lambda sends: [_columns(sends)] * n, opts)
+        return self._start(
+            "all_gather()", tensors, tensors, outputs, lambda sends: [_columns(sends)] * n, opts
+        )
 
-    def allgather_coalesced(self, output_lists: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
+    def allgather_coalesced(  # noqa: D102
+        self, output_lists: Any, tensors: Any, opts: Any = None
+    ) -> SimulatedWork:
         # One list per rank, of one tensor per input.
         return self.allgather(list(zip(*output_lists, strict=True)), tensors, opts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SimulatedWork:  # noqa: D102
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
-    def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
+    def all_gather_single_coalesced(  # noqa: D102
+        self, outputs: Any, tensors: Any, opts: Any = None
+    ) -> SimulatedWork:
         n = self.size()
         for output, tensor in zip(outputs, tensors, strict=True):
             _check_sizes("all_gather_into_tensor", output, tensor, n)
 
         def gathered(sends: Lists) -> Lists:
-            return [[torch.cat([tensor.reshape(-1) for tensor in column]) for column in zip(*sends, strict=True)]] * n
+            return [
+                [
+                    torch.cat([tensor.reshape(-1) for tensor in column])
+                    for column in zip(*sends, strict=True)
+                ]
+            ] * n
 
         return self._start("all_gather_into_tensor()", tensors, tensors, outputs, gathered, opts)
 
     def gather(self, output_lists: Any, tensors: Any, opts: Any) -> SimulatedWork:  # noqa: D102
         dst, n = opts.rootRank, self.size()
         outputs = self._of_root("gather", output_lists, tensors[0], dst)
-        return self._start(f"gather(dst={dst})", tensors, tensors, outputs, lambda sends: [_columns(sends)] * n, opts)
+        return self._start(
+            f"gather(dst={dst})",
+            tensors,
+            tensors,
+            outputs,
+            lambda sends: [_columns(sends)] * n,
+            opts,
+        )
 
     def scatter(self, tensors: Any, input_lists: Any, opts: Any) -> SimulatedWork:  # noqa: D102
         src = opts.rootRank
         inputs = self._of_root("scatter", input_lists, tensors[0], src)
-        return self._start(f"scatter(src={src})", tensors, inputs, tensors, lambda sends: [[part] for part in sends[src]], opts)
+        return self._start(
+            f"scatter(src={src})",
+            tensors,
+            inputs,
+            tensors,
+            lambda sends: [[part] for part in sends[src]],
+            opts,
+        )
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
         op, n = _reduction(opts), self.size()
@@ -161,18 +209,26 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._start(f"reduce_scatter({op.name})", inputs, inputs, outputs, scattered, opts)
 
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SimulatedWork:  # noqa: D102
+    def reduce_scatter_single(  # noqa: D102
+        self, output: Tensor, tensor: Tensor, opts: Any = None
+    ) -> SimulatedWork:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
+    def reduce_scatter_single_coalesced(  # noqa: D102
+        self, outputs: Any, tensors: Any, opts: Any = None
+    ) -> SimulatedWork:
         op, n = _reduction(opts), self.size()
         for output, tensor in zip(outputs, tensors, strict=True):
             _check_sizes("reduce_scatter_tensor", tensor, output, n)
 
         def scattered(sends: Lists) -> Lists:
-            return list(zip(*(total.reshape(-1).chunk(n) for total in _combined(sends, op)), strict=True))
+            return list(
+                zip(*(total.reshape(-1).chunk(n) for total in _combined(sends, op)), strict=True)
+            )
 
-        return self._start(f"reduce_scatter_tensor({op.name})", tensors, tensors, outputs, scattered, opts)
+        return self._start(
+            f"reduce_scatter_tensor({op.name})", tensors, tensors, outputs, scattered, opts
+        )
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
         for tensors in (outputs, inputs):
@@ -180,21 +236,39 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._alltoall("all_to_all", list(outputs), list(inputs), opts, result=list(outputs))
 
     def all_to_all_single(  # noqa: D102
-        self, output: Tensor, tensor: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Any,
+        input_splits: Any,
+        opts: Any = None,
     ) -> SimulatedWork:
         outputs = _split("output", output, output_splits, self.size())
         inputs = _split("input", tensor, input_splits, self.size())
         return self._alltoall("all_to_all_single", outputs, inputs, opts, result=[output])
 
-    def _alltoall(self, name: str, outputs: list[Tensor], inputs: list[Tensor], opts: Any, result: list[Tensor]) -> SimulatedWork:
+    def _alltoall(
+        self,
+        name: str,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: Any,
+        result: list[Tensor],
+    ) -> SimulatedWork:
         exchanged = lambda sends: list(zip(*sends, strict=True))  # noqa: E731
-        return self._start(f"{name}({inputs[0].dtype})", [], inputs, outputs, exchanged, opts, result)
+        return self._start(
+            f"{name}({inputs[0].dtype})", [], inputs, outputs, exchanged, opts, result
+        )
 
     def barrier(self, opts: Any = None) -> SimulatedWork:  # noqa: D102
         return self._start("barrier()", [], [], [], lambda sends: sends, opts)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; raise RuntimeError after ``timeout`` virtual seconds, with the ranks that did not come."""
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for all ranks; raise RuntimeError after ``timeout`` virtual seconds, with the ranks
+        that did not come.
+        """
         self.group.scheduler.yield_()
         call = Call(self.group, self.rank(), "monitored_barrier()", None, None)
         self.group.post(call, lambda sends, recvs: None, strict=True)
@@ -206,7 +280,14 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._check_devices("send", tensors)
         self.group.scheduler.yield_()
         data = tensors[0].detach().clone() if is_prompt() else tensors[0].data
-        call = Call(self.group, self.rank(), f"send(dst={self.group.ranks[dst]}, tag={tag})", data, None, tensors[0])
+        call = Call(
+            self.group,
+            self.rank(),
+            f"send(dst={self.group.ranks[dst]}, tag={tag})",
+            data,
+            None,
+            tensors[0],
+        )
         self.group.post_send(call, dst, tag)
         return self._track(SimulatedWork(call, [], [], []))
 
@@ -215,7 +296,10 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self.group.scheduler.yield_()
         source = "any" if src is None else self.group.ranks[src]
         work = SimulatedWork.late(
-            lambda recv: Call(self.group, self.rank(), f"recv(src={source}, tag={tag})", None, recv[0], tensors[0]), tensors
+            lambda recv: Call(
+                self.group, self.rank(), f"recv(src={source}, tag={tag})", None, recv[0], tensors[0]
+            ),
+            tensors,
         )
         self.group.post_recv(work.call, src, tag)
         return self._track(work)
@@ -249,21 +333,29 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             described: the tensors whose shapes and dtypes must agree, too.
             sends: read when the last rank arrives, or now if they share memory with an output.
             outputs: written.
-            received: returns what each rank receives, in the order of its outputs, from what each rank sends.
+            received: returns what each rank receives, in the order of its outputs, from what each
+                rank sends.
             opts: torch's options of the call.
             result: the value of the work's future; None: ``outputs``.
         """
         self._check_devices(operation, [*sends, *outputs])
         self.group.scheduler.yield_()
         text = f"{operation} of {', '.join(map(_describe, described))}" if described else operation
-        blocking = opts is not None and not getattr(opts, "asyncOp", True) and self._coalescing is None
+        blocking = (
+            opts is not None and not getattr(opts, "asyncOp", True) and self._coalescing is None
+        )
         result = list(outputs) if result is None else result
         sends = [send.data for send in sends]
         if blocking:
             recvs = [output.data for output in outputs]
             work = SimulatedWork(Call(self.group, self.rank(), text, sends, recvs), [], [], result)
         else:
-            work = SimulatedWork.late(lambda recv: Call(self.group, self.rank(), text, sends, recv), outputs, sends, result)
+            work = SimulatedWork.late(
+                lambda recv: Call(self.group, self.rank(), text, sends, recv),
+                outputs,
+                sends,
+                result,
+            )
 
         def move(sends: Lists, recvs: Lists) -> None:
             for rank, (recv, values) in enumerate(zip(recvs, received(sends), strict=True)):
@@ -271,8 +363,9 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
                     if value.numel() != tensor.numel():  # possible only if each rank sends to each
                         who, whom = self.group.ranks[source], self.group.ranks[rank]
                         raise ValueError(
-                            f"in {text} of group {self.group.name!r} rank {who} sends {value.numel()} elements to rank {whom}, "
-                            f"which receives {tensor.numel()}"
+                            f"in {text} of group {self.group.name!r} rank {who} sends"
+                            f" {value.numel()} elements to rank {whom}, which receives"
+                            f" {tensor.numel()}"
                         )
                     tensor.copy_(value.reshape(tensor.shape))
 
@@ -299,10 +392,19 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         refuse = functools.partial(self.group.scheduler.refuse, "unsupported", operation=operation)
         for tensor in tensors:
             if tensor.device.type != "cpu":
-                advice = "Let the script choose its device by torch.cuda.is_available() or an argument, and run it on the CPU"
-                refuse(f"passes {operation} a tensor on {tensor.device}", advice=f"; ranks have CPU tensors only. {advice}")
+                advice = (
+                    "Let the script choose its device by torch.cuda.is_available() or an argument,"
+                    " and run it on the CPU"
+                )
+                refuse(
+                    f"passes {operation} a tensor on {tensor.device}",
+                    advice=f"; ranks have CPU tensors only. {advice}",
+                )
             if tensor.layout != torch.strided:
-                refuse(f"passes {operation} a tensor of layout {tensor.layout}", advice=", which is not simulated: use to_dense()")
+                refuse(
+                    f"passes {operation} a tensor of layout {tensor.layout}",
+                    advice=", which is not simulated: use to_dense()",
+                )
 
     # The names of other versions of torch.
 
@@ -329,12 +431,17 @@ def _listed(tensors: Any) -> list[Tensor]:
 
 
 def _reduction(opts: Any) -> ReduceOp:
-    """Return the reduction of a call's options, or the one given in their place; SUM if there is none."""
+    """Return the reduction of a call's options, or the one given in their place; SUM if there is
+    none.
+    """
     op: Any = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
     try:
         return _OPERATIONS[int(getattr(op, "op", op))]
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"op={op} is not simulated; allowed are {', '.join(o.name for o in _OPERATIONS.values())}") from None
+        raise ValueError(
+            f"op={op} is not simulated; allowed are"
+            f" {', '.join(o.name for o in _OPERATIONS.values())}"
+        ) from None
 
 
 def _describe(tensor: Tensor) -> str:
@@ -345,30 +452,45 @@ def _describe(tensor: Tensor) -> str:
 def _check_count(name: str, tensors: Any, count: int) -> None:
     """Raise ValueError unless there are ``count`` tensors."""
     if len(tensors) != count:
-        raise ValueError(f"{name} needs {count} tensors in its lists, one per rank and tensor, not {len(tensors)}")
+        raise ValueError(
+            f"{name} needs {count} tensors in its lists, one per rank and tensor, not"
+            f" {len(tensors)}"
+        )
 
 
 def _check_alike(name: str, tensor: Tensor, like: Tensor) -> None:
     """Raise ValueError unless dtype and shape of a tensor are those of another."""
     if tensor.dtype != like.dtype or tensor.shape != like.shape:
-        raise ValueError(f"{name}: a tensor of {_describe(tensor)} goes with one of {_describe(like)}; they must be equal")
+        raise ValueError(
+            f"{name}: a tensor of {_describe(tensor)} goes with one of {_describe(like)}; they must"
+            " be equal"
+        )
 
 
 def _check_sizes(name: str, large: Tensor, small: Tensor, n: int) -> None:
     """Raise ValueError unless a tensor has n times the elements of another, and its dtype."""
     if large.dtype != small.dtype or large.numel() != n * small.numel():
-        raise ValueError(f"{name}: {_describe(large)} must have {n} times the elements of {_describe(small)}, and its dtype")
+        raise ValueError(
+            f"{name}: {_describe(large)} must have {n} times the elements of {_describe(small)},"
+            " and its dtype"
+        )
 
 
 def _split(name: str, tensor: Tensor, sizes: Any, n: int) -> list[Tensor]:
-    """Return the parts of a tensor along its first dimension, one per rank: equal ones if ``sizes`` is empty."""
+    """Return the parts of a tensor along its first dimension, one per rank: equal ones if ``sizes``
+    is empty.
+    """
     sizes = list(sizes or ())
     if not sizes:
         if tensor.dim() == 0 or tensor.shape[0] % n:
             raise ValueError(
-                f"all_to_all_single: {name} {_describe(tensor)} does not divide into {n} parts along its first dimension"
+                f"all_to_all_single: {name} {_describe(tensor)} does not divide into {n} parts"
+                " along its first dimension"
             )
         sizes = [tensor.shape[0] // n] * n
     if len(sizes) != n or sum(sizes) != tensor.shape[0]:
-        raise ValueError(f"all_to_all_single: {name}_split_sizes={sizes} must be {n} numbers that sum to {tensor.shape[0]}")
+        raise ValueError(
+            f"all_to_all_single: {name}_split_sizes={sizes} must be {n} numbers that sum to"
+            f" {tensor.shape[0]}"
+        )
     return list(tensor.split(sizes))

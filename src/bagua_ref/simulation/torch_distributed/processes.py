@@ -1,8 +1,9 @@
-"""What a simulated rank does with its process: threads, locks and clocks, other processes, signals, and modules.
+"""What a simulated rank does with its process: threads, locks and clocks, other processes, signals,
+and modules.
 
-What belongs to the process is replaced for the time of a run. Threads that the user's modules or executors start are scheduled, and
-the locks that they make let other threads go on. Threads and locks of libraries stay as they are: a data loader's threads talk to
-real processes.
+What belongs to the process is replaced for the time of a run. Threads that the user's modules or
+executors start are scheduled, and the locks that they make let other threads go on. Threads and
+locks of libraries stay as they are: a data loader's threads talk to real processes.
 """
 
 from __future__ import annotations
@@ -36,9 +37,15 @@ from bagua_ref.communicators.tasks import is_user_code
 from bagua_ref.simulation.rank_world import SimulatedLock, SimulatedThread, rank_world
 
 __all__ = [
-    "Replacements", "UserModules", "as_current_thread", "end_threads", "replace_clocks", "replace_processes", "replace_threads",
+    "Replacements",
+    "UserModules",
+    "as_current_thread",
+    "end_threads",
+    "replace_clocks",
+    "replace_processes",
+    "replace_threads",
     "run_script",
-]  # fmt: skip
+]
 
 _threading: Any = threading
 _queue: Any = queue
@@ -59,7 +66,8 @@ class Replacements(ExitStack):
     """Attributes of modules and classes that are replaced while this context lasts.
 
     Args:
-        is_simulated: whether the calling thread is a simulated rank's; others use what was there before.
+        is_simulated: whether the calling thread is a simulated rank's; others use what was there
+            before.
     """
 
     def __init__(self, is_simulated: Callable[[], bool]) -> None:
@@ -76,14 +84,20 @@ class Replacements(ExitStack):
         original, is_simulated = getattr(owner, name), self.is_simulated
 
         def call(*args: Any, **options: Any) -> Any:
-            return function(original, *args, **options) if is_simulated() else original(*args, **options)
+            return (
+                function(original, *args, **options)
+                if is_simulated()
+                else original(*args, **options)
+            )
 
         call.__name__, call.__doc__ = getattr(original, "__name__", name), original.__doc__
         self.put(owner, name, call)
 
 
 def calling_frame(*modules: str) -> FrameType:
-    """Return the innermost frame of a module that is neither here nor, by the ends of their files' names, in ``modules``."""
+    """Return the innermost frame of a module that is neither here nor, by the ends of their files'
+    names, in ``modules``.
+    """
     frame = sys._getframe(1)
     while frame.f_code.co_filename.endswith((__file__, *modules)) and frame.f_back is not None:
         frame = frame.f_back
@@ -96,7 +110,9 @@ def is_called_by_user(*modules: str) -> bool:
 
 
 def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
-    """Schedule the user's threads, and those of executors; make their locks, queues and joins let other threads go on."""
+    """Schedule the user's threads, and those of executors; make their locks, queues and joins let
+    other threads go on.
+    """
 
     def start(original: Callable[..., None], thread: threading.Thread) -> None:
         if _is_scheduled(thread):
@@ -110,7 +126,11 @@ def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
         (threading, "RLock", _threading._PyRLock),
         (queue, "SimpleQueue", _queue._PySimpleQueue),
     ):
-        replacements.function(owner, name, lambda original, make=make: make() if _makes_simulated_lock() else original())
+        replacements.function(
+            owner,
+            name,
+            lambda original, make=make: make() if _makes_simulated_lock() else original(),
+        )
     replacements.function(threading.Thread, "start", start)
     replacements.function(threading, "main_thread", lambda original: rank_world().main_thread)
     compiler = sys.modules.get("torch._dynamo.convert_frame")
@@ -127,7 +147,8 @@ def _makes_simulated_lock() -> bool:
     inner: Any = sys._getframe(2)
     while inner is not frame:
         own = inner.f_locals.get("self") if inner.f_code.co_name == "wait" else None
-        if isinstance(own, threading.Condition):  # a waiter of a condition is like the condition's lock
+        # a waiter of a condition is like the condition's lock
+        if isinstance(own, threading.Condition):
             lock = vars(own)["_lock"]
             return isinstance(getattr(lock, "_block", lock), SimulatedLock)
         inner = inner.f_back
@@ -140,7 +161,11 @@ def _is_scheduled(thread: threading.Thread) -> bool:
     if target is concurrent.futures.thread._worker:
         return True
     run = type(thread).run.__code__.co_filename
-    return is_called_by_user(*_LOCKS) or is_user_code(run) or is_user_code(getattr(target, "__code__", _start.__code__).co_filename)
+    return (
+        is_called_by_user(*_LOCKS)
+        or is_user_code(run)
+        or is_user_code(getattr(target, "__code__", _start.__code__).co_filename)
+    )
 
 
 def _start(scheduler: Scheduler, thread: threading.Thread) -> None:
@@ -150,7 +175,9 @@ def _start(scheduler: Scheduler, thread: threading.Thread) -> None:
                 with contextlib.suppress(SystemExit):  # as Python's threads do
                     thread.run()
             except Exception as error:
-                threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
+                threading.excepthook(
+                    threading.ExceptHookArgs((type(error), error, error.__traceback__, thread))
+                )
 
     simulated = SimulatedThread(scheduler, scheduler.spawn(run, thread.name, yields=False))
     thread.join, thread.is_alive = simulated.join, simulated.is_alive  # type: ignore[method-assign]
@@ -172,7 +199,9 @@ def as_current_thread(thread: threading.Thread) -> Iterator[None]:
 
 
 def end_threads(threads: list[threading.Thread]) -> None:
-    """Wait for a rank's threads as a process does at its end: for those that are not daemons, and for executors' work."""
+    """Wait for a rank's threads as a process does at its end: for those that are not daemons, and
+    for executors' work.
+    """
     for thread in threads:
         if getattr(thread, "_target", None) is concurrent.futures.thread._worker:
             executor = vars(thread)["_args"][0]()
@@ -200,7 +229,9 @@ def replace_clocks(replacements: Replacements, scheduler: Scheduler) -> None:
 
     for name, start in (("time", _START), ("monotonic", 0.0), ("perf_counter", 0.0)):
         replacements.function(time, name, lambda original, start=start: now(start))
-        replacements.function(time, f"{name}_ns", lambda original, start=start: int(now(start) * 1e9))
+        replacements.function(
+            time, f"{name}_ns", lambda original, start=start: int(now(start) * 1e9)
+        )
     replacements.function(time, "sleep", lambda original, seconds: scheduler.sleep(seconds))
     replacements.function(selectors.DefaultSelector, "select", select)
     # These modules' own names for `time.monotonic`, for timeouts of locks and queues.
@@ -209,14 +240,27 @@ def replace_clocks(replacements: Replacements, scheduler: Scheduler) -> None:
 
 
 def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
-    """Run functions that ``spawn`` would start in processes on the ranks; refuse other launches; record signal handlers."""
+    """Run functions that ``spawn`` would start in processes on the ranks; refuse other launches;
+    record signal handlers.
+    """
 
     def refuse(what: str) -> NoReturn:
-        advice = "; a simulated world has its ranks already. Start them by torch.multiprocessing.spawn(function, nprocs=ranks of "
+        advice = (
+            "; a simulated world has its ranks already. Start them by"
+            " torch.multiprocessing.spawn(function, nprocs=ranks of "
+        )
         advice += "the node), or let the script be started by torchrun"
         scheduler.refuse("unsupported", f"starts {what}", what, advice)
 
-    def spawn(original: Any, fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **options: Any) -> Any:
+    def spawn(
+        original: Any,
+        fn: Any,
+        args: Any = (),
+        nprocs: int = 1,
+        join: bool = True,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
         identity = rank_world().identity
         if nprocs != identity.local_world_size:
             refuse(f"{nprocs} processes on a node of {identity.local_world_size} ranks")
@@ -229,7 +273,9 @@ def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
             refuse(f"process {process.name!r}")
         original(process)
 
-    def popen(original: Callable[..., None], self: Any, args: Any, *rest: Any, **options: Any) -> None:
+    def popen(
+        original: Callable[..., None], self: Any, args: Any, *rest: Any, **options: Any
+    ) -> None:
         first = args if isinstance(args, str | bytes | os.PathLike) else next(iter(args))
         if Path(os.fsdecode(first).split()[0]).name.startswith(_LAUNCHERS):
             refuse(f"process {os.fsdecode(first)!r}")
@@ -244,15 +290,24 @@ def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
         return previous
 
     replacements.function(torch.multiprocessing, "spawn", spawn)
-    replacements.function(torch.distributed.rpc, "init_rpc", lambda original, *args, **options: refuse("torch.distributed.rpc"))
+    replacements.function(
+        torch.distributed.rpc,
+        "init_rpc",
+        lambda original, *args, **options: refuse("torch.distributed.rpc"),
+    )
     replacements.function(multiprocessing.process.BaseProcess, "start", start)
     replacements.function(subprocess.Popen, "__init__", popen)
     replacements.function(signal, "signal", set_handler)
-    replacements.function(signal, "getsignal", lambda original, number: rank_world().signal_handlers.get(number, signal.SIG_DFL))
+    replacements.function(
+        signal,
+        "getsignal",
+        lambda original, number: rank_world().signal_handlers.get(number, signal.SIG_DFL),
+    )
 
 
 class UserModules(importlib.abc.MetaPathFinder):
-    """Finds the user's modules for a rank, which gets its own copy of each that is imported during the run.
+    """Finds the user's modules for a rank, which gets its own copy of each that is imported during
+    the run.
 
     Args:
         modules_of_rank: returns the calling rank's modules by name.
@@ -261,7 +316,9 @@ class UserModules(importlib.abc.MetaPathFinder):
     def __init__(self, modules_of_rank: Callable[[], dict[str, ModuleType | None] | None]) -> None:
         self._modules_of_rank = modules_of_rank
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> Any:
         """Find a module as Python does; note it if it is the user's."""
         modules = self._modules_of_rank()
         if modules is None:
@@ -269,14 +326,19 @@ class UserModules(importlib.abc.MetaPathFinder):
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None:
             # A package of several folders has no file of its own.
-            files = [f"{folder}/" for folder in spec.submodule_search_locations or ()] if spec.origin is None else [spec.origin]
+            files = (
+                [f"{folder}/" for folder in spec.submodule_search_locations or ()]
+                if spec.origin is None
+                else [spec.origin]
+            )
             if all(file.endswith((".py", "/")) and is_user_code(file) for file in files):
                 modules.setdefault(fullname, None)
         return spec
 
 
 def run_script(path: str, arguments: Sequence[str] = ()) -> None:
-    """Run a script as a simulated rank's main program: with its own ``__main__``, arguments and modules.
+    """Run a script as a simulated rank's main program: with its own ``__main__``, arguments and
+    modules.
 
     Args:
         path: the script's.

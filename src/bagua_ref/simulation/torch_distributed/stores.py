@@ -1,4 +1,6 @@
-"""The stores of `torch.distributed` in a simulated world: one per address, whose waits take virtual time."""
+"""The stores of `torch.distributed` in a simulated world: one per address, whose waits take virtual
+time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _READS = ("check", "list_keys", "num_keys", "queue_len")
 
 
 def shared_stores(scheduler: Scheduler) -> Callable[..., SimulatedStore]:
-    """Return a function that opens the stores of one run: it takes the name of torch's class, and its arguments."""
+    """Return a function that opens the stores of one run: it takes the name of torch's class, and
+    its arguments.
+    """
     shared: dict[Any, tuple[Store, list[Ticket]]] = {}
     ports = count(29_501)
 
@@ -34,7 +38,9 @@ def shared_stores(scheduler: Scheduler) -> Callable[..., SimulatedStore]:
             place, timeout = _ADDRESSES[kind](*args, **options)
             address = (kind, *(free if part == 0 else part for part in place))
             store, waiting = shared.setdefault(address, (HashStore(), []))
-            opened = SimulatedStore(scheduler, store, waiting, address, timeout or timedelta(seconds=300))
+            opened = SimulatedStore(
+                scheduler, store, waiting, address, timeout or timedelta(seconds=300)
+            )
         opened.kind = kind
         return opened
 
@@ -49,10 +55,14 @@ _ADDRESSES: dict[str, Callable[..., tuple[tuple[Any, ...], Any]]] = {
     "FileStore": lambda file_name, world_size=-1: ((str(file_name),), None),
     "HashStore": lambda: ((current_world().identity.rank, 0), None),
 }
-"""Address, of which 0 stands for a free port, and timeout, from the arguments of torch's classes."""
+"""Address, of which 0 stands for a free port, and timeout, from the arguments of torch's
+classes.
+"""
 
 
-_PREFIXED: Callable[..., SimulatedStore] = lambda prefix, store: store._client(f"{store._prefix}{prefix}/")  # noqa: E731
+_PREFIXED: Callable[..., SimulatedStore] = lambda prefix, store: store._client(  # noqa: E731
+    f"{store._prefix}{prefix}/"
+)
 
 
 class SimulatedStore(Store):
@@ -71,7 +81,13 @@ class SimulatedStore(Store):
     """The name of torch's class that it stands for."""
 
     def __init__(
-        self, scheduler: Scheduler, store: Store, waiting: list[Ticket], address: Any, timeout: timedelta, prefix: str = ""
+        self,
+        scheduler: Scheduler,
+        store: Store,
+        waiting: list[Ticket],
+        address: Any,
+        timeout: timedelta,
+        prefix: str = "",
     ) -> None:
         super().__init__()
         self._scheduler, self._root, self._waiting = scheduler, store, waiting
@@ -82,7 +98,9 @@ class SimulatedStore(Store):
         return f"SimulatedStore({self._address!r}, prefix={self._prefix!r})"
 
     def _client(self, prefix: str) -> SimulatedStore:
-        return SimulatedStore(self._scheduler, self._root, self._waiting, self._address, self._timeout, prefix)
+        return SimulatedStore(
+            self._scheduler, self._root, self._waiting, self._address, self._timeout, prefix
+        )
 
     @property
     def path(self) -> str:
@@ -135,13 +153,17 @@ class SimulatedStore(Store):
         return [self.get(key) for key in keys]
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Remove and return the first item of a queue, which is waited for unless ``block`` is False."""
+        """Remove and return the first item of a queue, which is waited for unless ``block`` is
+        False.
+        """
         is_ready = lambda: not block or self._store.queue_len(key) > 0  # noqa: E731
         self._wait_until(is_ready, f"for the store's queue {key!r}", self._timeout)
         return self._store.queue_pop(key, False)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set; raise DistStoreError after ``timeout``, or the store's, of virtual time."""
+        """Wait until all keys are set; raise DistStoreError after ``timeout``, or the store's, of
+        virtual time.
+        """
         what = f"for the store's key {', '.join(self._prefix + key for key in keys)}"
         self._wait_until(lambda: self._store.check(list(keys)), what, timeout or self._timeout)
 
@@ -151,11 +173,18 @@ class SimulatedStore(Store):
         while not condition():
             ticket = self._scheduler.ticket(what)
             self._waiting.append(ticket)
-            if not self._scheduler.wait(ticket, deadline - self._scheduler.time, passes=True) and not condition():
-                raise dist.DistStoreError(f"wait timeout after {timeout.total_seconds():g} s, waiting {what}")
+            if (
+                not self._scheduler.wait(ticket, deadline - self._scheduler.time, passes=True)
+                and not condition()
+            ):
+                raise dist.DistStoreError(
+                    f"wait timeout after {timeout.total_seconds():g} s, waiting {what}"
+                )
 
     def _pass_on(self, name: str, *args: Any, **options: Any) -> Any:
-        """Call a method that never waits, and wake the threads that may have waited for the keys that it wrote."""
+        """Call a method that never waits, and wake the threads that may have waited for the keys
+        that it wrote.
+        """
         self._scheduler.poll() if name == "check" else self._scheduler.yield_()
         result = getattr(self._store, name)(*args, **options)
         while name not in _READS and self._waiting:
@@ -163,5 +192,14 @@ class SimulatedStore(Store):
         return result
 
 
-for _name in (*_READS, "add", "append", "compare_set", "delete_key", "multi_set", "queue_push", "set"):
+for _name in (
+    *_READS,
+    "add",
+    "append",
+    "compare_set",
+    "delete_key",
+    "multi_set",
+    "queue_push",
+    "set",
+):
     setattr(SimulatedStore, _name, functools.partialmethod(SimulatedStore._pass_on, _name))

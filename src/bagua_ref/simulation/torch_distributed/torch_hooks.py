@@ -21,7 +21,15 @@ from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.torch_distributed.processes import Replacements
 from bagua_ref.simulation.torch_distributed.work import works_of_backward
 
-__all__ = ["WORLD", "GroupNames", "GroupState", "check_version", "current_backward", "hide_from_compiler", "replace"]
+__all__ = [
+    "WORLD",
+    "GroupNames",
+    "GroupState",
+    "check_version",
+    "current_backward",
+    "hide_from_compiler",
+    "replace",
+]
 
 rendezvous = sys.modules["torch.distributed.rendezvous"]  # the package has a function of this name
 
@@ -34,7 +42,15 @@ BACKEND = "bagua_ref_simulated"
 WORLD = (distributed_c10d, "_world")
 """The attribute that holds torch's Python state of process groups."""
 
-_MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
+_MAPS = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "tags_to_pg",
+    "pg_to_tag",
+    "pg_coalesce_state",
+)
 _STORES = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
 
 
@@ -43,13 +59,16 @@ def check_version() -> None:
     version = ".".join(torch.__version__.split(".")[:2])
     if version not in SUPPORTED:
         raise SimulationError(
-            f"torch_distributed=True supports torch {' and '.join(SUPPORTED)}, not {torch.__version__}: it replaces private parts",
+            f"torch_distributed=True supports torch {' and '.join(SUPPORTED)}, not"
+            f" {torch.__version__}: it replaces private parts",
             kind="unsupported",
         )
 
 
 class GroupState:
-    """One rank's state of process groups, in place of torch's `_World`, which has one for the whole process."""
+    """One rank's state of process groups, in place of torch's `_World`, which has one for the whole
+    process.
+    """
 
     def __init__(self) -> None:
         self.default_pg, self.group_count, self.comms = None, 0, []  # type: Any, int, list[Any]
@@ -88,7 +107,12 @@ class GroupNames:
 _c10d: Any = torch._C._distributed_c10d
 
 
-def replace(replacements: Replacements, scheduler: Scheduler, connect: Callable[..., Any], open_store: Callable[..., Any]) -> None:
+def replace(
+    replacements: Replacements,
+    scheduler: Scheduler,
+    connect: Callable[..., Any],
+    open_store: Callable[..., Any],
+) -> None:
     """Replace torch's groups and stores by simulated ones.
 
     Args:
@@ -103,7 +127,15 @@ def replace(replacements: Replacements, scheduler: Scheduler, connect: Callable[
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
     def new_group(
-        original: Any, size: int, rank: int, ranks: Any, backend: Any, store: Any, name: Any, *args: Any, **options: Any
+        original: Any,
+        size: int,
+        rank: int,
+        ranks: Any,
+        backend: Any,
+        store: Any,
+        name: Any,
+        *args: Any,
+        **options: Any,
     ) -> Any:
         options |= {"device_id": None, "backend_options": None}
         group, store = original(size, rank, ranks, BACKEND, store, name, *args, **options)
@@ -117,13 +149,20 @@ def replace(replacements: Replacements, scheduler: Scheduler, connect: Callable[
         name = operation if isinstance(operation, str) else operation.__name__
         scheduler.refuse("not_in_group", f"calls {name} on a group that it is not in", name)
 
-    def split_group(original: Any, parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, **options: Any) -> Any:
+    def split_group(
+        original: Any,
+        parent_pg: Any = None,
+        split_ranks: Any = None,
+        timeout: Any = None,
+        **options: Any,
+    ) -> Any:
         parents = dist.get_process_group_ranks(parent_pg or dist.group.WORLD)
         groups = [[parents[rank] for rank in ranks] for ranks in split_ranks]
         own = next((ranks for ranks in groups if dist.get_rank() in ranks), None)
         return own and dist.new_group(own, timeout=timeout, use_local_synchronization=True)
 
-    # With a static graph, the reducer starts all operations of the first backward in a callback, and waits for them there.
+    # With a static graph, the reducer starts all operations of the first backward in a callback,
+    # and waits for them there.
     replacements.function(_c10d.Reducer, "_delay_all_reduce", works_of_backward.run_at_end)
     for owner in (dist, distributed_c10d):
         replacements.function(owner, "split_group", split_group)
@@ -133,14 +172,19 @@ def replace(replacements: Replacements, scheduler: Scheduler, connect: Callable[
         ("_unregister_process_group", lambda groups, name: groups.pop(name, None)),
         ("_unregister_all_process_groups", lambda groups: groups.clear()),
     ):
-        replacements.function(distributed_c10d, name, lambda original, *args, change=change: _change_names(change, *args))
+        replacements.function(
+            distributed_c10d,
+            name,
+            lambda original, *args, change=change: _change_names(change, *args),
+        )
     replacements.function(distributed_c10d, "_warn_not_in_group", warn_not_in_group)
     for name in _STORES:
         substitute = _substitute(getattr(dist, name), replacements.is_simulated, open_store)
         for module in (dist, distributed_c10d, rendezvous):
             if hasattr(module, name):
                 replacements.put(module, name, substitute)
-    replacements.callback(_c10d._set_thread_isolation_mode, False)  # all threads share the groups of the process again
+    # all threads share the groups of the process again
+    replacements.callback(_c10d._set_thread_isolation_mode, False)
     _c10d._set_thread_isolation_mode(True)
 
 
@@ -163,7 +207,12 @@ def _change_names(change: Callable[..., object], *args: Any) -> None:
 def _create(options: Any, backend_options: Any) -> Any:
     assert _connect is not None
     return _connect(
-        options.store, options.group_rank, options.group_size, options.timeout, options.group_id, options.global_ranks_in_group
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        options.group_id,
+        options.global_ranks_in_group,
     )
 
 
@@ -173,10 +222,16 @@ class _StoreClass(type):
 
 
 def _substitute(real: Any, is_simulated: Callable[[], bool], open_store: Callable[..., Any]) -> Any:
-    """Return a class in place of a store's, whose instances are simulated stores in simulated threads."""
+    """Return a class in place of a store's, whose instances are simulated stores in simulated
+    threads.
+    """
 
     def make(cls: Any, *args: Any, **options: Any) -> Any:
-        return open_store(real.__name__, *args, **options) if is_simulated() else real(*args, **options)
+        return (
+            open_store(real.__name__, *args, **options)
+            if is_simulated()
+            else real(*args, **options)
+        )
 
     return _StoreClass(real.__name__, (), {"__new__": make, "real": real})
 

@@ -1,7 +1,8 @@
 """Handles of simulated operations that do not block, and their futures.
 
-What an operation writes on its rank becomes visible as late as torch allows: when its work is waited for, found to be completed,
-synchronized, or its future is used. Until then it holds NaN, so that a program that reads it too early computes NaN.
+What an operation writes on its rank becomes visible as late as torch allows: when its work is
+waited for, found to be completed, synchronized, or its future is used. Until then it holds NaN, so
+that a program that reads it too early computes NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.communicators.tasks import call_site
 from bagua_ref.errors import SimulationError
 
-__all__ = ["SimulatedFuture", "SimulatedWork", "is_prompt", "promptly", "seconds_of", "works_of_backward"]
+__all__ = [
+    "SimulatedFuture",
+    "SimulatedWork",
+    "is_prompt",
+    "promptly",
+    "seconds_of",
+    "works_of_backward",
+]
 
 
 class SimulatedWork(dist.Work):
@@ -34,7 +42,9 @@ class SimulatedWork(dist.Work):
         result: the value of the future.
     """
 
-    def __init__(self, call: Call, outputs: Sequence[Tensor], values: Sequence[Tensor], result: list[Tensor]) -> None:
+    def __init__(
+        self, call: Call, outputs: Sequence[Tensor], values: Sequence[Tensor], result: list[Tensor]
+    ) -> None:
         super().__init__()
         self.call, self._outputs, self._values, self._result = call, outputs, values, result
         self._parts: Sequence[SimulatedWork] = ()
@@ -54,8 +64,10 @@ class SimulatedWork(dist.Work):
 
         Args:
             make_call: takes the tensors that the operation is to write.
-            outputs: the caller's tensors, which hold NaN, or a pattern if they are integers, until delivery.
-            sends: the operation's inputs; those that share memory with an output are replaced by copies.
+            outputs: the caller's tensors, which hold NaN, or a pattern if they are integers, until
+                delivery.
+            sends: the operation's inputs; those that share memory with an output are replaced by
+                copies.
             result: the value of the future; None: ``outputs``.
         """
         outputs = [output.data for output in outputs]
@@ -65,7 +77,9 @@ class SimulatedWork(dist.Work):
             return cls(make_call(outputs), [], [], list(outputs) if result is None else result)
         values = [torch.empty_like(output) for output in outputs]
         memory = {output.untyped_storage().data_ptr() for output in outputs}
-        shared = [(i, s) for i, s in enumerate(sends or ()) if s.untyped_storage().data_ptr() in memory]
+        shared = [
+            (i, s) for i, s in enumerate(sends or ()) if s.untyped_storage().data_ptr() in memory
+        ]
         for i, send in shared:
             sends[i] = send.clone()  # type: ignore[index]
         for output in outputs:
@@ -89,7 +103,9 @@ class SimulatedWork(dist.Work):
         return work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the operation is complete, at most ``timeout`` of virtual time, and deliver its results."""
+        """Wait until the operation is complete, at most ``timeout`` of virtual time, and deliver
+        its results.
+        """
         limit = seconds_of(timeout) or None
         for part in self._parts:
             part.wait(timeout)
@@ -134,7 +150,9 @@ class SimulatedWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> SimulatedFuture:
-        """Return the future of the results. Inside a backward it may be pending until the backward's end; else it is complete."""
+        """Return the future of the results. Inside a backward it may be pending until the
+        backward's end; else it is complete.
+        """
         if self._future is None:
             if not works_of_backward.will_wait(self):
                 self.wait()
@@ -186,16 +204,20 @@ class SimulatedFuture(torch.futures.Future[Any]):
 
 
 class _WorksOfBackward:
-    """The works of each backward under way, which a callback of autograd's engine waits for at its end.
+    """The works of each backward under way, which a callback of autograd's engine waits for at its
+    end.
 
-    A data-parallel reducer takes futures in C++ and waits for them in a callback of its own, without letting other ranks go on.
-    The first operation of a backward queues a callback that comes before the reducer's.
+    A data-parallel reducer takes futures in C++ and waits for them in a callback of its own,
+    without letting other ranks go on. The first operation of a backward queues a callback that
+    comes before the reducer's.
     """
 
     def __init__(self) -> None:
         self._works: dict[Any, list[SimulatedWork]] = {}
         self._at_end: set[Any] = set()
-        """The threads in a callback of autograd's engine in which the reducer starts operations and waits for them."""
+        """The threads in a callback of autograd's engine in which the reducer starts operations and
+        waits for them.
+        """
 
     def clear(self) -> None:
         """Forget the backward passes of a run that has ended."""
@@ -212,7 +234,10 @@ class _WorksOfBackward:
 
     def note(self, work: SimulatedWork) -> None:
         """Queue the callback, if a backward is calling one of its nodes."""
-        in_backward = torch._C._current_graph_task_id() != -1 and torch._C._current_autograd_node() is not None
+        in_backward = (
+            torch._C._current_graph_task_id() != -1
+            and torch._C._current_autograd_node() is not None
+        )
         if in_backward and threading.get_ident() not in self._at_end:
             key = (work.call.group.scheduler.calling(), torch._C._current_graph_task_id())
             if key not in self._works:
@@ -237,7 +262,8 @@ _prompt: Container[tuple[str, int]] = ()
 
 @contextmanager
 def promptly(lines: Container[tuple[str, int]]) -> Iterator[None]:
-    """Let the operations that these lines of the user's code start read their inputs at once, and write when they are complete.
+    """Let the operations that these lines of the user's code start read their inputs at once, and
+    write when they are complete.
 
     The results of a program change by this only if it uses tensors of an operation under way.
     """
