@@ -33,7 +33,7 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 try:
-    from hypothesis import HealthCheck, Phase, settings
+    from hypothesis import HealthCheck, settings
 except ImportError:  # GPU machines may lack Hypothesis, which their GPU tests do not need
     collect_ignore_glob = ["src/bagua_ref/conformance/*.py"]
 else:
@@ -46,10 +46,6 @@ else:
     # in CI the first ones of those that `make proof` tries
     settings.register_profile("quick", common, max_examples=10)
     settings.register_profile("proof", common, max_examples=100)
-    # For tests/meta: that an input fails is all that counts, however large it is.
-    settings.register_profile(
-        "no_shrinking", common, max_examples=10, phases=[Phase.explicit, Phase.generate]
-    )
     # For property_tests/explore.py: the seed alone decides the inputs, in CI too.
     settings.register_profile("explore", common, max_examples=50, derandomize=False, database=None)
     settings.load_profile("quick")
@@ -114,7 +110,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if (
         config.option.markexpr != "proof"
         or collection_path.suffix != ".py"
-        or collection_path.parent.name in ("meta", "proof")
+        or collection_path.parent.name == "proof"
     ):
         return None
     return "proof" not in collection_path.read_text(encoding="utf-8") or None
@@ -122,7 +118,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.parent.name in ("meta", "proof"):
+        if item.path.parent.name == "proof":
             item.add_marker("proof")
     if seed := config.option.shuffle:
 

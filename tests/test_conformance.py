@@ -15,8 +15,6 @@ import pytest
 import torch
 from tests import hostile_backends as hostile
 from tests.launch import run_script
-from tests.meta.edit import parts, tree_of
-from tests.meta.planted import FAULTS, GUARDS, WRONG_ANSWERS
 from tests.scripts import ROOT
 
 from bagua_ref.backends.reference import ReferenceBackend
@@ -522,15 +520,3 @@ def test_the_plugin_needs_no_test_file(tmp_path):
     (tmp_path / "xfails").write_text("no.such\n")
     found, output = pytest_in(tmp_path, *backend)
     assert (found, "no check is called 'no.such'" in output) == (4, True), output
-
-
-def test_every_planted_fault_still_has_its_place_in_the_source():
-    """Each part that a fault changes still exists; `make proof` plants the faults."""
-    faults = [*FAULTS, *GUARDS, *WRONG_ANSWERS]
-    trees = {where: tree_of(where) for where in {fault.where.partition(":")[0] for fault in faults}}
-    for fault in faults:
-        _, nodes = parts(trees[fault.where.partition(":")[0]], fault.where, *fault.edit[::2])
-        assert len(nodes) == len(fault.edit) // 2
-    for test in {guard.test.partition("[")[0] for guard in GUARDS}:
-        file, *_, name = test.split("::")
-        assert f"def {name}(" in (ROOT / file).read_text(), test

@@ -143,14 +143,6 @@ HOUSE = (
     Floor(19, ("cli", "cli.*"), layers(range(20))),
 )
 
-LONG_FILES = {
-    "communicators/base.py": (
-        "one contract: each collective in both forms with its validation, which transports must not"
-        " repeat"
-    ),
-}
-"""Files over 400 lines, and why each remains a single file."""
-
 
 @dataclass(frozen=True)
 class Import:
@@ -316,19 +308,6 @@ def test_there_are_no_cycles() -> None:
         for module, imports in package_imports(for_types=True).items()
     }
     assert find_cycle(graph) is None
-
-
-def test_files_are_short_or_explained() -> None:
-    long = {
-        str(path.relative_to(SOURCE)): count
-        for path in sources().values()
-        if (count := len(path.read_text().splitlines())) > 400
-    }
-    unexplained = {name: count for name, count in long.items() if name not in LONG_FILES}
-    assert not unexplained, "files over 400 lines: split them, or explain them in the list above"
-    assert set(LONG_FILES) <= set(long), (
-        "files explained in the list above that are no longer long: remove them from it"
-    )
 
 
 @pytest.mark.parametrize(

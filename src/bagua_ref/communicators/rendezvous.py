@@ -72,7 +72,10 @@ def another_connection(store: Store) -> Store:
             return Prefixed(store.prefix, another_connection(store.whole))
         if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
             return dist.TCPStore(  # type: ignore[attr-defined]
-                store.host, store.port, timeout=store.timeout, wait_for_workers=False
+                store.host,
+                store.port,
+                timeout=store.timeout,  # type: ignore[attr-defined]
+                wait_for_workers=False,
             )
         return store  # stores in files and memory serve concurrent requests
     except RuntimeError as error:
