@@ -1,16 +1,15 @@
-"""Wrapper with the interface of torch's DistributedDataParallel."""
+"""Torch's interface of DistributedDataParallel over `with_bagua` (S5)."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map
+from torch.distributed.utils import _to_kwargs
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
 from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
@@ -20,7 +19,7 @@ from bagua_ref.data_parallel.joining import join
 from bagua_ref.data_parallel.sharding import group_of
 from bagua_ref.data_parallel.training import ModuleTraining, Options
 from bagua_ref.data_parallel.wrapping import context_of, wrap
-from bagua_ref.errors import NotInitializedError
+from bagua_ref.errors import NotInitializedError, NotProvidedError
 from bagua_ref.groups.process_group import BaguaProcessGroup, _get_default_group
 
 __all__ = [
@@ -29,6 +28,25 @@ __all__ = [
     "DistributedDataParallel_V1_9_0_Interface",
     "to_bagua_process_group",
 ]
+
+_OF_THE_TRAINING = {
+    "bagua_algorithm",
+    "bagua_buckets",
+    "bagua_module_name",
+    "bagua_optimizers",
+    "bagua_train_step_counter",
+    "parameters_to_ignore",
+}
+
+_ONE_DEVICE = "a wrapper has one device; start one process for each device"
+_NOT_PROVIDED = {
+    "scatter": _ONE_DEVICE,
+    "gather": _ONE_DEVICE,
+    "to_kwargs": "forward() moves inputs to the device of device_ids",
+    "register_comm_hook": (
+        "pass algorithm=, such as ByteGradAlgorithm() for compressed gradients, or write one"
+    ),
+}
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -67,9 +85,18 @@ class DistributedDataParallel(torch.nn.Module):
     Attributes:
         module: the module inside.
         broadcast_buffers: as given, like the other arguments.
+        bagua_algorithm: the implementation of the algorithm in use; like the next ones, of the
+            training context.
+        bagua_buckets: the buckets in the order in which they are scheduled.
+        bagua_module_name: the name of the module in messages.
+        bagua_optimizers: the optimizers passed when wrapping.
+        bagua_train_step_counter: training forward passes begun since wrapping.
+        parameters_to_ignore: names, within ``module``, of parameters and buffers that are neither
+            communicated nor broadcast.
 
     Raises:
         NotImplementedError: an argument's value is not supported; names it.
+        NotProvidedError: by ``scatter``, ``gather``, ``to_kwargs`` and ``register_comm_hook``.
         NotInitializedError: ``init_process_group()`` was not called (a RuntimeError).
         TypeError: ``module``, ``algorithm``, ``optimizers`` or ``process_group`` is something else.
         ValueError: modules differ between ranks; nothing to train; this rank is not in the group;
@@ -83,6 +110,13 @@ class DistributedDataParallel(torch.nn.Module):
     Source: ``bagua/torch_api/data_parallel/distributed.py`` of Bagua 0.9, and
     ``torch.nn.parallel.DistributedDataParallel``.
     """
+
+    bagua_algorithm: AlgorithmImpl
+    bagua_buckets: list[BaguaBucket]
+    bagua_module_name: str
+    bagua_optimizers: list[torch.optim.Optimizer]
+    bagua_train_step_counter: int
+    parameters_to_ignore: set[str]
 
     def __init__(
         self,
@@ -105,25 +139,21 @@ class DistributedDataParallel(torch.nn.Module):
     ) -> None:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module={module!r} must be a torch.nn.Module")
-        _refuse_unsupported(dim=(dim, 0), check_reduction=(check_reduction, False))
-        _refuse_torchs(torch_arguments)
+        _refuse_unsupported(dim, check_reduction, torch_arguments)
         # Newer versions of torch default to None, with these meanings.
         broadcast_buffers = True if broadcast_buffers is None else broadcast_buffers
         bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
-        if (
-            not isinstance(bucket_cap_mb, (int, float))
-            or isinstance(bucket_cap_mb, bool)
-            or not bucket_cap_mb > 0
-        ):
+        number = isinstance(bucket_cap_mb, (int, float)) and not isinstance(bucket_cap_mb, bool)
+        if not number or not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be a positive number of MiB")
         super().__init__()
         self.device_ids = _device_ids(module, device_ids, output_device)
         self.output_device = self.device_ids[0] if self.device_ids else None
-        self.dim, self.bucket_cap_mb, self.broadcast_buffers = dim, bucket_cap_mb, broadcast_buffers
-        self.find_unused_parameters, self.gradient_as_bucket_view = (
-            find_unused_parameters,
-            gradient_as_bucket_view,
-        )
+        self.dim = dim
+        self.bucket_cap_mb = bucket_cap_mb
+        self.broadcast_buffers = broadcast_buffers
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
         self.module = module
         self.with_bagua(
             [] if optimizers is None else optimizers,
@@ -174,15 +204,15 @@ class DistributedDataParallel(torch.nn.Module):
         if any.
         """
         if self.device_ids:
-            inputs, kwargs = _moved((inputs, kwargs), torch.device("cuda", self.device_ids[0]))
+            device = torch.device("cuda", self.device_ids[0])
+            (inputs,), (kwargs,) = _to_kwargs(inputs, kwargs, device, False)
         return self.module(*inputs, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Skip communication of training forward passes that begin in this context, and of their
         backward passes (S5).
         """
-        wrapped = context_of(self.module)
-        return nullcontext() if wrapped is None else wrapped.no_sync()
+        return self.module.no_sync()  # type: ignore[operator,no-any-return]
 
     def bagua_metrics(self) -> dict[str, float | int]:
         """Return this rank's counts of this training, as
@@ -201,7 +231,7 @@ class DistributedDataParallel(torch.nn.Module):
                 buckets.
         """
         if assign:
-            _refuse_unsupported(assign=(assign, False))
+            raise NotImplementedError("assign=True is not supported; only assign=False is")
         plain = self.module.state_dict(keep_vars=True).keys()
         # A submodule may itself be called "module", so choose the reading that fits more entries.
         fitting = sum(name in plain for name in state_dict)
@@ -246,61 +276,21 @@ class DistributedDataParallel(torch.nn.Module):
     def require_backward_grad_sync(self, value: bool) -> None:
         self.inner.skipping = not value
 
-    @property
-    def parameters_to_ignore(self) -> set[str]:
-        """Names, within ``module``, of parameters and buffers that are neither communicated nor
-        broadcast.
-        """
-        return self.inner.parameters_to_ignore
-
-    @property
-    def bagua_module_name(self) -> str:
-        """The name of the module in messages."""
-        return self.inner.bagua_module_name
-
-    @property
-    def bagua_algorithm(self) -> AlgorithmImpl:
-        """The implementation of the algorithm in use."""
-        return self.inner.bagua_algorithm
-
-    @property
-    def bagua_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers passed when wrapping."""
-        return self.inner.bagua_optimizers
-
-    @property
-    def bagua_buckets(self) -> list[BaguaBucket]:
-        """The buckets in the order in which they are scheduled."""
-        return self.inner.bagua_buckets
-
-    @property
-    def bagua_train_step_counter(self) -> int:
-        """Training forward passes begun since wrapping."""
-        return self.inner.bagua_train_step_counter
-
     def will_sync_module_buffers(self) -> bool:
         """Return whether a training forward pass that begins now first broadcasts buffers."""
         return self.inner.will_broadcast_buffers() and self.require_backward_grad_sync
 
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> NoReturn:
-        """Raise NotImplementedError: a wrapper has one device."""
-        raise NotImplementedError(
-            "scatter() spreads inputs over several devices; start one process for each device"
-            " instead"
-        )
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> NoReturn:  # noqa: D102
+        _refuse("scatter")
 
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> NoReturn:
-        """Raise NotImplementedError: forward moves inputs."""
-        raise NotImplementedError(
-            "to_kwargs() is not supported; forward() moves inputs to the device of device_ids"
-        )
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> NoReturn:  # noqa: D102
+        _refuse("to_kwargs")
 
-    def gather(self, outputs: Any, output_device: Any) -> NoReturn:
-        """Raise NotImplementedError: a wrapper has one device."""
-        raise NotImplementedError(
-            "gather() collects outputs of several devices; start one process for each device"
-            " instead"
-        )
+    def gather(self, outputs: Any, output_device: Any) -> NoReturn:  # noqa: D102
+        _refuse("gather")
+
+    def register_comm_hook(self, state: Any, hook: Any) -> NoReturn:  # noqa: D102
+        _refuse("register_comm_hook")
 
     def join(
         self,
@@ -318,12 +308,10 @@ class DistributedDataParallel(torch.nn.Module):
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
-    def register_comm_hook(self, state: Any, hook: Any) -> NoReturn:
-        """Raise NotImplementedError: algorithms take the place of hooks."""
-        raise NotImplementedError(
-            "register_comm_hook() is not supported; pass algorithm=, such as ByteGradAlgorithm()"
-            " for compressed gradients, or write an algorithm"
-        )
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_THE_TRAINING:
+            return getattr(self.inner, name)
+        return super().__getattr__(name)
 
 
 DistributedDataParallel_V1_9_0 = DistributedDataParallel
@@ -352,29 +340,25 @@ def to_bagua_process_group(process_group: Any = None) -> BaguaProcessGroup:
     return process_group
 
 
-def _refuse_unsupported(**arguments: tuple[Any, Any]) -> None:
-    for name, (value, supported) in arguments.items():
-        if value != supported:
-            raise NotImplementedError(
-                f"{name}={value!r} is not supported; only {name}={supported!r} is"
-            )
-
-
-def _refuse_torchs(arguments: dict[str, Any]) -> None:
-    known = (
-        inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
-        if arguments
-        else {}
+def _refuse(method: str) -> NoReturn:
+    raise NotProvidedError(
+        f"{method}() of DistributedDataParallel is not provided; {_NOT_PROVIDED[method]}"
     )
-    for name, value in arguments.items():
-        if name not in known:
+
+
+def _refuse_unsupported(dim: int, check_reduction: bool, arguments: dict[str, Any]) -> None:
+    """Raise an error that names the first argument of torch's class with an unsupported value."""
+    known = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
+    defaults = {name: parameter.default for name, parameter in known.items()}
+    for name, value in {"dim": dim, "check_reduction": check_reduction, **arguments}.items():
+        if name in arguments and name not in known:
             raise TypeError(
                 f"DistributedDataParallel() got an unexpected keyword argument {name!r}"
             )
-        if value is not known[name].default:
+        default = {"dim": 0, "check_reduction": False, **defaults}[name]
+        if value != default:
             raise NotImplementedError(
-                f"{name}={value!r} of torch's DistributedDataParallel is not supported; leave"
-                " it out"
+                f"{name}={value!r} is not supported; only {name}={default!r} is"
             )
 
 
@@ -410,14 +394,3 @@ def _index(device: int | str | torch.device) -> int:
         return device
     device = torch.device(device)
     return device.index if device.type == "cuda" and device.index is not None else -1
-
-
-def _moved(values: Any, device: torch.device) -> Any:
-    """Return ``values``, nested as they are, with every tensor on ``device``."""
-    # the latter is a tuple, but must be moved as a whole
-    kinds: tuple[Any, ...] = (torch.Tensor, PackedSequence)
-
-    def moved(value: Any) -> Any:
-        return value.to(device) if isinstance(value, kinds) else value
-
-    return tree_map(moved, values, is_leaf=lambda value: isinstance(value, kinds))
