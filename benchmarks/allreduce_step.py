@@ -319,7 +319,7 @@ def rows_of_real_model(name: str, quick: bool, turns: int) -> list[common.Row]:
 
 def main() -> int:
     args = common.arguments(
-        __doc__.partition("\n")[0],
+        __doc__.partition("\n\n")[0],
         only={"default": "", "help": "only models whose name contains this"},
         turns={
             "type": int,

@@ -61,7 +61,7 @@ def rows_of(models: dict[str, int], ranks: int, title: str, quick: bool) -> Iter
 
 
 def main() -> int:
-    args = common.arguments(__doc__.partition("\n")[0])
+    args = common.arguments(__doc__.partition("\n\n")[0])
     if not torch.cuda.is_available():
         print("There is no CUDA device here; nothing was measured.")
         return 0

@@ -84,7 +84,7 @@ def main() -> int:
         "metavar": "SEED",
         "help": "train with these alone",
     }
-    args = common.arguments(__doc__.partition("\n")[0], seeds=options)
+    args = common.arguments(__doc__.partition("\n\n")[0], seeds=options)
     epochs, seeds = (1, [0]) if args.quick else (EPOCHS, args.seeds)
     ranks = workers.launch(measure, PROCESSES, epochs, seeds)
     alone = statistics.mean(ranks[0][ALONE])

@@ -116,7 +116,7 @@ def draw(measured: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    args = common.arguments(__doc__.partition("\n")[0])
+    args = common.arguments(__doc__.partition("\n\n")[0])
     epochs, seeds = (1, [0]) if args.quick else (EPOCHS, list(range(10)))
     ranks = workers.launch(measure, PROCESSES, epochs, seeds)
     assert all(rank == ranks[0] for rank in ranks), "ranks ended with different weights"

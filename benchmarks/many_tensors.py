@@ -86,7 +86,7 @@ def forward(layers: int, turns: int) -> dict[str, float]:
 
 
 def main() -> int:
-    args = common.arguments(__doc__.partition("\n")[0])
+    args = common.arguments(__doc__.partition("\n\n")[0])
     rows = []
     for work, function, count, turns, limit in (
         # connections count for more than parameters

@@ -85,7 +85,7 @@ CONTENDERS = ("one worker", "larger batch", *OUTER, "one worker, 4 times the ste
 
 
 def main() -> int:
-    args = common.arguments(__doc__.partition("\n")[0])
+    args = common.arguments(__doc__.partition("\n\n")[0])
     before, steps, seeds = (2, 32, 1) if args.quick else (200, 512, 3)
     task = language(width=64, layers=2)
     losses: dict[str, list[float]] = {name: [] for name in CONTENDERS}

@@ -183,7 +183,7 @@ def table_4(sent_part: float) -> list[common.Row]:
 
 
 def main() -> int:
-    args = common.arguments(__doc__.partition("\n")[0])
+    args = common.arguments(__doc__.partition("\n\n")[0])
     found = plans()
     steps = fitted(found[DDP], NETWORKS["1 Gbit/s"], PUBLISHED[DDP][0])
     rows = []

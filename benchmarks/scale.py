@@ -216,7 +216,7 @@ def measure(run: str, n: int, steps: int, results: Any) -> None:
 
 
 def main() -> int:
-    args = common.arguments(__doc__.partition("\n")[0], only=common.ONLY)
+    args = common.arguments(__doc__.partition("\n\n")[0], only=common.ONLY)
     rows, processes = [], multiprocessing.get_context("fork")
     order = list(itertools.product(WORLDS[:1] if args.quick else WORLDS, RUNS))
     for n, run in order:

@@ -54,7 +54,7 @@ def measure(size: int, calls: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> int:
-    args = common.arguments(__doc__.partition("\n")[0])
+    args = common.arguments(__doc__.partition("\n\n")[0])
     rows = []
     cases = list(itertools.product(LIMITS.items(), SIZES.items()))
     for (ranks, limit), (size, calls) in cases[: 1 if args.quick else None]:

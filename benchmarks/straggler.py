@@ -66,7 +66,7 @@ def measure(seconds: float, rounds: int) -> dict[str, float]:
 
 
 def main() -> int:
-    args = common.arguments(__doc__.partition("\n")[0])
+    args = common.arguments(__doc__.partition("\n\n")[0])
     ranks = workers.launch(measure, 2, *((0.5, 1) if args.quick else (6.0, 3)))
     total = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
     row = common.Row(

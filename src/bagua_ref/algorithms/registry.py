@@ -46,7 +46,10 @@ class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
             raise ValueError(
                 f"name={name!r} is already registered for {self[name][0]!r}; choose another"
             )
-        self[name] = (algorithm, description or (algorithm.__doc__ or "").partition("\n")[0])
+        self[name] = (
+            algorithm,
+            description or " ".join((algorithm.__doc__ or "").partition("\n\n")[0].split()),
+        )
 
     def get(self, name: str) -> Callable[..., Any]:  # type: ignore[override]
         """Return the algorithm that is registered as ``name``.

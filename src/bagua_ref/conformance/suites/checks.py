@@ -76,13 +76,16 @@ def check(
 ) -> Callable[[Callable[[Lab, Draw], None]], Callable[[Lab, Draw], None]]:
     """Return a decorator that enters a property into the table.
 
-    Without ``sentence``, the property's is the first line of the function's docstring.
+    Without ``sentence``, the property's is the first paragraph of the function's docstring.
     """
     assert suite in SUITES
     assert clause in CLAUSES
 
     def enter(function: Callable[[Lab, Draw], None]) -> Callable[[Lab, Draw], None]:
-        said = sentence or (function.__doc__ or "").splitlines()[0]
+        paragraph = sentence or (function.__doc__ or "").partition("
+
+")[0]
+        said = " ".join(paragraph.split())
         row = Check(
             f"{suite}.{clause}.{name}", suite, clause, said, function, dtypes, needs, effort
         )
