@@ -82,9 +82,7 @@ def check(
     assert clause in CLAUSES
 
     def enter(function: Callable[[Lab, Draw], None]) -> Callable[[Lab, Draw], None]:
-        paragraph = sentence or (function.__doc__ or "").partition("
-
-")[0]
+        paragraph = sentence or (function.__doc__ or "").partition("\n\n")[0]
         said = " ".join(paragraph.split())
         row = Check(
             f"{suite}.{clause}.{name}", suite, clause, said, function, dtypes, needs, effort
