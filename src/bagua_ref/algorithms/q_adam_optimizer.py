@@ -229,6 +229,12 @@ class MomentumBucket:
         for run in _runs(self._bucket.tensors, beta1):
             parts = [layout_of[parameter].flat(_gradient(parameter)) for parameter in run]
             gradients = parts[0] if len(run) == 1 and scale == 1 else torch.cat(parts)
+            if gradients.dtype is not momenta.dtype:
+                raise ValueError(
+                    f"gradients are {gradients.dtype} and momenta {momenta.dtype}, as after"
+                    " model.double(). Convert the module before wrapping, or make a new"
+                    " QAdamOptimizer and call with_bagua() again on every rank"
+                )
             if scale != 1:
                 self._kernels.divide_(gradients, scale)
             self._kernels.update_momentum_(

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -118,6 +118,11 @@ class World(ABC):
     def engines(self) -> weakref.WeakValueDictionary[str, Any]:
         """The communication engine of each wrapped module, by the module's name."""
         return weakref.WeakValueDictionary()
+
+    @cached_property
+    def names(self) -> Counter[str]:
+        """The number of modules of each class that were wrapped without a name."""
+        return Counter()
 
     @property
     @abstractmethod

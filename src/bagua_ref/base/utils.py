@@ -79,6 +79,15 @@ class OwnHook:
     def __init__(self, method: Callable[..., Any] | None = None) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)
 
+    @property
+    def __name__(self) -> str:
+        # torch.jit.script compiles a module's hooks, too, and asks for their names first.
+        raise AttributeError(
+            "torch.jit.script cannot compile the hooks of a module that bagua_ref trains. Script a"
+            " new module of the same class after load_state_dict(model.state_dict()), or use"
+            " torch.jit.trace or torch.export.export on this one"
+        )
+
     @untraced
     def __call__(self, *args: Any) -> Any:
         """Call the method."""

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch.distributed.utils import _to_kwargs
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
@@ -326,18 +325,9 @@ def to_bagua_process_group(process_group: Any = None) -> BaguaProcessGroup:
         NotInitializedError: ``init_process_group()`` was not called.
         TypeError: ``process_group`` is something else.
     """
-    if process_group is None:
-        return _get_default_group()
-    process_group = group_of(process_group)
-    if isinstance(process_group, dist.ProcessGroup):
-        _get_default_group()
-        process_group = process_group.bagua_patch().bagua_pg  # type: ignore[attr-defined]
-    if not isinstance(process_group, BaguaProcessGroup):
-        raise TypeError(
-            f"process_group={process_group!r} must be a BaguaProcessGroup, a torch ProcessGroup"
-            " that this rank is in, or None"
-        )
-    return process_group
+    default = _get_default_group()
+    found: BaguaProcessGroup = default if process_group is None else group_of(process_group)
+    return found
 
 
 def _refuse(method: str) -> NoReturn:

@@ -222,7 +222,9 @@ class TrainedParameters:
         ]
         if are_for_a_call(held):
             return {*map(id, held)}.issuperset(map(id, known.values()))
-        new = [name for name, parameter in self._find(module) if known.get(name) is not parameter]
+        # by identity: pruning and parametrizations keep a parameter under a new name
+        trained = {*map(id, known.values())}
+        new = [name for name, parameter in self._find(module) if id(parameter) not in trained]
         if new:
             raise RuntimeError(
                 f"{type(module).__name__} was wrapped before"

@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm
-from bagua_ref.groups.process_group import from_torch_group
 from bagua_ref.types import Group
 
 __all__ = [
@@ -77,21 +77,30 @@ def local(tensor: Any) -> Any:
 
 
 def group_of(process_group: Any) -> Any:
-    """Return the Bagua group of a DeviceMesh of one dimension; anything else is returned as it is.
+    """Return the Bagua group of a DeviceMesh of one dimension or of a torch ProcessGroup; one of
+    Bagua's is returned as it is.
 
     Raises:
-        ValueError: it has more dimensions.
+        ValueError: a DeviceMesh of more dimensions.
+        TypeError: something else.
     """
-    if type(process_group).__name__ != "DeviceMesh":
-        return process_group
-    if process_group.ndim != 1:
-        names = process_group.mesh_dim_names or ()
-        example = f"mesh[{names[0]!r}]" if names else "mesh['replicate']"
-        raise ValueError(
-            f"process_group={process_group!r} has {process_group.ndim} dimensions; pass the one"
-            f" along which ranks hold the same weights, as in {example}"
+    if type(process_group).__name__ == "DeviceMesh":
+        if process_group.ndim != 1:
+            names = process_group.mesh_dim_names or ()
+            example = f"mesh[{names[0]!r}]" if names else "mesh['replicate']"
+            raise ValueError(
+                f"process_group={process_group!r} has {process_group.ndim} dimensions; pass the one"
+                f" along which ranks hold the same weights, as in {example}"
+            )
+        process_group = process_group.get_group()
+    if isinstance(process_group, dist.ProcessGroup):
+        process_group = process_group.bagua_patch().bagua_pg  # type: ignore[attr-defined]
+    if not hasattr(process_group, "for_background"):
+        raise TypeError(
+            f"process_group={process_group!r} must be a BaguaProcessGroup, a torch ProcessGroup"
+            " that this rank is in, a DeviceMesh of one dimension, or None"
         )
-    return from_torch_group(process_group.get_group())
+    return process_group
 
 
 def ignored_names(module: torch.nn.Module) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -40,8 +39,6 @@ __all__ = ["ModuleTraining", "Options"]
 
 _PUBLISHED = ("bagua_algorithm", "bagua_optimizers", "bagua_buckets", "bagua_train_step_counter")
 """Attributes of a wrapped module, beside its name."""
-
-_counter = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -118,9 +115,12 @@ class ModuleTraining(TrainingContext):
         self._called = weakref.ref(module)
         module = uncompiled(module)
         self._module = weakref.ref(module)
-        self.bagua_module_name = module.__dict__.get("bagua_module_name") or OwnName(
-            f"bagua_module_{next(_counter)}"
-        )
+        kind = type(module).__name__
+        self.bagua_module_name = module.__dict__.get("bagua_module_name", "")
+        if not self.bagua_module_name:
+            world.names[kind] += 1
+            number = f"-{world.names[kind]}" if world.names[kind] > 1 else ""
+            self.bagua_module_name = OwnName(f"{kind}{number}")
         self.bagua_optimizers = OwnList(optimizers)
         self.bagua_buckets = OwnList()
         self.steps_of_optimizers = [0] * len(optimizers)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from bagua_ref.algorithms import (
@@ -49,7 +50,7 @@ def wrap(
     module: torch.nn.Module,
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     algorithm: Algorithm | str,
-    process_group: Group | DeviceMesh | None,
+    process_group: Group | DeviceMesh | ProcessGroup | None,
     options: Options,
     caller: str = "with_bagua",
 ) -> None:
@@ -65,14 +66,10 @@ def wrap(
     if options.backend is not None:
         get_backend(options.backend)  # raises, before anything is sent, if it cannot run
     world = current_world()
-    group = group_of(process_group) if process_group is not None else world.default_group
-    if group is None:
+    default = world.default_group
+    if default is None:
         raise NotInitializedError(f"call bagua_ref.init_process_group() before {caller}()")
-    if not hasattr(group, "for_background"):
-        raise TypeError(
-            f"process_group={process_group!r} must be a BaguaProcessGroup or None; see"
-            " bagua_ref.communication.new_group"
-        )
+    group = default if process_group is None else group_of(process_group)
     if world.identity.rank not in group.ranks:
         raise ValueError(
             f"process_group={group!r} does not hold this rank, {world.identity.rank}; only its"
@@ -110,7 +107,7 @@ def train(
     model: torch.nn.Module,
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     algorithm: Algorithm | str,
-    process_group: Group | DeviceMesh | None = None,
+    process_group: Group | DeviceMesh | ProcessGroup | None = None,
     do_flatten: bool = True,
     *,
     backend: str | KernelBackend | None = None,

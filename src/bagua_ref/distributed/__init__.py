@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
@@ -27,8 +28,8 @@ class BaguaModule:
     torch.compile and torch.jit, see nothing unusual.
 
     Attributes:
-        bagua_module_name: the name of this module in messages, unique in the process; may be set
-            before wrapping.
+        bagua_module_name: the name of this module in messages, unique in the process: by default
+            its class, numbered from the second one on; may be set before wrapping.
         bagua_algorithm: the implementation of the algorithm in use.
         bagua_optimizers: the optimizers passed when wrapping.
         bagua_buckets: the buckets in the order in which they are scheduled.
@@ -47,7 +48,7 @@ class BaguaModule:
         self,
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         algorithm: Algorithm | str,
-        process_group: Group | DeviceMesh | None = None,
+        process_group: Group | DeviceMesh | ProcessGroup | None = None,
         do_flatten: bool = True,
         *,
         backend: str | KernelBackend | None = None,
@@ -64,10 +65,9 @@ class BaguaModule:
             optimizers: the optimizers of this module's parameters, or the only one.
             algorithm: e.g. ``GradientAllReduceAlgorithm()``, or a registered name, such as
                 "bytegrad", with its defaults.
-            process_group: the ranks that train together; None is the default group. For a model
-                sharded by ``fully_shard``, the
-                dimension of the DeviceMesh along which ranks hold the same shards:
-                    ``mesh["replicate"]``.
+            process_group: the ranks that train together, Bagua's group or torch's; None is the
+                default group. For a model sharded by ``fully_shard``, the dimension of the
+                DeviceMesh along which ranks hold the same shards: ``mesh["replicate"]``.
             do_flatten: keep the tensors of each bucket in one storage.
             backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
             find_unused_parameters: treat parameters that a backward pass does not reach as having
