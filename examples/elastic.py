@@ -22,6 +22,7 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,12 +37,18 @@ def make_algorithm(name: str, model: nn.Module) -> tuple[torch.optim.Optimizer, 
     if name == "qadam":
         adam = QAdamOptimizer(model.parameters(), lr=1e-2, warmup_steps=8)
         return adam, Algorithm.init(name, q_adam_optimizer=adam, hierarchical=False)
-    options = {
+    options: dict[str, dict[str, Any]] = {
         "async": {"sync_interval_ms": 5},
+        "bytegrad": {"hierarchical": False},
         "decentralized": {"hierarchical": False, "peer_selection_mode": "shift_one"},
+        "diloco": {"period": 4},
+        "local_sgd": {"period": 4},
+        "low_precision_decentralized": {"hierarchical": False},
+        "powersgd": {"warmup_steps": 4},
+        "topk": {"ratio": 0.1},
     }
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return sgd, Algorithm.init(name, **options.get(name, {"hierarchical": False}))
+    return sgd, Algorithm.init(name, **options.get(name, {}))
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[int, str]:

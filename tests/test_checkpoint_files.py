@@ -1660,7 +1660,7 @@ def what_elastic_prints(arguments: list[str]) -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        *("low_precision_decentralized", "async"),
+        *("low_precision_decentralized", "async", "local_sgd", "diloco", "powersgd", "topk"),
         *(
             pytest.param(name, marks=pytest.mark.proof)
             for name in ("gradient_allreduce", "bytegrad", "decentralized", "qadam")

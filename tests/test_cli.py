@@ -277,11 +277,36 @@ def test_of_an_installed_package_the_packages_of_an_extra_are_installed(
     (tmp_path / "bagua_ref-0.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.4\nName: bagua_ref\nVersion: 0\nRequires-Dist:"
         " torch>=2.6\nRequires-Dist: other; extra == 'test'\nRequires-Dist: rich>=14; extra =="
-        " 'demo'\nRequires-Dist: matplotlib; extra == \"demo\"\n"
+        " 'demo'\nRequires-Dist: matplotlib; extra == \"demo\"\nRequires-Dist:"
+        " bagua-ref[demo,test]; extra == 'dev'\nRequires-Dist: late; (python_version >= '3.10')"
+        " and extra == 'dev'\n"
     )
     monkeypatch.setattr(not_provided, "_FOLDER", tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert install_command("demo") == "pip install 'rich>=14' matplotlib"
+    assert install_command("dev") == "pip install 'rich>=14' matplotlib other late"
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [
+        ("transformers", "transformers", "transformers"),
+        ("lightning", "lightning", "lightning"),
+        ("pytorch_lightning", "pytorch_lightning", "trainers"),
+    ],
+)
+def test_an_integration_without_its_library_names_the_command_that_installs_it(
+    module: str, package: str, extra: str
+) -> None:
+    hidden = (
+        "for name in ('transformers', 'lightning', 'pytorch_lightning'): sys.modules[name] = None"
+    )
+    ended = run_script(f"import sys\n{hidden}\nimport bagua_ref.integrations.{module}")
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == (
+        f"ImportError: bagua_ref.integrations.{module} needs {package}; install with:"
+        f" {install_command(extra)}"
+    )
 
 
 # Completion

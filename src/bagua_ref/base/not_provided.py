@@ -4,13 +4,22 @@ optional dependencies.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from bagua_ref.errors import NotProvidedError
 
-__all__ = ["MISSING", "REPLACEMENTS", "explain_missing", "install_command", "not_provided"]
+__all__ = [
+    "MISSING",
+    "REPLACEMENTS",
+    "explain_missing",
+    "install_command",
+    "not_provided",
+    "require",
+]
 
 _EXPERTS = (
     "use a library of expert layers, such as DeepSpeed's deepspeed.moe or Tutel, and list the"
@@ -158,11 +167,27 @@ def requirements_of(extra: str) -> list[str]:
     from importlib.metadata import PackageNotFoundError, requires  # not needed to import bagua_ref
 
     try:
-        named = [line.partition(";") for line in requires("bagua_ref") or ()]
+        lines = requires("bagua_ref") or ()
     except PackageNotFoundError:  # its sources are on the path
         return []
-    return [
-        name.strip()
-        for name, _, marker in named
-        if marker.strip().replace('"', "'") == f"extra == '{extra}'"
-    ]
+    found = []
+    for line in lines:
+        name, _, marker = line.partition(";")
+        if f"extra == '{extra}'" in marker.replace('"', "'"):
+            own = re.fullmatch(r"bagua[_-]ref\[(.+)\]", name.strip())
+            for other in own[1].split(",") if own else ():
+                found += requirements_of(other)
+            found += [] if own else [name.strip()]
+    return found
+
+
+def require(package: str, user: str, extra: str) -> None:
+    """Raise ImportError, with the command that installs it, if ``package`` is not installed.
+
+    Args:
+        package: a top-level package.
+        user: the module that needs it.
+        extra: an extra of bagua_ref that has it.
+    """
+    if find_spec(package) is None:
+        raise ImportError(f"{user} needs {package}; install with: {install_command(extra)}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 
-from bagua_ref.base.not_provided import install_command
+from bagua_ref.base.not_provided import require
 from bagua_ref.integrations.lightning_parts import FabricPart, MonitorPart, TrainerPart
 
 __all__ = ["BaguaMonitor", "BaguaStrategy", "FabricBaguaStrategy"]
@@ -110,6 +110,4 @@ elif find_spec("pytorch_lightning") is not None:
         FabricBaguaStrategy,
     )
 else:
-    raise ImportError(
-        f"bagua_ref.integrations.lightning needs Lightning: {install_command('lightning')}"
-    )
+    require("lightning", __name__, "lightning")

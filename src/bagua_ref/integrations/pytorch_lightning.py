@@ -4,12 +4,14 @@ registered on import.
 
 from __future__ import annotations
 
-from lightning_fabric.strategies import STRATEGY_REGISTRY
-from lightning_fabric.strategies import DDPStrategy as FabricDDPStrategy
-from pytorch_lightning import Callback
-from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
-
+from bagua_ref.base.not_provided import require
 from bagua_ref.integrations.lightning_parts import FabricPart, MonitorPart, TrainerPart
+
+require("pytorch_lightning", __name__, "trainers")
+from lightning_fabric.strategies import STRATEGY_REGISTRY  # noqa: E402
+from lightning_fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa: E402
+from pytorch_lightning import Callback  # noqa: E402
+from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry  # noqa: E402
 
 __all__ = ["BaguaMonitor", "BaguaStrategy", "FabricBaguaStrategy"]
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
 from bagua_ref import checkpoint
+from bagua_ref.base.not_provided import require
 from bagua_ref.data_parallel.wrapping import Recipe, call_if_there
 from bagua_ref.groups.communication import init_process_group, is_initialized
 from bagua_ref.integrations.metrics_logger import prefixed
+
+require("transformers", __name__, "transformers")
+from transformers import TrainerCallback  # noqa: E402
 
 __all__ = ["BaguaCallback", "use_bagua"]
 
