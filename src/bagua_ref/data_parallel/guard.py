@@ -50,13 +50,15 @@ class StepGuard:
         """Events since each optimizer's last step; under None, of one that was not passed when
         wrapping.
         """
-        self._parameters: frozenset[int] = frozenset()
+        self.parameters: frozenset[int] = frozenset()
         """The ids of the module's parameters."""
         self.unstepped: set[torch.optim.Optimizer | None] = set()
         """The optimizers whose steps have yet to follow a training forward pass; if none is known,
         None for a backward pass.
         """
         self._communicates = self._stepping = False
+        self._inner: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers that others consist of."""
         self.before = _Since()
         """Events before the last step, or if gradients came from the step's own closure, in it."""
 
@@ -64,7 +66,7 @@ class StepGuard:
         """Check the steps of all optimizers from now on."""
         training = self._training()
         assert training is not None, "it is being wrapped"
-        self._parameters = frozenset(
+        self.parameters = frozenset(
             id(whole(parameter)) for _, parameter in training.bagua_build_params()
         )
         _watch.add(self, id(self._world))
@@ -132,6 +134,12 @@ class StepGuard:
             )
         self._since[None].check(optimizer, self._module_name)
         self._since[None] = _Since()
+        # as ZeRO's step consists of that of an optimizer with the rank's share of parameters
+        self._inner.update(
+            o for o in vars(optimizer).values() if isinstance(o, torch.optim.Optimizer)
+        )
+        if optimizer not in self._inner:
+            training.rounds.add_step(optimizer, self.parameters, passed=False)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that ``optimizer`` may step.
@@ -164,7 +172,7 @@ class StepGuard:
     def holds_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether ``optimizer`` has parameters of the module."""
         return any(
-            not self._parameters.isdisjoint(map(id, group["params"]))
+            not self.parameters.isdisjoint(map(id, group["params"]))
             for group in optimizer.param_groups
         )
 

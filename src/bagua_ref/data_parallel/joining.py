@@ -240,6 +240,7 @@ class Joining:
             training.buffers.broadcast(source, training.engine.meter)
         if not shadowed.any():
             return
+        training.rounds.steps.clear()  # those of ranks that had batches
         if algorithm.replicas_are_equal:
             named = training.module.named_parameters()
             parameters = [

@@ -7,20 +7,23 @@ none begins any more.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from bagua_ref.algorithms.base import TrainingContext
 from bagua_ref.base.memory import Layout, bytes_of
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.data_parallel.parameters import UnusedParameters
 from bagua_ref.data_parallel.sharding import local, whole
+from bagua_ref.data_parallel.steps import TakenSteps
 from bagua_ref.errors import CommunicationError
 from bagua_ref.observe.flight_recorder import explain
 from bagua_ref.observe.meter import Meter, Operation
@@ -58,6 +61,13 @@ _REMEDY = (
     "Call model.bagua_resynchronize() on every rank to go on from the first rank's state, or start"
     " again from a checkpoint"
 )
+
+_SAME_STEPS = (
+    "All ranks must take the same steps: pass the mean of the loss over ranks, for instance, to a"
+    " learning rate scheduler that follows the loss"
+)
+_SHOWN = 3
+"""Differences between options in a message."""
 
 
 class Announced(NamedTuple):
@@ -100,6 +110,7 @@ class Comparison:
         module_name: the module that they train, for messages.
         facts: this rank's, which must be equal on all ranks.
         flag: of a round, whether this rank has loaded a state since the last one.
+        remedy: the way out if ranks disagree, for messages.
     """
 
     def __init__(
@@ -109,11 +120,14 @@ class Comparison:
         module_name: str,
         facts: Sequence[Fact],
         flag: bool = False,
+        *,
+        remedy: str,
     ) -> None:
         self._comm, self._ranks, self._module_name, self._facts = comm, ranks, module_name, facts
+        self._remedy = remedy
         self._receive = comm.exchange_ints([int(flag), *(fact.value for fact in facts)])
         self._received: list[list[int]] | None = None
-        self._loaded = False
+        self._loaded = self._differ = False
 
     def check(self, digest: Callable[[], Fact | None] | None = None) -> list[list[int]]:
         """Wait for the facts of all ranks and compare them, once; return each rank's flag and
@@ -121,8 +135,8 @@ class Comparison:
 
         Args:
             digest: returns a fact about all weights, None if they may differ; called, and compared,
-                if some rank has loaded a state. All ranks do so at the same place. None: weights
-                are not compared now.
+                if some rank has loaded a state. All ranks do so at the same place, where they also
+                explain different checksums. None: it is not this place.
 
         Raises:
             CommunicationError: ranks differ; the message, equal on all of them, says which ranks in
@@ -135,17 +149,50 @@ class Comparison:
             distinct = received[:1] if received.count(received[0]) == len(received) else received
             self._compare(self._facts, [values for _, *values in distinct])
             self._received, self._loaded = received, any(flag for flag, *_ in distinct)
+            self._differ = len(distinct) > 1
+        if digest is not None and self._differ:
+            for place, fact in enumerate(self._facts, start=1):
+                if fact.explain is not None:
+                    self._raise(self._explain(fact, [theirs[place] for theirs in self._received]))
         if digest is not None and self._loaded and (weights := digest()) is not None:
             self._compare([weights], self._comm.exchange_ints([weights.value])())
         return self._received
 
     def _compare(self, facts: Sequence[Fact], values: Sequence[Sequence[int]]) -> None:
-        if any(theirs != values[0] for theirs in values) and (
-            differences := describe_differences(facts, values, self._ranks)
-        ):
+        if any(theirs != values[0] for theirs in values):
+            self._raise(describe_differences(facts, values, self._ranks))
+
+    def _raise(self, differences: str) -> None:
+        if differences:
             raise CommunicationError(
-                f"the ranks that train module {self._module_name!r} disagree: {differences}"
+                f"the ranks that train module {self._module_name!r} disagree: {differences}."
+                f" {self._remedy}"
             )
+
+    def _explain(self, fact: Fact, checksums: Sequence[int]) -> str:
+        """Return the differences behind different checksums. Collective unless they are equal."""
+        if len({*checksums} - {UNSAID}) < 2:
+            return ""
+        assert fact.explain is not None
+        comm, sentences = self._comm, []
+        texts_of = {}
+        for place, (rank, checksum) in enumerate(zip(self._ranks, checksums, strict=True)):
+            texts = comm.broadcast_object(fact.explain() if place == comm.rank() else None, place)
+            if checksum != UNSAID:
+                texts_of[rank] = texts
+        for key in dict.fromkeys(itertools.chain.from_iterable(texts_of.values())):
+            found = {rank: texts[key] for rank, texts in texts_of.items() if key in texts}
+            distinct = tuple(dict.fromkeys(found.values()))
+            one = [Fact(key[0], 0, distinct)]
+            places = [[distinct.index(text)] for text in found.values()]
+            if len(distinct) > 1:
+                sentences.append(describe_differences(one, places, [*found]) + key[1])
+        # what differed may have been an earlier step, of which only the checksum is left
+        whole = describe_differences(
+            [fact._replace(explain=None)], [[checksum] for checksum in checksums], self._ranks
+        )
+        differences = "; ".join(sentences[:_SHOWN]) or whole
+        return differences and f"{differences}. {_SAME_STEPS}"
 
 
 class AgreedRounds:
@@ -178,12 +225,12 @@ class AgreedRounds:
         self.group, self.name, self.meter, self._remedy = group, name, meter, remedy
         comm = group.get_global_communicator()
         self.alone = comm.nranks() == 1
-        self.compare = partial(Comparison, comm, group.ranks, name)
+        self.compare = partial(Comparison, comm, group.ranks, name, remedy=remedy)
         self.compare_in_node: Callable[..., Comparison] | None = None
         if in_nodes and not self.alone:
             node = group.get_intra_node_communicator()
             ranks = [rank for (rank,) in node.exchange_ints([group.ranks[comm.rank()]])()]
-            self.compare_in_node = partial(Comparison, node, ranks, name)
+            self.compare_in_node = partial(Comparison, node, ranks, name, remedy=remedy)
         self.broken, self.loaded = "", False
         self.compared: Comparison | None = None
 
@@ -226,9 +273,8 @@ class AgreedRounds:
             CommunicationError: one has; says why, and how to go on.
         """
         if self.broken:
-            raise CommunicationError(
-                f"module {self.name!r} cannot train on: {self.broken}. {self._remedy}"
-            )
+            why = self.broken.removesuffix(f". {self._remedy}")
+            raise CommunicationError(f"module {self.name!r} cannot train on: {why}. {self._remedy}")
 
 
 class AgreedRound(Round):
@@ -296,6 +342,7 @@ class ModuleRounds(AgreedRounds):
 
     Attributes:
         unused: the unused parameters; None if these are errors.
+        steps: the optimizer steps since the last round.
     """
 
     def __init__(self, training: TrainingContext, unused_group: Group | None) -> None:
@@ -308,6 +355,7 @@ class ModuleRounds(AgreedRounds):
             remedy=_REMEDY,
         )
         self._training: TrainingContext = weakref.proxy(training)
+        self.steps = TakenSteps()
         self._plan = 0
         self._plan_of_last_round: int | None = None
         self.unused = None if unused_group is None else UnusedParameters(training, unused_group)
@@ -338,9 +386,14 @@ class ModuleRounds(AgreedRounds):
         algorithm = self._training.bagua_algorithm
         same_plan, self._plan_of_last_round = self._plan == self._plan_of_last_round, self._plan
         alike, in_node = algorithm.rounds_are_alike, algorithm.round_stays_in_node
-        return AgreedRound(
-            self, self._facts(ROUND), alike=alike, same_plan=same_plan, stays_in_node=in_node
-        )
+        facts = self._facts(ROUND)
+        self.steps.clear()
+        return AgreedRound(self, facts, alike=alike, same_plan=same_plan, stays_in_node=in_node)
+
+    def add_step(self, optimizer: Optimizer, trained: Container[int], passed: bool) -> None:
+        """Let the next round compare a step if ranks step alike; arguments as `TakenSteps.add`."""
+        if not self.alone and self._training.bagua_algorithm.replicas_are_equal:
+            self.steps.add(optimizer, trained, passed)
 
     def announce(self, act: int, flag: bool = False) -> Announced:
         """Announce to the other ranks that this one is about to do ``act``; return what all have
@@ -430,6 +483,7 @@ class ModuleRounds(AgreedRounds):
             ):
                 which = f" of optimizer {place}, {type(optimizer).__name__}" if several else ""
                 facts.append(Fact(f"{{has}} taken {{value}} optimizer steps{which}", steps))
+        facts += self.steps.facts(act == ROUND and algorithm.replicas_are_equal)
         # then the ranks agree on unused parameters before the round ends
         if self.unused is not None:
             facts.append(

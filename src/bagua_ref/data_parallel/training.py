@@ -337,6 +337,7 @@ class ModuleTraining(TrainingContext):
         if not (before.gradients if self.bagua_algorithm.steps_follow_backward else counts):
             return
         self.steps_of_optimizers[self.bagua_optimizers.index(optimizer)] += 1
+        self.rounds.add_step(optimizer, self._guard.parameters, passed=True)
         self.engine.meter.count_step(optimizer is self.bagua_optimizers[-1])
         synchronizing = before.synchronized
         if not before.gradients:  # as where they did not come through backward()

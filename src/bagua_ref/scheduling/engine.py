@@ -56,6 +56,8 @@ class Fact(NamedTuple):
             ``{value}`` for the number.
         value: the number on this rank, an int64.
         names: what the values 0, 1, ... mean, if they are no quantities.
+        explain: returns what the number is a checksum of, as texts by sentence, as above, and what
+            follows the last one; None: it is no checksum.
 
     >>> Fact("{is} in {value}", 1, ("warm-up", "the compressed phase")).about([1, 3], 0)
     'ranks 1, 3 are in warm-up'
@@ -64,6 +66,7 @@ class Fact(NamedTuple):
     sentence: str
     value: int
     names: tuple[str, ...] = ()
+    explain: Callable[[], dict[tuple[str, str], str]] | None = None
 
     def about(self, ranks: Sequence[int], value: int) -> str:
         """Return the sentence about ``ranks``, on which the number is ``value``."""
@@ -82,7 +85,7 @@ def describe_differences(
     """Return the differences between ranks as text, "" if they agree.
 
     Args:
-        facts: this rank's.
+        facts: this rank's; those that explain a checksum are left out.
         values: those of the facts on every rank.
         ranks: the numbers of the ranks, in the order of ``values``.
 
@@ -92,6 +95,8 @@ def describe_differences(
     """
     sentences = []
     for place, fact in enumerate(facts):
+        if fact.explain is not None:
+            continue
         ranks_of: dict[int, list[int]] = {}
         for rank, theirs in zip(ranks, values, strict=True):
             if theirs[place] != UNSAID:
