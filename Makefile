@@ -17,7 +17,7 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 pytest := $(bin)/python -m pytest
 
-.PHONY: help env demo test proof explore faults soak findings release-check bench report gpu docs lint types without-memory verdicts format clean
+.PHONY: help env demo test proof explore findings release-check bench gpu docs lint types without-memory verdicts format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -87,15 +87,6 @@ verdicts: $(VENV)/.peers
 explore: $(VENV)/.dev  ## search for failing inputs of all properties for MINUTES (20); replay with the SEED that it prints
 	$(bin)/python property_tests/explore.py --minutes $(MINUTES) --seed $(SEED) --workers $(WORKERS)
 
-faults: $(VENV)/.dev  ## run the faults of docs/faults.md for real, and write its tables
-	$(bin)/python benchmarks/faults_training.py
-	$(bin)/python benchmarks/faults_cache.py
-	$(bin)/python docs/_benchmarks.py
-
-soak: $(VENV)/.dev  ## train for MINUTES (20), 20,000 steps per algorithm at least, and launch 200 times; what leaks fails
-	$(bin)/python benchmarks/soak.py --minutes $(MINUTES)
-	$(bin)/python docs/_benchmarks.py
-
 # What findings/ is about, in a directory of its own.
 $(VENV)/.peers: $(VENV)/.dev findings/requirements.txt
 	@echo "Installing the peers of findings/ ..."
@@ -105,20 +96,17 @@ $(VENV)/.peers: $(VENV)/.dev findings/requirements.txt
 
 findings: $(VENV)/.peers  ## judge living implementations (torch, torchft, Decent-DP, accelerate, hivemind), and write docs/findings.md
 	PYTHONPATH=$(VENV)/peers $(bin)/python -m findings
-	$(bin)/python docs/_findings.py
+	$(bin)/python docs/_generate.py
 
 # Needs nothing of .venv: what it builds and installs is in folders of its own.
 release-check:  ## build what would be released and try it as a user would, outside of this folder
 	@$(PYTHON) tests/release_check.py
 
-bench: $(VENV)/.dev  ## every comparison with a peer; one table and one JSON file each, then `report` and the figures of the docs
-	@missed=0; for script in $(filter-out benchmarks/faults_% benchmarks/soak.py benchmarks/report.py,$(shell grep -l '^if __name__' benchmarks/*.py)); do \
+bench: $(VENV)/.dev  ## every comparison with a peer; one table and one JSON file each, then the figures of the docs
+	@missed=0; for script in $(filter-out benchmarks/namespaces.py,$(shell grep -l '^if __name__' benchmarks/*.py)); do \
 		echo "== $$script"; $(bin)/python "$$script" || missed=1; \
 	done; \
-	$(bin)/python docs/_benchmarks.py && $(bin)/python benchmarks/report.py && exit $$missed
-
-report: $(VENV)/.dev  ## draw what benchmarks/results has, on one page: benchmarks/report.html
-	@$(bin)/python benchmarks/report.py
+	$(bin)/python docs/_generate.py && exit $$missed
 
 # On a machine with a GPU the environment is often someone else's, so this takes the Python at hand unless .venv sees the GPU.
 has_gpu = $(1) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
@@ -162,5 +150,5 @@ format: $(VENV)/.dev  ## rewrite the code as `make lint` wants it
 	$(bin)/ruff check --fix .
 
 clean:  ## remove what was built, .venv included
-	rm -rf $(VENV) .tox .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site demo-report benchmarks/report.html
+	rm -rf $(VENV) .tox .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site demo-report
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

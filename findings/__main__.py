@@ -35,7 +35,9 @@ def rows_of(name: str) -> list[dict[str, str]]:
 
 def disagreements(name: str, rows: list[dict[str, str]]) -> list[str]:
     """Return in which verdicts the rows differ from the committed ones."""
-    committed = {tuple(row[key] for key in KEY) for row in json.loads(RESULTS.read_text())[name]}
+    committed = {
+        tuple(row[key] for key in KEY) for row in json.loads(RESULTS.read_text()).get(name, [])
+    }
     found = {tuple(row[key] for key in KEY) for row in rows}
     return [
         f"{name}: {', '.join(row)}:"
@@ -64,7 +66,9 @@ def main() -> int:
         elif rows:
             results[name] = rows
     if not arguments.check:
-        RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
+        # those of scripts that are gone are left out
+        kept = {name: results[name] for name in NAMES if name in results}
+        RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     print("\n".join(wrong))
     return 1 if wrong else 0
 

@@ -1,6 +1,4 @@
-"""Faults of the cache's servers, each run for real during an epoch: for tests and for
-benchmarks/faults_cache.py.
-"""
+"""Faults of the cache's servers, each run for real during an epoch."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ said, and bad input (S14).
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -705,17 +704,6 @@ def test_a_measurement_is_read_by_advise(run: Any, tmp_path: Path, nodes: tuple[
     )
     assert code == 0
     assert f"measured on {ranks} ranks" in printed
-
-
-def test_what_is_quoted_as_learnt_is_what_the_benchmarks_have_written() -> None:
-    spec = importlib.util.spec_from_file_location("_learnt", ROOT / "docs" / "_learnt.py")
-    assert spec is not None
-    assert spec.loader is not None
-    before = list(sys.path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.path[:] = before
-    assert module.DATA.read_text(encoding="utf-8") == module.data(), "run python docs/_learnt.py"
 
 
 # Bad input of the functions
