@@ -1,0 +1,383 @@
+"""Communicators, operations and trainings with a fault, on simulated ranks: each is found by a
+check of the clause that it breaks.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.wrong_objects import Whole, assert_found
+
+from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
+from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
+from bagua_ref.types import ReduceOp
+
+FOUND_BY = []
+
+
+def found_by(check):
+    """Enter an object into the table, with the check that must fail for it."""
+
+    def enter(wrong):
+        FOUND_BY.append(pytest.param(wrong, check, id=wrong.__name__))
+        return wrong
+
+    return enter
+
+
+# Communicators
+
+
+class OverTransport:
+    """A right communicator, which sends through the one that works."""
+
+    def __init__(self, world):
+        self.world, self.inner = world, world.transport
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+@found_by("collectives.S3.9.broadcast")
+class BroadcastsFromRank0(OverTransport):
+    def broadcast(self, tensor, src=0):
+        self.inner.broadcast(tensor, 0)
+
+
+@found_by("collectives.S3.9.reduce")
+class ReducesToTheNextRank(OverTransport):
+    def reduce(self, send_tensor, recv_tensor, dst, op=ReduceOp.SUM):
+        self.inner.reduce(send_tensor, recv_tensor, (dst + 1) % self.world.world_size, op)
+
+
+@found_by("collectives.S3.9.reduce")
+class ReducesOnEveryRank(OverTransport):
+    def reduce(self, send_tensor, recv_tensor, dst, op=ReduceOp.SUM):
+        self.inner.allreduce(send_tensor, recv_tensor, op)
+
+
+@found_by("collectives.S3.9.allreduce")
+class ForgetsTheOperator(OverTransport):
+    def allreduce(self, send_tensor, recv_tensor, op=ReduceOp.SUM):
+        self.inner.allreduce(send_tensor, recv_tensor, ReduceOp.SUM)
+
+
+@found_by("collectives.S3.9.every_dtype")
+class AddsIntegersAsFloats(OverTransport):
+    def allreduce(self, send_tensor, recv_tensor, op=ReduceOp.SUM):
+        if send_tensor.dtype is not torch.int64:
+            self.inner.allreduce(send_tensor, recv_tensor, op)
+            return
+        total = send_tensor.double()
+        self.inner.allreduce(send_tensor.double(), total, op)
+        recv_tensor.copy_(total)
+
+
+@found_by("collectives.S3.9.nan")
+class PassesOverNaN(OverTransport):
+    def allreduce(self, send_tensor, recv_tensor, op=ReduceOp.SUM):
+        if send_tensor.is_floating_point() and op is ReduceOp.MAX:
+            lowest = torch.finfo(send_tensor.dtype).min
+            send_tensor = send_tensor.nan_to_num(nan=lowest, posinf=torch.inf, neginf=-torch.inf)
+        self.inner.allreduce(send_tensor, recv_tensor, op)
+
+
+@found_by("collectives.S3.9.allgather")
+class GathersInReverse(OverTransport):
+    def allgather(self, send_tensor, recv_tensor):
+        self.inner.allgather(send_tensor, recv_tensor)
+        chunks = recv_tensor.view(self.world.world_size, -1)
+        chunks.copy_(chunks.flip(0))
+
+
+@found_by("collectives.S3.9.scatter")
+class ScattersTheNextChunk(OverTransport):
+    def scatter(self, send_tensor, recv_tensor, src):
+        rolled = send_tensor.view(self.world.world_size, -1).roll(-1, 0).reshape(-1)
+        self.inner.scatter(rolled, recv_tensor, src)
+
+
+@found_by("collectives.S3.9.reduce_scatter")
+class KeepsTheFirstChunk(OverTransport):
+    def reduce_scatter(self, send_tensor, recv_tensor, op=ReduceOp.SUM):
+        whole = torch.empty_like(send_tensor)
+        self.inner.allreduce(send_tensor, whole, op)
+        recv_tensor.copy_(whole.view(self.world.world_size, -1)[0])
+
+
+@found_by("collectives.S3.9.alltoall")
+class ExchangesNothing(OverTransport):
+    def alltoall(self, send_tensor, recv_tensor, overlap=None):
+        recv_tensor.copy_(send_tensor)
+
+
+@found_by("collectives.S3.9.alltoall_v")
+class IgnoresDisplacements(OverTransport):
+    def alltoall_v(
+        self, send_tensor, send_counts, send_displs, recv_tensor, recv_counts, recv_displs
+    ):
+        displs = [sum(send_counts[:rank]) for rank in range(len(send_counts))]
+        long = torch.cat([send_tensor, send_tensor.new_zeros(sum(send_counts))])
+        self.inner.alltoall_v(long, send_counts, displs, recv_tensor, recv_counts, recv_displs)
+
+
+@found_by("collectives.S3.9.broadcast_object")
+class KeepsItsObject(OverTransport):
+    def broadcast_object(self, obj, src=0):
+        self.inner.broadcast_object(obj, src)
+        return obj
+
+
+@found_by("collectives.S3.9.barrier")
+class DoesNotWait(OverTransport):
+    def barrier(self):
+        return None
+
+
+@found_by("collectives.S3.9.send_and_recv")
+class SendsZeros(OverTransport):
+    def send(self, tensor, dst):
+        self.inner.send(torch.zeros_like(tensor), dst)
+
+
+# Operations (S3, S13)
+
+
+@found_by("comm_ops.S3.1.full_precision")
+class ForgetsTheMean(ReferenceCommOps):
+    def centralized(self, world, x, **options):
+        return super().centralized(world, x, **{**options, "average": False})
+
+
+@found_by("comm_ops.S3.1.scatter_gather")
+class LetsOneRankDiffer(ReferenceCommOps):
+    def centralized(self, world, x, **options):
+        result = super().centralized(world, x, **options)
+        if world.rank == world.world_size - 1 and world.rank:
+            result = torch.nextafter(result, torch.full_like(result, torch.inf))
+        return result
+
+
+@found_by("comm_ops.S3.2.low_precision")
+class SendsFullPrecision(ReferenceCommOps):
+    def centralized(self, world, x, **options):
+        return super().centralized(world, x, **{**options, "compression": None})
+
+
+@found_by("comm_ops.S3.3.hierarchical")
+class CountsEachLeaderOnce(ReferenceCommOps):
+    def centralized(self, world, x, **options):
+        leaders = len(world.nodes)
+        if not (options["hierarchical"] and options["average"]):
+            return super().centralized(world, x, **options)
+        return super().centralized(world, x, **{**options, "average": False}) / leaders
+
+
+@found_by("comm_ops.S3.4.shift_one")
+class StartsAtTheSecondPeer(ReferenceCommOps):
+    def decentralized(self, world, rounds, **options):
+        return super().decentralized(world, [rounds[0], *rounds], **options)[1:]
+
+
+@found_by("comm_ops.S3.4.all")
+class AveragesPairsOnly(ReferenceCommOps):
+    def decentralized(self, world, rounds, *, mode, hierarchical):
+        if mode == "all" and world.world_size % 2 == 0 and not hierarchical:
+            mode = "shift_one"
+        return super().decentralized(world, rounds, mode=mode, hierarchical=hierarchical)
+
+
+@found_by("comm_ops.S3.4.shift_one")
+class SkipsTheCopyBack(ReferenceCommOps):
+    def decentralized(self, world, rounds, **options):
+        results = super().decentralized(world, rounds, **options)
+        return [rounds[0], *results[:-1]]
+
+
+@found_by("comm_ops.S13.3.exponential")
+class TakesTheRingForExponential(ReferenceCommOps):
+    def decentralized_on_graph(self, world, rounds, *, graph, hierarchical):
+        graph = "ring" if graph == "exponential" else graph
+        return super().decentralized_on_graph(world, rounds, graph=graph, hierarchical=hierarchical)
+
+
+@found_by("comm_ops.S13.4.weights")
+class TransposesTheGraph(ReferenceCommOps):
+    def decentralized_on_graph(self, world, rounds, *, graph, hierarchical):
+        if not isinstance(graph, str):
+            graph = [transposed(each) for each in graph]
+        return super().decentralized_on_graph(world, rounds, graph=graph, hierarchical=hierarchical)
+
+
+def transposed(graph):
+    rows = [[] for _ in graph]
+    for receiver, row in enumerate(graph):
+        for source, weight in row:
+            rows[source].append((receiver, weight))
+    return rows
+
+
+@found_by("comm_ops.S3.5.ring")
+class CompressesTheRingToFourBits(ReferenceCommOps):
+    def __init__(self, kernels, flatten=True):
+        super().__init__(kernels, flatten, "MXFP4")
+
+
+@found_by("comm_ops.S3.5.ring")
+class TakesTheFirstStepOfTheRingTwice(ReferenceCommOps):
+    def low_precision_decentralized(self, world, rounds, **options):
+        twice = [*rounds[:2], *rounds[1:]]
+        return super().low_precision_decentralized(world, twice, **options)[1:]
+
+
+# Trainings (S5, S9 to S11, S13)
+
+
+def altered(name, method, check, **changes):
+    """Enter trainings whose ``method`` gets other arguments: values, or functions of the right one."""
+
+    def train(self, world, weights, given, **options):
+        for option, change in changes.items():
+            if option in options:
+                right = options[option]
+                options[option] = change(right) if callable(change) else change
+        return getattr(ReferenceAlgorithms, method).__get__(self)(world, weights, given, **options)
+
+    found_by(check)(type(name, (ReferenceAlgorithms,), {method: train}))
+
+
+def later(value):
+    return value + 1
+
+
+altered("SumsGradients", "gradient_allreduce", "algorithms.S5.1.gradients", average=False)
+altered("HalvesTheStep", "gradient_allreduce", "algorithms.S5.1.gradients", lr=lambda lr: lr / 2)
+altered("SumsCompressed", "bytegrad", "algorithms.S5.2.gradients", average=False)
+altered("CompressesSmallBuckets", "bytegrad", "algorithms.S5.2.gradients", bucket_bytes=8)
+altered("HasOnePeerOnly", "decentralized", "algorithms.S5.3.all", peer_selection_mode="ring")
+altered(
+    "SkipsEverySecondRound",
+    "decentralized",
+    "algorithms.S5.3.all",
+    communication_interval=lambda interval: 2 * interval,
+)
+altered(
+    "IgnoresTheInterval",
+    "decentralized_on_graph",
+    "algorithms.S13.5.interval",
+    communication_interval=1,
+)
+altered(
+    "IgnoresTheIntervalOfTheRing",
+    "low_precision_decentralized",
+    "algorithms.S5.4.ring",
+    communication_interval=later,
+)
+altered("FreezesOneStepLate", "qadam", "algorithms.S5.5.steps", warmup_steps=later)
+altered(
+    "WarmsUpLongerAsynchronously",
+    "async_model_average",
+    "algorithms.S5.6.warmup",
+    warmup_steps=later,
+)
+altered("HasALongerPeriod", "local_sgd", "algorithms.S9.1.period", period=later)
+altered("IgnoresTheOffset", "local_sgd", "algorithms.S9.1.offset", offset=0)
+altered("WarmsUpLonger", "local_sgd", "algorithms.S9.1.warmup", warmup_steps=later)
+altered("AveragesInsideNoNode", "local_sgd", "algorithms.S9.1.inside_nodes", hierarchical=False)
+altered(
+    "HasTheDefaultOuterOptimizer",
+    "diloco",
+    "algorithms.S9.2.outer_optimizer",
+    outer_optimizer={"class": "SGD", "lr": 1.0},
+)
+altered("HasOneFragment", "diloco", "algorithms.S9.3.fragments", fragments=1)
+altered("SwapsFragments", "diloco", "algorithms.S9.3.lists", fragments=lambda lists: lists[::-1])
+altered("AppliesAtOnce", "diloco", "algorithms.S9.4.schedule", delay=0)
+altered("HasItsOwnShareOfTheMix", "diloco", "algorithms.S9.4.mix", mix=lambda mix: 1 - mix)
+altered("CompressesNothing", "diloco", "algorithms.S9.5.one_byte", compression=None)
+altered("ForgetsInnerMomentum", "diloco", "algorithms.S9.2.inner_optimizer", momentum=0.0)
+altered("HasAHigherRank", "powersgd", "algorithms.S10.2.rounds", matrix_approximation_rank=later)
+altered("HasAnotherSeed", "powersgd", "algorithms.S10.2.rounds", seed=later)
+altered("StartsQAnew", "powersgd", "algorithms.S10.2.rounds", warm_start=lambda warm: not warm)
+altered(
+    "CompressesAtAnotherRate",
+    "powersgd",
+    "algorithms.S10.1.compressed",
+    min_compression_rate=lambda rate: rate * 2,
+)
+altered("WarmsUpLongerInLowRank", "powersgd", "algorithms.S10.1.warmup", warmup_steps=later)
+altered("SendsMore", "topk", "algorithms.S11.2.count", ratio=lambda ratio: min(1.0, 2 * ratio))
+altered("ForgetsWhatWasLeftOut", "topk", "algorithms.S11.2.rounds", error_feedback=False)
+altered("WarmsUpLongerInTopK", "topk", "algorithms.S11.2.warmup", warmup_steps=later)
+
+
+@found_by("algorithms.S11.1.rounds")
+class HasNoErrorMemory(ReferenceAlgorithms):
+    def bytegrad_with_memory(self, world, weights, program, **options):
+        return self._on_program(
+            "bytegrad", world, weights, program, shows_gradients=True, **options
+        )
+
+
+@found_by("algorithms.S5.3.shift_one")
+class MovesOneRank(ReferenceAlgorithms):
+    def decentralized(self, world, weights, gradients, **options):
+        history = super().decentralized(world, weights, gradients, **options)
+        return history if world.rank else [[w + 0.25 for w in step] for step in history]
+
+
+@found_by("algorithms.S5.4.restart")
+class LosesReplicasAtARestart(ReferenceAlgorithms):
+    def low_precision_decentralized(self, world, weights, gradients, *, restart=0, **options):
+        if not restart:
+            return super().low_precision_decentralized(world, weights, gradients, **options)
+        first = super().low_precision_decentralized(world, weights, gradients[:restart], **options)
+        return first + super().low_precision_decentralized(
+            world, first[-1], gradients[restart:], **options
+        )
+
+
+@found_by("algorithms.S9.restart")
+class ForgetsARestart(ReferenceAlgorithms):
+    def diloco(self, world, weights, program, **options):
+        kept = [action for action in program if action[0] != "restart"]
+        history = super().diloco(world, weights, kept, **options)
+        return history + [history[-1]] * (len(program) - len(kept))
+
+
+@found_by("algorithms.S9.6.global_weights")
+class ShowsItsOwnWeights(ReferenceAlgorithms):
+    def diloco(self, world, weights, program, **options):
+        history = super().diloco(world, weights, program, **options)
+        shown, last = [], weights
+        for action, result in zip(program, history, strict=True):
+            if action[0] == "global weights":
+                result = last
+            else:
+                last = result
+            shown.append(result)
+        return shown
+
+
+@found_by("algorithms.S2.1.order")
+class ClosesBucketsEarly(ReferenceAlgorithms):
+    def buckets(self, world, weights, *, bucket_bytes):
+        return super().buckets(world, weights, bucket_bytes=1)
+
+
+@found_by("algorithms.S2.1.order")
+class ListsBucketsBackwards(ReferenceAlgorithms):
+    def buckets(self, world, weights, *, bucket_bytes):
+        return super().buckets(world, weights, bucket_bytes=bucket_bytes)[::-1]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("wrong", "check"), FOUND_BY)
+def test_a_wrong_part_is_found(wrong, check):
+    if issubclass(wrong, ReferenceCommOps):
+        target = type("Target", (), {"kernels": "reference", "comm_ops": wrong("reference")})()
+    elif issubclass(wrong, ReferenceAlgorithms):
+        target = type("Target", (), {"kernels": "reference", "algorithms": wrong("reference")})()
+    else:
+        target = Whole(communicator=wrong)
+    assert_found(target, check)
