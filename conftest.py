@@ -51,23 +51,13 @@ else:
     settings.load_profile("quick")
 
 
-# These modules raise on import, on purpose: they stand for parts of the original that are left out.
-_LEFT_OUT = (
-    "contrib/sync_batchnorm",
-    "data_parallel/bagua_distributed",
-    "distributed/launch",
-    "distributed/run",
-    "model_parallel",
-    "moe",
-    "service",
-)
 # These import the trainers that they are for; tests/integrations has their tests.
 _TRAINERS = (
     "integrations/lightning",
     "integrations/pytorch_lightning",
     "integrations/transformers",
 )
-collect_ignore = [f"src/bagua_ref/{name}.py" for name in (*_LEFT_OUT, *_TRAINERS)]
+collect_ignore = [f"src/bagua_ref/{name}.py" for name in _TRAINERS]
 if sys.version_info < (3, 11):  # which transformers needs
     collect_ignore += [
         f"tests/integrations/test_{name}.py"

@@ -54,10 +54,6 @@ HOUSE = (
         ("errors", "env", "types", "base", "base.*", "observe", "observe.*"),
         layers(0),
     ),
-    # not provided
-    Floor(
-        0, ("model_parallel", "moe", "service", "distributed.launch", "distributed.run"), layers(0)
-    ),
     Floor(
         1,
         (

@@ -29,6 +29,7 @@ from bagua_ref.backends import (
     register_codec,
     use_backend,
 )
+from bagua_ref.base.not_provided import explain_missing as _explain_missing
 from bagua_ref.buckets.tensor import BaguaTensor
 from bagua_ref.data_parallel import GradScaler, join, train
 from bagua_ref.distributed import BaguaModule
@@ -135,12 +136,7 @@ if not _TYPE_CHECKING:  # so that type checkers still find misspelt names
             from importlib import import_module
 
             return import_module(f"bagua_ref.{name}")
-        from bagua_ref.base.not_provided import REPLACEMENTS, not_provided
-
-        known = name in REPLACEMENTS
-        raise AttributeError(
-            str(not_provided(name)) if known else f"module {__name__!r} has no attribute {name!r}"
-        )
+        return _explain_missing("")(name)
 
 
 def _install(mixin: type, target: type) -> None:

@@ -13,12 +13,11 @@ from pathlib import Path
 from bagua_ref.errors import NotProvidedError
 
 __all__ = [
-    "MISSING",
-    "REPLACEMENTS",
+    "NOT_PROVIDED",
     "explain_missing",
     "install_command",
-    "not_provided",
     "require",
+    "requirements_of",
 ]
 
 _EXPERTS = (
@@ -31,109 +30,86 @@ _NO_SERVICE = (
     " bucket_cap_mb= of DistributedDataParallel"
 )
 
-REPLACEMENTS = {
-    "contrib.sync_batchnorm": (
-        "use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping"
+_OWN_PIECES = "use fuse_optimizer and fuse_step; how they work inside is not part of the interface"
+_STATISTICS = "use the standard library's statistics"
+_SYNC_BATCH_NORM = "use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping"
+_TRAINING = (
+    "use model.with_bagua(...) or bagua_ref.data_parallel.DistributedDataParallel; what algorithms"
+    " are given is bagua_ref.algorithms.base.TrainingContext"
+)
+
+NOT_PROVIDED = {
+    "checkpoint.load_checkpoint": "use bagua_ref.checkpoint.load",
+    "checkpoint.save_checkpoint": "use bagua_ref.checkpoint.save",
+    "communication.CommMember": "ask isinstance(comm, bagua_ref.communication.NonMember)",
+    "communication.broadcast_nccl_unique_id": (
+        "use broadcast_object; communicators connect by themselves"
     ),
-    "data_parallel.bagua_distributed": (
-        "use model.with_bagua(...) or bagua_ref.data_parallel.DistributedDataParallel; what"
-        " algorithms are given is bagua_ref.algorithms.base.TrainingContext"
+    "communication.comm": "pass comm=None for the default group's global communicator",
+    "communication.get_hyperparameters_service_client": _NO_SERVICE,
+    "communication.run_flask_app": _NO_SERVICE,
+    "communication.start_autotune_server": _NO_SERVICE,
+    "contrib.SyncBatchNorm": _SYNC_BATCH_NORM,
+    "contrib.cache_loader.BatchFetcher": (
+        "use CacheLoader.get_many, and writer_buffer_size= of CacheLoader"
     ),
+    "contrib.cache_loader.deserialize": "use bagua_ref.contrib.cache.codec.decode",
+    "contrib.cache_loader.serialize": "use bagua_ref.contrib.cache.codec.encode",
+    "contrib.fuse.optimizer.calculate_mutual_groups": _OWN_PIECES,
+    "contrib.fuse.optimizer.check_optimizer": _OWN_PIECES,
+    "contrib.fuse.optimizer.do_fuse": _OWN_PIECES,
+    "contrib.fuse.optimizer.flatten_params_and_states": _OWN_PIECES,
+    "contrib.fuse.optimizer.flatten_tensors_with_closure": _OWN_PIECES,
+    "contrib.fuse.optimizer.get_optimizer_param_states": _OWN_PIECES,
+    "contrib.fuse.optimizer.get_tensor_state": _OWN_PIECES,
+    "contrib.fuse.optimizer.group_tensors": _OWN_PIECES,
+    "contrib.fuse.optimizer.infer_state_tensors": _OWN_PIECES,
+    "contrib.fuse.optimizer.make_optimizer_instance": _OWN_PIECES,
+    "contrib.fuse.optimizer.sync_optimizer_state": _OWN_PIECES,
+    "contrib.fuse.optimizer.sync_param_group_scalars": _OWN_PIECES,
+    "contrib.sync_batchnorm": _SYNC_BATCH_NORM,
+    "contrib.utils.redis_store.create_redis_client": (
+        "use redis.Redis(host=host, port=port) of the package redis"
+    ),
+    "data_parallel.bagua_distributed": _TRAINING,
     "distributed.launch": _LAUNCHER,
     "distributed.run": _LAUNCHER,
+    "env.get_autotune_level": _NO_SERVICE,
+    "env.get_autotune_max_samples": _NO_SERVICE,
+    "env.get_autotune_sampling_confidence_time_s": _NO_SERVICE,
+    "env.get_autotune_server_wait_time": _NO_SERVICE,
+    "env.get_autotune_warmup_time_s": _NO_SERVICE,
+    "env.get_bagua_service_port": _NO_SERVICE,
+    "env.get_is_output_autotune_log": _NO_SERVICE,
+    "env.is_report_metrics_switch_on": _NO_SERVICE,
     "model_parallel": _EXPERTS,
     "moe": _EXPERTS,
     "service": _NO_SERVICE,
+    "utils.LOGGER": 'use logging.getLogger("bagua_ref")',
+    "utils.StatisticalAverage": _STATISTICS,
+    "utils.average_by_removing_extreme_values": _STATISTICS,
+    "utils.to_bagua_datatype": "use the tensor's dtype as it is",
 }
-"""The replacement for each module, by its name within the package."""
-
-MISSING = {
-    "checkpoint": {
-        "load_checkpoint": "use bagua_ref.checkpoint.load",
-        "save_checkpoint": "use bagua_ref.checkpoint.save",
-    },
-    "env": dict.fromkeys(
-        (
-            "get_autotune_level",
-            "get_autotune_max_samples",
-            "get_autotune_sampling_confidence_time_s",
-            "get_autotune_server_wait_time",
-            "get_autotune_warmup_time_s",
-            "get_bagua_service_port",
-            "get_is_output_autotune_log",
-            "is_report_metrics_switch_on",
-        ),
-        _NO_SERVICE,
-    ),
-    "communication": {
-        **dict.fromkeys(
-            ("get_hyperparameters_service_client", "run_flask_app", "start_autotune_server"),
-            _NO_SERVICE,
-        ),
-        "CommMember": "ask isinstance(comm, bagua_ref.communication.NonMember)",
-        "broadcast_nccl_unique_id": "use broadcast_object; communicators connect by themselves",
-        "comm": "pass comm=None for the default group's global communicator",
-    },
-    "utils": {
-        **dict.fromkeys(
-            ("StatisticalAverage", "average_by_removing_extreme_values"),
-            "use the standard library's statistics",
-        ),
-        "LOGGER": 'use logging.getLogger("bagua_ref")',
-        "to_bagua_datatype": "use the tensor's dtype as it is",
-    },
-    "contrib.cache_loader": {
-        "BatchFetcher": "use CacheLoader.get_many, and writer_buffer_size= of CacheLoader",
-        "deserialize": "use bagua_ref.contrib.cache.codec.decode",
-        "serialize": "use bagua_ref.contrib.cache.codec.encode",
-    },
-    "contrib.fuse.optimizer": dict.fromkeys(
-        (
-            "calculate_mutual_groups",
-            "check_optimizer",
-            "do_fuse",
-            "flatten_params_and_states",
-            "flatten_tensors_with_closure",
-            "get_optimizer_param_states",
-            "get_tensor_state",
-            "group_tensors",
-            "infer_state_tensors",
-            "make_optimizer_instance",
-            "sync_optimizer_state",
-            "sync_param_group_scalars",
-        ),
-        "use fuse_optimizer and fuse_step; how they work inside is not part of the interface",
-    ),
-    "contrib.utils.redis_store": {
-        "create_redis_client": "use redis.Redis(host=host, port=port) of the package redis"
-    },
-}
-"""The replacement for single names, by module."""
-
-
-def not_provided(name: str) -> NotProvidedError:
-    """Return the error that importing the module ``name`` raises.
-
-    >>> not_provided("distributed.run")
-    NotProvidedError('bagua_ref.distributed.run is not provided; start workers with torchrun, e.g.
-    ...')
-    """
-    return NotProvidedError(f"bagua_ref.{name} is not provided; {REPLACEMENTS[name]}")
+"""The replacement for each module and name of the original, by its name within the package."""
 
 
 def explain_missing(module: str) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of ``module``, which names the replacement when one of its
-    `MISSING` names is imported.
+    """Return the ``__getattr__`` of ``module`` ("" for the package itself), which names the
+    replacement of a name that is not provided.
+
+    >>> explain_missing("distributed")("run")
+    Traceback (most recent call last):
+    bagua_ref.errors.NotProvidedError: bagua_ref.distributed.run is not provided; start workers ...
     """
+    prefix = f"{module}." if module else ""
 
     def __getattr__(name: str) -> object:  # noqa: N807
-        if name in MISSING[module]:
+        if (replacement := NOT_PROVIDED.get(prefix + name)) is not None:
             # In ``from module import name``, Python would replace an AttributeError by one without
             # an explanation.
-            raise NotProvidedError(
-                f"bagua_ref.{module}.{name} is not provided; {MISSING[module][name]}"
-            )
-        raise AttributeError(f"module 'bagua_ref.{module}' has no attribute {name!r}")
+            raise NotProvidedError(f"bagua_ref.{prefix}{name} is not provided; {replacement}")
+        where = f"bagua_ref.{module}" if module else "bagua_ref"
+        raise AttributeError(f"module {where!r} has no attribute {name!r}")
 
     return __getattr__
 

@@ -2,9 +2,9 @@
 optimizer.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from bagua_ref.base.not_provided import not_provided
+from bagua_ref.base.not_provided import explain_missing
 from bagua_ref.contrib.budget_batch_sampler import BudgetBatchSampler
 from bagua_ref.contrib.cache_loader import CacheLoader
 from bagua_ref.contrib.cached_dataset import CachedDataset
@@ -23,8 +23,5 @@ __all__: list[str] = [
     "fuse_optimizer",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "SyncBatchNorm":
-        raise not_provided("contrib.sync_batchnorm")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # so that type checkers still find misspelt names
+    __getattr__ = explain_missing("contrib")

@@ -2,6 +2,9 @@
 DDP's interface (S5).
 """
 
+from typing import TYPE_CHECKING
+
+from bagua_ref.base.not_provided import explain_missing
 from bagua_ref.data_parallel import functional
 from bagua_ref.data_parallel.distributed import DistributedDataParallel, to_bagua_process_group
 from bagua_ref.data_parallel.grad_scaler import GradScaler
@@ -16,3 +19,6 @@ __all__ = [
     "to_bagua_process_group",
     "train",
 ]
+
+if not TYPE_CHECKING:  # so that type checkers still find misspelt names
+    __getattr__ = explain_missing("data_parallel")

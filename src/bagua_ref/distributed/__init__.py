@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed import ProcessGroup
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
 from bagua_ref.backends.base import KernelBackend
+from bagua_ref.base.not_provided import explain_missing
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.data_parallel.training import Options
 from bagua_ref.data_parallel.wrapping import context_of, resynchronize, wrap
@@ -181,3 +182,7 @@ class BaguaModule:
 def _module(mixin: object) -> torch.nn.Module:
     """Return ``self`` of a method that runs on torch.nn.Module, typed as what it is."""
     return cast("torch.nn.Module", mixin)
+
+
+if not TYPE_CHECKING:  # so that type checkers still find misspelt names
+    __getattr__ = explain_missing("distributed")
