@@ -21,7 +21,6 @@ __all__ = [
     "adversarial",
     "every_backend",
     "every_backend_but",
-    "every_backend_in_proof",
     "inputs",
     "name_of",
 ]
@@ -35,9 +34,9 @@ register_backend(
 register_backend("cuda-on-copies", "tests.cuda_emulation.copies:CudaOnCopies")
 
 
-def _backends(*marks: pytest.MarkDecorator) -> list[ParameterSet | str]:
-    """Return every backend that works here on CPU tensors; ``marks`` apply to the CUDA sources
-    compiled for the CPU.
+def _backends() -> list[ParameterSet | str]:
+    """Return every backend that works here on CPU tensors; the CUDA sources compiled for the CPU
+    need a compiler, so that they are proofs.
     """
     why_not = available_backends()
     chosen: list[ParameterSet | str] = [
@@ -49,7 +48,7 @@ def _backends(*marks: pytest.MarkDecorator) -> list[ParameterSet | str]:
         if why_not["cuda-emulated"] is None or "CI" in os.environ
         else [pytest.mark.skip(why_not["cuda-emulated"])]
     )
-    chosen.append(pytest.param("cuda-emulated", marks=[*excused, *marks]))
+    chosen.append(pytest.param("cuda-emulated", marks=[*excused, pytest.mark.proof]))
     if torch.cuda.is_available():
         lacking = [] if why_not["cuda"] is None else [pytest.mark.skip(why_not["cuda"])]
         chosen.append(pytest.param("cuda-on-copies", marks=[pytest.mark.gpu, *lacking], id="cuda"))
@@ -57,8 +56,6 @@ def _backends(*marks: pytest.MarkDecorator) -> list[ParameterSet | str]:
 
 
 every_backend = pytest.mark.parametrize("backend", _backends())
-every_backend_in_proof = pytest.mark.parametrize("backend", _backends(pytest.mark.proof))
-"""As `every_backend`, but `make test` leaves the emulated CUDA sources to `make proof`."""
 
 
 def every_backend_but(name: str) -> pytest.MarkDecorator:

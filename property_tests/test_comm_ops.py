@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from property_tests.strategies import every_backend_in_proof
+from property_tests.strategies import every_backend
 
 from bagua_ref.conformance import EXACT, SUM, assert_equal
 from bagua_ref.conformance.inputs.strategies import seeds, worlds
@@ -31,7 +31,7 @@ def run(nodes, inputs, backend, seed=0, **options):
     )
 
 
-@every_backend_in_proof
+@every_backend
 @given(nodes=worlds(), values=seeds, seed=st.integers(0, 2**32))
 def test_S2_4_the_interleaving_of_ranks_does_not_matter(backend, nodes, values, seed):
     inputs = list(

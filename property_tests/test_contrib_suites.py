@@ -9,7 +9,7 @@ from functools import partialmethod
 from types import SimpleNamespace
 
 import pytest
-from property_tests.strategies import Seeded, every_backend_in_proof
+from property_tests.strategies import Seeded, every_backend
 
 from bagua_ref.conformance.run.pytest_suites import (
     CacheSuite,
@@ -37,7 +37,7 @@ def with_samplers_on(backend: str) -> SimpleNamespace:
     return SimpleNamespace(samplers=parts)
 
 
-@every_backend_in_proof
+@every_backend
 class TestSamplers(Seeded, SamplerSuite):
     @pytest.fixture
     def target(self, backend):

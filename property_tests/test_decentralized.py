@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from property_tests.strategies import every_backend_in_proof
+from property_tests.strategies import every_backend
 
 from bagua_ref.comm_ops import shift_one_peer
 from bagua_ref.conformance.expected import decentralized_numpy as oracle
@@ -48,7 +48,7 @@ def test_S13_every_mode_is_doubly_stochastic(n, t, mode):
         assert graph == graphs.MODES[mode].graph(t % graphs.MODES[mode].period(n), n)
 
 
-@every_backend_in_proof
+@every_backend
 @pytest.mark.parametrize(("mode", "bound"), [("all", 1.0), ("shift_one", 1.0), ("ring", 0.7)])
 @given(half=st.integers(1, 4), seed=st.integers(0, 2**16))
 def test_S3_4_S3_5_the_distance_from_consensus_contracts(backend, mode, bound, half, seed):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from property_tests.strategies import FLOATS, adversarial, every_backend_in_proof, inputs
+from property_tests.strategies import FLOATS, adversarial, every_backend, inputs
 from tests.trainings import Given, simulate
 from torch import nn
 
@@ -36,7 +36,7 @@ options = st.fixed_dictionaries(
 )
 
 
-@every_backend_in_proof
+@every_backend
 @inputs(50)
 @given(
     data=st.data(),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from property_tests.strategies import Seeded, every_backend_but, every_backend_in_proof
+from property_tests.strategies import Seeded, every_backend, every_backend_but
 
 from bagua_ref.conformance.run.pytest_suites import (
     AlgorithmSuite,
@@ -27,7 +27,7 @@ def own_parts(backend: str, flatten: bool) -> ReferenceTarget:
     return ReferenceTarget(backend, flatten)
 
 
-@every_backend_in_proof
+@every_backend
 class TestKernels(Seeded, KernelSuite, CodecSuite):
     @pytest.fixture
     def target(self, backend):

@@ -56,16 +56,13 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_inputs")
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "fault",
     [
         None,
-        pytest.param(
-            ("minmax_uint8.c", "g.scale = 255.0f", "g.scale = 254.0f"), marks=pytest.mark.proof
-        ),
-        pytest.param(
-            ("serve.c", "payload.data + place * size)", "payload.data)"), marks=pytest.mark.proof
-        ),
+        ("minmax_uint8.c", "g.scale = 255.0f", "g.scale = 254.0f"),
+        ("serve.c", "payload.data + place * size)", "payload.data)"),
     ],
     ids=str,
 )

@@ -15,8 +15,7 @@ from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.backends.cuda.launch import KernelLaunch
 from bagua_ref.conformance import EXACT, assert_equal
 
-if build.compiler() is None:
-    pytest.skip("there is no g++", allow_module_level=True)
+pytestmark = build.proofs
 
 SOURCE = r"""
 #include <cuda_bf16.h>

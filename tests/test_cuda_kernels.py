@@ -21,8 +21,7 @@ from bagua_ref.backends.cuda.launch import BLOCK, DeviceProperties
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.conformance import EXACT, assert_equal
 
-if build.compiler() is None:
-    pytest.skip("there is no g++", allow_module_level=True)
+pytestmark = build.proofs
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 reference, emulated = get_backend("reference"), EmulatedBackend()

@@ -22,8 +22,6 @@ from bagua_ref.backends.cuda.launcher import cached
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.errors import BackendUnavailableError
 
-needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="there is no g++")
-
 
 class FakeCuda:
     """Stand-in for CuPy's three modules that records the calls."""
@@ -139,7 +137,8 @@ class OnCpu(launcher.CudaBackend):
             torch.empty = original
 
 
-@needs_compiler
+@pytest.mark.proof
+@build.needs_compiler
 def test_launches_go_to_torch_s_stream_on_the_tensor_s_device_and_the_device_is_given_back(cuda):
     kernels, x = OnCpu(), torch.randn(50_000)
     payload = get_codec("MinMaxUInt8", kernels).compress(x, 1)
@@ -152,7 +151,8 @@ def test_launches_go_to_torch_s_stream_on_the_tensor_s_device_and_the_device_is_
     assert len(cuda.launched) == 3
 
 
-@needs_compiler
+@pytest.mark.proof
+@build.needs_compiler
 def test_a_source_is_compiled_once_and_kept_on_disk_until_something_changes(
     cuda, monkeypatch, tmp_path
 ):
@@ -183,7 +183,8 @@ def test_a_source_is_compiled_once_and_kept_on_disk_until_something_changes(
     assert len(cuda.compiled) == 3
 
 
-@needs_compiler
+@pytest.mark.proof
+@build.needs_compiler
 def test_every_thread_takes_up_the_device_once(cuda):
     kernels = OnCpu()
     kernels.add_(torch.zeros(9), torch.ones(9))
@@ -195,7 +196,8 @@ def test_every_thread_takes_up_the_device_once(cuda):
     assert cuda.freed == 2
 
 
-@needs_compiler
+@pytest.mark.proof
+@build.needs_compiler
 def test_a_stream_keeps_its_workspace_until_it_is_too_small(cuda, monkeypatch):
     kernels = OnCpu()
     for _ in range(3):
@@ -212,7 +214,8 @@ def test_a_stream_keeps_its_workspace_until_it_is_too_small(cuda, monkeypatch):
     assert first.numel() == 65536
 
 
-@needs_compiler
+@pytest.mark.proof
+@build.needs_compiler
 def test_threads_on_one_stream_do_not_take_each_other_s_workspace(cuda):
     kernels, reference = OnCpu(), get_backend("reference")
     inputs = [

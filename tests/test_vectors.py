@@ -1168,6 +1168,7 @@ def test_the_client_in_c_passes(client: Path, tmp_path: Path, manifest: dict[str
     assert not report.passed  # outputs of a part are not taken for the whole
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "damage",
     [

@@ -94,7 +94,8 @@ class EmulatedBackend(PlannedBackend):
     device_types = ("cpu",)
 
     def __init__(self, multiprocessors: int = 2, order: int = 0) -> None:
-        emulator()  # compile now, as the first call of a kernel may have a time limit
+        if build.compiler():  # without one, files can still be collected
+            emulator()  # compile now, as the first call of a kernel may have a time limit
         self.properties, self.order = DeviceProperties(multiprocessors), order
 
     @classmethod

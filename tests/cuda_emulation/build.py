@@ -14,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from bagua_ref.backends.cuda.launch import KERNELS, source_of
 
 HERE = Path(__file__).parent
@@ -35,6 +37,11 @@ FLAGS = (
 def compiler() -> str | None:
     """Return the compiler, or None without one."""
     return shutil.which(os.environ.get("CXX", "g++"))
+
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="there is no g++")
+proofs = [pytest.mark.proof, needs_compiler]
+"""Marks of files that compile the CUDA sources: `make test` needs no compiler."""
 
 
 def build(
