@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
 import bagua_ref
-from bagua_ref.cli.recipes import ALONE, RECIPES, make_model, make_optimizer
+from bagua_ref.cli.demo import ALONE, RECIPES, make_model, make_optimizer
 from bagua_ref.data_parallel.wrapping import Recipe
 
 PROCESSES, BATCH, EPOCHS, SEEDS = 4, 64, 10, range(5)

@@ -19,7 +19,7 @@ import workers
 from learning import EPOCHS, PROCESSES, accuracies
 
 import bagua_ref
-from bagua_ref.cli.recipes import RECIPES
+from bagua_ref.cli.demo import RECIPES
 from bagua_ref.data_parallel.wrapping import Recipe
 
 BASELINE = "gradient_allreduce"

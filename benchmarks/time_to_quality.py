@@ -31,7 +31,7 @@ import torch.distributed as dist
 from contenders import Outer, Training
 from torch import Tensor, nn
 
-from bagua_ref.cli.recipes import Digits, make_model
+from bagua_ref.cli.demo import Digits, make_model
 
 RANKS = 4
 Batch = tuple[Tensor, Tensor]

@@ -21,7 +21,7 @@ import workers
 from torch.nn.functional import cross_entropy
 
 import bagua_ref
-from bagua_ref.cli.recipes import RECIPES, Digits, Settings, make_model, make_optimizer
+from bagua_ref.cli.demo import RECIPES, Digits, Settings, make_model, make_optimizer
 from bagua_ref.conformance.trace import Recorder
 
 ALGORITHMS = ("gradient_allreduce", "bytegrad")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import multiprocessing
 import os
@@ -11,18 +10,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from rich.console import Console
 from tests.launch import run_script
 from tests.trainings import simulate
 
@@ -33,8 +30,7 @@ from bagua_ref.base.not_provided import install_command
 from bagua_ref.base.utils import readable_bytes
 from bagua_ref.cli import _parser, balance, demo, doctor, main
 from bagua_ref.cli.command import Commands
-from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Settings, TrainingOutcome, train
-from bagua_ref.cli.report import draw_curves, print_table, trailing_mean, write_report
+from bagua_ref.cli.demo import ALONE, RECIPES, Digits, Settings, TrainingOutcome, train
 from bagua_ref.data_parallel.wrapping import Recipe
 from bagua_ref.simulation import SimulatedWorld
 
@@ -139,27 +135,6 @@ def test_each_command_has_examples_that_it_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("older", "now"),
-    [
-        ("demo --workers 3 --quick", "demo --ranks 3 --quick"),
-        ("advise --params 9 --workers 3", "advise --params 9 --ranks 3"),
-        ("balance --lengths x --replicas 3 --output y", "balance --lengths x --ranks 3 --png y"),
-    ],
-)
-def test_options_keep_their_older_names(older: str, now: str) -> None:
-    first, second = (_parser().parse_args(text.split()) for text in (older, now))
-    kept = [
-        {
-            name: value
-            for name, value in vars(each).items()
-            if not callable(value) and name != "parser"
-        }
-        for each in (first, second)
-    ]
-    assert kept[0] == kept[1]
-
-
-@pytest.mark.parametrize(
     "command",
     [
         "balance --lengths {folder}/lengths --ranks 2",
@@ -225,13 +200,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "COMMAND"),
         (["fly"], "'fly'"),
-        (["demo", "--ranks", "0"], "ranks=0 must be from 1 to 64"),
-        (["demo", "--ranks", "65"], "ranks=65 must be from 1 to 64"),
-        (["demo", "--ranks", "two"], "--ranks: invalid int value: 'two'"),
-        (["demo", "--epochs", "0"], "epochs=0 must be"),
-        (["demo", "--seed", "-1"], "seed=-1 must be"),
+        (["demo", "--ranks", "0"], "--ranks: '0' must be a whole number from 1 to 64"),
+        (["demo", "--ranks", "65"], "--ranks: '65' must be"),
+        (["demo", "--ranks", "two"], "--ranks: 'two' must be"),
+        (["demo", "--epochs", "0"], "--epochs: '0' must be"),
+        (["demo", "--seed", "-1"], "--seed: '-1' must be"),
         (["demo", "--algorithms", "bytgrad"], "--algorithms: invalid choice: 'bytgrad'"),
-        (["demo", "--algorithms", "bytegrad", "bytegrad"], "names an algorithm twice"),
         (["demo", "--output", f"{__file__}/report"], "must be a writable folder"),
         (["doctor", "--yaml"], "--yaml"),
     ],
@@ -256,7 +230,7 @@ def test_a_missing_extra_is_named_after_wrong_arguments(
     with pytest.raises(SystemExit) as ended:
         main(["demo", "--ranks", "0"])
     assert ended.value.code == 2
-    assert "ranks=0" in capsys.readouterr().err
+    assert "--ranks: '0'" in capsys.readouterr().err
 
 
 def test_in_a_checkout_an_extra_is_installed_from_its_folder(
@@ -563,7 +537,7 @@ def test_doctor_names_what_is_set_but_cannot_work(
 
 def test_every_registered_algorithm_has_a_recipe() -> None:
     assert list(RECIPES) == GlobalAlgorithmRegistry.available_algorithms(), (
-        "one line in cli/recipes.py"
+        "one line in cli/demo.py"
     )
 
 
@@ -685,17 +659,11 @@ def test_an_algorithm_that_works_in_the_background_is_stopped_and_ranks_are_comb
 
 
 def events(name: str, accuracy: float = 0.9) -> list[dict[str, Any]]:
-    """Return what rank 0 reports of ten steps alone and with ``name``, whose outcome is the mean
-    over ranks.
-    """
-    result: list[dict[str, Any]] = [
-        {"algorithm": ALONE, "loss": 1.0, "bytes_sent": 0} for _ in range(10)
-    ]
+    """Return what rank 0 reports of ten steps alone and with ``name``."""
+    result: list[dict[str, Any]] = [{"algorithm": ALONE, "loss": 1.0} for _ in range(10)]
     outcome = TrainingOutcome(ALONE, 0.5, 1.0, 0, None, 1.0, 0.0, [1.0] * 10, [0] * 10)
     result.append({"algorithm": ALONE, "outcome": outcome})
-    result += [
-        {"algorithm": name, "loss": 0.25, "bytes_sent": 1000 * (step + 1)} for step in range(10)
-    ]
+    result += [{"algorithm": name, "loss": 0.25} for _ in range(10)]
     sent = [1000.0 * (step + 1) for step in range(10)]
     outcome = TrainingOutcome(name, accuracy, 0.5, 1000.0, 0.25, 1.0, 0.0, [0.5] * 10, sent)
     return [*result, {"algorithm": name, "outcome": outcome}]
@@ -706,7 +674,7 @@ def test_progress_is_shown_and_outcomes_are_printed(
     terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    found = demo.show(events("bytegrad"), Settings(ranks=2, quick=True, algorithms=("bytegrad",)))
+    found = demo._show(events("bytegrad"), Settings(ranks=2, quick=True, algorithms=("bytegrad",)))
     printed, progress = capsys.readouterr()
     assert printed.splitlines() == [
         "starting 2 workers",
@@ -718,115 +686,13 @@ def test_progress_is_shown_and_outcomes_are_printed(
     assert [outcome.algorithm for outcome in found] == [ALONE, "bytegrad"]
 
 
-def outcomes() -> list[TrainingOutcome]:
-    losses = [2.0 / (i + 1) for i in range(10)]
-    return [
-        TrainingOutcome(ALONE, 0.98, 0.1, 0, None, 123.4, 0, losses, [0.0] * 10),
-        TrainingOutcome(
-            "gradient_allreduce",
-            0.975,
-            0.1234567,
-            153128,
-            1.0,
-            99.6,
-            0,
-            losses,
-            [153128.0 * (i + 1) for i in range(10)],
-        ),
-        TrainingOutcome(
-            "bytegrad",
-            0.97,
-            0.2,
-            38400,
-            0.2508,
-            80.0,
-            1.25e-7,
-            losses,
-            [38400.0 * (i + 1) for i in range(10)],
-        ),
-    ]
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_table_fits_and_is_not_cut(width: int) -> None:
-    console = Console(file=io.StringIO(), width=width)
-    longest = TrainingOutcome(
-        "low_precision_decentralized", 0.97, 0.2, 229700, 0.2508, 80.0, 1.25e-7, [1.0], [1.0]
-    )
-    print_table([*outcomes(), longest], Settings(ranks=2, quick=True), console)
-    lines = console.file.getvalue().splitlines()
-    assert lines[0].rstrip() == "2 workers, 10 steps of 64 images, 38,282 parameters"
-    assert "…" not in "".join(lines)
-    rows = {line.split()[0]: line.split() for line in reversed(lines) if line.strip()}
-    assert rows["bytegrad:"][:4] == ["bytegrad:", "Sends", "25%", "of"]
-    assert rows["gradient_allreduce"] == [
-        "gradient_allreduce",
-        "97.5%",
-        "0.1235",
-        "153.1",
-        "kB",
-        "1.000",
-        "0",
-        "10.0",
-    ]
-    assert rows["bytegrad"] == [
-        "bytegrad",
-        "97.0%",
-        "0.2000",
-        "38.4",
-        "kB",
-        "0.251",
-        "1.2e-07",
-        "12.5",
-    ]
-    assert rows["single"] == ["single", "process", "98.0%", "0.1000", "-", "-", "-", "8.1"]
-    assert rows["low_precision_decentralized"][-2] == "1.2e-07"
-
-
-def test_the_page_stands_alone_and_holds_the_numbers(tmp_path: Path) -> None:
-    page = write_report(outcomes(), Settings(ranks=2, quick=True), tmp_path)
-    assert page == tmp_path / "index.html"
-    check_page(
-        page.read_text(), ["single process", "gradient_allreduce", "bytegrad", "153.1 kB", "0.251"]
-    )
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert [entry["algorithm"] for entry in found["results"]] == [
-        ALONE,
-        "gradient_allreduce",
-        "bytegrad",
-    ]
-    assert found["settings"]["parameters"] == PARAMETERS
-
-
 def check_page(page: str, expected: list[str]) -> None:
     for text in expected:
         assert text in page
-    drawings = re.findall(r'src="([^"]*)"', page)
-    assert len(drawings) == 3
-    assert all(drawing.startswith("data:image/svg+xml;base64,") for drawing in drawings)
-    linked = [
-        Path(url2pathname(urlsplit(link).path)) for link in re.findall(r'href="([^"]*)"', page)
-    ]
-    assert len(linked) > 1
-    assert all(path.is_file() for path in linked)
-    text = re.sub(r"<[^>]*>", "", page)
-    assert not re.search(r"``|\bS\d+(\.\d)?\b", text), "markup, or a clause that is no link"
+    (drawing,) = re.findall(r'src="([^"]*)"', page)
+    assert drawing.startswith("data:image/svg+xml;base64,")
+    ElementTree.fromstring(b64decode(drawing.partition(",")[2]))
     assert "<script" not in page
-
-
-@pytest.mark.parametrize("kind", ["loss", "traffic", "loss by traffic"])
-def test_the_curves_are_drawn(kind: str) -> None:
-    buffer = io.BytesIO()
-    figure = draw_curves(outcomes(), kind, 5)
-    figure.savefig(buffer, format="svg")
-    ElementTree.fromstring(buffer.getvalue())
-    (axes,) = figure.axes
-    assert len(axes.lines) == (3 if kind == "loss" else 2)
-
-
-def test_trailing_mean_is_the_mean_of_what_came_last() -> None:
-    assert trailing_mean([1.0, 2.0, 3.0, 4.0], 3) == [1.0, 1.5, 2.0, 3.0]
-    assert trailing_mean([], 3) == []
 
 
 @pytest.mark.parametrize(
@@ -870,7 +736,8 @@ def test_the_demo_end_to_end(
     assert run_demo("--json-file", str(tmp_path / "demo.json")) == 0
     out = capsys.readouterr().out
     assert re.search(r"bytegrad: test accuracy [\d.]+%, loss [\d.]+, 384.0 kB sent", out)
-    assert re.search(r"gradient_allreduce +[\d.]+% +[\d.]+ +153.1 kB +1.000 +0 +[\d.]+ *\n", out)
+    assert re.search(r"gradient_allreduce +[\d.]+% +[\d.]+ +153.1 kB +100.0% +0 +[\d.]+ *\n", out)
+    assert "…" not in out
     found = json.loads((tmp_path / "report" / "results.json").read_text())
     assert json.loads((tmp_path / "demo.json").read_text()) == found
     assert [entry["algorithm"] for entry in found["results"]] == [ALONE, *RECIPES]
@@ -880,20 +747,12 @@ def test_the_demo_end_to_end(
         by_name[ALONE]["losses"], rel=1e-3
     )
     assert by_name["bytegrad"]["ratio"] == pytest.approx(0.251, abs=0.001)
-    assert found["predicted_seconds"].keys() == {
-        "gradient_allreduce",
-        "bytegrad",
-        "decentralized",
-        "low_precision_decentralized",
-        "async",
-    }
-    assert "powersgd: All 10 steps were warm-up" in out
     for entry in by_name.values():
         assert len(entry["losses"]) == 10
         assert entry["steps_per_second"] > 0
     check_page(
         (tmp_path / "report" / "index.html").read_text(),
-        ["2 workers, 10 steps", "153.1 kB", "38.4 kB", found["command"]],
+        ["2 workers, 10 steps", "153.1 kB", "38.4 kB", "25.1%"],
     )
 
 
@@ -921,9 +780,7 @@ def test_a_worker_that_dies_is_named(
         demo, "show_progress", lambda *_: multiprocessing.active_children()[0].kill()
     )
     assert run_demo() == 1
-    assert re.search(
-        r"bagua-ref demo: worker \d (was killed by SIGKILL|failed)", capsys.readouterr().err
-    )
+    assert re.search(r"bagua-ref demo: worker \d: .*terminated with", capsys.readouterr().err)
     assert not (tmp_path / "report" / "results.json").exists()
 
 
@@ -934,7 +791,7 @@ def test_the_error_of_a_worker_is_printed(
     monkeypatch.setattr(Digits, "load", lambda: (torch.zeros(1),))
     assert run_demo() == 1
     complaint = capsys.readouterr().err
-    assert re.match(r"bagua-ref demo: worker \d failed:\n", complaint)
+    assert re.match(r"bagua-ref demo: worker \d: .*terminated with", complaint)
     assert "TypeError" in complaint
 
 

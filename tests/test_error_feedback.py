@@ -58,14 +58,14 @@ def assert_same(mine: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 @pytest.mark.proof
 def test_qadam_with_one_bit_and_error_memory_learns_the_digits() -> None:
     pytest.importorskip("sklearn")
-    from bagua_ref.cli import recipes
+    from bagua_ref.cli import demo
 
-    settings, digits = recipes.Settings(ranks=2, epochs=8), recipes.Digits.load()
+    settings, digits = demo.Settings(ranks=2, epochs=8), demo.Digits.load()
 
     def rank(r: int) -> float:
         torch.manual_seed(0)
-        model = recipes.make_model()
-        optimizer = recipes.make_optimizer("qadam", model.parameters())
+        model = demo.make_model()
+        optimizer = demo.make_optimizer("qadam", model.parameters())
         model.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical=False, **ONE_BIT))
         for images, labels in digits.batches(settings, r, 2):
             optimizer.zero_grad()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.scripts import run_python
 
-from bagua_ref.cli.recipes import ALONE, RECIPES
+from bagua_ref.cli.demo import ALONE, RECIPES
 
 
 @pytest.mark.timeout(1800)

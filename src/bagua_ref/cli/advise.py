@@ -23,7 +23,6 @@ from bagua_ref.cli.command import (
     Commands,
     add_command,
     add_json_options,
-    add_older_name,
     call_object,
     number,
     print_rows,
@@ -113,14 +112,13 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="the number of parameters, such as 340e6, in matrices of 1024 x 1024",
     )
-    ranks = advise.add_argument(
+    advise.add_argument(
         "--ranks",
         type=number(1, _MOST_WORKERS, whole=True),
         required=True,
         metavar="N",
         help="the number of ranks",
     )
-    add_older_name(advise, ranks, "--workers")
     advise.add_argument(
         "--nodes",
         type=number(1, _MOST_WORKERS, whole=True),

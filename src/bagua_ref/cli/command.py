@@ -26,7 +26,6 @@ __all__ = [
     "PrintCompletion",
     "add_command",
     "add_json_options",
-    "add_older_name",
     "call_object",
     "end_progress",
     "foreign_code",
@@ -92,13 +91,6 @@ class _HelpFormatter(argparse.HelpFormatter):
         return "\n".join(
             line if line[:1] == " " else fill(line, width, indent) for line in text.split("\n")
         )
-
-
-def add_older_name(parser: argparse.ArgumentParser, option: argparse.Action, name: str) -> None:
-    """Let users also give an option by a name that it had before, which help and completion do not
-    show.
-    """
-    parser._option_string_actions[name] = option
 
 
 def add_json_options(parser: argparse.ArgumentParser) -> None:
