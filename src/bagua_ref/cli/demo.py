@@ -421,9 +421,11 @@ def _page(title: str, outcomes: Sequence[TrainingOutcome], settings: Settings) -
     figure = BytesIO()
     _draw(outcomes, settings).savefig(figure, format="svg", metadata={"Date": None})
     picture = b64encode(figure.getvalue()).decode()
+    descriptions = {
+        name: GlobalAlgorithmRegistry[name][1].replace("`", "") for name in settings.algorithms
+    }
     about = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(GlobalAlgorithmRegistry[name][1])}</dd>\n"
-        for name in settings.algorithms
+        f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>\n" for name, text in descriptions.items()
     )
     return f"""<!doctype html>
 <html lang="en">
@@ -431,7 +433,7 @@ def _page(title: str, outcomes: Sequence[TrainingOutcome], settings: Settings) -
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>bagua_ref demo</title>
 <style>
-body {{ margin: 2rem auto; max-width: 70rem; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }}
+body {{ margin: 2rem auto; max-width: 76rem; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }}
 div {{ overflow-x: auto; }}
 td, th {{ padding: .3rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #ccc; }}
 td:first-child, th:first-child {{ text-align: left; }}
