@@ -66,8 +66,8 @@ API = {
     },
     "Checking": {
         "conformance": ["bagua_ref.conformance"],
-        "trace": ["bagua_ref.conformance.trace"],
         "vectors": ["bagua_ref.conformance.vectors"],
+        "record": ["bagua_ref.record"],
     },
 }
 

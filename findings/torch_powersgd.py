@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 
 from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.expected.tolerances import EXACT, assert_equal
-from bagua_ref.conformance.trace import Recorder, check_trace
 
 PEER = "torch==2.13.0"
 IMPLEMENTATION = f"torch powerSGD_hook ({PEER})"
@@ -75,68 +72,7 @@ def remembered(rounds: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, state.error_dict[0].clone()
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default options": {},
-    "use_error_feedback=False": {"use_error_feedback": False},
-    "orthogonalization_epsilon=1e-8": {"orthogonalization_epsilon": 1e-8},
-    "batch_tensors_with_same_shape=True": {"batch_tensors_with_same_shape": True},
-}
-SHAPES = [(12, 10), (12, 10), (9, 14)]
-"""Of the gradients of a bucket; the first two have one shape."""
-
-
-def recorded(folder: str, settings: dict[str, Any]) -> None:
-    """Record four rounds on matrices, from the second on: the first factors are of torch's own
-    generator.
-    """
-    state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=1, **settings)
-    state.iter = 2
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    sizes = [n * m for n, m in SHAPES]
-    starts = [sum(sizes[:place]) for place in range(len(sizes))]
-    described = json.dumps(
-        [
-            [start, n, m, 2, place]
-            for place, (start, (n, m)) in enumerate(zip(starts, SHAPES, strict=True))
-        ]
-    )
-    # Batched, gradients of one shape come first; without, they come as in the bucket: the same
-    # order here.
-    memory = "averaged" if state.use_error_feedback else None
-    with Recorder(folder, algorithm="powersgd", options={"memory": memory}) as recorder:
-        for k in range(4):
-            bucket = outside.Bucket([torch.randn(shape, generator=generator) for shape in SHAPES])
-            given = {"x": bucket.buffer().clone()}
-            if k:
-                given["q"] = state.q_memory_dict[0].reshape(-1).clone()
-                if memory:
-                    given["e"] = state.error_dict[0].clone()
-            result = hooks.powerSGD_hook(state, bucket).wait()
-            if k:
-                recorder.before_op("all", given, k=k, matrices=described)
-                recorder.after_op(
-                    "all", {"x": result} | ({"e": state.error_dict[0].clone()} if memory else {})
-                )
-                recorder.step()
-
-
-def trace_complaint(settings: dict[str, Any]) -> str | None:
-    """Return what the trace of such a training is blamed for."""
-    with tempfile.TemporaryDirectory() as folder:
-        on_ranks(recorded, folder, settings)
-        report = check_trace(folder)
-    return None if report.passed else str(report)
-
-
 def find() -> Iterator[Row]:
-    for name, settings in OPTIONS.items():
-        yield judged(
-            IMPLEMENTATION,
-            "S10.2",
-            f"{name}, rounds from equal factors and memories",
-            trace_complaint(settings),
-            given="2 ranks, gradients of 12 x 10, 12 x 10 and 9 x 14 of N(0, 1), rank 2, 3 rounds",
-        )
     sizes = {}
     for rounds in (10, 100):
         x, memory = on_ranks(remembered, rounds)[0]

@@ -26,18 +26,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_tests.strategies import COMPRESSIBLE, every_backend, inputs
 
+import bagua_ref
 from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.base.launch_environment import read_launch
 from bagua_ref.base.untrusted import load_json
 from bagua_ref.cli import main
 from bagua_ref.comm_ops import CentralizedLowPrecision, LowPrecisionDecentralized
 from bagua_ref.communicators.rendezvous import rendezvous
-from bagua_ref.conformance.formats import DamagedFileError, read_safetensors, write_safetensors
 from bagua_ref.conformance.run.runner import read_xfails
-from bagua_ref.conformance.trace import Recorder
 from bagua_ref.contrib.cache import fake_server, job_servers
 from bagua_ref.errors import CommunicationError
 from bagua_ref.planning import Estimate, MeasuredMachine
+from bagua_ref.record.tensor_files import DamagedFileError, read_safetensors, write_safetensors
 from bagua_ref.simulation import SimulatedWorld
 
 TIMES, AND = 100, 2**20
@@ -256,7 +256,7 @@ def test_S4_3_a_rank_that_sends_anything_harms_nothing_but_values(seed, elements
         assert not x.isinf().any()
 
 
-# Safetensors files, golden vectors, traces
+# Safetensors files, golden vectors, recordings
 
 
 EXAMPLE = {"a": torch.arange(4.0).reshape(2, 2), "b": torch.zeros(3, dtype=torch.uint8)}
@@ -267,23 +267,18 @@ SAMPLES = tempfile.TemporaryDirectory()
 
 @functools.cache
 def samples():
-    """Return a folder of small valid files: a trace of two ranks, and golden vectors with
+    """Return a folder of small valid files: a recording of two ranks, and golden vectors with
     outputs.
     """
     folder = Path(SAMPLES.name)
     write_safetensors(folder / "x.safetensors", EXAMPLE)
     for rank in range(2):
-        with Recorder(
-            folder / "trace",
-            rank=rank,
-            world_size=2,
-            algorithm="decentralized",
-            options={"hierarchical": False},
-        ) as trace:
+        model = torch.nn.Linear(1, 1)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        with bagua_ref.record(model, sgd, folder / "run", what="values", rank=rank, world_size=2):
             for _ in range(2):
-                trace.before_op("0", torch.ones(4), execution=0)
-                trace.after_op("0", torch.ones(4))
-                trace.step()
+                model(torch.ones(1, 1)).sum().backward()
+                sgd.step()
     make_vectors(folder / "vectors", folder / "outputs")
     return folder
 
@@ -365,13 +360,13 @@ def test_hostile_outputs_are_a_problem_of_their_file(data):
 
 @inputs(50)
 @given(data=st.data())
-def test_a_hostile_trace_is_checked_or_refused_by_name(data):
+def test_a_hostile_recording_is_compared_or_refused_by_name(data):
     names = ("manifest.json", "steps.jsonl", "*0.safetensors")
     with (
-        changed_copy(data, samples() / "trace", *names) as (folder, path),
+        changed_copy(data, samples() / "run", *names) as (folder, path),
         bounded_memory(path.stat().st_size),
     ):
-        results = run("trace", "check", folder), run("trace", "show", folder)
+        results = run("trace", "diff", folder, samples() / "run"), run("trace", "show", folder)
     assert all(code in (0, 1) or str(folder) in printed for code, printed in results)
 
 

@@ -52,7 +52,7 @@ _preloaded = [
     "bagua_ref.contrib",
     "bagua_ref.conformance.lab.play",
     "bagua_ref.conformance.targets.reference_target",
-    "bagua_ref.conformance.trace",
+    "bagua_ref.record",
 ]
 
 

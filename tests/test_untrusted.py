@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import tracemalloc
@@ -19,29 +20,24 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from property_tests import fuzz, test_hostile_input
 
+import bagua_ref
 from bagua_ref.base.launch_environment import read_launch
 from bagua_ref.base.untrusted import (
     NATURAL,
     SCALAR,
-    NotRegularError,
     check_form,
     check_hash_collisions,
     load_json,
     one_line,
-    open_file,
     read_file,
 )
 from bagua_ref.cli import main
-from bagua_ref.communicators.job_store import TorchDistributedTransport
-from bagua_ref.communicators.rendezvous import rendezvous
-from bagua_ref.conformance.formats import write_safetensors
 from bagua_ref.conformance.run.runner import read_xfails
-from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace
 from bagua_ref.conformance.vectors import VectorsError, check_outputs, read_manifest
-from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
+from bagua_ref.record import RecordingError, diff_records, read_recording
+from bagua_ref.record.tensor_files import write_safetensors
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "v2"
 
@@ -175,89 +171,62 @@ def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    """A valid trace of one rank and two steps."""
-    with Recorder(tmp_path / "trace", rank=0, world_size=1, algorithm="bytegrad") as recorder:
+def recording(tmp_path: Path) -> Path:
+    """A recording of one rank and two steps with values."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with bagua_ref.record(model, optimizer, tmp_path / "run", what="values", rank=0, world_size=1):
         for _ in range(2):
-            recorder.before_op("0", torch.ones(4))
-            recorder.after_op("0", torch.ones(4))
-            recorder.step()
-    assert check_trace(tmp_path / "trace").values == 8
-    return tmp_path / "trace" / "rank0"
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    return tmp_path / "run" / "rank0"
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "steps.jsonl", "00000000.safetensors"])
-def test_a_trace_may_not_refer_to_a_device(trace: Path, name: str) -> None:
-    (trace / name).unlink()
-    (trace / name).symlink_to("/dev/null")
-    with pytest.raises(TraceError, match=f"{name}' cannot be read: not a regular file"):
-        check_trace(trace.parent)
-
-
-def test_two_steps_of_a_trace_may_not_share_a_file(trace: Path) -> None:
-    """Otherwise a short index could have a large file read many times."""
-    index = trace / "steps.jsonl"
-    index.write_text(index.read_text().replace("00000001.safe", "00000000.safe"))
-    with pytest.raises(
-        TraceError, match=r"line 2 .*file='00000000.safetensors' is already that of step 0"
-    ):
-        read_trace(trace.parent)
+def test_a_recording_may_not_refer_to_a_device(recording: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(recording.parent, tmp_path / "other")
+    index = tmp_path / "other" / "rank0" / "steps.jsonl"
+    index.write_text(re.sub('"output:", "[0-9a-f]+"', '"output:", "0"', index.read_text()))
+    (recording / name).unlink()
+    (recording / name).symlink_to("/dev/null")
+    with pytest.raises(RecordingError, match=f"{name}' cannot be read: not a regular file"):
+        diff_records(recording.parent, tmp_path / "other")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"world_size": 10**12}, r"nodes=\[1\]"),
-        ({"world_size": 10**12, "nodes": [10**12]}, "rank1/manifest.json' is missing"),
-        ({"algorithm": ["bytegrad"]}, r"\['algorithm'\] must be a string"),
-        (
-            {"options": {"average": "maybe"}},
-            "rank0/manifest.json': option average='maybe' must be true or false",
-        ),
-        (
-            {
-                "buckets": {
-                    "0": {
-                        "dtype": "float32",
-                        "elements": 4,
-                        "tensors": [{"name": "w", "shape": [1] * 65}],
-                    }
-                }
-            },
-            "64 dimensions",
-        ),
-        (
-            {"buckets": {"0": {"dtype": "float32"}}},
-            r"\['buckets'\]\['0'\] must have the key 'elements'",
-        ),
-        ({"stopped": {"reason": 7}}, r"\['stopped'\]\['reason'\] must be a string"),
+        ({"world_size": 10**12}, "rank1/manifest.json' is missing"),
+        ({"rank": 1}, "is of rank 1 of 1, not of rank 0 of 1"),
+        ({"command": "python"}, r"\['command'\] must be a list"),
+        ({"stopped": {"reason": 7}}, r"\['stopped'\] must be a string"),
     ],
 )
-def test_a_manifest_of_a_trace_is_refused(
-    trace: Path, change: dict[str, Any], message: str
+def test_a_manifest_of_a_recording_is_refused(
+    recording: Path, change: dict[str, Any], message: str
 ) -> None:
-    manifest = json.loads((trace / "manifest.json").read_text())
-    (trace / "manifest.json").write_text(json.dumps({**manifest, **change}))
-    with pytest.raises(TraceError, match=message):
-        check_trace(trace.parent)
+    manifest = json.loads((recording / "manifest.json").read_text())
+    (recording / "manifest.json").write_text(json.dumps({**manifest, **change}))
+    with pytest.raises(RecordingError, match=message):
+        read_recording(recording.parent)
 
 
-def test_names_in_a_trace_send_no_commands_to_the_terminal(
-    trace: Path, capsys: pytest.CaptureFixture[str]
+def test_names_in_a_recording_send_no_commands_to_the_terminal(
+    recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bucket = {"dtype": "float32", "elements": 4, "tensors": []}
-    manifest = json.loads((trace / "manifest.json").read_text())
-    manifest |= {
-        "buckets": {"\x1b[2J\ud800": bucket},
-        "stopped": {"reason": "\x1b[2J\nPASSED"},
-        "complete": False,
-    }
-    (trace / "manifest.json").write_text(json.dumps(manifest))
-    assert main(["trace", "show", str(trace.parent)]) == 0
-    assert main(["trace", "check", str(trace.parent)]) == 0
-    shown = capsys.readouterr().out
-    assert shown.replace("\n", "").isprintable()
-    assert r"\x1b[2J\nPASSED" in shown
+    shutil.copytree(recording.parent, tmp_path / "other")
+    manifest = json.loads((recording / "manifest.json").read_text())
+    manifest |= {"stopped": "\x1b[2J\nPASSED", "command": ["\x1b[2J\ud800"]}
+    (recording / "manifest.json").write_text(json.dumps(manifest))
+    index = recording / "steps.jsonl"
+    index.write_text(index.read_text().replace('"input:0"', '"input:\\u001b[2J"'))
+    assert main(["trace", "show", str(recording.parent)]) == 0
+    assert main(["trace", "diff", str(recording.parent), str(tmp_path / "other")]) == 1
+    index.write_text('{"step": 0, "entries": [["\\u001b[2J", "\\u001b[2J", null]]}\n')
+    assert main(["trace", "show", str(recording.parent)]) == 2
+    shown = capsys.readouterr()
+    assert (shown.out + shown.err).replace("\n", "").isprintable()
+    assert r"\x1b[2J\nPASSED" in shown.out
 
 
 @pytest.fixture
@@ -364,78 +333,3 @@ def test_the_fuzzer_runs_a_property(monkeypatch: pytest.MonkeyPatch) -> None:
     fuzz.main(["test_a_hostile_list_of_known_failures_is_read_or_refused_by_name", "-runs=1"])
     assert given[0][-1] == "-runs=1"
     read.assert_called_once()
-
-
-def test_errors_send_no_commands_to_the_terminal(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    manifest = json.loads((trace / "manifest.json").read_text())
-    manifest["buckets"]["\x1b[2J"] = {"dtype": "float32", "elements": 4, "tensors": []}
-    (trace / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(SystemExit):
-        main(["trace", "check", str(trace.parent), "--bucket", "7"])
-    header = json.dumps(
-        {"\x1b[2J": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}
-    ).encode()
-    (trace / "00000000.safetensors").write_bytes(
-        len(header).to_bytes(8, "little") + header + bytes(8)
-    )
-    assert main(["trace", "check", str(trace.parent)]) == 2
-    printed = capsys.readouterr().err
-    assert "\x1b" not in printed
-    assert printed.count(r"\x1b[2J") == 2
-
-
-def test_a_momentum_factor_out_of_range_is_not_replayed(tmp_path: Path) -> None:
-    with Recorder(
-        tmp_path, rank=0, world_size=1, algorithm="qadam", options={"warmup_steps": 0}
-    ) as recorder:
-        recorder.before_op("0", {"momentum": torch.ones(4), "grad": torch.ones(4)}, beta1=7)
-        recorder.after_op("0", torch.ones(4))
-        recorder.step()
-    with pytest.raises(
-        TraceError, match=r"nothing could be replayed: .*beta1=7 must be a number from 0 to 1"
-    ):
-        check_trace(tmp_path)
-
-
-def test_ranks_of_another_version_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    store.set("bagua_ref/m/answer1", json.dumps(["mark", ["node", 1]]))
-    monkeypatch.setattr("uuid.uuid4", lambda: SimpleNamespace(hex="m"))
-    with pytest.raises(
-        CommunicationError,
-        match=(
-            r"rank 1 wrote an invalid message .*it\[1\] must have 5 items, not 2. All ranks"
-            r" must run"
-        ),
-    ):
-        TorchDistributedTransport(store, 0, 2, -1, 0.2)
-
-
-def test_a_proposal_that_is_no_text_is_not_an_answer() -> None:
-    store = dist.HashStore()
-    store.set("proposed", b"\xff")
-    with pytest.raises(CommunicationTimeoutError, match="rank 1 timed out after"):
-        rendezvous(store, 1, 2, None, 0.1)
-
-
-def test_a_file_that_becomes_a_pipe_between_looking_and_opening_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "pipe"
-    path.write_bytes(b"")
-    found = path.stat()
-    path.unlink()
-    os.mkfifo(path)
-    monkeypatch.setattr(Path, "stat", lambda self: found)
-    with pytest.raises(NotRegularError, match="not a regular file"):
-        open_file(path)
-
-
-def test_a_file_larger_than_allowed_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "large"
-    path.write_bytes(b"12345")
-    assert read_file(path, 5) == b"12345"
-    with pytest.raises(ValueError, match="larger than 4 bytes"):
-        read_file(path, 4)

@@ -32,13 +32,6 @@ from bagua_ref.comm_ops import shift_one_peer
 from bagua_ref.comm_ops.top_k import count_of, largest
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.conformance.expected import samplers_plain
-from bagua_ref.conformance.formats import (
-    CODES,
-    DamagedFileError,
-    name_of,
-    read_safetensors,
-    write_safetensors,
-)
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 from bagua_ref.conformance.targets.world import RankWorld, run_world
 from bagua_ref.conformance.vectors import (
@@ -58,6 +51,13 @@ from bagua_ref.conformance.vectors.files import (
 )
 from bagua_ref.contrib.utils.store import ClusterStore
 from bagua_ref.formulas.graphs import MODES
+from bagua_ref.record.tensor_files import (
+    CODES,
+    DamagedFileError,
+    name_of,
+    read_safetensors,
+    write_safetensors,
+)
 from bagua_ref.types import ReduceOp
 
 SUITES = (

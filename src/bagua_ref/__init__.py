@@ -123,16 +123,14 @@ __all__ = [
 
 __version__ = "0.2.0"
 
+if _TYPE_CHECKING:
+    from bagua_ref.record import record
 
 if not _TYPE_CHECKING:  # so that type checkers still find misspelt names
 
     def __getattr__(name: str) -> object:
-        if name == "record":
-            from importlib import import_module
-
-            return import_module("bagua_ref.conformance.trace").record
         # not everybody's: imported when asked for
-        if name in ("contrib", "flight_recorder", "graphs", "low_rank", "mixing"):
+        if name in ("contrib", "flight_recorder", "graphs", "low_rank", "mixing", "record"):
             from importlib import import_module
 
             return import_module(f"bagua_ref.{name}")

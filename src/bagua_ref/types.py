@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["BackendTensor", "BucketObserver", "Group", "ReadinessSink", "ReduceOp", "Transport"]
+__all__ = ["BackendTensor", "Group", "ReadinessSink", "ReduceOp", "Transport"]
 
 
 class ReduceOp(IntEnum):
@@ -136,24 +136,4 @@ class ReadinessSink(Protocol):
 
     def mark_ready(self, tensor: Tensor) -> None:
         """Mark ``tensor`` as ready in its bucket (S2.4)."""
-        ...
-
-
-class BucketObserver(Protocol):
-    """Observer of the inputs and results of a world's bucket operations; it must not change
-    anything or raise.
-    """
-
-    def before_op(self, bucket: Any, op: Any, flat: Tensor) -> None:
-        """Observe ``flat`` before ``op`` runs on it."""
-        ...
-
-    def after_op(self, bucket: Any, op: Any, flat: Tensor) -> None:
-        """Observe ``flat`` after ``op`` has run on it."""
-        ...
-
-    def after_copy(self, bucket: Any, flat: Tensor) -> None:
-        """Observe ``flat``, a decentralized operation's result, after it has been copied into the
-        bucket's tensors.
-        """
         ...

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from bagua_ref.conformance.trace import diff_records
-from bagua_ref.conformance.trace.callbacks import lightning_callback, transformers_callback
+from bagua_ref.record import diff_records, lightning_callback, transformers_callback
 
 STEPS, AT = 5, 2
 

@@ -12,7 +12,7 @@ import torch
 from tests.recorded_trainings import STEPS, Training
 from torch import nn
 
-from bagua_ref.conformance.trace import diff_records
+from bagua_ref.record import diff_records
 
 OPTIMIZERS = [
     lambda parameters: torch.optim.SGD(parameters, lr=0.1),

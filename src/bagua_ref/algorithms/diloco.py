@@ -263,15 +263,10 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         flight = InFlight(
             place, self.step + self.schedule.delay, fragment.by_name(flats), names, memories
         )
-        about = {
-            name: getattr(self.options, name)
-            for name in ("period", "fragments", "delay", "mix", "compression")
-        }
-        about |= {"fragments": self.schedule.count, "t": self.step, "fragment": place}
         buckets = []
         for name, flat, memory in zip_longest(names, flats, memories):
             tensor = register(flat, name, context.bagua_module_name)
-            bucket = self.new_bucket([tensor], name, flatten=True, **about)
+            bucket = self.new_bucket([tensor], name, flatten=True)
             bucket.append_centralized_synchronous_op(
                 scattergather=True,
                 compression=self.options.compression,

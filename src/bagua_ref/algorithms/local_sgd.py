@@ -209,13 +209,9 @@ class LocalUpdatesImpl(AlgorithmImpl):
         context.engine.run_round(buckets)
         self._passes_before = context.backward_passes
 
-    def new_bucket(
-        self, tensors: Sequence[Tensor], name: str, flatten: bool, **about: Any
-    ) -> BaguaBucket:
-        """Return a bucket for one round; ``about`` are options and information for recorders."""
-        bucket = self.kind_of_bucket(tensors, name, flatten, backend=self.context.kernel_backend)
-        bucket.about = {"algorithm": self.name, "warmup_steps": self.warmup_steps, **about}
-        return bucket
+    def new_bucket(self, tensors: Sequence[Tensor], name: str, flatten: bool) -> BaguaBucket:
+        """Return a bucket for one round."""
+        return self.kind_of_bucket(tensors, name, flatten, backend=self.context.kernel_backend)
 
     def load_checked(self, state: dict[str, Any]) -> None:
         """Load the stores; the next round compares everything that must be equal on all ranks."""
@@ -301,8 +297,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
         self._parts = list(tensors)
         if self._averages_in_nodes:
             return [
-                self.new_bucket(part, str(place), do_flatten, hierarchical=True)
-                for place, part in enumerate(tensors)
+                self.new_bucket(part, str(place), do_flatten) for place, part in enumerate(tensors)
             ]
         return super().tensors_to_buckets(tensors, do_flatten)
 
@@ -349,17 +344,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
                 register(p.detach(), registration(p).name, registration(p).module_name)
                 for p in part
             ]
-            options = {
-                name: getattr(self.options, name) for name in ("period", "offset", "hierarchical")
-            }
-            bucket = self.new_bucket(
-                weights,
-                f"weights{place}",
-                flatten=False,
-                averages="weights",
-                t=self.step,
-                **options,
-            )
+            bucket = self.new_bucket(weights, f"weights{place}", flatten=False)
             bucket.append_centralized_synchronous_op(group=self.process_group)
             self.run_round([bucket])
             engine.wait_pending_comm_ops()

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from bagua_ref.base.launch_environment import Identity
-from bagua_ref.types import BucketObserver, Group, Transport
+from bagua_ref.types import Group, Transport
 
 __all__ = [
     "Event",
@@ -103,9 +103,6 @@ class World(ABC):
     """The `bagua_ref.observe.meter.Meter` of the module that this rank wrapped last; None before
     that.
     """
-
-    observers: tuple[BucketObserver, ...] = ()
-    """Observers of the inputs and results of this rank's bucket operations."""
 
     @cached_property
     def operations(self) -> deque[Any]:

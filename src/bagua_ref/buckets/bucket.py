@@ -95,8 +95,6 @@ class BaguaBucket(FlatStorage):
         """The first group's CUDA stream, on which operations run; None: the current stream of the
         thread that executes them.
         """
-        self.about: dict[str, Any] = {}
-        """Description of its rounds for observers: JSON values by name."""
         self._ops: list[Callable[[Tensor], Any]] = []
         self._background_groups: dict[Group, Group] = {}
 
@@ -162,14 +160,10 @@ class BaguaBucket(FlatStorage):
             return runtime.record_event(self.device)
 
     def _run(self, op: Callable[[Tensor], Any], flat: Tensor, label: str) -> None:
-        self.running, observers = op, current_world().observers
-        for observer in observers:
-            observer.before_op(self, op, flat)
+        self.running = op
         kind = type(op).__name__
         with profiled(f"{label}/{kind}"), Operation(kind, self.name, flat.nbytes):
             op(flat)
-        for observer in observers:
-            observer.after_op(self, op, flat)
 
     def shadow(self) -> None:
         """Run the operations on zeros instead of the tensors, which stay as they are; Python

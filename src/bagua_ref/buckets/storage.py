@@ -19,7 +19,6 @@ from torch import Tensor
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base import runtime
 from bagua_ref.base.memory import Layout, check_beside
-from bagua_ref.base.runtime import current_world
 from bagua_ref.base.utils import NotCopied, check_contiguous, overlapping
 from bagua_ref.types import ReadinessSink
 
@@ -455,8 +454,6 @@ class FlatStorage:
         effective = self.effective_tensors()
         runtime.hold(effective, self.device)
         self.kernels.scatter_flat(flat[: self.filled], self._in_order(effective))
-        for observer in current_world().observers:
-            observer.after_copy(self, flat)
 
     def _in_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return views of the tensors, whatever their strides are, whose row-major order is that of

@@ -11,8 +11,8 @@ from contextlib import nullcontext, redirect_stdout
 import bagua_ref
 from bagua_ref.cli import advise, balance, demo, doctor, graph, measure, sim, trace, vectors, verify
 from bagua_ref.cli.command import CommandError, PrintCompletion, require
-from bagua_ref.conformance.trace import TraceError
 from bagua_ref.conformance.vectors import VectorsError
+from bagua_ref.record import RecordingError
 
 __all__ = ["main"]
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # else flushing at exit fails again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1  # as rich's tables do
-    except (CommandError, TraceError, VectorsError, OSError) as error:
+    except (CommandError, RecordingError, VectorsError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     return exit_code

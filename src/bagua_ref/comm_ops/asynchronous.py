@@ -149,18 +149,6 @@ class AsynchronousModelAverage(CommOp):
         finally:
             self.lock.release_from_round()
 
-    @property
-    def last_round(self) -> tuple[Tensor, Tensor]:
-        """The snapshot of the last completed round and its sum over ranks; the next round
-        overwrites them.
-
-        Raises:
-            RuntimeError: no round has completed.
-        """
-        if self._snapshot is None or self._reduced is None:
-            raise RuntimeError("there was no round yet")
-        return self._snapshot, self._reduced
-
     def lock_weight(self) -> None:
         """Keep rounds from changing the weights until `unlock_weight`."""
         self.lock.hold()

@@ -4,10 +4,9 @@ round's gradients (S10).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -111,8 +110,6 @@ class LowRank(CommOp):
             warm_start,
             round_number,
         )
-        self.options = {"memory": memory, "warm_start": warm_start, "seed": seed}
-        """Of the algorithm, for recorders."""
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> None:
@@ -150,37 +147,6 @@ class LowRank(CommOp):
                 a.put_back(gradient, wide)
         if wide is not x:
             x.copy_(wide)
-
-    def about_round(self) -> dict[str, Any]:
-        """Return a recorder's note of the round that begins: k, and [start, n, m, r, i] of each
-        matrix as JSON.
-        """
-        number = self._round_number()
-        matrices = json.dumps([[a.start, a.n, a.m, a.r, a.place] for a in self.matrices])
-        return {"warmup": True} if number is None else {"k": number, "matrices": matrices}
-
-    def row_major(self, x: Tensor) -> Tensor:
-        """Return ``x`` with the elements of each matrix in row-major order, for recorders; a copy
-        if that is another order.
-        """
-        if all(a.layout is None or a.layout.is_row_major for a in self.matrices):
-            return x
-        copy = x.clone()
-        for a in self.matrices:
-            copy[a.start : a.end] = a.of(x).reshape(-1)
-        return copy
-
-    def kept(self) -> dict[str, Tensor]:
-        """Return Q, and e if there is a memory, each of all matrices as one flat copy, after the
-        warm-up.
-        """
-        if self._round_number() is None or not self.matrices:
-            return {}
-        kinds = {"q": self._factors} | ({} if self._memory is None else {"e": self._errors})
-        return {
-            role: torch.cat([kind[a.name].reshape(-1) for a in self.matrices])
-            for role, kind in kinds.items()
-        }
 
     def _sum_left_factors(
         self, x: Tensor, gradients: Sequence[Tensor], queries: Sequence[Tensor]

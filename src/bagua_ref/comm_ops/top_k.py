@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,16 +129,6 @@ class TopK(CommOp):
             error,
             compresses,
         )
-        self.options = {"ratio": ratio, "error_feedback": error is not None}
-        """Of the algorithm, for recorders."""
-
-    def about_round(self) -> dict[str, Any]:
-        """Return a recorder's note of the round that begins."""
-        return {"elements": self._numel} if self._compresses() else {"warmup": True}
-
-    def kept(self) -> dict[str, Tensor]:
-        """Return e, if there is a memory, after the warm-up."""
-        return {"e": self._error()} if self._error is not None and self._compresses() else {}
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> None:

@@ -1,18 +1,15 @@
-"""Callbacks that record the trainings of Lightning's and Hugging Face's Trainer; both libraries are
+"""Callbacks that record the runs of Lightning's and Hugging Face's Trainer; both libraries are
 imported when asked for.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from bagua_ref.base.not_provided import install_command
-from bagua_ref.conformance.trace.recording import Recording, record
-
-__all__ = ["lightning_callback", "transformers_callback"]
+from bagua_ref.record.recording import Recording
 
 
 def lightning_callback(folder: str | Path, **options: Any) -> Any:
@@ -20,24 +17,16 @@ def lightning_callback(folder: str | Path, **options: Any) -> Any:
     losses and all that `record` does.
 
     Args:
-        folder: as for `record`; a training that goes on from a checkpoint adds to it.
+        folder: as for `record`; a run that goes on from a checkpoint adds to it.
         options: ``what``, ``window``, ``rank`` and ``world_size`` of `record`.
 
     Raises:
         ModuleNotFoundError: Lightning is not installed.
 
-    >>> from bagua_ref.conformance.trace.callbacks import lightning_callback
+    >>> from bagua_ref.record import lightning_callback
     >>> trainer = Trainer(callbacks=[lightning_callback("runs/a")])  # doctest: +SKIP
     """
-    package = next(
-        (name for name in ("lightning", "pytorch_lightning") if find_spec(name) is not None), None
-    )
-    if package is None:
-        raise ModuleNotFoundError(
-            f"lightning_callback() needs Lightning; install it with: {install_command('lightning')}"
-        )
-    base = import_module("lightning.pytorch" if package == "lightning" else package).Callback
-    session = _TrainerRecording(folder, options)
+    session = _Session(folder, options)
     methods = {
         "on_train_start": lambda self, trainer, module: session.enter(
             module,
@@ -53,6 +42,7 @@ def lightning_callback(folder: str | Path, **options: Any) -> Any:
         "on_train_end": lambda self, trainer, module: session.exit(),
         "on_exception": lambda self, trainer, module, error: session.exit(error),
     }
+    base = _base("Callback", "lightning.pytorch", "pytorch_lightning")
     return type("LightningRecorder", (base,), methods)()
 
 
@@ -67,25 +57,32 @@ def transformers_callback(folder: str | Path, **options: Any) -> Any:
     Raises:
         ModuleNotFoundError: transformers is not installed.
 
-    >>> from bagua_ref.conformance.trace.callbacks import transformers_callback
+    >>> from bagua_ref.record import transformers_callback
     >>> trainer = Trainer(model, arguments, callbacks=[transformers_callback("runs/a")])  # doctest: +SKIP
     """
-    if find_spec("transformers") is None:
-        raise ModuleNotFoundError(
-            "transformers_callback() needs transformers; install it with:"
-            f" {install_command('transformers')}"
-        )
-    session = _TrainerRecording(folder, options)
+    session = _Session(folder, options)
     methods = {
         "on_train_begin": lambda self, args, state, control, **of: session.enter(
             of["model"], [of["optimizer"]], state.global_step
         ),
         "on_train_end": lambda self, args, state, control, **of: session.exit(),
     }
-    return type("TransformersRecorder", (import_module("transformers").TrainerCallback,), methods)()
+    return type("TransformersRecorder", (_base("TrainerCallback", "transformers"),), methods)()
 
 
-class _TrainerRecording:
+def _base(name: str, *packages: str) -> Any:
+    """Return a class of the first of these packages that is installed."""
+    for package in packages:
+        try:
+            return getattr(import_module(package), name)
+        except ModuleNotFoundError as error:
+            if error.name != package.partition(".")[0]:
+                raise
+    command = install_command(packages[0].partition(".")[0])
+    raise ModuleNotFoundError(f"{packages[0]} is not installed; install it with: {command}")
+
+
+class _Session:
     """A recording that begins and ends with a trainer's loop."""
 
     def __init__(self, folder: str | Path, options: dict[str, Any]) -> None:
@@ -95,7 +92,7 @@ class _TrainerRecording:
     def enter(self, model: Any, optimizers: list[Any], step: int) -> None:
         """Begin to record at a step; of optimizers of accelerate and Lightning, those inside."""
         inside = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
-        self.recording = record(
+        self.recording = Recording(
             model, inside, self._folder, first_step=step or None, **self._options
         ).__enter__()
 

@@ -1,0 +1,167 @@
+"""Files of a recording: per rank a folder with a manifest, an index of steps, and a safetensors file
+per step of which values are kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bagua_ref.base.untrusted import NATURAL, SCALAR, check_form, load_json, read_file
+
+FORMAT = "bagua_ref recording 1"
+MANIFEST, INDEX = "manifest.json", "steps.jsonl"
+
+_MANIFEST_FORM = {
+    "rank": NATURAL,
+    "world_size": NATURAL,
+    "command": [str],
+    "settings": {str: SCALAR},
+    "complete": bool,
+    "stopped?": str,
+}
+_STEP_FORM = {
+    "step": NATURAL,
+    "entries?": list,
+    "start?": list,
+    "metadata?": {str: str},
+    "partial?": bool,
+    "values?": bool,
+}
+
+
+class RecordingError(Exception):
+    """A recording cannot be read: a rank's files are missing or damaged, or are of another run."""
+
+
+class Entry(NamedTuple):
+    """What is recorded of one value: digest, norm (None: not recorded), and metadata: a tensor's
+    dtype, shape and device, or the text.
+    """
+
+    digest: int
+    norm: float | None
+    metadata: str
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """A tensor's dtype; None of a text."""
+        found = getattr(torch, self.metadata.partition(" ")[0], None)
+        return found if isinstance(found, torch.dtype) else None
+
+    @property
+    def shape(self) -> list[int]:
+        """The shape of a tensor, or of this rank's shard of it."""
+        listed = self.metadata.rpartition("[")[2].partition("]")[0]
+        return [int(size) for size in listed.split(",") if size.strip().isdigit()]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rank's entries of a step, by name.
+
+    Attributes:
+        entries: in order of recording; the name's part before the colon is its kind.
+        start: weights and optimizer state before the first step that a process recorded.
+        partial: whether the run failed in this step.
+        values: whether values are kept.
+    """
+
+    entries: dict[str, Entry]
+    start: dict[str, Entry]
+    partial: bool
+    values: bool
+
+
+@dataclass(frozen=True)
+class RankRecording:
+    """One rank's part of a recording: its folder, manifest, and steps by number."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    steps: dict[int, Step]
+
+
+def values_file(folder: Path, step: int) -> Path:
+    """Return the path of a step's values."""
+    return folder / f"{step:08d}.safetensors"
+
+
+def read_recording(folder: Path) -> list[RankRecording]:
+    """Return all ranks' recordings in ``folder``, by rank.
+
+    Raises:
+        RecordingError: there is none, a rank is missing, or a file is damaged.
+    """
+    present = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}"))
+    if not present:
+        hint = ""
+        if (folder / MANIFEST).exists():
+            hint = f"; it is the folder of one rank: pass {str(folder.parent)!r}"
+        raise RecordingError(f"{str(folder)!r} holds no recording: no rank0/{MANIFEST} in it{hint}")
+    world_size = _read_rank(folder / present[0]).manifest["world_size"]
+    ranks = []
+    for rank in range(world_size):
+        if f"rank{rank}" not in present:
+            raise RecordingError(
+                f"{str(folder / f'rank{rank}' / MANIFEST)!r} is missing; this recording of"
+                f" {world_size} ranks has only {', '.join(present)}"
+            )
+        ranks.append(_read_rank(folder / f"rank{rank}"))
+        actual = [ranks[-1].manifest[key] for key in ("rank", "world_size")]
+        if actual != [rank, world_size]:
+            raise RecordingError(
+                f"{str(ranks[-1].folder / MANIFEST)!r} is of rank {actual[0]} of {actual[1]},"
+                f" not of rank {rank} of {world_size}"
+            )
+    return ranks
+
+
+def _read_rank(folder: Path) -> RankRecording:
+    path = folder / MANIFEST
+    try:
+        manifest = load_json(read_file(path))
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            raise RecordingError(
+                f"{str(path)!r} is not the manifest of a recording: its format is not {FORMAT!r}"
+            )
+        check_form(manifest, _MANIFEST_FORM, "it")
+        path = folder / INDEX
+        return RankRecording(folder, manifest, _read_steps(path))
+    except OSError as error:
+        raise RecordingError(f"{error.filename!r} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise RecordingError(f"{str(path)!r} is damaged: {error}") from None
+
+
+def _read_steps(path: Path) -> dict[int, Step]:
+    steps: dict[int, Step] = {}
+    metadata: dict[str, str] = {}
+
+    def parsed(entries: list[Any]) -> dict[str, Entry]:
+        return {
+            sys.intern(name): Entry(
+                int(number, 16), None if norm is None else float(norm), metadata.get(name, "")
+            )
+            for name, number, norm in entries
+        }
+
+    *lines, _ = read_file(path).split(b"\n")  # a last line without its end was cut off by a crash
+    for number, text in enumerate(lines, start=1):
+        try:
+            line = load_json(text)
+            check_form(line, _STEP_FORM, "it")
+            metadata.update(line.get("metadata") or {})
+            entries, start = (parsed(line.get(key) or []) for key in ("entries", "start"))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"line {number}: {error}") from None
+        if steps and line["step"] <= next(reversed(steps)):  # a restart repeats the later ones
+            steps = {step: kept for step, kept in steps.items() if step < line["step"]}
+        steps[line["step"]] = Step(
+            entries, start, bool(line.get("partial")), bool(line.get("values"))
+        )
+    return steps

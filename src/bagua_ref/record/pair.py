@@ -1,0 +1,157 @@
+"""Two recordings, aligned by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from bagua_ref.record.files import Entry, RecordingError, Step, read_recording, values_file
+from bagua_ref.record.tensor_files import read_tensors
+
+KINDS = (
+    "start",
+    "buffer",
+    "batch",
+    "input",
+    "module",
+    "output",
+    "loss",
+    "local",
+    "grad",
+    "option",
+    "state",
+    "weight",
+    "buffer_after",
+)
+"""Kinds of values, each of which depends on those before it in its step.
+
+Random states ("rng", "drawn") and settings of modules are not among them: that they differ is no
+difference by itself, but may be the cause of one.
+"""
+
+_OF_ALL_RANKS = ("start", "grad", "option", "state", "weight")
+"""What must be equal on any number of ranks, if gradients are averaged over all of them."""
+
+
+class Mismatch(NamedTuple):
+    """A value that differs between runs; None: a run lacks it."""
+
+    rank: int
+    name: str
+    a: Entry | None
+    b: Entry | None
+
+    def distance(self) -> float | None:
+        """Return the relative difference of norms, inf if one is not finite; None if they are not
+        recorded.
+        """
+        if self.a is None or self.b is None or self.a.norm is None or self.b.norm is None:
+            return None
+        a, b = self.a.norm, self.b.norm
+        return abs(a - b) / (max(abs(a), abs(b)) or 1.0) if math.isfinite(a + b) else math.inf
+
+
+class Pair:
+    """Two recordings, aligned by step.
+
+    Args:
+        a: folder of the first one.
+        b: folder of the second one.
+
+    Attributes:
+        runs: the ranks of each.
+        ranks: those that are compared.
+        steps: likewise.
+        kinds: likewise.
+
+    Raises:
+        RecordingError: one cannot be read, or they have no step in common.
+    """
+
+    def __init__(self, a: Path, b: Path) -> None:
+        self.runs = read_recording(a), read_recording(b)
+        same = len(self.runs[0]) == len(self.runs[1])
+        self.ranks = [*range(len(self.runs[0]))] if same else [0]
+        self.kinds = KINDS if same else _OF_ALL_RANKS
+        of_runs = [
+            set.intersection(*(set(run[rank].steps) for rank in self.ranks)) for run in self.runs
+        ]
+        self.steps = sorted(of_runs[0] & of_runs[1])
+        # Files of values are large: those of one step and rank are kept.
+        self._read = lru_cache(2)(partial(read_tensors, error=RecordingError))
+        if not self.steps:
+            ranges = [f"{min(steps)} to {max(steps)}" if steps else "none" for steps in of_runs]
+            raise RecordingError(
+                f"{str(a)!r} and {str(b)!r} have no step in common: {ranges[0]} and {ranges[1]}"
+            )
+
+    def at(self, run: int, rank: int, step: int) -> dict[str, Entry]:
+        """Return a run's entries of a step, of which there may be none."""
+        found = self.runs[run][rank].steps.get(step)
+        return {} if found is None else found.entries
+
+    def digest(self, run: int, rank: int, step: int, name: str) -> int | None:
+        """Return a run's digest, if it is recorded."""
+        entry = self.at(run, rank, step).get(name)
+        return None if entry is None else entry.digest
+
+    def mismatches(self, step: int) -> dict[str, list[Mismatch]]:
+        """Return the values that differ in a step by kind, in the order of their dependence."""
+        found: dict[str, list[Mismatch]] = {kind: [] for kind in self.kinds}
+        for rank in self.ranks:
+            a, b = (run[rank].steps[step] for run in self.runs)
+            starts = [self._start(run, rank, step) for run in range(2)]
+            if (a.start or b.start) and all(starts):
+                found["start"] += _unequal(rank, *starts)
+            for mismatch in _unequal(rank, a.entries, b.entries):
+                if kind_of(mismatch.name) in found and self._counts(mismatch, a, b):
+                    found[kind_of(mismatch.name)].append(mismatch)
+        return {kind: listed for kind, listed in found.items() if listed}
+
+    def _counts(self, mismatch: Mismatch, a: Step, b: Step) -> bool:
+        """Return whether a value can be compared, or its absence means something."""
+        if kind_of(mismatch.name) == "module":  # recorded with values only
+            return a.values and b.values
+        if len(self.runs[0]) != len(self.runs[1]):  # shards
+            return " shard " not in f"{mismatch.a} {mismatch.b}"
+        return not ((mismatch.a is None and a.partial) or (mismatch.b is None and b.partial))
+
+    def _start(self, run: int, rank: int, step: int) -> dict[str, Entry]:
+        """Return weights and state as the step began: recorded then, or at the end of the step
+        before.
+        """
+        return self.runs[run][rank].steps[step].start or {
+            name: entry
+            for name, entry in self.at(run, rank, step - 1).items()
+            if kind_of(name) in ("state", "weight")
+        }
+
+    def values(self, step: int, mismatch: Mismatch) -> tuple[Tensor, Tensor] | None:
+        """Return both values, if they are kept and of one dtype and shape."""
+        found = []
+        for run in self.runs:
+            if not run[mismatch.rank].steps[step].values:
+                return None
+            path = values_file(run[mismatch.rank].folder, step)
+            found.append(self._read(path).get(mismatch.name))
+        a, b = found
+        if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+            return None
+        return a, b
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of an entry: "grad" of "grad:layer.weight"."""
+    return name.partition(":")[0]
+
+
+def _unequal(rank: int, a: dict[str, Entry], b: dict[str, Entry]) -> Iterator[Mismatch]:
+    for name in dict.fromkeys([*a, *b]):
+        mismatch = Mismatch(rank, name, a.get(name), b.get(name))
+        if mismatch.a is None or mismatch.b is None or mismatch.a.digest != mismatch.b.digest:
+            yield mismatch

@@ -1,0 +1,531 @@
+"""`Recording`: digests, or values, of what each step of a run takes in, computes and changes."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import math
+import os
+import platform
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from bagua_ref.base.runtime import current_world
+from bagua_ref.base.untrusted import load_json, read_file
+from bagua_ref.base.utils import uncompiled
+from bagua_ref.record.digests import digest, digest_of_text
+from bagua_ref.record.files import FORMAT, INDEX, MANIFEST, values_file
+from bagua_ref.record.tensor_files import CODES, name_of, write_safetensors
+
+_SAMPLE = 1024  # elements that tell whether values have been rounded to 16 bits
+_NORMS = ("input", "module", "output", "loss", "local", "grad", "weight")
+"""Kinds that also store an L2 norm, which shows distances and NaNs."""
+_ROUNDED = ("input", "module", "output", "local", "grad")
+"""Kinds of which it is stored whether all values have been rounded to 16 bits."""
+
+
+class Recording:
+    """A context in which a run is recorded, for ``bagua-ref trace diff`` to compare it with another.
+
+    A step ends when the last of the optimizers has stepped. Its digests are those of random states,
+    batch, the model's inputs and outputs, loss, gradients before and after communication, options
+    and state of the optimizers, weights, and buffers before and after. Forwards without gradients
+    are not recorded. The run computes the same bits as without it. If a file cannot be written,
+    recording stops with a warning, and training goes on.
+
+    Args:
+        model: the module that is called: plain, in torch's DistributedDataParallel or FSDP2, or
+            with an algorithm.
+        optimizers: one or several, each of which steps once in a step.
+        folder: this rank writes into ``folder/rank<r>``.
+        loader: batches, which the context then yields: ``for batch in recording``; None: only the
+            model's inputs are recorded.
+        what: "digests", or "values" to keep the values of some steps too.
+        window: first step with values and first one after; None: all. Only with "values".
+        first_step: number of the first step, for a run that was restarted: its steps are added to
+            what the folder holds; None: 0, in a folder without a recording.
+        rank: this rank; None: taken from bagua_ref, torch.distributed or the environment.
+        world_size: number of ranks; None: likewise.
+
+    Attributes:
+        step: number of the step that is under way.
+        stopped: why recording stopped early, or None.
+
+    Raises:
+        ValueError: an argument is out of range; on entering: the folder holds a recording of this
+            rank.
+        TypeError: an argument has the wrong type.
+
+    >>> import tempfile
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with tempfile.TemporaryDirectory() as folder, Recording(model, optimizer, folder, [torch.ones(3, 2)] * 4) as recording:
+    ...     for batch in recording:
+    ...         recording.loss(model(batch).square().mean()).backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    ...     recording.step
+    4
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        folder: str | Path,
+        loader: Any = None,
+        what: str = "digests",
+        *,
+        window: tuple[int, int] | None = None,
+        first_step: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model={model!r} must be a torch.nn.Module")
+        if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+            raise ValueError(
+                f"model: its parameter {lazy[0]!r} is not initialized yet; call the model once"
+                " before"
+            )
+        listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        if not listed or not all(isinstance(each, torch.optim.Optimizer) for each in listed):
+            raise TypeError(
+                f"optimizers={optimizers!r} must be a torch.optim.Optimizer or a list of at"
+                " least one"
+            )
+        if what not in ("digests", "values"):
+            raise ValueError(f"what={what!r} must be 'digests' or 'values'")
+        if window is not None and what != "values":
+            raise ValueError(
+                f"window={window!r} must be None with what='digests', which keeps no values"
+            )
+        if window is not None and (len(window) != 2 or not 0 <= window[0] < window[1]):
+            raise ValueError(
+                f"window={window!r} must be the first step with values and the first one after"
+            )
+        for name, value in (("first_step", first_step), ("rank", rank), ("world_size", world_size)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise TypeError(f"{name}={value!r} must be an int or None")
+            if value is not None and value < 0:
+                raise ValueError(f"{name}={value} must be 0 or more")
+        self.step = first_step or 0
+        self.stopped: str | None = None
+        self._loader, self._resume = loader, first_step is not None
+        self._with_values = range(*window) if window else range(2**63 if what == "values" else 0)
+        self._optimizers, self._model, self._inner = listed, model, _unwrapped(model)
+        self._names: dict[Tensor, str] = {
+            parameter: name for name, parameter in self._inner.named_parameters()
+        }
+        self._manifest = self._describe(rank, world_size)
+        self._folder = Path(folder) / f"rank{self._manifest['rank']}"
+        self._index: TextIO | None = None  # None before and after recording
+        self._hooks = contextlib.ExitStack()
+        self._start: list[list[Any]] = []
+        self._told: dict[str, str] = {}  # metadata that the index already has, by name
+        self._clear()
+
+    def __enter__(self) -> Recording:
+        if self._index is not None:
+            raise RuntimeError("this recording is already in use; create another one")
+        self._open()
+        self._add_hooks()
+        self._begun = True
+        self._add_weights()
+        self._start = self._entries
+        self._clear(self._metadata)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the recording; after an exception, the step under way is written as far as it
+        went.
+        """
+        self._hooks.close()
+        if self._index is None:
+            return
+        if kind is not None and self._entries:
+            self._write(partial=True)
+        self._manifest["complete"] = kind is None and self.stopped is None
+        with contextlib.suppress(OSError):
+            self._write_manifest()
+        self._index.close()
+        self._index = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the loader's batches, and record them."""
+        if self._loader is None:
+            raise ValueError("loader=None: pass the loader to record() to iterate over its batches")
+        for batch in self._loader:
+            yield self.batch(batch)
+
+    def batch(self, batch: Any) -> Any:
+        """Record a batch, of tensors in lists, tuples and mappings, and return it."""
+        self._add_tree("batch", batch)
+        return batch
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """Record the loss before its backward pass, and return it."""
+        self._add("loss:", loss)
+        return loss
+
+    # What is recorded when.
+
+    def _add_hooks(self) -> None:
+        hooks: list[Any] = [
+            self._model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            self._model.register_forward_hook(self._after_forward),
+            self._optimizers[-1].register_step_post_hook(lambda *_: self._end_step()),
+        ]
+        hooks += [each.register_step_pre_hook(self._before_optimizer) for each in self._optimizers]
+        for parameter, name in self._names.items():
+            if parameter.requires_grad:
+                hooks.append(
+                    parameter.register_hook(
+                        lambda gradient, name=f"local:{name}": self._add(name, gradient)
+                    )
+                )
+        for name, module in self._inner.named_modules() if self._with_values else ():
+            if name and not [*module.children()]:
+                hooks.append(
+                    module.register_forward_hook(
+                        lambda module, args, output, name=name: self._after_module(name, output)
+                    )
+                )
+        for hook in hooks:
+            self._hooks.callback(hook.remove)
+
+    def _before_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if torch.is_grad_enabled():
+            self._begin()
+            self._add_tree("input", [*args, kwargs] if kwargs else args)
+
+    def _after_module(self, name: str, output: Any) -> None:
+        if torch.is_grad_enabled() and self.step in self._with_values:
+            self._add_tree("module", output, name)
+
+    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        # A generator that the forward pass draws from can be the cause of other outputs.
+        for name, state in _random_states().items():
+            if state != self._random[name] and not self._counts[f"drawn:{name}"]:
+                self._note(f"drawn:{name}", state)
+        self._add_tree("output", output)
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        if isinstance(loss, Tensor):
+            self.loss(loss)
+
+    def _before_optimizer(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return self._add_gradients(optimizer)
+
+        def recorded() -> Any:  # gradients are there only when it has run
+            loss = closure()
+            self._add_gradients(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": recorded}
+
+    def _add_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            options = {name: _plain(group[name]) for name in sorted(group) if name != "params"}
+            text = json.dumps({"optimizer": type(optimizer).__name__, **options})
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._add(f"grad:{self._name(parameter)}", parameter.grad)
+                self._say(f"option:{self._name(parameter)}", text)
+
+    def _end_step(self) -> None:
+        self._add_weights()
+        self._add_buffers("buffer_after")
+        self._write()
+        self.step += 1
+
+    def _begin(self) -> None:
+        """Record random states, settings and buffers, once in a step, before its first forward."""
+        if self._begun:
+            return
+        self._begun = True
+        self._random = _random_states()
+        for name, state in self._random.items():
+            self._note(f"rng:{name}", state)
+        self._say("settings:", _settings_of(self._inner))
+        self._add_buffers("buffer")
+
+    def _add_weights(self) -> None:
+        for optimizer in self._optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    self._add_tree(f"state:{self._name(parameter)}.{key}", value)
+        for parameter, name in self._names.items():
+            self._add(f"weight:{name}", parameter)
+
+    def _add_buffers(self, kind: str) -> None:
+        for name, buffer in self._inner.named_buffers():
+            self._add(f"{kind}:{name}", buffer)
+
+    # How it is recorded.
+
+    def _name(self, parameter: Tensor) -> str:
+        return self._names.setdefault(parameter, f"other{len(self._names)}")
+
+    def _add_tree(self, kind: str, value: Any, path: str = "") -> None:
+        name = kind if kind.startswith("state:") else f"{kind}:{path}"
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            value = torch.as_tensor(value)
+        if isinstance(value, Tensor):
+            self._add(name, value)
+        elif isinstance(value, Mapping | list | tuple):
+            for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+                self._add_tree(kind, inner, f"{path}.{key}" if path else str(key))
+        elif value is None or isinstance(value, str | int | float | bytes):
+            self._say(name, _plain(value))
+
+    def _add(self, name: str, x: Tensor) -> None:
+        """Record a tensor."""
+        x = x.detach()
+        metadata = f"{name_of(x.dtype)} {list(x.shape)} {x.device}"
+        if hasattr(x, "to_local"):
+            x = x.to_local()
+            metadata += f" shard {list(x.shape)}"
+        if x.layout is not torch.strided:
+            x = x.to_dense()
+        kind, norm = name.partition(":")[0], None
+        if x.is_floating_point() and x.numel():
+            if kind in _NORMS:
+                norm = _norm(x)
+            if kind in _ROUNDED and (narrow := _narrow(x.reshape(-1)[:_SAMPLE])):
+                metadata += f" values of {narrow}"
+        name = self._note(name, digest(x), norm, metadata)
+        if self.step in self._with_values and x.dtype in CODES:
+            self._values[name] = x.to("cpu", copy=True)
+
+    def _say(self, name: str, text: str) -> None:
+        """Record a text."""
+        self._note(name, digest_of_text(text.encode()), None, text)
+
+    def _note(self, name: str, number: int, norm: float | None = None, metadata: str = "") -> str:
+        if not name.startswith("batch:"):
+            self._begin()
+        self._counts[name] += 1
+        if (count := self._counts[name]) > 1:
+            name = f"{name}#{count}"
+        shown = norm if norm is None or math.isfinite(norm) else str(norm)
+        self._entries.append([name, f"{number:016x}", shown])
+        if self._told.get(name, "") != metadata:
+            self._told[name] = self._metadata[name] = metadata
+        return name
+
+    def _clear(self, metadata: dict[str, str] | None = None) -> None:
+        """Begin the next step's entries."""
+        self._entries: list[list[Any]] = []
+        self._metadata: dict[str, str] = metadata or {}
+        self._values: dict[str, Tensor] = {}
+        self._counts: Counter[str] = Counter()
+        self._begun = False
+
+    # Files.
+
+    def _describe(self, rank: int | None, world_size: int | None) -> dict[str, Any]:
+        """Return the manifest."""
+        world = current_world()
+        if world.transport is None and dist.is_available() and dist.is_initialized():
+            known = dist.get_rank(), dist.get_world_size()
+        else:
+            known = world.identity.rank, world.identity.world_size
+        rank = known[0] if rank is None else rank
+        world_size = known[1] if world_size is None else world_size
+        if rank >= world_size:
+            raise ValueError(f"rank={rank} must be below world_size={world_size}")
+        try:
+            matmul = torch.get_float32_matmul_precision()
+        except RuntimeError:  # set by torch.backends.fp32_precision, which newer versions have
+            matmul = str(getattr(torch.backends, "fp32_precision", None))
+        return {
+            "format": FORMAT,
+            "rank": rank,
+            "world_size": world_size,
+            "command": sys.orig_argv,
+            # What changes the order of adding, or the precision.
+            "settings": {
+                "bagua_ref": import_module("bagua_ref").__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "threads": torch.get_num_threads(),
+                "cpu": torch.backends.cpu.get_cpu_capability(),
+                "deterministic": torch.are_deterministic_algorithms_enabled(),
+                "matmul": matmul,
+                "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            },
+            "complete": False,
+            "stopped": None,
+        }
+
+    def _open(self) -> None:
+        path = self._folder / MANIFEST
+        if path.exists():
+            there = load_json(read_file(path))
+            same = isinstance(there, dict) and all(
+                there.get(key) == self._manifest[key] for key in ("format", "world_size")
+            )
+            if not self._resume or not same:
+                why = " of another number of ranks" if self._resume else ""
+                raise ValueError(
+                    f"folder={str(self._folder.parent)!r} already holds a recording of this"
+                    f" rank{why}; choose another folder or empty it"
+                )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._write_manifest()
+        index = self._folder / INDEX
+        if index.exists():  # without a last line that a crash has cut off
+            os.truncate(index, index.read_bytes().rfind(b"\n") + 1)
+        self._index = index.open("a", encoding="utf-8")
+
+    def _write(self, partial: bool = False) -> None:
+        """Write a step: its values are complete before the index lists it, so that a crash leaves
+        all earlier steps.
+        """
+        line: dict[str, Any] = {
+            "entries": self._entries,
+            "metadata": self._metadata,
+            "start": self._start,
+            "partial": partial,
+            "values": bool(self._values),
+        }
+        values, self._start = self._values, []
+        self._clear()
+        if self.stopped is not None or self._index is None:
+            return
+        try:
+            if values:
+                path = values_file(self._folder, self.step)
+                write_safetensors(path.with_suffix(".partial"), values)
+                os.replace(path.with_suffix(".partial"), path)
+            line = {"step": self.step} | {key: value for key, value in line.items() if value}
+            self._index.write(json.dumps(line) + "\n")
+            self._index.flush()
+        except OSError as error:
+            self._stop(error)
+
+    def _write_manifest(self) -> None:
+        """Replace the manifest atomically."""
+        partial = self._folder / f"{MANIFEST}.partial"
+        partial.write_text(json.dumps(self._manifest, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, self._folder / MANIFEST)
+
+    def _stop(self, error: OSError) -> None:
+        self.stopped = self._manifest["stopped"] = f"step {self.step} cannot be written: {error}"
+        warnings.warn(
+            f"recording into {str(self._folder)!r} has stopped: {self.stopped}. Training continues",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+record = Recording
+"""The name by which runs are recorded: ``with bagua_ref.record(model, optimizer, folder):``."""
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside compiled modules and wrappers, whose only child is ``module``."""
+    model = uncompiled(model)
+    while [name for name, _ in model.named_children()] == ["module"]:
+        model = uncompiled(model.get_submodule("module"))
+    return model
+
+
+def _random_states() -> dict[str, int]:
+    """Return digests of the states of the global generators, by name."""
+    version, keys, gauss = random.getstate()
+    legacy = np.random.get_state(legacy=False)  # noqa: NPY002  (the global generator has no other)
+    found = {
+        "python": repr((version, gauss)).encode() + array.array("Q", keys).tobytes(),
+        "numpy": legacy["state"].pop("key", np.empty(0)).tobytes() + repr(legacy).encode(),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+    if torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return {name: digest_of_text(state) for name, state in found.items()}
+
+
+def _settings_of(model: torch.nn.Module) -> str:
+    """Return JSON of each module's class and public attributes that are numbers, such as dropout's
+    p; of torch's modules also texts and tuples.
+
+    That settings differ is no difference by itself, as it need not have an effect.
+    """
+    found: dict[str, dict[str, str]] = {
+        "torch.autocast": {
+            device: str(torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        }
+    }
+    for name, module in model.named_modules():
+        of_torch = type(module).__module__.startswith("torch.nn.")
+        found[name] = {
+            "class": type(module).__name__,
+            **{
+                key: repr(value)
+                for key, value in vars(module).items()
+                if key[0] != "_"
+                and (
+                    isinstance(value, int | float) or (of_torch and isinstance(value, str | tuple))
+                )
+            },
+        }
+    return json.dumps(found)
+
+
+def _norm(x: Tensor) -> float:
+    """Return the L2 norm, of one element its value; NaN or inf only if a value is."""
+    if x.numel() == 1:
+        return float(x)
+    norm = float(torch.linalg.vector_norm(x, dtype=torch.float32 if x.element_size() < 4 else None))
+    if not math.isfinite(norm) and bool(x.isfinite().all()):
+        norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
+    return norm
+
+
+def _narrow(x: Tensor) -> str | None:
+    """Return the 16-bit format that holds all values, of which some are not zero, of a wider dtype;
+    or None.
+    """
+    if x.element_size() < 4 or not bool(x.any()):
+        return None
+    return next(
+        (
+            name_of(dtype)
+            for dtype in (torch.float16, torch.bfloat16)
+            if bool((x.to(dtype).to(x.dtype) == x).all())
+        ),
+        None,
+    )
+
+
+def _plain(value: Any) -> str:
+    return repr(value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
