@@ -110,7 +110,7 @@ OPTIONS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any], str]] = {
     ),
     "groups": (
         lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
-        lambda o: o.add_param_group({"params": [torch.zeros(2, requires_grad=True)]}),
+        lambda o: o.add_param_group({"params": [torch.zeros(2)]}),
         "rank 1 has stepped SGD with 2 groups, ranks 0, 2 have stepped SGD with 1 groups",
     ),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -78,6 +78,7 @@ class DistributedDataParallel(torch.nn.Module):
         backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
         timeout: seconds without progress after which waiting raises; None: that of
             ``process_group``.
+        ignored: as `bagua_ref.distributed.BaguaModule.with_bagua`.
         **torch_arguments: further arguments of torch's class, which must have torch's default
             values.
 
@@ -134,6 +135,7 @@ class DistributedDataParallel(torch.nn.Module):
         *,
         backend: str | KernelBackend | None = None,
         timeout: float | None = None,
+        ignored: Iterable[str | torch.Tensor] = (),
         **torch_arguments: Any,
     ) -> None:
         if not isinstance(module, torch.nn.Module):
@@ -162,6 +164,7 @@ class DistributedDataParallel(torch.nn.Module):
             backend=backend,
             find_unused_parameters=find_unused_parameters,
             timeout=timeout,
+            ignored=ignored,
         )
 
     def with_bagua(
@@ -174,6 +177,7 @@ class DistributedDataParallel(torch.nn.Module):
         backend: str | KernelBackend | None = None,
         find_unused_parameters: bool = False,
         timeout: float | None = None,
+        ignored: Iterable[str | torch.Tensor] = (),
     ) -> DistributedDataParallel:
         """Wrap the inner module again, with this wrapper's bucket size and buffers; return the
         wrapper.
@@ -194,6 +198,7 @@ class DistributedDataParallel(torch.nn.Module):
             timeout,
             bucket_bytes,
             self.broadcast_buffers,
+            ignored=tuple(ignored),
         )
         wrap(self.module, optimizers, algorithm, group, options)
         return self

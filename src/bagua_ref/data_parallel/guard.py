@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,13 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from bagua_ref.algorithms.base import AlgorithmImpl, TrainingContext
 from bagua_ref.base.runtime import current_world
 from bagua_ref.base.utils import inside_backward
 from bagua_ref.buckets.optimizer_state import align
-from bagua_ref.data_parallel.hooks import are_for_a_call
+from bagua_ref.data_parallel.hooks import GradientHook, are_for_a_call, swapped
 from bagua_ref.data_parallel.sharding import LocalShard, ignored_names, reshard, stand_in, whole
 from bagua_ref.types import Group
 
@@ -40,18 +41,23 @@ class StepGuard:
 
     Args:
         training: of the module; held weakly.
+        trained: the module's parameters.
     """
 
-    def __init__(self, training: TrainingContext) -> None:
-        self._training = weakref.ref(training)
+    def __init__(self, training: TrainingContext, trained: TrainedParameters) -> None:
+        self._training, self._trained = weakref.ref(training), trained
+        self.parameters = frozenset(map(id, trained.whole))
+        """The ids of the module's parameters."""
         self._module_name, self._world = training.bagua_module_name, training.world
         self.known = frozenset(training.bagua_optimizers)
+        self._checked: dict[Any, tuple[list[int], list[torch.Tensor]]] = {}
+        """The ids of parameters that an optimizer had when it was checked, and those of them that
+        were frozen and belong to no wrapped module.
+        """
         self._since = {optimizer: _Since() for optimizer in (None, *training.bagua_optimizers)}
         """Events since each optimizer's last step; under None, of one that was not passed when
         wrapping.
         """
-        self.parameters: frozenset[int] = frozenset()
-        """The ids of the module's parameters."""
         self.unstepped: set[torch.optim.Optimizer | None] = set()
         """The optimizers whose steps have yet to follow a training forward pass; if none is known,
         None for a backward pass.
@@ -64,11 +70,6 @@ class StepGuard:
 
     def watch(self) -> None:
         """Check the steps of all optimizers from now on."""
-        training = self._training()
-        assert training is not None, "it is being wrapped"
-        self.parameters = frozenset(
-            id(whole(parameter)) for _, parameter in training.bagua_build_params()
-        )
         _watch.add(self, id(self._world))
 
     def unwatch(self) -> None:
@@ -79,23 +80,26 @@ class StepGuard:
         """Note the start of a training forward pass, which a backward pass should follow."""
         self.unstepped = {*(self.known or (None,))}
 
-    def gradient_arrives(self) -> None:
-        """Note a gradient that stays local on purpose, as under `no_sync`."""
+    def gradient_arrives(self, parameter: torch.Tensor) -> None:
+        """Note a gradient of ``parameter`` that stays local, as under `no_sync`."""
         for since in self._since.values():
             since.gradients = True
+            if since.synchronized:
+                since.late[id(parameter)] = id(parameter.grad)
 
     def synchronized(self) -> None:
         """Note the end of a synchronized backward pass."""
         for since in self._since.values():
             since.gradients = since.synchronized = True
+            since.late.clear()  # gradients that have arrived before are synchronized, too
         self.unstepped.discard(None)
 
     def bypassed(self, reason: str, parameter: torch.Tensor) -> None:
         """Note a gradient of ``parameter`` that bypassed communication unintentionally, and the
         reason.
         """
+        self.gradient_arrives(parameter)
         for since in self._since.values():
-            since.gradients = True
             since.bypassed = reason, parameter, parameter.grad
 
     def check_unexpected_step(self, optimizer: torch.optim.Optimizer, inside: bool) -> None:
@@ -124,6 +128,9 @@ class StepGuard:
         # the step of a known optimizer may consist of another one's
         if self._stepping or idle or training is None:
             return
+        if self.known and not any(map(self.holds_parameters, self.known)):
+            for known in self.known:
+                self._refuse_outsiders(known, [])
         why = training.bagua_algorithm.why_refused(optimizer)
         if why:
             raise RuntimeError(
@@ -132,7 +139,7 @@ class StepGuard:
                 " rank, with this optimizer in its list (train(): leave the context, and enter"
                 " another one)"
             )
-        self._since[None].check(optimizer, self._module_name)
+        self._check_gradients(optimizer, self._since[None])
         self._since[None] = _Since()
         # as ZeRO's step consists of that of an optimizer with the rank's share of parameters
         self._inner.update(
@@ -145,11 +152,13 @@ class StepGuard:
         """Check that ``optimizer`` may step.
 
         Raises:
-            RuntimeError: there are gradients since its last step, and all of them bypassed
-                communication.
+            RuntimeError: it holds parameters of no wrapped module; or there are gradients since
+                its last step, and all of them bypassed communication; or one of a parameter that
+                was swapped.
         """
+        self._check_outsiders(optimizer)
         since = self._since[optimizer]
-        since.check(optimizer, self._module_name)
+        self._check_gradients(optimizer, since)
         self._since[optimizer] = _Since()
         self.before, self._stepping = since, True
         # Without gradients and with lr=0: torch.distributed.checkpoint lets an optimizer make its
@@ -176,12 +185,77 @@ class StepGuard:
             for group in optimizer.param_groups
         )
 
+    def _check_gradients(self, optimizer: torch.optim.Optimizer, since: _Since) -> None:
+        """Raise RuntimeError if gradients of ``optimizer`` are of this rank alone and should not
+        be.
+        """
+        self._trained.refuse_swapped(in_backward=False)
+        since.check(optimizer, self._module_name)
+        training = self._training()
+        if not since.late or training is None or not training.bagua_algorithm.replicas_are_equal:
+            return
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            if since.late.get(id(parameter)) == id(parameter.grad):
+                name = next(n for n, p in self._trained.named if whole(p) is parameter)
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} was about to step module {self._module_name!r}"
+                    " with gradients of this rank alone: after the synchronized backward pass of"
+                    f" this step, parameter {name!r} got another gradient, under no_sync() or in"
+                    " eval mode. The last backward pass before step() must be the one whose forward"
+                    " pass began outside no_sync()"
+                )
+
+    def _check_outsiders(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check, when the optimizer's parameters have changed, that it trains none that belongs to
+        no wrapped module.
+        """
+        held = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        ids = list(map(id, held))
+        checked, frozen = self._checked.get(optimizer, ([], []))
+        if ids == checked and not any(parameter.requires_grad for parameter in frozen):
+            return
+        # at a step, since modules that share an optimizer are wrapped one after the other
+        owned = set().union(*(guard._trained.owned() for guard in _watch.guards(id(self._world))))
+        outsiders = [parameter for parameter in held if id(parameter) not in owned]
+        trained = [parameter for parameter in outsiders if parameter.requires_grad]
+        if trained:
+            self._refuse_outsiders(optimizer, trained if owned.intersection(ids) else [])
+        self._checked[optimizer] = ids, outsiders
+
+    def _refuse_outsiders(
+        self, optimizer: torch.optim.Optimizer, some: Sequence[torch.Tensor]
+    ) -> NoReturn:
+        who = type(optimizer).__name__
+        if not some:
+            raise RuntimeError(
+                f"none of the parameters of {who}, which was passed when module"
+                f" {self._module_name!r} was wrapped, belongs to a wrapped module, as if they were"
+                " of another model, or replaced since the optimizer was made. Pass an optimizer of"
+                " the module's parameters to with_bagua(), or pass parameters that each rank is to"
+                " train alone in ignored=[...]"
+            )
+        places = [
+            f"parameter {place} of group {number}, of shape {tuple(parameter.shape)}"
+            for number, group in enumerate(optimizer.param_groups)
+            for place, parameter in enumerate(group["params"])
+            if any(parameter is outsider for outsider in some)
+        ]
+        more = f", and {len(places) - 1} more" if len(places) > 1 else ""
+        raise RuntimeError(
+            f"{who} was about to step module {self._module_name!r}, but also trains parameters that"
+            f" belong to no wrapped module, so that ranks would part in them: {places[0]}{more}."
+            " Make them part of the module before with_bagua(), wrap their module too, freeze them,"
+            " or pass them to with_bagua() in ignored=[...] if they are to stay local"
+        )
+
 
 class TrainedParameters:
     """The parameters that a module had when it was wrapped, by name; `check` detects later ones.
 
     Args:
         module: whose parameters they are; held weakly.
+        ignored: names of those that do not take part, or these themselves, and parameters of other
+            modules.
 
     Attributes:
         ignored: names of parameters that do not take part.
@@ -191,8 +265,11 @@ class TrainedParameters:
         TypeError: a parameter is complex.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module, self.ignored = weakref.ref(module), ignored_names(module)
+    def __init__(
+        self, module: torch.nn.Module, ignored: Collection[str | torch.Tensor] = ()
+    ) -> None:
+        self._module, self.ignored = weakref.ref(module), ignored_names(module, ignored)
+        self._local = [item for item in ignored if not isinstance(item, str)]
         reshard(module)
         self._take_stock(module)
         self.named = self._find(module)
@@ -200,8 +277,55 @@ class TrainedParameters:
         `LocalShard` of sharded ones.
         """
         self.shards = {name: shard for name, shard in self.named if isinstance(shard, LocalShard)}
+        self.whole = [whole(parameter) for _, parameter in self.named]
+        """The parameters themselves, also where they are sharded."""
+        self._hooks: list[GradientHook] = []
         self._with_strides = [parameter for _, parameter in self.named if parameter.dim() > 1]
         self.note_strides()
+
+    def hook(self, training: TrainingContext) -> list[RemovableHandle]:
+        """Hook the gradients of ``training``; return what removes the hooks."""
+        self._hooks = [GradientHook(training, name) for name, _ in self.named]
+        self._registrations = [
+            getattr(parameter, "_bagua_registration", None) for parameter in self.whole
+        ]
+        return [
+            hook.add_last(parameter)
+            for hook, parameter in zip(self._hooks, self.whole, strict=True)
+        ]
+
+    def hook_again(self) -> bool:
+        """Hook gradients again whose parameters were swapped; return whether there were any.
+
+        Raises:
+            RuntimeError: a parameter has become another kind of tensor; names it.
+        """
+        lost = swapped(self.whole, self._hooks)
+        for parameter, hook in lost:
+            hook.add_again(parameter)
+            parameter._bagua_registration = self._registrations[self._hooks.index(hook)]  # type: ignore[attr-defined]
+        return bool(lost)
+
+    def refuse_swapped(self, in_backward: bool) -> None:
+        """Raise RuntimeError if a parameter was swapped since the last training forward pass and
+        has a gradient, or is about to get one in the backward pass under way; names it.
+        """
+        for parameter, hook in swapped(self.whole, self._hooks):
+            if in_backward or parameter.grad is not None:
+                raise RuntimeError(
+                    f"parameter {hook.name!r} was swapped for another tensor, as by"
+                    " torch.utils.swap_tensors, and has a gradient of this rank alone. Swap before"
+                    " calling the wrapped module, model(x), in training mode (train(): leave the"
+                    " context, and enter another one)"
+                )
+
+    def owned(self) -> set[int]:
+        """Return the ids of the module's parameters, trained or not, and of those that stay local
+        on purpose.
+        """
+        module = self._module()
+        others = () if module is None else module.parameters()
+        return {*map(id, chain(self.whole, self._local, others))}
 
     def check(self) -> bool:
         """Return whether the module has its trained parameters now.
@@ -238,8 +362,8 @@ class TrainedParameters:
                 f"{type(module).__name__} was wrapped before"
                 f" {'parameters' if len(new) > 1 else 'parameter'} {', '.join(map(repr, new))}"
                 " could be trained (added, replaced or unfrozen since), so they would not be"
-                " synchronized. Call with_bagua() again on every rank, or list the names in"
-                " module._bagua_params_and_buffers_to_ignore before wrapping"
+                " synchronized. Call with_bagua() again on every rank, with these names in ignored=[...]"
+                " if they are to stay local"
             )
         self._take_stock(module)  # what changed is ignored, or frozen
         return True
@@ -294,8 +418,7 @@ class TrainedParameters:
             if id(parameter) in sparse:
                 raise NotImplementedError(
                     f"parameter {name!r} of {sparse[id(parameter)]!r} gets sparse gradients, which"
-                    " cannot be communicated; use sparse=False or list it in"
-                    " module._bagua_params_and_buffers_to_ignore"
+                    " cannot be communicated; use sparse=False or pass its name in ignored=[...]"
                 )
             if parameter.dtype.is_complex:
                 raise TypeError(
@@ -351,6 +474,12 @@ class _Since:
     gradients = synchronized = False
     bypassed: tuple[str, torch.Tensor, torch.Tensor | None] | None = None
     """The reason why a gradient bypassed communication, its parameter, and the gradient."""
+
+    def __init__(self) -> None:
+        self.late: dict[int, int] = {}
+        """The ids of local gradients that arrived after the last synchronized one, by those of
+        their parameters.
+        """
 
     def check(self, optimizer: torch.optim.Optimizer, module_name: str) -> None:
         """Raise if there are gradients, and all of them bypassed communication."""
@@ -419,19 +548,19 @@ class _StepWatch:
                 self._handle.remove()
                 self._handle = None
 
+    def guards(self, world: int) -> list[StepGuard]:
+        """Return those of ``world``."""
+        found = (ref() for ref in self._guards.get(world, ()))
+        return [guard for guard in found if guard is not None]
+
     def check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Let the guards of this world check a step."""
         # a compiled step of another module's optimizer must not break its graph
         if is_dynamo_compiling():
             return
         inside = inside_backward()
-        for ref in self._guards.get(id(current_world()), ()):
-            guard = ref()
-            if (
-                guard is not None
-                and (inside or optimizer not in guard.known)
-                and guard.holds_parameters(optimizer)
-            ):
+        for guard in self.guards(id(current_world())):
+            if (inside or optimizer not in guard.known) and guard.holds_parameters(optimizer):
                 guard.check_unexpected_step(optimizer, inside)
 
 

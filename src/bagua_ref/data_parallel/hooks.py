@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "Reached",
     "are_for_a_call",
     "call_after_backward",
+    "swapped",
     "trainings_of",
     "trains",
 ]
@@ -45,10 +47,10 @@ class GradientHook(NotCopied):
         name: the parameter's name.
     """
 
-    __slots__ = ("_name", "training")
+    __slots__ = ("_kind", "name", "training")
 
     def __init__(self, wrapped: Any, name: str) -> None:
-        self.training, self._name = weakref.ref(wrapped), name
+        self.training, self.name = weakref.ref(wrapped), name
 
     def __call__(self, parameter: Any) -> None:
         """Mark the gradient of ``parameter``, which may be the part of a sharded one."""
@@ -57,11 +59,11 @@ class GradientHook(NotCopied):
             return
         wrapped = self.training()
         if wrapped is not None and (
-            wrapped._in_backward or wrapped._begin_backward(self._name, parameter)
+            wrapped._in_backward or wrapped._begin_backward(self.name, parameter)
         ):
             wrapped._backward_hook(
-                self._name,
-                wrapped.shards.get(self._name, parameter) if wrapped.shards else parameter,
+                self.name,
+                wrapped.shards.get(self.name, parameter) if wrapped.shards else parameter,
             )
 
     @untraced
@@ -72,15 +74,55 @@ class GradientHook(NotCopied):
         """Register this so that it runs after all other post-accumulate-grad hooks of
         ``parameter``, also after later ones.
         """
-        before = parameter._post_accumulate_grad_hooks
+        hooks = before = parameter._post_accumulate_grad_hooks
         if not isinstance(before, _Hooks):
             hooks = _Hooks()
             if before is not None:
                 # Handles of hooks that the user registered before remove them from that dictionary.
                 hooks[-1] = _Earlier(before)
-            parameter._post_accumulate_grad_hooks = hooks
+        # even if it is set already: torch does not call what is in it after a swap
+        parameter._post_accumulate_grad_hooks = hooks
+        # torch.utils.swap_tensors gives a parameter the attributes and hooks of another tensor, so
+        # that an attribute that is missing tells of it.
+        parameter._bagua_hook = self  # type: ignore[attr-defined]
+        self._kind = _kind_of(parameter)
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self)
         return handle
+
+    def add_again(self, parameter: torch.nn.Parameter) -> None:
+        """Register this again after `torch.utils.swap_tensors` took it from ``parameter``.
+
+        Raises:
+            RuntimeError: its dtype, device or shape has changed, for which there is no bucket.
+        """
+        kind = _kind_of(parameter)
+        if kind != self._kind or type(parameter.data) is not torch.Tensor:
+            raise RuntimeError(
+                f"parameter {self.name!r} was swapped for another one, as by"
+                " torch.__future__.set_swap_module_params_on_conversion(True): {} {} {} when the"
+                " module was wrapped, {} {} {} now. Call with_bagua() again on every rank".format(
+                    *self._kind, *kind
+                )
+            )
+        # The dictionary is still there; setting it makes torch call what is in it.
+        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+        parameter._bagua_hook = self  # type: ignore[attr-defined]
+
+
+def swapped(
+    parameters: Sequence[torch.nn.Parameter], hooks: Sequence[GradientHook]
+) -> list[tuple[torch.nn.Parameter, GradientHook]]:
+    """Return the ``parameters`` that were swapped since their ``hooks`` were added, with these."""
+    try:
+        if list(map(_hook_of, parameters)) == hooks:
+            return []
+    except AttributeError:  # a parameter without a hook
+        pass
+    return [
+        (parameter, hook)
+        for parameter, hook in zip(parameters, hooks, strict=True)
+        if getattr(parameter, "_bagua_hook", None) is not hook
+    ]
 
 
 def trainings_of(parameter: torch.nn.Parameter) -> list[Any]:
@@ -267,6 +309,10 @@ def _graph_task_ended(callback: Callable[[], object]) -> None:
         callback()
     else:
         node.register_hook(lambda *_: call_after_backward(callback))
+
+
+_hook_of = attrgetter("_bagua_hook")
+_kind_of = attrgetter("dtype", "device", "shape")
 
 
 class _Hooks(NotCopied, OrderedDict):  # type: ignore[type-arg]

@@ -258,11 +258,11 @@ class AgreedRounds:
             self.abort(why)
 
     @contextmanager
-    def aborting(self) -> Iterator[None]:
-        """Abort if communication fails in this context."""
+    def aborting(self, kind: type[Exception] = CommunicationError) -> Iterator[None]:
+        """Abort if communication fails in this context, or another ``kind`` of error is raised."""
         try:
             yield
-        except CommunicationError as error:
+        except kind as error:
             self.fail(error)
             raise
 

@@ -9,6 +9,7 @@ share one rank only: this one.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -103,12 +104,28 @@ def group_of(process_group: Any) -> Any:
     return process_group
 
 
-def ignored_names(module: torch.nn.Module) -> set[str]:
+def ignored_names(module: torch.nn.Module, ignored: Collection[str | Tensor] = ()) -> set[str]:
     """Return the names of a module's parameters and buffers that are neither communicated nor
-    broadcast.
+    broadcast: those in ``ignored``, and in attributes of the module.
+
+    Raises:
+        TypeError: something else than names and tensors in ``ignored``.
+        ValueError: a name that is none of the module's.
     """
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    tensors.update(module.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
+    for item in ignored:
+        if not isinstance(item, (str, Tensor)):
+            raise TypeError(f"ignored={ignored!r} must be a list of names and of parameters")
+        if isinstance(item, str) and item not in tensors:
+            raise ValueError(
+                f"ignored={item!r} is no parameter or buffer of this {type(module).__name__}; those"
+                " of other modules are passed themselves, not their names"
+            )
+    local = {id(tensors[item] if isinstance(item, str) else item) for item in ignored}
     names = ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
-    return {name for attribute in names for name in getattr(module, attribute, ())}
+    listed = {name for attribute in names for name in getattr(module, attribute, ())}
+    return listed | {name for name, tensor in tensors.items() if id(tensor) in local}
 
 
 def reshard(module: torch.nn.Module) -> None:
@@ -120,12 +137,19 @@ def reshard(module: torch.nn.Module) -> None:
             inside.reshard()  # type: ignore[operator]
 
 
-def check_sharded(module: torch.nn.Module, algorithm: Algorithm, group: Group) -> None:
-    """Refuse sharded parameters that ``algorithm`` cannot train in ``group``.
+def check_sharded(
+    module: torch.nn.Module,
+    algorithm: Algorithm,
+    group: Group,
+    ignored: Collection[str | Tensor] = (),
+) -> None:
+    """Refuse sharded parameters that ``algorithm`` cannot train in ``group``, and what
+    `ignored_names` refuses.
 
     Raises:
         NotImplementedError: there are some; names the parameter, and says what to do.
     """
+    names = ignored_names(module, ignored)
     reshard(module)
     trained = dict(module.named_parameters())
     sharded = {name: parameter for name, parameter in trained.items() if _is_dtensor(parameter)}
@@ -153,13 +177,13 @@ def check_sharded(module: torch.nn.Module, algorithm: Algorithm, group: Group) -
             )
     if not sharded:
         return
-    first, ignored = next(iter(sharded)), ignored_names(module)
+    first = next(iter(sharded))
     for name, parameter in trained.items():
-        if name not in sharded and name not in ignored and parameter.requires_grad:
+        if name not in sharded and name not in names and parameter.requires_grad:
             raise NotImplementedError(
                 f"parameter {name!r} is not sharded while {first!r} is, and would not be averaged"
-                " inside the node; shard it, too, or list it in"
-                " module._bagua_params_and_buffers_to_ignore"
+                " inside the node; shard it, too, or pass its name"
+                " in ignored=[...]"
             )
     if not algorithm.takes_shards:
         raise NotImplementedError(

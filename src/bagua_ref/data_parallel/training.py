@@ -22,14 +22,13 @@ from bagua_ref.communicators.processes import refuse_in_child
 from bagua_ref.data_parallel.guard import StepGuard, TrainedParameters, refuse_both, refuse_inside
 from bagua_ref.data_parallel.hooks import (
     ForwardPasses,
-    GradientHook,
     Reached,
     call_after_backward,
     trains,
 )
 from bagua_ref.data_parallel.parameters import Buffers, split_into_buckets
 from bagua_ref.data_parallel.rounds import BUFFERS, PLAN, ModuleRounds
-from bagua_ref.data_parallel.sharding import reshard, whole
+from bagua_ref.data_parallel.sharding import reshard
 from bagua_ref.data_parallel.state_broadcast import broadcast_state, warn_of_drift
 from bagua_ref.env import get_default_bucket_size
 from bagua_ref.scheduling.engine import Engine
@@ -57,6 +56,8 @@ class Options:
             only when wrapping.
         without_forward: a backward pass's first gradient stands in for the beginning of a training
             forward pass.
+        ignored: names of the module's parameters and buffers, and parameters of this or another
+            module, that stay local to each rank.
     """
 
     do_flatten: bool = True
@@ -66,6 +67,7 @@ class Options:
     bucket_bytes: int | None = None
     broadcast_buffers: bool = False
     without_forward: bool = False
+    ignored: tuple[str | torch.Tensor, ...] = ()
 
 
 class ModuleTraining(TrainingContext):
@@ -130,12 +132,12 @@ class ModuleTraining(TrainingContext):
         self._backward_begun = -1
         """The last backward pass that stood in for a forward pass."""
         self._passes = ForwardPasses(self._synchronize, synchronizing=not self.bagua_optimizers)
-        self._guard = StepGuard(self)
         timeout = group.timeout if options.timeout is None else options.timeout
         self.engine = Engine(
             world, self.bagua_module_name, timeout, GlobalAlgorithmRegistry.name_of(algorithm)
         )
-        self._parameters = TrainedParameters(module)
+        self._parameters = TrainedParameters(module, options.ignored)
+        self._guard = StepGuard(self, self._parameters)
         self.parameters_to_ignore = self._parameters.ignored
         self._named, self.shards = self._parameters.named, self._parameters.shards
         # refuse what cannot be trained before anything is sent
@@ -168,10 +170,7 @@ class ModuleTraining(TrainingContext):
             module.register_load_state_dict_post_hook(OwnHook(self.rounds.note_load)),
             self.called_module.register_forward_pre_hook(OwnHook(self._forward_called)),
             self.called_module.register_forward_hook(OwnHook(self._forward_returned)),
-            *(
-                GradientHook(self, name).add_last(whole(parameter))
-                for name, parameter in self._named
-            ),
+            *self._parameters.hook(self),
         ]
         for optimizer in self.bagua_optimizers:
             self._handles.append(optimizer.register_step_pre_hook(OwnHook(self._begin_step)))
@@ -261,6 +260,9 @@ class ModuleTraining(TrainingContext):
         refuse_both(self.given_group)
         if self.options.without_forward:
             return
+        with self.rounds.aborting(RuntimeError):
+            if self._parameters.hook_again():
+                self.rounds.note_load()  # a rank alone may have other values now
         # Tensors made in a transform end with it.
         with (
             temporarily_clear_interpreter_stack()
@@ -286,7 +288,10 @@ class ModuleTraining(TrainingContext):
 
     def _begin_forward(self, input: Any, synchronized: bool, in_backward: bool = False) -> None:
         refuse_in_child(self._pid)
-        self._passes.is_functional = not self._parameters.check()
+        with self.rounds.aborting(RuntimeError):
+            if in_backward:
+                self._parameters.refuse_swapped(in_backward)
+            self._passes.is_functional = not self._parameters.check()
         if self._passes.is_functional:
             if not self._guard.unstepped:
                 self._passes.begin_functional(synchronized)
@@ -373,7 +378,7 @@ class ModuleTraining(TrainingContext):
         if reached is not None:
             reached.waiting.append((name, parameter))
         if bypassed is None or self.skipping:
-            self._guard.gradient_arrives()
+            self._guard.gradient_arrives(parameter)
         else:
             self._guard.bypassed(
                 f"the backward that reached parameter {name!r} {bypassed}", parameter

@@ -4,7 +4,7 @@ and trainers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from bagua_ref.data_parallel.parameters import refuse_what_cannot_be_flat
 from bagua_ref.data_parallel.sharding import check_sharded, group_of
 from bagua_ref.data_parallel.training import ModuleTraining, Options
 from bagua_ref.env import checked_timeout
-from bagua_ref.errors import NotInitializedError
+from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.types import Group
 
 __all__ = [
@@ -76,7 +76,7 @@ def wrap(
             " ranks may wrap a module"
         )
     group.refuse_in_child()
-    check_sharded(module, algorithm, group)
+    check_sharded(module, algorithm, group, options.ignored)
     let_compiler_see_hooks()
     before = context_of(module)
     if before is not None and (options.without_forward or before.options.without_forward):
@@ -86,12 +86,15 @@ def wrap(
             " train it as well"
         )
     if before is not None:
-        before.engine.wait_pending_comm_ops()
-        take_up_again = before.bagua_algorithm.suspend()
+        try:
+            before.engine.wait_pending_comm_ops()
+            take_up_again = before.bagua_algorithm.suspend()
+        except CommunicationError as error:
+            before.rounds.fail(error)  # a new training begins from the first rank's state
     try:
         training = ModuleTraining(called, optimizers, algorithm, group, world, options)
     except Exception:
-        if before is not None:
+        if before is not None and not before.rounds.broken:
             before.reset()  # the tensors may already be registered for the new algorithm
             take_up_again()
         raise
@@ -113,6 +116,7 @@ def train(
     backend: str | KernelBackend | None = None,
     find_unused_parameters: bool = False,
     timeout: float | None = None,
+    ignored: Iterable[str | torch.Tensor] = (),
 ) -> Iterator[torch.nn.Module]:
     """Train ``model`` together with the other ranks in this context, whichever of its methods
     computes the loss (S5).
@@ -132,6 +136,7 @@ def train(
         find_unused_parameters: treat parameters that a backward pass does not reach as having zero
             gradients; those that no rank's backward pass reaches keep theirs.
         timeout: seconds without progress after which waiting raises.
+        ignored: what stays local to each rank.
 
     Returns:
         A context that gives ``model``.
@@ -161,7 +166,14 @@ def train(
         raise ValueError(
             f"optimizers={optimizers!r} must hold the optimizers of the module, at least one"
         )
-    options = Options(do_flatten, backend, find_unused_parameters, timeout, without_forward=True)
+    options = Options(
+        do_flatten,
+        backend,
+        find_unused_parameters,
+        timeout,
+        without_forward=True,
+        ignored=tuple(ignored),
+    )
     wrap(model, optimizers, algorithm, process_group, options, "train")
     try:
         yield model

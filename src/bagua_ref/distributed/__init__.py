@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -55,6 +55,7 @@ class BaguaModule:
         backend: str | KernelBackend | None = None,
         find_unused_parameters: bool = False,
         timeout: float | None = None,
+        ignored: Iterable[str | torch.Tensor] = (),
     ) -> Any:
         """Train this module together with the other ranks from now on; return it (S5).
 
@@ -75,6 +76,10 @@ class BaguaModule:
                 zero gradients; those that no rank's backward pass reaches keep theirs.
             timeout: seconds without progress after which waiting raises; None: that of
                 ``process_group``.
+            ignored: what stays local to each rank: names of this module's parameters and buffers,
+                or parameters, also of other modules that ``optimizers`` hold. All other trained
+                parameters of ``optimizers`` must belong to wrapped modules, which their first
+                steps check.
 
         Raises:
             NotInitializedError: ``init_process_group()`` was not called (a RuntimeError).
@@ -92,7 +97,9 @@ class BaguaModule:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model = model.with_bagua(optimizer, "gradient_allreduce")  # doctest: +SKIP
         """
-        options = Options(do_flatten, backend, find_unused_parameters, timeout)
+        options = Options(
+            do_flatten, backend, find_unused_parameters, timeout, ignored=tuple(ignored)
+        )
         wrap(_module(self), optimizers, algorithm, process_group, options)
         return self
 
