@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adagrad": torch.optim.Adagrad,
     "Lion": Lion,
 }
-LOOP_LIMITS = {"SGD": 6.0, "Adam": 4.5}
+LOOP_LIMITS = {"SGD": 5.5, "Adam": 4.5}
 NEW_LIMITS = {"SGD": 5.0, "Adam": 3.8}
 MODEL_LIMIT = 0.97
 JUDGED = ("SGD", "Adam", "AdamW", "RMSprop", "Lion")

@@ -1,6 +1,4 @@
-"""Properties of samplers, collectives, the cache and the fused optimizer as shipped in the suites
-(S3.9, S6, S7, S8).
-"""
+"""Properties of samplers, collectives and the cache as shipped in the suites (S3.9, S7, S8)."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ from property_tests.strategies import Seeded, every_backend
 from bagua_ref.conformance.run.pytest_suites import (
     CacheSuite,
     CollectiveSuite,
-    FusedOptimizerSuite,
     SamplerSuite,
 )
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
@@ -47,7 +44,7 @@ class TestSamplers(Seeded, SamplerSuite):
 TARGET = ReferenceTarget()
 
 
-class TestOwnParts(Seeded, CollectiveSuite, CacheSuite, FusedOptimizerSuite):
+class TestOwnParts(Seeded, CollectiveSuite, CacheSuite):
     @pytest.fixture
     def target(self):
         return TARGET

@@ -58,7 +58,6 @@ METHODS_OF = {
         "BudgetBatchSampler",
     ),
     "cache": ("CacheLoader", "CachedDataset"),
-    "fused_optimizer": ("fuse_optimizer",),
 }
 Method = Callable[..., Any]
 
@@ -96,10 +95,6 @@ class Target:
             self.kernels = part_of(made)
         elif suite == "collectives":
             self.communicator = lambda world: part_of(made, transport=world.transport)
-        elif suite == "fused_optimizer":
-            self.fuse_optimizer = lambda *arguments, **options: made["fuse_optimizer"](
-                None, *arguments, **options
-            )
         else:
             setattr(self, suite, part_of(made))
 

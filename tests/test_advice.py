@@ -28,7 +28,6 @@ CACHING = ("contrib.cache_loader.CacheLoader", "contrib.utils.redis_store.RedisS
 BALANCING = ("contrib.load_balancing_sampler.LoadBalancingDistributedSampler",)
 CALLABLES = {
     "algorithm": ("data_parallel.DistributedDataParallel",),
-    "allow_inexact": ("contrib.fuse.fuse_optimizer",),
     "allow_pickle": CACHING[:1],
     "backend": CACHING[:1],
     "comm": ("groups.communication.allreduce_inplace",),
@@ -37,6 +36,7 @@ CALLABLES = {
     "compression": ("algorithms.diloco.DiLoCoAlgorithm",),
     "do_flatten": WRAPPING[:1],
     "drop_last": ("contrib.budget_batch_sampler.BudgetBatchSampler",),
+    "elementwise": ("contrib.fuse.fuse_optimizer",),
     "find_unused_parameters": WRAPPING,
     "flatten": ("buckets.bucket.BaguaBucket",),
     "hosts": CACHING[1:],
@@ -48,7 +48,6 @@ CALLABLES = {
     "sampler": ("checkpoint.load",),
     "scattergather": ("buckets.bucket.BaguaBucket.append_centralized_synchronous_op",),
     "shuffle": BALANCING,
-    "verify": ("contrib.fuse.fuse_optimizer",),
 }
 """Public callables through which a reader of a message with this parameter has come; each must have
 it.

@@ -217,7 +217,7 @@ def test_a_communicator_of_one_dtype_fails_nothing(dtype: str, judged: Judged) -
 
 
 @pytest.mark.parametrize("dtype", each_of(["float32"], ["float16", "bfloat16", "float64"]))
-@pytest.mark.parametrize("suite", each_of(["comm_ops"], ["algorithms", "fused_optimizer"]))
+@pytest.mark.parametrize("suite", each_of(["comm_ops"], ["algorithms"]))
 def test_operations_of_one_dtype_fail_nothing(suite: str, dtype: str, judged: Judged) -> None:
     target = Target(suite, real(suite, only(dtype)), dtypes=[dtype])
     found = judged(target, suite, target.calls)

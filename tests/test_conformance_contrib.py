@@ -1,6 +1,4 @@
-"""Tests of the suites of fused optimizers and caches with outside targets: faulty ones fail with a
-script.
-"""
+"""Tests of the suite of caches with outside targets: faulty ones fail with a script."""
 
 from __future__ import annotations
 
@@ -22,89 +20,6 @@ pytestmark = pytest.mark.slow
 
 def on(target, *checks, **options):
     return run_conformance(target, checks=checks, **{"time_limit": 3.0, **options})
-
-
-# Fused optimizers from outside
-
-
-def unfused(optimizer, do_flatten=True, check_flatten=True, *, allow_inexact=False):
-    """The minimum that S6 allows: every parameter is stepped separately."""
-    optimizer._bagua_fused_count = 0
-    optimizer.fuse_step = lambda closure=None: optimizer.step(closure)
-    return optimizer
-
-
-def forgets_gradients(optimizer, do_flatten=True, check_flatten=True, *, allow_inexact=False):
-    """Always step with the gradients of the first call."""
-    unfused(optimizer)
-    held = {}
-
-    def fuse_step(closure=None):
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            p.grad = held.setdefault(p, p.grad)
-        return optimizer.step(closure)
-
-    optimizer.fuse_step = fuse_step
-    return optimizer
-
-
-def raises(optimizer, **flags):
-    raise RuntimeError("out of cheese")
-
-
-def sleeps(optimizer, **flags):
-    time.sleep(1000)
-
-
-def dies(optimizer, **flags):
-    os._exit(7)
-
-
-def returns_nothing(optimizer, **flags):
-    return None
-
-
-def target_of(fuse_optimizer):
-    return types.SimpleNamespace(fuse_optimizer=fuse_optimizer)
-
-
-@pytest.mark.usefixtures("few_inputs")
-def test_an_optimizer_that_fuses_nothing_fails_only_where_something_must_be_fused():
-    report = on(target_of(unfused), "S6", jobs=2, shrink=False)
-    assert {result.id for result in report.failures()} == {
-        f"fused_optimizer.S6.{name}" for name in ("count", "moved", "refuses")
-    }
-
-
-@pytest.mark.parametrize(
-    ("fuse_optimizer", "check", "said"),
-    [
-        (forgets_gradients, "zero_grad", "weights of parameter"),
-        (raises, "bits", "out of cheese"),
-        (sleeps, "bits", "fuse_optimizer: no answer within 1 s"),
-        (dies, "bits", "crashed: exit code 7"),
-        (returns_nothing, "identity", "must return the optimizer itself"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_a_faulty_fused_optimizer_is_a_verdict_with_a_script(fuse_optimizer, check, said):
-    limit = {"time_limit": 1.0} if fuse_optimizer is sleeps else {}
-    failed = on(target_of(fuse_optimizer), f"fused_optimizer.S6.{check}", **limit).failures()[0]
-    assert said in failed.message
-    script = failed.counterexample
-    assert (
-        f"from tests.test_conformance_contrib import {fuse_optimizer.__name__} as fuse_optimizer"
-        in script
-    )
-    if fuse_optimizer is forgets_gradients:
-        assert run_script(script).returncode == 1, script
-        ran = run_script(
-            script.replace(
-                "from tests.test_conformance_contrib import",
-                "from bagua_ref.contrib import fuse_optimizer  #",
-            )
-        )
-        assert ran.returncode == 0, ran.stderr
 
 
 # Caches from outside
@@ -239,7 +154,6 @@ def test_the_package_passes_in_processes_and_on_threads():
             ReferenceTarget(),
             "cache.S8.2.worker",
             "cache.S8.3.damage",
-            "fused_optimizer.S6.storages",
             jobs=jobs,
             time_limit=20,
         )
@@ -268,11 +182,10 @@ def test_without_any_server_the_suite_is_skipped_with_a_reason(monkeypatch):
     "target", ["reference", types.SimpleNamespace(samplers=contrib)], ids=["backend", "other"]
 )
 def test_a_target_without_the_part_is_skipped_with_a_reason(target):
-    for suite, part in (("cache", "cache"), ("fused_optimizer", "fuse_optimizer")):
-        results = run_conformance(target, [suite]).results
-        assert {result.message for result in results if result.status == "skipped"} == {
-            f"the target has no {part}"
-        }
+    results = run_conformance(target, ["cache"]).results
+    assert {result.message for result in results if result.status == "skipped"} == {
+        "the target has no cache"
+    }
 
 
 def test_the_command_names_the_package_s_own_target(capsys):
@@ -285,8 +198,6 @@ def test_the_command_names_the_package_s_own_target(capsys):
                 "verify",
                 "--backend",
                 name,
-                "--check",
-                "fused_optimizer.S6.count",
                 "--check",
                 "cache.S8.2.none",
             ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,13 +20,19 @@ from bagua_ref.algorithms import (
     QAdamAlgorithm,
     QAdamOptimizer,
 )
-from bagua_ref.conformance.lab.twins import no_warning
 from bagua_ref.contrib import fuse_optimizer
 from bagua_ref.simulation import SimulatedWorld
 
 pytestmark = pytest.mark.slow
 
 Optimizer = torch.optim.Optimizer
+
+
+@contextmanager
+def no_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
 
 
 def network() -> nn.Sequential:

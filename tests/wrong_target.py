@@ -226,28 +226,6 @@ class _Budget(contrib.BudgetBatchSampler):
         return super().__len__() + 1
 
 
-class _Fuse:
-    """Fuses any optimizer, and steps further."""
-
-    def __call__(
-        self, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any
-    ) -> torch.optim.Optimizer:
-        spoil(optimizer.param_groups[0]["params"][:1])
-        try:
-            fused = contrib.fuse_optimizer(optimizer, *arguments, **options)
-        except (TypeError, ValueError, RuntimeError):
-            return optimizer
-        right = fused.fuse_step
-
-        def fuse_step(*arguments: Any, **options: Any) -> Any:
-            returned = right(*arguments, **options)
-            spoil([p for group in fused.param_groups for p in group["params"]])
-            return returned
-
-        fused.fuse_step = fuse_step
-        return fused
-
-
 class Wrong:
     """A target with every part."""
 
@@ -263,10 +241,7 @@ class Wrong:
             LoadBalancingDistributedBatchSampler=_Batches,
             BudgetBatchSampler=_Budget,
         )
-        self.cache, self.fuse_optimizer = (
-            SimpleNamespace(CacheLoader=_Loader, CachedDataset=_Dataset),
-            _Fuse(),
-        )
+        self.cache = SimpleNamespace(CacheLoader=_Loader, CachedDataset=_Dataset)
         self.communicator = _Part(own_communicator)
 
 

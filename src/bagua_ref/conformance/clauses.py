@@ -18,7 +18,6 @@ SUITES = (
     "algorithms",
     "samplers",
     "cache",
-    "fused_optimizer",
 )
 """Each is run against one part of a target."""
 

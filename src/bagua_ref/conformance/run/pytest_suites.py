@@ -26,7 +26,6 @@ __all__ = [
     "CollectiveSuite",
     "CommOpSuite",
     "ConformanceSuite",
-    "FusedOptimizerSuite",
     "KernelSuite",
     "SamplerSuite",
     "judge",
@@ -166,9 +165,3 @@ class CacheSuite(ConformanceSuite):
     """Caches (S8)."""
 
     test_cache = ConformanceSuite._judge
-
-
-class FusedOptimizerSuite(ConformanceSuite):
-    """Fused optimizers (S6)."""
-
-    test_fused_optimizer = ConformanceSuite._judge

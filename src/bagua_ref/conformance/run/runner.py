@@ -53,7 +53,6 @@ _NEEDS = {
     "kernels": "kernels",
     "codec": "kernels",
     "collectives": "communicator",
-    "fused_optimizer": "fuse_optimizer",
 }
 """Suite -> the part of a target that it checks; other suites have the name of their part."""
 
@@ -80,7 +79,7 @@ def run_conformance(
     Args:
         target: a backend's name, ``"pkg.mod:Class"``, a KernelBackend, or an object with any of
             ``kernels``, ``communicator(world)``, ``comm_ops``, ``algorithms``, ``samplers``,
-            ``cache``, ``fuse_optimizer``, and optionally ``capabilities``, a mapping whose
+            ``cache``, and optionally ``capabilities``, a mapping whose
             ``"dtypes"`` and ``"max_ranks"`` limit what is tried, and whose ``"external"`` is True
             if the target uses something outside of the process, such as a server.
         suites: names in `SUITES`; None: all. Suites of parts that the target lacks are skipped.

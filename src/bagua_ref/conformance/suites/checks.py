@@ -32,7 +32,6 @@ _ALGORITHMS = ("_async", "_local", "_powersgd", "", "_compressed", "_properties"
 _MODULES = {suite: (suite,) for suite in SUITES} | {
     "algorithms": tuple(f"algorithms{part}" for part in _ALGORITHMS),
     "cache": ("cache", "cache_values"),
-    "fused_optimizer": ("fused_optimizer", "fused_optimizer_memory"),
 }
 """The modules of each suite, in the order in which their checks are listed."""
 

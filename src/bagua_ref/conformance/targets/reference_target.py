@@ -38,7 +38,6 @@ class ReferenceTarget:
     name = "bagua_ref"
     communicator = staticmethod(own_communicator)
     samplers = cache = contrib
-    fuse_optimizer = staticmethod(contrib.fuse_optimizer)
 
     @property
     def comm_ops(self) -> ReferenceCommOps:

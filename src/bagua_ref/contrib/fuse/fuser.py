@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,62 +19,36 @@ from bagua_ref.buckets.storage import held_by_bucket
 from bagua_ref.contrib.fuse.plan import (
     FusionPlan,
     has_overlap,
-    is_small,
     kind_of,
-    neighbours,
-    options,
+    owns_memory,
 )
 
-__all__ = ["Fuser"]
 
-
+@dataclass(eq=False)
 class Fuser(NotCopied):
     """Steps one optimizer with a flat parameter in place of each run.
 
     It calls the optimizer's own ``step``, so that hooks, schedulers and locks around it work. The
     groups are exchanged after the last pre-step hook, and restored before the first post-step hook.
 
-    Args:
+    Attributes:
         do_flatten: move small weights beside each other.
         check_flatten: warn when they have left the place to which they were moved.
         allow_inexact: also fuse parameters whose last bits may then differ.
-        check: raises if fusing would change an optimizer's steps; called first, and again when
-            groups or options have changed.
-
-    Attributes:
         replaced: the optimizer's own ``step``, if it now calls `step` instead.
     """
 
-    def __init__(
-        self,
-        do_flatten: bool,
-        check_flatten: bool,
-        allow_inexact: bool,
-        check: Callable[[Any], object],
-    ) -> None:
-        self._do_flatten, self._check_flatten, self._allow_inexact, self._check = (
-            do_flatten,
-            check_flatten,
-            allow_inexact,
-            check,
-        )
-        self.replaced: Callable[..., Any] | None = None
-        # the options of all groups at the last check
-        self._checked: list[tuple[Any, ...]] | None = None
-        self._plan: FusionPlan | None = None
-        # during a step: the plan, each group's parameters
-        self._exchanged: tuple[FusionPlan, list[list[Tensor]]] | None = None
-        self._loss: Any = None
-        # The weights that were moved, with their addresses, and the flat tensors to which they were
-        # moved. Weak references would keep ``torch.utils.swap_tensors`` from converting the
-        # weights.
-        self._moved: list[tuple[Tensor, int, Tensor]] = []
-
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check the optimizer, unless its groups' options are those of the last check."""
-        if (found := [options(group) for group in optimizer.param_groups]) != self._checked:
-            self._check(optimizer)
-            self._checked = found
+    do_flatten: bool
+    check_flatten: bool
+    allow_inexact: bool
+    replaced: Callable[..., Any] | None = None
+    _plan: FusionPlan | None = None
+    # during a step: the plan, each group's parameters
+    _exchanged: tuple[FusionPlan, list[list[Tensor]]] | None = None
+    _loss: Any = None
+    # The weights that were moved, with their addresses, and the flat tensors to which they were
+    # moved. Weak references would keep ``torch.utils.swap_tensors`` from converting the weights.
+    _moved: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
 
     def flatten(self, groups: list[dict[str, Any]]) -> None:
         """If asked to, move the small weights of each of ``groups`` into flat tensors, one for each
@@ -81,27 +56,21 @@ class Fuser(NotCopied):
 
         The order is that of buckets (S2.1), so that gradients and weights match. Each weight keeps
         a storage of its own, a part of the flat tensor's memory, as ``torch.save`` writes whole
-        storages. Weights stay where they are if a bucket holds them, or if they are shared between
-        processes or beside another one.
+        storages. Weights stay where they are if a bucket holds them, if they are a part of a larger
+        storage, whose owner may read it whole (FSDP, ZeroRedundancyOptimizer), or if they are
+        shared between processes or beside another one.
         """
         # The C library keeps freed memory of up to twice the largest block ever freed, and returns
         # the rest to the system. Allocating a step's temporary tensors from the system would take
         # longer than the step. This block is never written.
         np.empty(2**24, dtype=np.uint8)
-        for group in groups if self._do_flatten else ():
+        for group in groups if self.do_flatten else ():
             kinds: dict[Any, list[Tensor]] = {}
             for p in () if has_overlap(group["params"]) else reversed(group["params"]):
-                kind = None if held_by_bucket(p) is p else kind_of(p, group, self._allow_inexact)
-                if (
-                    kind is not None
-                    and is_small(p)
-                    and p.is_leaf
-                    and not (p.device.type == "cpu" and p.is_shared())
-                ):
+                kind = kind_of(p, group, self.allow_inexact)
+                if kind is not None and owns_memory(p, p):
                     kinds.setdefault(kind, []).append(p)
-            for candidates in kinds.values():
-                lonely = {chain[0] for chain in neighbours(candidates) if len(chain) == 1}
-                moving = [p for p in candidates if p in lonely]
+            for moving in kinds.values():
                 if len(moving) > 1:
                     flat = flatten(moving).detach()
                     for p, part in zip(moving, unflatten(flat, moving), strict=True):
@@ -138,11 +107,9 @@ class Fuser(NotCopied):
         plan = self._plan
         if plan is None or not plan.is_current(optimizer):
             self._look_after_weights()
-            self.check(optimizer)
-            flats = (
-                list(dict.fromkeys(flat for *_, flat in self._moved)) if self._do_flatten else None
-            )
-            plan = self._plan = FusionPlan(optimizer, self._allow_inexact, flats)
+            flats = list(dict.fromkeys(flat for *_, flat in self._moved))
+            plan = FusionPlan(optimizer, flats, self.do_flatten, self.allow_inexact)
+            self._plan = plan
         self._exchanged = plan, [group["params"] for group in optimizer.param_groups]
         for group, stepped in zip(optimizer.param_groups, plan.stepped, strict=True):
             group["params"] = stepped
@@ -167,21 +134,18 @@ class Fuser(NotCopied):
         return plan.num_fused_groups
 
     def _look_after_weights(self) -> None:
-        """Warn once about weights that have left their flat tensor, unless they have neighbours
-        elsewhere; forget these.
+        """Warn once about weights that have left their flat tensor, unless for a bucket; forget
+        these.
         """
         weights = self._moved
-        self._moved = [
-            (p, address, flat) for p, address, flat in weights if p.data_ptr() == address
-        ]
-        gone = [
-            p for p, address, _ in weights if p.data_ptr() != address and held_by_bucket(p) is not p
-        ]
-        apart = sum(len(chain) == 1 for chain in neighbours(gone))
-        if apart and self._check_flatten:
+        self._moved = [entry for entry in weights if entry[0].data_ptr() == entry[1]]
+        gone = {p for p, *_ in weights} - {p for p, *_ in self._moved}
+        apart = sum(held_by_bucket(p) is not p for p in gone)
+        if apart and self.check_flatten:
             warnings.warn(
                 f"{apart} of {len(weights)} parameters have left the storage into which"
                 " fuse_optimizer() moved them, as .to() or setting .data makes them do; they are"
-                " now stepped one by one. Move the model before you fuse its optimizer",
+                " now stepped one by one, unless they are adjacent elsewhere. Move the model before"
+                " you fuse its optimizer",
                 stacklevel=2,
             )
