@@ -6,21 +6,18 @@ defaults, and with gradient_as_bucket_view and static_graph, which is what gradi
 compared with. Beside them bytegrad, and what no
 wrapper can beat: the training alone, without communication, and one all-reduce of the gradients
 alone. Multilayer perceptrons show a whole training; models that hardly compute anything show what
-each parameter costs. Two models with the shapes of real ones are also trained with other algorithms
-and bucket sizes. Further rows show memory, in fresh processes, and what it costs that the ranks
+each parameter costs. Two models with the shapes of real ones are also trained with other algorithms. Further rows show memory, in fresh processes, and what it costs that the ranks
 compare in each step what they are about to do.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import common
@@ -87,10 +84,7 @@ REAL: dict[str, tuple[Callable[[], tuple[nn.Module, Loss]], int, int]] = {
     "GPT-2, 2.7e6 elements in 148": (lambda: squares(*gpt2(128, vocabulary=1500)), 10, 21),
     "ResNet-50, 25.6e6 elements in 161": (lambda: squares(*resnet50()), 2, 15),
 }
-"""The models of the rows about other algorithms and bucket sizes, steps in a turn and turns."""
-
-BUCKET_SIZES = (1.0, 2.5, 10.0, 25.0)
-"""In MiB."""
+"""The models of the rows about other algorithms, steps in a turn and turns."""
 
 Wrap = Callable[[nn.Module, torch.optim.Optimizer], nn.Module]
 WRAPPERS: dict[str, Wrap] = {
@@ -217,26 +211,6 @@ def algorithms(model: str, steps: int, rounds: int) -> Times:
     return measure(contenders, steps, rounds)
 
 
-def bucket_sizes(model: str, steps: int, rounds: int) -> Times:
-    contenders = {}
-    for size in BUCKET_SIZES:
-        os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = str(round(size * 2**20))
-        contenders[f"ours, {size:g} MiB"] = stepper(model, WRAPPERS["ours"])
-        for name, options in (
-            ("DDP", {}),
-            ("DDP, best settings", {"gradient_as_bucket_view": True, "static_graph": True}),
-        ):
-            contenders[f"{name}, {size:g} MiB"] = stepper(model, partial(_ddp, size, options))
-    del os.environ["BAGUA_DEFAULT_BUCKET_SIZE"]
-    return measure(contenders, steps, rounds)
-
-
-def _ddp(
-    size: float, options: dict[str, bool], module: nn.Module, optimizer: torch.optim.Optimizer
-) -> nn.Module:
-    return DistributedDataParallel(module, bucket_cap_mb=size, **options)
-
-
 def measure(contenders: dict[str, Callable[[], None]], steps: int, rounds: int) -> Times:
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
@@ -298,23 +272,13 @@ DDP = ("DDP", "DDP, best settings")
 
 
 def rows_of_real_model(name: str, quick: bool, turns: int) -> list[common.Row]:
-    """Return the rows about bucket sizes and other algorithms."""
+    """Return the rows about other algorithms."""
     steps, rounds = (1, 2) if quick else (REAL[name][1], min(REAL[name][2], turns))
-    contest = Contest(bucket_sizes, name, steps, rounds)
-    rows = []
-    for sizes, which in (
-        (BUCKET_SIZES, "each at its best bucket size"),
-        ((10.0,), "buckets of 10 MiB"),
-    ):
-        ours, *peers = (
-            max((f"{contender}, {size:g} MiB" for size in sizes), key=contest.rates.__getitem__)
-            for contender in ("ours", *DDP)
-        )
-        rows.append(contest.row(f"{which}, {name}", ours, peers, peers, common.at_least(0.97)))
     contest = Contest(algorithms, name, steps, rounds)
-    for algorithm, (_, _, peer, limit) in ALGORITHMS.items():
-        rows.append(contest.row(f"{algorithm}, {name}", algorithm, [peer], [peer], limit))
-    return rows
+    return [
+        contest.row(f"{algorithm}, {name}", algorithm, [peer], [peer], limit)
+        for algorithm, (_, _, peer, limit) in ALGORITHMS.items()
+    ]
 
 
 def main() -> int:

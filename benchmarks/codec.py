@@ -1,13 +1,11 @@
-"""Codecs of the reference backend on one thread, against a plain copy, and against plain NumPy,
-plain torch and bare casts.
+"""Codecs of the reference backend on one thread, against a plain copy, plain torch and torchao.
 
     python benchmarks/codec.py [--quick] [--json PATH]
 
-The copy is `np.copyto` of the same array into a buffer that has been touched. Plain NumPy and plain
-torch are S4 as whole-array expressions. All three must give the same bytes before anything is
-timed. For the codecs of S12, peers are torchao's MX tensors, if it is installed (eager: torch 2.13
-does not compile them for CPUs), which must give the same values, and casts to the element's type
-by `ml_dtypes` and torch: they find no scales, apply none and pack nothing.
+The copy is `np.copyto` of the same array into a buffer that has been touched. Plain torch is
+S4 as whole-array expressions. Both must give the same bytes before anything is timed. For the MX
+codecs of S12, peers are torchao's tensors, if it is installed (eager: torch 2.13
+does not compile them for CPUs), which must give the same values.
 """
 
 from __future__ import annotations
@@ -46,38 +44,6 @@ def torch_decompress(ends: Tensor, levels: Tensor) -> Tensor:
     return ((levels.float() + lower) / scale).clamp(-largest, largest).to(ends.dtype)
 
 
-def numpy_float32(x: Tensor) -> np.ndarray:
-    if x.dtype is torch.bfloat16:
-        return (x.view(torch.uint16).numpy().astype(np.uint32) << 16).view(np.float32)
-    return x.numpy().astype(np.float32, copy=False)
-
-
-def numpy_stored(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    if dtype is not torch.bfloat16:
-        return values.astype(np.float16 if dtype is torch.float16 else np.float32, copy=False)
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def numpy_grid(low: np.float32, high: np.float32) -> tuple[np.float32, np.float32, np.float32]:
-    scale = np.float32(255) / ((high - low) + np.float32(1e-7))
-    upper = np.rint(high * scale)
-    return scale, upper, upper - np.float32(255)
-
-
-def numpy_compress(x: Tensor) -> np.ndarray:
-    wide = numpy_float32(x)
-    scale, upper, lower = numpy_grid(wide.min(), wide.max())
-    return np.clip(np.minimum(np.rint(wide * scale), upper) - lower, 0, 255).astype(np.uint8)
-
-
-def numpy_decompress(ends: Tensor, levels: np.ndarray) -> np.ndarray:
-    low, high = numpy_float32(ends)
-    scale, _, lower = numpy_grid(low, high)
-    largest = np.float32(torch.finfo(ends.dtype).max)
-    return numpy_stored(np.clip((levels + lower) / scale, -largest, largest), ends.dtype)
-
-
 def rows_for(dtype: torch.dtype, size: int, rounds: int) -> list[common.Row]:
     codec = get_codec("MinMaxUInt8", "reference")
     x = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -94,11 +60,7 @@ def rows_for(dtype: torch.dtype, size: int, rounds: int) -> list[common.Row]:
     codec.decompress(payload, 1, out)
     ends, levels = payload[: 2 * x.element_size()].view(dtype), payload[HEADER : HEADER + size]
     assert torch.equal(torch_compress(x)[1], levels)
-    assert np.array_equal(numpy_compress(x), levels.numpy())
     assert torch.equal(torch_decompress(ends, levels), out)
-    assert np.array_equal(
-        numpy_decompress(ends, levels.numpy()).view(source.dtype), out.view(integer).numpy()
-    )
 
     def row(work: str, limit: common.Limit, **functions: Callable[[], object]) -> common.Row:
         median = common.alternate({"copy": lambda: np.copyto(copied, source), **functions}, rounds)
@@ -111,14 +73,12 @@ def rows_for(dtype: torch.dtype, size: int, rounds: int) -> list[common.Row]:
             "compress",
             common.at_most(5.0) if dtype is torch.float32 else common.NO_LIMIT,
             ours=lambda: codec.compress(x, 1, out=payload),
-            numpy=lambda: numpy_compress(x),
             torch=lambda: torch_compress(x),
         ),
         row(
             "decompress",
             common.NO_LIMIT,
             ours=lambda: codec.decompress(payload, 1, out),
-            numpy=lambda: numpy_decompress(ends, levels.numpy()),
             torch=lambda: torch_decompress(ends, levels),
         ),
     ]
@@ -127,41 +87,10 @@ def rows_for(dtype: torch.dtype, size: int, rounds: int) -> list[common.Row]:
 Work = dict[str, Callable[[], object]]
 
 
-def casts(name: str, x: Tensor) -> tuple[Work, Work]:
-    """Return what does part of a codec's work, compressing and decompressing, with whole arrays
-    that have been touched.
-    """
-    array = x.numpy()
-    if name == "OneBit":
-        bits = np.packbits(array >= 0)
-        return {"np.packbits": lambda: np.packbits(array >= 0)}, {
-            "np.unpackbits": lambda: np.unpackbits(bits)
-        }
-    if name == "MXINT8":
-        small, restored = x.to(torch.int8), torch.zeros_like(x)
-        return {"torch int8": lambda: small.copy_(x)}, {"torch int8": lambda: restored.copy_(small)}
-    there, back = torchao_tensors(name, x)
-    if name == "MXFP8":
-        tiny, wide = x.to(torch.float8_e4m3fn), torch.zeros_like(x)
-        there["torch float8"], back["torch float8"] = (
-            lambda: tiny.copy_(x),
-            lambda: wide.copy_(tiny),
-        )
-    try:
-        import ml_dtypes
-    except ImportError:
-        return there, back
-    kind = ml_dtypes.float8_e4m3fn if name == "MXFP8" else ml_dtypes.float4_e2m1fn
-    codes = array.astype(kind)
-    there["ml_dtypes"], back["ml_dtypes"] = (
-        lambda: array.astype(kind),
-        lambda: codes.astype(np.float32),
-    )
-    return there, back
-
-
 def torchao_tensors(name: str, x: Tensor) -> tuple[Work, Work]:
     """Return torchao's compression to blocks of 32 values and its decompression."""
+    if name not in ("MXFP8", "MXFP4"):
+        return {}, {}
     try:
         from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_mx
     except ImportError:
@@ -186,7 +115,9 @@ def rows_of_codec(name: str, limit: float, size: int, rounds: int) -> list[commo
     source, copied = x.numpy(), np.zeros(size, np.float32)
     ours = (lambda: codec.compress(x, 1, out=payload), lambda: codec.decompress(payload, 1, out))
     rows = []
-    for work, function, peers in zip(("compress", "decompress"), ours, casts(name, x), strict=True):
+    for work, function, peers in zip(
+        ("compress", "decompress"), ours, torchao_tensors(name, x), strict=True
+    ):
         median = common.alternate(
             {"ours": function, "copy": lambda: np.copyto(copied, source), **peers}, rounds
         )
@@ -199,9 +130,7 @@ def rows_of_codec(name: str, limit: float, size: int, rounds: int) -> list[commo
 
 
 def main() -> int:
-    args = common.arguments(
-        "Codecs on one thread against a plain copy, plain NumPy, plain torch and bare casts."
-    )
+    args = common.arguments("Codecs on one thread against a plain copy, plain torch and torchao.")
     torch.set_num_threads(1)
     size, rounds = (1_000_000, 3) if args.quick else (25_000_000, 7)
     rows = [

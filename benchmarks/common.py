@@ -38,7 +38,6 @@ PACKAGES = (
     "decent-dp",
     "transformers",
     "lhotse",
-    "trl",
 )
 PEERS = {"torchft-nightly": "torchft", "decent-dp": "Decent-DP"}
 """Packages that only contenders of these names need."""

@@ -1,5 +1,4 @@
-"""Every CUDA kernel's share of the card's copy bandwidth, beside plain torch, torch.compile and
-CuPy operation by operation.
+"""Every CUDA kernel's share of the card's copy bandwidth, beside plain torch and torch.compile.
 
     python benchmarks/gpu_kernels.py [--quick] [--json PATH]
 
@@ -9,21 +8,16 @@ compressed in two passes and does not fit into the second-level cache is read tw
 each kernel moves as many. Times are medians of CUDA events around one call; buffers rotate, and
 before each call a read larger than the second-level cache evicts its contents. Each dtype's codec
 is compared with torch's and the reference's before it is timed: a level may differ by one where
-torch fuses operations. Of MXFP4, torch has no operation to compare with; its casts to the other
-formats pack nothing, and OneBit's scale is in float32.
-"""
+torch fuses operations."""
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import common  # beside this file
-import shapes
 import torch
 from torch import Tensor
 
@@ -40,7 +34,6 @@ COMPILED = (
 AHEAD = 1_000_000  # cycles that the device is kept busy for before each call
 # bytes per element
 CODECS = {"MXFP8": 33 / 32, "MXFP4": 17 / 32, "MXINT8": 33 / 32, "OneBit": 1 / 8}
-EMAX = {"MXFP8": 8, "MXINT8": 0}
 TWO_PASSES = ("compress", "compress OneBit")
 AIM = 0.9
 CHUNKS = 8
@@ -119,82 +112,19 @@ def torch_decompress(ends: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor
     return ((levels.float() + (upper - 255)) / scale).clamp(-largest, largest).to(dtype)
 
 
-def torch_blocks(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Return the exponents and the elements of MXFP8 or MXINT8."""
-    blocks = x.view(-1, 32).float()
-    exponent = torch.frexp(blocks.abs().amax(1, keepdim=True)).exponent - 1 - EMAX[name]
-    values = torch.ldexp(blocks, -exponent)
-    if name == "MXFP8":
-        return exponent, values.clamp(-448, 448).to(torch.float8_e4m3fn)
-    return exponent, (values * 64).round().clamp(-127, 127).to(torch.int8)
-
-
-def torch_values(exponent: Tensor, elements: Tensor, dtype: torch.dtype) -> Tensor:
-    units = 64 if elements.dtype is torch.int8 else 1
-    return torch.ldexp(elements.float() / units, exponent).to(dtype)
-
-
-def torch_signs(x: Tensor) -> tuple[Tensor, Tensor]:
-    rows = x.view(CHUNKS, -1)
-    bits = (rows >= 0).view(CHUNKS, -1, 8).to(torch.uint8)
-    weights = 1 << torch.arange(7, -1, -1, dtype=torch.uint8, device=x.device)
-    return rows.float().square().mean(1, keepdim=True).sqrt(), (bits * weights).sum(
-        2, dtype=torch.uint8
-    )
-
-
-def torch_unpacked(scale: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
-    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)
-    signs = (bits.unsqueeze(2) >> shifts & 1).view(CHUNKS, -1).bool()
-    return torch.where(signs, scale, -scale).to(dtype)
-
-
 def codec_works(name: str, x: list[Tensor], out: list[Tensor], sets: int) -> dict[str, Work]:
-    """Return both ways of a codec of `CODECS`, with torch's where it has one."""
-    codec, dtype = get_codec(name, BACKEND), x[0].dtype
+    """Return both ways of a codec of `CODECS`."""
+    codec = get_codec(name, BACKEND)
     payloads = [codec.compress(t, CHUNKS) for t in x]
-    there: dict[str, Callable[[int], object]] = {}
-    back: dict[str, Callable[[int], object]] = {}
-    if name != "MXFP4":
-        plain = torch_signs if name == "OneBit" else (lambda t: torch_blocks(t, name))
-        restore = torch_unpacked if name == "OneBit" else torch_values
-        fast, fast_restore, parts = compiled(plain), compiled(restore), [plain(t) for t in x]
-        there = {"torch": lambda i: plain(x[i]), "torch.compile": lambda i: fast(x[i])}
-        back = {
-            "torch": lambda i: restore(*parts[i], dtype),
-            "torch.compile": lambda i: fast_restore(*parts[i], dtype),
-        }
-        there, back = (
-            peers if is_compiled(x[0]) else {"torch": peers["torch"]} for peers in (there, back)
-        )
     moved = round(x[0].numel() * (x[0].element_size() + CODECS[name]))
     return {
         f"compress {name}": Work(
-            moved, lambda i: codec.compress(x[i], CHUNKS, out=payloads[i]), there, sets
+            moved, lambda i: codec.compress(x[i], CHUNKS, out=payloads[i]), {}, sets
         ),
         f"decompress {name}": Work(
-            moved, lambda i: codec.decompress(payloads[i], CHUNKS, out[i]), back, sets
+            moved, lambda i: codec.decompress(payloads[i], CHUNKS, out[i]), {}, sets
         ),
     }
-
-
-def cupy_compress() -> Callable[[Tensor], object] | None:
-    """Return S4.2 in CuPy operations, for the dtypes that CuPy supports."""
-    if importlib.util.find_spec("cupy") is None:
-        return None
-    import cupy
-
-    def compress(x: Tensor) -> object:
-        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-            rows = cupy.from_dlpack(x).reshape(CHUNKS, -1).astype(cupy.float32)
-            low, high = rows.min(axis=1, keepdims=True), rows.max(axis=1, keepdims=True)
-            scale = cupy.float32(255) / ((high - low) + cupy.float32(1e-7))
-            upper = cupy.rint(high * scale)
-            return cupy.clip(
-                cupy.minimum(cupy.rint(rows * scale), upper) - (upper - 255), 0, 255
-            ).astype(cupy.uint8)
-
-    return compress
 
 
 def is_compiled(x: Tensor) -> bool:
@@ -223,9 +153,6 @@ def works(dtype: torch.dtype, size: int) -> dict[str, Work]:
         fast_compress, fast_decompress = compiled(torch_compress), compiled(torch_decompress)
         compress_peers["torch.compile"] = lambda i: fast_compress(y[i])
         decompress_peers["torch.compile"] = lambda i: fast_decompress(ends[i], levels[i], dtype)
-    by_cupy = cupy_compress() if dtype is not torch.bfloat16 else None
-    if by_cupy is not None:
-        compress_peers["cupy"] = lambda i: by_cupy(y[i])
 
     def momentum(m: Tensor, g: Tensor) -> Tensor:
         return 0.9 * m + 0.1 * g
@@ -325,67 +252,6 @@ def agree(dtype: torch.dtype) -> None:
         first = 32 if name == "OneBit" else 0  # whose scale may differ in its last bit
         assert torch.equal(ours[:, first:], theirs[:, first:])
         get_codec(name, BACKEND).decompress(ours.reshape(-1), CHUNKS, restored)
-        if name != "MXFP4":
-            plain = (
-                torch_unpacked(*torch_signs(x), dtype)
-                if name == "OneBit"
-                else torch_values(*torch_blocks(x, name), dtype)
-            )
-            torch.testing.assert_close(plain.view(-1), restored, rtol=1e-2, atol=1e-6)
-
-
-def optimizer_rows(clock: Clock, rounds: int) -> list[common.Row]:
-    """fuse_step against torch's foreach and fused."""
-    # contrib needs xxhash and redis, which may not be installed here
-    from bagua_ref.contrib.fuse import fuse_optimizer
-
-    rows = []
-    sizes = {
-        "200 x 65,536": [(65536,)] * 200,
-        "ResNet-50": shapes.resnet50(),
-        "GPT-2": shapes.gpt2(),
-    }
-    for (work, made), kind in itertools.product(sizes.items(), (torch.optim.Adam, torch.optim.SGD)):
-        steps: dict[str, Callable[[int], object]] = {}
-        for name, options in {
-            "ours": {"foreach": False},
-            "foreach": {"foreach": True},
-            "fused": {"fused": True},
-        }.items():
-            parameters = [torch.nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in made]
-            for parameter in parameters:
-                parameter.grad = torch.randn_like(parameter)
-            optimizer = kind(parameters, lr=1e-3, **options)
-            steps[name] = fuse_optimizer(optimizer).fuse_step if name == "ours" else optimizer.step
-        calls = {name: lambda _, step=step: step() for name, step in steps.items()}
-        medians = {name: 1e3 * seconds for name, seconds in clock.medians(calls, 3, rounds).items()}
-        ours = medians.pop("ours")
-        rows.append(common.Row(f"fuse_step, {kind.__name__}, {work}", "ms", ours, medians, "fused"))
-    return rows
-
-
-def bytegrad_row(clock: Clock, size: int, rounds: int) -> common.Row:
-    """Bytegrad's operation for one of 8 ranks, without communication, against the same with torch
-    operations.
-    """
-    kernels, x = get_backend(BACKEND), torch.randn(size, device=DEVICE)
-    payload = get_codec("MinMaxUInt8", kernels).compress(x, CHUNKS)
-
-    def ours(_: int) -> None:
-        get_codec("MinMaxUInt8", kernels).compress(x, CHUNKS, out=payload)
-        get_codec("MinMaxUInt8", kernels).decompress(payload, CHUNKS, x)
-        kernels.reduce_chunks_(x, CHUNKS, 0, True)
-        get_codec("MinMaxUInt8", kernels).compress(x, CHUNKS, target_chunk=0, out=payload)
-        get_codec("MinMaxUInt8", kernels).decompress(payload, CHUNKS, x)
-
-    def plain(_: int) -> None:
-        y = torch_decompress(*torch_compress(x), torch.float32)
-        y[0] = y.mean(0)
-        torch_decompress(*torch_compress(y.view(-1)), torch.float32)
-
-    medians = clock.medians({"ours": ours, "torch": plain}, 1, rounds)
-    title, peers = f"bytegrad's kernels {size:,}", {"torch": 1e3 * medians["torch"]}
-    return common.Row(title, "ms", 1e3 * medians["ours"], peers, "torch")
 
 
 def kernel_row(
@@ -418,7 +284,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("There is no CUDA device here; nothing was measured.")
         return 0
-    clock, rows, left_out = Clock(), [], []
+    clock, rows = Clock(), []
     rounds = 5 if args.quick else 20
     for size in SIZES[:1] if args.quick else SIZES:
         size -= size % (CHUNKS * 32)
@@ -432,13 +298,6 @@ def main() -> int:
             ]
             del source, buffers
             torch.cuda.empty_cache()
-        rows.append(bytegrad_row(clock, size, rounds))
-    try:
-        rows += optimizer_rows(clock, rounds)
-    except ModuleNotFoundError as error:
-        left_out.append(f"fuse_step: {error}")
-    if left_out:
-        print(f"Left out: {', '.join(left_out)}")
     return common.report("gpu_kernels", rows, args)
 
 

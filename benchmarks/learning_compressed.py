@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 import common
@@ -97,33 +96,12 @@ def rows(found: dict[str, list[list[float]]]) -> list[common.Row]:
     return result
 
 
-def draw(measured: list[dict[str, Any]]) -> None:
-    """Draw the mean accuracy over the seeds after each epoch."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.4, 4.4), layout="constrained", dpi=160)
-    axes = figure.add_subplot(
-        title="Gradients in fewer bytes", xlabel="epoch", ylabel="test accuracy, %", ylim=(60, 98)
-    )
-    for row in measured:
-        if row["work"] in (BASELINE, *JUDGED, "powersgd, rank 1", "topk, 5 %"):
-            axes.plot(
-                range(1, len(row["curve"]) + 1), row["curve"], label=row["work"], linewidth=1.6
-            )
-    axes.grid(color="#d5d8dd", linewidth=0.6)
-    axes.legend(frameon=False, fontsize="small")
-    figure.savefig(Path(__file__).parents[1] / "docs" / "images" / "learning-compressed.png")
-
-
 def main() -> int:
     args = common.arguments(__doc__.partition("\n\n")[0])
     epochs, seeds = (1, [0]) if args.quick else (EPOCHS, list(range(10)))
     ranks = workers.launch(measure, PROCESSES, epochs, seeds)
     assert all(rank == ranks[0] for rank in ranks), "ranks ended with different weights"
-    missed = common.report("learning_compressed", rows(ranks[0]), args)
-    if not args.quick and args.json is None:
-        draw(common.load("learning_compressed")["rows"])
-    return missed
+    return common.report("learning_compressed", rows(ranks[0]), args)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The balanced sampler on one thread: an epoch of 1e6 samples for 8 replicas, what it keeps, and
-how well it balances.
+"""The balanced sampler on one thread: an epoch of 1e6 samples for 8 replicas, and how well
+it balances.
 
     python benchmarks/sampler.py [--quick] [--json PATH]
 
@@ -11,14 +11,9 @@ before anything is timed.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import subprocess
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import common  # beside this file
 import numpy as np
@@ -110,45 +105,6 @@ def time_rows(size: int, rounds: int) -> list[common.Row]:
     return rows
 
 
-def resident_bytes(kind: str, random_level: float, size: int) -> float:
-    """Return by how many bytes per sample a drawing sampler enlarges this process."""
-    complexities = log_normal(size, kind)
-    warnings.simplefilter("ignore")
-    warm = LoadBalancingDistributedSampler(
-        range(1000), None, REPLICAS, 3, random_level=random_level, complexities=[1, 2] * 500
-    )
-    list(warm)
-    before = _resident()
-    sampler = LoadBalancingDistributedSampler(
-        range(size), None, REPLICAS, 3, random_level=random_level, complexities=complexities
-    )
-    sampler.set_epoch(1)
-    iterator = iter(sampler)
-    for _ in range(size // REPLICAS // 2):
-        next(iterator)
-    return (_resident() - before) / size
-
-
-def _resident() -> int:
-    ctypes.CDLL(None).malloc_trim(0)  # memory that is free but not yet returned must not count
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def memory_rows(size: int) -> list[common.Row]:
-    rows = []
-    for kind in ("lengths", "floats"):
-        for random_level in (0, 0.1):
-            command = [sys.executable, __file__, "--resident", f"{kind},{random_level},{size}"]
-            grown = float(
-                subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            )
-            work = f"resident, {size / 1e6:g}e6 {kind}, random_level {random_level}"
-            rows.append(
-                common.Row(work, "bytes/sample", grown, {"bar": 40.0}, "bar", common.at_most(1.0))
-            )
-    return rows
-
-
 def balance_rows(size: int, batch_size: int) -> list[common.Row]:
     lengths = log_normal(size, "lengths").numpy()
     rows = []
@@ -190,21 +146,10 @@ def balance_rows(size: int, batch_size: int) -> list[common.Row]:
 
 
 def main() -> int:
-    if "--resident" in sys.argv:
-        kind, random_level, size = sys.argv[-1].split(",")
-        print(resident_bytes(kind, float(random_level), int(size)))
-        return 0
-    args = common.arguments(
-        "The balanced sampler on one thread: time of an epoch, memory, balance."
-    )
+    args = common.arguments("The balanced sampler on one thread: time of an epoch, balance.")
     torch.set_num_threads(1)
     size, rounds = (20_000, 3) if args.quick else (1_000_000, 5)
-    rows = (
-        time_rows(size, rounds)
-        + memory_rows(max(size, 200_000))
-        + balance_rows(size // 10, 1)
-        + balance_rows(size // 10, 8)
-    )
+    rows = time_rows(size, rounds) + balance_rows(size // 10, 1) + balance_rows(size // 10, 8)
     return common.report("sampler", rows, args)
 
 

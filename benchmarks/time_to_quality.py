@@ -6,7 +6,7 @@ the text of Python's help. Losses are on held-out data; the weights that are jud
 the clock runs, and judged when it has stopped.
 Peers in the same run, with the same optimizers and settings: torch's DistributedDataParallel, its
 PeriodicModelAverager, and torchft's DiLoCo (pip install torchft). It needs Linux with iproute2 and
-permission to create network namespaces. `docs/_time_to_quality.py` writes the page of the docs.
+permission to create network namespaces.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import pydoc_data.topics
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +26,6 @@ import contenders
 import links
 import namespaces
 import torch
-import torch.distributed as dist
 from contenders import Outer, Training
 from torch import Tensor, nn
 
@@ -146,10 +144,10 @@ def language(width: int = 128, layers: int = 5) -> Task:
 
 
 TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "language model": language}
-ALONE = "alone"
 PEERS = ("DDP", "PeriodicModelAverager", "torchft DiLoCo", "torchft DiLoCo, streaming")
 STREAMING = "diloco, streaming"
 EVERY_STEP = ("gradient_allreduce", "DDP", "bytegrad")
+SMOKE = ("gradient_allreduce", "DDP", "diloco")
 CONTENDERS = (
     *EVERY_STEP,
     "local_sgd",
@@ -230,34 +228,6 @@ def train(rank: links.Rank, request: dict[str, Any]) -> dict[str, Any] | str:
     return {"curve": curve, "every": task.every}
 
 
-def measure(rank: links.Rank, request: dict[str, Any]) -> Any:
-    return compute(request) if "turns" in request else train(rank, request)
-
-
-def compute(request: dict[str, Any]) -> dict[str, float]:
-    """Return this rank's median seconds per step, alone and with diloco, without a slow link; they
-    take turns.
-    """
-    task, (rounds, steps) = TASKS[request["task"]](), request["turns"]
-    makes = {
-        ALONE: contenders.plain,
-        "diloco": partial(contenders.our_diloco, outer=Outer(task.period)),
-    }
-    trainings, batches = {}, task.batches(0)
-    for name, wrap in makes.items():
-        torch.manual_seed(0)
-        trainings[name] = wrap(task.make(), task.optimizer)
-    times: dict[str, list[float]] = {name: [] for name in makes}
-    for _ in range(rounds):
-        for name, training in trainings.items():
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(steps):
-                training.step(*next(batches))
-            times[name].append((time.perf_counter() - start) / steps)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def reached(row: dict[str, Any], target: float) -> tuple[float, float, int] | None:
     """Return seconds, bytes and steps of the first judgement at which the loss is at most
     ``target``.
@@ -288,20 +258,9 @@ def judged(result: dict[str, Any]) -> list[common.Row]:
 
 
 def _judged(task: str, measured: list[dict[str, Any]]) -> Iterator[common.Row]:
-    own = {row["contender"]: row["seconds"] for row in measured if not row["link"]}
-    if own:
-        rates = {name: 1 / seconds for name, seconds in own.items()}
-        yield common.Row(
-            f"{task}: diloco without a slow link",
-            "steps/s",
-            rates["diloco"],
-            rates,
-            ALONE,
-            common.at_least(0.97),
-        )
-    curves = {(row["link"], row["contender"]): row for row in measured if row["link"]}
+    curves = {(row["link"], row["contender"]): row for row in measured}
     goal = target({"rows": measured}, task)
-    for link, (_, bits) in links.RATES.items():
+    for link in links.RATES:
         found = {
             name: reached(curves[link, name], goal) for name in CONTENDERS if (link, name) in curves
         }
@@ -323,12 +282,6 @@ def _judged(task: str, measured: list[dict[str, Any]]) -> Iterator[common.Row]:
                     extra,
                 )
                 continue
-            if name == "DDP" and own:
-                wire = 8 * place[1] / place[2] / bits
-                extra["ceiling"] = 1 + wire / own[ALONE]
-                work += (
-                    f" ({1e3 * own[ALONE]:.0f} ms computing, {1e3 * wire:.0f} ms sending a step)"
-                )
             extra |= {"bytes": place[1], "steps": place[2]}
             sooner = (
                 common.at_most(0.1)
@@ -343,25 +296,15 @@ def _judged(task: str, measured: list[dict[str, Any]]) -> Iterator[common.Row]:
 
 def report(args: argparse.Namespace) -> int:
     path = args.json or common.path_of("time_to_quality")
-    order = [
-        (task, link, name)
-        for task in TASKS
-        for link in ("", *links.RATES)
-        for name in (ALONE, *CONTENDERS)
-    ]
+    order = [(task, link, name) for task in TASKS for link in links.RATES for name in CONTENDERS]
 
     def keep(task: str, link: str, name: str, **figures: Any) -> None:
         row = {"task": task, "link": link, "contender": name, **figures}
         common.merge(path, "time_to_quality", [row], ("task", "link", "contender"), order)
 
     for task in TASKS:
-        if args.only in f"{task}, alone":
-            for name, seconds in links.launch(
-                2, {"task": task, "turns": (1, 2) if args.quick else (9, 64)}
-            ).items():
-                keep(task, "", name, seconds=seconds)
         for link in list(links.RATES)[-1 if args.quick else 0 :]:
-            for name in CONTENDERS:
+            for name in SMOKE if args.quick else CONTENDERS:
                 if args.only not in f"{task}, {link}, {name}":
                     continue
                 rate = links.RATES[link][0]
@@ -389,4 +332,4 @@ if __name__ == "__main__":
         "metavar": "TEXT",
         "help": "run those with TEXT in '<task>, <link>, <contender>'; keep the other rows",
     }
-    sys.exit(links.main(__doc__, measure, report, only=only))
+    sys.exit(links.main(__doc__, train, report, only=only))
