@@ -230,6 +230,20 @@ def test_autocast_is_named_though_the_output_is_float32(tmp_path: Path) -> None:
     assert first.details == "mode 'torch.autocast': cpu=None in A, torch.bfloat16 in B"
 
 
+def test_an_input_that_is_not_finite_is_named_though_the_batch_is_equal(
+    right: Path, tmp_path: Path
+) -> None:
+    for name, value, cause in (("a", float("nan"), "not finite"), ("b", 0.5, "other data")):
+        training = Training()
+        forward = training.forward
+        training.forward = lambda k, x, f=forward, v=value: f(k, x * v if k == AT else x)  # type: ignore[method-assign, misc]
+        training.run(tmp_path / name)
+        first = diff_records(right, tmp_path / name).first
+        assert first is not None
+        assert (first.step, first.record, first.cause) == (AT, "input:0", cause)
+        assert cause == "not finite" or first.details == "of the same batch"
+
+
 def test_a_setting_without_an_effect_is_no_difference(right: Path, tmp_path: Path) -> None:
     training = Training()
     training.model.note = 7  # type: ignore[assignment]

@@ -107,19 +107,21 @@ def explain(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tupl
         return "dtype or device", metadata
     if kind == "start":
         return _start(pair, step)
-    if kind in ("batch", "input"):
-        return "other data", metadata if first.a.metadata != first.b.metadata else ""
     both = [(m.a, m.b) for m in found if m.a is not None and m.b is not None]
     for m in found:
         finite = [side is None or math.isfinite(side.norm or 0.0) for side in (m.a, m.b)]
         if finite[0] != finite[1]:
             return "not finite", f"in {'AB'[finite[0]]}, first in {m.name}"
+    if kind in ("batch", "input"):
+        if first.a.metadata != first.b.metadata:
+            return "other data", metadata
+        return "other data", "of the same batch" if _same_data(pair, step, first.rank) else ""
     if (text := _small(pair, step, found)) is not None:
         return "reduction order", text
-    if first.a.metadata.partition("]")[2] != first.b.metadata.partition("]")[2]:
-        return "dtype or device", metadata  # or rounded to 16 bits
     if kind in _COMPUTED and (cause := _settings(pair, step, first)):
         return cause
+    if first.a.metadata.partition("]")[2] != first.b.metadata.partition("]")[2]:
+        return "dtype or device", metadata  # or rounded to 16 bits
     if kind in _COMPUTED and (drawn := _drawn(pair, step, first.rank)):
         return "random state", f"that of {drawn}, from which the forward pass draws"
     if kind in ("loss", "local", "grad") and (factor := _factor(both)):
@@ -251,8 +253,14 @@ def _data(pair: Pair, run: int, rank: int, step: int) -> tuple[int, ...]:
     return tuple(entry.digest for name, entry in entries.items() if kind_of(name) == kind)
 
 
+def _same_data(pair: Pair, step: int, rank: int) -> bool:
+    return _data(pair, 0, rank, step) == _data(pair, 1, rank, step)
+
+
 def _order_of_data(pair: Pair, step: int, rank: int) -> tuple[str, str] | None:
     """Explain a batch that the other recording has elsewhere."""
+    if _same_data(pair, step, rank):
+        return None  # what the model takes was changed later
     a, b = (
         {(s, r): _data(pair, run, r, s) for s in pair.steps for r in pair.ranks} for run in range(2)
     )

@@ -32,7 +32,7 @@ from bagua_ref.record.files import FORMAT, INDEX, MANIFEST, values_file
 from bagua_ref.record.tensor_files import CODES, name_of, write_safetensors
 
 _SAMPLE = 1024  # elements that tell whether values have been rounded to 16 bits
-_NORMS = ("input", "module", "output", "loss", "local", "grad", "weight")
+_NORMS = ("batch", "input", "module", "output", "loss", "local", "grad", "weight")
 """Kinds that also store an L2 norm, which shows distances and NaNs."""
 _ROUNDED = ("input", "module", "output", "local", "grad")
 """Kinds of which it is stored whether all values have been rounded to 16 bits."""
@@ -520,7 +520,7 @@ def _narrow(x: Tensor) -> str | None:
     return next(
         (
             name_of(dtype)
-            for dtype in (torch.float16, torch.bfloat16)
+            for dtype in (torch.bfloat16, torch.float16)  # of which values fit the latter, too
             if bool((x.to(dtype).to(x.dtype) == x).all())
         ),
         None,
