@@ -328,3 +328,16 @@ def test_ZeRO_gives_each_rank_other_parameters_and_the_last_one_none() -> None:
     step(module, optimizer, bagua_ref.get_rank(), 3)
     with pytest.raises(CommunicationError, match=r"rank 0 has lr 0\.1, rank 1 has lr 1\.1"):
         step(module, optimizer, bagua_ref.get_rank(), 4)
+
+
+def test_a_number_in_a_tensor_is_as_good_as_a_number() -> None:
+    def main(r: int) -> nn.Module:
+        module = network()
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+        module.with_bagua([], GradientAllReduceAlgorithm())  # type: ignore[operator]
+        for number in range(3):
+            optimizer.param_groups[0]["lr"] = torch.tensor(0.1) if r else 0.1
+            step(module, optimizer, r, number)
+        return module
+
+    trains(2, main, equal=False)

@@ -26,14 +26,17 @@ class _Group:
     """The options of a group.
 
     Attributes:
-        raw: what they were made of; without tensors, as long as that is equal, so are they.
+        names: of the options.
+        raw: their values, and the number of parameters; while these are equal, and no tensors, so
+            are the texts.
         has_tensors: whether some are tensors, which may change in place.
-        options: numbers, strings, lists of them, and copies of tensors.
+        texts: of the values, or copies of tensors until `_complete`; empty if not compared.
     """
 
+    names: list[str]
     raw: list[Any]
     has_tensors: bool
-    options: dict[str, Any]
+    texts: list[Any]
     checksum: int = 0
 
 
@@ -83,12 +86,7 @@ class TakenSteps:
             raw.append(len(parameters))
             known = before[place] if place < len(before) else None
             if known is None or known.has_tensors or known.raw != raw:
-                self._reads_tensors = False
-                options = {}
-                # other groups, as of experts that only this rank has, need not be equal
-                if not parameters or any(id(parameter) in trained for parameter in parameters):
-                    options = {name: self._read(group.get(name)) for name in names}
-                known = _Group(raw, self._reads_tensors, options)
+                known = self._read_group(names, raw, group, trained, known)
                 new.append(known)
             groups.append(known)
         self._groups[optimizer] = self._last[optimizer] = groups
@@ -112,9 +110,9 @@ class TakenSteps:
                 stepped = "{has} stepped {value}", f" as optimizer {number}" if several else ""
                 texts[stepped] = f"{kind} with {len(groups)} groups"
                 for place, group in enumerate(groups):
-                    for name, value in group.options.items():
+                    for name, text in zip(group.names, group.texts, strict=False):
                         where = f" in group {place} of {which}"
-                        texts[f"{{has}} {name} {{value}}", where] = _text(value)
+                        texts[f"{{has}} {name} {{value}}", where] = _joined(text)
             return texts
 
         return [
@@ -129,17 +127,39 @@ class TakenSteps:
             ),
         ]
 
+    def _read_group(
+        self,
+        names: list[str],
+        raw: list[Any],
+        group: dict[str, Any],
+        trained: Container[int],
+        before: _Group | None,
+    ) -> _Group:
+        parameters = group["params"]
+        self._reads_tensors, texts = False, []
+        # other groups, as of experts that only this rank has, need not be equal
+        if not parameters or any(id(parameter) in trained for parameter in parameters):
+            if before is None or before.has_tensors or not before.texts:
+                texts = [self._read(value) for value in raw[:-1]]
+            else:  # usually, only the learning rate has changed
+                texts = [
+                    text if value is old else self._read(value)
+                    for value, old, text in zip(raw, before.raw, before.texts, strict=False)
+                ]
+        return _Group(names, raw, self._reads_tensors, texts)
+
     def _read(self, value: Any) -> Any:
-        """Return ``value`` as it is now, None if it is not compared."""
-        if isinstance(value, (float, int, str, Real)):
-            return value
+        """Return ``value`` as it is now: a text, or copies of tensors in lists."""
+        if isinstance(value, (float, int, Real)):
+            return f"{value:.7g}"
         if isinstance(value, (tuple, list)):
-            return [*map(self._read, value)]
+            texts = [*map(self._read, value)]
+            return texts if self._reads_tensors else _joined(texts)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            return None
+            return value if isinstance(value, str) else ""
         self._reads_tensors = True
         if value.device.type == "cpu":
-            return value.item()
+            return self._read(value.item())
         # the host does not wait for the device here: the copy is needed in the next backward pass
         copy = value.detach().to("cpu", non_blocking=True)
         self._copied.append(runtime.record_event(value.device))
@@ -154,16 +174,15 @@ class TakenSteps:
             event.synchronize()
         self._copied.clear()
         for group in new:
-            texts = [(name, _text(value)) for name, value in group.options.items()]
-            group.checksum = zlib.crc32(repr(texts).encode())
+            if group.has_tensors:
+                group.texts = [*map(_joined, group.texts)]
+            group.checksum = zlib.crc32(repr(group.texts).encode())
         checksums = [group.checksum for group in self._last[optimizer]]
         step = repr((type(optimizer).__name__, checksums))
         self._checksum = zlib.crc32(step.encode(), self._checksum)
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return f"({', '.join(map(_text, value))})"
-    if isinstance(value, torch.Tensor):
-        value = value.item()
-    return f"{value:.7g}" if isinstance(value, (float, int, Real)) else str(value)
+def _joined(text: Any) -> str:
+    if isinstance(text, list):
+        return f"({', '.join(map(_joined, text))})"
+    return f"{text.item():.7g}" if isinstance(text, torch.Tensor) else str(text)
