@@ -383,6 +383,9 @@ class AlgorithmImpl(NotCopied):
         `need_reset`.
         """
 
+    def model_loaded(self) -> None:
+        """Note that the state of the module, or of a part of it, was loaded."""
+
     def end_unsynchronized_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the end of an optimizer step that must not communicate, as after a forward pass
         under `no_sync`.

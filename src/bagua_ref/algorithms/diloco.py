@@ -19,6 +19,7 @@ from bagua_ref.algorithms.fragments import (
     Fragment,
     FragmentSchedule,
     InFlight,
+    Trail,
     checked_fragments,
     named_fragments,
 )
@@ -41,6 +42,10 @@ __all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl"]
 class DiLoCoAlgorithm(Algorithm):
     """Every rank trains on its own gradients; now and then an outer optimizer moves shared global
     weights (S9.2 to S9.6).
+
+    Loading weights into the module (``model.load_state_dict``, on all ranks) makes them g, with a new
+    outer optimizer state, unless they are those of a step since g last changed. Weights that are
+    set back otherwise to those of an earlier step are refused in the next exchange.
 
     The global weights g start as the weights x of the first local step. Every ``period`` steps, ``D
     = mean over ranks of (g - x)`` becomes the gradient with which the outer optimizer updates g,
@@ -170,6 +175,8 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         self._fragments: list[Fragment] = []
         self._taken = False
         """Whether g has been taken from the weights, or loaded."""
+        self._model_loaded = self._state_loaded = False
+        """Since the last forward pass, in the module and here."""
         self._in_flight: InFlight | None = None
         self._sending = 0
         """The fragment that is sent, or was sent last."""
@@ -226,16 +233,40 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
             ]
             for fragment in self._fragments:
                 self._memories_of(fragment)
+            self._trail = Trail([parameter for _, parameter in parameters])
         return super().init_tensors(bagua_ddp)
 
     def begin_forward(self) -> None:
         """Take g from the weights at the start of the local phase."""
         self._refuse_while_showing("a training forward pass")
-        if not self._taken and self.step >= self.warmup_steps:
-            for fragment in self._fragments:
-                fragment.take()
-            self._taken = True
-            self.context.note_load()  # g must be equal on all ranks, whatever they have loaded
+        model_loaded, self._model_loaded = self._model_loaded, False
+        state_loaded, self._state_loaded = self._state_loaded, False
+        if self.step < self.warmup_steps:
+            return
+        if self._taken and not state_loaded:
+            self._trail.note(stepped=False)
+            if model_loaded:
+                self._trail.read()
+        if not self._taken or (model_loaded and self._trail.is_new and not state_loaded):
+            self._take()
+
+    def model_loaded(self) -> None:
+        """Note that weights were loaded, which g follows."""
+        self._model_loaded = True
+
+    def _take(self) -> None:
+        """g <- x, with new outer optimizers' states and without what is in flight."""
+        if self._in_flight is not None:
+            self._in_flight.wait(self.context.engine)
+            self._in_flight = None
+        for fragment in self._fragments:
+            fragment.take()
+            fragment.optimizer.state.clear()
+        self.error_memories.load({})
+        self._taken = True
+        self._trail.clear()
+        self._trail.note(stepped=True)
+        self.context.note_load()  # g must be equal on all ranks, whatever they have loaded
 
     def after_local_step(self, local_step: int, communicates: bool) -> None:
         """Apply the fragment that is due, and send the next one if it is its turn (S9.4)."""
@@ -247,11 +278,20 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
             self._send(fragment)
             if self.schedule.delay == 0:
                 self._apply()
+        self._trail.note(stepped=True)
 
     def _send(self, place: int) -> None:
         """Begin averaging ``g - x`` of a fragment over ranks."""
         assert self._taken
         assert self._in_flight is None
+        self._trail.read()
+        if self._trail.went_back:
+            raise CommunicationError(
+                "the weights were set back to those of an earlier step, from before the last"
+                " exchange, by other means than load_state_dict(), so that diloco would take the"
+                " way back for progress. Call model.bagua_resynchronize() on every rank, or set"
+                " weights back by model.load_state_dict()"
+            )
         fragment, context = self._fragments[place], self.context
         flats = fragment.differences(self.process_group.get_global_communicator().nranks())
         self._drifts[place] = norms_of(flats)
@@ -308,6 +348,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         with profiled("bagua_ref::update"):
             fragment.update(flight.mean)
             fragment.mix(self.options.mix)
+        self._trail.exchanged()
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -394,6 +435,8 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         for fragment, optimizer in zip(self._fragments, state["outer_optimizers"], strict=True):
             fragment.load(weights, optimizer)
         self._taken, self._in_flight = weights is not None, None
+        self._state_loaded = True
+        self._trail.clear()
         if flight is not None:
             named = self._fragments[flight["fragment"]].named
             mean = {

@@ -27,10 +27,16 @@ __all__ = [
     "Fragment",
     "FragmentSchedule",
     "InFlight",
+    "Trail",
     "checked_fragments",
     "named_fragments",
     "split_into_fragments",
 ]
+
+_SAMPLED = 8
+"""Elements of the weights: eight that a clip has moved to its bounds are unlikely."""
+_REMEMBERED = 10**5
+"""Samples of earlier weights, about 10 MB."""
 
 
 @dataclass(frozen=True)
@@ -307,6 +313,68 @@ class Fragment:
                     g.copy_(weights[name])
 
 
+class Trail:
+    """Samples of the weights after each local step, which tell earlier weights from new ones.
+
+    g - x is progress only if x came from g by local steps. It is not if x was set back to weights
+    from before g last changed; weights that were clipped, or swapped and swapped back, are no such.
+
+    Args:
+        weights: at least one is not empty; eight elements are sampled.
+
+    Attributes:
+        went_back: whether a step began with weights from before g last changed.
+        is_new: whether the last one began with other weights than those of steps since then.
+    """
+
+    def __init__(self, weights: Sequence[Parameter]) -> None:
+        filled = [w for w in weights if w.numel() and w.device == weights[0].device]
+        self._sampled = [filled[number * len(filled) // _SAMPLED] for number in range(_SAMPLED)]
+        self._places = [
+            _index(w.shape, w.numel() * number // _SAMPLED)
+            for number, w in enumerate(self._sampled)
+        ]
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all samples."""
+        self._unread: list[tuple[bool, Tensor]] = []
+        self._earlier: dict[bytes, None] = {}
+        self._since_exchange: set[bytes] = set()
+        self.went_back = self.is_new = self._is_earlier = False
+
+    def note(self, stepped: bool) -> None:
+        """Sample the weights after a local step, or before a forward pass; CUDA is not waited
+        for.
+        """
+        with torch.no_grad():
+            found = [w[place] for w, place in zip(self._sampled, self._places, strict=True)]
+            sample = torch.stack(found).float().to("cpu", non_blocking=True)
+        self._unread.append((stepped, sample))
+
+    def read(self) -> None:
+        """Look at the new samples."""
+        if self._sampled[0].is_cuda:
+            torch.cuda.current_stream(self._sampled[0].device).synchronize()
+        for stepped, sample in self._unread:
+            found = sample.numpy().tobytes()
+            if stepped:
+                self.went_back |= self._is_earlier
+                self._since_exchange.add(found)
+            else:  # if another one comes before the step, weights may have been swapped for this
+                self.is_new = found not in self._since_exchange
+                self._is_earlier = self.is_new and found in self._earlier
+        self._unread.clear()
+
+    def exchanged(self) -> None:
+        """Note that g has changed: what came before is an earlier state from now on."""
+        self.read()
+        self._earlier |= dict.fromkeys(self._since_exchange)
+        self._since_exchange.clear()
+        for oldest in list(self._earlier)[: len(self._earlier) - _REMEMBERED]:
+            del self._earlier[oldest]
+
+
 class InFlight:
     """A fragment's differences, sent and not yet applied; once they have arrived, their mean over
     ranks.
@@ -362,6 +430,15 @@ class InFlight:
                 f"the mean of fragment {self.fragment} has not arrived because an earlier operation"
                 " failed"
             )
+
+
+def _index(shape: Sequence[int], element: int) -> tuple[int, ...]:
+    """Return the index of an ``element``, counted in row-major order."""
+    index = []
+    for size in reversed(shape):
+        index.append(element % size)
+        element //= size
+    return tuple(reversed(index))
 
 
 def _copy(parameter: Tensor) -> Tensor:

@@ -167,7 +167,11 @@ class ModuleTraining(TrainingContext):
             )
         self.reset()
         self._handles: list[Any] = [
-            module.register_load_state_dict_post_hook(OwnHook(self.rounds.note_load)),
+            *(
+                # a part of the module may be loaded alone
+                part.register_load_state_dict_post_hook(OwnHook(self._module_loaded))
+                for part in module.modules()
+            ),
             self.called_module.register_forward_pre_hook(OwnHook(self._forward_called)),
             self.called_module.register_forward_hook(OwnHook(self._forward_returned)),
             *self._parameters.hook(self),
@@ -249,6 +253,10 @@ class ModuleTraining(TrainingContext):
             if self.options.bucket_bytes is None
             else self.options.bucket_bytes
         )
+
+    def _module_loaded(self, *_: object) -> None:
+        self.bagua_algorithm.model_loaded()
+        self.rounds.note_load()
 
     def _optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         align_state(optimizer)  # it may have been saved with other strides
