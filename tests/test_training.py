@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -477,6 +478,50 @@ def test_bad_arguments_are_refused(
         )
     module.with_bagua([], GradientAllReduceAlgorithm())
     module(batch(r, 0)).sum().backward()
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(4, 2).requires_grad_(False)
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
+    "frozen": (frozen, ValueError, "no parameter that needs a gradient"),
+    "empty": (nn.ReLU, ValueError, "no parameter that needs a gradient"),
+    "not initialized": (lambda: nn.LazyLinear(2), ValueError, "'weight' is not initialized yet"),
+    "sparse": (lambda: nn.Embedding(4, 2, sparse=True), NotImplementedError, "sparse gradients"),
+    "complex": (lambda: nn.Linear(4, 2, dtype=torch.complex64), TypeError, "complex64"),
+    "scripted": (lambda: torch.jit.script(nn.Linear(4, 2)), NotImplementedError, "takes no hooks"),
+}
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_one_rank_cannot_train_is_refused_on_every_rank_at_once(
+    kind: str, algorithm: str
+) -> None:
+    make, error, message = REFUSED[kind]
+
+    def rank(r: int) -> torch.Tensor:
+        for _ in range(2):
+            module = make() if r == 1 else network()
+            with pytest.raises(error if r == 1 else ValueError, match=message) as refused:
+                type(network()).with_bagua(module, [], Algorithm.init(algorithm))
+            assert r == 1 or "rank 1 cannot train its module" in str(refused.value)
+        # the ranks' next call is the same one
+        module = network().with_bagua([], Algorithm.init(algorithm))  # type: ignore[operator]
+        module(batch(r, 0)).sum().backward()
+        return torch.cat([p.grad.flatten() for p in module.parameters()])
+
+    first, *others = simulate(3, rank)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@on_every_rank(2)
+def test_an_algorithm_that_one_rank_cannot_use_is_refused_on_every_rank(r: int) -> None:
+    module = network()
+    optimizers = [sgd(module)] if r else []
+    with pytest.raises(ValueError, match="local_sgd"):
+        module.with_bagua(optimizers, Algorithm.init("local_sgd", period=1))
 
 
 @on_every_rank(2)

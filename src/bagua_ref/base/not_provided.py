@@ -32,7 +32,10 @@ _NO_SERVICE = (
 
 _OWN_PIECES = "use fuse_optimizer and fuse_step; how they work inside is not part of the interface"
 _STATISTICS = "use the standard library's statistics"
-_SYNC_BATCH_NORM = "use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping"
+_SYNC_BATCH_NORM = (
+    "on CUDA, use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping; on CPUs,"
+    " torch has none either: use GroupNorm or LayerNorm, whose statistics are those of one sample"
+)
 _TRAINING = (
     "use model.with_bagua(...) or bagua_ref.data_parallel.DistributedDataParallel; what algorithms"
     " are given is bagua_ref.algorithms.base.TrainingContext"

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from bagua_ref.data_parallel.sharding import local, place_state
 from bagua_ref.groups.communication import broadcast_coalesced
 from bagua_ref.types import ReduceOp
 
-__all__ = ["broadcast_state", "share_object", "share_state", "warn_of_drift"]
+__all__ = ["broadcast_state", "refusing_together", "share_object", "share_state", "warn_of_drift"]
 
 _SHOWN = 3  # differences in a message
 _ABSENT, _ORDER = "none", "order"
@@ -29,6 +30,34 @@ _SUMMING = {"Adafactor", "LBFGS"}
 """Those of torch's optimizers whose results depend on the number of threads, as they sum over a
 parameter's elements.
 """
+
+
+@contextmanager
+def refusing_together(comm: Communicator, ranks: Sequence[int]) -> Iterator[None]:
+    """Raise on all ranks if one of them raises in this context, in which none waits for another.
+
+    Collective, so that the others do not wait for a rank that refuses its module.
+
+    Args:
+        comm: the ranks that train together.
+        ranks: the global ranks of ``comm``, for messages.
+
+    Raises:
+        ValueError: another rank has raised; quotes the first one's message.
+    """
+    refusal: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        refusal = error
+    if comm.nranks() > 1:
+        refused = [flag for (flag,) in comm.exchange_ints([int(refusal is not None)])()]
+        if any(refused):
+            first = refused.index(1)
+            text = comm.broadcast_object(str(refusal), first)
+            refusal = refusal or ValueError(f"rank {ranks[first]} cannot train its module: {text}")
+    if refusal is not None:
+        raise refusal
 
 
 def broadcast_state(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,11 @@ from bagua_ref.data_parallel.hooks import (
 from bagua_ref.data_parallel.parameters import Buffers, split_into_buckets
 from bagua_ref.data_parallel.rounds import BUFFERS, PLAN, ModuleRounds
 from bagua_ref.data_parallel.sharding import reshard
-from bagua_ref.data_parallel.state_broadcast import broadcast_state, warn_of_drift
+from bagua_ref.data_parallel.state_broadcast import (
+    broadcast_state,
+    refusing_together,
+    warn_of_drift,
+)
 from bagua_ref.env import get_default_bucket_size
 from bagua_ref.scheduling.engine import Engine
 from bagua_ref.types import Group
@@ -84,6 +88,7 @@ class ModuleTraining(TrainingContext):
         group: the ranks that train together.
         world: this rank's.
         options: of the training.
+        check: raises if this rank cannot train the module; then all ranks raise.
 
     Attributes:
         buffers: the module's buffers.
@@ -105,8 +110,8 @@ class ModuleTraining(TrainingContext):
         group: Group,
         world: World,
         options: Options,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
-        refuse_inside(uncompiled(module), group)
         self.algorithm, self.options, self.given_group, self.world = (
             algorithm,
             options,
@@ -136,21 +141,23 @@ class ModuleTraining(TrainingContext):
         self.engine = Engine(
             world, self.bagua_module_name, timeout, GlobalAlgorithmRegistry.name_of(algorithm)
         )
-        self._parameters = TrainedParameters(module, options.ignored)
-        self._guard = StepGuard(self, self._parameters)
-        self.parameters_to_ignore = self._parameters.ignored
-        self._named, self.shards = self._parameters.named, self._parameters.shards
-        # refuse what cannot be trained before anything is sent
-        split_into_buckets([p for _, p in self._named], 1)
-        algorithm.check(self._named, self.bagua_optimizers)
         self.process_group = group.for_background()
+        comm = self.process_group.get_global_communicator()
+        with refusing_together(comm, group.ranks):
+            refuse_inside(module, group)
+            check()
+            self._parameters = TrainedParameters(module, options.ignored)
+            self._guard = StepGuard(self, self._parameters)
+            self.parameters_to_ignore = self._parameters.ignored
+            self._named, self.shards = self._parameters.named, self._parameters.shards
+            split_into_buckets([p for _, p in self._named], 1)
+            algorithm.check(self._named, self.bagua_optimizers)
         settings = {
             "algorithm": f"{type(algorithm).__name__}{algorithm.settings()}",
             "buckets": f"{self.bucket_bytes} bytes",
             "broadcast_buffers": str(options.broadcast_buffers),
             "find_unused_parameters": str(options.find_unused_parameters),
         }
-        comm = self.process_group.get_global_communicator()
         broadcast_state(module, optimizers, comm, self.parameters_to_ignore, settings, group.ranks)
         self.buffers = Buffers(module, self.parameters_to_ignore, group, options.broadcast_buffers)
         self.bagua_algorithm = algorithm.reify(self.process_group)

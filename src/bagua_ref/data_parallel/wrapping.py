@@ -62,9 +62,8 @@ def wrap(
     """
     called, module = module, uncompiled(module)
     optimizers, algorithm = _resolved(optimizers, algorithm)
-    _check(module, optimizers, algorithm, options.timeout)
-    if options.backend is not None:
-        get_backend(options.backend)  # raises, before anything is sent, if it cannot run
+    if options.timeout is not None:
+        checked_timeout(options.timeout)
     world = current_world()
     default = world.default_group
     if default is None:
@@ -76,7 +75,6 @@ def wrap(
             " ranks may wrap a module"
         )
     group.refuse_in_child()
-    check_sharded(module, algorithm, group, options.ignored)
     let_compiler_see_hooks()
     before = context_of(module)
     if before is not None and (options.without_forward or before.options.without_forward):
@@ -92,7 +90,15 @@ def wrap(
         except CommunicationError as error:
             before.rounds.fail(error)  # a new training begins from the first rank's state
     try:
-        training = ModuleTraining(called, optimizers, algorithm, group, world, options)
+        training = ModuleTraining(
+            called,
+            optimizers,
+            algorithm,
+            group,
+            world,
+            options,
+            lambda: _check(module, algorithm, group, options),
+        )
     except Exception:
         if before is not None and not before.rounds.broken:
             before.reset()  # the tensors may already be registered for the new algorithm
@@ -277,19 +283,14 @@ def _resolved(
     return list(found), algorithm
 
 
-def _check(
-    module: torch.nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    algorithm: Algorithm,
-    timeout: float | None,
-) -> None:
+def _check(module: torch.nn.Module, algorithm: Algorithm, group: Group, options: Options) -> None:
+    if options.backend is not None:
+        get_backend(options.backend)
     if isinstance(module, torch.jit.ScriptModule):
         raise NotImplementedError(
             f"{type(module).__name__} takes no hooks; wrap the module that torch.jit.script was"
             " given instead"
         )
-    if timeout is not None:
-        checked_timeout(timeout)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError(
             "this module has no parameter that needs a gradient, so there is nothing to train"
@@ -300,6 +301,7 @@ def _check(
                 f"module.{name} is wrapped already; wrap the whole module once, or only its parts"
             )
     refuse_what_cannot_be_flat(module)
+    check_sharded(module, algorithm, group, options.ignored)
     for name, parameter in module.named_parameters():
         for other in trainings_of(parameter):
             if other.module is not module:
