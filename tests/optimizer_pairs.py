@@ -83,6 +83,6 @@ def _assert_equal(found: Any, expected: Any, what: str) -> None:
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape), what
     # compares signs of zeros, and NaNs
     found, expected = (
-        torch.stack([x.detach()]).view(-1).view(torch.uint8) for x in (found, expected)
+        torch.cat([x.detach().reshape(-1)]).view(torch.uint8) for x in (found, expected)
     )
     assert torch.equal(found, expected), what
