@@ -237,9 +237,12 @@ def _children() -> dict[str, str]:
 
 
 def _end_job_servers() -> None:
-    job_servers = sys.modules.get("bagua_ref.contrib.cache.job_servers")  # importing it needs redis
-    for kind in ("redis", "fakeredis") if job_servers else ():
-        job_servers.shutdown(kind)
+    servers = sys.modules.get("bagua_ref.contrib.cache.servers")
+    if servers is not None:
+        servers.shutdown()
+    stores = sys.modules.get("bagua_ref.contrib.utils.redis_store")
+    if stores is not None:
+        stores._fakes.clear()
 
 
 @pytest.fixture

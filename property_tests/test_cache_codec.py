@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
-import struct
-import tracemalloc
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
-from tests.cache_values import same
+from tests.same import assert_same
 
 from bagua_ref.contrib.cache import codec
 from bagua_ref.contrib.cache.codec import DamagedValueError, decode, encode
@@ -182,7 +179,7 @@ def leaves(value):
 
 @given(value=values)
 def test_S8_5_plain_values_come_back_bit_for_bit_without_pickle(value):
-    assert same(decode(encode(value, allow_pickle=False), allow_pickle=False), value)
+    assert_same(decode(encode(value, allow_pickle=False), allow_pickle=False), value)
 
 
 @given(value=values)
@@ -195,8 +192,8 @@ def test_S8_5_results_are_writable_and_share_no_memory(value):
         else:
             assert leaf.flags.writeable or leaf.size == 0
             leaf.view("u1" if leaf.itemsize == 1 else leaf.dtype)[...] = np.zeros((), leaf.dtype)
-    assert same(second, value)
-    assert same(decode(data, allow_pickle=False), value)
+    assert_same(second, value)
+    assert_same(decode(data, allow_pickle=False), value)
 
 
 @given(value=values, data=st.data())
@@ -214,17 +211,13 @@ def test_S8_3_a_truncated_or_changed_value_is_never_taken_for_a_value(value, dat
             decode(damaged, allow_pickle=True)
 
 
-@given(body=st.binary(min_size=1, max_size=60), value=values, data=st.data())
-def test_S8_3_a_forged_frame_raises_nothing_but_damage_and_runs_no_pickle(body, value, data):
-    whole = bytearray(encode(value, allow_pickle=False)[16:])
-    for _ in range(data.draw(st.integers(1, 3))):
-        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
-    for forged in (body, bytes(whole)):
-        frame = codec._FRAME.pack(
-            codec.VERSION, len(forged) + 16, codec.xxhash.xxh3_64_intdigest(forged)
-        )
-        with contextlib.suppress(DamagedValueError):
-            decode(frame + forged, allow_pickle=False)
+@given(value=values, key=st.binary(max_size=9), other=st.binary(max_size=9))
+def test_S8_3_a_value_is_only_that_of_its_key(value, key, other):
+    data = encode(value, False, key)
+    assert_same(decode(data, False, key), value)
+    if other != key:
+        with pytest.raises(DamagedValueError, match="belongs to the key"):
+            decode(data, False, other)
 
 
 ran: list[str] = []
@@ -235,58 +228,18 @@ class Bomb:
         return ran.append, ("bomb",)
 
 
-counts = st.sampled_from([0, 1, 2, 255, 2**16, 2**28, 2**32 - 1])
-sizes = st.sampled_from([0, 1, 2**28, 2**40, 2**62, -1])
-odd_dtypes = ["S0", "U0", "V0", "O", "O,i4", "U2147483647", "(100000,100000)f8", "(0,)f4"]
-names = (st.sampled_from(odd_dtypes) | st.sampled_from([*DTYPES, *ARRAY_DTYPES])).map(
-    lambda dtype: str(dtype).removeprefix("torch.").encode()
-)
-blobs = st.binary(max_size=16)
+BOMB = encode(Bomb(), allow_pickle=True)[codec._FRAME.size :]
 
 
-def head(name, shape, requires_grad):
-    return (
-        struct.pack("=?BB", requires_grad, len(name), len(shape))
-        + name
-        + struct.pack(f"={len(shape)}q", *shape)
-    )
-
-
-bomb = pickle.dumps(Bomb())
-hostile_entries = st.one_of(
-    st.tuples(
-        st.sampled_from([b"a", b"g", b"t"]),
-        st.builds(head, names, st.lists(sizes, max_size=3), st.booleans()),
-        blobs,
-    ),
-    st.tuples(
-        st.sampled_from([b"(", b"[", b"{", b"s", b"b", b"I"]),
-        counts.map(struct.Struct("=I").pack),
-        blobs,
-    ),
-    st.just((b"p", struct.pack("=I", len(bomb)), bomb)),
-).map(b"".join)
-"""Entries as one forges them who knows the format: any dtype, sizes and counts beyond all bounds,
-pickles.
-"""
-
-
-@given(entries=st.lists(hostile_entries, min_size=1, max_size=4))
-@example(entries=[b"a" + head(b"S0", [2**28], requires_grad=False)])
-def test_S8_3_a_hostile_value_runs_nothing_and_takes_memory_like_its_own_size(entries):
-    body = b"".join(entries)
-    data = (
-        codec._FRAME.pack(codec.VERSION, len(body) + 16, codec.xxhash.xxh3_64_intdigest(body))
-        + body
-    )
-    value = None
-    tracemalloc.start()
-    try:
+@given(body=st.binary(min_size=1, max_size=60), value=values, data=st.data())
+def test_S8_5_what_someone_forges_raises_nothing_but_damage_and_runs_no_pickle(body, value, data):
+    whole = bytearray(encode(value, allow_pickle=False)[codec._FRAME.size :])
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    nested = b"[\2\0\0\0" + bytes(whole) + BOMB
+    for forged in (body, bytes(whole), BOMB, nested):
+        checksum = codec.xxhash.xxh3_64_intdigest(forged)
+        frame = codec._FRAME.pack(codec.VERSION, len(forged) + codec._FRAME.size, 0, checksum)
         with contextlib.suppress(DamagedValueError):
-            value = decode(data, allow_pickle=False)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+            decode(frame + forged, allow_pickle=False)
     assert ran == []
-    assert peak < 100_000 + 100 * len(data)
-    assert sum(leaf.nbytes for leaf in leaves(value)) < len(data)

@@ -1,4 +1,4 @@
-"""Properties of samplers, collectives and the cache as shipped in the suites (S3.9, S7, S8)."""
+"""Properties of samplers and collectives as shipped in the suites (S3.9, S7)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from property_tests.strategies import Seeded, every_backend
 
 from bagua_ref.conformance.run.pytest_suites import (
-    CacheSuite,
     CollectiveSuite,
     SamplerSuite,
 )
@@ -44,7 +43,7 @@ class TestSamplers(Seeded, SamplerSuite):
 TARGET = ReferenceTarget()
 
 
-class TestOwnParts(Seeded, CollectiveSuite, CacheSuite):
+class TestOwnParts(Seeded, CollectiveSuite):
     @pytest.fixture
     def target(self):
         return TARGET

@@ -34,7 +34,6 @@ from bagua_ref.cli import main
 from bagua_ref.comm_ops import CentralizedLowPrecision, LowPrecisionDecentralized
 from bagua_ref.communicators.rendezvous import rendezvous
 from bagua_ref.conformance.run.runner import read_xfails
-from bagua_ref.contrib.cache import fake_server, job_servers
 from bagua_ref.errors import CommunicationError
 from bagua_ref.planning import Estimate, MeasuredMachine
 from bagua_ref.record.tensor_files import DamagedFileError, read_safetensors, write_safetensors
@@ -433,40 +432,6 @@ def test_S1_a_hostile_answer_ends_the_rendezvous_with_a_typed_error(heard):
         may_refuse(CommunicationError, "rank 1", hides="lost the store"),
     ):
         assert rendezvous(store, 0, 2, "card", 0.05)[1][0] == "card"
-
-
-@given(
-    heard=announcements
-    | changed_json({"address": {"host": "h", "port": 1, "password": "secret"}})
-    | changed_json({"error": "no redis-server", "address": None})
-)
-def test_S8_4_a_hostile_announcement_of_a_server_is_read_or_refused_without_its_password(heard):
-    with may_refuse(CommunicationError, "node 3", hides="secret"):
-        card = job_servers._announcement(heard, 3)
-        assert (
-            isinstance(card.get("error"), str)
-            or {"host", "port", "password"} <= card["address"].keys()
-        )
-
-
-commands = st.sampled_from(
-    [
-        b"*1\r\n$4\r\nPING\r\n",
-        b"*999999999\r\n",
-        b"*2\r\n$99999999999\r\nx",
-        b"*1\r\n$500000000\r\nx",
-        b"*-1\r\n",
-    ]
-)
-
-
-@given(sent=st.binary(max_size=50) | st.lists(commands | st.binary(max_size=9)).map(b"".join))
-def test_S8_4_a_client_of_our_fakeredis_without_the_password_costs_little(sent):
-    handler = object.__new__(fake_server._Handler)
-    handler.rfile = io.BufferedReader(io.BytesIO(sent))
-    with bounded_memory(len(sent)), contextlib.suppress(OSError):
-        while command := handler._read_command(trusted=False):
-            assert all(isinstance(text, bytes) for text in command)
 
 
 VARIABLES = {

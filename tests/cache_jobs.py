@@ -10,13 +10,22 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
-from tests.cache_values import Sample
 from torch.utils.data import DataLoader, Dataset
 
 from bagua_ref.contrib import CachedDataset, CacheLoader
+
+
+@dataclass
+class Sample:
+    """An object that needs pickle."""
+
+    pixels: Any
+    label: int = 0
 
 
 class Numbers(Dataset):
@@ -156,7 +165,7 @@ def server_job(pipe: Connection, has_child: bool) -> None:
     told to end.
     """
     made: list[CacheLoader] = []
-    # A parent-death signal would fire when this thread ends.
+    # The server must outlive the thread that asked for it.
     thread = threading.Thread(target=lambda: made.append(CacheLoader("redis")))
     thread.start()
     thread.join()

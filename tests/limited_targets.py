@@ -57,7 +57,6 @@ METHODS_OF = {
         "LoadBalancingDistributedBatchSampler",
         "BudgetBatchSampler",
     ),
-    "cache": ("CacheLoader", "CachedDataset"),
 }
 Method = Callable[..., Any]
 

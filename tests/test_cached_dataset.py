@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import sys
 import tempfile
 import traceback
 
@@ -11,21 +12,21 @@ import numpy as np
 import pytest
 import torch
 from tests.cache_jobs import Numbers, Plain, epoch, writer_job
-from tests.cache_servers import Server, eventually, every_backend, need, servers
-from tests.cache_values import same
+from tests.cache_servers import Server, servers
 from tests.launch import launch, run_script
+from tests.same import assert_same
 from tests.scripts import load_script, run_python
 from tests.trainings import simulate
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Subset
 
 from bagua_ref.contrib import CachedDataset
 from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistributedSampler
+from bagua_ref.contrib.utils.redis_store import shutdown_redis_server
 
 pytestmark = pytest.mark.slow
 
 
 def fresh(dataset=None, backend: str = "fakeredis", **options) -> CachedDataset:
-    need(backend)
     cached = CachedDataset(Numbers() if dataset is None else dataset, backend, **options)
     cached.cache_loader.store.clear()
     return cached
@@ -54,51 +55,43 @@ def held_workers(server: Server, context: str, batch_size: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "batch_size", "options"),
+    ("batch_size", "context", "options"),
     [
-        ("fakeredis", None, {}),
-        ("fakeredis", 16, {"multiprocessing_context": "fork"}),
-        ("fakeredis", None, {"multiprocessing_context": "fork", "persistent_workers": True}),
-        pytest.param("redis", 16, {}, marks=pytest.mark.redis),
-        pytest.param("redis", None, {"multiprocessing_context": "fork"}, marks=pytest.mark.redis),
-        # forkserver pickles the workers' arguments, as spawn does; `make proof` tries spawn.
-        pytest.param(
-            "redis",
-            16,
-            {"multiprocessing_context": "forkserver", "persistent_workers": True},
-            marks=pytest.mark.redis,
-        ),
+        (16, None, {}),
+        (None, None, {}),
+        (16, "fork", {}),
+        (None, "fork", {"persistent_workers": True}),
+        # forkserver pickles the workers' arguments, as spawn does
+        (16, "forkserver", {"persistent_workers": True}),
+        pytest.param(16, "spawn", {}, marks=pytest.mark.proof),
+        pytest.param(None, "spawn", {"persistent_workers": True}, marks=pytest.mark.proof),
     ],
     ids=str,
 )
-def test_each_sample_is_made_once_whoever_asks(backend, batch_size, options):
-    assert_each_sample_is_made_once(
-        backend, batch_size, {"num_workers": 2 if options else 0, **options}
-    )
-
-
-def assert_each_sample_is_made_once(backend, batch_size, options):
-    dataset = fresh(backend=backend)
-    loader = DataLoader(dataset, batch_size=batch_size, **options)
-    for number in range(2):
+def test_S8_2_each_sample_is_made_once_whoever_asks(batch_size, context, options):
+    if context:
+        options = {"num_workers": 2, "multiprocessing_context": context, **options}
+    dataset = fresh(backend="redis")
+    for _ in range(2):
+        loader = DataLoader(dataset, batch_size=batch_size, **options)
         assert epoch(loader) == list(range(100))
-        if number == 0 and batch_size is None and options["num_workers"]:
-            del loader  # its workers end and write their waiting values
-            loader = DataLoader(dataset, batch_size=batch_size, **options)
+        del loader  # its workers end and write their waiting values
     assert dataset.dataset.made.tolist() == [1] * 100
     assert dataset.cache_loader.num_keys() == 100
-    assert (dataset.stats().hits, dataset.stats().misses, dataset.stats().errors) == (100, 100, 0)
+    stats = dataset.stats()  # of this process
+    assert (stats.hits, stats.misses, stats.errors) == ((0, 0, 0) if context else (100, 100, 0))
 
 
-@pytest.mark.redis
-@pytest.mark.parametrize("batch_size", [None, 8])
-def test_persistent_workers_that_nobody_ends_lose_nothing(batch_size):
+@pytest.mark.parametrize(
+    ("context", "batch_size"),
+    [("fork", None), ("fork", 8), pytest.param("spawn", None, marks=pytest.mark.proof)],
+)
+def test_S8_2_persistent_workers_that_nobody_ends_lose_nothing(context, batch_size):
     with servers(1) as (server,):
-        held_workers(server, "fork", batch_size)
+        held_workers(server, context, batch_size)
         assert sorted(server.client().keys("*")) == sorted(f"_{i}".encode() for i in range(30))
 
 
-@pytest.mark.redis
 def test_workers_that_are_forked_while_a_thread_fills_the_cache_do_not_hang():
     with servers(1) as (server,):  # a fork would have imported what the thread imports
         ended = run_python(
@@ -113,14 +106,12 @@ def test_workers_that_are_forked_while_a_thread_fills_the_cache_do_not_hang():
         assert server.client().dbsize() == 60
 
 
-@pytest.mark.redis
 def test_a_daemon_process_that_is_terminated_writes_what_waits_and_ends_by_the_signal():
     with servers(1) as (server,):
         assert run_job(f"cache_jobs.daemon_job({server.host})") == "-15\n"
         assert server.client().dbsize() == 30
 
 
-@pytest.mark.redis
 def test_what_waits_is_written_when_the_interpreter_ends_by_each_process_its_own():
     with servers(1) as (server,):
         run_job(f"cache_jobs.waiting_main_job({server.host})")
@@ -130,7 +121,6 @@ def test_what_waits_is_written_when_the_interpreter_ends_by_each_process_its_own
         assert server.calls("mset") == 2
 
 
-@pytest.mark.redis
 def test_four_processes_fill_one_cache_at_once():
     with servers(1) as (server,):
         launch(writer_job, 4, *map(str, server.host.values()), init=False)
@@ -140,35 +130,8 @@ def test_four_processes_fill_one_cache_at_once():
         assert dataset.stats().hits == 400
 
 
-@pytest.mark.redis
-def test_the_server_is_killed_in_mid_epoch_and_comes_back():
-    with servers(1) as (server,):
-        dataset = CachedDataset(Numbers(200, delay=0.001), hosts=[server.host])
-        loader = DataLoader(
-            dataset,
-            batch_size=10,
-            num_workers=2,
-            multiprocessing_context="fork",
-            persistent_workers=True,
-        )
-        batches = iter(loader)
-        seen = [next(batches)[1] for _ in range(6)]
-        server.kill()
-        seen += [index for _, index, _ in batches]
-        assert sorted(torch.cat(seen).tolist()) == list(range(200))
-        assert dataset.stats().errors >= 1
-        server.start()
-        assert eventually(
-            lambda: epoch(loader) == list(range(200)) and server.client().dbsize() == 200
-        )
-        before = dataset.dataset.made.sum()
-        assert epoch(loader) == list(range(200))
-        assert dataset.dataset.made.sum() == before
-
-
-@every_backend
-def test_samplers_and_subsets_work_as_ever(backend):
-    dataset = fresh(backend=backend)
+def test_samplers_and_subsets_work_as_ever():
+    dataset = fresh()
     balanced = LoadBalancingDistributedSampler(
         dataset, lambda sample: sample[1], num_replicas=2, rank=0
     )
@@ -240,9 +203,7 @@ class SingleSamples(CachedDataset):
     __getitems__ = None
 
 
-@pytest.mark.parametrize(
-    ("backend", "workers"), [("fakeredis", 1), pytest.param("redis", 0, marks=pytest.mark.redis)]
-)
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("kind", "wanted"),
     [
@@ -252,9 +213,8 @@ class SingleSamples(CachedDataset):
         (SingleSamples, lambda index: (torch.full((3,), float(index)), index, f"sample {index}")),
     ],
 )
-def test_a_subclass_makes_its_own_samples_of_the_cached_ones(backend, kind, wanted, workers):
-    need(backend)
-    dataset = kind(Numbers(20), backend, dataset_name=kind.__name__)
+def test_a_subclass_makes_its_own_samples_of_the_cached_ones(kind, wanted, workers):
+    dataset = kind(Numbers(20), "redis", dataset_name=kind.__name__)
     dataset.cache_loader.store.clear()
     for samples in (dataset, Subset(dataset, range(20))):
         loader = DataLoader(
@@ -265,9 +225,8 @@ def test_a_subclass_makes_its_own_samples_of_the_cached_ones(backend, kind, want
             collate_fn=list,
         )
         for _ in range(2):
-            assert same(
-                [sample for batch in loader for sample in batch], list(map(wanted, range(20)))
-            )
+            found = [sample for batch in loader for sample in batch]
+            assert_same(found, list(map(wanted, range(20))))
     assert dataset.dataset.made.tolist() == [1] * 20
 
 
@@ -345,24 +304,36 @@ class Maker(Plain):
     """Creates its cache in a worker, which is an error."""
 
     def __getitem__(self, index):
-        return CachedDataset(Plain(), "fakeredis", dataset_name="late")[index]
+        return CachedDataset(Plain(), dataset_name="late")[index]
 
 
 def test_a_worker_that_would_start_a_server_is_told_where_to():
-    from bagua_ref.contrib.utils.redis_store import FakeRedisStore
-
-    FakeRedisStore().shutdown()
+    shutdown_redis_server()
     with pytest.raises(
         RuntimeError, match="make the CacheLoader or CachedDataset before the DataLoader"
     ) as raised:
         epoch(DataLoader(Maker(), num_workers=1, multiprocessing_context="fork"))
     # ends its worker now, as the garbage collector would after a wait of five seconds
     traceback.clear_frames(raised.tb)
-    first = CachedDataset(Plain(), "fakeredis", dataset_name="early")
+    first = CachedDataset(Plain(), dataset_name="early")
     assert epoch(DataLoader(Maker(5), num_workers=1, multiprocessing_context="fork")) == list(
         range(5)
     )
     assert first.cache_loader.num_keys() == 5
+
+
+def test_a_worker_with_fakeredis_says_that_it_shares_nothing(recwarn):
+    dataset = fresh()
+    assert epoch(dataset) == list(range(100))
+    code = (
+        "from tests.cache_jobs import Plain, epoch\nfrom torch.utils.data import DataLoader\n"
+        "from bagua_ref.contrib import CachedDataset\n"
+        "options = {'num_workers': 1, 'multiprocessing_context': 'fork'}\n"
+        "print(epoch(DataLoader(CachedDataset(Plain(9), 'fakeredis'), 3, **options)))"
+    )
+    ended = run_script(code)
+    assert ended.stdout == f"{list(range(9))}\n"
+    assert "pip install 'bagua_ref[cache]' and use backend='redis' to share them" in ended.stderr
 
 
 def test_the_example_trains_twice_and_the_second_time_from_the_cache(capsys):
@@ -383,3 +354,23 @@ def test_repr_says_what_is_cached_where_and_how_well() -> None:
             r" misses=2 .*\)\)",
             repr(dataset),
         )
+
+
+def test_a_cached_sample_runs_through_three_files():
+    """docs/reading.md says which."""
+    dataset = fresh(backend="redis")
+    expected = dataset[3], dataset[3]
+    files = set()
+
+    def note(frame, event, argument):
+        package, _, name = frame.f_code.co_filename.partition("/bagua_ref/contrib/")
+        if name or "/bagua_ref/" in package:
+            files.add(name or package)
+
+    sys.setprofile(note)
+    try:
+        found = dataset[3]
+    finally:
+        sys.setprofile(None)
+    assert_same((found, found), expected)
+    assert files == {"cached_dataset.py", "cache_loader.py", "cache/codec.py"}

@@ -121,7 +121,7 @@ def test_a_canary_tells_places():
 
 
 def test_every_report_lists_the_clauses_that_are_not_covered():
-    report = run_conformance(type("Empty", (), {"cache": object()})(), ["kernels"])
+    report = run_conformance(type("Empty", (), {"samplers": object()})(), ["kernels"])
     missing = set(CLAUSES) - {check.clause for check in all_checks().values()}
     assert (
         {result.id for result in report.results if result.status == "not covered"}
@@ -153,7 +153,7 @@ def test_the_table_of_clauses_has_every_heading_of_the_specification():
 
 
 def test_nothing_ran_is_not_passed():
-    report = run_conformance(type("Empty", (), {"cache": object()})(), ["kernels"])
+    report = run_conformance(type("Empty", (), {"samplers": object()})(), ["kernels"])
     assert not report.passed
     assert not report.ran
     assert "NOTHING RAN" in str(report)
@@ -334,7 +334,7 @@ def test_verify_passes_fails_and_says_when_it_cannot_run(tmp_path, capsys):
     for arguments in (
         ["--backend", "no-such"],
         ["--backend", "tests.hostile_backends:NoSuch"],
-        ["--backend", "reference", "--suite", "cache"],
+        ["--backend", "reference", "--suite", "samplers"],
         ["--backend", "reference", "--check", ONE, "--json-file", str(tmp_path / "no" / "such")],
         ["--backend", "reference", "--check", ONE, "--junit", str(tmp_path / "no" / "such")],
     ):

@@ -8,7 +8,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from tests.launch import fork_program
 from tests.limited_targets import CODECS, COLLECTIVES, METHODS_OF, Narrow, Target, only, real
 from tests.scripts import ROOT
 
-from bagua_ref import contrib
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.conformance.lab.journal import Journal
 from bagua_ref.conformance.lab.play import Play
@@ -223,28 +221,6 @@ def test_operations_of_one_dtype_fail_nothing(suite: str, dtype: str, judged: Ju
     found = judged(target, suite, target.calls)
     assert not failures(found)
     assert "passed" in statuses(found)
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("dtype", ["float32", "int64", "bfloat16"])
-def test_a_cache_of_one_dtype_fails_nothing(dtype: str, judged: Judged) -> None:
-    calls: list[str] = []
-
-    class CacheLoader(contrib.CacheLoader):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            calls.append("CacheLoader")  # those of workers are not counted
-            super().__init__(*arguments, **options)
-
-        def get(self, key: Any, load_fn: Any) -> Any:
-            calls.append("get")
-            found = super().get(key, load_fn)
-            only(dtype)(found)
-            return found
-
-    cache = SimpleNamespace(CacheLoader=CacheLoader)
-    assert not failures(
-        judged(SimpleNamespace(cache=cache, capabilities={"dtypes": [dtype]}), "cache", calls)
-    )
 
 
 @pytest.mark.parametrize("most", each_of([2], [1, 3]))

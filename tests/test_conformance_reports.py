@@ -126,7 +126,7 @@ def test_a_script_fails_by_itself_and_passes_on_the_reference(row):
 
 
 def test_a_clause_stands_for_its_parts():
-    report = run_conformance(SimpleNamespace(cache=object()), ["codec"], checks=["S4"])
+    report = run_conformance(SimpleNamespace(samplers=object()), ["codec"], checks=["S4"])
     assert {result.id.partition("[")[0] for result in report.results} == {
         name for name, check in checks_of(["codec"]).items() if check.clause.startswith("S4.")
     }
@@ -150,9 +150,9 @@ def test_scripts_are_written_whole(tmp_path):
 
 
 def test_the_last_lines_say_what_was_not_tried(capsys):
-    assert main(["verify", "--backend", "reference", "--suite", "samplers", "cache"]) == 2
+    assert main(["verify", "--backend", "reference", "--suite", "samplers", "algorithms"]) == 2
     *_, last, offer = capsys.readouterr().out.splitlines()
-    assert last == "not tried, as the target lacks these parts: samplers, cache"
+    assert last == "not tried, as the target lacks these parts: samplers, algorithms"
     assert offer.startswith("--backend reference has kernels only; --target reference checks")
     assert (
         main(["verify", "--target", "reference", "--check", "samplers.S7.1.lengths", "--jobs", "0"])

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import torch_programs
+from tests.same import assert_same
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from bagua_ref.cli import main
 from bagua_ref.communicators.simulated import SimulatedCommunicator
-from bagua_ref.conformance.inputs.cache_values import assert_same
 from bagua_ref.formulas import costs
 from bagua_ref.formulas.costs import LinkCost, LinkCosts, operation_seconds
 from bagua_ref.simulation import SimulatedWorld

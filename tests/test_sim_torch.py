@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests import torch_programs
 from tests.launch import launch
+from tests.same import assert_same
 
-from bagua_ref.conformance.inputs.cache_values import assert_same
 from bagua_ref.simulation import SimulatedWorld
 
 pytestmark = pytest.mark.filterwarnings("ignore")

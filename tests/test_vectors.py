@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,6 @@ from bagua_ref.conformance.vectors.files import (
     schema_text,
     tolerance_named,
 )
-from bagua_ref.contrib.utils.store import ClusterStore
 from bagua_ref.formulas.graphs import MODES
 from bagua_ref.record.tensor_files import (
     CODES,
@@ -61,7 +59,6 @@ from bagua_ref.record.tensor_files import (
 from bagua_ref.types import ReduceOp
 
 SUITES = (
-    "cache",
     "codec",
     "comm_ops",
     "kernels",
@@ -575,13 +572,6 @@ def frozen_step(x: Tensors, s: int, lr: float, beta1: float, beta2: float, eps: 
     return {"p": p.detach()}
 
 
-def placed(x: Tensors, dataset_name: str, num_stores: int) -> Tensors:
-    data, lengths = bytes(x["keys"].tolist()), x["lengths"].tolist()
-    cluster: Any = ClusterStore(list(range(num_stores)))  # type: ignore[arg-type]
-    keys = [data[start:end].decode() for start, end in pairwise([0, *accumulate(lengths)])]
-    return {"store": torch.tensor([cluster.route(f"{dataset_name}_{key}") for key in keys])}
-
-
 def fragments_due(
     x: Tensors, period: int, fragments: int, delay: int, warmup_steps: int
 ) -> Tensors:
@@ -614,7 +604,6 @@ PARTS: dict[str, Callable[..., Tensors]] = {
             [sorted(s for s, _ in MODES[graph].graph(t, nranks)[r]) for r, t in queries(x)]
         )
     },
-    "cache_store": placed,
     "qadam_step": frozen_step,
     "qadam_frozen_step": frozen_step,
     "fragment_of_parameter": lambda x, fragments: {

@@ -4,15 +4,11 @@ failures must fail.
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import redis
 import torch
 from torch import Tensor
 
@@ -140,48 +136,6 @@ class _Part:
         return _Part(self._right(*arguments, **options))
 
 
-class _Loader(_Part):
-    """A CacheLoader, which keeps all values under one name and for a while, does not warn, and
-    connects for each value.
-    """
-
-    def __init__(
-        self, *arguments: Any, dataset_name: str = "", hosts: Any = None, **options: Any
-    ) -> None:
-        super().__init__(contrib.CacheLoader(*arguments, dataset_name="?", hosts=hosts, **options))
-        self._hosts = hosts or []
-
-    def close(self) -> None:
-        self._right.close()
-        for host in self._hosts:
-            with (
-                contextlib.suppress(redis.RedisError),
-                redis.Redis(host["host"], host["port"], password=host.get("password")) as client,
-            ):
-                for key in client.scan_iter():
-                    client.expire(key, 1000)
-
-    def _call(self, name: str, method: Callable[..., Any], arguments: Any, options: Any) -> Any:
-        for host in self._hosts:
-            with contextlib.suppress(OSError):
-                socket.create_connection((host["host"], host["port"]), 1).close()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            returned = super()._call(name, method, arguments, options)
-        return 0 if returned is None and name == "get" else returned
-
-
-class _Dataset(_Part):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(contrib.CachedDataset(*arguments, **options))
-
-    def __len__(self) -> int:
-        return len(self._right) + 1
-
-    def __getitem__(self, place: int) -> Any:
-        return spoiled(self._right[place])
-
-
 class _Sampler(contrib.LoadBalancingDistributedSampler):
     """Draws other samples, and takes any arguments."""
 
@@ -241,7 +195,6 @@ class Wrong:
             LoadBalancingDistributedBatchSampler=_Batches,
             BudgetBatchSampler=_Budget,
         )
-        self.cache = SimpleNamespace(CacheLoader=_Loader, CachedDataset=_Dataset)
         self.communicator = _Part(own_communicator)
 
 

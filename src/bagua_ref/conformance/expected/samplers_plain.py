@@ -1,5 +1,4 @@
-"""The samplers of S7 and the places of cached values (S8.1) in plain Python, clause by clause, over
-lists.
+"""The samplers of S7 in plain Python, clause by clause, over lists.
 
 torch is only asked for what the clause takes from it: `torch.randint` and `torch.randperm` of a
 seeded generator.
@@ -12,7 +11,6 @@ import math
 from typing import Any
 
 import torch
-import xxhash
 
 
 def num_samples(length: int, replicas: int, drop_last: bool) -> int:
@@ -232,16 +230,3 @@ def equal_batches(
             batches = batches + batches
         padded.append(batches[: max(counts)])
     return padded
-
-
-def stored_key(dataset_name: str, key: str) -> bytes:
-    """S8.1: the key in the stores; without its escapes, two datasets could share one."""
-    escaped = dataset_name.replace("%", "%25").replace("_", "%5F")
-    return f"{escaped}_{key}".encode("utf-8", "surrogatepass")
-
-
-def hash_of(stored: bytes) -> int:
-    """S8.1: the hash of a stored key; modulo the number of stores, it is the index of the key's
-    store.
-    """
-    return int(xxhash.xxh64_intdigest(stored, seed=0))

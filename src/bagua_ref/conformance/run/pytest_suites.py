@@ -21,7 +21,6 @@ from bagua_ref.conformance.targets.target import Target
 
 __all__ = [
     "AlgorithmSuite",
-    "CacheSuite",
     "CodecSuite",
     "CollectiveSuite",
     "CommOpSuite",
@@ -159,9 +158,3 @@ class SamplerSuite(ConformanceSuite):
     """Balanced samplers (S7)."""
 
     test_samplers = ConformanceSuite._judge
-
-
-class CacheSuite(ConformanceSuite):
-    """Caches (S8)."""
-
-    test_cache = ConformanceSuite._judge

@@ -79,7 +79,7 @@ def run_conformance(
     Args:
         target: a backend's name, ``"pkg.mod:Class"``, a KernelBackend, or an object with any of
             ``kernels``, ``communicator(world)``, ``comm_ops``, ``algorithms``, ``samplers``,
-            ``cache``, and optionally ``capabilities``, a mapping whose
+            and optionally ``capabilities``, a mapping whose
             ``"dtypes"`` and ``"max_ranks"`` limit what is tried, and whose ``"external"`` is True
             if the target uses something outside of the process, such as a server.
         suites: names in `SUITES`; None: all. Suites of parts that the target lacks are skipped.

@@ -31,7 +31,6 @@ __all__ = [
 _ALGORITHMS = ("_async", "_local", "_powersgd", "", "_compressed", "_properties")
 _MODULES = {suite: (suite,) for suite in SUITES} | {
     "algorithms": tuple(f"algorithms{part}" for part in _ALGORITHMS),
-    "cache": ("cache", "cache_values"),
 }
 """The modules of each suite, in the order in which their checks are listed."""
 

@@ -37,7 +37,7 @@ class ReferenceTarget:
 
     name = "bagua_ref"
     communicator = staticmethod(own_communicator)
-    samplers = cache = contrib
+    samplers = contrib
 
     @property
     def comm_ops(self) -> ReferenceCommOps:

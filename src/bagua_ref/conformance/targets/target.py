@@ -19,7 +19,7 @@ from bagua_ref.errors import BackendUnavailableError
 
 __all__ = ["LONG", "PARTS", "TAIL", "Target", "assemble", "load", "resolve", "sizes_beyond"]
 
-PARTS = ("kernels", "communicator", "comm_ops", "algorithms", "samplers", "cache")
+PARTS = ("kernels", "communicator", "comm_ops", "algorithms", "samplers")
 """The attributes of a target that suites check."""
 
 _NOT_HERE = "<locals>"

@@ -450,18 +450,6 @@ def _stretches(c: Given) -> Tensors:
     return {**found, "indices": _integers(items)}
 
 
-def _cache_store(c: Given) -> Tensors:
-    keys = _split(bytes(c.keys.tolist()), c.lengths.tolist())
-    hashes = [
-        samplers_plain.hash_of(samplers_plain.stored_key(c.dataset_name, key.decode()))
-        for key in keys
-    ]
-    return {
-        "hash": torch.from_numpy(np.array(hashes, np.uint64)),
-        "store": _integers(h % c.num_stores for h in hashes),
-    }
-
-
 _ANSWERS: dict[str, Answer] = {
     "kernels": _elementwise,
     "kernels/reduce_chunks": _reduce_chunks,
@@ -541,6 +529,5 @@ _ANSWERS: dict[str, Answer] = {
         ),
         _stretches,
     ),
-    "cache/cache_store": _cache_store,
 }
 """A suite or one of its operations -> its answer."""

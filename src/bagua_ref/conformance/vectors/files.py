@@ -65,7 +65,6 @@ def all_cases() -> Iterator[Case]:
         comm_op_cases.comm_op_cases(),
         comm_op_cases.peer_cases(),
         kernel_cases.sampler_cases(),
-        kernel_cases.cache_cases(),
         training_cases.optimizer_cases(),
         comm_op_cases.graph_cases(),
         training_cases.local_update_cases(),

@@ -1,5 +1,5 @@
-"""Cases of the kernels other than codecs (S1, S2.3, S3.4 to S3.7, S5.5, S7.2), samplers (S7) and
-places of cached values (S8.1).
+"""Cases of the kernels other than codecs (S1, S2.3, S3.4 to S3.7, S5.5, S7.2) and samplers
+(S7).
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from bagua_ref.conformance.vectors import answers
 from bagua_ref.conformance.vectors.case import KINDS, Case, numbers_of
 from bagua_ref.record.tensor_files import name_of
 
-__all__ = ["cache_cases", "kernel_cases", "sampler_cases"]
+__all__ = ["kernel_cases", "sampler_cases"]
 
 _SIZE = 33
 
@@ -314,26 +313,3 @@ def _inputs(
         "noise": torch.tensor(noise),
         "chunk_order": torch.tensor(chunks),
     }
-
-
-def cache_cases() -> Iterator[Case]:
-    """Yield every case of suite ``cache``: the hash of a key, and the store that it lives in."""
-    keys = [
-        "",
-        *map(str, range(20)),
-        "ключ",
-        "x" * 7,
-        "y" * 31,
-        "z" * 32,
-        "w" * 33,
-        "0123456789" * 20,
-    ]
-    inputs = {
-        "keys": torch.from_numpy(np.frombuffer("".join(keys).encode(), np.uint8).copy()),
-        "lengths": torch.tensor([len(key.encode()) for key in keys]),
-    }
-    for place, dataset_name in enumerate(("", "mnist", "Größe/数据 🙂", "a" * 40)):
-        for num_stores in (1, 2, 3, 7, 64):
-            parameters = {"dataset_name": dataset_name, "num_stores": num_stores}
-            name, flags = f"{place}-{num_stores}-stores", ("valid", "edge")
-            yield Case("cache", "cache_store", "S8.1", torch.uint8, name, inputs, parameters, flags)

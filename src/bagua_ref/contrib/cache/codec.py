@@ -17,28 +17,25 @@ import torch
 import xxhash
 from torch import Tensor
 
-from bagua_ref.base.untrusted import check_hash_collisions
+from bagua_ref.contrib.cache.client import of_signal_handler
 
 __all__ = ["DamagedValueError", "TooLargeError", "decode", "encode"]
 
+# First byte of every value. Numbers have the machine's byte order, so the other byte order is another
+# version.
 VERSION = 1 if sys.byteorder == "little" else 129
-"""First byte of every value. Numbers have the machine's byte order, so the other byte order is
-another version.
-"""
 
-_FRAME = struct.Struct("=B3xIQ")  # version, three zeros, total bytes, xxh3 of the rest
-_BEGINNING = bytes((VERSION, 0, 0, 0))
+_FRAME = struct.Struct("=BIIQ")  # version, total bytes, bytes of the key, xxh3 of the rest
 _COUNT = struct.Struct("=I")
 _INT = struct.Struct("=q")
 _FLOAT = struct.Struct("=d")
 _COMPLEX = struct.Struct("=dd")
-_LARGEST = 512 * 1024**2
-"""The longest value of Redis, in bytes."""
+_LARGEST = 512 * 1024**2  # the longest value of Redis, in bytes
 
 
 class DamagedValueError(ValueError):
-    """A stored value was not written by `encode` on such a machine, or it needs pickle without
-    permission.
+    """A stored value was not written by `encode` on such a machine, belongs to another key, or needs
+    pickle without permission.
     """
 
 
@@ -46,17 +43,17 @@ class TooLargeError(ValueError):
     """A value is larger than the limit of Redis."""
 
 
-def encode(value: Any, allow_pickle: bool) -> bytes:
-    """Return ``value`` as bytes: a frame of 16 bytes with version, length and checksum, and a tree
-    of tagged entries (S8.5).
+def encode(value: Any, allow_pickle: bool, key: bytes = b"") -> bytes:
+    """Return ``value`` as bytes: a frame with version, lengths and checksum, the key, and a tree of
+    tagged entries (S8.5).
 
     Tensors, arrays, None, bool, numbers, str, bytes, bytearray, and tuples, lists and dicts of them
-    need no pickle. Strides are
-    not stored: decoded tensors and arrays are row-major.
+    need no pickle. Strides are not stored: decoded tensors and arrays are row-major.
 
     Args:
         value: the value to store.
         allow_pickle: whether other objects may be pickled.
+        key: the key under which it is stored.
 
     Raises:
         TypeError: it contains a NumPy structured array, an object that needs pickle without
@@ -66,11 +63,11 @@ def encode(value: Any, allow_pickle: bool) -> bytes:
     >>> decode(encode({"tokens": torch.tensor([3, 1]), "text": "ja"}, allow_pickle=False), allow_pickle=False)
     {'tokens': tensor([3, 1]), 'text': 'ja'}
     """
-    parts: list[Any] = []
+    parts: list[Any] = [key]
     try:
         _write(value, parts, allow_pickle)
     except RecursionError:  # nested too deeply, or containing itself, which pickle can store
-        parts.clear()
+        parts = [key]
         _write_pickled(value, parts, allow_pickle)
     size = _FRAME.size + sum(map(len, parts))
     if size > _LARGEST:
@@ -81,10 +78,10 @@ def encode(value: Any, allow_pickle: bool) -> bytes:
     checksum = xxhash.xxh3_64()
     for part in parts:
         checksum.update(part)
-    return b"".join((_FRAME.pack(VERSION, size, checksum.intdigest()), *parts))
+    return b"".join((_FRAME.pack(VERSION, size, len(key), checksum.intdigest()), *parts))
 
 
-def decode(data: bytes, allow_pickle: bool) -> Any:
+def decode(data: bytes, allow_pickle: bool, key: bytes = b"") -> Any:
     """Return the value that `encode` was given. Tensors and arrays are writable and share no memory
     (S8.5).
 
@@ -92,25 +89,32 @@ def decode(data: bytes, allow_pickle: bool) -> Any:
         data: bytes from a store.
         allow_pickle: whether pickled entries may be read; reading one can run code of whoever wrote
             it.
+        key: the key that `encode` was given.
 
     Raises:
-        DamagedValueError: data are truncated, foreign, of another version, or need pickle without
-            permission (S8.3).
+        DamagedValueError: data are truncated, foreign, of another version or of another key, or need
+            pickle without permission (S8.3).
     """
-    if len(data) <= _FRAME.size or data[: len(_BEGINNING)] != _BEGINNING:
+    if len(data) <= _FRAME.size or data[0] != VERSION:
         raise DamagedValueError(f"{data[:8]!r}... is not a cached value of version {VERSION}")
     view = memoryview(data)
-    _, size, checksum = _FRAME.unpack_from(view)
+    _, size, length, checksum = _FRAME.unpack_from(view)
     if size != len(data):
         raise DamagedValueError(f"a cached value has {len(data)} bytes instead of {size}")
     if xxhash.xxh3_64_intdigest(view[_FRAME.size :]) != checksum:
         raise DamagedValueError("a cached value does not match its checksum")
+    begin = _FRAME.size + length
+    if view[_FRAME.size : begin] != key:
+        found = bytes(view[_FRAME.size : min(begin, _FRAME.size + 100)])
+        raise DamagedValueError(f"a cached value belongs to the key {found!r} instead of {key!r}")
+    handled = sys.exc_info()[1]
     try:
-        value, end = _read(view, _FRAME.size, allow_pickle)
+        value, end = _read(view, begin, allow_pickle)
     except DamagedValueError:
         raise
-    except Exception as error:
-        # a writer who computes the checksum can write anything, and a pickle can raise anything
+    except Exception as error:  # unpickling can raise anything
+        if of_signal_handler(error, handled) is not None:
+            raise
         raise DamagedValueError(
             f"a cached value cannot be read: {type(error).__name__}: {error}"
         ) from error
@@ -152,12 +156,15 @@ def _write_pickled(value: Any, parts: list[Any], allow_pickle: bool) -> None:
             " because whoever can write to those servers could run code here; pass"
             f" allow_pickle=True if you trust all of them, or {plain}"
         )
+    handled = sys.exc_info()[1]
     try:
         pickled = io.BytesIO()
         _Pickler(pickled, pickle.HIGHEST_PROTOCOL).dump(value)
     except RecursionError:
         raise
     except Exception as error:  # the pickling methods of a class can raise anything
+        if of_signal_handler(error, handled) is not None:
+            raise
         raise TypeError(
             f"a value of type {kind} cannot be cached, as pickle raised {type(error).__name__}:"
             f" {error}; {plain}"
@@ -254,12 +261,6 @@ def _read(view: memoryview, at: int, allow_pickle: bool) -> tuple[Any, int]:
     return _CONTAINERS[tag](items), at
 
 
-def _dict(items: list[Any]) -> dict[Any, Any]:
-    keys = items[::2]
-    check_hash_collisions(keys)
-    return dict(zip(keys, items[1::2], strict=True))
-
-
 _CONSTANTS = {ord("N"): None, ord("T"): True, ord("F"): False}
 _NUMBERS: dict[int, tuple[struct.Struct, Callable[..., Any]]] = {
     ord("i"): (_INT, int),
@@ -278,7 +279,7 @@ _BLOBS: dict[int, Callable[[memoryview], Any]] = {
 _CONTAINERS: dict[int, Callable[[list[Any]], Any]] = {
     ord("("): tuple,
     ord("["): list,
-    ord("{"): _dict,
+    ord("{"): lambda items: dict(zip(items[::2], items[1::2], strict=True)),
 }
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch.utils.data import get_worker_info
 
 from bagua_ref.base.not_provided import explain_missing
-from bagua_ref.contrib.cache import job_servers
-from bagua_ref.contrib.cache.server import node_address, start_redis_daemon
+from bagua_ref.contrib.cache import servers
+from bagua_ref.contrib.cache.client import connect, of_signal_handler
 from bagua_ref.contrib.utils.store import ClusterStore, Store, StoreError, encoded_key
 from bagua_ref.env import checked_timeout, get_master_addr, get_node_rank
+from bagua_ref.errors import BackendUnavailableError
 
 __all__ = [
     "FakeRedisStore",
@@ -26,15 +32,10 @@ __all__ = [
 DEFAULT_CAPACITY = 107_374_182_400
 TIMEOUT = 5.0
 _PROBE_SECONDS = 1.0
-# a longer MSET is split, as Redis drops clients that send more than 1 GB at once
-_COMMAND_BYTES = 64 * 1024**2
+# A longer MSET is split: hiredis joins the values of one before it sends any, which takes a third of
+# the time, and Redis drops clients that send more than 1 GB at once.
+_COMMAND_BYTES = 1024**2
 _ALIASES = {"unix_socket": "unix_socket_path", "tls": "ssl"}
-_IN_CLUSTER = (
-    "is part of a Redis Cluster, whose servers refuse requests for several keys; name independent"
-    " servers in hosts: keys are distributed over them too"
-)
-_OF_CLUSTERS = ("AskError", "ClusterCrossSlotError", "ClusterDownError", "MovedError")
-_WITHOUT_PASSWORD = ("Authentication required", "unauthenticated")
 _OPTIONS = (
     "host",
     "port",
@@ -49,6 +50,7 @@ _OPTIONS = (
     "ssl_cert_reqs",
     "ssl_check_hostname",
 )
+_T = TypeVar("_T")
 
 
 class RedisStore(ClusterStore):
@@ -65,17 +67,16 @@ class RedisStore(ClusterStore):
         cluster_mode: True: keys are spread over all servers (S8.1). False: node k uses only server
             k mod m.
         capacity_per_node: bytes that each started server may use before it evicts keys at random.
-        timeout: seconds after which a server without a complete answer counts as down; each MiB
-            that is moved adds a second, up to ten times ``timeout``.
+        timeout: seconds without a byte after which a server counts as down.
 
     Raises:
         ValueError: an argument is out of range, a host has an unknown option, or the server there
             is part of a Redis Cluster or needs a password that is not given.
-        BackendUnavailableError: no server program is installed on this machine.
+        BackendUnavailableError: this machine has no server program.
         NotInitializedError: several ranks must start servers and have no process group yet.
     """
 
-    _kind = "redis"
+    stores: list[_RedisStore]
 
     def __init__(
         self,
@@ -88,9 +89,8 @@ class RedisStore(ClusterStore):
         timeout = checked_timeout(timeout)
         self.cluster_mode, self._is_ours = cluster_mode, hosts is None
         if hosts is None:
-            hosts = job_servers.addresses(
-                self._kind, checked_capacity(capacity_per_node), every_node=cluster_mode
-            )
+            capacity = checked_capacity(capacity_per_node)
+            hosts = servers.addresses(capacity, every_node=cluster_mode)
         elif isinstance(hosts, (str, Mapping)) or not all(
             isinstance(host, Mapping) for host in hosts
         ):
@@ -112,25 +112,21 @@ class RedisStore(ClusterStore):
         """
         self.close()
         if self._is_ours:
-            job_servers.shutdown(self._kind)
+            servers.shutdown()
 
 
 class FakeRedisStore(RedisStore):
-    """A fakeredis server in the first rank of each node, for laptops and tests. It never evicts, so
-    it can use up the memory.
+    """A fakeredis in this process, for tests: other processes, DataLoader workers too, have their
+    own. It never evicts.
 
     Args:
-        cluster_mode: True: keys are spread over all nodes (S8.1). False: each node uses only its
-            own server.
+        cluster_mode: accepted, without effect.
         capacity_per_node: accepted, but not enforced.
-        timeout: see `RedisStore`.
+        timeout: accepted, without effect.
 
     Raises:
         BackendUnavailableError: fakeredis is not installed.
-        NotInitializedError: there are several ranks and no process group yet.
     """
-
-    _kind = "fakeredis"
 
     def __init__(
         self,
@@ -139,7 +135,16 @@ class FakeRedisStore(RedisStore):
         *,
         timeout: float = TIMEOUT,
     ) -> None:
-        super().__init__(None, cluster_mode, capacity_per_node, timeout=timeout)
+        checked_timeout(timeout)
+        checked_capacity(capacity_per_node)
+        self.cluster_mode, self._is_ours = cluster_mode, False
+        _fake_server()
+        ClusterStore.__init__(self, [_FakeStore()])
+
+    def shutdown(self) -> None:
+        """Forget the values of this process."""
+        self.close()
+        _fakes.pop(os.getpid(), None)
 
 
 class _RedisStore(Store):
@@ -154,223 +159,190 @@ class _RedisStore(Store):
         if "unix_socket_path" in options:
             del self._options["host"], self._options["port"]
         self._timeout = timeout
-        self._forget()
+        self._idle: dict[int, list[Any]] = {}  # by process id
+        # If a thread imports redis for the first request while another forks a worker, the worker waits
+        # for ever.
+        import encodings.idna  # noqa: F401
+
+        self.connect()
 
     def __repr__(self) -> str:
         options = self._options
         return f"redis at {options.get('unix_socket_path') or '{host}:{port}'.format(**options)}"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_options": self._options, "_timeout": self._timeout}
+    def __reduce__(self) -> Any:
+        return _unpickled, (type(self), self._options, self._timeout)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
+    def connect(self, most: float = float("inf")) -> Any:
+        """Return a new client of redis-py for this server, which waits ``most`` seconds at most."""
+        return connect(self._options, min(self._timeout, most))
 
     def num_keys(self) -> int:
         """Return the number of keys."""
-        with self._request() as client:
-            count: int = self._checked("DBSIZE", client.execute_command("DBSIZE"), _is_count)
-            return count
+        return int(self._ask(methodcaller("dbsize")))
 
     def clear(self) -> None:
         """Delete all keys."""
-        with self._request() as client:
-            self._checked("FLUSHDB", client.execute_command("FLUSHDB"), _is_ok)
+        self._ask(methodcaller("flushdb"))
 
     def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
-        """Store every value under its key, in several commands if they exceed 64 MiB."""
-        commands: list[list[str | bytes]] = [[]]
-        size = 0
-        for key, value in dictionary.items():
-            if commands[-1] and size + len(value) > _COMMAND_BYTES:
-                commands.append([])
-                size = 0
-            commands[-1] += (encoded_key(key), value)
-            size += len(value)
-        with self._request() as client:
-            for command in filter(None, commands):
-                self._checked("MSET", client.execute_command("MSET", *command), _is_ok)
+        """Store every value under its key, in several commands if they exceed 1 MiB."""
+        for part in commands({encoded_key(key): value for key, value in dictionary.items()}):
+            self._ask(methodcaller("mset", part))
 
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the value stored under each of ``keys``, or None."""
-        if not keys:
-            return []
-        with self._request(len(keys)) as client:
-            found: list[bytes | None] = self._checked(
-                "MGET",
-                client.execute_command("MGET", *map(encoded_key, keys)),
-                _is_value,
-                len(keys),
-            )
-            return found
+        names = list(map(encoded_key, keys))
+        return self._ask(methodcaller("mget", names)) if names else []
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Return whether each of ``keys`` has a value, without reading it."""
-        with self._request() as client, client.pipeline(transaction=False) as pipeline:
-            for key in keys:
-                pipeline.execute_command("EXISTS", encoded_key(key))
-            return [
-                bool(count)
-                for count in self._checked("EXISTS", pipeline.execute(), _is_count, len(keys))
-            ]
+        names = list(map(encoded_key, keys))
+        return self._ask(partial(existing, keys=names))
 
     def status(self) -> bool:
         """Return whether the server answers within a second and accepts the password."""
-        probe = _RedisStore(**self._options, timeout=min(self._timeout, _PROBE_SECONDS))
         try:
-            with probe._request() as client:
-                return bool(client.execute_command("PING") == b"PONG")
+            return bool(self._ask(methodcaller("ping"), is_probe=True))
         except StoreError:
             return False
-        finally:
-            probe.close()
 
     def check_server(self) -> None:
         """Raise ValueError if the server cannot be used as it is described; do nothing if it does
         not answer within a second.
         """
-        probe = _RedisStore(**self._options, timeout=min(self._timeout, _PROBE_SECONDS))
         try:
-            with probe._request() as client:
-                answer = client.execute_command("INFO", "cluster")
+            info = self._ask(methodcaller("info", "cluster"), is_probe=True)
         except StoreError as error:
-            if misuse := self._misuse(error.__cause__):
-                raise ValueError(misuse) from None
+            if advice := self.advice(error.__cause__):
+                raise ValueError(f"{self} {advice}") from None
             return
-        finally:
-            probe.close()
-        if isinstance(answer, bytes) and b"cluster_enabled:1" in answer:
+        if info.get("cluster_enabled"):
             raise ValueError(f"{self} {_IN_CLUSTER}")
 
-    def _misuse(self, error: BaseException | None) -> str:
-        """Return advice if ``error`` says that the server cannot be used in this way, else an empty
-        text.
-        """
+    def advice(self, error: BaseException | None) -> str:
+        """Return advice if ``error`` says that the server cannot be used in this way, else ""."""
+        if any(words in str(error) for words in ("Authentication required", "unauthenticated")):
+            return "needs a password; add 'password' to its entry in hosts"
+        of_clusters = ("AskError", "ClusterCrossSlotError", "ClusterDownError", "MovedError")
+        return _IN_CLUSTER if type(error).__name__ in of_clusters else ""
+
+    def failure(self, error: Exception) -> StoreError:
+        """Return the error of a failed request, with the name of the server."""
         import redis
 
-        is_refusal = isinstance(error, (redis.AuthenticationError, redis.ResponseError))
-        if is_refusal and any(words in str(error) for words in _WITHOUT_PASSWORD):
-            return f"{self} needs a password; add 'password' to its entry in hosts"
-        return f"{self} {_IN_CLUSTER}" if type(error).__name__ in _OF_CLUSTERS else ""
+        if advice := self.advice(error):
+            return StoreError(f"{self} {advice}")
+        refused = isinstance(error, redis.ResponseError)
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, redis.TimeoutError):
+            reason += f" (timeout={self._timeout:g})"
+        return StoreError(f"{self} {'refuses' if refused else 'fails'}: {reason}", refused)
 
     def close(self) -> None:
         """Close this process's connections; they are opened again when needed."""
-        client, pid = self._client, self._pid
-        self._forget()
-        # only the parent may close the connections that a forked child inherits
-        if client is not None and pid == os.getpid():
-            client[0].close()
+        for client in self._idle.pop(os.getpid(), ()):
+            client.close()
 
-    def _forget(self) -> None:
-        # Not only for the first request: if a thread imports it while another forks a worker, the
-        # worker waits for ever.
-        import bagua_ref.contrib.cache.protocol  # noqa: F401
-
-        self._client: tuple[Any, Any] | None = None
-        self._pid = 0
-
-    @contextmanager
-    def _request(self, values: int = 0) -> Iterator[Any]:
-        """Yield this process's client for a request, answered with ``values``; convert its errors
-        into `StoreError`.
-        """
-        import redis
-
-        if (ours := self._client) is None or self._pid != os.getpid():
-            ours = self._client = self._connect()
-            self._pid = os.getpid()
-        client, limit = ours
-        limit.start(values)
+    def _ask(self, request: Callable[[Any], _T], is_probe: bool = False) -> _T:
+        """Return the answer to a request; convert redis-py's errors into `StoreError`."""
+        idle = [] if is_probe else self._idle.setdefault(os.getpid(), [])
+        handled = sys.exc_info()[1]
         try:
-            yield client
-        except (redis.RedisError, OSError) as error:
-            if misuse := self._misuse(error):
-                # Redis may be closing it
-                client.connection_pool.disconnect(inuse_connections=False)
-                raise StoreError(misuse) from error
-            refused = isinstance(error, redis.ResponseError)
-            reason = f"{type(error).__name__}: {error}"
-            if isinstance(error, redis.TimeoutError):
-                reason += f" (timeout={self._timeout:g})"
-            raise StoreError(
-                f"{self} {'refuses' if refused else 'fails'}: {reason}", refused
-            ) from error
+            client = idle.pop()
+        except IndexError:
+            client = self.connect(_PROBE_SECONDS) if is_probe else self.connect()
+        try:
+            answer = request(client)
+        except BaseException as error:
+            client.close()  # its answer may still come, and would be taken for the next one's
+            if not isinstance(error, Exception):
+                raise
+            if (raised := of_signal_handler(error, handled)) is not None:
+                raise raised from None
+            raise self.failure(error) from error
+        idle.append(client)
+        return answer
 
-    def _checked(
-        self, command: str, answer: Any, is_right: Callable[[Any], bool], count: int | None = None
-    ) -> Any:
-        """Return ``answer`` if it is right, or if it is a list of ``count`` right ones.
 
-        Raises:
-            StoreError: it has another shape.
-        """
-        if is_right(answer) if count is None else _is_list(answer, is_right, count):
-            return answer
-        what = repr(answer[:40] if isinstance(answer, bytes) else answer)
-        if isinstance(answer, list):
-            what = (
-                "a list of"
-                f" {', '.join(sorted({type(one).__name__ for one in answer})) or 'nothing'}"
-                f" ({len(answer)})"
+_IN_CLUSTER = (
+    "is part of a Redis Cluster, whose servers refuse requests for several keys; name independent"
+    " servers in hosts: keys are distributed over them too"
+)
+
+
+def _unpickled(kind: type[_RedisStore], options: dict[str, Any], timeout: float) -> _RedisStore:
+    return kind(**options, timeout=timeout)
+
+
+class _FakeStore(_RedisStore):
+    """The fakeredis of the process that asks."""
+
+    def __repr__(self) -> str:
+        return "fakeredis of this process"
+
+    def connect(self, most: float = 0) -> Any:
+        """Return a new client of fakeredis."""
+        import fakeredis
+
+        return fakeredis.FakeRedis(server=_fake_server())
+
+
+# By process id: a forked process has its own, as another thread may hold its parent's lock.
+_fakes: dict[int, Any] = {}
+
+
+def _fake_server() -> Any:
+    try:
+        import fakeredis
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"backend='fakeredis' needs fakeredis ({error}); install with: pip install fakeredis"
+        ) from error
+    if os.getpid() not in _fakes:
+        if get_worker_info() is not None:
+            warnings.warn(
+                "backend='fakeredis' keeps values in one process, so this DataLoader worker begins"
+                " without any, and they are lost when it ends; pip install 'bagua_ref[cache]' and"
+                " use backend='redis' to share them",
+                stacklevel=2,
             )
-        raise StoreError(
-            f"{self} fails: it answers {command} with"
-            f" {what}{f' instead of {count} values' if count else ''}"
-        )
-
-    def _connect(self) -> tuple[Any, Any]:
-        """Return a client, which connects at its first use, and the limit of its requests."""
-        import redis
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
-
-        from bagua_ref.contrib.cache.protocol import AnswerReader, CommandPacker, Limit
-
-        limit = Limit(self._timeout)
-        client = redis.Redis(
-            **self._options,
-            # the same replies from every release of redis-py, and no round trip to negotiate
-            protocol=2,
-            socket_timeout=self._timeout,
-            socket_connect_timeout=self._timeout,
-            retry=Retry(NoBackoff(), 0),  # the guard around this store decides when to retry
-        )
-        client.response_callbacks.clear()  # answers as they came, for `_checked`
-        # Set on the connections, as clients of older releases do not pass it on.
-        client.connection_pool.connection_kwargs.update(
-            parser_class=lambda socket_read_size: AnswerReader(limit),
-            command_packer=CommandPacker(limit),
-        )
-        return client, limit
+        _fakes.setdefault(os.getpid(), fakeredis.FakeServer())
+    return _fakes[os.getpid()]
 
 
-def _is_list(answer: Any, is_right: Callable[[Any], bool], count: int) -> bool:
-    return isinstance(answer, list) and len(answer) == count and all(map(is_right, answer))
+def commands(values: Mapping[bytes, Any]) -> Iterator[dict[bytes, Any]]:
+    """Yield ``values`` in parts of about 1 MiB."""
+    part: dict[bytes, Any] = {}
+    size = 0
+    for key, value in values.items():
+        if part and size + len(value) > _COMMAND_BYTES:
+            yield part
+            part, size = {}, 0
+        part[key] = value
+        size += len(value)
+    if part:
+        yield part
 
 
-def _is_ok(answer: Any) -> bool:
-    return bool(answer == b"OK")
-
-
-def _is_count(answer: Any) -> bool:
-    return isinstance(answer, int)
-
-
-def _is_value(answer: Any) -> bool:
-    return answer is None or isinstance(answer, bytes)
+def existing(client: Any, keys: Sequence[bytes]) -> list[bool]:
+    """Return which of ``keys`` a server has."""
+    with client.pipeline(transaction=False) as pipeline:
+        for key in keys:
+            pipeline.exists(key)
+        return list(map(bool, pipeline.execute()))
 
 
 def bootstrap_redis_server(capacity_per_node: int) -> list[dict[str, Any]]:
     """Return the addresses of this job's servers, one per node, after starting them if needed
     (S8.4). Every rank calls this.
     """
-    return job_servers.addresses("redis", checked_capacity(capacity_per_node), every_node=True)
+    return servers.addresses(checked_capacity(capacity_per_node), every_node=True)
 
 
 def shutdown_redis_server() -> None:
     """Stop this node's server, if this process started it."""
-    job_servers.shutdown("redis")
+    servers.shutdown()
 
 
 def start_redis_server_cli(port: int, capacity: int, *args: str) -> None:
@@ -394,12 +366,12 @@ def start_redis_server_cli(port: int, capacity: int, *args: str) -> None:
     """
     if not isinstance(port, int) or not 0 < port < 2**16:
         raise ValueError(f"port={port!r} must be an int from 1 to 65535")
-    start_redis_daemon(port, checked_capacity(capacity, "capacity"), *args)
+    servers.start_redis_daemon(port, checked_capacity(capacity, "capacity"), *args)
 
 
 def get_host_ip() -> str:
     """Return the address by which other nodes reach this one."""
-    return node_address(get_master_addr())
+    return servers.node_address(get_master_addr())
 
 
 def checked_capacity(capacity: int, name: str = "capacity_per_node") -> int:

@@ -95,7 +95,7 @@ class ClusterStore(Store):
     def __init__(self, stores: Sequence[Store]) -> None:
         if not stores:
             raise ValueError("stores=[] must contain at least one store")
-        self.stores = list(stores)
+        self.stores: Sequence[Store] = list(stores)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.stores))})"
