@@ -15,7 +15,9 @@ import threading
 import time
 
 import torch
+import torch._dynamo  # the first optimizer would import it, in each process
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import bagua_ref
 
@@ -27,6 +29,11 @@ MANNERS = (
     "leaves a thread behind",
     "forks",
     "brings torch's group",
+    *(
+        f"trains {algorithm} beside DDP, {end}"
+        for algorithm in ("bytegrad", "low_precision_decentralized")
+        for end in ("destroys torch's group", "forgets both groups")
+    ),
 )
 kept = []  # survives the script's last line
 
@@ -34,7 +41,7 @@ kept = []  # survives the script's last line
 def script(manner: str) -> None:
     """Use the default group, another group and a background group, then leave."""
     torch.set_num_threads(1)
-    if manner == "brings torch's group":
+    if manner == "brings torch's group" or manner.startswith("trains"):
         dist.init_process_group("gloo")
     bagua_ref.init_process_group(timeout=30)
     rank = bagua_ref.get_rank()
@@ -64,6 +71,10 @@ def script(manner: str) -> None:
             target=go_on, args=(groups[2].get_global_communicator(),), daemon=True
         ).start()
         time.sleep(0.02)
+    elif manner.startswith("trains"):
+        train(manner.split()[1])
+        if manner.endswith("destroys torch's group"):
+            dist.destroy_process_group()
     elif manner == "forks":
         if (child := os.fork()) == 0:
             sys.exit()
@@ -74,6 +85,20 @@ def script(manner: str) -> None:
         bagua_ref.destroy_process_group()
         if manner == "brings torch's group":
             dist.destroy_process_group()
+
+
+def train(algorithm: str) -> None:
+    """Train a model beside another one in DDP, whose step is the last."""
+    models = [torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 10)) for _ in "12"]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    chosen = bagua_ref.algorithms.Algorithm.init(algorithm, hierarchical=False)
+    models[0].with_bagua([optimizers[0]], chosen)
+    models[1] = DistributedDataParallel(models[1])
+    for _ in range(10):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
 
 
 def go_on(comm) -> None:

@@ -133,7 +133,8 @@ def test_S2_5_no_progress_names_bucket_and_operation() -> None:
     engine.register_ordered_buckets([bucket])
     mark(bucket)
     with pytest.raises(
-        CommunicationTimeoutError, match=r"no progress for 0.2 s: bucket 'slow', operation PythonOp"
+        CommunicationTimeoutError,
+        match=r"timed out after 0.2 s waiting for other ranks to reach bucket 'slow' of step 0, operation PythonOp",
     ):
         engine.wait_pending_comm_ops()
     release.set()

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.launch import launch, outcomes
 
 import bagua_ref
 from bagua_ref.communicators import waiting
+from bagua_ref.errors import CommunicationError
 
 pytestmark = pytest.mark.slow
 
@@ -222,6 +224,61 @@ def run_until_the_store_ends() -> tuple[list[str], float]:
     start = time.monotonic()
     faults.serves_and_dies(training)
     return training.errors, time.monotonic() - start
+
+
+def lives_on(interrupted: bool, folder: str) -> tuple[float, str]:
+    """Let rank 1 get Ctrl-C in a backward pass, or be stopped; return when that was, or when this
+    rank noticed, and what it raised.
+    """
+    os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = "4096"
+    training = faults.begin("gradient_allreduce")
+    files = [Path(folder, str(rank)) for rank in range(3)]
+    if training.rank == 1:
+        files[1].write_text(str(os.getpid()))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupt = lambda _: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+        training.module[0].weight.register_hook(interrupt)
+        begun = time.monotonic()
+        if not interrupted:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(KeyboardInterrupt):
+            training.step()
+        until_exist(files[0], files[2])
+        return begun, ""
+    with pytest.raises(CommunicationError) as raised:  # noqa: PT012
+        while True:
+            training.step()
+    noticed = time.monotonic()
+    files[training.rank].touch()
+    if not interrupted and training.rank == 0:
+        until_exist(files[2])
+        os.kill(int(files[1].read_text()), signal.SIGKILL)
+    return noticed, str(raised.value)
+
+
+def until_exist(*files: Path) -> None:
+    while not all(file.exists() for file in files):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("over_gloo", [False, True], ids=["memory", "gloo"])
+def test_a_rank_that_is_interrupted_in_a_backward_pass_and_lives_on_is_noticed_at_once(
+    tmp_path: Path, over_gloo: bool
+) -> None:
+    ended = launch(lives_on, 3, True, str(tmp_path), over_gloo=over_gloo)
+    for noticed, said in (ended[0], ended[2]):
+        assert "rank 1 gave up: one of its backward passes failed" in said
+        assert noticed - ended[1][0] < 10  # the timeout is a minute
+
+
+@pytest.mark.parametrize("over_gloo", [False, True], ids=["memory", "gloo"])
+def test_S2_5_a_stopped_rank_is_named_when_the_others_time_out(
+    tmp_path: Path, over_gloo: bool
+) -> None:
+    ended = outcomes(lives_on, 3, False, str(tmp_path), over_gloo=over_gloo, collective_timeout=2.0)
+    for rank in (0, 2):
+        assert "rank 1 did not " in str(ended[rank].result[1])
+        assert "its process is stopped" in ended[rank].result[1]
 
 
 @pytest.mark.parametrize("over_gloo", [False, True], ids=["memory", "gloo"])

@@ -13,6 +13,7 @@ concurrently. An event marks a point in a stream, for which another stream can w
 from __future__ import annotations
 
 import contextvars
+import math
 import queue
 import socket
 import threading
@@ -143,12 +144,18 @@ class World(ABC):
         """Return a new unbounded queue."""
 
     def waiting_for_own_thread(
-        self, interrupt: Callable[[str], None]
+        self, interrupt: Callable[[str], None], timeout: float = math.inf
     ) -> AbstractContextManager[None]:
-        """Return a context in which the calling thread waits for a thread of this rank;
-        ``interrupt(reason)`` ends that wait.
+        """Return a context in which the calling thread waits for a thread of this rank, at most
+        ``timeout`` seconds; ``interrupt(reason)`` ends that wait.
         """
         return nullcontext()
+
+    def who_is_missing(self, what: str, timeout: float) -> str:
+        """Describe the ranks for which this rank's background threads wait, each as a rank that
+        ``what``, such as "did not start step 3" within ``timeout`` seconds; "" if none is known.
+        """
+        return ""
 
     @abstractmethod
     def sleep(self, seconds: float) -> None:
@@ -253,15 +260,20 @@ class RealWorld(World):
         return queue.SimpleQueue[Any]()
 
     def waiting_for_own_thread(
-        self, interrupt: Callable[[str], None]
+        self, interrupt: Callable[[str], None], timeout: float = math.inf
     ) -> AbstractContextManager[None]:
         """Register the wait among those for other ranks, if this process has joined a job."""
         waits = getattr(self.transport, "waits", None)
         return (
             nullcontext()
             if waits is None
-            else waits.waiting("for its background thread", "", (), interrupt)
+            else waits.waiting("for its background thread", "", (), interrupt, timeout=timeout)
         )
+
+    def who_is_missing(self, what: str, timeout: float) -> str:
+        """Ask the store that the ranks of this job share."""
+        waits = getattr(self.transport, "waits", None)
+        return "" if waits is None else waits.missing_in_background(what, timeout)
 
     def waits(self) -> list[dict[str, Any]]:
         """Return the registered waits of this process; none before it has joined a job."""

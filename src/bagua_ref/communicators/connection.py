@@ -299,8 +299,9 @@ class Connection:
             # Ctrl-C, for example: a started collective cannot be undone
             self._closed = self._closed or f"it was interrupted earlier, in {collective}"
             keep_forever(group)
-            self._drop()
+            # first: the others look for the reason as soon as the connections close
             self._failures.report(f"{type(interruption).__name__} in {collective}")
+            self._drop()
             raise
         finally:
             # Freeing a work releases the GIL for a moment, and a thread that does so while the
@@ -347,7 +348,7 @@ class Connection:
                     [],
                 )
                 who = (
-                    self._waits.who_is_missing(self._place, missing)
+                    self._waits.who_is_missing(self._place, missing, self._seconds)
                     if missing
                     else "the job's store does not answer"
                 )
@@ -447,15 +448,24 @@ class Connection:
         """Close the connection, which the other ranks notice, and return the exception to raise."""
         interrupted, why = self._closed, first_sentence(error)
         hung_up = sorted({peer for direct in self._direct() for peer in direct.hung_up()})
+        timed_out, who = re.search(r"time(d )?out", why, re.IGNORECASE), ""
+        if timed_out and not interrupted:
+            # Before the connections close, which would end the waits of ranks that have come; and
+            # this rank still waits.
+            what, background = f"in {collective} of group {self.name!r}", is_background_thread()
+            with self._waits.waiting(
+                what, self._place, self.ranks, self._interrupt, background, self._seconds
+            ):
+                who = (
+                    self._waits.who_is_missing(self._place, self.ranks, self._seconds)
+                    or "all ranks wait in it, but not all data arrived"
+                )
+            self._failures.report(f"{collective} timed out after {self._seconds:g} s; {who}")
         self._closed = self._closed or f"it failed earlier, in {collective}"
         self._drop()
         if interrupted:
             return self._kind_of_end(f"{collective} on {self._title} failed; {interrupted} ({why})")
-        if re.search(r"time(d )?out", why, re.IGNORECASE):
-            who = (
-                self._waits.who_is_missing(self._place, self.ranks)
-                or "all ranks wait in it, but not all data arrived"
-            )
+        if timed_out:
             return CommunicationTimeoutError(
                 f"{collective} on {self._title}: timed out after {self._seconds:g} s; {who} ({why})"
             )

@@ -1,5 +1,6 @@
-"""Sockets of gloo's process groups and of torch's store, found in order to end them at once, and in
-a forked child.
+"""Sockets and threads of gloo's process groups, and sockets of torch's store.
+
+Sockets are found in order to end them at once, and in a forked child.
 """
 
 from __future__ import annotations
@@ -9,19 +10,50 @@ import os
 import socket
 import stat
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-__all__ = ["GlooSockets", "open_sockets", "sockets_of_server"]
+__all__ = ["GlooSockets", "let_gloo_rest", "open_sockets", "sockets_of_server"]
 
 _libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
 """Used where `open_sockets` finds any."""
 _MOST = 4
 """Sockets that may begin to listen while a group is made; one is gloo's."""
+_PAUSE = 0.006
+"""Seconds between two looks at gloo's threads: longer than Python's switch interval, after which a
+thread that waits for the GIL gets it.
+"""
+
+
+def let_gloo_rest(limit: float = 1.0) -> None:
+    """Wait until gloo's threads have nothing to do, at most ``limit`` seconds.
+
+    After a collective has ended, the thread of gloo that ran it frees its tensors, for which it
+    needs the GIL. If the interpreter ends before that, it aborts the process ("terminate called
+    without an active exception"); if the process group is freed before that, as by a
+    DistributedDataParallel that is its last owner, both wait for each other forever
+    (pytorch/pytorch#179291 and #56297).
+    """
+    deadline, looks = time.monotonic() + limit, 0
+    while looks < 2 and time.monotonic() < deadline:
+        time.sleep(_PAUSE)
+        looks = 0 if _gloo_computes() else looks + 1
+
+
+def _gloo_computes() -> bool:
+    """Return whether a thread of gloo is not asleep; False where the system has no /proc."""
+    for file in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # it has ended
+            name, _, fields = file.read_text().rpartition(") ")
+            if "(pt_gloo" in name and not fields.startswith("S"):
+                return True
+    return False
 
 
 def open_sockets() -> dict[int, int]:

@@ -11,6 +11,7 @@ import os
 import select
 import socket
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -70,6 +71,7 @@ class Processes:
 
     def __init__(self, found: Sequence[Sequence[Any]], rank: int) -> None:
         self._files: dict[int, int] = {}
+        self._pids: dict[int, int] = {}
         self._ended: set[int] = set()
         self._wakes, self._wake = os.pipe()
         for other, (where, pid, started) in enumerate(found):
@@ -78,7 +80,7 @@ class Processes:
 
     def _watch(self, rank: int, pid: int, started: int) -> None:
         try:
-            self._files[rank] = os.pidfd_open(pid)
+            self._files[rank], self._pids[rank] = os.pidfd_open(pid), pid
             if _start_time(pid) != started:  # the PID is another process's by now
                 self._ended.add(rank)
         except (ProcessLookupError, FileNotFoundError):
@@ -110,6 +112,14 @@ class Processes:
             )
         return self._ended & among
 
+    def is_stopped(self, rank: int) -> bool:
+        """Return whether the process of ``rank`` is one of this machine that a signal has
+        stopped.
+        """
+        with suppress(KeyError, OSError):
+            return _fields(self._pids[rank])[0] in "Tt"
+        return False
+
     def wake(self) -> None:
         """End waits of other threads, present and future ones."""
         os.write(self._wake, b"x")
@@ -123,8 +133,13 @@ class Processes:
 
 def _start_time(pid: int) -> int:
     """Return the start time of process ``pid``, in clock ticks since the machine booted."""
+    return int(_fields(pid)[19])
+
+
+def _fields(pid: int) -> list[str]:
+    """Return what Linux says of process ``pid``, from its state on."""
     with open(f"/proc/{pid}/stat") as file:
-        return int(file.read().rpartition(")")[2].split()[19])
+        return file.read().rpartition(")")[2].split()
 
 
 _connected: WeakSet[Any] = WeakSet()

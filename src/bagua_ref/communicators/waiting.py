@@ -16,6 +16,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from bagua_ref.base.runtime import current_world
 from bagua_ref.communicators.processes import Processes
 from bagua_ref.communicators.rendezvous import another_connection, ask
 from bagua_ref.communicators.tasks import describe_ends, format_ranks
@@ -24,6 +25,11 @@ __all__ = ["Waiting", "describe_deadlock", "has_ended"]
 
 _PATIENCE = 5.0
 """Seconds after which a wait is published, or half of its timeout if that is less."""
+
+_EARLY = 1.0
+"""Seconds after which a wait is named to ranks that time out, and ends if a rank has given up; a
+quarter of its patience if that is less.
+"""
 
 _LEFT = "has left"
 _HAS_LEFT = json.dumps([[_LEFT, "", []]])
@@ -91,8 +97,12 @@ class Waiting:
         """The waits that this rank last published, which block it."""
         self._is_blocked = False
         """Whether they still stand in the store."""
-        self._seen: list[list[str]] = []
-        """The long waits that have been published."""
+        self._seen: list[Any] = ["", []]
+        """What was last published for ranks that time out: this rank's last operation if it waits
+        for nobody, and the waits that have lasted a while.
+        """
+        self._last_wait = 0.0, math.inf
+        """The end of the last wait, and its patience."""
         self._failed: list[list[str]] = []
         """The waits that ended with an error; the other ranks may ask for them a little later."""
         self._store: Store | None = None
@@ -149,6 +159,7 @@ class Waiting:
             raise
         finally:
             with self._with_store() as reached:
+                self._last_wait = time.monotonic(), patience
                 if outer is None:
                     del self._waits[me]
                 else:
@@ -167,29 +178,47 @@ class Waiting:
             {"for": wait.what, "ranks": list(wait.members), "since": wait.since} for wait in waits
         ]
 
-    def who_is_missing(self, place: str, members: Sequence[int]) -> str:
-        """Describe the ``members`` that do not wait in the collective ``place``, and their other
-        waits.
+    def who_is_missing(
+        self, place: str, members: Sequence[int], timeout: float, what: str = "did not come"
+    ) -> str:
+        """Describe the ``members`` that do not wait in the collective ``place``: their other waits,
+        or their last operation.
+
+        This waits until a rank that has come late must have said so.
+
+        Args:
+            place: the collective.
+            members: its ranks.
+            timeout: that of the wait.
+            what: the words after "rank 3 ".
         """
+        until = time.monotonic() + min(_PATIENCE, timeout / 2) / 2
 
         def read(store: Store) -> str:
-            missing: dict[str, list[int]] = {}
-            for rank in members:
-                if rank != self._rank:
-                    seen = (
-                        json.loads(store.get(f"seen/{rank}"))
-                        if store.check([f"seen/{rank}"])
-                        else []
-                    )
+            while True:
+                missing: dict[str, list[int]] = {}
+                for rank in (rank for rank in members if rank != self._rank):
+                    key = f"seen/{rank}"
+                    last, seen = json.loads(store.get(key)) if store.check([key]) else ("", [])
                     if place not in [its for _, its in seen]:
-                        missing.setdefault(" and ".join(what for what, _ in seen), []).append(rank)
-            return "; ".join(
-                f"{format_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} not"
-                f" come{f', waiting {what}' * bool(what)}"
-                for what, ranks in missing.items()
-            )
+                        why = " and ".join(words for words, _ in seen)
+                        why = f", waiting {why}" if why else last and f"; last reported: {last}"
+                        if self.processes.is_stopped(rank):
+                            why += "; its process is stopped"
+                        missing.setdefault(why, []).append(rank)
+                if not missing or time.monotonic() > until:
+                    return "; ".join(
+                        f"{format_ranks(ranks)} {what}{why}" for why, ranks in missing.items()
+                    )
+                time.sleep(_GRACE / 3)
 
         return ask(self._job_store, read, "")
+
+    def missing_in_background(self, what: str, timeout: float) -> str:
+        """Describe the ranks for which this rank's background threads wait, as `who_is_missing`."""
+        waits = [wait for wait in self._waits.copy().values() if wait.is_background and wait.place]
+        found = (self.who_is_missing(wait.place, wait.members, timeout, what) for wait in waits)
+        return "; ".join(filter(None, found))
 
     def exit_reasons(self, members: Sequence[int], limit: float = 5.0) -> str:
         """Describe the ends of ``members``, or the deadlock; "" if neither is known within
@@ -270,7 +299,7 @@ class Waiting:
             ):
                 with self._lock:
                     before, verdict = self._check(before)
-                for wait in list(self._waits.values() if verdict else self._long().values()):
+                for wait in self._waits.copy().values() if verdict else self._long(True).values():
                     if why := verdict or wait.who_gave_up():
                         wait.interrupt(why)
 
@@ -305,9 +334,13 @@ class Waiting:
         assert self._store is not None
         mine = self._blocked()
         self._publish(mine)
-        seen = self._failed + [
-            [wait.what, wait.place] for wait in self._long().values() if wait.place
+        ended, patience = self._last_wait
+        seen = [
+            "",
+            self._failed + [[w.what, w.place] for w in self._long(True).values() if w.place],
         ]
+        if not self._waits and time.monotonic() - ended > patience:
+            seen[0] = str(next(reversed(current_world().operations), ""))
         if seen != self._seen:
             self._store.set(f"seen/{self._rank}", json.dumps(seen))
             self._seen = seen
@@ -330,13 +363,14 @@ class Waiting:
                 self._store.set(f"verdict/{rank}", json.dumps([waits[rank], verdict]))
         return waits, verdict
 
-    def _long(self) -> dict[int, _Wait]:
-        """Return the waits of this rank's threads that have lasted for long."""
-        now = time.monotonic()
+    def _long(self, early: bool = False) -> dict[int, _Wait]:
+        """Return the waits of this rank's threads that have lasted for long, or for a while."""
+        now, waits = time.monotonic(), self._waits.copy()
+        a_while = min([_EARLY, *(wait.patience / 4 for wait in waits.values())])
         return {
             ident: wait
-            for ident, wait in list(self._waits.items())
-            if now - wait.since > wait.patience
+            for ident, wait in waits.items()
+            if now - wait.since > (a_while if early else wait.patience)
         }
 
     def _blocked(self) -> list[Any]:

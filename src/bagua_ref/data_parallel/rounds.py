@@ -254,12 +254,14 @@ class AgreedRounds:
         """Abort because of ``error``, and let the flight recorder write why."""
         if not self.broken:
             why = str(error)
+            if not isinstance(error, RuntimeError):  # such as Ctrl-C
+                why = f"{type(error).__name__}: {error}".removesuffix(": ")
             explain(error)  # while what this rank waits for is known
             self.abort(why)
 
     @contextmanager
-    def aborting(self, kind: type[Exception] = CommunicationError) -> Iterator[None]:
-        """Abort if communication fails in this context, or another ``kind`` of error is raised."""
+    def aborting(self, kind: type[BaseException] = BaseException) -> Iterator[None]:
+        """Abort if an error of ``kind``, such as Ctrl-C, leaves this context."""
         try:
             yield
         except kind as error:

@@ -42,6 +42,7 @@ __all__ = ["ModuleTraining", "Options"]
 
 _PUBLISHED = ("bagua_algorithm", "bagua_optimizers", "bagua_buckets", "bagua_train_step_counter")
 """Attributes of a wrapped module, beside its name."""
+_FAILED = "one of its backward passes failed after communication had begun"
 
 
 @dataclass(frozen=True)
@@ -299,7 +300,7 @@ class ModuleTraining(TrainingContext):
         self._in_backward = False
         self.engine.abandon_round()
         if self.engine.half_done:
-            self.rounds.abort("one of its backward passes failed after communication had begun")
+            self.rounds.abort(_FAILED)
 
     def _begin_forward(self, input: Any, synchronized: bool, in_backward: bool = False) -> None:
         refuse_in_child(self._pid)
@@ -316,6 +317,7 @@ class ModuleTraining(TrainingContext):
         self.rounds.check_usable()
         self._passes.begin(synchronized, in_backward)
         self.bagua_train_step_counter = self._train_steps + 1
+        self.engine.meter.step = self.engine.meter.steps + 1
         self.bagua_algorithm.begin_forward()
         if synchronized and self._parameters.have_new_strides():
             self._parameters.check_new_strides(self.bagua_algorithm)
@@ -433,7 +435,7 @@ class ModuleTraining(TrainingContext):
         self.backward_passes += 1
         self.engine.meter.count_step(not self.bagua_optimizers)
         self.engine.begin_backward()
-        call_after_backward(self._post_backward)
+        call_after_backward(_BackwardEnd(self))
 
     def _synchronize(self, gradients: list[tuple[str, Any]]) -> None:
         """Synchronize a backward pass of which ``gradients`` have arrived."""
@@ -512,3 +514,22 @@ class ModuleTraining(TrainingContext):
             self.process_group.close()
         self.buffers.close()
         self.rounds.close()
+
+
+class _BackwardEnd:
+    """The end of a backward pass, which the autograd engine calls, or drops if the pass fails: then
+    the other ranks need not wait until this one goes on, which it may never do.
+    """
+
+    def __init__(self, training: ModuleTraining) -> None:
+        self._training, self._called = weakref.ref(training), False
+
+    def __call__(self) -> None:
+        self._called = True
+        if (training := self._training()) is not None:
+            training._post_backward()
+
+    def __del__(self) -> None:
+        training = None if self._called else self._training()
+        if training is not None and (training.engine.half_done or training.engine.half_scheduled):
+            training.rounds.abort(_FAILED)

@@ -29,6 +29,7 @@ from bagua_ref.data_parallel.sharding import check_sharded, group_of
 from bagua_ref.data_parallel.training import ModuleTraining, Options
 from bagua_ref.env import checked_timeout
 from bagua_ref.errors import CommunicationError, NotInitializedError
+from bagua_ref.observe.flight_recorder import explain
 from bagua_ref.types import Group
 
 __all__ = [
@@ -99,7 +100,8 @@ def wrap(
             options,
             lambda: _check(module, algorithm, group, options),
         )
-    except Exception:
+    except Exception as error:
+        explain(error)
         if before is not None and not before.rounds.broken:
             before.reset()  # the tensors may already be registered for the new algorithm
             take_up_again()

@@ -21,6 +21,7 @@ from bagua_ref.base import runtime
 from bagua_ref.base.runtime import Identity, RealWorld, World, current_world
 from bagua_ref.communicators.base import Communicator, NonMember
 from bagua_ref.communicators.failures import connecting
+from bagua_ref.communicators.gloo_sockets import let_gloo_rest
 from bagua_ref.communicators.job_store import TorchDistributedTransport, connect_job
 from bagua_ref.communicators.processes import refuse_in_child
 from bagua_ref.communicators.rendezvous import interruptible
@@ -52,6 +53,10 @@ class _Job:
     timeout: float
     owns_transport: bool = False
     owns_torch_group: bool = False
+    torch_group: Any = None
+    """torch's default group: if a DistributedDataParallel were its last owner, freeing that could
+    wait forever (see `let_gloo_rest`).
+    """
     pid: int = field(default_factory=os.getpid)
     taken: set[str] = field(default_factory=set)
     groups: weakref.WeakValueDictionary[str, BaguaProcessGroup] = field(
@@ -380,7 +385,14 @@ def _join(
         node_rank=node,
     )
     world.transport, world.was_in_job = transport, True
-    job = _Job(world, transport, timeout, owns_transport=True, owns_torch_group=owns_torch_group)
+    job = _Job(
+        world,
+        transport,
+        timeout,
+        owns_transport=True,
+        owns_torch_group=owns_torch_group,
+        torch_group=dist.group.WORLD,
+    )
     # Connections that are open during the interpreter's shutdown can abort the process.
     atexit.register(_destroy_at_exit, world, job.pid)
     # multiprocessing's processes end without functions of atexit.
@@ -434,6 +446,8 @@ def _close(
     world.transport = world.meter = None
     cast("RealWorld", world).known_identity = None
     atexit.unregister(_destroy_at_exit)
+    let_gloo_rest()
+    job.torch_group = None
     if job.owns_torch_group and dist.is_initialized():
         dist.destroy_process_group()
 

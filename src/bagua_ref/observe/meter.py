@@ -55,6 +55,11 @@ class Operation:
         self.started = self._world.clock()
         self.ended: float | None = None
 
+    def __str__(self) -> str:
+        what = f"{self.kind} of bucket {self.bucket!r}" if self.bucket else self.kind
+        state = "failed or under way" if self.ended is None else "ended"
+        return f"{what} in round {self.round} of {self.module} ({state})"
+
     def __enter__(self) -> None:
         self._world.operations.append(self)
 
@@ -74,6 +79,7 @@ class Meter:
         module: the name of the trained module.
 
     Attributes:
+        step: the step under way, from 1 on.
         steps: optimizer steps (the last optimizer's, if several; without any, synchronized backward
             passes).
         seconds: the time from the end of the first step to the end of the last.
@@ -85,7 +91,7 @@ class Meter:
         bytes_before: bytes that the groups had sent when training began.
     """
 
-    steps = steps_in_agreement = rounds = 0
+    steps = steps_in_agreement = rounds = step = 0
     bytes_before = wait_seconds = codec_seconds = seconds = _first_step = 0.0
     last_exchange: float | None = None
 

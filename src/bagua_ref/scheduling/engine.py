@@ -291,8 +291,13 @@ class Engine:
             bucket = self._bucket_of[known]
             if (marked_on := self._marked_on.get(bucket)) is not None:
                 marked_on.add(runtime.current_stream(bucket.device))
-        for place in complete:
-            self.schedule(self._buckets[place])
+        if complete:
+            try:
+                for place in complete:
+                    self.schedule(self._buckets[place])
+            except BaseException:  # such as Ctrl-C, before a bucket that counts as scheduled is
+                self.half_done = True
+                raise
 
     def begin_round(self) -> None:
         """Begin a round now, as the first `mark_ready` of a round does, for buckets that are not
@@ -341,7 +346,7 @@ class Engine:
             self._order_after_marks(bucket)
         try:
             flat = None if bucket in self._under_way else bucket.load()
-        except Exception:
+        except BaseException:
             self.half_done = True
             self.abandon_round()
             raise
@@ -406,6 +411,11 @@ class Engine:
         """Whether `begin_backward` has been called, and `end_backward` not yet."""
         return self._readiness.hold
 
+    @property
+    def half_scheduled(self) -> bool:
+        """Whether the round under way has begun, and not all of its buckets have been scheduled."""
+        return not (self._readiness.idle or self._readiness.complete)
+
     def begin_backward(self) -> None:
         """Begin a round that lasts until `end_backward`; marking a tensor again after its bucket
         was scheduled is an error.
@@ -414,7 +424,7 @@ class Engine:
 
     def abandon_round(self) -> None:
         """Clear the marks of a backward pass that failed."""
-        self.half_done = self.half_done or not (self._readiness.idle or self._readiness.complete)
+        self.half_done = self.half_done or self.half_scheduled
         self._readiness.hold = False
         self._readiness.reset()
         for marked_on in self._marked_on.values():

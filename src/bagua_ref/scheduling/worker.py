@@ -34,10 +34,12 @@ class Errors:
 
 
 class Job(Protocol):
-    """Something to run; it stores its error instead of raising it, and describes what it does."""
+    """Something to run; it stores its error instead of raising it. ``awaited`` says what it waits for
+    other ranks to do, as in "timed out waiting for other ranks to start step 3".
+    """
 
     def __call__(self) -> None: ...  # noqa: D102
-    def describe(self) -> str: ...  # noqa: D102
+    def awaited(self, step: int) -> str: ...  # noqa: D102
 
 
 class BucketRun:
@@ -97,6 +99,12 @@ class BucketRun:
         """Return the bucket and the operation under way."""
         return f"bucket {self.bucket.name!r}, operation {self.bucket.running!r}"
 
+    def awaited(self, step: int) -> str:
+        """Return what other ranks must do in ``step``, for messages."""
+        return (
+            f"reach bucket {self.bucket.name!r} of step {step}, operation {self.bucket.running!r}"
+        )
+
 
 def _profiled_until(label: str) -> torch.futures.Future[None]:
     """Return a future; a profile shows ``label`` from now until it has a result."""
@@ -130,12 +138,9 @@ class RoundCall:
             except Exception as error:
                 errors.fatal = error
 
-    def describe(self) -> str:
-        """Return the place of the round."""
-        return (
-            f"agreement with the other ranks at the {'end' if self._ends else 'beginning'} of a"
-            " round"
-        )
+    def awaited(self, step: int) -> str:
+        """Return what other ranks must do in ``step``, for messages."""
+        return f"reach the end of step {step}" if self._ends else f"start step {step}"
 
 
 class Worker:
@@ -199,12 +204,13 @@ class Worker:
         """Wait until all jobs submitted since the last call have finished; return them.
 
         Raises:
-            CommunicationTimeoutError: none finished within the timeout; names the running job.
+            CommunicationTimeoutError: none finished within the timeout; names the running job
+                and the missing ranks.
             CommunicationError: the ranks wait for each other and none can go on.
         """
         count, now = self._jobs_so_far, self._world.now
         begin = now()
-        with self._world.waiting_for_own_thread(self._interrupt):
+        with self._world.waiting_for_own_thread(self._interrupt, self.timeout):
             while (before := count.finished) < count.submitted:
                 self._idle.clear()
                 if self._interrupted:
@@ -215,9 +221,13 @@ class Worker:
                     and not self._idle.wait(left)
                     and count.finished == before
                 ):
-                    running = self._jobs[before - count.submitted]
+                    awaited = self._jobs[before - count.submitted].awaited(self._meter.step)
+                    missing = self._world.who_is_missing(f"did not {awaited}", self.timeout)
+                    if self._interrupted or count.finished > before:  # in the meantime
+                        continue
                     raise CommunicationTimeoutError(
-                        f"no progress for {self.timeout:g} s: {running.describe()}"
+                        f"timed out after {self.timeout:g} s"
+                        + (f": {missing}" if missing else f" waiting for other ranks to {awaited}")
                     )
         jobs, self._jobs = self._jobs, []
         return jobs
