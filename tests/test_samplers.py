@@ -10,6 +10,7 @@ import pickle
 import re
 import sys
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.launch import on_every_process
 from tests.scripts import load_script
 from torch.utils.data import DataLoader
 
@@ -818,11 +820,85 @@ def test_ranks_with_other_samplers_are_told_apart() -> None:
 
     assert agree({}, {}, {}) == ["", "", ""]
     for said in agree({}, {"costs": LENGTHS[::-1]}, {}):
-        assert said.startswith("rank 1 and rank 0 have samplers with different costs, here ")
-    assert (
-        "ranks 1-2 and rank 0 have samplers with different mix, here 3"
-        in agree({"mix": 3}, {}, {})[0]
-    )
+        assert "rank 1 has costs=" in said
+    assert "ranks 1-2 have mix=8, and rank 0 has mix=3" in agree({"mix": 3}, {}, {})[0]
+
+
+def two_samplers() -> list[Any]:
+    return [sampler_of(0, 2), budget_of(0, 2), batches_of(0, replicas=2)]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, lambda s: pickle.loads(pickle.dumps(s))])
+@pytest.mark.parametrize("kind", range(3))
+def test_a_copy_has_a_position_of_its_own(duplicate: Any, kind: int) -> None:
+    expected = list(two_samplers()[kind])
+    sampler = two_samplers()[kind]
+    assert list(duplicate(sampler)) == expected
+    assert list(sampler) == expected
+    iterator = iter(sampler)
+    next(iterator)
+    other = duplicate(sampler)
+    other.set_epoch(3)
+    assert [sampler.epoch, other.epoch] == [0, 3]
+    assert list(iterator) == expected[1:]
+
+
+@pytest.mark.parametrize("kind", range(3))
+def test_a_trainer_that_counts_epochs_from_its_restart_keeps_a_loaded_position(kind: int) -> None:
+    sampler = two_samplers()[kind]
+    sampler.set_epoch(3)
+    expected = list(sampler)
+    iterator = iter(sampler)
+    next(iterator)
+    state = sampler.state_dict()
+
+    restarted = two_samplers()[kind]
+    restarted.load_state_dict(state)
+    restarted.set_epoch(3)
+    with pytest.warns(UserWarning, match="of epoch 3: the loaded position is kept"):
+        restarted.set_epoch(0)
+    assert (restarted.epoch, list(restarted)) == (3, expected[1:])
+    restarted.set_epoch(1)
+    assert restarted.epoch == 4
+    restarted.load_state_dict(state)
+    assert list(restarted) == expected[1:]
+    restarted.set_epoch(0)  # after it was drawn, an epoch is what it says
+    assert restarted.epoch == 0
+
+
+def test_the_sampler_is_what_trainers_look_for() -> None:
+    assert isinstance(sampler_of(0, 2), torch.utils.data.DistributedSampler)
+
+
+@pytest.mark.parametrize("kind", range(3))
+def test_the_checksum_of_costs_is_computed_once(kind: int, monkeypatch: Any) -> None:
+    calls = []
+    monkeypatch.setattr(zlib, "crc32", lambda data: calls.append(len(data)) or 7)
+    sampler = two_samplers()[kind]
+    for _ in range(3):
+        sampler.state_dict()
+    assert len(calls) == 1
+
+
+@pytest.mark.slow
+@on_every_process(3)
+def test_ranks_with_other_seeds_learn_it_in_the_first_epoch() -> None:
+    rank = bagua_ref.get_rank()
+
+    def draw(sampler: Any) -> None:
+        for _ in sampler:
+            bagua_ref.barrier()  # as training does with each batch
+
+    draw(sampler_of(rank, 3, list(range(60))))  # all alike
+    if rank == 0:
+        list(sampler_of(rank, 3, list(range(60)), seed=5))  # drawn on this rank alone: nobody waits
+    for make, name in (
+        (lambda: sampler_of(rank, 3, list(range(1, 50)), seed=rank), "seed"),
+        (lambda: budget_of(rank, 3, costs=[10 + rank] + LENGTHS * 5), "costs"),
+    ):
+        with pytest.raises(ValueError, match=rf"the ranks' samplers differ.* {name}="):
+            draw(make())
+        bagua_ref.barrier()
 
 
 # Batches under a budget

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -63,6 +64,7 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
         self.batch_fn = batch_fn
         self.drop_last = bool(drop_last)
         self.num_replicas, self.rank, self.seed = sampler.num_replicas, sampler.rank, sampler.seed
+        self.length = sampler.length
         self._start_epoch(sampler.epoch)
 
     def generate_batches(self) -> None:
@@ -92,7 +94,20 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
             ValueError: the state was saved with another dataset, batch_fn or other options.
         """
         super().load_state_dict(state_dict)
+        self.sampler._first_epoch = 0
         self.sampler.set_epoch(self.epoch)
+        self.sampler._loaded = True
+
+    def __copy__(self) -> LoadBalancingDistributedBatchSampler:
+        """Return a sampler with an epoch and a position of its own."""
+        copied = super().__copy__()
+        assert isinstance(copied, LoadBalancingDistributedBatchSampler)
+        copied.sampler = copy.copy(self.sampler)
+        return copied
+
+    def _draw(self, epoch: int) -> Iterator[list[int]]:
+        self.sampler._loaded = False
+        yield from super()._draw(epoch)
 
     def _follow(self) -> None:
         """Begin the sampler's epoch, if it is a new one."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 
 from bagua_ref.backends import KernelBackend, get_backend
 from bagua_ref.contrib.complexities import (
@@ -30,7 +32,10 @@ __all__ = ["Chunks", "LoadBalancingDistributedSampler"]
 _BLOCK = 4096  # indices that are converted to Python numbers at once
 
 
-class LoadBalancingDistributedSampler(ResumableSampler[int, "Chunks"]):
+class LoadBalancingDistributedSampler(
+    ResumableSampler[int, "Chunks"],
+    DistributedSampler[int],  # by which trainers know that it takes this rank's share
+):
     """Gives each of R replicas a share of the samples so that all draw similar complexities at each
     step (S7.1 - S7.3).
 
@@ -192,6 +197,11 @@ class LoadBalancingDistributedSampler(ResumableSampler[int, "Chunks"]):
         )
         return Chunks(order, drawn[:number], replicas, self.rank)
 
+    @cached_property
+    def _checksum(self) -> int:
+        """The checksum of all complexities, which takes 100 ms for 1e7 of them."""
+        return zlib.crc32(self._ordering.stored())
+
     def _settings(self) -> dict[str, Any]:
         """Return the settings on which a saved position depends."""
         return {
@@ -200,7 +210,7 @@ class LoadBalancingDistributedSampler(ResumableSampler[int, "Chunks"]):
             "seed": self.seed,
             "drop_last": self.drop_last,
             "random_level": self.random_level,
-            "complexities": zlib.crc32(self._ordering.stored()),
+            "complexities": self._checksum,
         }
 
 

@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+import json
 import operator
-import zlib
+import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from bagua_ref.base.runtime import RealWorld, current_world
-from bagua_ref.communicators.tasks import format_ranks
+from bagua_ref.contrib.sampler_agreement import SamplerAgreement, raise_difference
 from bagua_ref.groups.process_group import _get_default_group
 
 __all__ = ["EpochPlan", "ResumableSampler", "Stretch", "replica_of", "whole"]
@@ -79,6 +82,11 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
     rank: int
     seed: int
     epoch: int
+    length: int
+
+    _loaded = False  # whether a loaded position waits for the next iterator
+    _first_epoch = 0  # the epoch that a trainer counts as 0 after a restart
+    _compared = False  # whether this sampler has been compared with those of the other ranks
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
@@ -106,10 +114,30 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         (S7.2).
 
         Choosing the current epoch again changes nothing: a position set by `load_state_dict` is
-        kept.
+        kept. It is kept, too, if a trainer that counts epochs from its own start chooses epoch 0
+        before the loaded position was drawn; then the epochs that it chooses are counted from the
+        loaded one, with a warning.
         """
-        if whole("epoch", epoch) != self.epoch:
-            self._start_epoch(epoch_of(self.seed, epoch))
+        number = whole("epoch", epoch)
+        if self._loaded and number == 0 and self.epoch != 0:
+            warnings.warn(
+                f"set_epoch(0) after load_state_dict() of epoch {self.epoch}: the loaded position"
+                " is kept, and from now on epochs are counted from it",
+                stacklevel=2,
+            )
+            self._first_epoch = self.epoch
+        number += self._first_epoch
+        if number != self.epoch:
+            self._start_epoch(epoch_of(self.seed, number))
+
+    def __copy__(self) -> ResumableSampler[T, P]:
+        """Return a sampler with a position of its own."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        copied._place = Place(self._place.ended, self._place.taken, self._place.total)
+        if self._next is not None:
+            copied._next = copied._place
+        return copied
 
     def __iter__(self) -> Iterator[T]:
         self._follow()
@@ -154,6 +182,7 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         continued = bool(stretches) and stretches[-1].replicas == self.num_replicas
         ended, taken = (stretches[:-1], stretches[-1].taken) if continued else (stretches, 0)
         self._begin(epoch, Place(ended, taken, plan.total), plan)
+        self._loaded, self._first_epoch = True, 0
 
     def check_agreement(self) -> None:
         """Compare the settings and positions of all ranks of the default group; every rank calls
@@ -162,17 +191,19 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         Raises:
             ValueError: they differ; on every rank.
         """
-        here = self._state(None)
+        own = json.dumps(self._state(None)).encode()
         comm = _get_default_group().get_global_communicator()
-        digests = torch.tensor([zlib.crc32(repr(value).encode()) for value in here.values()])
-        everyones = digests.new_empty(comm.nranks(), len(here))
-        comm.allgather(digests, everyones.view(-1))
-        for name, column in zip(here, everyones.T, strict=True):
-            if others := (column != column[0]).nonzero().flatten().tolist():
-                raise ValueError(
-                    f"{format_ranks(others)} and rank 0 have samplers with different {name}, here"
-                    f" {here[name]!r}; give all the same"
-                )
+        sizes = torch.tensor([len(own)]).repeat(comm.nranks())
+        comm.allgather_inplace(sizes)
+        states = torch.zeros(comm.nranks(), int(sizes.max()), dtype=torch.uint8)
+        states[comm.rank(), : len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        comm.allgather_inplace(states.view(-1))
+        raise_difference(
+            {
+                rank: json.loads(bytes(row[:size].tolist()))
+                for rank, (row, size) in enumerate(zip(states, sizes.tolist(), strict=True))
+            }
+        )
 
     def _shown_place(self) -> str:
         ended = [
@@ -302,6 +333,8 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         # Only when the first item is requested: a DataLoader with workers makes an iterator that it
         # never uses.
         plan = None
+        if self.num_replicas > 1:
+            self._refuse_second_sharding(sys._getframe())
         if epoch != self.epoch:
             place = Place((), 0, 0)
         else:
@@ -312,11 +345,46 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
             place, plan, self._next = self._place, self._made, None
         if plan is None:
             plan = self._plan_after(epoch, place.ended)
+        self._loaded = False
         items = plan.items(place.taken)
         del plan  # it may be as large as everything else that the sampler stores
+        agreement = self._agreement()
+        begun_at = place.taken
         for item in items:
             place.taken += 1
+            if agreement is not None and agreement.compare(place.taken - begun_at):
+                agreement = None
             yield item
+
+    def _refuse_second_sharding(self, frame: FrameType | None) -> None:
+        """Raise RuntimeError if accelerate distributes this rank's items over the ranks again.
+
+        It offers no attribute by which a sampler could say that it knows its rank; so the objects
+        that iterate over this one are looked at, once an epoch.
+        """
+        accelerate = sys.modules.get("accelerate.data_loader")
+        if accelerate is None:
+            return
+        sharding = (accelerate.BatchSamplerShard, accelerate.DataLoaderDispatcher)
+        while frame is not None:
+            iterating = frame.f_locals.get("self")
+            ranks = getattr(iterating, "num_processes", None)
+            if isinstance(iterating, sharding) and ranks != 1:
+                raise RuntimeError(
+                    f"accelerate would distribute what {type(self).__name__} draws for rank"
+                    f" {self.rank} over the {self.num_replicas} ranks once more, and most samples"
+                    " would never be drawn; do not pass this DataLoader to accelerator.prepare():"
+                    " iterate over it as it is, and move batches to accelerator.device"
+                )
+            frame = frame.f_back
+
+    def _agreement(self) -> SamplerAgreement | None:
+        """Return the comparison with the other ranks' samplers, once."""
+        if self._compared:
+            return None
+        self._compared = True
+        kind = f"{type(self).__name__}/{self.length}"
+        return SamplerAgreement.begin(self.rank, self.num_replicas, kind, self._state(None))
 
 
 def replica_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
