@@ -194,8 +194,8 @@ def main() -> int:
     size, rounds = (256, 1) if args.quick else (2048, 5)
     rows = []
     for workers in (0, args.workers):
-        rows += warm(Bytes(size), "10 KB of bytes", workers, rounds, (10.0, 0.6))
-        rows += warm(Tensors(size), "3x64x64 float32", workers, rounds, (5.0, 0.45))
+        rows += warm(Bytes(size), "10 KB of bytes", workers, rounds, (6.0, 0.6))
+        rows += warm(Tensors(size), "3x64x64 float32", workers, rounds, (6.0, 0.4))
     rows.append(cold(size // 2, rounds))
     return common.report("cache", rows, args)
 
