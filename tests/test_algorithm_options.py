@@ -272,19 +272,15 @@ UNFIT: dict[str, list[tuple[Any, str]]] = {
             "the outer optimizer of fragment 1: its groups have",
         ),
         (
-            lambda s: s["outer_entries"].__setitem__(0, 1),
-            "optimizer of fragment 0: it lacks part of the state: 0 of 1",
-        ),
-        (
-            lambda s: s["in_flight"].update(due=5),
+            lambda s: s["in_flight"][0].update(due=5),
             "fragment 0 in flight, to be applied after step 5, which fits no step",
         ),
         (
-            lambda s: s["in_flight"].update(fragment=1),
+            lambda s: s["in_flight"][0].update(fragment=1),
             "fragment 1 in flight, to be applied after step 4, which fits no step",
         ),
         (
-            lambda s: s["in_flight"]["mean"].update({"0.weight": torch.ones(8, 6).double()}),
+            lambda s: s["in_flight"][0]["mean"].update({"0.weight": torch.ones(8, 6).double()}),
             "the mean in flight that are not this",
         ),
         (
@@ -292,7 +288,7 @@ UNFIT: dict[str, list[tuple[Any, str]]] = {
             "saved in the local phase, after step 0; warmup_steps=1 does not fit",
         ),
         (
-            lambda s: s.update(global_weights=None),
+            lambda s: s.update(has_global_weights=False),
             "saved in the warm-up, after step 3; warmup_steps=1 does not fit",
         ),
     ],

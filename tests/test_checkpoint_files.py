@@ -1,30 +1,22 @@
-"""Tests of bagua_ref.checkpoint: resuming bit for bit, damaged and hostile files, crashes, other
-numbers of ranks (S5, S7).
+"""Tests of bagua_ref.checkpoint: resuming bit for bit, damaged files, crashes, other numbers of
+ranks (S5, S7).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import io
 import itertools
 import json
-import operator
 import os
-import pickle
-import pickletools
 import random
 import re
 import resource
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,16 +27,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.launch import launch, outcomes
-from tests.scripts import ROOT, load_script, run_python
+from tests.scripts import load_script, run_python
 from tests.trainings import on_every_rank, simulate, weights, wrap
 from torch import nn
 
 import bagua_ref
 from bagua_ref import checkpoint
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
-from bagua_ref.checkpoint.folder import _checksum
-from bagua_ref.checkpoint.plain import digest, plain, read_plain
-from bagua_ref.checkpoint.training_state import TrainingState
+from bagua_ref.checkpoint.contents import digest, plain
 from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.errors import CheckpointError
@@ -404,7 +394,6 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> 
     for owner, name in (
         (os, "fsync"),
         (os, "replace"),
-        (torch, "save"),
         (Path, "unlink"),
         (Path, "mkdir"),
         (Path, "rmdir"),
@@ -440,7 +429,7 @@ def test_after_a_crash_at_any_moment_a_whole_checkpoint_is_there(tmp_path: Path)
             seen.append(found.step)
             run.train(4)
             run.save(folder, keep=2)
-            assert sorted(path.name for path in folder.iterdir()) == [
+            assert sorted(path.name for path in folder.glob("s*")) == [
                 f"step_0000000{s}" for s in ((2, 3)[found.step == 3], 4)
             ]
             assert not list(folder.glob("*/*.tmp"))
@@ -450,8 +439,8 @@ def test_after_a_crash_at_any_moment_a_whole_checkpoint_is_there(tmp_path: Path)
         if not simulate(1, rank)[0]:
             break
     assert seen == sorted(seen)
-    assert seen.count(2) >= 7
-    assert seen.count(3) >= 4
+    assert seen.count(2) >= 6
+    assert seen.count(3) >= 2
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -461,20 +450,41 @@ def test_if_saving_fails_on_one_rank_it_fails_on_all(r: int, tmp_path: Path, fai
     run.train(1)
     run.save(tmp_path)
     run.train(2)
-    bad = {1, 2} if r == failing else None
     with pytest.raises((TypeError, CheckpointError)) as raised:
-        run.save(tmp_path, extra=bad)
-    if r == failing:
-        assert str(raised.value).startswith("extra is a set; a checkpoint holds tensors,")
-    else:
-        expected = (
-            f"the checkpoint of step 2 was not saved, as rank {failing} failed: TypeError: extra is"
-            " a set"
-        )
-        assert str(raised.value).startswith(expected)
-    found = run.load(tmp_path)
-    assert found is not None
-    assert found.step == 1
+        run.save(tmp_path, extra={"epoch": print} if r == failing else None)
+    other = f"the checkpoint of step 2 was not saved, as rank {failing} failed: TypeError: "
+    refused = "extra['epoch'] is a builtin_function_or_method, which torch.load(weights_only=True)"
+    assert str(raised.value).startswith(("" if r == failing else other) + refused)
+    assert run.load(tmp_path).step == 1  # type: ignore[union-attr]
+
+
+def save_until_files_cannot_grow(folder: Path) -> tuple[str, list[str], bool]:
+    """Return the error of the first save without enough space, what it leaves in ``folder``, and
+    whether the one before loads.
+    """
+    run = Run()
+    run.train(1)
+    run.save(folder)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that writing fails, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+    run.step = 2
+    with pytest.raises(OSError) as raised:
+        run.save(folder)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    left = sorted(str(path) for path in folder.rglob("step_00000002*"))
+    return str(raised.value), left, run.load(folder).step == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_an_error_that_names_the_file_and_nothing_is_left_of_it(
+    tmp_path: Path,
+) -> None:
+    ((error, left, loads),) = launch(save_until_files_cannot_grow, 1, tmp_path)
+    assert re.fullmatch(
+        rf"\[Errno 27\] File too large: '{tmp_path}/step_00000002/common-\w+.pt'", error
+    )
+    assert not left
+    assert loads
 
 
 def test_a_full_disk_on_one_rank_leaves_the_checkpoint_before(
@@ -487,104 +497,12 @@ def test_a_full_disk_on_one_rank_leaves_the_checkpoint_before(
         run.train(2)
         if r == 0:
             crashing(monkeypatch, 3, OSError(28, "No space left on device"))
-        with pytest.raises((OSError, CheckpointError), match="No space left on device"):
+        with pytest.raises((OSError, CheckpointError), match="No space left on device: '/"):
             run.save(tmp_path)
         return run.load(tmp_path).step  # type: ignore[union-attr]
 
     assert simulate(2, rank) == [1, 1]
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
-
-
-def save_until_the_disk_is_full(folder: Path, limited: bool) -> tuple[str, list[str], bool]:
-    """Return the error of the first save without enough space, what it leaves in ``folder``, and
-    whether the one before loads.
-    """
-    run = Run()
-    run.train(1)
-    run.save(folder)
-    if limited:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that writing fails, as on a full disk
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
-    try:
-        while run.step < 50:
-            run.step += 1
-            run.save(folder)
-    except OSError as error:
-        failed = str(error)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    tried = run.step
-    left = sorted(str(path) for path in folder.rglob(f"step_{tried:08d}*"))
-    return failed, left, run.load(folder).step == tried - 1  # type: ignore[union-attr]
-
-
-@pytest.mark.slow
-def test_a_file_that_cannot_grow_is_the_systems_error_and_nothing_is_left_of_it(
-    tmp_path: Path,
-) -> None:
-    assert launch(save_until_the_disk_is_full, 1, tmp_path, True) == [
-        ("[Errno 27] File too large", [], True)
-    ]
-
-
-MOUNT = [
-    "unshare",
-    "--map-root-user",
-    "--mount",
-    "sh",
-    "-c",
-    'mount -t tmpfs -o size=64k tmpfs "$0" && exec "$@"',
-]
-"""A command that runs another one with a disk of 64 kB, which only it sees, in a folder."""
-
-
-@pytest.mark.proof
-def test_a_full_disk_is_the_systems_error_and_nothing_is_left_of_it(tmp_path: Path) -> None:
-    if subprocess.run([*MOUNT, str(tmp_path), "true"], capture_output=True).returncode != 0:
-        pytest.skip("may not mount file systems")
-    code = (
-        "import sys, pathlib, bagua_ref\nfrom tests.test_checkpoint_files import"
-        " save_until_the_disk_is_full\nbagua_ref.init_process_group()\nprint(save_until_the_disk_is_full(pathlib.Path(sys.argv[1]),"
-        " False))"
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    command = [*MOUNT, str(tmp_path), sys.executable, "-c", code, str(tmp_path)]
-    ended = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.strip() == str(("[Errno 28] No space left on device", [], True))
-
-
-@on_every_rank(1)
-def test_a_link_in_the_place_of_a_file_to_come_is_not_followed(r: int, tmp_path: Path) -> None:
-    victim, folder, run = tmp_path / "victim", tmp_path / "checkpoints" / "step_00000000", Run()
-    victim.write_text("mine")
-    folder.mkdir(parents=True)
-    for name in ("manifest.json", "manifest.json.tmp"):
-        (folder / name).symlink_to(victim)
-    run.save(folder.parent)
-    assert not (folder / "manifest.json").is_symlink()
-    assert run.load(folder.parent) is not None
-    assert victim.read_text() == "mine"
-
-
-@on_every_rank(1)
-def test_a_link_that_appears_while_saving_is_an_error(
-    r: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    unlink = Path.unlink
-
-    def put_back(path: Path, missing_ok: bool = False) -> None:
-        unlink(path, missing_ok=missing_ok)
-        if path.name == "manifest.json.tmp" and not path.is_symlink():
-            path.symlink_to(victim)
-
-    monkeypatch.setattr(Path, "unlink", put_back)
-    with pytest.raises(FileExistsError, match=r"manifest.json.tmp"):
-        Run().save(tmp_path / "checkpoints")
-    assert victim.read_text() == "mine"
+    assert [path.name for path in tmp_path.glob("s*")] == ["step_00000001"]
 
 
 def test_checkpoints_behind_a_link_are_not_removed(tmp_path: Path) -> None:
@@ -622,24 +540,16 @@ def test_older_checkpoints_are_removed_and_nothing_else_is(tmp_path: Path) -> No
             if step == 2 and r == 0:
                 (tmp_path / "step_00000001" / "notes.txt").write_text("mine")
                 (tmp_path / "step_00000099").mkdir()
-                (tmp_path / "step_00000099" / "common-01234567.pt.tmp").write_text(
-                    "left by a crash"
-                )
+                left = tmp_path / "step_00000099" / "common-01234567.pt"
+                left.write_text("left by a crash")
                 (tmp_path / "best").mkdir()
-        run.step = 3
-        run.save(tmp_path, keep=2)  # after step 5
-        run.step = 2
-        path = run.save(tmp_path, keep=1)
-        assert path == tmp_path / "step_00000002"
-        run.save(tmp_path, keep=1)
+        run.save(tmp_path, keep=3)  # again
 
     simulate(2, rank)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "best",
-        *(f"step_0000000{step}" for step in range(1, 6)),
-    ]
+    steps = [f"step_0000000{step}" for step in (1, 3, 4, 5)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "best", *steps]
     assert [path.name for path in (tmp_path / "step_00000001").iterdir()] == ["notes.txt"]
-    assert sorted(path.name.split("-")[0] for path in (tmp_path / "step_00000003").iterdir()) == [
+    assert sorted(path.name.split("-")[0] for path in (tmp_path / "step_00000005").iterdir()) == [
         "common",
         "manifest.json",
         "rank0",
@@ -862,478 +772,6 @@ def test_async_stops_for_saving_and_keeps_whether_it_was_aborted(
         assert torch.equal(saved, state)
 
 
-# Hostile files
-
-
-class Hostile:
-    """Pickled as a call of ``function(*arguments)``."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.function, self.arguments = function, arguments
-
-    def __reduce__(self) -> Any:
-        return self.function, self.arguments
-
-
-def plant(folder: Path, content: bytes) -> Path:
-    """Put ``content`` in the place of the common part of the newest checkpoint, with a manifest
-    that fits.
-    """
-    (part,) = folder.glob("step_00000004/common*")
-    part.write_bytes(content)
-    path = part.with_name("manifest.json")
-    found = json.loads(path.read_text())["manifest"]
-    found["parts"] = [
-        described(part) if entry["name"] == part.name else entry for entry in found["parts"]
-    ]
-    path.write_text(json.dumps({"manifest": found, "sha256": _checksum(found)}))
-    return part
-
-
-def described(part: Path) -> dict[str, Any]:
-    """Return what a manifest says of a part."""
-    content = part.read_bytes()
-    return {"name": part.name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def saved_by_torch(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def compressed(value: Any) -> bytes:
-    file = io.BytesIO()
-    with (
-        zipfile.ZipFile(io.BytesIO(saved_by_torch(value))) as given,
-        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made,
-    ):
-        for entry in given.infolist():
-            made.writestr(entry.filename, given.read(entry))
-    return file.getvalue()
-
-
-def with_pickle(content: bytes, **others: bytes) -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, data in {
-            "data.pkl": content,
-            "byteorder": sys.byteorder.encode(),
-            "version": b"3\n",
-            **others,
-        }.items():
-            archive.writestr(f"archive/{name}", data)
-    return file.getvalue()
-
-
-def with_pickled_tensor(
-    numel: int = 4, offset: int = 0, size: Any = (4,), stride: Any = (1,), stored: int = 16
-) -> bytes:
-    """Return an archive of a float32 tensor of which the pickle says this, and of a storage of
-    ``stored`` bytes.
-    """
-    storage = (
-        b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpu"
-        + pickled(numel)
-        + b"tQ"
-    )
-    arguments = (
-        b"("
-        + storage
-        + b"".join(map(pickled, (offset, size, stride, False)))
-        + b"ccollections\nOrderedDict\n)Rt"
-    )
-    return with_pickle(
-        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n" + arguments + b"R.",
-        **{"data/0": bytes(stored)},
-    )
-
-
-def pickled(value: Any) -> bytes:
-    """Return the pickle of ``value`` without what begins, remembers and ends it."""
-    content = pickletools.optimize(pickle.dumps(value, protocol=2))
-    return content.removeprefix(b"\x80\x02").removesuffix(b".")
-
-
-def nested_lists() -> Any:
-    value: Any = [0]
-    for _ in range(60):
-        value = [value, value]
-    return value
-
-
-def one_storage_many_times() -> Any:
-    tensor = torch.zeros(1000)
-    return [tensor[:] for _ in range(1000)]
-
-
-def of_one_hash() -> dict[int, None]:
-    return {number * sys.hash_info.modulus: None for number in range(2000)}
-
-
-def one_by_one(values: dict[int, None]) -> bytes:
-    return b"\x80\x02}" + b"".join(pickled(key) + b"Ns" for key in values) + b"."
-
-
-HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "executes": (
-        r"it refers to 'posix mkdir'",
-        lambda: saved_by_torch(Hostile(os.mkdir, "executed")),
-    ),
-    "executes through memory": (
-        r"it contains the operation 'SHORT_BINUNICODE'",
-        lambda: with_pickle(b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93\x8c\x08executed\x85R."),
-    ),
-    "large bytearray": (
-        r"it refers to '\w+ bytearray'",
-        lambda: saved_by_torch(Hostile(bytearray, 10**12)),
-    ),
-    "compressed zeros": (
-        "its entries are compressed",
-        lambda: compressed({"model": {"w": torch.zeros(10**6)}}),
-    ),
-    "nested lists": (
-        "it contains a value in several places",
-        lambda: saved_by_torch(nested_lists()),
-    ),
-    "one storage many times": (
-        r"a tensor is not of the size of its storage|that of several tensors",
-        lambda: saved_by_torch(one_storage_many_times()),
-    ),
-    "expanded": (
-        "a tensor is not of the size of its storage",
-        lambda: saved_by_torch(torch.zeros(1).expand(10**9)),
-    ),
-    "a window": (
-        "a tensor is not of the size of its storage",
-        lambda: saved_by_torch(torch.zeros(100)[:1]),
-    ),
-    "a set": (r"it refers to '\w+ set'", lambda: saved_by_torch({1, 2})),
-    "deep": (
-        "nested more than 100 deep",
-        lambda: with_pickle(b"\x80\x02" + b"]" * 10**5 + b"a" * (10**5 - 1) + b"."),
-    ),
-    "deep tuple": (
-        "nested more than 100 deep",
-        lambda: with_pickle(b"\x80\x02})" + b"\x85" * 10**6 + b"Ns."),
-    ),
-    "keys of one hash": (
-        "more than 100 of its keys have the hash 0",
-        lambda: saved_by_torch(of_one_hash()),
-    ),
-    "keys of one hash one by one": (
-        "more than 100 of its keys have the hash 0",
-        lambda: with_pickle(one_by_one(of_one_hash())),
-    ),
-    "a storage beyond its end": (
-        "the storage '0' has 16 bytes",
-        lambda: with_pickled_tensor(numel=10**9, size=(10**9,)),
-    ),
-    "strides beyond the storage": ("RuntimeError", lambda: with_pickled_tensor(stride=(10**9,))),
-    "an offset": (
-        "a tensor is not of the size of its storage",
-        lambda: with_pickled_tensor(offset=2),
-    ),
-    "a negative size": (
-        "a tensor has more than 64 dimensions, or",
-        lambda: with_pickled_tensor(size=(-2, -2), stride=(1, 1)),
-    ),
-    "dimensions": (
-        "a tensor has more than 64 dimensions",
-        lambda: with_pickled_tensor(size=(4, *[1] * 65), stride=(1,) * 66),
-    ),
-    "a storage": (
-        "it contains a part of a tensor in another place",
-        lambda: with_pickle(b"\x80\x02](ctorch\nFloatStorage\ne."),
-    ),
-    "calls something else": (
-        "it contains a call that makes no tensor",
-        lambda: with_pickle(b"\x80\x02ctorch\nFloatStorage\n)R."),
-    ),
-    "no end": ("it has no end|not exhausted|STOP", lambda: with_pickle(b"\x80\x02N")),
-    "no pickle": ("opcode b'n' unknown", lambda: with_pickle(b"no pickle")),
-    "empty archive": ("it is not a file of torch.save", lambda: b"PK\x05\x06" + bytes(18)),
-    "text": ("not a zip file", lambda: b"hello"),
-    "something else": ("holds no state of a training", lambda: saved_by_torch([1, 2])),
-    "no state": (
-        r"holds no state of a training, only \['model'\]",
-        lambda: saved_by_torch({"model": {}}),
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_file_is_an_error_that_names_it_and_executes_nothing(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained(tmp_path, 1)
-    message, make = HOSTILE[kind]
-    part = plant(tmp_path, make())
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=f"^{re.escape(str(part.parent))}.*{message}"):
-        loaded(tmp_path, 1)
-    assert not (tmp_path / "executed").exists()
-
-
-def test_a_tensor_written_by_hand_is_read(tmp_path: Path) -> None:
-    """What the hostile ones above differ from."""
-    (tmp_path / "part").write_bytes(with_pickled_tensor())
-    assert torch.equal(read_plain(tmp_path / "part"), torch.zeros(4))
-
-
-def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained(tmp_path, 2)
-    for owner, name in (
-        (torch, "load"),
-        (pickle, "load"),
-        (pickle, "loads"),
-        (pickle, "Unpickler"),
-    ):
-        monkeypatch.setattr(owner, name, None)
-    simulate(1, lambda r: checkpoint.load(tmp_path, Run(wrapped=False).model, drop_rank_state=True))
-
-
-REMOVED = object()
-OTHERS: list[Any] = [
-    *(
-        None,
-        True,
-        -1,
-        0,
-        1,
-        2**40,
-        2**63,
-        2**70,
-        1.5,
-        float("nan"),
-        float("inf"),
-        "",
-        "x",
-        "\x1b[2J\n",
-        REMOVED,
-    ),
-    *([], (), {}, [[]], [1, 2], (None, None), {"x": 1}, {0: {}}, {"state": {}, "param_groups": []}),
-    *(
-        torch.zeros(()),
-        torch.zeros(3),
-        torch.zeros(0),
-        torch.tensor([2**40]),
-        torch.zeros(2, 2, dtype=torch.bool),
-    ),
-    *(torch.full((5056,), 255, dtype=torch.uint8), torch.full((624,), 2**40)),
-]
-
-
-def others(value: Any) -> Iterator[Any]:
-    """Yield values of other types, sizes, dtypes and strides than ``value``."""
-    yield from OTHERS
-    if isinstance(value, torch.Tensor):
-        yield from (
-            value.double().t() if value.dim() == 2 else value.double(),
-            value.to(torch.complex64),
-            value.to(torch.int8),
-        )
-        yield from (
-            torch.full_like(value, 255),
-            torch.zeros_like(value),
-            value.reshape(-1)[:-1],
-            torch.cat([value.reshape(-1)] * 2),
-        )
-    elif isinstance(value, (list, tuple)):
-        yield from (value[:-1], (*value, *value[-1:]), type(value)(reversed(value)))
-    elif isinstance(value, dict):
-        yield from ({**value, "x": 1}, {**value, 0: 1}, dict(reversed(value.items())), list(value))
-    elif type(value) in (int, float):
-        yield from (value + 1, -value - 1, str(value), [value])
-
-
-def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every value in a tree; of long sequences, only of the first and the last
-    items.
-    """
-    if path:
-        yield path
-    keys = (
-        list(value)
-        if isinstance(value, dict)
-        else list(range(len(value)))
-        if isinstance(value, (list, tuple))
-        else []
-    )
-    for key in keys if len(keys) < 30 else (keys[0], keys[-1]):
-        yield from places_in(value[key], (*path, key))
-
-
-def replaced(value: Any, path: tuple[Any, ...], other: Any) -> Any:
-    """Return a copy of a tree with another value in one place."""
-    if not path:
-        return other
-    key, *rest = path
-    items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
-    items[key] = replaced(items[key], tuple(rest), other)
-    if items[key] is REMOVED:
-        del items[key]
-    return type(value)(items if isinstance(value, dict) else items.values())
-
-
-def load_with_others_for_each_value(
-    folder: Path, name: str, component: str | None, per_place: int
-) -> tuple[list[str], dict[str, int]]:
-    """Return what went wrong, and how often loading did what, with other values in the places of a
-    checkpoint.
-
-    After each file that was loaded, training takes a step, which may fail, but not end the process.
-
-    Args:
-        folder: for the checkpoint.
-        name: of the algorithm.
-        component: in which values are replaced; None: in all.
-        per_place: the number of other values in each place.
-    """
-    run, draw = Run(name), random.Random(name)
-    run.train(4)
-    whole = run.save(folder)
-    (part,) = whole.glob("common*")
-    content, tree = part.read_bytes(), torch.load(part, weights_only=True)
-    algorithm = run.model.bagua_algorithm
-
-    def load() -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            checkpoint.load(folder, run.model, [run.optimizer], sampler=run.sampler)
-
-    def state() -> bytes:
-        training = TrainingState(run.model, [run.optimizer], run.sampler)
-        return digest(
-            plain(training.collect({} if name == "async" else algorithm.state_dict()), "state")
-        )
-
-    def reset() -> bytes:
-        if name == "async":
-            algorithm.abort(run.model)
-        plant(folder, content)
-        load()
-        if name == "async":
-            algorithm.abort(run.model)
-        # Else what is loaded in spite of an error would be what is there already.
-        with torch.no_grad():
-            for parameter in run.model.parameters():
-                parameter.add_(1)
-        run.optimizer.param_groups[0]["lr"] /= 2
-        random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
-        return state()
-
-    before, wrong, ends = reset(), [], {"loaded": 0, "refused": 0}
-    for path in places_in(tree):
-        values = (
-            list(others(functools.reduce(operator.getitem, path, tree)))
-            if component in (None, path[0])
-            else []
-        )
-        for other in draw.sample(values, min(per_place, len(values))):
-            about = (
-                f"{path} ="
-                f" {other if not isinstance(other, torch.Tensor) else (other.shape, other.dtype)}"
-            )
-            plant(folder, saved_by_torch(replaced(tree, path, other)))
-            try:
-                load()
-            except (ValueError, CheckpointError) as error:
-                ends["refused"] += 1
-                if (
-                    str(whole) not in str(error)
-                    or not str(error).isprintable()
-                    or len(str(error)) > 2000
-                ):
-                    wrong.append(f"{about}: {error}")
-                if state() != before:
-                    wrong.append(f"{about}: something has changed, though {error}")
-                    before = reset()
-            except Exception as error:
-                wrong.append(f"{about}: {type(error).__name__}: {error}")
-            else:
-                ends["loaded"] += 1
-                with contextlib.suppress(Exception):
-                    run.optimizer.step()
-                if reset() != before:
-                    wrong.append(f"{about}: the checkpoint cannot be loaded any more")
-    return wrong, ends
-
-
-def load_with_others(
-    folder: Path, names: list[str], component: str | None, per_place: int
-) -> dict[str, Any]:
-    return {
-        name: load_with_others_for_each_value(folder / name, name, component, per_place)
-        for name in names
-    }
-
-
-EACH = [name for name in ALGORITHMS if "shift_one" not in name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("names", "component", "per_place"),
-    [
-        (["gradient_allreduce"], None, 1),
-        (EACH, "algorithm", 1),
-        *(pytest.param([name], None, 3, marks=pytest.mark.proof) for name in EACH),
-    ],
-    ids=str,
-)
-def test_any_value_in_a_checkpoint_is_loaded_or_refused_by_name_and_then_nothing_has_changed(
-    tmp_path: Path, names: list[str], component: str | None, per_place: int
-) -> None:
-    (found,) = launch(load_with_others, 1, tmp_path, names, component, per_place, limit=280)
-    for name, (wrong, ends) in found.items():
-        assert wrong == [], name
-        assert ends["refused"] > 0, name
-        assert component or ends["loaded"] > 0, name
-
-
-@pytest.mark.parametrize(
-    ("path", "other", "message"),
-    [
-        *(
-            (("numpy", 2), place, r"position of NumPy's generator\[0\] must be")
-            for place in (625, -1, 10**9, 2**70, True, "1")
-        ),
-        (("numpy", 3), 2, r"position of NumPy's generator\[1\] must be from 0 to 1"),
-        (("numpy", 4), None, r"position of NumPy's generator\[2\] must be a number"),
-        (("numpy", 0), "PCG64", "not one of MT19937"),
-        (("numpy", 1), torch.zeros(623, dtype=torch.int64), "not one of MT19937, with 624 keys"),
-        (
-            ("numpy", 1),
-            torch.full((624,), 2**32),
-            r"keys of NumPy's generator must be from 0 to 2\*\*32 - 1",
-        ),
-        (("python", 1, 624), 625, "invalid state"),
-        (("python", 2), "x", "not one that random.getstate"),
-        (("torch",), torch.zeros(5056, dtype=torch.uint8), "mt19937"),
-    ],
-    ids=str,
-)
-@on_every_rank(1)
-def test_states_of_generators_are_checked_before_anything_is_loaded(
-    r: int, tmp_path: Path, path: tuple[Any, ...], other: Any, message: str
-) -> None:
-    run = Run()
-    run.train(4)
-    run.save(tmp_path)
-    (part,) = tmp_path.glob("*/common*")
-    plant(
-        tmp_path,
-        saved_by_torch(replaced(torch.load(part, weights_only=True), ("rng", *path), other)),
-    )
-    run.train(5)
-    before, drawn = run.state(), torch.get_rng_state()
-    with pytest.raises(ValueError, match=rf"rng in {part.name} of .*{message}"):
-        run.load(tmp_path)
-    assert torch.equal(run.state(), before)
-    assert torch.equal(torch.get_rng_state(), drawn)
-
-
 MOMENTA = {"Adam": "exp_avg_sq", "AdamW": "exp_avg", "Adagrad": "sum", "SGD": "momentum_buffer"}
 
 
@@ -1362,153 +800,12 @@ def test_momenta_that_a_fused_step_would_read_beyond_their_end_are_refused(
     with pytest.raises(
         ValueError,
         match=(
-            rf"optimizers in common-\w+.pt of .*step_00000004 cannot.*{MOMENTA[name]} of"
+            rf"step_00000004: its optimizers cannot.*{MOMENTA[name]} of"
             r" parameter 0"
         ),
     ):
         checkpoint.load(tmp_path, model, optimizer)
     assert digest(plain([model.state_dict(), optimizer.state_dict()], "state")) == before
-
-
-def manifest(**content: Any) -> dict[str, Any]:
-    return {
-        "format": 1,
-        "step": 4,
-        "ranks": 1,
-        "algorithm": "",
-        "token": "",
-        "parts": [],
-        **content,
-    }
-
-
-def put_in_place(path: Path, kind: str) -> None:
-    path.unlink()
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "socket":
-        with socket.socket(socket.AF_UNIX) as bound:
-            bound.bind(str(path))
-    else:
-        path.symlink_to(kind)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.filterwarnings("ignore:.*continuing from the checkpoint of step 2")
-@pytest.mark.parametrize("file", ["manifest.json", "common"])
-@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "/dev/zero", "/dev/tty"])
-def test_what_is_no_regular_file_is_damage_and_is_not_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, file: str
-) -> None:
-    trained(tmp_path, 1)
-    (path,) = tmp_path.glob(f"step_00000004/{file}*")
-    if file == "common":
-        plant(tmp_path, b"")  # a device has no size either
-    monkeypatch.chdir(path.parent)
-    put_in_place(Path(path.name), kind)  # the path of a socket must be short
-    assert loaded(tmp_path, 1)[0][0] == 2
-    with pytest.raises(
-        CheckpointError, match=rf"step_00000004/{path.name} is damaged: .*not a regular file"
-    ):
-        loaded(tmp_path, 1, step=4)
-
-
-def test_a_link_to_a_part_is_followed(tmp_path: Path) -> None:
-    ((_, state),) = trained(tmp_path / "a", 1)
-    (path,) = tmp_path.glob("a/step_00000004/common*")
-    path.symlink_to(path.rename(tmp_path / "elsewhere"))
-    assert torch.equal(loaded(tmp_path / "a", 1)[0][1], state)
-
-
-def test_names_from_a_manifest_cannot_control_a_terminal(tmp_path: Path) -> None:
-    trained(tmp_path, 1)
-    for content, message in (
-        (manifest(algorithm="\x1b[2J\n"), r"saved with \x1b[2J\n, and"),
-        (manifest(**{"\x1b[2J": 1}), ""),
-        (
-            manifest(parts=[{"name": "\x1b[2J\n", "size": 0, "sha256": ""}]),
-            r"'\x1b[2J\n' is not the name of a part",
-        ),
-    ):
-        (part,) = (tmp_path / "step_00000004").glob("common*")
-        if "algorithm" in message or content["algorithm"]:
-            content |= {"token": part.stem[-8:], "parts": [described(part)]}
-        path = part.with_name("manifest.json")
-        path.write_text(json.dumps({"manifest": content, "sha256": _checksum(content)}))
-        with pytest.raises((CheckpointError, ValueError)) as raised:
-            loaded(tmp_path, 1, step=4)
-        text = str(raised.value).partition("\nraised in rank")[0]
-        assert text.isprintable()
-        assert message in text
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
-        *(b"[" * 10**5, b"null", b"\xff"),
-        *(
-            json.dumps({"manifest": content, "sha256": _checksum(content)}).encode()
-            for content in (
-                {"format": 2},
-                manifest(step=2),
-                manifest(parts=[{"name": "../x", "size": 0, "sha256": ""}]),
-            )
-        ),
-    ],
-    ids=itertools.count(),
-)
-@pytest.mark.filterwarnings("ignore:.*continuing from the checkpoint of step 2")
-def test_a_hostile_manifest_is_damage(tmp_path: Path, written: bytes) -> None:
-    trained(tmp_path, 1)
-    (tmp_path / "step_00000004" / "manifest.json").write_bytes(written)
-    assert loaded(tmp_path, 1)[0][0] == 2
-    with pytest.raises(CheckpointError, match=r"step_00000004.manifest.json is damaged: "):
-        loaded(tmp_path, 1, step=4)
-
-
-@on_every_rank(2)
-def test_every_kind_of_tensor_is_saved_with_a_storage_of_its_own(r: int, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    base = torch.arange(12.0).reshape(3, 4)
-    tensors = [
-        *(base, base[1], base.t(), base[:0], base.expand(2, 3, 4), base.to(torch.complex64).conj()),
-        *(base.bool(), base.bfloat16(), base.long(), torch.tensor(1.5)),
-        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        *[torch.randn(40, 1000)] * 2,  # as tied weights are
-    ]
-
-    run = Run()
-    path = run.save(tmp_path, extra={"epoch": 0, "tensors": tensors})
-    found = run.load(tmp_path)
-    assert found is not None
-    loaded = found.extra["tensors"]
-    assert all(map(torch.equal, loaded, tensors))
-    assert [t.dtype for t in loaded] == [t.dtype for t in tensors]
-    assert all(t.untyped_storage().nbytes() == t.nbytes for t in loaded)
-    assert path == found.path
-
-
-# Wrong use
-
-
-@on_every_rank(1)
-def test_what_a_checkpoint_cannot_hold_is_named(r: int, tmp_path: Path) -> None:
-    run = Run()
-    for extra, message in (
-        ({"a": [1, b"x"]}, r"extra\['a'\]\[1\] is a bytes; a checkpoint holds tensors, numbers"),
-        (np.zeros(2), r"extra is a ndarray; .*torch.as_tensor makes a tensor of it"),
-        (
-            torch.zeros(2).to_sparse(),
-            (
-                r"extra is a Tensor \(torch.float32, torch.sparse_coo\), which a checkpoint cannot"
-                r" hold"
-            ),
-        ),
-    ):
-        with pytest.raises(TypeError, match=message):
-            run.save(tmp_path, extra=extra)
 
 
 @on_every_rank(1)
@@ -1637,7 +934,7 @@ def test_ranks_with_other_cpu_kernels_are_warned_and_their_checkpoints_load(tmp_
         assert begun == others_begun
         assert ended != others_ended
         assert said == others_said
-        at_wrapping, at_saving = said
+        at_wrapping, at_saving = (text for text in said if "returns None" not in text)
         here = torch.backends.cpu.get_cpu_capability()
         assert (
             f"though gradients are equal: CPU kernels: {here} on rank 0, DEFAULT on rank 1. Use one"

@@ -21,7 +21,7 @@ import bagua_ref
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 from bagua_ref.algorithms.fragments import Fragment
 from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.checkpoint.plain import plain
+from bagua_ref.checkpoint.contents import plain
 from bagua_ref.errors import CommunicationError
 from bagua_ref.simulation import SimulatedWorld
 

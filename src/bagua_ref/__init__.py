@@ -13,7 +13,6 @@ import torch as _torch
 from bagua_ref import (
     algorithms,
     bucket,  # noqa: F401
-    checkpoint,
     communication,
     data_parallel,
     runtime,  # noqa: F401
@@ -124,13 +123,22 @@ __all__ = [
 __version__ = "0.2.0"
 
 if _TYPE_CHECKING:
+    from bagua_ref import checkpoint
     from bagua_ref.record import record
-
-if not _TYPE_CHECKING:  # so that type checkers still find misspelt names
+else:  # so that type checkers still find misspelt names
 
     def __getattr__(name: str) -> object:
         # not everybody's: imported when asked for
-        if name in ("contrib", "flight_recorder", "graphs", "low_rank", "mixing", "record"):
+        names = (
+            "checkpoint",
+            "contrib",
+            "flight_recorder",
+            "graphs",
+            "low_rank",
+            "mixing",
+            "record",
+        )
+        if name in names:
             from importlib import import_module
 
             return import_module(f"bagua_ref.{name}")

@@ -27,7 +27,9 @@ from bagua_ref.algorithms.local_sgd import LocalUpdatesImpl, norms_of
 from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.algorithms.state import ErrorMemories, check_tensors
 from bagua_ref.base.memory import Layout
+from bagua_ref.base.untrusted import check_form
 from bagua_ref.buckets.bucket import check_compression
+from bagua_ref.buckets.optimizer_state import check_optimizer_state
 from bagua_ref.buckets.storage import register
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.errors import CommunicationError
@@ -157,8 +159,8 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
     entries = LocalUpdatesImpl.entries | {
         "fragments",
         "global_weights",
+        "has_global_weights",
         "outer_optimizers",
-        "outer_entries",
         "in_flight",
     }
     counted = ("outer_steps",)
@@ -404,7 +406,8 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         waiting for it.
 
         All of it is equal on all ranks, and loads into any number of them; with error feedback,
-        this rank's memories come in addition.
+        this rank's memories come in addition. Its keys are the same at any time, so that
+        torch.distributed.checkpoint can load it into a new training; it takes a tuple as a whole.
 
         Raises:
             CommunicationError: what is in flight does not arrive.
@@ -413,17 +416,17 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
             self._in_flight.wait(self.context.engine)
         flight, optimizers = self._in_flight, [fragment.optimizer for fragment in self._fragments]
         weights = {
-            name: g.detach().clone()
+            name: g.detach().clone() if self._taken else torch.zeros_like(g)
             for fragment in self._fragments
             for name, g in fragment.named.items()
         }
         return {
             **super().state_dict(),
             "fragments": self.fragments,
-            "global_weights": weights if self._taken else None,
-            "outer_optimizers": [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers],
-            "outer_entries": [len(optimizer.state) for optimizer in optimizers],
-            "in_flight": None if flight is None else flight.state(),
+            "global_weights": weights,
+            "has_global_weights": self._taken,
+            "outer_optimizers": tuple(copy.deepcopy(each.state_dict()) for each in optimizers),
+            "in_flight": () if flight is None else (flight.state(),),
         }
 
     def load_checked(self, state: dict[str, Any]) -> None:
@@ -431,13 +434,12 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         if self._in_flight is not None:
             self.context.engine.wait_pending_comm_ops()
         super().load_checked(state)
-        weights, flight = state["global_weights"], state["in_flight"]
+        self._taken, self._in_flight = state["has_global_weights"], None
         for fragment, optimizer in zip(self._fragments, state["outer_optimizers"], strict=True):
-            fragment.load(weights, optimizer)
-        self._taken, self._in_flight = weights is not None, None
+            fragment.load(state["global_weights"] if self._taken else None, optimizer)
         self._state_loaded = True
         self._trail.clear()
-        if flight is not None:
+        for flight in state["in_flight"]:
             named = self._fragments[flight["fragment"]].named
             mean = {
                 name: Layout.of(g).copy_of(flight["mean"][name].to(g.device))
@@ -448,13 +450,10 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``."""
         super().check_state(state)
-        steps, weights, flight = (
-            state["steps_of_optimizers"][-1],
-            state["global_weights"],
-            state["in_flight"],
-        )
-        if steps > self.warmup_steps if weights is None else steps < self.warmup_steps:
-            phase = "warm-up" if weights is None else "local phase"
+        check_form(state, {"has_global_weights": bool}, "state")
+        steps, taken = state["steps_of_optimizers"][-1], state["has_global_weights"]
+        if steps < self.warmup_steps if taken else steps > self.warmup_steps:
+            phase = "local phase" if taken else "warm-up"
             raise ValueError(
                 f"state was saved in the {phase}, after step {steps};"
                 f" warmup_steps={self.warmup_steps} does not fit that"
@@ -464,18 +463,17 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
                 f"state was saved with fragments {state['fragments']}, and this training has"
                 f" {self.fragments}"
             )
-        if weights is not None:
-            here = {name: g for fragment in self._fragments for name, g in fragment.named.items()}
-            check_tensors("global_weights", weights, here)
-        saved = zip(self._fragments, state["outer_optimizers"], state["outer_entries"], strict=True)
-        for place, (fragment, optimizer, entries) in enumerate(saved):
+        here = {name: g for fragment in self._fragments for name, g in fragment.named.items()}
+        check_tensors("global_weights", state["global_weights"], here)
+        saved = zip(self._fragments, state["outer_optimizers"], strict=True)
+        for place, (fragment, optimizer) in enumerate(saved):
             try:
-                fragment.check_optimizer(optimizer, entries)
+                check_optimizer_state(fragment.optimizer, optimizer)
             except ValueError as error:
                 raise ValueError(
                     f"state does not fit the outer optimizer of fragment {place}: {error}"
                 ) from error
-        if flight is not None:
+        for flight in state["in_flight"]:
             place, due = flight["fragment"], flight["due"]
             to_come = steps < due <= steps + self.schedule.delay
             if not to_come or self.schedule.applied_after(due - self.warmup_steps) != place:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from bagua_ref.algorithms.registry import check_whole
 from bagua_ref.base.memory import Layout, by_dtype_and_device
-from bagua_ref.buckets.optimizer_state import align_state, check_optimizer_state, take_over
+from bagua_ref.buckets.optimizer_state import align_state, take_over
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.scheduling.engine import Engine
@@ -291,17 +291,6 @@ class Fragment:
                 x.copy_(g + (x - g).mul_(mix))
             else:
                 x.copy_(x - (x - g).mul_(1 - mix))
-
-    def check_optimizer(self, saved: dict[str, Any], entries: int) -> None:
-        """Raise ValueError unless the outer optimizer can load ``saved``, which held the state of
-        ``entries`` tensors.
-        """
-        check_optimizer_state(self.optimizer, saved)
-        # torch.distributed.checkpoint loads only what the training that loads has already
-        if entries != len(saved["state"]):
-            raise ValueError(
-                f"it lacks part of the state: {len(saved['state'])} of {entries} entries are there"
-            )
 
     def load(self, weights: Mapping[str, Tensor] | None, optimizer: dict[str, Any]) -> None:
         """Load g by name, unless it is None, and the outer optimizer's state."""

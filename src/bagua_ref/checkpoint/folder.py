@@ -1,59 +1,40 @@
 """Folders of checkpoints: durable writing, the manifest that completes a checkpoint, verification,
-and removal of old ones.
+the lock against a second job, and removal of old checkpoints.
 
 A folder has one folder for each checkpoint, ``step_00000012``, with the parts ``common-<token>.pt``
-and ``rank<r>-<token>.pt`` and ``manifest.json``, which is written last and names the others with
-size and SHA-256. What it does not name does not count.
+and ``rank<r>-<token>.pt`` and ``manifest.json``, which is renamed into place last and names the
+others with size and SHA-256. What it does not name does not count.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
+import socket
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 
-from bagua_ref.base.untrusted import (
-    NATURAL,
-    NotRegularError,
-    check_form,
-    load_json,
-    one_line,
-    open_file,
-    read_file,
-)
 from bagua_ref.errors import CheckpointError
 
-__all__ = [
-    "Manifest",
-    "Part",
-    "checked_step",
-    "commit",
-    "discard",
-    "found_steps",
-    "read_manifest",
-    "remove_old",
-    "step_folder",
-    "verify",
-    "write_part",
-]
-
-_FORMAT = 1
+_FORMAT = 2
 _MANIFEST = "manifest.json"
+_LOCK = ".lock"
 _FOLDER_NAME = re.compile(r"step_([0-9]{8,18})")
-_FILE_NAME = re.compile(r"(common|rank[0-9]{1,9})-[0-9a-f]{8}\.pt(\.tmp)?|manifest\.json(\.tmp)?")
-_PART_FORM = {"name": str, "size": NATURAL, "sha256": str}
-_FORM = {"step": NATURAL, "ranks": NATURAL, "algorithm": str, "token": str, "parts": [_PART_FORM]}
+_FILE_NAME = re.compile(r"(common|rank[0-9]+)-[0-9a-f]{8}\.pt|manifest\.json(\.tmp)?")
 _BLOCK = 1024**2
-_LARGEST_MANIFEST = 64 * 1024**2  # that of 100,000 ranks has 20 MB
+# What file systems answer that cannot do something, as opposed to failing at it.
+_UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 @dataclass(frozen=True)
@@ -71,6 +52,7 @@ class Manifest:
 
     Attributes:
         step: as it was saved.
+        number: larger than that of every checkpoint saved into the folder before.
         ranks: the number of ranks that saved it.
         algorithm: the name of the algorithm's implementation.
         token: what the names of this attempt's files have in common.
@@ -78,6 +60,7 @@ class Manifest:
     """
 
     step: int
+    number: int
     ranks: int
     algorithm: str
     token: str
@@ -87,15 +70,6 @@ class Manifest:
         """Return the file of ``owner``, "common" or "rank0", "rank1", ...; None if it has none."""
         name = part_name(owner, self.token)
         return next((part for part in self.parts if part.name == name), None)
-
-
-def checked_step(step: Any) -> int:
-    """Return ``step``; raise unless it is an int from 0."""
-    if not isinstance(step, int) or isinstance(step, bool):
-        raise TypeError(f"step={step!r} must be an int")
-    if not 0 <= step < 10**18:
-        raise ValueError(f"step={step} must be a number of steps, 0 or more")
-    return step
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -108,23 +82,41 @@ def part_name(owner: str, token: str) -> str:
     return f"{owner}-{token}.pt"
 
 
-def found_steps(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in ``folder``, complete or not, newest first."""
+def is_step_folder(path: Path) -> bool:
+    """Return whether ``path`` is the folder of one checkpoint, under whatever name."""
+    return (path / _MANIFEST).exists() or (
+        path.is_dir() and _FOLDER_NAME.fullmatch(path.name) is not None
+    )
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Return the folders of the checkpoints in ``folder``, complete or not, highest step first."""
     if not folder.is_dir():
         return []
-    found = (path for path in folder.iterdir() if path.is_dir())
-    return sorted(
-        (int(match[1]) for path in found if (match := _FOLDER_NAME.fullmatch(path.name))),
-        reverse=True,
-    )
+    found = {
+        int(match[1]): path
+        for path in folder.iterdir()
+        if (match := _FOLDER_NAME.fullmatch(path.name)) and path.is_dir()
+    }
+    return [found[step] for step in sorted(found, reverse=True)]
 
 
 def write_part(place: Path, owner: str, token: str, state: Any) -> Part:
     """Write ``state`` into a new file of the checkpoint at ``place``, durably; return what the
     manifest says of it.
     """
-    name = part_name(owner, token)
-    return _write_durably(place / name, lambda file: torch.save(state, file))
+    path = place / part_name(owner, token)
+    with _naming(path), open(path, "wb") as file:
+        hashing = _HashingFile(file, path)
+        try:
+            torch.save(state, cast("BinaryIO", hashing))
+            file.flush()
+            _sync(file.fileno(), path)
+        except Exception as error:
+            # torch.save hides the error of a write behind its own, about its position in the file.
+            raise hashing.error or error from None
+    _sync_folder(place)
+    return Part(path.name, hashing.size, hashing.checksum.hexdigest())
 
 
 def commit(place: Path, manifest: Manifest) -> None:
@@ -143,8 +135,14 @@ def commit(place: Path, manifest: Manifest) -> None:
             )
     _sync_folder(place.parent)
     content = asdict(manifest) | {"format": _FORMAT}
-    text = json.dumps({"manifest": content, "sha256": _checksum(content)}, indent=1)
-    _write_durably(place / _MANIFEST, lambda file: file.write(text.encode()))
+    path = place / _MANIFEST
+    temporary = path.with_name(f"{_MANIFEST}.tmp")
+    with _naming(temporary), open(temporary, "w") as file:
+        json.dump({"manifest": content, "sha256": _checksum(content)}, file, indent=1)
+        file.flush()
+        _sync(file.fileno(), temporary)
+    os.replace(temporary, path)
+    _sync_folder(place)
 
 
 def read_manifest(place: Path) -> Manifest | None:
@@ -156,24 +154,21 @@ def read_manifest(place: Path) -> Manifest | None:
     """
     path = place / _MANIFEST
     try:
-        whole = load_json(read_file(path, _LARGEST_MANIFEST))
-        check_form(whole, {"manifest": {"format": int}, "sha256": str}, "its content")
+        with _naming(path):
+            whole = json.loads(path.read_bytes())
         content = whole["manifest"]
         if whole["sha256"] != _checksum(content):
             raise ValueError("it does not match its checksum")
         if content.pop("format") != _FORMAT:
             raise ValueError("it has another format, of another version of bagua_ref")
-        check_form(content, _FORM, "its content")
         manifest = Manifest(**content | {"parts": [Part(**part) for part in content["parts"]]})
-        for part in manifest.parts:
-            if not _FILE_NAME.fullmatch(part.name):
-                raise ValueError(f"{part.name!r} is not the name of a part")
-        if step_folder(place.parent, manifest.step) != place:
+        named = _FOLDER_NAME.fullmatch(place.name)
+        if named and int(named[1]) != manifest.step:
             raise ValueError(f"it is that of step {manifest.step}")
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, NotRegularError) as error:
-        raise CheckpointError(f"{path} is damaged: {one_line(str(error))}") from error
+    except (ValueError, TypeError, LookupError, RecursionError, IsADirectoryError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
     return manifest
 
 
@@ -184,42 +179,49 @@ def verify(place: Path, manifest: Manifest) -> None:
         CheckpointError: a part is missing or damaged.
     """
     for part in manifest.parts:
-        path = place / part.name
+        path, checksum = place / part.name, hashlib.sha256()
         try:
-            with open_file(path) as file:
+            with _naming(path), open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size != part.size:
                     raise CheckpointError(
                         f"{path} is damaged: it has {size} bytes instead of {part.size}"
                     )
-                checksum = hashlib.sha256()
-                while size > 0 and (block := file.read(min(size, _BLOCK))):
+                while block := file.read(_BLOCK):
                     checksum.update(block)
-                    size -= len(block)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
-        except NotRegularError as error:
-            raise CheckpointError(f"{path} is damaged: {error}") from None
+        except IsADirectoryError:
+            raise CheckpointError(f"{path} is damaged: it is a folder") from None
         if checksum.hexdigest() != part.sha256:
             raise CheckpointError(f"{path} is damaged: it does not match its checksum")
+
+
+def manifests(folder: Path) -> list[Manifest]:
+    """Return the manifests in ``folder`` that can be read, in the order in which they were saved."""
+    found = []
+    for place in step_folders(folder):
+        with contextlib.suppress(CheckpointError):
+            if manifest := read_manifest(place):
+                found.append(manifest)
+    return sorted(found, key=lambda manifest: manifest.number)
 
 
 def remove_old(folder: Path, manifest: Manifest, keep: int | None) -> None:
     """Remove files of failed attempts, and of the complete checkpoints up to this step all but the
     newest ``keep``.
     """
+    here, complete = step_folder(folder, manifest.step), 0
     try:
-        complete = 0
-        for step in found_steps(folder):
-            place = step_folder(folder, step)
+        for place in step_folders(folder):
             if place.is_symlink():
                 continue  # what it leads to may be another training's
-            if step == manifest.step:
+            if place == here:
                 complete += 1
                 _remove_files(place, {_MANIFEST, *(part.name for part in manifest.parts)})
             elif not (place / _MANIFEST).exists():
                 _remove_files(place, set())
-            elif step < manifest.step:
+            elif place.name < here.name:
                 complete += 1
                 if keep is not None and complete > keep:
                     (place / _MANIFEST).unlink()
@@ -238,7 +240,7 @@ def discard(place: Path, token: str) -> None:
             manifest = read_manifest(place)
             if manifest is not None and manifest.token == token:
                 return
-        for path in list(place.glob(f"*-{token}.pt")):
+        for path in [*place.glob(f"*-{token}.pt"), place / f"{_MANIFEST}.tmp"]:
             path.unlink(missing_ok=True)  # other ranks remove them, too
         with contextlib.suppress(OSError):  # it has other files
             place.rmdir()
@@ -246,6 +248,67 @@ def discard(place: Path, token: str) -> None:
         warnings.warn(
             f"what a failed attempt to save has left could not be removed: {error}", stacklevel=4
         )
+
+
+class _Lock:
+    """A lock of this process on a folder. The system releases it when the process ends, however it
+    ends, also on another node, and a forked child does not have it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "a+")  # noqa: SIM115
+        self._path, self._pid = path, os.getpid()
+        weakref.finalize(self, self._file.close)
+
+    def acquire(self) -> None:
+        """Take the lock; again: do nothing.
+
+        Raises:
+            CheckpointError: another process has it.
+        """
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                _warn_once(self._path, "cannot be locked, so that a second job is not noticed")
+                return
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            self._file.seek(0)
+            raise CheckpointError(
+                f"{self._path.parent} is in use by {self._file.read() or 'another process'}, which"
+                " saves checkpoints there: end that job, or save into another folder"
+            ) from None
+        self._file.truncate(0)
+        self._file.write(f"process {self._pid} on host {socket.gethostname()}")
+        self._file.flush()
+
+    def fits(self, path: Path) -> bool:
+        """Return whether this is the lock of the file that is at ``path`` now."""
+        return self._pid == os.getpid() and os.path.samestat(
+            os.fstat(self._file.fileno()), path.stat()
+        )
+
+
+_locks: weakref.WeakValueDictionary[str, _Lock] = weakref.WeakValueDictionary()
+"""By path; closing any file at this path would release this process's lock, so there is one."""
+
+_owners: weakref.WeakKeyDictionary[Any, dict[str, _Lock]] = weakref.WeakKeyDictionary()
+
+
+def lock(folder: Path, owner: object) -> None:
+    """Lock ``folder`` against other processes for as long as ``owner`` lives.
+
+    Raises:
+        CheckpointError: another process saves there; the message names its host and number.
+    """
+    path = folder.resolve() / _LOCK
+    with _naming(path):
+        known = _locks.get(str(path))
+        if known is None or not path.exists() or not known.fits(path):
+            known = _locks[str(path)] = _Lock(path)
+        known.acquire()
+    _owners.setdefault(owner, {})[str(path)] = known
 
 
 def _remove_files(place: Path, kept: set[str]) -> None:
@@ -259,62 +322,75 @@ def _remove_files(place: Path, kept: set[str]) -> None:
         place.rmdir()
 
 
-def _write_durably(path: Path, write: Callable[[Any], object]) -> Part:
-    """Write ``path`` so that after a crash it is there as a whole or not at all; if that fails,
-    remove what is written.
-
-    Raises:
-        OSError: the disk is full, for instance.
-    """
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # a crash has left it, or somebody has put a link here
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-    file = os.fdopen(os.open(temporary, flags, 0o666), "wb")
-    hashing = _HashingFile(file)
-    try:
-        with file:
-            write(hashing)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except Exception as error:
-        temporary.unlink(missing_ok=True)
-        # torch.save hides the error of a write behind its own, about its position in the file.
-        raise hashing.error or error from None
-    return Part(path.name, hashing.size, hashing.checksum.hexdigest())
-
-
 class _HashingFile:
     """A file to write to that computes the checksum of what it is given, and keeps the error of a
     write.
     """
 
-    def __init__(self, file: Any) -> None:
-        self._file, self.size, self.checksum = file, 0, hashlib.sha256()
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file, self._path = file, path
+        self.size, self.checksum = 0, hashlib.sha256()
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.checksum.update(data)
         self.size += len(data)
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
+        self._call(lambda: self._file.write(data))
         return len(data)
 
     def flush(self) -> None:
-        self._file.flush()
+        self._call(self._file.flush)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        try:
+            with _naming(self._path):
+                function()
+        except OSError as error:
+            self.error = error
+            raise
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Raise OSErrors that name no file, as those of reading and writing, with that of ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
 
 
 def _sync_folder(folder: Path) -> None:
     """Make the names in ``folder`` durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        _sync(descriptor, folder)
     finally:
         os.close(descriptor)
+
+
+def _sync(descriptor: int, path: Path) -> None:
+    try:
+        with _naming(path):
+            os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        _warn_once(
+            path,
+            "cannot be flushed to the disk (fsync), as its file system does not support it: if the"
+            " machine loses power, the newest checkpoint may be lost",
+        )
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(path: Path, what: str) -> None:
+    if what not in _warned:
+        _warned.add(what)
+        warnings.warn(f"{path} {what}", stacklevel=6)
 
 
 def _checksum(content: Any) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -14,34 +14,16 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from bagua_ref.base.runtime import current_world
-from bagua_ref.base.untrusted import check_form
 from bagua_ref.base.utils import uncompiled
 from bagua_ref.buckets.optimizer_state import check_optimizer_state, take_over
-from bagua_ref.checkpoint.plain import plain
 from bagua_ref.data_parallel.training import ModuleTraining
 from bagua_ref.data_parallel.wrapping import context_of
-
-__all__ = ["RestoreError", "State", "TrainingState", "listed", "random_states"]
 
 State = dict[str, dict[str, Any]]
 """Plain trees by component, such as "model", and entry, such as the name of a weight."""
 
-_NUMPY_KEYS = 624
-_LONGEST = 1000  # characters of an error, which may show what a file holds
 _SAVED_BY = {"version", "rank", "world_size", "shard"}
 """Entries of an algorithm's state that say who saved it."""
-
-
-class RestoreError(ValueError):
-    """A component of a state cannot be loaded; nothing has been.
-
-    Attributes:
-        component: its name.
-    """
-
-    def __init__(self, component: str, reason: str) -> None:
-        super().__init__(reason)
-        self.component = component
 
 
 class TrainingState:
@@ -100,14 +82,15 @@ class TrainingState:
         ranks = self.context.given_group.ranks
         return ranks.index(identity.rank), len(ranks)
 
-    def collect(self, algorithm: dict[str, Any]) -> State:
-        """Return the state, in which that of the algorithm is given; tensors in the host's memory
-        are not copied.
-        """
+    def collect(self, algorithm: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        """Return the components of the state, in which that of the algorithm is given."""
         model = self.module.state_dict()
         state: State = {
             "model": dict(model),
-            "versions": {"modules": dict(getattr(model, "_metadata", {}))},
+            "versions": {
+                "modules": dict(getattr(model, "_metadata", {})),
+                "parameters": [self._names(optimizer) for optimizer in self.optimizers],
+            },
             "optimizers": {
                 str(place): optimizer.state_dict()
                 for place, optimizer in enumerate(self.optimizers)
@@ -119,7 +102,21 @@ class TrainingState:
             state["sampler"] = dict(
                 self.sampler if isinstance(self.sampler, Mapping) else self.sampler.state_dict()
             )
-        return {component: plain(entries, component) for component, entries in state.items()}
+        return list(state.items())
+
+    def _names(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        """Return the names in the model of the parameters in each of the optimizer's groups; the
+        others are numbered.
+        """
+        names: dict[int, str] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            # Of a tied weight, the same name in whatever order its modules are.
+            names[id(parameter)] = min(name, names.get(id(parameter), name))
+        others = count()
+        return [
+            [names.get(id(parameter)) or f"#{next(others)}" for parameter in group["params"]]
+            for group in optimizer.param_groups
+        ]
 
     def replicated(self, state: State) -> set[tuple[str, str]]:
         """Return component and name of those entries of ``state`` of which the algorithm says that
@@ -151,82 +148,63 @@ class TrainingState:
         """Continue from ``state``, which may lack the algorithm's, the sampler's and generators of
         random numbers.
 
-        Everything is checked first. What only its owner can check, such as a model's own kind of
-        state, is put back as it was if loading it fails, or what is loaded after it.
-
         Raises:
-            RestoreError: a component cannot be loaded. Model, optimizers and random generators are
-                as they were, and the algorithm; a sampler of another kind than those of bagua_ref
-                must see to this itself.
+            ValueError: it cannot be loaded; the message names the component. Model, optimizers,
+                random generators and algorithm are as they were; a sampler of another kind than
+                those of bagua_ref must see to this itself.
         """
         if self.context is not None:
             self.algorithm.check_idle()
-        for component, check in self._checks(state):
-            _name_failures(component, check)
-        undo: list[Callable[[], object]] = [partial(_restore_random_states, random_states())]
-        try:
-            for component, before, load in self._loads(state):
-                undo.append(_name_failures(component, before))
-                _name_failures(component, load)
-        except RestoreError:
-            for put_back in reversed(undo):
-                put_back()
-            raise
-
-    def _checks(self, state: State) -> Iterator[tuple[str, Callable[[], object]]]:
-        """Yield for each component what raises if it cannot be loaded, and changes nothing."""
-        yield "model", partial(check_form, state["model"], {str: object}, "state")
-        yield (
-            "versions",
-            partial(check_form, state["versions"], {"modules": {str: {str: object}}}, "state"),
-        )
-        for place, optimizer in enumerate(self.optimizers):
-            yield (
-                "optimizers",
-                partial(_check_optimizer, str(place), optimizer, state["optimizers"]),
-            )
-        if self.context is not None and "algorithm" in state:
-            yield "algorithm", partial(self.algorithm.check_state, state["algorithm"])
-        yield "rng", partial(_check_random_states, state.get("rng", {}))
-
-    def _loads(
-        self, state: State
-    ) -> Iterator[tuple[str, Callable[[], Callable[[], object]], Callable[[], object]]]:
-        """Yield for each component what returns a function to put it back as it was, and what loads
-        it.
-        """
         model = OrderedDict(state["model"])
         model._metadata = OrderedDict(state["versions"]["modules"])  # type: ignore[attr-defined]
-        yield "model", self._model_before, partial(self.module.load_state_dict, model)
-        for place, optimizer in enumerate(self.optimizers):
-            saved = state["optimizers"][str(place)]
-            yield (
-                "optimizers",
-                partial(_optimizer_before, optimizer),
-                partial(_load_optimizer, optimizer, saved),
-            )
-        if self.sampler is not None and "sampler" in state:
-            yield (
-                "sampler",
-                lambda: lambda: None,
-                partial(self.sampler.load_state_dict, state["sampler"]),
-            )
-        if self.context is not None and "algorithm" in state:
-            yield (
-                "algorithm",
-                lambda: lambda: None,
-                partial(self.algorithm.load_state_dict, state["algorithm"]),
-            )
-        yield "rng", lambda: lambda: None, partial(_restore_random_states, state.get("rng", {}))
-
-    def _model_before(self) -> Callable[[], object]:
-        state = self.module.state_dict()
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor):
-                state[name] = value if is_lazy(value) else value.detach().clone()
-            else:
-                state[name] = copy.deepcopy(value)
-        return partial(self.module.load_state_dict, state)
+        component = "optimizers"
+        try:
+            optimizers = [
+                _in_order(optimizer, saved, names, self._names(optimizer))
+                for optimizer, saved, names in zip(
+                    self.optimizers,
+                    state["optimizers"].values(),
+                    state["versions"]["parameters"],
+                    strict=False,
+                )
+            ]
+            for optimizer, saved in zip(self.optimizers, optimizers, strict=True):
+                check_optimizer_state(optimizer, saved)
+            component = "algorithm"
+            if self.context is not None and component in state:
+                self.algorithm.check_state(state[component])
+            component = "model"
+            before = {
+                name: copy.deepcopy(value)
+                if not isinstance(value, torch.Tensor) or is_lazy(value)
+                else value.detach().clone()
+                for name, value in self.module.state_dict().items()
+            }
+            options = [copy.deepcopy(each.state_dict()["param_groups"]) for each in self.optimizers]
+            states = [dict(each.state_dict()["state"]) for each in self.optimizers]
+            random_before = random_states()
+            try:
+                self.module.load_state_dict(model)
+                component = "optimizers"
+                for optimizer, saved in zip(self.optimizers, optimizers, strict=True):
+                    take_over(optimizer, saved, {})
+                component = "rng"
+                _restore_random_states(state.get(component, {}))
+                component = "sampler"
+                if self.sampler is not None and component in state:
+                    self.sampler.load_state_dict(state[component])
+                component = "algorithm"
+                if self.context is not None and component in state:
+                    self.algorithm.load_state_dict(state[component])
+            except Exception:
+                self.module.load_state_dict(before)
+                for optimizer, kept, groups in zip(self.optimizers, states, options, strict=True):
+                    take_over(optimizer, {"state": kept, "param_groups": groups}, {})
+                _restore_random_states(random_before)
+                raise
+        except Exception as error:
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise ValueError(f"its {component} cannot be loaded: {kind}{error}") from error
 
 
 def listed(state: State) -> str:
@@ -239,42 +217,43 @@ def listed(state: State) -> str:
     )
 
 
-def _name_failures(component: str, function: Callable[[], Any]) -> Any:
-    """Return ``function()``; raise RestoreError if it raises: whoever wrote the state chose what
-    goes wrong.
+def _in_order(
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    saved: list[list[str]],
+    here: list[list[str]],
+) -> dict[str, Any]:
+    """Return ``state``, of groups of parameters named ``saved``, in the order ``here``.
+
+    Raises:
+        ValueError: the groups hold other parameters.
     """
-    try:
-        return function()
-    except Exception as error:
-        what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        reason = " ".join(str(error).split())
-        raise RestoreError(
-            component, f"{what}{reason[:_LONGEST]}{'...' * (len(reason) > _LONGEST)}"
-        ) from error
-
-
-def _check_optimizer(place: str, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> None:
-    if place not in states:
-        raise ValueError(f"there is no optimizer {place}, only {sorted(map(str, states))}")
-    check_optimizer_state(optimizer, states[place])
-
-
-def _optimizer_before(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    state = optimizer.state_dict()
-    return partial(
-        take_over, optimizer, {**state, "param_groups": copy.deepcopy(state["param_groups"])}, {}
-    )
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    options = [optimizer.defaults.keys() & group.keys() for group in optimizer.param_groups]
-    take_over(optimizer, state, {})
-    for place, (before, group) in enumerate(zip(options, optimizer.param_groups, strict=True)):
-        if missing := sorted(before - group.keys()):
+    if saved == here or list(map(len, saved)) != list(map(len, here)):
+        return state  # or refused by `check_optimizer_state`, which says more
+    groups = {frozenset(names): place for place, names in enumerate(saved)}
+    for place, names in enumerate(here):
+        if frozenset(names) not in groups:
             raise ValueError(
-                f"group {place} of the {type(optimizer).__name__} lacks the options"
-                f" {', '.join(missing)}"
+                f"group {place} of the {type(optimizer).__name__} has the parameters"
+                f" {', '.join(names)}, and was saved with {', '.join(saved[place])}"
             )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            f"the state of {type(optimizer).__name__} depends on the order of parameters, which was"
+            f" {', '.join(saved[0])}, and now is {', '.join(here[0])}"
+        )
+    ordered = []
+    for names in here:
+        place = groups[frozenset(names)]
+        group = state["param_groups"][place]
+        order = [saved[place].index(name) for name in names]
+        moved = {
+            key: [group[key][index] for index in order]
+            for key in ("params", "param_names")
+            if key in group
+        }
+        ordered.append({**group, **moved})
+    return {**state, "param_groups": ordered}
 
 
 def random_states() -> dict[str, Any]:
@@ -287,40 +266,6 @@ def random_states() -> dict[str, Any]:
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
-
-
-def _check_random_states(states: dict[str, Any]) -> None:
-    """Raise unless the generators can take these states."""
-    if "python" in states:
-        version, numbers, gauss = states["python"]
-        random.Random().setstate((version, numbers, gauss))  # noqa: S311 # no secret depends on it
-        if not isinstance(gauss, float | None):
-            raise ValueError(
-                "the state of Python's generator is not one that random.getstate() returns"
-            )
-    if "torch" in states:
-        torch.Generator().set_state(states["torch"])
-    if "numpy" in states:
-        name, keys, place, has_gauss, gauss = states["numpy"]
-        if (
-            name != "MT19937"
-            or not isinstance(keys, torch.Tensor)
-            or keys.dtype != torch.int64
-            or keys.shape != (_NUMPY_KEYS,)
-        ):
-            raise ValueError(
-                "the state of NumPy's generator is not one of MT19937, with 624 keys of int64"
-            )
-        # NumPy checks none of this, and reads beyond the end of its keys.
-        if not ((keys >= 0) & (keys < 2**32)).all():
-            raise ValueError("the keys of NumPy's generator must be from 0 to 2**32 - 1")
-        check_form(
-            [place, has_gauss, gauss],
-            [range(_NUMPY_KEYS + 1), range(2), float],
-            "the position of NumPy's generator",
-        )
-    if "cuda" in states and torch.cuda.is_available():
-        torch.Generator("cuda").set_state(states["cuda"])
 
 
 def _restore_random_states(states: dict[str, Any]) -> None:

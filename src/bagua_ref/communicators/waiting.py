@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,9 @@ from bagua_ref.communicators.processes import Processes
 from bagua_ref.communicators.rendezvous import another_connection, ask
 from bagua_ref.communicators.tasks import describe_ends, format_ranks
 
-__all__ = ["Waiting", "describe_deadlock", "has_ended"]
+__all__ = ["Waiting", "collective_call", "describe_deadlock", "has_ended"]
+
+_collective_call: ContextVar[str] = ContextVar("bagua_ref.collective_call", default="")
 
 _PATIENCE = 5.0
 """Seconds after which a wait is published, or half of its timeout if that is less."""
@@ -53,6 +56,18 @@ _INTERVAL = 1.0
 
 _GRACE = 0.3
 """Seconds in which a rank must have received what another one had sent before its process ended."""
+
+
+@contextmanager
+def collective_call(name: str) -> Iterator[None]:
+    """Let messages about this thread's waits say that it is in ``name``, a function that all ranks
+    call together.
+    """
+    token = _collective_call.set(name)
+    try:
+        yield
+    finally:
+        _collective_call.reset(token)
 
 
 @dataclass
@@ -135,6 +150,8 @@ class Waiting:
                 interrupts the wait. Called on another thread once the wait is long.
         """
         me = threading.get_ident()
+        if not is_background and (call := _collective_call.get()):
+            what = f"in {call} ({what.removeprefix('in ')})"
         outer = self._waits.get(me)
         patience = min(_PATIENCE, timeout / 2)
         self._waits[me] = _Wait(
@@ -228,7 +245,7 @@ class Waiting:
         def read(store: Store) -> str:
             others = [rank for rank in members if rank != self._rank]
             return "; ".join(
-                filter(None, [*_ends(store, others), self._verdict(store, self._published)])
+                filter(None, [self._verdict(store, self._published), *_ends(store, others)])
             )
 
         return ask(self._job_store, read, "", limit)
