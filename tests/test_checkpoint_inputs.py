@@ -6,6 +6,7 @@ import collections
 import datetime
 import errno
 import io
+import json
 import os
 import stat
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.launch import launch
 from tests.scripts import ROOT
 from tests.trainings import on_every_rank
 from torch import nn
@@ -25,7 +27,7 @@ import bagua_ref
 from bagua_ref import checkpoint
 from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm
 from bagua_ref.checkpoint import folder as folders
-from bagua_ref.errors import CheckpointError
+from bagua_ref.errors import CheckpointError, CommunicationError
 
 ONES = torch.ones(3, 4)
 TAKEN: dict[str, Any] = {
@@ -207,6 +209,35 @@ def test_an_earlier_longer_run_is_not_loaded_without_a_word(r: int, tmp_path: Pa
         found: Any = checkpoint.load(tmp_path, model, optimizer)
     assert (found.step, found.extra) == (20, "new")
     assert checkpoint.load(tmp_path, model, optimizer, step=100).extra == "old"  # type: ignore[union-attr]
+
+
+@on_every_rank(1)
+def test_the_format_of_another_version_is_named(r: int, tmp_path: Path) -> None:
+    model, optimizer = make()
+    path = checkpoint.save(tmp_path, model, optimizer, step=1) / "manifest.json"
+    content = json.loads(path.read_text())["manifest"] | {"format": 1}
+    path.write_text(json.dumps({"manifest": content, "sha256": folders._checksum(content)}))
+    with pytest.raises(CheckpointError, match=rf"{path} is damaged: it has another format"):
+        checkpoint.load(tmp_path, model, optimizer)
+
+
+def save_on_the_first_rank(folder: Path) -> str:
+    """Return the error of a training in which only rank 0 saves."""
+    model, optimizer = make()
+    try:
+        for number in range(3):
+            if number == 2 and bagua_ref.get_rank() == 0:
+                checkpoint.save(folder, model, optimizer, step=number)
+            step(model, optimizer)
+    except CommunicationError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.slow
+def test_a_save_on_one_rank_only_is_named_on_all_ranks(tmp_path: Path) -> None:
+    for error in launch(save_on_the_first_rank, 2, tmp_path, limit=60):
+        assert "rank 0 waits in bagua_ref.checkpoint.save (" in error
 
 
 OTHER_JOB = """
