@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests import faults
-from tests.faults import Training
+from tests import failing_ranks as faults
+from tests.failing_ranks import Training
 from tests.trainings import simulate, weights
 
 import bagua_ref

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import faults
-from tests.faults import named
+from tests import failing_ranks as faults
+from tests.failing_ranks import named
 from tests.launch import launch, outcomes
 
 import bagua_ref

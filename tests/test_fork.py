@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests import faults
+from tests import failing_ranks as faults
 from tests.launch import on_every_process
 from tests.trainings import batch, network
 from torch.utils.data import DataLoader, Dataset

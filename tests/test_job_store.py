@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests import faults
+from tests import failing_ranks as faults
 from tests.launch import launch, outcomes
 
 import bagua_ref

@@ -388,8 +388,7 @@ def test_past_the_warm_up_an_optimizer_that_no_algorithm_knows_says_so() -> None
 
 
 BAD_OPTIONS: list[Any] = [
-    ({"warmup_steps": 0}, ValueError, "warmup_steps=0 must be at least 2"),
-    ({"warmup_steps": 1}, ValueError, "warmup_steps=1 must be at least 2"),
+    ({"warmup_steps": 0}, ValueError, "warmup_steps=0 must be at least 1"),
     ({"warmup_steps": -3}, ValueError, "warmup_steps=-3"),
     ({"warmup_steps": 2.5}, TypeError, r"warmup_steps=2\.5"),
     ({"warmup_steps": True}, TypeError, "warmup_steps=True"),
@@ -400,6 +399,25 @@ BAD_OPTIONS: list[Any] = [
     ({"betas": (1.0, 0.9)}, ValueError, r"betas=\(1\.0, 0\.9\)"),
     ({"betas": (0.9,)}, ValueError, r"betas=\(0\.9,\)"),
 ]
+
+
+@on_every_rank(2)
+def test_S5_5_with_a_warm_up_of_one_step_no_weight_moves_and_it_says_so(r: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    module: Any = nn.Linear(3, 2)
+    before = flat(module.parameters())
+    with pytest.warns(UserWarning, match="warmup_steps=1 freezes v at 0"):
+        optimizer = QAdamOptimizer(module.parameters(), lr=0.1, warmup_steps=1)
+    module.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of elements that do not move
+        for step in range(4):
+            optimizer.zero_grad()
+            module(torch.full((2, 3), float(step + r + 1))).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(flat(module.parameters()), before)
+    assert optimizer.step_id == 4
+    return flat(module.parameters())
 
 
 @pytest.mark.parametrize(("options", "error", "message"), BAD_OPTIONS)

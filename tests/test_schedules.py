@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests import faults
-from tests.faults import ALGORITHMS, Training
+from tests import failing_ranks as faults
+from tests.failing_ranks import ALGORITHMS, Training
 from torch import Tensor
 
 import bagua_ref

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests import faults
+from tests import failing_ranks as faults
 from tests.launch import Outcome, outcomes
 from tests.scripts import ROOT, load_script
 

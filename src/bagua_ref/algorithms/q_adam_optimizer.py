@@ -38,7 +38,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
     Args:
         params: parameters or groups of them, as in torch.
         lr: learning rate.
-        warmup_steps: the last step with exact gradients, at least 2.
+        warmup_steps: the last step with exact gradients, at least 1; with 1, v freezes at 0 and no
+            weight moves, with a warning.
         betas: decay of m and v.
         eps: added to the denominator.
         weight_decay: times the weight is added to the gradient while s < warmup_steps.
@@ -68,10 +69,14 @@ class QAdamOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool):
             raise TypeError(f"warmup_steps={warmup_steps!r} must be an int")
-        if warmup_steps < 2:
-            raise ValueError(
-                f"warmup_steps={warmup_steps} must be at least 2: v is learned in the steps before"
-                " it freezes, and where it is 0, weights no longer move"
+        if warmup_steps < 1:
+            raise ValueError(f"warmup_steps={warmup_steps} must be at least 1")
+        if warmup_steps == 1:
+            # Bagua's own tests use it.
+            warnings.warn(
+                "warmup_steps=1 freezes v at 0, so that no weight moves: v is learned in the steps"
+                " before it freezes; use at least 2, and rather 100",
+                stacklevel=2,
             )
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "warmup_steps": warmup_steps, "step_id": 0})
