@@ -1,6 +1,4 @@
-"""Properties of golden vectors: written files are read back equal. Hostile files are in
-test_hostile_input.py.
-"""
+"""Properties of golden vectors: written files are read back equal."""
 
 from __future__ import annotations
 

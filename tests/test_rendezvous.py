@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from bagua_ref.communicators.rendezvous import rendezvous
-from bagua_ref.errors import CommunicationTimeoutError
+from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
 
 def meet_all(store, order, timeout=20.0, attempt=""):
@@ -69,3 +69,12 @@ def test_who_is_missing_is_named():
         match=r"^rank 1 timed out after 0\.1 s waiting for rank 0 of 2 in the store at ",
     ):
         rendezvous(dist.HashStore(), 1, 2, None, 0.1)
+
+
+@pytest.mark.parametrize("wrote", [b"", b"{", b"[]", b'{"1": [1, "card"]}'])
+def test_an_invalid_message_is_named(wrote):
+    store = dist.HashStore()
+    store.set("proposed", "m")
+    store.set("m/all", wrote)
+    with pytest.raises(CommunicationError, match=r"^rank 0 wrote an invalid message"):
+        rendezvous(store, 1, 2, "card", 5.0)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
-from bagua_ref.base.untrusted import load_json, read_file
+from bagua_ref.base.untrusted import load_json
 from bagua_ref.base.utils import readable_bytes
 from bagua_ref.cli.command import (
     COLORS,
@@ -70,7 +70,6 @@ CANDIDATES = (
 )
 """The algorithms that are compared unless the user names others."""
 
-_MEASURED_MOST = 2**20
 _MOST_WORKERS = 1024
 """An all-to-all of so many has a million messages."""
 _WORKERS = 64
@@ -285,7 +284,7 @@ def _measured(path: Path) -> Any:
     ranks'.
     """
     try:
-        value = load_json(read_file(path, _MEASURED_MOST))
+        value = load_json(path.read_bytes())
         if isinstance(value, dict) and "links" in value:
             return MeasuredMachine.from_json(value)
     except OSError as error:

@@ -300,7 +300,7 @@ def costs_of_job(
         for of_rank in zip(*steps, strict=True)
     ]
     for sent in (rank["bytes_sent_per_step"] for rank in ranks if plan.interval is None):
-        if all(abs(sent * plan.cycle - nbytes) > _APART * nbytes for nbytes in planned):
+        if not any(abs(sent * plan.cycle - nbytes) <= _APART * nbytes for nbytes in planned):
             raise ValueError(
                 f"the metrics are not those of {type(plan.algorithm).__name__}: {sent:,.0f} bytes a"
                 f" step, not {max(planned) / plan.cycle:,.0f}; give the job's model and ranks, and"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bagua_ref.base.untrusted import NATURAL, SCALAR, check_form, load_json, read_file
+from bagua_ref.base.untrusted import NATURAL, SCALAR, check_form, load_json
 
 FORMAT = "bagua_ref recording 1"
 MANIFEST, INDEX = "manifest.json", "steps.jsonl"
@@ -124,7 +124,7 @@ def read_recording(folder: Path) -> list[RankRecording]:
 def _read_rank(folder: Path) -> RankRecording:
     path = folder / MANIFEST
     try:
-        manifest = load_json(read_file(path))
+        manifest = load_json(path.read_bytes())
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise RecordingError(
                 f"{str(path)!r} is not the manifest of a recording: its format is not {FORMAT!r}"
@@ -150,7 +150,7 @@ def _read_steps(path: Path) -> dict[int, Step]:
             for name, number, norm in entries
         }
 
-    *lines, _ = read_file(path).split(b"\n")  # a last line without its end was cut off by a crash
+    *lines, _ = path.read_bytes().split(b"\n")  # a last line without its end was cut off by a crash
     for number, text in enumerate(lines, start=1):
         try:
             line = load_json(text)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from bagua_ref.base.runtime import current_world
-from bagua_ref.base.untrusted import load_json, read_file
+from bagua_ref.base.untrusted import load_json
 from bagua_ref.base.utils import uncompiled
 from bagua_ref.record.digests import digest, digest_of_text
 from bagua_ref.record.files import FORMAT, INDEX, MANIFEST, values_file
@@ -388,7 +388,7 @@ class Recording:
     def _open(self) -> None:
         path = self._folder / MANIFEST
         if path.exists():
-            there = load_json(read_file(path))
+            there = load_json(path.read_bytes())
             same = isinstance(there, dict) and all(
                 there.get(key) == self._manifest[key] for key in ("format", "world_size")
             )
