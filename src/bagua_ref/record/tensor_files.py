@@ -110,8 +110,10 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     data = path.read_bytes()
     try:
         return dict(load(data))
-    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch lacks
+    except SafetensorError as error:
         raise DamagedFileError(f"not a complete safetensors file: {one_line(str(error))}") from None
+    except KeyError as error:  # safetensors looks the name up among torch's dtypes
+        raise DamagedFileError(f"a tensor is of dtype {error}, which this torch lacks") from None
 
 
 def read_tensors(path: Path, error: type[Exception]) -> dict[str, Tensor]:
