@@ -83,10 +83,10 @@ def _show(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
         lines = [
             f"Command: {shlex.join(found['command'])}",
             "Process: " + ", ".join(f"{name} {value}" for name, value in found["settings"].items()),
-            f"{'rank':>4} {'steps':>6} {'first':>6} {'last':>6} {'values':>6}  state",
+            f"{'rank':>4} {'steps':>6} {'first':>6} {'last':>6}  state",
             *(
                 f"{rank:4} {len(steps):6} {steps[0] if steps else '-':>6}"
-                f" {steps[-1] if steps else '-':>6} {of_rank['values']:6}  {of_rank['state']}"
+                f" {steps[-1] if steps else '-':>6}  {of_rank['state']}"
                 for rank, of_rank in enumerate(found["ranks"])
                 for steps in [of_rank["steps"]]
             ),
@@ -107,7 +107,6 @@ def _summary(ranks: list[RankRecording]) -> dict[str, Any]:
         "ranks": [
             {
                 "steps": sorted(rank.steps),
-                "values": sum(step.values for step in rank.steps.values()),
                 "state": (
                     f"stopped: {stopped}"
                     if (stopped := rank.manifest.get("stopped"))

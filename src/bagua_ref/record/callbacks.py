@@ -18,7 +18,7 @@ def lightning_callback(folder: str | Path, **options: Any) -> Any:
 
     Args:
         folder: as for `record`; a run that goes on from a checkpoint adds to it.
-        options: ``what``, ``window``, ``rank`` and ``world_size`` of `record`.
+        options: ``rank`` and ``world_size`` of `record`.
 
     Raises:
         ModuleNotFoundError: Lightning is not installed.

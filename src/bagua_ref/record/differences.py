@@ -5,35 +5,17 @@ equal; and its report.
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from bagua_ref.base.untrusted import one_line
-from bagua_ref.record.causes import CAUSES, UNCERTAIN, explain, other_states
-from bagua_ref.record.pair import Mismatch, Pair, kind_of
+from bagua_ref.record.causes import CAUSES, explain, other_states
+from bagua_ref.record.pair import KINDS, Pair, kind_of
 
 _MAX_ROWS = 12  # of the text's timeline
 
-_WORDS = {
-    "buffer": "buffer before the step",
-    "batch": "batch",
-    "input": "input of the model",
-    "module": "output of module",
-    "output": "output",
-    "loss": "loss",
-    "local": "gradient of the backward pass",
-    "grad": "gradient for the optimizer",
-    "option": "options of the optimizer for",
-    "state": "optimizer state",
-    "weight": "weight",
-    "buffer_after": "buffer after the step",
-}
-_COLORS = {"loss": "#b4451f", "grad": "#2f6f9f", "weight": "#3c7a4e"}
+_DRAWN = ("loss", "grad", "weight")  # kinds whose norms tell how far runs are apart
 
 
 @dataclass
@@ -49,8 +31,7 @@ class Difference:
         records: number of values of that kind, on all ranks, that differ in this step.
         cause: the name of the likely cause, from `CAUSES`.
         details: about the cause.
-        index: of the first element that differs, if values are kept.
-        values: that of A and that of B: the element, if values are kept; of a loss the loss.
+        norms: that of A and that of B, of a loss its value; None where it is not recorded.
     """
 
     step: int
@@ -60,16 +41,13 @@ class Difference:
     records: int
     cause: str
     details: str
-    index: list[int] | None = None
-    values: tuple[Any, Any] | None = None
+    norms: tuple[float | None, float | None]
 
     def __str__(self) -> str:
-        kind, _, name = self.record.partition(":")
         before = " before the step" if self.kind == "start" else ""
-        shown = f" {name!r}" if name else ""
-        index = "" if self.index is None else str(self.index)
-        values = "" if self.values is None else f": {self.values[0]} in A, {self.values[1]} in B"
-        return f"step {self.step}, rank {self.rank}, {_WORDS[kind]}{before}{shown}{index}{values}"
+        a, b = self.norms
+        norms = "" if a is None or b is None else f", norms {a:.6g} in A and {b:.6g} in B"
+        return f"step {self.step}, rank {self.rank}, {self.record}{before}{norms}"
 
 
 @dataclass
@@ -86,7 +64,6 @@ class DifferenceReport:
         differing: by step, the kinds of which values differ.
         distances: by step, the largest relative difference of norms of each kind that is recorded.
         first: the first difference, or None.
-        not_finite: by run, its first value that is not finite.
     """
 
     a: str
@@ -98,7 +75,6 @@ class DifferenceReport:
     differing: dict[int, list[str]] = field(default_factory=dict)
     distances: dict[int, dict[str, float]] = field(default_factory=dict)
     first: Difference | None = None
-    not_finite: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as JSON values, with infinities and NaN as text."""
@@ -122,13 +98,9 @@ class DifferenceReport:
         lines += [
             f"First difference: {self.first}{more}",
             f"Likely cause: {cause} ({self.first.details or CAUSES[cause]})",
-            *(f"Not finite in {run}: {where}" for run, where in self.not_finite.items()),
             "Timeline, with the largest relative differences of norms:",
             *self._timeline(),
         ]
-        if self.first.index is None:
-            step = self.first.step
-            lines.append(f"To see elements, record with what='values', window=({step}, {step + 1})")
         return "\n".join([*map(one_line, lines), "DIFFERENT"])
 
     def _timeline(self) -> list[str]:
@@ -141,7 +113,7 @@ class DifferenceReport:
         lines = []
         for group in groups[:_MAX_ROWS]:
             far = {
-                kind: max(self.distances[step].get(kind, 0.0) for step in group) for kind in _COLORS
+                kind: max(self.distances[step].get(kind, 0.0) for step in group) for kind in _DRAWN
             }
             shown = ", ".join(f"{kind} {value:.2g}" for kind, value in far.items() if value)
             steps = f"{group[0]}" if len(group) == 1 else f"{group[0]} to {group[-1]}"
@@ -156,15 +128,15 @@ def diff_records(a: str | Path, b: str | Path) -> DifferenceReport:
     """Compare two recordings of `bagua_ref.record`.
 
     Random states alone are no difference: many runs leave a generator unseeded that they do not
-    use. Recordings with other numbers of ranks are compared in what must be equal on all: rank 0's
-    gradients after communication, options, state and weights.
+    use.
 
     Args:
         a: folder with the folders of all ranks of one run.
         b: of the other one.
 
     Raises:
-        RecordingError: a recording cannot be read, or they have no step in common.
+        RecordingError: a recording cannot be read, or they have other numbers of ranks or no step in
+            common.
     """
     pair = Pair(Path(a), Path(b))
     report = DifferenceReport(str(a), str(b), pair.steps, pair.ranks, _notes(pair))
@@ -172,30 +144,28 @@ def diff_records(a: str | Path, b: str | Path) -> DifferenceReport:
     for step in pair.steps:
         kinds = pair.mismatches(step)
         names = [(rank, name) for rank in pair.ranks for name in pair.at(0, rank, step)]
-        report.records += sum(kind_of(name) in pair.kinds for _, name in names)
+        report.records += sum(kind_of(name) in KINDS for _, name in names)
         report.differing[step] = list(kinds)
         report.distances[step] = {
             kind: max([m.distance() or 0.0 for m in kinds.get(kind, [])], default=0.0)
-            for kind in _COLORS
-            if kind in pair.kinds
-            and any(
-                kind_of(name) == kind and name in pair.at(1, rank, step) for rank, name in names
-            )
+            for kind in _DRAWN
+            if any(kind_of(name) == kind and name in pair.at(1, rank, step) for rank, name in names)
         }
         if report.first is None:
             for rank in pair.ranks:
                 for name in other_states(pair, step, rank):
                     random.setdefault(name, step)
             if kinds:
-                report.first = _describe(pair, step, *next(iter(kinds.items())))
+                kind, found = next(iter(kinds.items()))
+                first = found[0]
+                norms = first.a and first.a.norm, first.b and first.b.norm
+                cause, details = explain(pair, step, kind, found)
+                report.first = Difference(
+                    step, first.rank, kind, first.name, len(found), cause, details, norms
+                )
     if random and (report.first is None or report.first.cause != "random state"):
         since = ", ".join(f"{name} from step {step} on" for name, step in random.items())
-        sure = report.first is not None and report.first.cause not in UNCERTAIN
-        more = ", but this did not cause the divergence" if sure else ""
-        report.notes.append(f"random states differ ({since}){more}")
-    report.not_finite = {
-        name: where for run, name in enumerate("AB") if (where := _not_finite(pair, run))
-    }
+        report.notes.append(f"random states differ ({since})")
     return report
 
 
@@ -204,40 +174,29 @@ def draw_distances(report: DifferenceReport) -> Any:
     weights, by step: of those kinds and steps that both runs have recorded.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9.0, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    lowest = 1e-9  # equal norms, on a logarithmic axis
-    for kind, color in _COLORS.items():
+    for kind in _DRAWN:
         far = {step: found[kind] for step, found in report.distances.items() if kind in found}
+        # equal norms lie at the bottom of a logarithmic axis
+        shown = [min(max(x, 1e-9), 1.0) for x in far.values()]
         if far:
-            shown = [min(max(value, lowest), 1.0) for value in far.values()]
-            axes.plot([*far], shown, marker=".", color=color, label=kind)
+            axes.plot([*far], shown, marker=".", label=kind)
     axes.set_yscale("log")
-    axes.set_ylim(lowest / 2, 2.0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_ylim(5e-10, 2.0)
     axes.set_xlabel("step")
     axes.set_ylabel("relative difference of norms\n(bottom: none)")
-    title = "equal"
     if report.first is not None:
-        step, name = report.first.step, report.first.record.rstrip(":")
-        title = f"first difference: {report.first.cause}, at step {step}, {name}"
-        axes.axvline(step, color="#1c1e21", linewidth=0.8, linestyle="dashed")
-    axes.set_title(title, loc="left", fontsize=10)
-    if axes.lines:
-        axes.legend(frameon=False)
+        axes.axvline(report.first.step, color="black", linestyle="dashed")
+        axes.set_title(f"step {report.first.step}, {report.first.record}: {report.first.cause}")
+    axes.legend()
     return figure
 
 
 def _notes(pair: Pair) -> list[str]:
     """Return notes on the extent of the comparison and on differences between the processes."""
     notes = []
-    if len(pair.runs[0]) != len(pair.runs[1]):
-        notes.append(
-            f"A has {len(pair.runs[0])} ranks and B {len(pair.runs[1])}: only rank 0's gradients"
-            " after communication, options, state and weights are compared, no shards"
-        )
     for name, run in zip("AB", pair.runs, strict=True):
         if more := sorted(
             {step for rank in pair.ranks for step in run[rank].steps} - {*pair.steps}
@@ -256,39 +215,6 @@ def _notes(pair: Pair) -> list[str]:
         for name in sorted(a.keys() | b.keys())
         if a.get(name) != b.get(name)
     ]
-
-
-def _describe(pair: Pair, step: int, kind: str, found: list[Mismatch]) -> Difference:
-    first = found[0]
-    cause, details = explain(pair, step, kind, found)
-    difference = Difference(step, first.rank, kind, first.name, len(found), cause, details)
-    values = pair.values(step, first) if kind != "start" else None
-    if values is not None:
-        x, y = (side.reshape(-1) for side in values)
-        bits = (side.view(torch.uint8).view(len(side), -1) for side in (x, y))
-        place = int(operator.ne(*bits).any(1).int().argmax())
-        difference.index = [int(at) for at in np.unravel_index(place, values[0].shape)]
-        difference.values = x[place].item(), y[place].item()
-    elif kind == "loss" and first.a is not None and first.b is not None:
-        difference.values = first.a.norm, first.b.norm
-    return difference
-
-
-def _not_finite(pair: Pair, run: int) -> str:
-    """Return where a run has its first value that is not finite, or ""."""
-    for step in pair.steps:
-        bad = [
-            (pair.kinds.index(kind_of(name)), rank, place, name)
-            for rank in pair.ranks
-            for place, (name, entry) in enumerate(pair.at(run, rank, step).items())
-            if entry.norm is not None
-            and not math.isfinite(entry.norm)
-            and kind_of(name) in pair.kinds
-        ]
-        if bad:
-            _, rank, _, name = min(bad)
-            return f"step {step}, rank {rank}, {name}"
-    return ""
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,4 @@
-"""Files of a recording: per rank a folder with a manifest, an index of steps, and a safetensors file
-per step of which values are kept.
-"""
+"""Files of a recording: per rank a folder with a manifest and an index of steps."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import torch
 
 from bagua_ref.base.untrusted import NATURAL, SCALAR, check_form, load_json
 
-FORMAT = "bagua_ref recording 1"
+FORMAT = "bagua_ref recording 2"
 MANIFEST, INDEX = "manifest.json", "steps.jsonl"
 
 _MANIFEST_FORM = {
@@ -26,11 +24,10 @@ _MANIFEST_FORM = {
 }
 _STEP_FORM = {
     "step": NATURAL,
-    "entries?": list,
-    "start?": list,
-    "metadata?": {str: str},
-    "partial?": bool,
-    "values?": bool,
+    "entries": list,
+    "start": list,
+    "metadata": {str: str},
+    "partial": bool,
 }
 
 
@@ -68,13 +65,11 @@ class Step:
         entries: in order of recording; the name's part before the colon is its kind.
         start: weights and optimizer state before the first step that a process recorded.
         partial: whether the run failed in this step.
-        values: whether values are kept.
     """
 
     entries: dict[str, Entry]
     start: dict[str, Entry]
     partial: bool
-    values: bool
 
 
 @dataclass(frozen=True)
@@ -86,38 +81,22 @@ class RankRecording:
     steps: dict[int, Step]
 
 
-def values_file(folder: Path, step: int) -> Path:
-    """Return the path of a step's values."""
-    return folder / f"{step:08d}.safetensors"
-
-
 def read_recording(folder: Path) -> list[RankRecording]:
     """Return all ranks' recordings in ``folder``, by rank.
 
     Raises:
         RecordingError: there is none, a rank is missing, or a file is damaged.
     """
-    present = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}"))
-    if not present:
-        hint = ""
-        if (folder / MANIFEST).exists():
-            hint = f"; it is the folder of one rank: pass {str(folder.parent)!r}"
-        raise RecordingError(f"{str(folder)!r} holds no recording: no rank0/{MANIFEST} in it{hint}")
-    world_size = _read_rank(folder / present[0]).manifest["world_size"]
-    ranks = []
-    for rank in range(world_size):
-        if f"rank{rank}" not in present:
-            raise RecordingError(
-                f"{str(folder / f'rank{rank}' / MANIFEST)!r} is missing; this recording of"
-                f" {world_size} ranks has only {', '.join(present)}"
-            )
-        ranks.append(_read_rank(folder / f"rank{rank}"))
-        actual = [ranks[-1].manifest[key] for key in ("rank", "world_size")]
-        if actual != [rank, world_size]:
-            raise RecordingError(
-                f"{str(ranks[-1].folder / MANIFEST)!r} is of rank {actual[0]} of {actual[1]},"
-                f" not of rank {rank} of {world_size}"
-            )
+    ranks = [_read_rank(path.parent) for path in folder.glob(f"rank*/{MANIFEST}")]
+    ranks.sort(key=lambda each: int(each.manifest["rank"]))
+    if not ranks:
+        raise RecordingError(f"{str(folder)!r} holds no recording: no rank0/{MANIFEST} in it")
+    of = [(each.manifest["rank"], each.manifest["world_size"]) for each in ranks]
+    if of != [(rank, len(ranks)) for rank in range(len(ranks))]:
+        listed = ", ".join(f"rank {rank} of {world_size}" for rank, world_size in of)
+        raise RecordingError(
+            f"{str(folder)!r} must hold one run's recordings of all ranks; it holds {listed}"
+        )
     return ranks
 
 
@@ -155,13 +134,11 @@ def _read_steps(path: Path) -> dict[int, Step]:
         try:
             line = load_json(text)
             check_form(line, _STEP_FORM, "it")
-            metadata.update(line.get("metadata") or {})
-            entries, start = (parsed(line.get(key) or []) for key in ("entries", "start"))
+            metadata.update(line["metadata"])
+            entries, start = (parsed(line[key]) for key in ("entries", "start"))
         except (TypeError, ValueError) as error:
             raise ValueError(f"line {number}: {error}") from None
         if steps and line["step"] <= next(reversed(steps)):  # a restart repeats the later ones
             steps = {step: kept for step, kept in steps.items() if step < line["step"]}
-        steps[line["step"]] = Step(
-            entries, start, bool(line.get("partial")), bool(line.get("values"))
-        )
+        steps[line["step"]] = Step(entries, start, line["partial"])
     return steps

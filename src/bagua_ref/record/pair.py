@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
-
-from bagua_ref.record.files import Entry, RecordingError, Step, read_recording, values_file
-from bagua_ref.record.tensor_files import read_tensors
+from bagua_ref.record.files import Entry, RecordingError, read_recording
 
 KINDS = (
     "start",
     "buffer",
     "batch",
     "input",
-    "module",
     "output",
     "loss",
     "local",
@@ -33,9 +28,6 @@ KINDS = (
 Random states ("rng", "drawn") and settings of modules are not among them: that they differ is no
 difference by itself, but may be the cause of one.
 """
-
-_OF_ALL_RANKS = ("start", "grad", "option", "state", "weight")
-"""What must be equal on any number of ranks, if gradients are averaged over all of them."""
 
 
 class Mismatch(NamedTuple):
@@ -65,25 +57,26 @@ class Pair:
 
     Attributes:
         runs: the ranks of each.
-        ranks: those that are compared.
-        steps: likewise.
-        kinds: likewise.
+        ranks: their numbers.
+        steps: those that both have.
 
     Raises:
-        RecordingError: one cannot be read, or they have no step in common.
+        RecordingError: one cannot be read, or they have other numbers of ranks or no step in common.
     """
 
     def __init__(self, a: Path, b: Path) -> None:
         self.runs = read_recording(a), read_recording(b)
-        same = len(self.runs[0]) == len(self.runs[1])
-        self.ranks = [*range(len(self.runs[0]))] if same else [0]
-        self.kinds = KINDS if same else _OF_ALL_RANKS
+        counts = [len(run) for run in self.runs]
+        if counts[0] != counts[1]:
+            raise RecordingError(
+                f"{str(a)!r} is of {counts[0]} ranks and {str(b)!r} of {counts[1]}; only recordings"
+                " of equally many can be compared"
+            )
+        self.ranks = [*range(counts[0])]
         of_runs = [
             set.intersection(*(set(run[rank].steps) for rank in self.ranks)) for run in self.runs
         ]
         self.steps = sorted(of_runs[0] & of_runs[1])
-        # Files of values are large: those of one step and rank are kept.
-        self._read = lru_cache(2)(partial(read_tensors, error=RecordingError))
         if not self.steps:
             ranges = [f"{min(steps)} to {max(steps)}" if steps else "none" for steps in of_runs]
             raise RecordingError(
@@ -102,24 +95,17 @@ class Pair:
 
     def mismatches(self, step: int) -> dict[str, list[Mismatch]]:
         """Return the values that differ in a step by kind, in the order of their dependence."""
-        found: dict[str, list[Mismatch]] = {kind: [] for kind in self.kinds}
+        found: dict[str, list[Mismatch]] = {kind: [] for kind in KINDS}
         for rank in self.ranks:
             a, b = (run[rank].steps[step] for run in self.runs)
             starts = [self._start(run, rank, step) for run in range(2)]
             if (a.start or b.start) and all(starts):
                 found["start"] += _unequal(rank, *starts)
             for mismatch in _unequal(rank, a.entries, b.entries):
-                if kind_of(mismatch.name) in found and self._counts(mismatch, a, b):
+                lacks = (mismatch.a is None and a.partial) or (mismatch.b is None and b.partial)
+                if kind_of(mismatch.name) in found and not lacks:
                     found[kind_of(mismatch.name)].append(mismatch)
         return {kind: listed for kind, listed in found.items() if listed}
-
-    def _counts(self, mismatch: Mismatch, a: Step, b: Step) -> bool:
-        """Return whether a value can be compared, or its absence means something."""
-        if kind_of(mismatch.name) == "module":  # recorded with values only
-            return a.values and b.values
-        if len(self.runs[0]) != len(self.runs[1]):  # shards
-            return " shard " not in f"{mismatch.a} {mismatch.b}"
-        return not ((mismatch.a is None and a.partial) or (mismatch.b is None and b.partial))
 
     def _start(self, run: int, rank: int, step: int) -> dict[str, Entry]:
         """Return weights and state as the step began: recorded then, or at the end of the step
@@ -130,19 +116,6 @@ class Pair:
             for name, entry in self.at(run, rank, step - 1).items()
             if kind_of(name) in ("state", "weight")
         }
-
-    def values(self, step: int, mismatch: Mismatch) -> tuple[Tensor, Tensor] | None:
-        """Return both values, if they are kept and of one dtype and shape."""
-        found = []
-        for run in self.runs:
-            if not run[mismatch.rank].steps[step].values:
-                return None
-            path = values_file(run[mismatch.rank].folder, step)
-            found.append(self._read(path).get(mismatch.name))
-        a, b = found
-        if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-            return None
-        return a, b
 
 
 def kind_of(name: str) -> str:

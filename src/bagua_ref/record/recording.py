@@ -1,8 +1,7 @@
-"""`Recording`: digests, or values, of what each step of a run takes in, computes and changes."""
+"""`Recording`: digests of what each step of a run takes in, computes and changes."""
 
 from __future__ import annotations
 
-import array
 import contextlib
 import json
 import math
@@ -22,19 +21,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from bagua_ref.base.runtime import current_world
 from bagua_ref.base.untrusted import load_json
 from bagua_ref.base.utils import uncompiled
 from bagua_ref.record.digests import digest, digest_of_text
-from bagua_ref.record.files import FORMAT, INDEX, MANIFEST, values_file
-from bagua_ref.record.tensor_files import CODES, name_of, write_safetensors
+from bagua_ref.record.files import FORMAT, INDEX, MANIFEST
 
 _SAMPLE = 1024  # elements that tell whether values have been rounded to 16 bits
-_NORMS = ("batch", "input", "module", "output", "loss", "local", "grad", "weight")
-"""Kinds that also store an L2 norm, which shows distances and NaNs."""
-_ROUNDED = ("input", "module", "output", "local", "grad")
+_ROUNDED = ("input", "output", "local", "grad")
 """Kinds of which it is stored whether all values have been rounded to 16 bits."""
 
 
@@ -54,8 +49,6 @@ class Recording:
         folder: this rank writes into ``folder/rank<r>``.
         loader: batches, which the context then yields: ``for batch in recording``; None: only the
             model's inputs are recorded.
-        what: "digests", or "values" to keep the values of some steps too.
-        window: first step with values and first one after; None: all. Only with "values".
         first_step: number of the first step, for a run that was restarted: its steps are added to
             what the folder holds; None: 0, in a folder without a recording.
         rank: this rank; None: taken from bagua_ref, torch.distributed or the environment.
@@ -66,9 +59,9 @@ class Recording:
         stopped: why recording stopped early, or None.
 
     Raises:
-        ValueError: an argument is out of range; on entering: the folder holds a recording of this
+        ValueError: rank is not below world_size; on entering: the folder holds a recording of this
             rank.
-        TypeError: an argument has the wrong type.
+        TypeError: there is no optimizer.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(2, 1)
@@ -88,45 +81,20 @@ class Recording:
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         folder: str | Path,
         loader: Any = None,
-        what: str = "digests",
         *,
-        window: tuple[int, int] | None = None,
         first_step: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"model={model!r} must be a torch.nn.Module")
-        if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
-            raise ValueError(
-                f"model: its parameter {lazy[0]!r} is not initialized yet; call the model once"
-                " before"
-            )
         listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         if not listed or not all(isinstance(each, torch.optim.Optimizer) for each in listed):
             raise TypeError(
                 f"optimizers={optimizers!r} must be a torch.optim.Optimizer or a list of at"
                 " least one"
             )
-        if what not in ("digests", "values"):
-            raise ValueError(f"what={what!r} must be 'digests' or 'values'")
-        if window is not None and what != "values":
-            raise ValueError(
-                f"window={window!r} must be None with what='digests', which keeps no values"
-            )
-        if window is not None and (len(window) != 2 or not 0 <= window[0] < window[1]):
-            raise ValueError(
-                f"window={window!r} must be the first step with values and the first one after"
-            )
-        for name, value in (("first_step", first_step), ("rank", rank), ("world_size", world_size)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-                raise TypeError(f"{name}={value!r} must be an int or None")
-            if value is not None and value < 0:
-                raise ValueError(f"{name}={value} must be 0 or more")
         self.step = first_step or 0
         self.stopped: str | None = None
         self._loader, self._resume = loader, first_step is not None
-        self._with_values = range(*window) if window else range(2**63 if what == "values" else 0)
         self._optimizers, self._model, self._inner = listed, model, _unwrapped(model)
         self._names: dict[Tensor, str] = {
             parameter: name for name, parameter in self._inner.named_parameters()
@@ -140,8 +108,6 @@ class Recording:
         self._clear()
 
     def __enter__(self) -> Recording:
-        if self._index is not None:
-            raise RuntimeError("this recording is already in use; create another one")
         self._open()
         self._add_hooks()
         self._begun = True
@@ -165,15 +131,12 @@ class Recording:
         if kind is not None and self._entries:
             self._write(partial=True)
         self._manifest["complete"] = kind is None and self.stopped is None
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._index:  # closing may write what is buffered
             self._write_manifest()
-        self._index.close()
         self._index = None
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the loader's batches, and record them."""
-        if self._loader is None:
-            raise ValueError("loader=None: pass the loader to record() to iterate over its batches")
         for batch in self._loader:
             yield self.batch(batch)
 
@@ -190,26 +153,19 @@ class Recording:
     # What is recorded when.
 
     def _add_hooks(self) -> None:
-        hooks: list[Any] = [
+        hooks = [
             self._model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self._model.register_forward_hook(self._after_forward),
             self._optimizers[-1].register_step_post_hook(lambda *_: self._end_step()),
+            *(each.register_step_pre_hook(self._before_optimizer) for each in self._optimizers),
+            *(
+                parameter.register_hook(
+                    lambda gradient, name=f"local:{name}": self._add(name, gradient)
+                )
+                for parameter, name in self._names.items()
+                if parameter.requires_grad
+            ),
         ]
-        hooks += [each.register_step_pre_hook(self._before_optimizer) for each in self._optimizers]
-        for parameter, name in self._names.items():
-            if parameter.requires_grad:
-                hooks.append(
-                    parameter.register_hook(
-                        lambda gradient, name=f"local:{name}": self._add(name, gradient)
-                    )
-                )
-        for name, module in self._inner.named_modules() if self._with_values else ():
-            if name and not [*module.children()]:
-                hooks.append(
-                    module.register_forward_hook(
-                        lambda module, args, output, name=name: self._after_module(name, output)
-                    )
-                )
         for hook in hooks:
             self._hooks.callback(hook.remove)
 
@@ -219,10 +175,6 @@ class Recording:
         if torch.is_grad_enabled():
             self._begin()
             self._add_tree("input", [*args, kwargs] if kwargs else args)
-
-    def _after_module(self, name: str, output: Any) -> None:
-        if torch.is_grad_enabled() and self.step in self._with_values:
-            self._add_tree("module", output, name)
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -308,27 +260,25 @@ class Recording:
     def _add(self, name: str, x: Tensor) -> None:
         """Record a tensor."""
         x = x.detach()
-        metadata = f"{name_of(x.dtype)} {list(x.shape)} {x.device}"
+        metadata = f"{_name_of(x.dtype)} {list(x.shape)} {x.device}"
         if hasattr(x, "to_local"):
             x = x.to_local()
             metadata += f" shard {list(x.shape)}"
         if x.layout is not torch.strided:
             x = x.to_dense()
-        kind, norm = name.partition(":")[0], None
+        norm = None
         if x.is_floating_point() and x.numel():
-            if kind in _NORMS:
-                norm = _norm(x)
-            if kind in _ROUNDED and (narrow := _narrow(x.reshape(-1)[:_SAMPLE])):
+            norm = _norm(x)
+            rounded = name.partition(":")[0] in _ROUNDED
+            if rounded and (narrow := _narrow(x.reshape(-1)[:_SAMPLE])):
                 metadata += f" values of {narrow}"
-        name = self._note(name, digest(x), norm, metadata)
-        if self.step in self._with_values and x.dtype in CODES:
-            self._values[name] = x.to("cpu", copy=True)
+        self._note(name, digest(x), norm, metadata)
 
     def _say(self, name: str, text: str) -> None:
         """Record a text."""
-        self._note(name, digest_of_text(text.encode()), None, text)
+        self._note(name, digest_of_text(text), None, text)
 
-    def _note(self, name: str, number: int, norm: float | None = None, metadata: str = "") -> str:
+    def _note(self, name: str, number: int, norm: float | None = None, metadata: str = "") -> None:
         if not name.startswith("batch:"):
             self._begin()
         self._counts[name] += 1
@@ -338,13 +288,11 @@ class Recording:
         self._entries.append([name, f"{number:016x}", shown])
         if self._told.get(name, "") != metadata:
             self._told[name] = self._metadata[name] = metadata
-        return name
 
     def _clear(self, metadata: dict[str, str] | None = None) -> None:
         """Begin the next step's entries."""
         self._entries: list[list[Any]] = []
         self._metadata: dict[str, str] = metadata or {}
-        self._values: dict[str, Tensor] = {}
         self._counts: Counter[str] = Counter()
         self._begun = False
 
@@ -389,14 +337,12 @@ class Recording:
         path = self._folder / MANIFEST
         if path.exists():
             there = load_json(path.read_bytes())
-            same = isinstance(there, dict) and all(
-                there.get(key) == self._manifest[key] for key in ("format", "world_size")
-            )
+            same = all(there.get(key) == self._manifest[key] for key in ("format", "world_size"))
             if not self._resume or not same:
-                why = " of another number of ranks" if self._resume else ""
                 raise ValueError(
-                    f"folder={str(self._folder.parent)!r} already holds a recording of this"
-                    f" rank{why}; choose another folder or empty it"
+                    f"folder={str(self._folder.parent)!r} already holds a recording of this rank"
+                    f"{' of another number of ranks' * self._resume};"
+                    " choose another folder or empty it"
                 )
         self._folder.mkdir(parents=True, exist_ok=True)
         self._write_manifest()
@@ -406,44 +352,37 @@ class Recording:
         self._index = index.open("a", encoding="utf-8")
 
     def _write(self, partial: bool = False) -> None:
-        """Write a step: its values are complete before the index lists it, so that a crash leaves
-        all earlier steps.
-        """
+        """Append a step's line, from which a crash cannot take earlier ones."""
         line: dict[str, Any] = {
+            "step": self.step,
             "entries": self._entries,
             "metadata": self._metadata,
             "start": self._start,
             "partial": partial,
-            "values": bool(self._values),
         }
-        values, self._start = self._values, []
+        self._start = []
         self._clear()
         if self.stopped is not None or self._index is None:
             return
         try:
-            if values:
-                path = values_file(self._folder, self.step)
-                write_safetensors(path.with_suffix(".partial"), values)
-                os.replace(path.with_suffix(".partial"), path)
-            line = {"step": self.step} | {key: value for key, value in line.items() if value}
             self._index.write(json.dumps(line) + "\n")
             self._index.flush()
         except OSError as error:
-            self._stop(error)
+            self.stopped = self._manifest["stopped"] = (
+                f"step {self.step} cannot be written: {error}"
+            )
+            warnings.warn(
+                f"recording into {str(self._folder)!r} has stopped: {self.stopped}. Training"
+                " continues",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _write_manifest(self) -> None:
         """Replace the manifest atomically."""
         partial = self._folder / f"{MANIFEST}.partial"
         partial.write_text(json.dumps(self._manifest, indent=1) + "\n", encoding="utf-8")
         os.replace(partial, self._folder / MANIFEST)
-
-    def _stop(self, error: OSError) -> None:
-        self.stopped = self._manifest["stopped"] = f"step {self.step} cannot be written: {error}"
-        warnings.warn(
-            f"recording into {str(self._folder)!r} has stopped: {self.stopped}. Training continues",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 record = Recording
@@ -460,16 +399,16 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 def _random_states() -> dict[str, int]:
     """Return digests of the states of the global generators, by name."""
-    version, keys, gauss = random.getstate()
-    legacy = np.random.get_state(legacy=False)  # noqa: NPY002  (the global generator has no other)
+    numbers = np.random.get_state(legacy=False)  # noqa: NPY002  (the global generator has no other)
+    numbers["state"] = {key: np.asarray(x).tolist() for key, x in numbers["state"].items()}
     found = {
-        "python": repr((version, gauss)).encode() + array.array("Q", keys).tobytes(),
-        "numpy": legacy["state"].pop("key", np.empty(0)).tobytes() + repr(legacy).encode(),
-        "torch": torch.get_rng_state().numpy().tobytes(),
+        "python": digest_of_text(repr(random.getstate())),
+        "numpy": digest_of_text(repr(numbers)),
+        "torch": digest(torch.get_rng_state()),
     }
     if torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-    return {name: digest_of_text(state) for name, state in found.items()}
+        found["cuda"] = digest(torch.cuda.get_rng_state())
+    return found
 
 
 def _settings_of(model: torch.nn.Module) -> str:
@@ -503,12 +442,9 @@ def _settings_of(model: torch.nn.Module) -> str:
 
 def _norm(x: Tensor) -> float:
     """Return the L2 norm, of one element its value; NaN or inf only if a value is."""
-    if x.numel() == 1:
-        return float(x)
-    norm = float(torch.linalg.vector_norm(x, dtype=torch.float32 if x.element_size() < 4 else None))
-    if not math.isfinite(norm) and bool(x.isfinite().all()):
-        norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
-    return norm
+    if x.element_size() == 1:  # float8, of which torch cannot
+        x = x.float()
+    return float(x if x.numel() == 1 else torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def _narrow(x: Tensor) -> str | None:
@@ -519,12 +455,16 @@ def _narrow(x: Tensor) -> str | None:
         return None
     return next(
         (
-            name_of(dtype)
+            _name_of(dtype)
             for dtype in (torch.bfloat16, torch.float16)  # of which values fit the latter, too
             if bool((x.to(dtype).to(x.dtype) == x).all())
         ),
         None,
     )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _plain(value: Any) -> str:
