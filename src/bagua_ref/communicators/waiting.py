@@ -233,7 +233,15 @@ class Waiting:
 
     def missing_in_background(self, what: str, timeout: float) -> str:
         """Describe the ranks for which this rank's background threads wait, as `who_is_missing`."""
-        waits = [wait for wait in self._waits.copy().values() if wait.is_background and wait.place]
+        # A wait that has just failed, as another rank gave up, is gone before its error is reported.
+        until = time.monotonic() + min(_PATIENCE, timeout / 2)
+        while True:
+            waits = [
+                wait for wait in self._waits.copy().values() if wait.is_background and wait.place
+            ]
+            if waits or time.monotonic() > until:
+                break
+            time.sleep(_GRACE / 3)
         found = (self.who_is_missing(wait.place, wait.members, timeout, what) for wait in waits)
         return "; ".join(filter(None, found))
 
