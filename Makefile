@@ -66,13 +66,7 @@ test: $(VENV)/.dev  ## everything that must be green: style, types, docs, exampl
 	@$(MAKE) --jobs=4 --output-sync --no-print-directory lint types docs $(VENV)/.bytecode
 	$(pytest) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not proof" --shuffle=$(SEED) $(PYTEST_ARGS)
 
-# The MPI that tests/outside is run on.
-$(VENV)/.mpi: $(VENV)/.dev tests/outside/requirements.txt
-	@echo "Installing MPI ..."
-	@$(pip) -r tests/outside/requirements.txt
-	@touch $@
-
-proof: $(VENV)/.nvrtc $(VENV)/.trainers $(VENV)/.peers $(VENV)/.mpi  ## the slow proofs that CI adds: properties with 100 inputs each, loops, planted faults
+proof: $(VENV)/.nvrtc $(VENV)/.trainers $(VENV)/.peers  ## the slow proofs that CI adds: properties with 100 inputs each, loops, planted faults
 	$(pytest) -n $(WORKERS) --hypothesis-profile=proof --timeout=1800 property_tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist worksteal -m proof --timeout=1800 -o norecursedirs=integrations tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist worksteal tests/integrations $(PYTEST_ARGS)

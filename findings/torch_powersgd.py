@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from findings.common import DIFFERS, Row, judged, on_ranks
-from tests import outside_compressed as outside
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 
 from bagua_ref.conformance import run_conformance
@@ -18,11 +18,87 @@ PEER = "torch==2.13.0"
 IMPLEMENTATION = f"torch powerSGD_hook ({PEER})"
 
 
-def make(world: Any, settings: dict[str, Any]) -> Any:
-    """Return the hook with its default epsilon, over the simulated world."""
-    state, hook = outside.torchs_powersgd(world, settings)
+class Bucket:
+    """DDP's bucket, as far as hooks use it."""
+
+    def __init__(self, gradients: list[torch.Tensor]) -> None:
+        self._flat = torch.cat([g.reshape(-1) for g in gradients])
+        self._shapes = [g.shape for g in gradients]
+
+    def buffer(self) -> torch.Tensor:
+        return self._flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        parts = self._flat.split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+def powersgd(
+    world: Any, weights: list[torch.Tensor], program: list[Any], **settings: Any
+) -> list[Any]:
+    """Play a program with the hook and its default epsilon: all gradients are one bucket, in DDP's
+    order, last parameter first, and its all-reduces go through the simulated world.
+    """
+    group = SimpleNamespace(size=lambda: world.world_size)
+    state = hooks.PowerSGDState(
+        group,
+        settings["matrix_approximation_rank"],
+        start_powerSGD_iter=2,
+        min_compression_rate=settings["min_compression_rate"],
+        use_error_feedback=settings["memory"] is not None,
+        warm_start=settings["warm_start"],
+        random_seed=settings["seed"] % 2**31,
+    )
+    state.iter = 2
     assert state.orthogonalization_epsilon == 0  # the default
-    return state, hook
+
+    def all_reduce(tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        world.transport.allreduce_inplace(tensor)
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result([tensor])
+        return SimpleNamespace(get_future=lambda: future)
+
+    # All ranks share the module, as they are threads; each has a copy of the function with a
+    # transport of its own.
+    dist_of_rank = SimpleNamespace(all_reduce=all_reduce, group=SimpleNamespace(WORLD=group))
+    hook = type(hooks.powerSGD_hook)(
+        hooks.powerSGD_hook.__code__,
+        {**vars(hooks), "dist": dist_of_rank},
+        "hook",
+        hooks.powerSGD_hook.__defaults__,
+    )
+
+    def step(gradients: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        given = [gradients.get(place, torch.zeros_like(w)) for place, w in enumerate(weights)]
+        bucket = Bucket(given[::-1])
+        bucket.buffer().copy_(hook(state, bucket).wait())
+        return bucket.gradients()[::-1]
+
+    def memories() -> list[torch.Tensor | None]:
+        if 0 not in state.error_dict:
+            return [None] * len(weights)
+        parts = state.error_dict[0].split([w.numel() for w in weights[::-1]])
+        return [part.view(w.shape).clone() for part, w in zip(parts[::-1], weights, strict=True)]
+
+    # Which part of the hook's Q belongs to which parameter is its own affair.
+    act = {
+        "step": step,
+        "memories": memories,
+        "factors": lambda: [None] * len(weights),
+        "restart": list,
+        "new buckets": list,
+    }
+    return [act[name](*arguments) for name, *arguments in program]
+
+
+class Target:
+    algorithms = SimpleNamespace(powersgd=powersgd)
 
 
 CASES: dict[str, tuple[str, dict[str, str]]] = {
@@ -68,7 +144,7 @@ def remembered(rounds: int) -> tuple[torch.Tensor, torch.Tensor]:
     state.iter = 2
     x = torch.randn(10, generator=torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(rounds):
-        hooks.powerSGD_hook(state, outside.Bucket([x.clone()])).wait()
+        hooks.powerSGD_hook(state, Bucket([x.clone()])).wait()
     return x, state.error_dict[0].clone()
 
 
@@ -103,9 +179,8 @@ def find() -> Iterator[Row]:
             " digits of the gradient."
         ),
     )
-    target = outside.target(lambda *given: outside.Hooked(*given, make))
     for check, (otherwise, words) in CASES.items():
-        report = run_conformance(target, ["algorithms"], checks=[f"algorithms.{check}"], jobs=1)
+        report = run_conformance(Target(), ["algorithms"], checks=[f"algorithms.{check}"], jobs=1)
         failures = report.failures()
         message = f"check algorithms.{check}: {failures[0].message}" if failures else None
         clause, _, case = check.rpartition(".")

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +15,19 @@ from hypothesis import settings
 
 from bagua_ref.backends import available_backends, register_backend
 from bagua_ref.conformance.inputs.strategies import adversarial, name_of
+from bagua_ref.conformance.run.pytest_plugin import judge
+from bagua_ref.conformance.run.runner import OneByOne, row_id
+from bagua_ref.conformance.run.search import Search
+from bagua_ref.conformance.suites.checks import Check, checks_of, variants
 
 __all__ = [
     "COMPRESSIBLE",
     "FLOATS",
-    "Seeded",
+    "Judging",
     "adversarial",
     "every_backend",
     "every_backend_but",
+    "every_check",
     "inputs",
     "name_of",
 ]
@@ -72,8 +79,14 @@ def inputs(of_100: int) -> settings:
     return settings(max_examples=max(2, settings.default.max_examples * of_100 // 100))
 
 
-class Seeded:
-    """Mixin for conformance suites: a new seed in each run, 0 in CI, or that of
+def every_check(*suites: str) -> pytest.MarkDecorator:
+    """Run a test once for each check of these suites and each of its dtypes."""
+    rows = [(check, dtype) for check in checks_of(suites).values() for dtype in variants(check)]
+    return pytest.mark.parametrize(("check", "dtype"), rows, ids=[row_id(*row) for row in rows])
+
+
+class Judging:
+    """Base class of tests that run checks with a new seed in each run, 0 in CI, or that of
     ``--hypothesis-seed``.
 
     `make test` tries as many inputs as of other properties, `make proof` as many as ``bagua-ref
@@ -83,9 +96,23 @@ class Seeded:
     seed = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")
     # what goes through copies on a device takes longer
     time_limit = 60.0 if torch.cuda.is_available() else 10.0
+    xfail: tuple[str, ...] = ()
 
     @pytest.fixture(autouse=True)
     def _seed_of_the_command_line(self, request: pytest.FixtureRequest, few_inputs: None) -> None:
         given = request.config.getoption("--hypothesis-seed")
         if given is not None:
             self.seed = int(given)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def runs(cls) -> Iterator[OneByOne]:
+        """What runs the checks of this class."""
+        runs = OneByOne()
+        yield runs
+        runs.stop()
+
+    def judge(self, runs: OneByOne, target: Any, check: Check, dtype: str | None) -> None:
+        """Pass, fail, skip or xfail as the check does."""
+        how = Search("quick", self.seed)
+        judge(runs, runs.resolve(target), check, dtype, how, self.xfail, self.time_limit)

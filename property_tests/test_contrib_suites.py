@@ -6,13 +6,8 @@ import functools
 from functools import partialmethod
 from types import SimpleNamespace
 
-import pytest
-from property_tests.strategies import Seeded, every_backend
+from property_tests.strategies import Judging, every_backend, every_check
 
-from bagua_ref.conformance.run.pytest_suites import (
-    CollectiveSuite,
-    SamplerSuite,
-)
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 from bagua_ref.contrib import (
     BudgetBatchSampler,
@@ -34,16 +29,16 @@ def with_samplers_on(backend: str) -> SimpleNamespace:
 
 
 @every_backend
-class TestSamplers(Seeded, SamplerSuite):
-    @pytest.fixture
-    def target(self, backend):
-        return with_samplers_on(backend)
+@every_check("samplers")
+class TestSamplers(Judging):
+    def test_check(self, runs, backend, check, dtype):
+        self.judge(runs, with_samplers_on(backend), check, dtype)
 
 
 TARGET = ReferenceTarget()
 
 
-class TestOwnParts(Seeded, CollectiveSuite):
-    @pytest.fixture
-    def target(self):
-        return TARGET
+@every_check("collectives")
+class TestOwnParts(Judging):
+    def test_check(self, runs, check, dtype):
+        self.judge(runs, TARGET, check, dtype)

@@ -7,14 +7,8 @@ from __future__ import annotations
 import functools
 
 import pytest
-from property_tests.strategies import Seeded, every_backend, every_backend_but
+from property_tests.strategies import Judging, every_backend, every_backend_but, every_check
 
-from bagua_ref.conformance.run.pytest_suites import (
-    AlgorithmSuite,
-    CodecSuite,
-    CommOpSuite,
-    KernelSuite,
-)
 from bagua_ref.conformance.suites.checks import checks_of
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
@@ -28,22 +22,23 @@ def own_parts(backend: str, flatten: bool) -> ReferenceTarget:
 
 
 @every_backend
-class TestKernels(Seeded, KernelSuite, CodecSuite):
-    @pytest.fixture
-    def target(self, backend):
-        return backend
+@every_check("kernels", "codec")
+class TestKernels(Judging):
+    def test_check(self, runs, backend, check, dtype):
+        self.judge(runs, backend, check, dtype)
 
 
 @every_backend_but("cuda-emulated")
-class TestOperations(Seeded, CommOpSuite, AlgorithmSuite):
-    @pytest.fixture
-    def target(self, backend):
-        return own_parts(backend, flatten=True)
+@every_check("comm_ops", "algorithms")
+class TestOperations(Judging):
+    def test_check(self, runs, backend, check, dtype):
+        self.judge(runs, own_parts(backend, flatten=True), check, dtype)
 
 
 @pytest.mark.proof
 @every_backend_but("reference")
-class TestUnflattened(Seeded, CommOpSuite, AlgorithmSuite):
+@every_check("comm_ops", "algorithms")
+class TestUnflattened(Judging):
     """Buckets without flat storage, whose operations gather tensors and copy results back."""
 
     # Asynchronous averaging needs flat buckets.
@@ -53,6 +48,5 @@ class TestUnflattened(Seeded, CommOpSuite, AlgorithmSuite):
         if "async_model_average" in check.needs
     )
 
-    @pytest.fixture
-    def target(self, backend):
-        return own_parts(backend, flatten=False)
+    def test_check(self, runs, backend, check, dtype):
+        self.judge(runs, own_parts(backend, flatten=False), check, dtype)

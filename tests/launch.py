@@ -291,18 +291,17 @@ def _run_script(script: str, folder: str, cwd: str, environment: dict[str, str])
         atexit._run_exitfuncs()
 
 
-def fork_program(
-    programs: Programs, words: Sequence[str], ends: socket.socket, address: str = ""
-) -> Any:
+def fork_program(programs: Programs, end: socket.socket) -> Any:
     """Start a Python script as `Programs` does, in its place, but in a fork that has already
     imported torch.
     """
-    process = _processes.Process(target=_run_program, args=(words[1:], ends), daemon=True)
+    process = _processes.Process(target=_run_program, args=(programs._words[1:], end), daemon=True)
     process.start()
-    programs._groups.append(process.pid)
-    return SimpleNamespace(
+    started: Any = SimpleNamespace(
         pid=process.pid, wait=lambda limit=None: process.join(limit) or process.exitcode
     )
+    programs._processes.append(started)
+    return started
 
 
 def _run_program(words: Sequence[str], ends: socket.socket) -> None:

@@ -482,34 +482,6 @@ def test_a_process_does_not_outlive_its_check_if_the_target_is_external():
     assert multiprocessing.active_children() == []
 
 
-SUITE = """
-import pytest
-from bagua_ref.conformance.run.pytest_suites import KernelSuite
-
-class TestMine(KernelSuite):
-    xfail = {xfail!r}
-
-    @pytest.fixture
-    def target(self):
-        return {target!r}
-"""
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize(
-    ("target", "xfail", "code", "words"),
-    [
-        ("tests.hostile_backends:Raises", (ADD,), 0, "4 xfailed"),
-        ("reference", (ADD,), 1, "4 failed"),
-        ("reference", ("no.such",), 2, "no check is called 'no.such'"),
-    ],
-)
-def test_a_suite_to_subclass(tmp_path, target, xfail, code, words):
-    (tmp_path / "test_mine.py").write_text(SUITE.format(target=target, xfail=xfail))
-    found, output = pytest_in(tmp_path, "-k", f"{ADD}[")
-    assert (found, words in output) == (code, True), output
-
-
 @pytest.mark.proof
 def test_the_plugin_needs_no_test_file(tmp_path):
     plugin = ["-p", "bagua_ref.conformance.run.pytest_plugin"]

@@ -131,29 +131,19 @@ def test_a_fault_in_another_program_is_found_with_a_script_that_repeats_it(
 
 
 @pytest.mark.parametrize(
-    ("said", "launch", "capabilities"),
+    ("said", "capabilities"),
     [
-        ({}, None, {"external": False}),
-        ({"max_ranks": 2, "external": True}, None, {"external": True, "max_ranks": 2}),
-        ({}, "mpirun -n {ranks}", {"external": True, "max_ranks": 4}),
-        (
-            {"max_ranks": 2, "external": False},
-            "mpirun -n {ranks}",
-            {"external": False, "max_ranks": 2},
-        ),
-        ({"max_ranks": 6}, "mpirun -n {ranks}", {"external": True, "max_ranks": 4}),
+        ({}, {"external": False}),
+        ({"max_ranks": 2, "external": True}, {"external": True, "max_ranks": 2}),
     ],
 )
 def test_a_program_may_say_how_many_ranks_it_has_and_that_it_is_external(
-    said: dict[str, Any],
-    launch: str | None,
-    capabilities: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+    said: dict[str, Any], capabilities: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         process, "Programs", lambda *_: SimpleNamespace(hello=lambda: said, end=lambda: None)
     )
-    target = ProcessTarget("program", launch, 4)
+    target = ProcessTarget("program")
     assert target.capabilities == {"dtypes": list(DTYPES), **capabilities}
 
 
@@ -234,31 +224,13 @@ def test_what_breaks_the_protocol_is_said(fault: str, said: str) -> None:
     target.end()
 
 
-def test_requests_are_written_and_a_crash_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scripts, requests, check = tmp_path / "scripts", tmp_path / "requests", "kernels.S1.add"
-    command = [
-        "verify",
-        "--command",
-        faulty("crashes"),
-        "--check",
-        f"{check}[float32]",
-        "--scripts",
-        str(scripts),
-    ]
-    assert main([*command, "--requests", str(requests)]) == 1
+def test_a_crash_is_told_with_its_call(capsys: pytest.CaptureFixture[str]) -> None:
+    check = "kernels.S1.add[float32]"
+    assert main(["verify", "--command", faulty("crashes"), "--check", check]) == 1
     printed = capsys.readouterr().out
     assert "answer to add: the program has ended with signal SIGSEGV" in printed
     assert "probably down" not in printed
-    assert f"script: {scripts / check}.float32.py" in printed
-    written = sorted(
-        path.read_bytes() for path in (requests / f"{check}.float32").glob("rank0-*.requests")
-    )
-    assert [request.partition(b"\n")[0] for request in written] == [
-        b'{"call":"add","tensors":[{"name":"x","dtype":"float32","shape":[0]},{"name":"y","dtype":"float32","shape":[0]}]}',
-        b'{"call":"hello","protocol":1,"tensors":[]}',
-    ]
+    assert "result = kernels.add_(x, y)" in printed
 
 
 def test_a_program_that_has_ended_is_no_lost_connection() -> None:
@@ -300,27 +272,12 @@ def test_a_command_that_cannot_run_is_said(command: str, said: str) -> None:
         ProcessTarget(command)
 
 
-@pytest.mark.parametrize(
-    ("launch", "said"),
-    [
-        ("true --ranks={ranks}", "0 of 3 ranks have connected"),
-        ("/no/such/launcher {ranks}", "cannot be started"),
-    ],
-)
-def test_a_launcher_that_fails_is_said(launch: str, said: str) -> None:
-    with pytest.raises(ProgramError, match=said):
-        ProcessTarget(CODEC, launch, 3)
-
-
 def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--command", "/no/such/program"]) == 2
     assert "cannot load /no/such/program: ProgramError" in capsys.readouterr().err
     for arguments in (
         [],
         ["--command", "x", "--backend", "reference"],
-        ["--command", "x", "--launch", "mpirun"],
-        ["--launch", "{ranks}"],
-        ["--command", "x", "--launch", "mpirun -n {ranks}", "--ranks", "0"],
     ):
         with pytest.raises(SystemExit) as ended:
             main(["verify", *arguments])
@@ -330,35 +287,32 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> N
 # What is left behind
 
 
-def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    """However that ends; the program here does not read its input again, and so does not see that
-    it has closed.
-    """
+STUBBORN = """
+import os, sys, time
+print(os.getpid(), os.environ["TMPDIR"], file=open(sys.argv[1] + f"/{os.getpid()}", "w"))
+sys.stdin.buffer.readline()
+print('{"protocol":1,"codecs":["OneBit"],"tensors":[]}', flush=True)
+time.sleep(600)
+"""
+"""It does not read its input again, and so does not see that it has closed."""
+
+
+@pytest.mark.parametrize("jobs", ["0", "1"])
+def test_a_program_that_hangs_ends_with_the_command(tmp_path: Path, jobs: str) -> None:
     program = tmp_path / "stubborn.py"
-    program.write_text(
-        f"import os, sys, time\nsys.stdin.buffer.readline()\nopen(r'{tmp_path}/' +"
-        " str(os.getpid()),"
-        ' \'w\').close()\nsys.stdout.write(\'{"protocol":1,"codecs":["OneBit"],"tensors":[]}\\n\');'
-        " sys.stdout.flush()\ntime.sleep(600)\n"
-    )
-    script = (
-        "import os, signal, sys\n"
-        "from bagua_ref.conformance.targets.process_link import Programs\n"
-        f"programs = Programs({f'{PYTHON} {program}'!r}, None, 2)\n"
-        "[link.ask('hello') for link in programs.links]\n"
-        "print(programs.folder)\n"
-        "sys.stdout.flush()\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    ended = run_script(script)
-    started = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
-    folder = Path(ended.stdout.strip())
-    assert len(started) == 2, ended.stderr
+    program.write_text(STUBBORN)
+    command = ["verify", "--command", f"{PYTHON} {program} {tmp_path}", "--jobs", jobs]
+    command += ["--check", "codec.S12.2.payload_OneBit[float32]", "--time-limit", "2"]
+    ended = run_script(f"import sys; from bagua_ref.cli import main; sys.exit(main({command}))")
+    assert ended.returncode == 1, ended.stderr
+    assert "no answer within 2 s" in ended.stdout
+    started = [path.read_text().split() for path in tmp_path.iterdir() if path.name.isdigit()]
+    assert len(started) >= 2  # one says what it has
     until = time.monotonic() + 30
-    while (any(alive(pid) for pid in started) or folder.exists()) and time.monotonic() < until:
+    while any(alive(int(pid)) for pid, _ in started) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not any(alive(pid) for pid in started)
-    assert not folder.exists()
+    assert not any(alive(int(pid)) for pid, _ in started)
+    assert not any(Path(folder).parent.exists() for _, folder in started)
 
 
 def alive(pid: int) -> bool:

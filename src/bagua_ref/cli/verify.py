@@ -21,7 +21,7 @@ from bagua_ref.cli.command import (
     write_json,
 )
 from bagua_ref.conformance.clauses import SUITES
-from bagua_ref.conformance.run.report import Result, write_requests, write_scripts
+from bagua_ref.conformance.run.report import Result
 from bagua_ref.conformance.run.runner import check_ids, read_xfails, run_conformance
 from bagua_ref.conformance.suites.checks import all_checks
 from bagua_ref.conformance.targets.process import ProcessTarget
@@ -78,18 +78,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         ),
     )
     verify.add_argument(
-        "--launch",
-        metavar="LAUNCHER",
-        help="starts the ranks of --command: a command with {ranks}, such as 'mpirun -n {ranks}'",
-    )
-    verify.add_argument(
-        "--ranks",
-        type=_count,
-        default=9,
-        metavar="N",
-        help="how many ranks --launch starts: the largest world (default: %(default)s)",
-    )
-    verify.add_argument(
         "--suite",
         nargs="+",
         action="extend",
@@ -142,21 +130,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         ),
     )
     verify.add_argument("--fail-fast", action="store_true", help="stop at the first failure")
-    verify.add_argument(
-        "--scripts",
-        type=Path,
-        metavar="DIR",
-        help="folder for the script of each failure (default: a temporary folder, which is named)",
-    )
-    verify.add_argument(
-        "--requests",
-        type=Path,
-        metavar="DIR",
-        help=(
-            "folder for the raw requests that the script of each failure sends to the program of"
-            " --command"
-        ),
-    )
     add_json_options(verify)
     verify.add_argument(
         "--junit", type=Path, metavar="PATH", help="also write the result as JUnit XML to PATH"
@@ -183,17 +156,6 @@ def _verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
             "one of --backend, --target, --communicator (also with one of these) and --command is"
             " required"
         )
-    if arguments.requests is not None and arguments.command_line is None:
-        parser.error("argument --requests: needs --command, as other targets get no requests")
-    if arguments.ranks < 1:
-        parser.error(f"argument --ranks: {arguments.ranks} must be at least 1")
-    if arguments.launch is not None and (
-        arguments.command_line is None or "{ranks}" not in arguments.launch
-    ):
-        parser.error(
-            "argument --launch: needs --command, and {ranks} in its text, such as 'mpirun -n"
-            " {ranks}'"
-        )
     if arguments.xfails is not None and not arguments.xfails.is_file():
         parser.error(f"argument --xfails: no such file: {str(arguments.xfails)!r}")
     return _run(parser, arguments)
@@ -209,11 +171,11 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     named = (
         arguments.command_line or arguments.target or arguments.backend or arguments.communicator
     )
+    program = None
     with foreign_code(f"cannot load {named}"):
         if arguments.command_line is not None:
-            target = resolve(
-                ProcessTarget(arguments.command_line, arguments.launch, arguments.ranks, time_limit)
-            )
+            program = ProcessTarget(arguments.command_line, time_limit)
+            target = resolve(program)
         elif arguments.target is not None and ":" not in arguments.target:
             target = assemble(ReferenceTarget(arguments.target), arguments.communicator)
         else:
@@ -238,11 +200,6 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         raise CommandError(error) from None
     end_progress()
     code = 0 if report.passed else 1 if report.ran else 2
-    try:
-        scripts = write_scripts(report, arguments.scripts)
-    except OSError as error:
-        scripts, code = None, 2
-        print(f"{parser.prog}: error: argument --scripts: {error}", file=sys.stderr)
     if not arguments.json:
         print(report)
         if report.not_tried() and arguments.backend is not None and ":" not in arguments.backend:
@@ -250,12 +207,6 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
                 f"--backend {arguments.backend} has kernels only; --target {arguments.backend}"
                 " checks all of bagua_ref with them"
             )
-    try:
-        if scripts is not None and arguments.requests is not None:
-            write_requests(report, arguments.requests, time_limit)
-    except OSError as error:
-        print(f"{parser.prog}: error: argument --requests: {error}", file=sys.stderr)
-        code = 2
     try:
         write_json(arguments, json.loads(report.to_json()))
         if arguments.junit is not None:
@@ -267,6 +218,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         # A thread that hangs in foreign code would prevent a normal exit, or crash it.
         arguments.stdout.flush()
         sys.stderr.flush()
+        if program is not None:
+            program.end()
         os._exit(code)
     return code
 

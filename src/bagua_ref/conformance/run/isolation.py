@@ -13,6 +13,7 @@ import faulthandler
 import functools
 import gc
 import multiprocessing.connection
+import os
 import queue
 import signal
 import threading
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from bagua_ref.conformance.lab.journal import Journal, ProcessDied
+from bagua_ref.conformance.lab.journal import Journal, ProcessDied, end_with
 from bagua_ref.conformance.lab.lab import script_of_call
 from bagua_ref.conformance.lab.violation import Script
 from bagua_ref.conformance.run.search import Outcome, Search, search
@@ -186,7 +187,7 @@ class _CheckProcess:
         self.journal = Journal()
         context = multiprocessing.get_context("fork")
         self.pipe, other_end = context.Pipe()
-        work = (other_end, {check.id: check for check in checks}, target, how)
+        work = (os.getpid(), other_end, {check.id: check for check in checks}, target, how)
         self._process = context.Process(target=self._work, args=work, daemon=True)
         with warnings.catch_warnings():
             # the child of a process with threads uses one thread only
@@ -194,7 +195,11 @@ class _CheckProcess:
             self._process.start()
         other_end.close()
 
-    def _work(self, pipe: Any, checks: dict[str, Check], target: Target, how: Search) -> None:
+    def _work(
+        self, parent: int, pipe: Any, checks: dict[str, Check], target: Target, how: Search
+    ) -> None:
+        os.setpgrp()  # which this process's end does not end, so:
+        end_with(parent)
         # so that the parent's end is the last one, and its death ends this process
         self.pipe.close()
         # the parent gets it too, and ends this process
@@ -232,8 +237,13 @@ class _CheckProcess:
         return exit_text(self._process.exitcode or 0)
 
     def stop(self) -> None:
-        """Kill the process."""
-        self._process.kill()
+        """Kill the process, and what it has started."""
+        if self.pipe.closed:  # it has been stopped
+            return
+        if self._process.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()  # also if it has no group yet
         self._process.join()
         self.pipe.close()
 

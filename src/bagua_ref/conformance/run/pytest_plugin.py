@@ -11,15 +11,21 @@ from typing import Any
 import pytest
 
 from bagua_ref.conformance.clauses import SUITES
-from bagua_ref.conformance.run.pytest_suites import judge
-from bagua_ref.conformance.run.runner import OneByOne, check_ids, read_xfails, row_id
+from bagua_ref.conformance.run.runner import (
+    OneByOne,
+    check_ids,
+    read_xfails,
+    reason_to_skip,
+    row_id,
+    verdict,
+)
 from bagua_ref.conformance.run.search import Search
-from bagua_ref.conformance.suites.checks import all_checks, checks_of, variants
-from bagua_ref.conformance.targets.target import assemble
+from bagua_ref.conformance.suites.checks import Check, all_checks, checks_of, variants
+from bagua_ref.conformance.targets.target import Target, assemble
 from bagua_ref.simulation import judge as simulation
 from bagua_ref.simulation.programs import Program
 
-__all__ = ["sim_world"]
+__all__ = ["judge", "sim_world"]
 
 
 @pytest.fixture
@@ -49,6 +55,35 @@ def sim_world() -> Callable[..., simulation.Judgement]:
         return report
 
     return check
+
+
+def judge(
+    runs: OneByOne,
+    target: Target,
+    check: Check,
+    dtype: str | None,
+    how: Search,
+    xfail: tuple[str, ...],
+    time_limit: float = 10.0,
+) -> None:
+    """Run a check for one dtype as a pytest test: pass, fail, skip or xfail; an expected failure
+    that passes fails.
+    """
+    if reason := reason_to_skip(target, check, dtype):
+        pytest.skip(reason)
+    outcome = runs.run(target, check, dtype, how, time_limit)
+    status, message = verdict(outcome, check.id in xfail or row_id(check, dtype) in xfail)
+    if status == "skipped":
+        pytest.skip(message)
+    if status == "xfailed":
+        pytest.xfail(message)
+    if status == "xpassed":
+        pytest.fail(f"{row_id(check, dtype)} {message}", pytrace=False)
+    if status == "failed":
+        pytest.fail(
+            f"{check.id}: {check.sentence}\n{message} (seed {how.seed})\n\n{outcome.snippet}",
+            pytrace=False,
+        )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

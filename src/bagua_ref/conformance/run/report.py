@@ -1,32 +1,18 @@
-"""Results of a run, one for each check and dtype, as a table, JSON or JUnit XML; and files with the
-script of each failure.
-"""
+"""Results of a run, one for each check and dtype, as a table, JSON or JUnit XML."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree  # XML is written here, never read
 
-from bagua_ref.conformance.targets.process_link import REQUESTS
-
-__all__ = ["STATUSES", "Report", "Result", "script_name", "write_requests", "write_scripts"]
+__all__ = ["STATUSES", "Report", "Result"]
 
 STATUSES = ("passed", "failed", "xfailed", "xpassed", "skipped", "not covered")
 """xfailed: failed as expected; xpassed: passed although expected to fail, which counts as a
 failure.
-"""
-
-_START = 300.0
-"""Seconds that a script may take beyond the time limit of a call, as it imports torch and starts
-the program.
 """
 
 
@@ -70,7 +56,6 @@ class Report:
         versions: versions of the specification, the package, torch, Hypothesis and Python.
         seconds: duration of the whole run.
         max_ranks: the largest world that the target's capabilities allowed; None: any.
-        scripts: the folder into which the counterexamples were written; None: they were not.
 
     >>> report = Report("mine", [Result("kernels.S1.add", "kernels", "S1", "passed")], "quick", 0)
     >>> report.passed, report.counts()["passed"]
@@ -84,7 +69,6 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     max_ranks: int | None = None
-    scripts: Path | None = None
 
     @property
     def passed(self) -> bool:
@@ -123,8 +107,6 @@ class Report:
         for result in self.failures():
             lines += [f"{result.id}: {result.sentence}", f"  {result.message}"]
             lines += [f"    {line}" for line in _clipped(result.counterexample).splitlines()]
-            if self.scripts is not None and result.counterexample:
-                lines.append(f"  script: {self.scripts / script_name(result.id)}")
             lines.append("")
         total = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
         limit = "" if self.max_ranks is None else f", worlds of up to {self.max_ranks} ranks"
@@ -177,10 +159,7 @@ class Report:
             "passed": self.passed,
             "profile": self.profile,
             "seed": self.seed,
-        }
-        head |= {
             "max_ranks": self.max_ranks,
-            "scripts": None if self.scripts is None else str(self.scripts),
         }
         body = {
             "seconds": round(self.seconds, 3),
@@ -235,94 +214,9 @@ class Report:
                 Path(path).write_text(text(), encoding="utf-8")
 
 
-def write_scripts(report: Report, folder: str | Path | None = None) -> Path | None:
-    """Write the script of each failure, whole, into a file that the report then names; return the
-    folder.
-
-    Args:
-        report: of a run.
-        folder: created if it does not exist; None: a new temporary folder.
-
-    Returns:
-        None if no failure has a script.
-
-    Raises:
-        OSError: a file cannot be written.
-
-    >>> failure = Result("kernels.S1.add[float32]", "kernels", "S1", "failed", counterexample="assert 1 == 2")
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = write_scripts(Report("mine", [failure], "quick", 0), folder)
-    ...     os.listdir(folder)
-    ['kernels.S1.add.float32.py']
-    """
-    failures = [result for result in report.failures() if result.counterexample]
-    if not failures:
-        return None
-    report.scripts = Path(
-        tempfile.mkdtemp(prefix="bagua_ref-scripts-") if folder is None else folder
-    )
-    report.scripts.mkdir(parents=True, exist_ok=True)
-    for result in failures:
-        (report.scripts / script_name(result.id)).write_text(
-            result.counterexample, encoding="utf-8"
-        )
-    return report.scripts
-
-
-def write_requests(report: Report, folder: str | Path, time_limit: float) -> None:
-    """Run the script of each failure again, and write the requests that each process of the program
-    gets.
-
-    They are in ``folder/ID/rankR-PID.requests``, as they are sent, one after another: a process can
-    read one of these files on its standard input.
-
-    Args:
-        report: of a run, after `write_scripts`.
-        folder: created if it does not exist.
-        time_limit: of a call in seconds; a script may run five minutes longer, as it imports torch
-            and starts the program.
-
-    Raises:
-        OSError: a folder cannot be made.
-    """
-    for result in report.failures():
-        if report.scripts is None or not result.counterexample:
-            continue
-        path = report.scripts / script_name(result.id)
-        requests = Path(folder).absolute() / path.stem
-        requests.mkdir(parents=True, exist_ok=True)
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            REQUESTS: str(requests),
-        }
-        # a program that hangs has had its requests
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(  # noqa: S603 # the script fails, as it must
-                [sys.executable, str(path)],
-                env=environment,
-                timeout=time_limit + _START,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-
-
-def script_name(result: str) -> str:
-    """Return the name of the file with a result's script.
-
-    >>> script_name("codec.S4.2.levels[float16]")
-    'codec.S4.2.levels.float16.py'
-    """
-    return f"{result.replace('[', '.').replace(']', '')}.py"
-
-
 def _clipped(script: str, width: int = 400, lines: int = 40) -> str:
     shown = [
-        (
-            line
-            if len(line) <= width
-            else f"{line[:width]} ...  # cut off here; the script has all of it"
-        )
+        (line if len(line) <= width else f"{line[:width]} ...  # cut off here")
         for line in script.splitlines()
     ]
     return "\n".join(shown[:lines] + (["..."] if len(shown) > lines else []))

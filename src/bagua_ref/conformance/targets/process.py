@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,10 +41,6 @@ class ProcessTarget:
 
     Args:
         command: the program and its arguments.
-        launch: a launcher of ranks, such as ``"mpirun -n {ranks}"``; None: each rank is a process
-            started here.
-        ranks: how many processes ``launch`` starts: the largest world. With fewer than 9, some
-            checks are skipped.
         seconds: in which the program must start, and give each answer.
 
     Raises:
@@ -50,13 +48,14 @@ class ProcessTarget:
     """
 
     command: str
-    launch: str | None = None
-    ranks: int = 9
     seconds: float = 60.0
     _live: dict[int, _Live] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Ask the program what it has."""
+        # Removed by this process, as those of checks are killed.
+        self._folder = tempfile.mkdtemp(prefix="bagua_ref-")
+        self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         programs = self.start(1)
         try:
             said = programs.hello()
@@ -69,7 +68,7 @@ class ProcessTarget:
             raise ProgramError(f"the program's answer to hello: {error}") from None
         defaults = {
             "dtypes": list(DTYPES),
-            "external": self.launch is not None,
+            "external": False,
             "kernels": [],
             "codecs": [],
         }
@@ -86,8 +85,6 @@ class ProcessTarget:
         self.capabilities = {
             key: said[key] for key in ("dtypes", "external", "max_ranks") if key in said
         }
-        if self.launch is not None:
-            self.capabilities["max_ranks"] = min(self.ranks, said.get("max_ranks", self.ranks))
         self.kernels = _kernels(self._link, said["kernels"], said["codecs"])
         self.samplers = _Samplers(self._link) if said.get("samplers") is True else None
         self.communicator = self._join if said.get("collectives") is True else None
@@ -101,16 +98,14 @@ class ProcessTarget:
     _join.real_threads = True  # type: ignore[attr-defined] # each with a process of its own
 
     def start(self, ranks: int) -> Programs:
-        """Start processes of the program: as many as ``ranks``, or as many as the launcher is told
-        to.
-        """
-        return Programs(
-            self.command, self.launch, self.ranks if self.launch else ranks, self.seconds
-        )
+        """Start so many processes of the program."""
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        return Programs(self.command, folder, ranks, self.seconds)
 
     def end(self) -> None:
-        """End the programs that belong to this process."""
+        """End the programs that belong to this process, and remove their files; none may follow."""
         self._live.pop(os.getpid(), _Live(self)).end()
+        self._remove()
 
     def requests(self) -> int:
         """Return how many requests this process has sent to programs."""
@@ -159,17 +154,11 @@ class _Live:
 
     def join(self, world: RankWorld) -> Communicator:
         """Return a rank's communicator in the set of processes for its world."""
-        target = self._target
-        if target.launch is not None and world.world_size > target.ranks:
-            raise ProgramError(
-                f"a world of {world.world_size} ranks is needed, and {target.ranks} were launched"
-                " (--ranks)"
-            )
         with self._lock:
             mine = next((group for group in self._sets if group.store is world.store), None)
             if mine is None:
                 mine = next((group for group in self._sets if group.is_free()), None) or _Set(
-                    target.start(world.world_size)
+                    self._target.start(world.world_size)
                 )
                 mine.begin(world)
             for group in self._sets:

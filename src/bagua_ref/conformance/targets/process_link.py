@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import multiprocessing
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -18,7 +18,6 @@ import socket
 import subprocess
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,15 +28,10 @@ from torch import Tensor
 
 from bagua_ref.record.tensor_files import CODES, bytes_of, name_of
 
-__all__ = ["DTYPES", "REQUESTS", "Link", "ProgramError", "Programs", "exit_text"]
+__all__ = ["DTYPES", "Link", "ProgramError", "Programs", "exit_text"]
 
 DTYPES = {name_of(dtype): dtype for dtype in CODES if dtype is not torch.uint64}
 """The dtypes of tensors in messages, by their names there."""
-
-REQUESTS = "BAGUA_REF_REQUESTS"
-"""The environment variable that names a folder for the requests to each process, as they are
-sent.
-"""
 
 _PROTOCOL = 1
 _LONGEST_LINE, _MOST_BYTES = 1 << 20, 1 << 26
@@ -65,7 +59,7 @@ class Link:
         name: of the process, for messages.
         errors: what the program has written to its standard error.
         seconds: see `limit`.
-        process: the process, or the launcher that has started it.
+        process: the process.
     """
 
     sent: ClassVar[int] = 0
@@ -126,7 +120,6 @@ class Link:
                 *map(bytes_of, tensors.values()),
             ]
         )
-        self._keep(request)
         try:
             self._connection.sendall(request)
             found, received = self.receive(most_bytes)
@@ -197,24 +190,13 @@ class Link:
             tensors[name] = flat.view(dtype).view(shape)
         return header, tensors
 
-    def _keep(self, request: bytes) -> None:
-        """Append a request to the process's file in the folder that the environment names, if it
-        names one.
-        """
-        if folder := os.environ.get(REQUESTS):
-            number = re.sub(r"\D", "", self.name.rpartition(",")[2]) or "0"
-            with (Path(folder) / f"rank{number}-{self._process.pid}.requests").open("ab") as file:
-                file.write(request)
-
     def _failure(self, call: str, what: str) -> ProgramError:
         self.broken = True
         return ProgramError(f"{self.name}: answer to {call}: {what}{_said(self._errors)}")
 
 
 def how_ended(process: subprocess.Popen[bytes]) -> str:
-    """Return the signal or status with which a process or its launcher has ended, if it does so
-    within a second.
-    """
+    """Return the signal or status with which a process has ended, if it does so within a second."""
     try:
         code = process.wait(1)
     except subprocess.TimeoutExpired:
@@ -229,56 +211,41 @@ def _said(errors: IO[bytes]) -> str:
 
 
 class Programs:
-    """Processes of one program, which end at the latest when this object or its process does.
+    """Processes of one program, one per rank, which speak on standard input and output. They end at
+    the latest when this object or its process does, and see their input end if that is killed.
 
     Args:
         command: the program and its arguments, in the shell's syntax; no shell runs it.
-        launch: a command that starts ``{ranks}`` processes of it, which then connect to the port of
-            this machine that the variable BAGUA_REF_CONNECT names, and first send their rank; None:
-            they speak on standard input and output.
+        folder: an empty folder for its files, which is removed in the end.
         ranks: how many processes.
-        seconds: in which they must connect, and give each answer.
+        seconds: in which they must give each answer.
 
     Raises:
-        ProgramError: it cannot be started, does not connect, or speaks another version of the
-            protocol.
+        ProgramError: it cannot be started.
     """
 
-    def __init__(
-        self, command: str, launch: str | None = None, ranks: int = 1, seconds: float = 60.0
-    ) -> None:
+    def __init__(self, command: str, folder: Path, ranks: int = 1, seconds: float = 60.0) -> None:
         self._command, self._words, self._seconds = command, _split(command), seconds
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 # as long as the processes live
-        self.folder = Path(tempfile.mkdtemp(prefix="bagua_ref-"))
-        """For the ranks' files; removed in the end."""
-        self._groups: list[int] = []
-        self._watcher = _watcher(self.folder)
-        self._end = weakref.finalize(self, _end, self._groups, self._watcher, self.folder)
+        self.folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._end = weakref.finalize(self, _end, self._processes, folder)
         self.links: list[Link] = []
         """By rank."""
         try:
-            if launch is None:
-                self.grow(ranks)
-            else:
-                self._launch(_split(launch.format(ranks=ranks)), ranks)
+            self.grow(ranks)
         except OSError as error:
             self.end()
             raise ProgramError(f"{command!r} cannot be started: {error}") from None
-        except BaseException:
-            self.end()
-            raise
 
     def grow(self, ranks: int) -> None:
-        """Start processes that speak on standard input and output until there are so many."""
+        """Start processes until there are so many."""
         for rank in range(len(self.links), ranks):
             ours, theirs = socket.socketpair()
             with theirs:
-                process = self._start(self._words, theirs)
-            self.links.append(
-                Link(
-                    ours, f"{self._command!r}, process {rank}", self._errors, self._seconds, process
-                )
-            )
+                process = self._start(theirs)
+            name = f"{self._command!r}, process {rank}"
+            self.links.append(Link(ours, name, self._errors, self._seconds, process))
 
     @property
     def broken(self) -> bool:
@@ -299,69 +266,19 @@ class Programs:
             )
         return said
 
-    def _start(self, words: Sequence[str], ends: Any, address: str = "") -> subprocess.Popen[bytes]:
-        environment = {
-            **os.environ,
-            "TMPDIR": str(self.folder),
-            **({"BAGUA_REF_CONNECT": address} if address else {}),
-        }
+    def _start(self, end: socket.socket) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(  # noqa: S603 # the user's own command, without a shell
-            words,
-            stdin=ends,
-            stdout=ends,
+            self._words,
+            stdin=end.fileno(),
+            stdout=end.fileno(),
             stderr=self._errors,
-            start_new_session=True,
-            env=environment,
+            # What a check's process starts stays in its group, which is killed whole.
+            start_new_session=multiprocessing.parent_process() is None,
+            env={**os.environ, "TMPDIR": str(self.folder)},
         )
-        os.write(self._watcher, f"{process.pid}\n".encode())
-        self._groups.append(process.pid)
+        self._processes.append(process)
         threading.Thread(target=process.wait, daemon=True).start()  # no zombies
         return process
-
-    def _launch(self, launcher: Sequence[str], ranks: int) -> None:
-        with socket.create_server(("127.0.0.1", 0), backlog=ranks) as server:
-            address = f"127.0.0.1:{server.getsockname()[1]}"
-            self._accept(
-                server, self._start([*launcher, *self._words], subprocess.DEVNULL, address), ranks
-            )
-
-    def _accept(self, server: socket.socket, launcher: subprocess.Popen[bytes], ranks: int) -> None:
-        found: dict[int, Link] = {}
-        until = time.monotonic() + self._seconds
-        while len(found) < ranks:
-            server.settimeout(0.2)
-            try:
-                connection, _ = server.accept()
-                link = Link(
-                    connection,
-                    f"{self._command!r}, rank {len(found)} to connect",
-                    self._errors,
-                    self._seconds,
-                    launcher,
-                )
-                rank = link.receive(0)[0].get("rank")
-                if not isinstance(rank, int) or not 0 <= rank < ranks or rank in found:
-                    raise ProgramError(
-                        f"a process of {self._command!r} says that it is rank {rank!r} of {ranks}"
-                    )
-            except TimeoutError:
-                if launcher.poll() is None and time.monotonic() < until:
-                    continue
-                ended = (
-                    ""
-                    if launcher.poll() is None
-                    else f", and the launcher has ended{how_ended(launcher)}"
-                )
-                what = f"{len(found)} of {ranks} ranks have connected{ended}"
-                raise ProgramError(f"{self._command!r}: {what}{_said(self._errors)}") from None
-            except (OSError, ValueError) as error:
-                raise ProgramError(
-                    f"{self._command!r}: a rank has connected and failed:"
-                    f" {error}{_said(self._errors)}"
-                ) from None
-            link.name = f"{self._command!r}, rank {rank}"
-            found[rank] = link
-        self.links = [found[rank] for rank in range(ranks)]
 
 
 def _split(command: str) -> list[str]:
@@ -374,34 +291,11 @@ def _split(command: str) -> list[str]:
     return words
 
 
-def _watcher(folder: Path) -> int:
-    """Start a shell that ends the processes and removes the folder when this process has ended,
-    whatever ends it.
-
-    Return the pipe to which their ids are written, a line each; it closes with this process.
-    """
-    script = (
-        'folder=$1; shift; while read -r g; do set -- "$@" "$g"; done; for g in "$@"; do kill -s'
-        ' TERM -- "-$g"; done; sleep 1; for g in "$@"; do kill -s KILL -- "-$g"; done; rm -rf --'
-        ' "$folder"'
-    )
-    watched, ours = os.pipe()
-    try:
-        subprocess.Popen(  # noqa: S603 # the script is constant, the folder its argument
-            ["/bin/sh", "-c", script, "sh", str(folder)],
-            stdin=watched,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    finally:
-        os.close(watched)
-    return ours
-
-
-def _end(groups: Sequence[int], watcher: int, folder: Path) -> None:
-    for group in groups:
+def _end(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    for process in processes:
         with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.killpg(group, signal.SIGKILL)
-    os.close(watcher)
+            if multiprocessing.parent_process() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                process.kill()
     shutil.rmtree(folder, ignore_errors=True)
