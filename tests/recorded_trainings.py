@@ -179,22 +179,6 @@ def twice(t: Training, _: Any) -> None:
     t.optimizer.zero_grad()
 
 
-def hidden_update(t: Training) -> None:
-    class Other(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            with torch.no_grad():
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        p.sub_(p.grad.sign(), alpha=0.1)
-
-    Other.__name__ = "SGD"
-    t.optimizer = Other(t.model.parameters(), lr=0.1)
-
-
-def plain_sgd(t: Training) -> None:
-    t.optimizer = torch.optim.SGD(t.model.parameters(), lr=0.1)
-
-
 def other_order(t: Training, x: Tensor) -> Tensor:
     """Return the network's output, its first layer with the products added from the last to the
     first.

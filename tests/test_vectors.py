@@ -22,6 +22,13 @@ from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.cli import main
 from bagua_ref.conformance import EXACT, assert_equal
+from bagua_ref.conformance.inputs.tensor_files import (
+    CODES,
+    DamagedFileError,
+    name_of,
+    read_safetensors,
+    write_safetensors,
+)
 from bagua_ref.conformance.vectors import (
     VECTORS_VERSION,
     VectorsError,
@@ -36,13 +43,6 @@ from bagua_ref.conformance.vectors.files import (
     read_vectors,
     schema_text,
     tolerance_named,
-)
-from bagua_ref.record.tensor_files import (
-    CODES,
-    DamagedFileError,
-    name_of,
-    read_safetensors,
-    write_safetensors,
 )
 
 SUITES = (

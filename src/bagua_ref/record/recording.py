@@ -341,7 +341,7 @@ class Recording:
             if not self._resume or not same:
                 raise ValueError(
                     f"folder={str(self._folder.parent)!r} already holds a recording of this rank"
-                    f"{' of another number of ranks' * self._resume};"
+                    f"{' of another number of ranks or format' * self._resume};"
                     " choose another folder or empty it"
                 )
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from bagua_ref.backends.base import FLOATS
 from bagua_ref.conformance.expected import samplers_plain
+from bagua_ref.conformance.inputs.tensor_files import name_of
 from bagua_ref.conformance.vectors import answers
 from bagua_ref.conformance.vectors.case import KINDS, Case, numbers_of
-from bagua_ref.record.tensor_files import name_of
 
 __all__ = ["kernel_cases", "sampler_cases"]
 

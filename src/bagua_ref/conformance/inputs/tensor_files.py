@@ -1,7 +1,7 @@
-"""Safetensors files, of recordings and golden vectors.
+"""Safetensors files of golden vectors.
 
 Equal tensors give equal files whatever the version of the package safetensors. Writing does without
-it, so that a training can be recorded anywhere; reading needs it.
+it; reading needs it.
 """
 
 from __future__ import annotations
