@@ -1,0 +1,95 @@
+"""Tests of the suite of algorithms with trainers that misbehave: each gets a verdict."""
+
+from __future__ import annotations
+
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bagua_ref.backends import get_backend
+from bagua_ref.conformance import Report, run_conformance
+from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
+
+pytestmark = pytest.mark.slow
+
+RIGHT = ReferenceAlgorithms(get_backend("reference")).gradient_allreduce
+
+
+def on(trainer, check="algorithms.S5.1.gradients[float32]", **options) -> Report:
+    target = SimpleNamespace(algorithms=SimpleNamespace(gradient_allreduce=trainer))
+    return run_conformance(target, ["algorithms"], checks=[check], shrink=False, **options)
+
+
+def test_arguments_are_the_targets_to_keep():
+    def uses_up_its_arguments(world, weights, gradients, **options):
+        history = RIGHT(world, weights, gradients, **options)
+        for given in gradients:
+            for gradient in given.values():
+                gradient.fill_(torch.nan)
+            given.clear()
+        gradients.clear()
+        weights.clear()
+        return history
+
+    assert on(uses_up_its_arguments).passed
+
+
+def raises(*arguments, **options):
+    raise RuntimeError("out of cheese")
+
+
+def exits(*arguments, **options):
+    raise SystemExit(3)
+
+
+def dies(*arguments, **options):
+    os._exit(4)
+
+
+def sleeps(*arguments, **options):
+    time.sleep(1000)
+
+
+def leaves_one_rank_waiting(world, weights, gradients, **options):
+    if world.rank == 1:
+        return [weights for _ in gradients]
+    return RIGHT(world, weights, gradients, **options)
+
+
+def returns(change):
+    return lambda *arguments, **options: change(RIGHT(*arguments, **options))
+
+
+def each_weight(change):
+    return returns(lambda history: [[change(w) for w in tensors] for tensors in history])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [
+        (raises, "raised RuntimeError: out of cheese"),
+        (exits, "raised SystemExit: 3"),
+        (dies, "the process died: exit code 4"),
+        (sleeps, "no answer within 1 s"),
+        (leaves_one_rank_waiting, "deadlock: every simulated rank"),
+        (returns(lambda history: None), "rank 0 returned a NoneType, not a list of"),
+        (returns(lambda history: history[1:]), "rank 0 returned a list of "),
+        (
+            returns(lambda history: [tensors[1:] for tensors in history]),
+            "rank 0 returned list as entry 0, not ",
+        ),
+        (each_weight(lambda w: w.reshape(-1)[:, None]), "in entry 0, not torch.float32 of shape"),
+        (each_weight(lambda w: w.to(torch.complex64)), "rank 0 returned torch.complex64 of shape"),
+        (each_weight(torch.Tensor.tolist), "as parameter 0 in entry 0"),
+        (each_weight(lambda w: w * torch.nan), "nan instead of"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_trainer_that_misbehaves_gets_a_verdict(trainer, said):
+    (failed,) = on(trainer, time_limit=1.0 if trainer is sleeps else 10.0).failures()
+    assert said in failed.message
+    assert failed.message.startswith("gradient_allreduce(lr=")
+    assert "algorithms.gradient_allreduce(world, " in failed.counterexample
