@@ -233,14 +233,23 @@ class TakesTheFirstStepOfTheRingTwice(ReferenceCommOps):
 # Trainings (S5, S9 to S11, S13)
 
 
-def altered(name, method, check, **changes):
-    """Enter trainings whose ``method`` gets other arguments: values, or functions of the right one."""
+def altered(name, method, check, gradients=None, **changes):
+    """Enter trainings whose ``method`` gets other arguments: values, or functions of the right one;
+    ``gradients`` is a function of each gradient in a program.
+    """
 
     def train(self, world, weights, given, **options):
         for option, change in changes.items():
             if option in options:
                 right = options[option]
                 options[option] = change(right) if callable(change) else change
+        if gradients is not None:
+            given = [
+                (name, {place: gradients(g) for place, g in rest[0].items()})
+                if name == "step"
+                else (name, *rest)
+                for name, *rest in given
+            ]
         return getattr(ReferenceAlgorithms, method).__get__(self)(world, weights, given, **options)
 
     found_by(check)(type(name, (ReferenceAlgorithms,), {method: train}))
@@ -248,6 +257,11 @@ def altered(name, method, check, **changes):
 
 def later(value):
     return value + 1
+
+
+def noisy(x):
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    return x + 1e-3 * noise.to(x.dtype)
 
 
 altered("SumsGradients", "gradient_allreduce", "algorithms.S5.1.gradients", average=False)
@@ -309,6 +323,12 @@ altered("WarmsUpLongerInLowRank", "powersgd", "algorithms.S10.1.warmup", warmup_
 altered("SendsMore", "topk", "algorithms.S11.2.count", ratio=lambda ratio: min(1.0, 2 * ratio))
 altered("ForgetsWhatWasLeftOut", "topk", "algorithms.S11.2.rounds", error_feedback=False)
 altered("WarmsUpLongerInTopK", "topk", "algorithms.S11.2.warmup", warmup_steps=later)
+altered("WarmsUpLongerInFragments", "diloco", "algorithms.S9.warmup", warmup_steps=later)
+altered("SharesOneOuterOptimizer", "diloco", "algorithms.S9.3.own_optimizers", fragments=1)
+altered("NeverSeesZero", "powersgd", "algorithms.S10.2.zero_gradients", noisy)
+altered("NeverSeesDependence", "powersgd", "algorithms.S10.3.dependent_columns", noisy)
+altered("HidesInfinities", "powersgd", "algorithms.S10.4.not_finite", torch.nan_to_num)
+altered("HidesInfinitiesInTopK", "topk", "algorithms.S11.2.not_finite", torch.nan_to_num)
 
 
 @found_by("algorithms.S11.1.rounds")
