@@ -286,6 +286,8 @@ INTERRUPTIONS = [
 ]
 
 
+# Python reports what is raised in a finalizer, and goes on.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("raised", INTERRUPTIONS, ids=lambda kind: kind.__module__ + kind.__name__)
 def test_S8_3_an_interrupted_request_raises_what_the_handler_raised_and_mixes_up_no_values(
     server, raised

@@ -191,4 +191,4 @@ def test_S2_5_a_payload_that_stops_in_the_middle_times_out_and_names_bucket_and_
     for outcome in ended:
         assert outcome.result is not None, outcome.traceback
         assert CommunicationTimeoutError.__name__ in outcome.result
-        assert "bucket '0', operation CentralizedLowPrecision" in outcome.result
+        assert "bucket '0' of step 1, operation CentralizedLowPrecision" in outcome.result

@@ -309,7 +309,7 @@ class Trail:
     from before g last changed; weights that were clipped, or swapped and swapped back, are no such.
 
     Args:
-        weights: at least one is not empty; eight elements are sampled.
+        weights: eight of their elements are sampled.
 
     Attributes:
         went_back: whether a step began with weights from before g last changed.
@@ -317,8 +317,10 @@ class Trail:
     """
 
     def __init__(self, weights: Sequence[Parameter]) -> None:
-        filled = [w for w in weights if w.numel() and w.device == weights[0].device]
-        self._sampled = [filled[number * len(filled) // _SAMPLED] for number in range(_SAMPLED)]
+        filled = [w for w in weights if w.numel()]
+        filled = [w for w in filled if w.device == filled[0].device]
+        samples = _SAMPLED if filled else 0  # weights without elements go nowhere
+        self._sampled = [filled[number * len(filled) // _SAMPLED] for number in range(samples)]
         self._places = [
             _index(w.shape, w.numel() * number // _SAMPLED)
             for number, w in enumerate(self._sampled)
@@ -336,6 +338,8 @@ class Trail:
         """Sample the weights after a local step, or before a forward pass; CUDA is not waited
         for.
         """
+        if not self._sampled:
+            return
         with torch.no_grad():
             found = [w[place] for w, place in zip(self._sampled, self._places, strict=True)]
             sample = torch.stack(found).float().to("cpu", non_blocking=True)
@@ -343,7 +347,7 @@ class Trail:
 
     def read(self) -> None:
         """Look at the new samples."""
-        if self._sampled[0].is_cuda:
+        if self._sampled and self._sampled[0].is_cuda:
             torch.cuda.current_stream(self._sampled[0].device).synchronize()
         for stepped, sample in self._unread:
             found = sample.numpy().tobytes()

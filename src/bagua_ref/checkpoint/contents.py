@@ -113,7 +113,8 @@ def digest(value: Any) -> bytes:
         content.update(repr(value).encode())
     else:
         content.update(_saved(value))
-    return content.digest()
+    digested: bytes = content.digest()
+    return digested
 
 
 def read(path: Path) -> Any:
