@@ -149,7 +149,9 @@ def test_without_lightning_the_strategies_are_those_of_pytorch_lightning(
 
 
 def test_without_both_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ImportError, match=r"needs Lightning: pip install .*lightning"):
+    with pytest.raises(
+        ImportError, match=r"needs lightning; install with: pip install .*lightning"
+    ):
         import_with(monkeypatch)
 
 

@@ -4,10 +4,10 @@ optional dependencies.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 from bagua_ref.errors import NotProvidedError
@@ -168,5 +168,5 @@ def require(package: str, user: str, extra: str) -> None:
         user: the module that needs it.
         extra: an extra of bagua_ref that has it.
     """
-    if find_spec(package) is None:
+    if importlib.util.find_spec(package) is None:
         raise ImportError(f"{user} needs {package}; install with: {install_command(extra)}")
