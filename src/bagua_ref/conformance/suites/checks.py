@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -116,6 +117,7 @@ def check_trainings(
         ) -> None:
             has(algorithm, lab, draw, **given(lab, draw))
 
+        function.__module__ = sys._getframe(1).f_globals["__name__"]  # by which checks are ordered
         clause, _, last = name.rpartition(".")
         check(
             "algorithms",
@@ -149,7 +151,18 @@ def checks_of(suites: Collection[str]) -> dict[str, Check]:
     wanted = [suite for suite in SUITES if suite in suites]
     for suite in wanted:
         _import_suite(suite)
-    return {row.id: row for suite in wanted for row in _table.values() if row.suite == suite}
+    # Modules may have been imported in another order, as by a run of their docstring examples.
+    places = {
+        f"bagua_ref.conformance.suites.{module}": place
+        for suite in wanted
+        for place, module in enumerate(_MODULES[suite])
+    }
+    return {
+        row.id: row
+        for suite in wanted
+        for row in sorted(_table.values(), key=lambda row: places.get(row.function.__module__, 0))
+        if row.suite == suite
+    }
 
 
 def all_checks() -> dict[str, Check]:
