@@ -108,6 +108,31 @@ def test_ranks_that_wait_in_different_collectives_are_all_interrupted_with_the_s
     }
 
 
+def test_a_rank_that_is_told_late_hears_of_the_first_deadlock(
+    enter: Enter, ranks: list[Waiting], store: dist.Store
+) -> None:
+    ours, late = enter(0, "save/1"), enter(1, "gradients/3")
+    until(lambda: store.check(["waits/1"]))
+    with ranks[1]._lock:  # its watch is behind
+        until(lambda: ours.reasons)
+        ours.end()
+        next_one = enter(0, "barrier/1")
+        time.sleep(1)
+        assert not next_one.reasons  # rank 1 may still come
+    until(lambda: late.reasons)
+    assert "rank 0 waits in save/1" in late.reasons[0]
+
+
+def test_a_wait_is_not_refused_for_what_an_earlier_one_met(enter: Enter) -> None:
+    waits = [enter(0, "save/1"), enter(1, "gradients/3")]
+    until(lambda: all(wait.reasons for wait in waits))
+    for wait in waits:
+        wait.end()
+    again = enter(0, "save/1")
+    time.sleep(1)
+    assert not again.reasons
+
+
 def test_a_collective_that_all_have_reached_may_take_its_time(enter: Enter) -> None:
     waits = [enter(0, "gradients/3"), enter(1, "gradients/3")]
     time.sleep(0.5)
@@ -142,7 +167,7 @@ def test_a_wait_that_a_rank_has_given_up_ends_once_it_is_long(enter: Enter) -> N
 def test_a_wait_that_ends_is_taken_back_at_once(enter: Enter, store: dist.Store) -> None:
     wait = enter(0, "gradients/3")
     until(lambda: store.check(["waits/0"]))
-    assert json.loads(store.get("waits/0")) == [["in gradients/3", "gradients/3", [0, 1]]]
+    assert json.loads(store.get("waits/0")) == [["in gradients/3", "gradients/3", [0, 1], 1]]
     wait.end()
     assert json.loads(store.get("waits/0")) == []
 

@@ -4,6 +4,7 @@ at once.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import threading
@@ -35,7 +36,7 @@ quarter of its patience if that is less.
 """
 
 _LEFT = "has left"
-_HAS_LEFT = json.dumps([[_LEFT, "", []]])
+_HAS_LEFT = [[_LEFT, "", [], 0]]
 """The published waits of a rank that has left."""
 
 _LONGEST = 1000
@@ -83,6 +84,8 @@ class _Wait:
     is_background: bool
     since: float
     patience: float
+    number: int
+    """Tells it from other waits of this rank in the same collective, such as a second try."""
 
 
 class Waiting:
@@ -105,6 +108,7 @@ class Waiting:
         self._rank, self._world_size, self._job_store = rank, world_size, store
         self.processes = processes
         self._waits: dict[int, _Wait] = {}
+        self._numbers = itertools.count(1)
         self._foreground: set[int] = set()
         """Threads that have waited on behalf of the user's program."""
         self._lock = threading.Lock()
@@ -155,7 +159,15 @@ class Waiting:
         outer = self._waits.get(me)
         patience = min(_PATIENCE, timeout / 2)
         self._waits[me] = _Wait(
-            what, place, members, interrupt, who_gave_up, is_background, time.monotonic(), patience
+            what=what,
+            place=place,
+            members=members,
+            interrupt=interrupt,
+            who_gave_up=who_gave_up,
+            is_background=is_background,
+            since=time.monotonic(),
+            patience=patience,
+            number=next(self._numbers),
         )
         if not is_background:
             self._foreground.add(me)
@@ -253,7 +265,7 @@ class Waiting:
         def read(store: Store) -> str:
             others = [rank for rank in members if rank != self._rank]
             return "; ".join(
-                filter(None, [self._verdict(store, self._published), *_ends(store, others)])
+                filter(None, [_verdict(store, self._rank, self._published), *_ends(store, others)])
             )
 
         return ask(self._job_store, read, "", limit)
@@ -287,7 +299,7 @@ class Waiting:
         self._stop.set()
         with self._with_store() as reached:
             if reached:
-                (self._store or self._job_store).set(f"waits/{self._rank}", _HAS_LEFT)
+                (self._store or self._job_store).set(f"waits/{self._rank}", json.dumps(_HAS_LEFT))
         self.processes.wake()
         for thread in self._threads:
             thread.join(_INTERVAL)
@@ -347,7 +359,7 @@ class Waiting:
         key = f"waits/{rank}"
         return ask(
             self._job_store,
-            lambda store: store.check([key]) and store.get(key) == _HAS_LEFT.encode(),
+            lambda store: store.check([key]) and json.loads(store.get(key)) == _HAS_LEFT,
             False,
             _GRACE,
         )
@@ -375,13 +387,18 @@ class Waiting:
             if keys and self._store.check(keys)
             else []
         )
-        verdict = self._verdict(self._store, mine) if mine else ""
+        verdict = _verdict(self._store, self._rank, mine) if mine else ""
         if (
             waits
             and all(waits)
             and waits == before
             and not verdict
             and (deadlock := describe_deadlock(waits))
+            # A rank that has been told of an earlier deadlock and has not heard it yet goes on soon.
+            and not any(
+                its != _HAS_LEFT and _verdict(self._store, rank, its)
+                for rank, its in enumerate(waits)
+            )
         ):
             verdict = "; ".join([deadlock, *_ends(self._store, range(self._world_size))])
             for rank in range(self._world_size):
@@ -412,14 +429,15 @@ class Waiting:
             wait.is_background for wait in long.values()
         ):
             return []  # the background thread is not waiting
-        return [[wait.what, wait.place, list(wait.members)] for wait in long.values()]
+        return [[wait.what, wait.place, list(wait.members), wait.number] for wait in long.values()]
 
-    def _verdict(self, store: Store, mine: list[Any]) -> str:
-        """Return the deadlock that another rank has found with these waits of mine; "" if none."""
-        if not store.check([f"verdict/{self._rank}"]):
-            return ""
-        waits, verdict = json.loads(store.get(f"verdict/{self._rank}"))
-        return str(verdict) if waits == mine else ""
+
+def _verdict(store: Store, rank: int, waits: list[Any]) -> str:
+    """Return the deadlock that has been found with these waits of ``rank``; "" if none."""
+    if not store.check([f"verdict/{rank}"]):
+        return ""
+    its, verdict = json.loads(store.get(f"verdict/{rank}"))
+    return str(verdict) if its == waits else ""
 
 
 def _ends(store: Store, ranks: Iterable[int]) -> list[str]:
@@ -451,21 +469,22 @@ def describe_deadlock(waits: Sequence[Sequence[Any]]) -> str:
     """Describe the waits of all ranks if they are a deadlock, else return "".
 
     Args:
-        waits: those of each rank: a description, the collective, and its members.
+        waits: those of each rank: a description, the collective, its members, and a number.
 
-    >>> describe_deadlock([[["in barrier", "all/7", [0, 1]]], [["in allreduce", "module/3", [0, 1]]]])
+    >>> ours = ["in barrier", "all/7", [0, 1], 5]
+    >>> describe_deadlock([[ours], [["in allreduce", "module/3", [0, 1], 6]]])
     'deadlock: every rank is waiting for another: rank 0 waits in barrier; rank 1 waits in
     allreduce'
-    >>> describe_deadlock([[["in barrier", "all/7", [0, 1]]], [["in barrier", "all/7", [0, 1]]]])
+    >>> describe_deadlock([[ours], [ours]])
     ''
     """
-    where = [{place for _, place, _ in mine if place} for mine in waits]
+    where = [{place for _, place, *_ in mine if place} for mine in waits]
     for mine in waits:
-        for _, place, members in mine:
+        for _, place, members, _ in mine:
             if place and all(place in where[member] for member in members):
                 return ""
     sentences = []
     for rank, mine in enumerate(waits):
-        what = [what for what, place, _ in mine if place] or [_LEFT]
+        what = [what for what, place, *_ in mine if place] or [_LEFT]
         sentences.append(f"rank {rank} {'' if what == [_LEFT] else 'waits '}{' and '.join(what)}")
     return f"deadlock: every rank is waiting for another: {'; '.join(sentences)}"
