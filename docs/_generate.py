@@ -29,8 +29,8 @@ import predicted_times
 from common import as_json, load, measured, number, path_of
 from time_to_quality import TASKS, judged
 
+from bagua_ref.conformance.checks.registry import all_checks
 from bagua_ref.conformance.clauses import CLAUSES
-from bagua_ref.conformance.suites.checks import all_checks
 from bagua_ref.formulas.graphs import MODES
 from bagua_ref.formulas.mixing import mixing
 

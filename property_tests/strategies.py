@@ -14,11 +14,11 @@ from _pytest.mark import ParameterSet
 from hypothesis import settings
 
 from bagua_ref.backends import available_backends, register_backend
-from bagua_ref.conformance.inputs.strategies import adversarial, name_of
+from bagua_ref.conformance.cases.strategies import adversarial, name_of
+from bagua_ref.conformance.checks.registry import Check, checks_of, variants
 from bagua_ref.conformance.run.pytest_plugin import judge
 from bagua_ref.conformance.run.runner import OneByOne, row_id
 from bagua_ref.conformance.run.search import Search
-from bagua_ref.conformance.suites.checks import Check, checks_of, variants
 
 __all__ = [
     "COMPRESSIBLE",

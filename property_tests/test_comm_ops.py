@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from property_tests.strategies import every_backend
 
 from bagua_ref.conformance import EXACT, SUM, assert_equal
-from bagua_ref.conformance.inputs.strategies import seeds, worlds
+from bagua_ref.conformance.cases.strategies import seeds, worlds
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.simulation import SimulatedWorld
 

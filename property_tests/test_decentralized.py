@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from property_tests.strategies import every_backend
 
 from bagua_ref.comm_ops import shift_one_peer
+from bagua_ref.conformance.cases.training_cases import GRAPHS
 from bagua_ref.conformance.expected import decentralized_numpy as oracle
-from bagua_ref.conformance.inputs.training_cases import GRAPHS
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.formulas import graphs
 from bagua_ref.simulation import SimulatedWorld

@@ -14,8 +14,8 @@ from tests.trainings import Given, simulate
 from bagua_ref.algorithms import DiLoCoAlgorithm
 from bagua_ref.backends import list_codecs
 from bagua_ref.conformance import EXACT, assert_equal
+from bagua_ref.conformance.cases.strategies import seeds, worlds
 from bagua_ref.conformance.expected import compression_numpy as oracle
-from bagua_ref.conformance.inputs.strategies import seeds, worlds
 
 STEPS = 8
 

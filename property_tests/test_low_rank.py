@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bagua_ref.conformance import SUM, assert_equal
+from bagua_ref.conformance.cases.strategies import seeds
 from bagua_ref.conformance.expected import compression_numpy as oracle
-from bagua_ref.conformance.inputs.strategies import seeds
 from bagua_ref.formulas.low_rank import orthonormalize
 
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from bagua_ref.algorithms import QAdamAlgorithm, QAdamOptimizer
 from bagua_ref.conformance import EXACT, assert_equal
+from bagua_ref.conformance.cases.strategies import seeds, worlds
+from bagua_ref.conformance.cases.training_cases import any_gradients, grid_weights
 from bagua_ref.conformance.expected.algorithms_numpy import QAdam, buckets, one_byte
-from bagua_ref.conformance.inputs.strategies import seeds, worlds
-from bagua_ref.conformance.inputs.training_cases import any_gradients, grid_weights
 
 STEPS = 8
 

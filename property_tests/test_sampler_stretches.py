@@ -15,8 +15,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from property_tests.test_samplers import make
 
+from bagua_ref.conformance.cases.sampler_cases import budgets, cases, cut, few_or_many
 from bagua_ref.conformance.expected import samplers_plain
-from bagua_ref.conformance.inputs.sampler_cases import budgets, cases, cut, few_or_many
 from bagua_ref.contrib import BudgetBatchSampler, LoadBalancingDistributedBatchSampler
 
 replica_counts = st.integers(1, 5)

@@ -14,8 +14,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from property_tests.strategies import every_backend
 
+from bagua_ref.conformance.cases.sampler_cases import cases, complexities, levels
 from bagua_ref.conformance.expected import samplers_plain
-from bagua_ref.conformance.inputs.sampler_cases import cases, complexities, levels
 from bagua_ref.contrib import LoadBalancingDistributedSampler
 
 

@@ -9,7 +9,7 @@ import functools
 import pytest
 from property_tests.strategies import Judging, every_backend, every_backend_but, every_check
 
-from bagua_ref.conformance.suites.checks import checks_of
+from bagua_ref.conformance.checks.registry import checks_of
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
 

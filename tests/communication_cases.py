@@ -20,8 +20,7 @@ from torch import Tensor
 import bagua_ref
 from bagua_ref import ReduceOp
 from bagua_ref.conformance import EXACT, SUM, assert_equal
-from bagua_ref.conformance.expected.collectives_plain import combine
-from bagua_ref.conformance.inputs.collective_cases import (
+from bagua_ref.conformance.cases.collective_cases import (
     FLOATS,
     METHODS,
     REDUCING,
@@ -30,6 +29,7 @@ from bagua_ref.conformance.inputs.collective_cases import (
     collective_call,
     terms,
 )
+from bagua_ref.conformance.expected.collectives_plain import combine
 from bagua_ref.conformance.lab.play import copies_of
 
 EVERY_METHOD = [*METHODS, *(f"{name}_inplace" for name in METHODS if name != "broadcast")]

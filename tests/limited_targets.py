@@ -15,7 +15,7 @@ from torch import Tensor
 from bagua_ref import contrib
 from bagua_ref.backends.codec import Codec
 from bagua_ref.backends.reference import ReferenceBackend
-from bagua_ref.conformance.inputs.collective_cases import METHODS
+from bagua_ref.conformance.cases.collective_cases import METHODS
 from bagua_ref.conformance.lab.lab import KERNELS
 from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps

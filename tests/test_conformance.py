@@ -20,11 +20,11 @@ from tests.scripts import ROOT
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.cli import main
 from bagua_ref.conformance import Report, Result, run_conformance
+from bagua_ref.conformance.checks.registry import all_checks
 from bagua_ref.conformance.clauses import CLAUSES
 from bagua_ref.conformance.lab.lab import Canary
 from bagua_ref.conformance.run.runner import MOST_JOBS, OneByOne, check_ids
 from bagua_ref.conformance.run.search import Search
-from bagua_ref.conformance.suites.checks import all_checks
 
 pytestmark = pytest.mark.slow
 

@@ -17,11 +17,11 @@ from tests.limited_targets import CODECS, COLLECTIVES, METHODS_OF, Narrow, Targe
 from tests.scripts import ROOT
 
 from bagua_ref.backends.reference import ReferenceBackend
+from bagua_ref.conformance.checks.registry import Check, checks_of, prepare, variants
 from bagua_ref.conformance.lab.journal import Journal
 from bagua_ref.conformance.lab.play import Play
 from bagua_ref.conformance.run import search
 from bagua_ref.conformance.run.runner import reason_to_skip, row_id, verdict
-from bagua_ref.conformance.suites.checks import Check, checks_of, prepare, variants
 from bagua_ref.conformance.targets.process import ProcessTarget
 from bagua_ref.conformance.targets.process_link import Link, Programs
 from bagua_ref.conformance.targets.target import resolve

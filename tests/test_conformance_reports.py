@@ -16,8 +16,8 @@ from tests.wrong_target import Wrong, WrongKernels, healed
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.cli import main
 from bagua_ref.conformance import run_conformance
+from bagua_ref.conformance.checks.registry import checks_of
 from bagua_ref.conformance.expected.codecs_scalar import MINMAX, field_at, payload_size
-from bagua_ref.conformance.suites.checks import checks_of
 
 
 class CrashesOnThree(ReferenceBackend):

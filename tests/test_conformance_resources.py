@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from bagua_ref import contrib
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.conformance import run_conformance
-from bagua_ref.conformance.inputs.strategies import worlds
-from bagua_ref.conformance.inputs.training_cases import graph_cases, sizes_of, worlds_of
+from bagua_ref.conformance.cases.strategies import worlds
+from bagua_ref.conformance.cases.training_cases import graph_cases, sizes_of, worlds_of
+from bagua_ref.conformance.checks.registry import Check, all_checks
 from bagua_ref.conformance.lab.journal import Journal
 from bagua_ref.conformance.run import runner, search
 from bagua_ref.conformance.run.search import PROFILES
-from bagua_ref.conformance.suites.checks import Check, all_checks
 from bagua_ref.conformance.targets import reference_algorithms, reference_target
 from bagua_ref.conformance.targets.target import assemble, resolve
 from bagua_ref.conformance.targets.world import MOST_RANKS, RankWorld, own_communicator

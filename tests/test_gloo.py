@@ -92,9 +92,9 @@ def run_suite(seed=0, inputs=4):
     """Run the collectives' suite on the processes of this world; return each check's message, up to
     the first failure.
     """
+    from bagua_ref.conformance.checks.registry import checks_of
     from bagua_ref.conformance.lab.journal import Journal
     from bagua_ref.conformance.run.search import PROFILES, Search, search
-    from bagua_ref.conformance.suites.checks import checks_of
     from bagua_ref.conformance.targets import world
     from bagua_ref.conformance.targets.target import resolve
 

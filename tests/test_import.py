@@ -138,7 +138,7 @@ def test_the_oracle_and_the_command_line_bring_no_optional_package(probe: Probe)
     assert not [
         name
         for name in loaded
-        if name.startswith(f"{ORACLE}.suites.") and name != f"{ORACLE}.suites.checks"
+        if name.startswith(f"{ORACLE}.checks.") and name != f"{ORACLE}.checks.registry"
     ]
 
 
@@ -148,8 +148,8 @@ def test_a_run_of_one_suite_imports_only_what_that_suite_needs(probe: Probe) -> 
         "from bagua_ref.conformance import run_conformance; run_conformance('reference',"
         " ['kernels'], checks=['S7.2'])"
     )["loaded"]
-    suites = {name for name in loaded if name.startswith(f"{ORACLE}.suites.")}
-    assert suites == {f"{ORACLE}.suites.checks", f"{ORACLE}.suites.kernels"}
+    suites = {name for name in loaded if name.startswith(f"{ORACLE}.checks.")}
+    assert suites == {f"{ORACLE}.checks.registry", f"{ORACLE}.checks.kernels"}
     assert not {name.split(".")[0] for name in loaded} & (OPTIONAL - {"hypothesis"})
     assert not [
         name

@@ -123,15 +123,15 @@ HOUSE = (
     Floor(
         12,
         (
-            "conformance.inputs",
-            "conformance.inputs.*",
+            "conformance.cases",
+            "conformance.cases.*",
             "conformance.targets",
             "conformance.targets.*",
         ),
         layers(range(13)),
     ),
     Floor(13, ("conformance.lab", "conformance.lab.*"), layers(range(14))),
-    Floor(14, ("conformance.suites", "conformance.suites.*"), layers(range(15))),
+    Floor(14, ("conformance.checks", "conformance.checks.*"), layers(range(15))),
     Floor(15, ("conformance.run", "conformance.run.*"), layers(range(16))),
     Floor(16, ("conformance.vectors", "conformance.vectors.*"), layers(range(13), 16)),
     Floor(18, ("conformance",), layers(range(19))),
@@ -337,7 +337,7 @@ def test_there_are_no_cycles() -> None:
         ("algorithms.base", "from bagua_ref.simulation import SimulatedWorld", "layer 9"),
         ("conformance.expected.kernels_scalar", "from bagua_ref.types import ReduceOp", "layer 0"),
         (
-            "conformance.suites.kernels",
+            "conformance.checks.kernels",
             "def f():\n    from bagua_ref.conformance import vectors",
             "layer 16",
         ),

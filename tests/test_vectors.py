@@ -22,7 +22,7 @@ from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.cli import main
 from bagua_ref.conformance import EXACT, assert_equal
-from bagua_ref.conformance.inputs.tensor_files import (
+from bagua_ref.conformance.cases.tensor_files import (
     CODES,
     DamagedFileError,
     name_of,

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from bagua_ref.conformance import run_conformance
+from bagua_ref.conformance.checks.registry import all_checks
 from bagua_ref.conformance.run.search import PROFILES
-from bagua_ref.conformance.suites.checks import all_checks
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
 pytestmark = pytest.mark.slow

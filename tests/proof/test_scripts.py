@@ -16,10 +16,10 @@ from tests.scripts import run_python
 from tests.wrong_target import Wrong, healed
 
 from bagua_ref.conformance import run_conformance
+from bagua_ref.conformance.checks.registry import checks_of, prepare, variants
 from bagua_ref.conformance.clauses import SUITES
 from bagua_ref.conformance.lab.journal import end_with
 from bagua_ref.conformance.run.runner import row_id
-from bagua_ref.conformance.suites.checks import checks_of, prepare, variants
 
 pytestmark = pytest.mark.slow
 

@@ -20,10 +20,10 @@ from bagua_ref.cli.command import (
     write_file,
     write_json,
 )
+from bagua_ref.conformance.checks.registry import all_checks
 from bagua_ref.conformance.clauses import SUITES
 from bagua_ref.conformance.run.report import Result
 from bagua_ref.conformance.run.runner import check_ids, read_xfails, run_conformance
-from bagua_ref.conformance.suites.checks import all_checks
 from bagua_ref.conformance.targets.process import ProcessTarget
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 from bagua_ref.conformance.targets.target import assemble, resolve

@@ -13,16 +13,16 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected.algorithms_numpy import Array, array, buckets, wide
-from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
-from bagua_ref.conformance.inputs.strategies import Draw, name_of, seeds, worlds
-from bagua_ref.conformance.inputs.training_cases import (
+from bagua_ref.conformance.cases.strategies import Draw, name_of, seeds, worlds
+from bagua_ref.conformance.cases.training_cases import (
     ONE_BUCKET,
     ByRank,
     any_gradients,
     any_weights,
     exact_gradients,
 )
+from bagua_ref.conformance.expected.algorithms_numpy import Array, array, buckets, wide
+from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import Play
 

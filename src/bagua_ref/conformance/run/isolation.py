@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
+from bagua_ref.conformance.checks.registry import Check, prepare
 from bagua_ref.conformance.lab.journal import Journal, ProcessDied, end_with
 from bagua_ref.conformance.lab.lab import script_of_call
 from bagua_ref.conformance.lab.violation import Script
 from bagua_ref.conformance.run.search import Outcome, Search, search
-from bagua_ref.conformance.suites.checks import Check, prepare
 from bagua_ref.conformance.targets.process_link import exit_text
 from bagua_ref.conformance.targets.target import Target
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bagua_ref.conformance.checks.registry import Check, all_checks, checks_of, variants
 from bagua_ref.conformance.clauses import SUITES
 from bagua_ref.conformance.run.runner import (
     OneByOne,
@@ -20,7 +21,6 @@ from bagua_ref.conformance.run.runner import (
     verdict,
 )
 from bagua_ref.conformance.run.search import Search
-from bagua_ref.conformance.suites.checks import Check, all_checks, checks_of, variants
 from bagua_ref.conformance.targets.target import Target, assemble
 from bagua_ref.simulation import judge as simulation
 from bagua_ref.simulation.programs import Program

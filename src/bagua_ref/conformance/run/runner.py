@@ -15,6 +15,13 @@ import torch
 
 from bagua_ref import __version__
 from bagua_ref.backends.base import KernelBackend
+from bagua_ref.conformance.checks.registry import (
+    Check,
+    all_checks,
+    checks_of,
+    reason_to_skip_suite,
+    variants,
+)
 from bagua_ref.conformance.clauses import (
     CLAUSES,
     NOT_COVERED,
@@ -26,13 +33,6 @@ from bagua_ref.conformance.lab.lab import KERNELS
 from bagua_ref.conformance.run.isolation import CheckTask, Isolation, can_fork, wait_for
 from bagua_ref.conformance.run.report import Report, Result
 from bagua_ref.conformance.run.search import PROFILES, Outcome, Search
-from bagua_ref.conformance.suites.checks import (
-    Check,
-    all_checks,
-    checks_of,
-    reason_to_skip_suite,
-    variants,
-)
 from bagua_ref.conformance.targets.target import Target, resolve
 
 __all__ = [

@@ -10,10 +10,10 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
+from bagua_ref.conformance.checks.registry import Check
 from bagua_ref.conformance.lab.journal import Journal
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.violation import Skipped, Violation
-from bagua_ref.conformance.suites.checks import Check
 from bagua_ref.conformance.targets.target import Target
 from bagua_ref.conformance.targets.world import MOST_RANKS
 

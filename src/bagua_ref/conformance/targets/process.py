@@ -23,8 +23,8 @@ from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.codec import Codec
 from bagua_ref.base.untrusted import check_form
 from bagua_ref.communicators.base import Communicator
+from bagua_ref.conformance.cases.tensor_files import name_of
 from bagua_ref.conformance.expected import samplers_plain
-from bagua_ref.conformance.inputs.tensor_files import name_of
 from bagua_ref.conformance.targets.process_link import DTYPES, Link, ProgramError, Programs
 from bagua_ref.conformance.targets.world import RankWorld
 from bagua_ref.types import ReduceOp

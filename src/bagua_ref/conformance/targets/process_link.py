@@ -26,7 +26,7 @@ from typing import IO, Any, ClassVar
 import torch
 from torch import Tensor
 
-from bagua_ref.conformance.inputs.tensor_files import CODES, bytes_of, name_of
+from bagua_ref.conformance.cases.tensor_files import CODES, bytes_of, name_of
 
 __all__ = ["DTYPES", "Link", "ProgramError", "Programs", "exit_text"]
 

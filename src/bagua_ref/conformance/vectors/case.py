@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from bagua_ref.conformance.inputs.tensor_files import name_of
+from bagua_ref.conformance.cases.tensor_files import name_of
 from bagua_ref.conformance.vectors.answers import answer
 
 __all__ = ["KINDS", "Case", "Numbers", "canonical", "numbers_of", "tensor_of"]

@@ -21,15 +21,15 @@ from torch import Tensor
 
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.base.untrusted import load_json
-from bagua_ref.conformance.clauses import SPEC_VERSION, VECTORS_VERSION
-from bagua_ref.conformance.expected.tolerances import EXACT, SUM, ULP, Tolerance, assert_equal
-from bagua_ref.conformance.inputs.tensor_files import (
+from bagua_ref.conformance.cases.tensor_files import (
     DamagedFileError,
     name_of,
     read_safetensors,
     read_tensors,
     write_safetensors,
 )
+from bagua_ref.conformance.clauses import SPEC_VERSION, VECTORS_VERSION
+from bagua_ref.conformance.expected.tolerances import EXACT, SUM, ULP, Tolerance, assert_equal
 from bagua_ref.conformance.vectors import codec_cases, comm_op_cases, kernel_cases, training_cases
 from bagua_ref.conformance.vectors.case import Case
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends.base import FLOATS
+from bagua_ref.conformance.cases.tensor_files import name_of
 from bagua_ref.conformance.expected import samplers_plain
-from bagua_ref.conformance.inputs.tensor_files import name_of
 from bagua_ref.conformance.vectors import answers
 from bagua_ref.conformance.vectors.case import KINDS, Case, numbers_of
 

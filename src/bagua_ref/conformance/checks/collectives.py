@@ -13,8 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected import collectives_plain as plain
-from bagua_ref.conformance.inputs.collective_cases import (
+from bagua_ref.conformance.cases.collective_cases import (
     BITWISE,
     FLOATS,
     INTEGERS,
@@ -29,11 +28,12 @@ from bagua_ref.conformance.inputs.collective_cases import (
     root_of,
     values,
 )
-from bagua_ref.conformance.inputs.strategies import Draw, dtype_named, seeds, worlds
+from bagua_ref.conformance.cases.strategies import Draw, dtype_named, seeds, worlds
+from bagua_ref.conformance.checks.registry import check
+from bagua_ref.conformance.expected import collectives_plain as plain
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import RankScript, tensors_in
 from bagua_ref.conformance.lab.violation import Violation, literal
-from bagua_ref.conformance.suites.checks import check
 from bagua_ref.types import ReduceOp
 
 _MOVING = tuple(name for name in METHODS if name not in REDUCING)

@@ -11,10 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected import algorithms_numpy, decentralized_numpy
-from bagua_ref.conformance.expected.algorithms_numpy import array
-from bagua_ref.conformance.expected.tolerances import SUM
-from bagua_ref.conformance.inputs.strategies import (
+from bagua_ref.conformance.cases.strategies import (
     COMPRESSIBLE,
     FLOATS,
     Draw,
@@ -25,17 +22,20 @@ from bagua_ref.conformance.inputs.strategies import (
     tensors,
     worlds,
 )
-from bagua_ref.conformance.inputs.training_cases import (
+from bagua_ref.conformance.cases.training_cases import (
     doubly_stochastic,
     flawed,
     graph_cases,
     sizes_of,
     worlds_of,
 )
+from bagua_ref.conformance.checks.registry import check
+from bagua_ref.conformance.expected import algorithms_numpy, decentralized_numpy
+from bagua_ref.conformance.expected.algorithms_numpy import array
+from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import RankScript
 from bagua_ref.conformance.lab.violation import literal
-from bagua_ref.conformance.suites.checks import check
 
 
 def _inputs(

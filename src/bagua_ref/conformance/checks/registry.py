@@ -14,7 +14,7 @@ from bagua_ref.conformance.clauses import CLAUSES, SUITES
 from bagua_ref.conformance.lab.lab import Lab
 
 if TYPE_CHECKING:  # hypothesis is not needed to list checks
-    from bagua_ref.conformance.inputs.strategies import Draw
+    from bagua_ref.conformance.cases.strategies import Draw
     from bagua_ref.conformance.lab.training import TrainedAlgorithm
 
 __all__ = [
@@ -153,7 +153,7 @@ def checks_of(suites: Collection[str]) -> dict[str, Check]:
         _import_suite(suite)
     # Modules may have been imported in another order, as by a run of their docstring examples.
     places = {
-        f"bagua_ref.conformance.suites.{module}": place
+        f"bagua_ref.conformance.checks.{module}": place
         for suite in wanted
         for place, module in enumerate(_MODULES[suite])
     }
@@ -190,7 +190,7 @@ def _import_suite(suite: str) -> ModuleType:
     like the suite.
     """
     found = {
-        module: importlib.import_module(f"bagua_ref.conformance.suites.{module}")
+        module: importlib.import_module(f"bagua_ref.conformance.checks.{module}")
         for module in _MODULES[suite]
     }
     return found[suite]

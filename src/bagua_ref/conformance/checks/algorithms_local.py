@@ -10,9 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected import local_updates_numpy as plain
-from bagua_ref.conformance.expected.algorithms_numpy import stored
-from bagua_ref.conformance.inputs.strategies import (
+from bagua_ref.conformance.cases.strategies import (
     COMPRESSIBLE,
     FLOATS,
     Draw,
@@ -20,7 +18,7 @@ from bagua_ref.conformance.inputs.strategies import (
     seeds,
     worlds,
 )
-from bagua_ref.conformance.inputs.training_cases import (
+from bagua_ref.conformance.cases.training_cases import (
     PLAIN,
     ByRank,
     any_kind,
@@ -35,9 +33,11 @@ from bagua_ref.conformance.inputs.training_cases import (
     sized_worlds,
     tame,
 )
+from bagua_ref.conformance.checks.registry import check, check_trainings
+from bagua_ref.conformance.expected import local_updates_numpy as plain
+from bagua_ref.conformance.expected.algorithms_numpy import stored
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import TrainedAlgorithm, TrainingPlay, exactly, of_kinds
-from bagua_ref.conformance.suites.checks import check, check_trainings
 
 __all__ = ["DILOCO", "LOCAL_SGD", "fragments_of", "tame_after_warm_up"]
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from bagua_ref.conformance.expected import samplers_plain
-from bagua_ref.conformance.inputs.sampler_cases import (
+from bagua_ref.conformance.cases.sampler_cases import (
     about_an_edge,
     budgets,
     cases,
@@ -25,10 +24,11 @@ from bagua_ref.conformance.inputs.sampler_cases import (
     noisy_cases,
     one_to_five,
 )
-from bagua_ref.conformance.inputs.strategies import Draw
+from bagua_ref.conformance.cases.strategies import Draw
+from bagua_ref.conformance.checks.registry import check
+from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import Play
-from bagua_ref.conformance.suites.checks import check
 
 _SAMPLER = ("LoadBalancingDistributedSampler",)
 _BATCHES = (*_SAMPLER, "LoadBalancingDistributedBatchSampler")
@@ -41,9 +41,7 @@ class SamplerScript(Play):
     """A script about samplers, whose warnings do not matter."""
 
     def __init__(self, lab: Lab) -> None:
-        super().__init__(
-            lab, "samplers", "from bagua_ref.conformance.inputs.sampler_cases import *"
-        )
+        super().__init__(lab, "samplers", "from bagua_ref.conformance.cases.sampler_cases import *")
 
     def do(self, line: str) -> None:
         """Append a line and run it."""

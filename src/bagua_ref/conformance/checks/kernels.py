@@ -11,10 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected import kernels_scalar
-from bagua_ref.conformance.expected.algorithms_numpy import wide
-from bagua_ref.conformance.expected.tolerances import EXACT, where_equal
-from bagua_ref.conformance.inputs.strategies import (
+from bagua_ref.conformance.cases.strategies import (
     FLOATS,
     Draw,
     bulk,
@@ -25,9 +22,12 @@ from bagua_ref.conformance.inputs.strategies import (
     seeds,
     tensors,
 )
+from bagua_ref.conformance.checks.registry import check
+from bagua_ref.conformance.expected import kernels_scalar
+from bagua_ref.conformance.expected.algorithms_numpy import wide
+from bagua_ref.conformance.expected.tolerances import EXACT, where_equal
 from bagua_ref.conformance.lab.lab import KernelCall, Lab
 from bagua_ref.conformance.lab.violation import Violation
-from bagua_ref.conformance.suites.checks import check
 
 _factors = st.one_of(
     st.sampled_from([1 / 3, -5 / 3, 0.1, -0.5, 0.0, 1.0, 1e-30, 1e30]),

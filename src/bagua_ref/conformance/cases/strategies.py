@@ -17,8 +17,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bagua_ref.conformance.cases.tensor_files import dtype_named, name_of
 from bagua_ref.conformance.expected.codecs_scalar import BLOCK, FORMATS, MINMAX, payload_size
-from bagua_ref.conformance.inputs.tensor_files import dtype_named, name_of
 
 __all__ = [
     "COMPRESSIBLE",

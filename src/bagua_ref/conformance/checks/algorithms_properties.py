@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from bagua_ref.conformance.expected.compression_numpy import norm
-from bagua_ref.conformance.expected.tolerances import SUM
-from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, seeds, worlds
-from bagua_ref.conformance.inputs.training_cases import (
+from bagua_ref.conformance.cases.strategies import COMPRESSIBLE, FLOATS, Draw, seeds, worlds
+from bagua_ref.conformance.cases.training_cases import (
     PLAIN,
     ByRank,
     any_weights,
@@ -28,9 +26,7 @@ from bagua_ref.conformance.inputs.training_cases import (
     schedules,
     used_parts,
 )
-from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.training import TrainedAlgorithm, TrainingPlay, exactly, of_kinds
-from bagua_ref.conformance.suites.algorithms import (
+from bagua_ref.conformance.checks.algorithms import (
     BYTEGRAD,
     DECENTRALIZED,
     GRADIENT_ALLREDUCE,
@@ -38,20 +34,24 @@ from bagua_ref.conformance.suites.algorithms import (
     QADAM,
     RING,
 )
-from bagua_ref.conformance.suites.algorithms_compressed import TOPK
-from bagua_ref.conformance.suites.algorithms_local import (
+from bagua_ref.conformance.checks.algorithms_compressed import TOPK
+from bagua_ref.conformance.checks.algorithms_local import (
     DILOCO,
     LOCAL_SGD,
     fragments_of,
     tame_after_warm_up,
 )
-from bagua_ref.conformance.suites.algorithms_powersgd import (
+from bagua_ref.conformance.checks.algorithms_powersgd import (
     POWERSGD,
     judge_exactly,
     rank_of,
     same_on_all_ranks,
 )
-from bagua_ref.conformance.suites.checks import check, check_trainings, nothing
+from bagua_ref.conformance.checks.registry import check, check_trainings, nothing
+from bagua_ref.conformance.expected.compression_numpy import norm
+from bagua_ref.conformance.expected.tolerances import SUM
+from bagua_ref.conformance.lab.lab import Lab
+from bagua_ref.conformance.lab.training import TrainedAlgorithm, TrainingPlay, exactly, of_kinds
 
 _ON_WEIGHTS = (GRADIENT_ALLREDUCE, BYTEGRAD, DECENTRALIZED, RING, QADAM, LOCAL_SGD, DILOCO)
 """Algorithms of which weights are returned."""

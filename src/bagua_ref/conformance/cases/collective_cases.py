@@ -10,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bagua_ref.conformance.cases.strategies import FLOATS, Draw
 from bagua_ref.conformance.expected import collectives_plain as plain
-from bagua_ref.conformance.inputs.strategies import FLOATS, Draw
 from bagua_ref.types import ReduceOp
 
 __all__ = [

@@ -16,10 +16,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected import algorithms_numpy as plain
-from bagua_ref.conformance.expected import decentralized_numpy
-from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
-from bagua_ref.conformance.inputs.strategies import (
+from bagua_ref.conformance.cases.strategies import (
     COMPRESSIBLE,
     FLOATS,
     Draw,
@@ -28,7 +25,7 @@ from bagua_ref.conformance.inputs.strategies import (
     seeds,
     worlds,
 )
-from bagua_ref.conformance.inputs.training_cases import (
+from bagua_ref.conformance.cases.training_cases import (
     ONE_BUCKET,
     ByRank,
     any_gradients,
@@ -38,10 +35,13 @@ from bagua_ref.conformance.inputs.training_cases import (
     graph_cases,
     grid_weights,
 )
+from bagua_ref.conformance.checks.registry import check, check_trainings, nothing
+from bagua_ref.conformance.expected import algorithms_numpy as plain
+from bagua_ref.conformance.expected import decentralized_numpy
+from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import RankScript
 from bagua_ref.conformance.lab.training import TrainedAlgorithm, TrainingPlay, of_kinds
-from bagua_ref.conformance.suites.checks import check, check_trainings, nothing
 
 __all__ = [
     "BYTEGRAD",

@@ -9,12 +9,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bagua_ref.conformance.cases.strategies import FLOATS, Draw, dtype_named, seeds, worlds
+from bagua_ref.conformance.cases.training_cases import ONE_BUCKET, on_a_grid
+from bagua_ref.conformance.checks.registry import check
 from bagua_ref.conformance.expected.tolerances import SUM
-from bagua_ref.conformance.inputs.strategies import FLOATS, Draw, dtype_named, seeds, worlds
-from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, on_a_grid
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import TrainingPlay
-from bagua_ref.conformance.suites.checks import check
 from bagua_ref.conformance.targets.reference_algorithms import Action
 
 _INTERVAL_MS = 100

@@ -15,11 +15,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected import compression_numpy as plain
-from bagua_ref.conformance.expected.algorithms_numpy import wide
-from bagua_ref.conformance.expected.tolerances import EXACT, SUM
-from bagua_ref.conformance.inputs.strategies import FLOATS, Draw, bulk, seeds, worlds
-from bagua_ref.conformance.inputs.training_cases import (
+from bagua_ref.conformance.cases.strategies import FLOATS, Draw, bulk, seeds, worlds
+from bagua_ref.conformance.cases.training_cases import (
     BOUNDARY,
     EVERY_MATRIX,
     ONE_BUCKET,
@@ -33,9 +30,12 @@ from bagua_ref.conformance.inputs.training_cases import (
     poisoned_at,
     usual,
 )
+from bagua_ref.conformance.checks.registry import check
+from bagua_ref.conformance.expected import compression_numpy as plain
+from bagua_ref.conformance.expected.algorithms_numpy import wide
+from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import TrainedAlgorithm, TrainingPlay, exactly, of_kinds
-from bagua_ref.conformance.suites.checks import check
 
 __all__ = ["POWERSGD", "judge_exactly", "rank_of", "same_on_all_ranks"]
 

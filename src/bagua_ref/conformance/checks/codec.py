@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bagua_ref.conformance.expected import codecs_scalar
-from bagua_ref.conformance.expected.codecs_scalar import (
-    BLOCK,
-    FORMATS,
-    HEADER,
-    MINMAX,
-    payload_size,
-)
-from bagua_ref.conformance.inputs.strategies import (
+from bagua_ref.conformance.cases.strategies import (
     COMPRESSIBLE,
     Draw,
     bulk,
@@ -30,10 +22,18 @@ from bagua_ref.conformance.inputs.strategies import (
     seeds,
     tensors,
 )
+from bagua_ref.conformance.checks.registry import check
+from bagua_ref.conformance.expected import codecs_scalar
+from bagua_ref.conformance.expected.codecs_scalar import (
+    BLOCK,
+    FORMATS,
+    HEADER,
+    MINMAX,
+    payload_size,
+)
 from bagua_ref.conformance.lab.lab import KernelCall, Lab
 from bagua_ref.conformance.lab.payloads import compare_payload, is_payload, script_of_bound
 from bagua_ref.conformance.lab.violation import Violation
-from bagua_ref.conformance.suites.checks import check
 from bagua_ref.conformance.targets.target import TAIL
 
 MX = tuple(FORMATS)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from bagua_ref.conformance.cases.strategies import seeds
 from bagua_ref.conformance.expected import samplers_plain
-from bagua_ref.conformance.inputs.strategies import seeds
 
 __all__ = [
     "about_an_edge",

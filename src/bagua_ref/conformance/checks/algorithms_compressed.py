@@ -12,16 +12,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected.algorithms_numpy import Array, Exchange, array
-from bagua_ref.conformance.expected.compression_numpy import (
-    ErrorFeedback,
-    kept,
-    sent_count,
-    topk_round,
-)
-from bagua_ref.conformance.expected.tolerances import EXACT, SUM
-from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, Draw, seeds, worlds
-from bagua_ref.conformance.inputs.training_cases import (
+from bagua_ref.conformance.cases.strategies import COMPRESSIBLE, Draw, seeds, worlds
+from bagua_ref.conformance.cases.training_cases import (
     ONE_BUCKET,
     ByRank,
     any_kind,
@@ -30,10 +22,18 @@ from bagua_ref.conformance.inputs.training_cases import (
     multi_rank_worlds,
     poisoned_at,
 )
+from bagua_ref.conformance.checks.algorithms import QADAM, follow_qadam
+from bagua_ref.conformance.checks.registry import check, check_trainings, nothing
+from bagua_ref.conformance.expected.algorithms_numpy import Array, Exchange, array
+from bagua_ref.conformance.expected.compression_numpy import (
+    ErrorFeedback,
+    kept,
+    sent_count,
+    topk_round,
+)
+from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import ANYTHING, TrainedAlgorithm, TrainingPlay, of_kinds
-from bagua_ref.conformance.suites.algorithms import QADAM, follow_qadam
-from bagua_ref.conformance.suites.checks import check, check_trainings, nothing
 
 __all__ = ["TOPK"]
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.inputs.strategies import Draw, bulk, seeds
+from bagua_ref.conformance.cases.strategies import Draw, bulk, seeds
 
 __all__ = [
     "BOUNDARY",
