@@ -18,9 +18,9 @@ from bagua_ref.backends import get_backend, get_codec, list_codecs
 from bagua_ref.backends.reference.backend import BLOCK
 from bagua_ref.comm_ops import CentralizedErrorFeedback, CentralizedLowPrecision, ErrorMemory
 from bagua_ref.communicators.pipelining import Overlap
-from bagua_ref.communicators.simulated import SimulatedCommunicator
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.simulation import SimulatedWorld
+from bagua_ref.simulation.communicator import SimulatedCommunicator
 
 CODECS = list_codecs("reference")
 GARBAGE = 0xA5

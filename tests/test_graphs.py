@@ -120,7 +120,7 @@ def test_S13_which_sums_start_from_plus_zero(mode: Any, sign: int, ranks: int) -
 def test_S13_a_round_is_one_exchange_of_so_many_bytes(
     mode: Any, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bagua_ref.communicators.simulated import SimulatedCommunicator
+    from bagua_ref.simulation.communicator import SimulatedCommunicator
 
     calls = []
     exchange = SimulatedCommunicator.exchange

@@ -34,9 +34,9 @@ from bagua_ref.algorithms import (
     LocalSGDAlgorithm,
 )
 from bagua_ref.comm_ops import CentralizedScatterGather
-from bagua_ref.communicators.simulated import SimulatedCommunicator
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.errors import CommunicationError, SimulationError
+from bagua_ref.simulation.communicator import SimulatedCommunicator
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 """The parameters of `network`, of 192, 32, 96 and 12 bytes."""

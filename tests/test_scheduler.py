@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from bagua_ref.base.runtime import current_world
-from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.errors import SimulationError
 from bagua_ref.simulation import SimulatedWorld
+from bagua_ref.simulation.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
@@ -78,7 +78,7 @@ def test_waiting_for_nothing():
 
 
 def test_a_background_thread_cannot_keep_a_stuck_world_going(monkeypatch):
-    monkeypatch.setattr("bagua_ref.communicators.scheduler._WAKE_UPS", 1000)
+    monkeypatch.setattr("bagua_ref.simulation.scheduler._WAKE_UPS", 1000)
 
     def program(comm):
         world = current_world()
@@ -293,7 +293,7 @@ def test_a_run_that_ends_within_a_finalizer_ends_silently(seed):
 
 
 def test_garbage_is_collected_at_the_same_points_in_every_run(monkeypatch):
-    monkeypatch.setattr("bagua_ref.communicators.scheduler._COLLECT", 50)
+    monkeypatch.setattr("bagua_ref.simulation.scheduler._COLLECT", 50)
 
     def program(comm):
         world, items, trace = current_world(), current_world().queue(), []
@@ -323,8 +323,8 @@ def test_garbage_is_collected_at_the_same_points_in_every_run(monkeypatch):
 
 @pytest.mark.parametrize(("ranks", "switches"), [(2, 50), (8, 150)])
 def test_garbage_is_collected_less_often_the_more_threads_there_are(monkeypatch, ranks, switches):
-    monkeypatch.setattr("bagua_ref.communicators.scheduler._COLLECT", 50)
-    monkeypatch.setattr("bagua_ref.communicators.scheduler._FEW", 4)
+    monkeypatch.setattr("bagua_ref.simulation.scheduler._COLLECT", 50)
+    monkeypatch.setattr("bagua_ref.simulation.scheduler._FEW", 4)
     schedulers, collected = set(), []
 
     def program(comm):

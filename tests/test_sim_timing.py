@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from bagua_ref.cli import main
-from bagua_ref.communicators.simulated import SimulatedCommunicator
 from bagua_ref.formulas import costs
 from bagua_ref.formulas.costs import LinkCost, LinkCosts, operation_seconds
 from bagua_ref.simulation import SimulatedWorld
+from bagua_ref.simulation.communicator import SimulatedCommunicator
 from bagua_ref.simulation.timing import Timeline
 
 # sums of such numbers are exact

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bagua_ref.communicators import scheduler
 from bagua_ref.errors import SimulationError
-from bagua_ref.simulation import Schedules, SimulatedWorld
+from bagua_ref.simulation import Schedules, SimulatedWorld, scheduler
 
 
 def run(function, n: int = 2, **options):

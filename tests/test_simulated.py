@@ -12,9 +12,9 @@ from tests.disagreements import DIFFERENT_CALLS
 from tests.test_simulation import one
 
 from bagua_ref.base.runtime import current_world
-from bagua_ref.communicators.simulated_group import Call, SimulatedGroup
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, SimulationError
 from bagua_ref.simulation import SimulatedWorld
+from bagua_ref.simulation.group import Call, SimulatedGroup
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 

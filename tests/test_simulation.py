@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from bagua_ref.base.runtime import current_world
-from bagua_ref.communicators import tasks
 from bagua_ref.env import get_local_rank, get_local_size, get_node_rank, get_rank, get_world_size
-from bagua_ref.simulation import SimulatedWorld
+from bagua_ref.simulation import SimulatedWorld, tasks
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm
-from bagua_ref.communicators.tasks import format_ranks
+from bagua_ref.base.ranks import format_ranks
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.data_parallel.state_broadcast import _differences_between
 from bagua_ref.simulation import SimulatedWorld

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from tests.launch import run_script
 
 from bagua_ref.cli import main
-from bagua_ref.communicators.simulated import SimulatedCommunicator
 from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.targets.torch_group import TorchGroup, gloo
 from bagua_ref.conformance.targets.world import RankWorld, run_world
+from bagua_ref.simulation.communicator import SimulatedCommunicator
 from bagua_ref.types import ReduceOp
 
 pytestmark = pytest.mark.slow

@@ -45,7 +45,7 @@ INSIDE = (
     "communicators/int_sockets.py",
     "communicators/mesh.py",
     "communicators/shared_memory.py",
-    "communicators/simulated_group.py",
+    "simulation/group.py",
 )
 """Files whose errors others catch and name."""
 

@@ -64,7 +64,6 @@ from bagua_ref.groups.communication import (
     scatter_inplace,
     send,
 )
-from bagua_ref.integrations import ddp_comm_hook
 
 __all__ = [
     "BaguaModule",
@@ -124,6 +123,7 @@ __version__ = "0.2.0"
 
 if _TYPE_CHECKING:
     from bagua_ref import checkpoint
+    from bagua_ref.integrations import ddp_comm_hook
     from bagua_ref.record import record
 else:  # so that type checkers still find misspelt names
 
@@ -142,6 +142,10 @@ else:  # so that type checkers still find misspelt names
             from importlib import import_module
 
             return import_module(f"bagua_ref.{name}")
+        if name == "ddp_comm_hook":
+            from bagua_ref.integrations import ddp_comm_hook
+
+            return ddp_comm_hook
         return _explain_missing("")(name)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bagua_ref.base.ranks import format_ranks
 from bagua_ref.checkpoint.contents import check_loadable, digest, plain, read
 from bagua_ref.checkpoint.folder import (
     Manifest,
@@ -30,7 +31,6 @@ from bagua_ref.checkpoint.folder import (
 )
 from bagua_ref.checkpoint.training_state import State, TrainingState, listed
 from bagua_ref.communicators.base import Communicator
-from bagua_ref.communicators.tasks import format_ranks
 from bagua_ref.communicators.waiting import collective_call
 from bagua_ref.errors import CheckpointError, CommunicationError
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from bagua_ref.base.ranks import format_ranks
 from bagua_ref.base.runtime import is_background_thread
 from bagua_ref.communicators import int_sockets, shared_memory
 from bagua_ref.communicators.failures import FailureReports, Watchdog
@@ -38,7 +39,6 @@ from bagua_ref.communicators.rendezvous import (
     interruptible,
 )
 from bagua_ref.communicators.shared_memory import SharedMemory
-from bagua_ref.communicators.tasks import format_ranks
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 

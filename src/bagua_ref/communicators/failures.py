@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from bagua_ref.base.ranks import format_ranks
 from bagua_ref.communicators.rendezvous import (
     Prefixed,
     address_of,
@@ -22,7 +23,6 @@ from bagua_ref.communicators.rendezvous import (
     ask,
     first_sentence,
 )
-from bagua_ref.communicators.tasks import format_ranks
 from bagua_ref.communicators.waiting import Waiting, has_ended
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from bagua_ref.base.ranks import format_ranks
 from bagua_ref.base.untrusted import check_form, load_json
-from bagua_ref.communicators.tasks import format_ranks
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
 __all__ = [

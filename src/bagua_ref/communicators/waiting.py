@@ -18,10 +18,10 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from bagua_ref.base.ranks import describe_ends, format_ranks
 from bagua_ref.base.runtime import current_world
 from bagua_ref.communicators.processes import Processes
 from bagua_ref.communicators.rendezvous import another_connection, ask
-from bagua_ref.communicators.tasks import describe_ends, format_ranks
 
 __all__ = ["Waiting", "collective_call", "describe_deadlock", "has_ended"]
 

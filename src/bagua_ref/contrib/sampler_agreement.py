@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from bagua_ref.base.ranks import format_ranks
 from bagua_ref.communicators.rendezvous import ask
-from bagua_ref.communicators.tasks import format_ranks
 
 __all__ = ["SamplerAgreement", "raise_difference"]
 

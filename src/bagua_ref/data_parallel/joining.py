@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bagua_ref.communicators.tasks import format_ranks
+from bagua_ref.base.ranks import format_ranks
 from bagua_ref.data_parallel.rounds import BUFFERS, PLAN, ROUND, Announced
 from bagua_ref.data_parallel.state_broadcast import share_object, share_state
 from bagua_ref.data_parallel.training import ModuleTraining

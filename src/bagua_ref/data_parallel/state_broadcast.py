@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from bagua_ref.base.memory import effective_strides
+from bagua_ref.base.ranks import format_ranks
 from bagua_ref.buckets.optimizer_state import take_over
 from bagua_ref.communicators.base import Communicator
-from bagua_ref.communicators.tasks import format_ranks
 from bagua_ref.data_parallel.sharding import local, place_state
 from bagua_ref.groups.communication import broadcast_coalesced
 from bagua_ref.types import ReduceOp

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from bagua_ref.base.runtime import Identity, use_world
-from bagua_ref.communicators.scheduler import Scheduler
-from bagua_ref.communicators.simulated import SimulatedNetwork, SimulatedTransport
-from bagua_ref.communicators.simulated_group import Call
 from bagua_ref.errors import RankCall
 from bagua_ref.formulas.costs import LinkCosts
+from bagua_ref.simulation.communicator import SimulatedNetwork, SimulatedTransport
+from bagua_ref.simulation.group import Call
 from bagua_ref.simulation.rank_world import SimulatedRankWorld, always
+from bagua_ref.simulation.scheduler import Scheduler
 from bagua_ref.simulation.schedules import Schedule, Schedules
 
 __all__ = ["Schedule", "Schedules", "SimulatedWorld", "always"]

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from bagua_ref.communicators.tasks import USE_JOIN, format_ranks, place
+from bagua_ref.base.ranks import USE_JOIN, format_ranks
 from bagua_ref.errors import RankCall
 from bagua_ref.simulation.observation import Observation, Step
 from bagua_ref.simulation.schedules import Fault, Schedule
+from bagua_ref.simulation.tasks import place
 
 __all__ = [
     "Finding",

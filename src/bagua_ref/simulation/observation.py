@@ -23,13 +23,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from bagua_ref.communicators.simulated_group import Call
-from bagua_ref.communicators.tasks import call_site, place
 from bagua_ref.errors import RankCall, SimulationError
 from bagua_ref.simulation import SimulatedWorld
+from bagua_ref.simulation.group import Call
 from bagua_ref.simulation.programs import Program, RankOutput
 from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.schedules import Fault, Schedule
+from bagua_ref.simulation.tasks import call_site, place
 from bagua_ref.simulation.timing import Timeline, after_steps
 from bagua_ref.simulation.torch_distributed.processes import Replacements
 from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from bagua_ref.base.runtime import Identity, World, current_world
-from bagua_ref.communicators.scheduler import Scheduler
-from bagua_ref.communicators.simulated import SimulatedTransport
-from bagua_ref.communicators.tasks import Task, Ticket, place
+from bagua_ref.simulation.communicator import SimulatedTransport
+from bagua_ref.simulation.scheduler import Scheduler
+from bagua_ref.simulation.tasks import Task, Ticket, place
 
 __all__ = [
     "SimulatedEvent",

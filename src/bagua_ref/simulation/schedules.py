@@ -9,8 +9,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from bagua_ref.communicators.simulated_group import Call, SimulatedGroup
 from bagua_ref.errors import SimulationError
+from bagua_ref.simulation.group import Call, SimulatedGroup
 
 __all__ = ["FAULTS", "Fault", "Schedule", "Schedules", "SeededSchedule"]
 

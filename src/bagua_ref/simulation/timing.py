@@ -25,9 +25,6 @@ from torch.optim.optimizer import (
 )
 
 from bagua_ref.base.runtime import current_world
-from bagua_ref.communicators.scheduler import Scheduler
-from bagua_ref.communicators.simulated_group import Call
-from bagua_ref.communicators.tasks import Ticket
 from bagua_ref.formulas import costs
 from bagua_ref.formulas.costs import (
     FORWARD,
@@ -38,6 +35,9 @@ from bagua_ref.formulas.costs import (
     loads_of,
     round_seconds,
 )
+from bagua_ref.simulation.group import Call
+from bagua_ref.simulation.scheduler import Scheduler
+from bagua_ref.simulation.tasks import Ticket
 from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward
 
 __all__ = ["Span", "Timeline", "Timing", "after_steps", "messages_of"]

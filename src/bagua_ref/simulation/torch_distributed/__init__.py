@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 
 from bagua_ref.base.runtime import Identity
-from bagua_ref.communicators.scheduler import Scheduler
-from bagua_ref.communicators.simulated import SimulatedNetwork
-from bagua_ref.communicators.tasks import RankState
 from bagua_ref.errors import SimulationError
+from bagua_ref.simulation.communicator import SimulatedNetwork
 from bagua_ref.simulation.rank_world import rank_world
+from bagua_ref.simulation.scheduler import Scheduler
+from bagua_ref.simulation.tasks import RankState
 from bagua_ref.simulation.torch_distributed import torch_hooks
 from bagua_ref.simulation.torch_distributed.process_group import SimulatedProcessGroup
 from bagua_ref.simulation.torch_distributed.processes import (

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from bagua_ref.communicators import collectives
-from bagua_ref.communicators.simulated_group import Call, SimulatedGroup
+from bagua_ref.simulation.group import Call, SimulatedGroup
 from bagua_ref.simulation.torch_distributed.work import SimulatedWork, is_prompt, seconds_of
 from bagua_ref.types import ReduceOp
 

@@ -32,9 +32,9 @@ from typing import Any, NoReturn
 import torch.distributed.rpc
 import torch.multiprocessing
 
-from bagua_ref.communicators.scheduler import Scheduler
-from bagua_ref.communicators.tasks import is_user_code
 from bagua_ref.simulation.rank_world import SimulatedLock, SimulatedThread, rank_world
+from bagua_ref.simulation.scheduler import Scheduler
+from bagua_ref.simulation.tasks import is_user_code
 
 __all__ = [
     "Replacements",

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from bagua_ref.base.runtime import current_world
-from bagua_ref.communicators.scheduler import Scheduler
-from bagua_ref.communicators.tasks import Ticket
+from bagua_ref.simulation.scheduler import Scheduler
+from bagua_ref.simulation.tasks import Ticket
 from bagua_ref.simulation.torch_distributed.work import seconds_of
 
 __all__ = ["SimulatedStore", "shared_stores"]

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.rank_world import rank_world
+from bagua_ref.simulation.scheduler import Scheduler
 from bagua_ref.simulation.torch_distributed.processes import Replacements
 from bagua_ref.simulation.torch_distributed.work import works_of_backward
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bagua_ref.communicators.simulated_group import Call
-from bagua_ref.communicators.tasks import call_site
 from bagua_ref.errors import SimulationError
+from bagua_ref.simulation.group import Call
+from bagua_ref.simulation.tasks import call_site
 
 __all__ = [
     "SimulatedFuture",

@@ -13,15 +13,16 @@ from typing import Any
 
 from torch import Tensor
 
+from bagua_ref.base.ranks import format_ranks
 from bagua_ref.communicators import collectives
-from bagua_ref.communicators.scheduler import Scheduler
-from bagua_ref.communicators.tasks import Ticket, call_site, format_ranks
 from bagua_ref.errors import (
     CommunicationError,
     CommunicationTimeoutError,
     RankCall,
     SimulationError,
 )
+from bagua_ref.simulation.scheduler import Scheduler
+from bagua_ref.simulation.tasks import Ticket, call_site
 
 __all__ = ["Call", "Function", "SimulatedGroup"]
 

@@ -11,12 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from bagua_ref.base.ranks import format_ranks
 from bagua_ref.communicators import collectives
 from bagua_ref.communicators.base import Communicator
-from bagua_ref.communicators.scheduler import Scheduler
-from bagua_ref.communicators.simulated_group import Call, Function, SimulatedGroup
-from bagua_ref.communicators.tasks import call_site, format_ranks
 from bagua_ref.errors import CommunicationError, RankCall, SimulationError
+from bagua_ref.simulation.group import Call, Function, SimulatedGroup
+from bagua_ref.simulation.scheduler import Scheduler
+from bagua_ref.simulation.tasks import call_site
 from bagua_ref.types import ReduceOp
 
 __all__ = ["SimulatedCommunicator", "SimulatedNetwork", "SimulatedTransport"]

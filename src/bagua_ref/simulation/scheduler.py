@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from bagua_ref.communicators.tasks import (
+from bagua_ref.errors import RankCall, SimulationError
+from bagua_ref.simulation.tasks import (
     RankState,
     Task,
     Ticket,
@@ -30,7 +31,6 @@ from bagua_ref.communicators.tasks import (
     raise_site,
     who_waits,
 )
-from bagua_ref.errors import RankCall, SimulationError
 
 __all__ = ["Scheduler"]
 
