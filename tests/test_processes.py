@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import threading
@@ -82,18 +83,18 @@ def test_waiting_can_be_ended(program: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "interrupted"), [("", True), (waiting._HAS_LEFT, False)], ids=["killed", "left"]
+    ("said", "interrupted"), [([], True), (waiting._HAS_LEFT, False)], ids=["killed", "left"]
 )
 def test_waits_for_a_rank_whose_process_has_ended_are_interrupted_unless_it_has_left(
     program: subprocess.Popen[bytes],
-    said: str,
+    said: list[Any],
     interrupted: bool,
     monkeypatch: pytest.MonkeyPatch,
     no_thread_is_left: None,
 ) -> None:
     store, reasons, others = dist.HashStore(), list[str](), list[str]()
     if said:
-        store.set("waits/1", said)
+        store.set("waits/1", json.dumps(said))
     found, looks = watched(program), list[float]()
     look = found.ended
     monkeypatch.setattr(

@@ -25,11 +25,11 @@ from tests.ranks_in_threads import Ranks
 
 import bagua_ref
 from bagua_ref import ReduceOp
-from bagua_ref.communicators import shared_memory
+from bagua_ref.communicators import shared_memory, sockets
 from bagua_ref.communicators.collectives import combine
-from bagua_ref.communicators.mesh import Until
 from bagua_ref.communicators.pipelining import ComputingError
 from bagua_ref.communicators.shared_memory import SharedMemory
+from bagua_ref.communicators.sockets import Until
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.groups.communication import _get_default_group
 
@@ -291,16 +291,17 @@ def test_ranks_in_different_collectives_are_told(
 
 
 @pytest.mark.parametrize("broken", [0, 1, 2])
-@pytest.mark.parametrize("function", ["listen_locally", "_share_slots"])
+@pytest.mark.parametrize("function", ["_listen_locally", "_share_slots"])
 def test_where_a_rank_cannot_share_memory_no_rank_does(
     broken: int, function: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    original, place = getattr(shared_memory, function), threading.local()
+    module = sockets if function == "_listen_locally" else shared_memory
+    original, place = getattr(module, function), threading.local()
 
     def maybe(*args: Any) -> Any:
         result = original(*args)
         if place.rank == broken:
-            if function == "listen_locally":
+            if module is sockets:
                 result.close()
             raise OSError("not permitted")
         return result
@@ -309,7 +310,7 @@ def test_where_a_rank_cannot_share_memory_no_rank_does(
         place.rank = rank
         return shared_memory.connect(rank, 3, share, 20.0)
 
-    monkeypatch.setattr(shared_memory, function, maybe)
+    monkeypatch.setattr(module, function, maybe)
     monkeypatch.setattr(shared_memory, "_LIMIT", 0.5)
     with caplog.at_level(logging.INFO):
         assert Ranks(3).run(connect) == [None] * 3

@@ -42,9 +42,8 @@ ROOMS = (
 )
 """Where a training, its launch or a cache can fail."""
 INSIDE = (
-    "communicators/int_sockets.py",
-    "communicators/mesh.py",
     "communicators/shared_memory.py",
+    "communicators/sockets.py",
     "simulation/group.py",
 )
 """Files whose errors others catch and name."""

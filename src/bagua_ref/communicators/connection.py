@@ -23,11 +23,9 @@ from torch._C._distributed_c10d import Store
 
 from bagua_ref.base.ranks import format_ranks
 from bagua_ref.base.runtime import is_background_thread
-from bagua_ref.communicators import int_sockets, shared_memory
+from bagua_ref.communicators import shared_memory
 from bagua_ref.communicators.failures import FailureReports, Watchdog
 from bagua_ref.communicators.gloo_sockets import GlooSockets, open_sockets
-from bagua_ref.communicators.int_sockets import IntSockets
-from bagua_ref.communicators.mesh import Sockets
 from bagua_ref.communicators.pipelining import ComputingError, OtherCallError
 from bagua_ref.communicators.processes import keep_forever
 from bagua_ref.communicators.rendezvous import (
@@ -39,6 +37,7 @@ from bagua_ref.communicators.rendezvous import (
     interruptible,
 )
 from bagua_ref.communicators.shared_memory import SharedMemory
+from bagua_ref.communicators.sockets import IntSockets, Sockets, connect_all
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
@@ -137,14 +136,20 @@ class Connection:
         if not self._has_tried_sockets:
             host = "" if self.memory is not None else host_of(self._store)
             share = partial(self._share, collective)
-            self._sockets = int_sockets.connect(
-                self.rank, len(self.ranks), host, share, self._seconds
+            sockets = connect_all(
+                self.rank,
+                len(self.ranks),
+                host,
+                share,
+                self._seconds,
+                "ranks compare their calls over gloo, which takes a step a little longer",
             )
+            self._sockets = None if sockets is None else IntSockets(sockets, self._seconds)
             self._has_tried_sockets = True
-        if (sockets := self._sockets) is None:
+        if (ints := self._sockets) is None:
             return self._exchange_over_gloo(values, collective)
         return self._begin(
-            lambda _: sockets.send(values), sockets.received, collective, sockets.are_complete
+            lambda _: ints.send(values), ints.received, collective, ints.are_complete
         )
 
     def share_memory(self, collective: str) -> None:

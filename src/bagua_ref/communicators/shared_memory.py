@@ -24,17 +24,9 @@ from torch import Tensor
 
 from bagua_ref.base.memory import bytes_of
 from bagua_ref.communicators.collectives import combine
-from bagua_ref.communicators.mesh import (
-    Sockets,
-    Unreachable,
-    Until,
-    close_sockets,
-    connect_all,
-    listen_locally,
-    receive,
-)
 from bagua_ref.communicators.pipelining import OtherCallError, compute
 from bagua_ref.communicators.processes import machine
+from bagua_ref.communicators.sockets import Sockets, Until, close_sockets, connect_all, receive
 from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.types import ReduceOp
@@ -60,6 +52,7 @@ _MESSAGE = struct.Struct("<qq")
 filled again.
 """
 _TAKEN = (0, 0)
+_OTHERWISE = "ranks of one machine communicate over gloo, which takes longer"
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _logger = logging.getLogger(__name__)
@@ -301,12 +294,8 @@ def connect(
         share: exchanges int64 in another way; its exceptions are raised here, too.
         timeout: seconds without progress after which waiting for a rank has failed.
     """
-    try:
-        sockets = connect_all(rank, nranks, listen_locally, share, timeout)
-    except Unreachable as unreachable:
-        _logger.info(
-            "ranks of one machine communicate over gloo, as %s; this takes longer", unreachable
-        )
+    sockets = connect_all(rank, nranks, "", share, timeout, _OTHERWISE)
+    if sockets is None:
         return None
     slots, why = {}, ""
     try:
@@ -317,11 +306,7 @@ def connect(
     if all(has_slots for (has_slots,) in share([int(bool(slots))])):
         return SharedMemory(rank, sockets, slots, timeout)
     close_sockets(sockets, os.getpid())
-    _logger.info(
-        "ranks of one machine communicate over gloo, as they cannot share memory%s; this takes"
-        " longer",
-        why,
-    )
+    _logger.info("%s, as they cannot share memory%s", _OTHERWISE, why)
     return None
 
 

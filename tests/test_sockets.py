@@ -26,8 +26,8 @@ from tests.trainings import batch, network, wrap
 
 import bagua_ref
 from bagua_ref.algorithms import DecentralizedAlgorithm, GradientAllReduceAlgorithm
-from bagua_ref.communicators import int_sockets, mesh
-from bagua_ref.communicators.int_sockets import IntSockets
+from bagua_ref.communicators import sockets
+from bagua_ref.communicators.sockets import IntSockets
 from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
 
@@ -39,26 +39,25 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
 def connect_all(
-    ranks: Ranks, timeout: float = 20.0, hosts: Sequence[str] = ()
+    nranks: int = 2, timeout: float = 20.0, host: str = "localhost"
 ) -> list[IntSockets | None]:
-    hosts = hosts or ["localhost"] * len(ranks.said)
-    return ranks.run(
-        lambda rank, share: int_sockets.connect(rank, len(hosts), hosts[rank], share, timeout)
-    )
+    def connect(rank: int, share: Any) -> IntSockets | None:
+        found = sockets.connect_all(rank, nranks, host, share, timeout, "ranks use gloo")
+        return None if found is None else IntSockets(found, timeout)
+
+    return Ranks(nranks).run(connect)
 
 
 @contextmanager
 def connected(
     nranks: int, timeout: float = 20.0, host: str = "localhost"
 ) -> Iterator[list[IntSockets]]:
-    sockets = [
-        one for one in connect_all(Ranks(nranks), timeout, [host] * nranks) if one is not None
-    ]
-    assert len(sockets) == nranks
+    found = [one for one in connect_all(nranks, timeout, host) if one is not None]
+    assert len(found) == nranks
     try:
-        yield sockets
+        yield found
     finally:
-        for one in sockets:
+        for one in found:
             one.close()
 
 
@@ -104,7 +103,7 @@ def test_a_note_may_come_in_pieces() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     inet = IntSockets({1: ours}, 20.0)
     with theirs:
-        message = int_sockets.array("q", [2, 7, -8]).tobytes()
+        message = sockets.array("q", [2, 7, -8]).tobytes()
         work = inet.send([5, 6])
         theirs.sendall(message[:11])
         with pytest.raises(RuntimeError, match="timed out"):
@@ -141,21 +140,13 @@ def test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late(place: int, 
 
 
 @pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
-def test_what_a_rank_said_before_it_left_is_read(host: str) -> None:
+def test_what_a_rank_said_before_it_left_is_read_and_sending_to_it_is_an_error(host: str) -> None:
     with connected(2, host=host) as (stays, leaves):
         work = stays.send([1])
         leaves.send([2])
         leaves.close()  # without having read what the other one sent
         work.wait()
         assert stays.received() == [[1], [2]]
-
-
-@pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
-def test_sending_to_a_rank_that_has_left_is_an_error_that_the_connection_understands(
-    host: str,
-) -> None:
-    with connected(2, host=host) as (stays, leaves):
-        leaves.close()
         with suppress(RuntimeError):  # the first message may find out
             stays.send([1]).wait()
         stays._missing.clear()
@@ -182,43 +173,35 @@ def test_an_exchange_that_was_not_waited_for_is_an_error_at_the_next() -> None:
 
 
 @pytest.mark.parametrize("broken", [0, 1, 2])
-def test_where_a_rank_cannot_listen_no_rank_uses_sockets(
+def test_where_a_rank_cannot_listen_or_be_reached_no_rank_uses_sockets(
     broken: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    listen: Callable[..., socket.socket] = int_sockets.listen_towards
-    ranks, hosts = (
-        Ranks(3),
-        ["localhost" if rank != broken else "no such host" for rank in range(3)],
-    )
+    listen, greet, place = sockets._listen_towards, sockets._greet, threading.local()
+    ranks = Ranks(3)
+
+    def cannot(rank: int, share: Any) -> None:
+        place.rank = rank
+        found = sockets.connect_all(rank, 3, "localhost", share, 20.0, "ranks use gloo")
+        assert found is None
 
     def maybe(host: str) -> socket.socket:
-        if host == "no such host":
-            raise OSError("Name or service not known")
-        return listen(host)
+        return refuse() if place.rank == broken else listen(host)
 
-    monkeypatch.setattr(int_sockets, "listen_towards", maybe)
+    monkeypatch.setattr(sockets, "_listen_towards", maybe)
     with caplog.at_level(logging.INFO):
-        assert connect_all(ranks, hosts=hosts) == [None] * 3
+        ranks.run(cannot)
     assert ranks.shared == 2
-    assert sorted("Name or service" in line for line in caplog.messages) == [False, False, True]
-    assert all(line.startswith("ranks compare their calls over gloo") for line in caplog.messages)
+    assert sorted("not permitted" in line for line in caplog.messages) == [False, False, True]
+    assert all(line.startswith("ranks use gloo, as not all") for line in caplog.messages)
 
-
-@pytest.mark.parametrize("broken", [1, 2])
-def test_where_a_rank_cannot_be_reached_no_rank_uses_sockets(
-    broken: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mesh, "_LIMIT", 0.5)
-    greet: Callable[..., socket.socket] = mesh._greet
-
-    def fail(where: Sequence[Any], greeting: bytes, deadline: float) -> socket.socket:
-        if greeting.endswith(broken.to_bytes(4, "big")):
-            raise ConnectionRefusedError("refused")
-        return greet(where, greeting, deadline)
-
-    monkeypatch.setattr(mesh, "_greet", fail)
+    monkeypatch.setattr(sockets, "_listen_towards", listen)
+    monkeypatch.setattr(sockets, "_LIMIT", 0.5)
+    connects = max(broken, 1)  # rank 0 connects to nobody
+    monkeypatch.setattr(
+        sockets, "_greet", lambda *args: refuse() if place.rank == connects else greet(*args)
+    )
     begin = time.monotonic()
-    assert connect_all(Ranks(3)) == [None] * 3
+    Ranks(3).run(cannot)
     assert time.monotonic() - begin < 10
     gc.collect()  # an open socket would warn
 
@@ -226,8 +209,8 @@ def test_where_a_rank_cannot_be_reached_no_rank_uses_sockets(
 @contextmanager
 def disturbed(host: str, disturb: Callable[[socket.socket], None]) -> Iterator[None]:
     """Call ``disturb(server)`` for every socket that listens, before the ranks learn of it."""
-    name = "listen_towards" if host else "listen_locally"
-    listen: Callable[..., socket.socket] = getattr(int_sockets, name)
+    name = "_listen_towards" if host else "_listen_locally"
+    listen: Callable[..., socket.socket] = getattr(sockets, name)
 
     def listen_and_disturb(*args: Any) -> socket.socket:
         server = listen(*args)
@@ -235,7 +218,7 @@ def disturbed(host: str, disturb: Callable[[socket.socket], None]) -> Iterator[N
         return server
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(int_sockets, name, listen_and_disturb)
+        patch.setattr(sockets, name, listen_and_disturb)
         yield
 
 
@@ -300,13 +283,13 @@ def test_ranks_connect_though_strangers_fill_the_backlog(
     host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "SOMAXCONN", 1)
-    welcome = mesh._welcome
+    welcome = sockets._welcome
 
     def welcome_later(*args: Any) -> None:
         time.sleep(0.2)  # the other rank finds the backlog full meanwhile
         welcome(*args)
 
-    monkeypatch.setattr(mesh, "_welcome", welcome_later)
+    monkeypatch.setattr(sockets, "_welcome", welcome_later)
     strangers: list[socket.socket] = []
 
     def disturb(server: socket.socket) -> None:
@@ -326,14 +309,14 @@ def test_strangers_beyond_a_number_are_sent_away(monkeypatch: pytest.MonkeyPatch
     """They would use up the descriptors of the process; the rank that they wait with here never
     comes.
     """
-    monkeypatch.setattr(mesh, "_STRANGERS", 2)
+    monkeypatch.setattr(sockets, "_STRANGERS", 2)
     with (
-        int_sockets.listen_towards("localhost") as server,
+        sockets._listen_towards("localhost") as server,
         ThreadPoolExecutor(1) as pool,
         ExitStack() as opened,
     ):
         waiting = pool.submit(
-            mesh._welcome, server, bytes(16), {1}, {}, opened, time.monotonic() + 3
+            sockets._welcome, server, bytes(16), {1}, {}, opened, time.monotonic() + 3
         )
         strangers = [socket.create_connection(server.getsockname()[:2]) for _ in range(8)]
         for stranger in strangers[:5]:
@@ -349,21 +332,21 @@ def test_processes_of_another_user_are_not_heard(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    monkeypatch.setattr(mesh, "_LIMIT", 0.3)
+    monkeypatch.setattr(sockets, "_LIMIT", 0.3)
     with caplog.at_level(logging.INFO):
-        assert connect_all(Ranks(2), hosts=["", ""]) == [None] * 2
+        assert connect_all(host="") == [None] * 2
     assert f"a process of user {os.getuid()} is at the other end" in caplog.text
-    assert all(one is not None for one in connect_all(Ranks(2)))  # over TCP there are no users
+    assert all(one is not None for one in connect_all())  # over TCP there are no users
 
 
 @pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
 def test_where_a_rank_does_not_connect_the_others_give_up_before_the_timeout(
     host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mesh, "_greet", refuse)
+    monkeypatch.setattr(sockets, "_greet", refuse)
     begin = time.monotonic()
-    assert connect_all(Ranks(2), timeout=1.0, hosts=[host] * 2) == [None] * 2
-    assert time.monotonic() - begin < mesh._LIMIT  # for which it would wait with a long timeout
+    assert connect_all(timeout=1.0, host=host) == [None] * 2
+    assert time.monotonic() - begin < sockets._LIMIT  # for which it would wait with a long timeout
 
 
 def test_an_error_of_the_other_exchange_closes_everything() -> None:
@@ -371,7 +354,7 @@ def test_an_error_of_the_other_exchange_closes_everything() -> None:
         raise CommunicationError("a rank has died")
 
     with pytest.raises(CommunicationError, match="a rank has died"):
-        int_sockets.connect(0, 2, "localhost", share, 20.0)
+        sockets.connect_all(0, 2, "localhost", share, 20.0, "")
     gc.collect()
 
 
@@ -380,7 +363,7 @@ def test_addresses_of_the_sixth_version(monkeypatch: pytest.MonkeyPatch) -> None
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("there are no addresses of version 6 here")
-    ranks = [one for one in connect_all(Ranks(2), hosts=["::1"] * 2) if one is not None]
+    ranks = [one for one in connect_all(host="::1") if one is not None]
     assert [one._sockets[peer].family for one, peer in zip(ranks, (1, 0), strict=True)] == [
         socket.AF_INET6
     ] * 2
@@ -401,7 +384,7 @@ def test_a_forked_child_that_lets_go_of_the_sockets_leaves_them_to_its_parent() 
 
 
 def test_sockets_that_nobody_refers_to_are_closed() -> None:
-    one, other = connect_all(Ranks(2))
+    one, other = connect_all()
     assert one is not None
     del other
     gc.collect()
@@ -432,7 +415,7 @@ def train_without_sockets(
     steps: int, skipped_by: int | None = None
 ) -> tuple[torch.Tensor, set[socket.AddressFamily]]:
     if bagua_ref.get_rank() == 1:  # one rank is enough
-        int_sockets.listen_towards = int_sockets.listen_locally = refuse
+        sockets._listen_towards = sockets._listen_locally = refuse
     return train(steps, skipped_by)
 
 
