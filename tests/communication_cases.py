@@ -30,7 +30,7 @@ from bagua_ref.conformance.cases.collective_cases import (
     terms,
 )
 from bagua_ref.conformance.expected.collectives_plain import combine
-from bagua_ref.conformance.lab.play import copies_of
+from bagua_ref.conformance.lab.lab import copies_of
 
 EVERY_METHOD = [*METHODS, *(f"{name}_inplace" for name in METHODS if name != "broadcast")]
 

@@ -50,7 +50,7 @@ _preloaded = [
     "torch.distributed.checkpoint",
     "bagua_ref.cli.command",
     "bagua_ref.contrib",
-    "bagua_ref.conformance.lab.play",
+    "bagua_ref.conformance.lab.lab",
     "bagua_ref.conformance.targets.reference_target",
     "bagua_ref.record",
 ]

@@ -19,7 +19,6 @@ from tests.scripts import ROOT
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.conformance.checks.registry import Check, checks_of, prepare, variants
 from bagua_ref.conformance.lab.journal import Journal
-from bagua_ref.conformance.lab.play import Play
 from bagua_ref.conformance.run import search
 from bagua_ref.conformance.run.runner import reason_to_skip, row_id, verdict
 from bagua_ref.conformance.targets.process import ProcessTarget
@@ -98,14 +97,14 @@ def failures(found: Found) -> dict[str, str]:
             lambda lab, draw: lab.call("add_", {"x": torch.ones(1), "y": torch.ones(1)}, ("x",)),
             "nothing was compared",
         ),
-        (lambda lab, draw: Play(lab, "comm_ops").do("assert True"), "no call reached the target"),
+        (lambda lab, draw: lab.assert_that(True, ""), "no call reached the target"),
         (
-            lambda lab, draw: Play(lab, "comm_ops").do("def later():\n    assert kernels.add_"),
+            lambda lab, draw: lab.assert_equal(lab.kernels().name, "reference"),
             "no call reached the target",
         ),
         (
-            lambda lab, draw: Play(lab, "comm_ops").do(
-                "kernels.add_(torch.ones(1), torch.ones(1))\nassert True"
+            lambda lab, draw: lab.assert_equal(
+                lab.kernels().add_(torch.ones(1), torch.ones(1)), None
             ),
             "",
         ),

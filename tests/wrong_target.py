@@ -1,24 +1,18 @@
-"""A target of which every part is wrong: all results differ, and nothing is refused. Scripts of its
+"""Kernels and codecs of which all results are wrong, and that refuse nothing. Scripts of their
 failures must fail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from bagua_ref import contrib
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.reference import ReferenceBackend
-from bagua_ref.communicators.base import Communicator
-from bagua_ref.conformance.lab.play import tensors_in
-from bagua_ref.conformance.targets.reference_target import ReferenceTarget
-from bagua_ref.conformance.targets.world import own_communicator
+from bagua_ref.conformance.lab.lab import tensors_in
 
 
 def healed(script: str) -> str:
@@ -28,30 +22,11 @@ def healed(script: str) -> str:
     )
 
 
-def spoiled(value: Any) -> Any:
-    """Return another value of the same form."""
-    if isinstance(value, Tensor):
-        return (value == 0).to(value.dtype)  # zeros become 1, and all else 0
-    if isinstance(value, np.ndarray):
-        return (value == 0).astype(value.dtype)
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int | float):
-        return value + 1
-    if hasattr(value, "hits"):
-        return SimpleNamespace(hits=value.hits + 1, misses=value.misses, errors=value.errors)
-    if isinstance(value, str):
-        return value + "?"
-    if isinstance(value, dict):
-        return {key: spoiled(item) for key, item in value.items()}
-    return type(value)(map(spoiled, value)) if isinstance(value, list | tuple) else value
-
-
 @torch.no_grad()
 def spoil(tensors: Any) -> None:
-    """Change tensors, also in lists and tuples."""
+    """Change tensors, also in lists: zeros become 1, and all else 0."""
     for tensor in tensors_in(tensors):
-        tensor.copy_(spoiled(tensor))
+        tensor.copy_((tensor == 0).to(tensor.dtype))
 
 
 def _wrong_kernel(name: str, *places: int) -> Callable[..., Any]:
@@ -111,95 +86,15 @@ class WrongKernels(type("Wrong", (ReferenceBackend,), _wrong_kernels)):  # type:
         return ReferenceBackend._order_by_complexity(self, keys).flip(0)
 
 
-class _Part:
-    """A part whose methods refuse nothing, and return and write wrong values."""
-
-    def __init__(self, right: Any) -> None:
-        self._right = right
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._right, name)
-        if not callable(found) or name in ("rank", "nranks", "close", "flush"):
-            return found
-        return lambda *arguments, **options: self._call(name, found, arguments, options)
-
-    def _call(self, name: str, method: Callable[..., Any], arguments: Any, options: Any) -> Any:
-        try:
-            returned = method(*arguments, **options)
-        except (TypeError, ValueError):
-            returned = list(tensors_in(arguments))
-        if isinstance(self._right, Communicator):
-            spoil(arguments)
-        return spoiled(returned)
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return _Part(self._right(*arguments, **options))
-
-
-class _Sampler(contrib.LoadBalancingDistributedSampler):
-    """Draws other samples, and takes any arguments."""
-
-    def __init__(self, dataset: Any, *arguments: Any, **options: Any) -> None:
-        try:
-            super().__init__(dataset, *arguments, **options)
-        except ValueError:
-            super().__init__([0, 1], lambda x: x, 1, 0)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(spoiled(list(super().__iter__())))
-
-    def __len__(self) -> int:
-        return super().__len__() + 1
-
-
-class _Batches(contrib.LoadBalancingDistributedBatchSampler):
-    def __init__(self, sampler: Any, batch_fn: Any, drop_last: bool = False) -> None:
-        try:
-            super().__init__(sampler, batch_fn, drop_last)
-        except ValueError:
-            super().__init__(
-                contrib.LoadBalancingDistributedSampler([0, 1], lambda x: x, 1, 0),
-                lambda found: [found],
-            )
-
-    def __len__(self) -> int:
-        return super().__len__() + 1
-
-
-class _Budget(contrib.BudgetBatchSampler):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        try:
-            super().__init__(*arguments, **options)
-        except ValueError:
-            super().__init__([1], 1, num_replicas=1, rank=0)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(spoiled(list(super().__iter__())))
-
-    def __len__(self) -> int:
-        return super().__len__() + 1
-
-
 class Wrong:
-    """A target with every part."""
+    """A target with kernels."""
 
     def __init__(self) -> None:
-        right = ReferenceTarget()
-        self.kernels, self.comm_ops, self.algorithms = (
-            WrongKernels(),
-            _Part(right.comm_ops),
-            _Part(right.algorithms),
-        )
-        self.samplers = SimpleNamespace(
-            LoadBalancingDistributedSampler=_Sampler,
-            LoadBalancingDistributedBatchSampler=_Batches,
-            BudgetBatchSampler=_Budget,
-        )
-        self.communicator = _Part(own_communicator)
+        self.kernels = WrongKernels()
 
 
-class Right(ReferenceTarget):
+class Right:
     """The reference, made as `Wrong` is."""
 
     def __init__(self) -> None:
-        super().__init__(ReferenceBackend())
+        self.kernels = ReferenceBackend()

@@ -127,7 +127,7 @@ BYTEGRAD = replace(
 )
 
 
-@check("algorithms", "S2.1", "buckets", needs=("bytegrad",), effort=0.7)
+@check("S2.1", "buckets", needs=("bytegrad",), effort=0.7)
 def buckets(lab: Lab, draw: Draw) -> None:
     """Parameters fill buckets in reverse order, by dtype; a bucket is closed once it holds at least
     the bucket size.
@@ -155,7 +155,7 @@ def buckets(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S2.1", "order", needs=("buckets",), effort=0.5)
+@check("S2.1", "order", needs=("buckets",), effort=0.5)
 def order_of_buckets(lab: Lab, draw: Draw) -> None:
     """Buckets come by dtype, bf16, f16, f32, f64, and parameters in reverse order; one that has the
     bucket size is closed.
@@ -176,7 +176,7 @@ def order_of_buckets(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S2.2", "padding", dtypes=COMPRESSIBLE, needs=("bytegrad",), effort=0.15)
+@check("S2.2", "padding", dtypes=COMPRESSIBLE, needs=("bytegrad",), effort=0.15)
 def padding(lab: Lab, draw: Draw) -> None:
     """Padding is zero at every step and belongs to the last chunk."""
     nodes = draw(worlds(5).filter(lambda nodes: sum(nodes) > 1))
@@ -267,7 +267,7 @@ def _two_pairs(between: bool) -> st.SearchStrategy[tuple[int, ...]]:
     return st.sampled_from([(1, 1, 1, 1), (2, 1, 1, 1)] if between else [(4,), (3, 1)])
 
 
-@check("algorithms", "S5.3", "several_dtypes", needs=("decentralized",), effort=0.3)
+@check("S5.3", "several_dtypes", needs=("decentralized",), effort=0.3)
 def several_dtypes(lab: Lab, draw: Draw) -> None:
     """Weights of each dtype are averaged in every round, all with the same peer."""
     used = draw(st.permutations(lab.dtypes(FLOATS)))[:2]

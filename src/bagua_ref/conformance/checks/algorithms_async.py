@@ -134,7 +134,7 @@ def _expect_known(
             aborted = action[0] == "abort" or (aborted and action[0] != "resume")
 
 
-@check("algorithms", "S5.6", "warmup", needs=("async_model_average",), effort=0.5)
+@check("S5.6", "warmup", needs=("async_model_average",), effort=0.5)
 def warmup(lab: Lab, draw: Draw) -> None:
     """The first warmup_steps steps apply the mean gradient, later ones each rank's own; without
     rounds nothing else happens.
@@ -152,7 +152,6 @@ def warmup(lab: Lab, draw: Draw) -> None:
 
 
 @check(
-    "algorithms",
     "S3.6",
     "nothing_lost",
     dtypes=("float32", "float64"),
@@ -211,7 +210,7 @@ def _expect_of_actions(
 _kinds = ["step", "step", "sleep", "abort", "resume"]
 
 
-@check("algorithms", "S5.6", "abort", needs=("async_model_average",), effort=0.5)
+@check("S5.6", "abort", needs=("async_model_average",), effort=0.5)
 def abort(lab: Lab, draw: Draw) -> None:
     """After any sequence of abort and resume, averaging pauses from an abort to the next resume;
     training and warm-up continue.
@@ -224,7 +223,7 @@ def abort(lab: Lab, draw: Draw) -> None:
     _expect_of_actions(lab, draw, kinds, warmup_steps, equal=False)
 
 
-@check("algorithms", "S5.6", "resume", needs=("async_model_average",), effort=0.4)
+@check("S5.6", "resume", needs=("async_model_average",), effort=0.4)
 def resume(lab: Lab, draw: Draw) -> None:
     """After a resume, rounds start again and make the ranks equal while no rank trains."""
     warmup_steps = draw(st.integers(0, 2))

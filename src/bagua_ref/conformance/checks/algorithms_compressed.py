@@ -92,7 +92,7 @@ _BYTEGRAD_WITH_MEMORY = TrainedAlgorithm(
 )
 
 
-@check("algorithms", "S11.1", "padding", needs=_MEMORY, effort=0.4)
+@check("S11.1", "padding", needs=_MEMORY, effort=0.4)
 def padding(lab: Lab, draw: Draw) -> None:
     """Padding is data to the codec, but nothing is remembered of it: neither what a rank sends nor
     of the result.
@@ -110,7 +110,7 @@ def padding(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S11.1", "not_finite", dtypes=COMPRESSIBLE, needs=_MEMORY, effort=0.2)
+@check("S11.1", "not_finite", dtypes=COMPRESSIBLE, needs=_MEMORY, effort=0.2)
 def not_finite(lab: Lab, draw: Draw) -> None:
     """Where a result is NaN, memories of every rank stay as they were before the round; elsewhere
     they are replaced.
@@ -202,7 +202,7 @@ TOPK = TrainedAlgorithm(
 )
 
 
-@check("algorithms", "S11.2", "count", needs=_TOPK, effort=0.7)
+@check("S11.2", "count", needs=_TOPK, effort=0.7)
 def count(lab: Lab, draw: Draw) -> None:
     """Of each bucket of m elements max(1, ceil(ratio * m)) are sent, the product in float64;
     padding does not count.
@@ -226,7 +226,7 @@ def count(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S11.2", "ties", needs=_TOPK, effort=0.4)
+@check("S11.2", "ties", needs=_TOPK, effort=0.4)
 def ties(lab: Lab, draw: Draw) -> None:
     """Of equal absolute values, those of lower index in the bucket are sent."""
     generator = np.random.default_rng(draw(seeds))
@@ -244,7 +244,7 @@ def ties(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S11.2", "nans", needs=_TOPK, effort=0.3)
+@check("S11.2", "nans", needs=_TOPK, effort=0.3)
 def nans(lab: Lab, draw: Draw) -> None:
     """NaNs are equal whatever their other bits: of several, the one of lowest index is sent."""
     bits = st.sampled_from([0x7FC00000, 0x7FC00001, 0x7FFFFFFF, -0x400000, -0x3FFFFF, -1])
@@ -267,7 +267,7 @@ def nans(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S11.2", "many", needs=_TOPK, effort=0.15)
+@check("S11.2", "many", needs=_TOPK, effort=0.15)
 def many(lab: Lab, draw: Draw) -> None:
     """Of many elements, too, exactly the largest are sent, however they are spread, and of equal
     ones those of lower index.
@@ -300,7 +300,7 @@ def many(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S11.2", "messages", needs=_TOPK, effort=0.4)
+@check("S11.2", "messages", needs=_TOPK, effort=0.4)
 def messages(lab: Lab, draw: Draw) -> None:
     """Each rank all-gathers its k int32 indices, ascending, and then their k float32 values."""
     training = TOPK.train(lab, draw, nodes=draw(multi_rank_worlds), steps=2, record=True)

@@ -80,7 +80,7 @@ LOCAL_SGD = TrainedAlgorithm(
 )
 
 
-@check("algorithms", "S9.1", "offset", needs=_LOCAL_SGD, effort=0.3)
+@check("S9.1", "offset", needs=_LOCAL_SGD, effort=0.3)
 def offset(lab: Lab, draw: Draw) -> None:
     """With an offset, the first averaging follows that step: offset 1 begins with the first, offset
     0 with step period.
@@ -95,7 +95,7 @@ def offset(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S9.1", "inside_nodes", needs=_LOCAL_SGD, effort=0.3)
+@check("S9.1", "inside_nodes", needs=_LOCAL_SGD, effort=0.3)
 def inside_nodes(lab: Lab, draw: Draw) -> None:
     """Hierarchical, each step after the warm-up applies the mean gradient of the node's ranks, and
     periods average over all.
@@ -170,7 +170,6 @@ DILOCO = TrainedAlgorithm(
 
 
 @check(
-    "algorithms",
     "S9.2",
     "outer_optimizer",
     dtypes=("float32", "float64"),
@@ -226,7 +225,7 @@ def _apart(
     )
 
 
-@check("algorithms", "S9.3", "fragments", needs=_DILOCO)
+@check("S9.3", "fragments", needs=_DILOCO)
 def fragments(lab: Lab, draw: Draw) -> None:
     """A number of fragments cuts the parameters, in their order, where their middles lie by bytes,
     and leaves none empty.
@@ -240,7 +239,7 @@ def fragments(lab: Lab, draw: Draw) -> None:
     _apart(lab, draw, grid_weights(draw, dtypes, forms), count, count)
 
 
-@check("algorithms", "S9.3", "lists", needs=_DILOCO, effort=0.4)
+@check("S9.3", "lists", needs=_DILOCO, effort=0.4)
 def lists_of_names(lab: Lab, draw: Draw) -> None:
     """Lists of names are the fragments, whatever their order."""
     weights = any_weights(draw, torch.float32, 5, 2)
@@ -248,7 +247,7 @@ def lists_of_names(lab: Lab, draw: Draw) -> None:
     _apart(lab, draw, weights, lists, len(lists))
 
 
-@check("algorithms", "S9.3", "own_optimizers", needs=_DILOCO, effort=0.5)
+@check("S9.3", "own_optimizers", needs=_DILOCO, effort=0.5)
 def own_optimizers(lab: Lab, draw: Draw) -> None:
     """Each fragment has an outer optimizer of its own, whose step moves no other fragment."""
     weights = any_weights(draw, torch.float32, 4, 2)
@@ -273,7 +272,7 @@ def own_optimizers(lab: Lab, draw: Draw) -> None:
 # diloco: when and how.
 
 
-@check("algorithms", "S9.4", "schedule", dtypes=FLOATS, needs=_DILOCO, effort=0.25)
+@check("S9.4", "schedule", dtypes=FLOATS, needs=_DILOCO, effort=0.25)
 def schedule(lab: Lab, draw: Draw) -> None:
     """Each fragment is sent and, after the delay, applied at its steps of the period: the weights
     of the send, not of the apply.
@@ -286,7 +285,7 @@ def schedule(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S9.4", "mix", dtypes=FLOATS, needs=_DILOCO)
+@check("S9.4", "mix", dtypes=FLOATS, needs=_DILOCO)
 def mix(lab: Lab, draw: Draw) -> None:
     """Applying moves weights to g + mix*(x - g), for mix from 0.5 on to x - (x - g)*(1 - mix), each
     operation rounded.
@@ -308,7 +307,7 @@ def mix(lab: Lab, draw: Draw) -> None:
 # diloco: the mean.
 
 
-@check("algorithms", "S9.5", "one_byte", needs=_DILOCO, effort=0.7)
+@check("S9.5", "one_byte", needs=_DILOCO, effort=0.7)
 def one_byte(lab: Lab, draw: Draw) -> None:
     """Compressed, a fragment's differences are one float32 tensor in the order of its names, padded
     with zeros, bit for bit.
@@ -394,7 +393,7 @@ def _refuse(algorithm: TrainedAlgorithm, lab: Lab, draw: Draw, compression: str 
 # Identities.
 
 
-@check("algorithms", "S9.6", "alone", dtypes=FLOATS, needs=_DILOCO, effort=0.15)
+@check("S9.6", "alone", dtypes=FLOATS, needs=_DILOCO, effort=0.15)
 def alone(lab: Lab, draw: Draw) -> None:
     """Before the first apply, every rank trains as it would alone, bit for bit, whatever its
     gradients are.
@@ -420,7 +419,6 @@ def alone(lab: Lab, draw: Draw) -> None:
 
 
 @check(
-    "algorithms",
     "S9.6",
     "averaged_gradients",
     dtypes=("float32", "float64"),
@@ -444,7 +442,7 @@ def averaged_gradients(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S9.6", "local_sgd", dtypes=("float32", "float64"), needs=_DILOCO, effort=0.2)
+@check("S9.6", "local_sgd", dtypes=("float32", "float64"), needs=_DILOCO, effort=0.2)
 def is_local_sgd(lab: Lab, draw: Draw) -> None:
     """With one fragment, no delay, mix 0 and SGD(1) outside, it is local_sgd with the same
     period.
@@ -466,7 +464,7 @@ def is_local_sgd(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S9.6", "one_rank", dtypes=("float32", "float64"), needs=_DILOCO, effort=0.2)
+@check("S9.6", "one_rank", dtypes=("float32", "float64"), needs=_DILOCO, effort=0.2)
 def one_rank(lab: Lab, draw: Draw) -> None:
     """Without a delay and with SGD(1) outside, one rank trains plainly, whatever the fragments and
     the mix are.
@@ -489,7 +487,7 @@ def one_rank(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S9.6", "global_weights", dtypes=FLOATS, needs=_DILOCO, effort=0.2)
+@check("S9.6", "global_weights", dtypes=FLOATS, needs=_DILOCO, effort=0.2)
 def global_weights(lab: Lab, draw: Draw) -> None:
     """An evaluation sees g, in the warm-up the weights; afterwards the local weights are back, and
     training goes on.

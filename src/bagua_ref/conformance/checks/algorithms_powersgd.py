@@ -245,7 +245,7 @@ POWERSGD = TrainedAlgorithm(
 # S10.1
 
 
-@check("algorithms", "S10.1", "compressed", needs=_NEEDS, effort=0.6)
+@check("S10.1", "compressed", needs=_NEEDS, effort=0.6)
 def compressed(lab: Lab, draw: Draw) -> None:
     """Compressed are matrices with (n + m) * r * min_compression_rate < n * m; all others are
     averaged, and have no memory.
@@ -269,7 +269,7 @@ def compressed(lab: Lab, draw: Draw) -> None:
 # S10.2
 
 
-@check("algorithms", "S10.2", "rounds", dtypes=FLOATS, needs=_NEEDS, effort=0.4)
+@check("S10.2", "rounds", dtypes=FLOATS, needs=_NEEDS, effort=0.4)
 def rounds(lab: Lab, draw: Draw) -> None:
     """Each round gives P Q^T and leaves e and Q as the formulas say, from the e and Q that the last
     one left.
@@ -312,7 +312,7 @@ def _products(ranks_of_steps: Sequence[int], seed: int, factors: Sequence[float]
     return gradients
 
 
-@check("algorithms", "S10.2", "dead_columns", needs=_NEEDS)
+@check("S10.2", "dead_columns", needs=_NEEDS)
 def dead_columns(lab: Lab, draw: Draw) -> None:
     """A gradient of zero gives zero, never NaN; columns of Q that became 0 are replaced, and later
     gradients come through.
@@ -341,7 +341,7 @@ def dead_columns(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S10.2", "zero_gradients", needs=_NEEDS, effort=0.3)
+@check("S10.2", "zero_gradients", needs=_NEEDS, effort=0.3)
 def zero_gradients(lab: Lab, draw: Draw) -> None:
     """Where all gradients are zero, so are the average and the memory, bit for bit, in every
     round.
@@ -369,7 +369,7 @@ def zero_gradients(lab: Lab, draw: Draw) -> None:
 # S10.3
 
 
-@check("algorithms", "S10.3", "dependent_columns", needs=_NEEDS, effort=0.5)
+@check("S10.3", "dependent_columns", needs=_NEEDS, effort=0.5)
 def dependent_columns(lab: Lab, draw: Draw) -> None:
     """What rounding leaves of a dependent column is no direction: gradients of a lower rank than r
     are averaged exactly.
@@ -391,7 +391,7 @@ def dependent_columns(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S10.3", "small_columns", needs=_NEEDS, effort=0.2)
+@check("S10.3", "small_columns", needs=_NEEDS, effort=0.2)
 def small_columns(lab: Lab, draw: Draw) -> None:
     """A column is compared with its own norm, not with another's: one that is 1e-7 as long is a
     direction, too.
@@ -419,7 +419,7 @@ def small_columns(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S10.3", "scales", dtypes=("float32", "float64"), needs=_NEEDS, effort=0.4)
+@check("S10.3", "scales", dtypes=("float32", "float64"), needs=_NEEDS, effort=0.4)
 def scales(lab: Lab, draw: Draw) -> None:
     """Columns are compared with their own size: gradients of any magnitude are compressed alike."""
     factor = 2.0 ** draw(
@@ -454,7 +454,7 @@ def expect_refused(training: TrainingPlay, step: int, place: int) -> None:
             )
 
 
-@check("algorithms", "S10.4", "not_finite", needs=_NEEDS, effort=0.6)
+@check("S10.4", "not_finite", needs=_NEEDS, effort=0.6)
 def not_finite(lab: Lab, draw: Draw) -> None:
     """A gradient that is not finite on one rank becomes NaN on every rank, and its memories and its
     factor stay; others go on.
@@ -476,7 +476,7 @@ def not_finite(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S10.4", "overflow", needs=_NEEDS, effort=0.2)
+@check("S10.4", "overflow", needs=_NEEDS, effort=0.2)
 def overflow(lab: Lab, draw: Draw) -> None:
     """So does one whose Q overflows in the sum, though every rank's gradient and P are finite; the
     next one comes through.
@@ -508,7 +508,7 @@ def overflow(lab: Lab, draw: Draw) -> None:
 # S10.5
 
 
-@check("algorithms", "S10.5", "low_rank", needs=_NEEDS, effort=0.5)
+@check("S10.5", "low_rank", needs=_NEEDS, effort=0.5)
 def low_rank(lab: Lab, draw: Draw) -> None:
     """A mean of rank r or less is averaged exactly, though no rank's own gradient has that rank."""
     r, shape = draw(st.integers(1, 3)), draw(st.sampled_from([(8, 10), (12, 8), (9, 3, 3)]))
@@ -525,7 +525,7 @@ def low_rank(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S10.5", "messages", needs=_NEEDS, effort=0.3)
+@check("S10.5", "messages", needs=_NEEDS, effort=0.3)
 def messages(lab: Lab, draw: Draw) -> None:
     """Each bucket sends one all-reduce for all P and what is not compressed, and one for all Q, of
     exactly their elements.

@@ -69,7 +69,7 @@ def _one_of(lab: Lab, draw: Draw, algorithms: tuple[TrainedAlgorithm, ...]) -> T
 # Algorithms that are drawn.
 
 
-@check("algorithms", "S5", "first_rank", needs=("gradient_allreduce",), effort=0.4)
+@check("S5", "first_rank", needs=("gradient_allreduce",), effort=0.4)
 def first_rank(lab: Lab, draw: Draw) -> None:
     """Training starts from the first rank's weights on every rank."""
     algorithm, nodes = (
@@ -86,7 +86,7 @@ def first_rank(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("algorithms", "S2.4", "any_order", needs=("gradient_allreduce",), effort=0.4)
+@check("S2.4", "any_order", needs=("gradient_allreduce",), effort=0.4)
 def any_order(lab: Lab, draw: Draw) -> None:
     """Ranks whose gradients become ready in different orders exchange the same buckets at every
     step.

@@ -67,15 +67,15 @@ def for_each(
         rows = [(codec, clause or _LAYOUT[codec], f"{name}_{codec}", effort) for codec in codecs]
         for codec, of, what, factor in [*([(MINMAX, *minmax)] if minmax else []), *rows]:
             sentence = f"{codec}: {function.__doc__}"
-            check(
-                "codec", of, what, dtypes=dtypes, needs=(codec,), effort=factor, sentence=sentence
-            )(partial(function, codec=codec))
+            check(of, what, dtypes=dtypes, needs=(codec,), effort=factor, sentence=sentence)(
+                partial(function, codec=codec)
+            )
         return function
 
     return enter
 
 
-only_minmax = partial(check, "codec", dtypes=COMPRESSIBLE, needs=(MINMAX,))
+only_minmax = partial(check, dtypes=COMPRESSIBLE, needs=(MINMAX,))
 
 
 def _compress(
@@ -294,7 +294,7 @@ def bound(lab: Lab, draw: Draw, codec: str) -> None:
         )
 
 
-@check("codec", "S4.6", "halfway", dtypes=("float32",), needs=(MINMAX,))
+@check("S4.6", "halfway", dtypes=("float32",), needs=(MINMAX,))
 def halfway(lab: Lab, draw: Draw) -> None:
     """The bound holds where the minimum or maximum is halfway between two levels."""
     low, high = draw(ends_near_half_a_level())

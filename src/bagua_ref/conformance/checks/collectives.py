@@ -117,12 +117,12 @@ _SENTENCES = {
 
 
 for _name, _sentence in _SENTENCES.items():
-    check("collectives", "S3.9", _name, effort=2 if _name in REDUCING else 1, sentence=_sentence)(
+    check("S3.9", _name, effort=2 if _name in REDUCING else 1, sentence=_sentence)(
         partial(_one_call, name=_name)
     )
 
 
-@check("collectives", "S3.9", "alltoall_v")
+@check("S3.9", "alltoall_v")
 def alltoall_v(lab: Lab, draw: Draw) -> None:
     """Blocks of the given counts move between the given displacements, and gaps do not change."""
     nodes, dtype = lab.world(draw, worlds()), _dtype(lab, draw)
@@ -161,7 +161,7 @@ _REDUCING = st.sampled_from(
 )
 
 
-@check("collectives", "S3.9", "wraps_around", effort=0.3)
+@check("S3.9", "wraps_around", effort=0.3)
 def wraps_around(lab: Lab, draw: Draw) -> None:
     """Sums and products of integers wrap around, however often."""
     nodes, method, seed = lab.world(draw, worlds()), draw(_REDUCING), draw(seeds)
@@ -182,7 +182,7 @@ def wraps_around(lab: Lab, draw: Draw) -> None:
     _run(lab, nodes, seed, calls)
 
 
-@check("collectives", "S3.9", "nan", effort=0.3)
+@check("S3.9", "nan", effort=0.3)
 def nan(lab: Lab, draw: Draw) -> None:
     """The minimum and maximum of a NaN and any numbers is NaN, whichever rank has it."""
     nodes, method, seed = lab.world(draw, worlds()), draw(_REDUCING), draw(seeds)
@@ -211,7 +211,7 @@ def _reduction(method: str, op: ReduceOp, x: Tensor, root: int) -> CollectiveCal
     )
 
 
-@check("collectives", "S3.9", "long", effort=0.025)
+@check("S3.9", "long", effort=0.025)
 def long(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones."""
     nodes = lab.world(draw, worlds(4).filter(lambda nodes: sum(nodes) > 1))
@@ -232,7 +232,7 @@ def long(lab: Lab, draw: Draw) -> None:
         _run(lab, nodes, seed, [collective_call(method, ReduceOp.MAX, n, chunk, dtype, root)])
 
 
-@check("collectives", "S3.9", "one_after_another", effort=0.6)
+@check("S3.9", "one_after_another", effort=0.6)
 def one_after_another(lab: Lab, draw: Draw) -> None:
     """A collective is not affected by earlier ones on the same communicator."""
     nodes, seed, turn = lab.world(draw, worlds()), draw(seeds), draw(seeds)
@@ -258,7 +258,7 @@ def one_after_another(lab: Lab, draw: Draw) -> None:
     _run(lab, nodes, seed, calls)
 
 
-@check("collectives", "S3.9", "every_dtype", effort=0.4)
+@check("S3.9", "every_dtype", effort=0.4)
 def every_dtype(lab: Lab, draw: Draw) -> None:
     """Every dtype moves bit for bit, and supports each of its reductions."""
     nodes, seed, count = lab.world(draw, worlds()), draw(seeds), draw(st.integers(1, 5))
@@ -284,7 +284,7 @@ def every_dtype(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("collectives", "S3.9", "exchange")
+@check("S3.9", "exchange")
 def exchange(lab: Lab, draw: Draw) -> None:
     """Every message arrives; messages between the same two ranks arrive in the order in which they
     were sent.
@@ -304,7 +304,7 @@ def exchange(lab: Lab, draw: Draw) -> None:
     _run(lab, nodes, draw(seeds), [CollectiveCall("exchange", brought, expected)])
 
 
-@check("collectives", "S3.9", "send_and_recv")
+@check("S3.9", "send_and_recv")
 def send_and_recv(lab: Lab, draw: Draw) -> None:
     """A message passed from rank to rank reaches the last one."""
     nodes, dtype, count = lab.world(draw, worlds()), _dtype(lab, draw), draw(counts)
@@ -324,7 +324,7 @@ def send_and_recv(lab: Lab, draw: Draw) -> None:
     script.do("assert_ranks([('send and recv', 0)], nodes, results, [[[message]]] * sum(nodes))")
 
 
-@check("collectives", "S3.9", "broadcast_object")
+@check("S3.9", "broadcast_object")
 def broadcast_object(lab: Lab, draw: Draw) -> None:
     """Every rank gets src's object, whatever its size and whichever rank src is."""
     nodes = lab.world(draw, worlds())
@@ -357,7 +357,7 @@ def broadcast_object(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("collectives", "S3.9", "refuses")
+@check("S3.9", "refuses")
 def refuses(lab: Lab, draw: Draw) -> None:
     """Invalid arguments raise a ValueError or TypeError before anything is sent, and the
     communicator continues to work.
@@ -410,7 +410,7 @@ def refuses(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("collectives", "S3.9", "gaps")
+@check("S3.9", "gaps")
 def gaps(lab: Lab, draw: Draw) -> None:
     """A non-contiguous tensor is either refused on every rank or gets the right result, and its
     gaps do not change.
@@ -451,7 +451,7 @@ def gaps(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("collectives", "S3.9", "barrier")
+@check("S3.9", "barrier")
 def barrier(lab: Lab, draw: Draw) -> None:
     """No rank leaves a barrier before all ranks have reached it."""
     nodes, seed = lab.world(draw, worlds()), draw(seeds)

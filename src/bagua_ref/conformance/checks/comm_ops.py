@@ -34,8 +34,6 @@ from bagua_ref.conformance.expected import algorithms_numpy, decentralized_numpy
 from bagua_ref.conformance.expected.algorithms_numpy import array
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.play import RankScript
-from bagua_ref.conformance.lab.violation import literal
 
 
 def _inputs(
@@ -56,49 +54,29 @@ def _inputs(
     return [draw(tensors(lab.dtype, size, finite=finite)) for _ in range(ranks)]
 
 
+def _compare_rounds(
+    lab: Lab, results: list[Any], wanted: Iterable[list[algorithms_numpy.Array]]
+) -> None:
+    """Compare each rank's elements after each round."""
+    for step, ranks in enumerate(wanted):
+        for rank, want in enumerate(ranks):
+            tensor = torch.from_numpy(np.ascontiguousarray(want)).to(lab.dtype)
+            lab.assert_equal(results[rank][step], tensor, where=f"step {step}, rank {rank}")
+
+
 def _run(
     lab: Lab,
     draw: Draw,
     nodes: tuple[int, ...],
     method: str,
     inputs: list[Any],
-    *,
-    refused: bool = False,
+    refusal: type[Exception] | tuple[()] = (),
     **options: Any,
-) -> RankScript:
-    """Call ``comm_ops.method(world, inputs[rank], ...)`` on every rank; return a script with their
-    ``results``.
-
-    With ``refused``, the result of a rank that raises ValueError is None.
-    """
-    script = RankScript(lab, nodes, draw(seeds), "comm_ops")
-    script.give(inputs=inputs)
-    more = "".join(f", {name}={literal(value)}" for name, value in options.items())
-    call = (
-        f"comm_ops.{method}(RankWorld(comm.rank(), {sum(nodes)}, nodes, comm),"
-        f" copies_of(inputs[comm.rank()]){more})"
+) -> list[Any]:
+    """Return what ``comm_ops.method(world, inputs[rank], **options)`` returns on each rank."""
+    return lab.on_ranks(
+        "comm_ops", method, nodes, draw(seeds), {"inputs": inputs}, options, refusal=refusal
     )
-    program = (
-        f"try:\n    return {call}\nexcept ValueError:\n    return None"
-        if refused
-        else f"return {call}"
-    )
-    script.run(f"{method}({more[2:]})", program)
-    return script
-
-
-def _compare_rounds(
-    lab: Lab, script: RankScript, what: str, wanted: Iterable[list[algorithms_numpy.Array]]
-) -> None:
-    """Compare each rank's elements after each round."""
-    for step, ranks in enumerate(wanted):
-        for rank, want in enumerate(ranks):
-            tensor = torch.from_numpy(np.ascontiguousarray(want)).to(lab.dtype)
-            script.expect(
-                f"results[{rank}][{step}]",
-                tensor,
-                f"{what} on nodes {script.nodes}, step {step}, rank {rank}",
-            )
 
 
 def _centralized(
@@ -109,50 +87,42 @@ def _centralized(
     hierarchical: bool,
     given: list[Tensor] | None = None,
 ) -> None:
-    mean = draw(st.booleans())
-    if (inputs := given) is None:
-        inputs = _inputs(
-            lab,
-            draw,
-            sum(nodes),
-            len(nodes) if hierarchical else sum(nodes),
-            compressed=compression is not None,
-        )
-    options = {
-        "average": mean,
-        "scattergather": True,
-        "compression": compression,
-        "hierarchical": hierarchical,
-    }
-    script = _run(lab, draw, nodes, "centralized", inputs, **options)
+    mean, n = draw(st.booleans()), sum(nodes)
+    multiple = len(nodes) if hierarchical else n
+    inputs = given or _inputs(lab, draw, n, multiple, compressed=compression is not None)
+    results = _run(
+        lab,
+        draw,
+        nodes,
+        "centralized",
+        inputs,
+        average=mean,
+        scattergather=True,
+        compression=compression,
+        hierarchical=hierarchical,
+    )
     one_byte, leading = compression is not None, list(nodes) if hierarchical else None
     with np.errstate(all="ignore"):
-        want = torch.from_numpy(
-            algorithms_numpy.centralized(
-                [*map(array, inputs)], lab.dtype_name, mean, one_byte, leading
-            )
+        want = algorithms_numpy.centralized(
+            [*map(array, inputs)], lab.dtype_name, mean, one_byte, leading
         )
-    for rank in range(sum(nodes)):
-        script.expect(
-            f"results[{rank}]",
-            want.to(lab.dtype),
-            f"centralized({options}) on nodes {nodes}, rank {rank}",
-        )
+    for rank in range(n):
+        lab.assert_equal(results[rank], torch.from_numpy(want).to(lab.dtype), where=f"rank {rank}")
 
 
-@check("comm_ops", "S3.1", "scatter_gather", dtypes=FLOATS, effort=0.5)
+@check("S3.1", "scatter_gather", dtypes=FLOATS, effort=0.5)
 def scatter_gather(lab: Lab, draw: Draw) -> None:
     """Scatter-gather adds in rank order, and every rank ends with identical bits."""
     _centralized(lab, draw, lab.world(draw, worlds()), None, False)
 
 
-@check("comm_ops", "S3.2", "low_precision", dtypes=COMPRESSIBLE, effort=0.5)
+@check("S3.2", "low_precision", dtypes=COMPRESSIBLE, effort=0.5)
 def low_precision(lab: Lab, draw: Draw) -> None:
     """With one byte per element, every rank ends with identical bits, as specified."""
     _centralized(lab, draw, lab.world(draw, worlds()), "MinMaxUInt8", False)
 
 
-@check("comm_ops", "S3.3", "hierarchical", dtypes=COMPRESSIBLE, effort=1)
+@check("S3.3", "hierarchical", dtypes=COMPRESSIBLE, effort=1)
 def hierarchical(lab: Lab, draw: Draw) -> None:
     """Leaders operate on node sums divided by n/L, so that every rank counts once, even on uneven
     nodes.
@@ -174,7 +144,7 @@ def _long_inputs(lab: Lab, draw: Draw, ranks: int) -> list[Tensor]:
     return [bulk(lab.dtype, "tame", draw(seeds), size) for _ in range(ranks)]
 
 
-@check("comm_ops", "S3.2", "long", dtypes=COMPRESSIBLE, effort=0.06)
+@check("S3.2", "long", dtypes=COMPRESSIBLE, effort=0.06)
 def long(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones, with and without compression."""
     nodes, compression = (
@@ -186,7 +156,7 @@ def long(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("comm_ops", "S3.1", "full_precision", dtypes=FLOATS, effort=0.5)
+@check("S3.1", "full_precision", dtypes=FLOATS, effort=0.5)
 def full_precision(lab: Lab, draw: Draw) -> None:
     """Full precision gives the sum or mean over all ranks, up to the rounding of another summation
     order.
@@ -200,29 +170,33 @@ def full_precision(lab: Lab, draw: Draw) -> None:
     n = sum(nodes)
     multiple = (len(nodes) if between else n) if scattergather else 1
     inputs = [x / 64 for x in _inputs(lab, draw, n, multiple, finite=True)]  # room for the sum
-    options = {
-        "average": mean,
-        "scattergather": scattergather,
-        "compression": None,
-        "hierarchical": between,
-    }
-    script = _run(lab, draw, nodes, "centralized", inputs, **options)
-    _in_any_order(lab, script, "results[{}]", inputs, n if mean else 1, f"centralized({options})")
-    script.what = f"centralized({options}) on nodes {nodes}"
-    script.do("for result in results:\n    assert_equal(result, results[0], EXACT)  # on all ranks")
+    results = _run(
+        lab,
+        draw,
+        nodes,
+        "centralized",
+        inputs,
+        average=mean,
+        scattergather=scattergather,
+        compression=None,
+        hierarchical=between,
+    )
+    _in_any_order(lab, results, inputs, n if mean else 1)
+    for rank in range(n):
+        lab.assert_equal(results[rank], results[0], where=f"rank {rank}, compared with rank 0")
 
 
-def _in_any_order(
-    lab: Lab, script: RankScript, source: str, inputs: list[Tensor], divisor: int, what: str
-) -> None:
+def _in_any_order(lab: Lab, results: list[Any], inputs: list[Tensor], divisor: int) -> None:
     """Compare each rank's result with the sum of all inputs, divided, that may be added in any
     order.
     """
     exact = torch.stack([x.double() for x in inputs])
     wanted, magnitude = (exact.sum(0) / divisor).to(lab.dtype), exact.abs().sum(0) / divisor
+    tolerance = SUM(len(inputs) + 1)
     for rank in range(len(inputs)):
-        said = f"{what} on nodes {script.nodes}, rank {rank}"
-        script.expect(source.format(rank), wanted, said, SUM(len(inputs) + 1), magnitude)
+        lab.assert_equal(
+            results[rank], wanted, tolerance, magnitude=magnitude, where=f"rank {rank}"
+        )
 
 
 def _rounds(lab: Lab, draw: Draw, first: list[Tensor], more: int) -> list[list[Tensor]]:
@@ -240,8 +214,10 @@ def _decentralized(
     nodes: tuple[int, ...],
     between: bool,
     given: list[Tensor] | None = None,
-) -> tuple[RankScript, list[list[Tensor]]]:
-    """Compare rounds of averaging with a few ranks; return the script, and the inputs by round."""
+) -> tuple[list[Any], list[list[Tensor]]]:
+    """Compare rounds of averaging with a few ranks; return the results by rank, and the inputs by
+    round.
+    """
     method, name = ("decentralized", "mode") if mode == "shift_one" else (_GRAPHS[0], "graph")
     rounds = _rounds(
         lab,
@@ -250,7 +226,7 @@ def _decentralized(
         draw(st.integers(0, 4)),
     )
     by_rank = [list(ranks) for ranks in zip(*rounds, strict=True)]
-    script = _run(lab, draw, nodes, method, by_rank, **{name: mode}, hierarchical=between)
+    results = _run(lab, draw, nodes, method, by_rank, **{name: mode}, hierarchical=between)
     with np.errstate(all="ignore"):
         wanted = [
             decentralized_numpy.average(
@@ -258,11 +234,11 @@ def _decentralized(
             )
             for step, ranks in enumerate(rounds)
         ]
-    _compare_rounds(lab, script, f"{method}({literal(mode)}, hierarchical={between})", wanted)
-    return script, rounds
+    _compare_rounds(lab, results, wanted)
+    return results, rounds
 
 
-@check("comm_ops", "S3.4", "shift_one", dtypes=FLOATS, effort=0.5)
+@check("S3.4", "shift_one", dtypes=FLOATS, effort=0.5)
 def shift_one(lab: Lab, draw: Draw) -> None:
     """Each rank is averaged with its peer of the step; with hierarchical, node means are, between
     leaders.
@@ -271,7 +247,7 @@ def shift_one(lab: Lab, draw: Draw) -> None:
     _decentralized(lab, draw, "shift_one", lab.world(draw, paired_worlds(between)), between)
 
 
-@check("comm_ops", "S3.4", "long", dtypes=FLOATS, effort=0.06)
+@check("S3.4", "long", dtypes=FLOATS, effort=0.06)
 def long_shift_one(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones."""
     nodes = lab.world(draw, st.sampled_from([(2,), (4,), (3, 1)]))
@@ -285,7 +261,7 @@ def long_shift_one(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("comm_ops", "S3.4", "many_steps", effort=0.05)
+@check("S3.4", "many_steps", effort=0.05)
 def many_steps(lab: Lab, draw: Draw) -> None:
     """Peers follow the step however many there have been."""
     nodes, count = (
@@ -293,23 +269,16 @@ def many_steps(lab: Lab, draw: Draw) -> None:
         draw(st.sampled_from([260, 520])),
     )
     first = [torch.full((1,), float(2**rank)) for rank in range(6)]  # the sum names the ranks
-    script = _run(
-        lab,
-        draw,
-        nodes,
-        "decentralized",
-        [[x] * count for x in first],
-        mode="shift_one",
-        hierarchical=False,
-    )
+    inputs = [[x] * count for x in first]
+    results = _run(lab, draw, nodes, "decentralized", inputs, mode="shift_one", hierarchical=False)
     averages = (
         decentralized_numpy.average([*map(array, first)], "float32", "shift_one", None, step)
         for step in range(count)
     )
-    _compare_rounds(lab, script, "decentralized(shift_one)", averages)
+    _compare_rounds(lab, results, averages)
 
 
-@check("comm_ops", "S3.4", "all", dtypes=FLOATS, effort=0.5)
+@check("S3.4", "all", dtypes=FLOATS, effort=0.5)
 def all_ranks(lab: Lab, draw: Draw) -> None:
     """The result is the mean over all ranks, even on uneven nodes, up to the rounding of another
     summation order.
@@ -317,12 +286,9 @@ def all_ranks(lab: Lab, draw: Draw) -> None:
     between, nodes = draw(st.booleans()), lab.world(draw, worlds(8))
     n = sum(nodes)
     inputs = [x / 64 for x in _inputs(lab, draw, n, 1, finite=True)]
-    script = _run(
-        lab, draw, nodes, "decentralized", [[x] for x in inputs], mode="all", hierarchical=between
-    )
-    _in_any_order(
-        lab, script, "results[{}][0]", inputs, n, f"decentralized(all, hierarchical={between})"
-    )
+    rounds = [[x] for x in inputs]
+    results = _run(lab, draw, nodes, "decentralized", rounds, mode="all", hierarchical=between)
+    _in_any_order(lab, [of_rank[0] for of_rank in results], inputs, n)
 
 
 _GRAPHS = ("decentralized_on_graph",)
@@ -360,12 +326,12 @@ def _on_graph(lab: Lab, draw: Draw, graph: str) -> None:
 
 
 for _name, (_clause, _graph, _sentence) in _NAMED_GRAPHS.items():
-    check("comm_ops", _clause, _name, dtypes=FLOATS, needs=_GRAPHS, effort=0.6, sentence=_sentence)(
+    check(_clause, _name, dtypes=FLOATS, needs=_GRAPHS, effort=0.6, sentence=_sentence)(
         partial(_on_graph, graph=_graph)
     )
 
 
-@check("comm_ops", "S13.4", "weights", dtypes=FLOATS, needs=_GRAPHS, effort=0.3)
+@check("S13.4", "weights", dtypes=FLOATS, needs=_GRAPHS, effort=0.3)
 def weighted(lab: Lab, draw: Draw) -> None:
     """Weighted sums are formed in the order of the row, each product rounded."""
     between = draw(st.booleans())
@@ -375,7 +341,7 @@ def weighted(lab: Lab, draw: Draw) -> None:
     _decentralized(lab, draw, graphs, nodes, between)
 
 
-@check("comm_ops", "S13.4", "refuses", needs=_GRAPHS, effort=0.2)
+@check("S13.4", "refuses", needs=_GRAPHS, effort=0.2)
 def refuses_graphs(lab: Lab, draw: Draw) -> None:
     """A graph that is not doubly stochastic is a ValueError on every rank, before its first use."""
     nodes = lab.world(draw, worlds(5))
@@ -384,55 +350,34 @@ def refuses_graphs(lab: Lab, draw: Draw) -> None:
     good = [doubly_stochastic(talking, draw(seeds)) for _ in range(draw(st.integers(0, 2)))]
     for graph in flawed(talking, draw(st.integers(0, talking - 1))):
         graphs = [*good, graph]
-        rounds = [torch.ones(3)] * len(graphs)
-        script = _run(
-            lab,
-            draw,
-            nodes,
-            _GRAPHS[0],
-            [rounds] * n,
-            refused=True,
-            graph=graphs,
-            hierarchical=between,
+        rounds = [[torch.ones(3)] * len(graphs)] * n
+        results = _run(
+            lab, draw, nodes, _GRAPHS[0], rounds, ValueError, graph=graphs, hierarchical=between
         )
-        said = f"nodes {nodes} took the graph {graph}; it must raise ValueError"
-        script.do(
-            "for rank, result in enumerate(results):\n    assert result is None, f'rank {rank}"
-            f" of {said}'"
-        )
+        for rank, result in enumerate(results):
+            refused = isinstance(result, ValueError)
+            lab.assert_that(refused, f"rank {rank} took the last graph; it must raise ValueError")
 
 
-@check("comm_ops", "S13.5", "mean", needs=_GRAPHS, effort=0.5)
+@check("S13.5", "mean", needs=_GRAPHS, effort=0.5)
 def mean_is_kept(lab: Lab, draw: Draw) -> None:
     """No averaging changes the mean of those that talk, up to rounding."""
     graph, nodes, _ = draw(graph_cases(9).filter(lambda case: not case[2]))
     lab.need_ranks(sum(nodes))
-    script, rounds = _decentralized(lab, draw, graph, nodes, between=False)
-    n = sum(nodes)
-    for step, (before, after) in enumerate(
-        zip(rounds, zip(*script.names["results"], strict=True), strict=True)
-    ):
+    results, rounds = _decentralized(lab, draw, graph, nodes, between=False)
+    for step, before in enumerate(rounds):
+        after = [of_rank[step] for of_rank in results]
         was, now = (torch.stack(ranks).double() for ranks in (before, after))
         # Weights of float32 may sum to 1 +- 1e-6; beyond that, each rank rounds twice for each of n
         # sources.
-        allowed = (1e-6 + 2 * n * torch.finfo(lab.dtype).eps) * was.abs().mean(0) + torch.finfo(
-            lab.dtype
-        ).tiny
+        info = torch.finfo(lab.dtype)
+        allowed = (1e-6 + 2 * len(after) * info.eps) * was.abs().mean(0) + info.tiny
         wrong = ((was.mean(0) - now.mean(0)).abs() > allowed) & now.isfinite().all(0)
-        if wrong.any():
-            said = (
-                f"{literal(graph)} on nodes {nodes} changed the mean at step {step}: {was.mean(0)}"
-                f" to {now.mean(0)}"
-            )
-            line = f"mean = torch.stack([rank[{step}] for rank in results]).double().mean(0)"
-            raise script.violation(
-                said,
-                f"{line}\nassert ((mean - {literal(was.mean(0))}).abs() <="
-                f" {literal(allowed)}).all(), mean",
-            )
+        said = f"the mean changed at step {step}: {was.mean(0)} to {now.mean(0)}"
+        lab.assert_that(not wrong.any(), said)
 
 
-@check("comm_ops", "S3.5", "ring", dtypes=COMPRESSIBLE, effort=0.5)
+@check("S3.5", "ring", dtypes=COMPRESSIBLE, effort=0.5)
 def ring(lab: Lab, draw: Draw) -> None:
     """Steps on the ring are as specified, bit for bit, so that replicas stay equal."""
     nodes = lab.world(draw, worlds(8))
@@ -445,7 +390,7 @@ def ring(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("comm_ops", "S3.5", "long", dtypes=COMPRESSIBLE, effort=0.06)
+@check("S3.5", "long", dtypes=COMPRESSIBLE, effort=0.06)
 def long_ring(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones."""
     nodes = lab.world(draw, st.sampled_from([(2,), (3,), (2, 1)]))
@@ -456,7 +401,8 @@ def _ring(lab: Lab, draw: Draw, nodes: tuple[int, ...], count: int, first: list[
     between, rounds = draw(st.booleans()), _rounds(lab, draw, first, count - 1)
     start = bulk(lab.dtype, "tame", draw(seeds), first[0].numel())
     inputs = [[start, *mine] for mine in zip(*rounds, strict=True)]
-    script = _run(lab, draw, nodes, "low_precision_decentralized", inputs, hierarchical=between)
+    method = "low_precision_decentralized"
+    results = _run(lab, draw, nodes, method, inputs, hierarchical=between)
     model = decentralized_numpy.Ring.of([array(start)] * (len(nodes) if between else sum(nodes)))
 
     def step(ranks: list[algorithms_numpy.Array]) -> list[algorithms_numpy.Array]:
@@ -465,4 +411,4 @@ def _ring(lab: Lab, draw: Draw, nodes: tuple[int, ...], count: int, first: list[
     leading, run = list(nodes) if between else None, decentralized_numpy.between_leaders
     with np.errstate(all="ignore"):
         wanted = [run(step, [*map(array, ranks)], lab.dtype_name, leading) for ranks in rounds]
-    _compare_rounds(lab, script, f"low_precision_decentralized(hierarchical={between})", wanted)
+    _compare_rounds(lab, results, wanted)

@@ -26,7 +26,7 @@ from bagua_ref.conformance.checks.registry import check
 from bagua_ref.conformance.expected import kernels_scalar
 from bagua_ref.conformance.expected.algorithms_numpy import wide
 from bagua_ref.conformance.expected.tolerances import EXACT, where_equal
-from bagua_ref.conformance.lab.lab import KernelCall, Lab
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.violation import Violation
 
 _factors = st.one_of(
@@ -111,17 +111,20 @@ their checks.
 """
 
 
+def _expected(lab: Lab, name: str, arguments: dict[str, Any]) -> Tensor:
+    """Return the first argument of an elementwise kernel after a call."""
+    scalar = getattr(kernels_scalar, "quotient" if name == "divide" else name)
+    tensors = [value.tolist() for value in arguments.values() if isinstance(value, Tensor)]
+    others = [value for value in arguments.values() if not isinstance(value, Tensor)]
+    found = [scalar(lab.dtype_name, *row, *others) for row in zip(*tensors, strict=True)]
+    return torch.tensor(found, dtype=torch.float64).to(lab.dtype)
+
+
 def _elementwise(lab: Lab, draw: Draw, name: str) -> None:
     """Compare the first argument after a call, element by element."""
-    scalar = getattr(kernels_scalar, "quotient" if name == "divide" else name)
-    method, arguments = f"{name}_", _ELEMENTWISE[name][1](lab, draw)
-    tensors = {key: value for key, value in arguments.items() if isinstance(value, Tensor)}
-    others = [value for key, value in arguments.items() if key not in tensors]
-    first, rows = next(iter(tensors)), zip(*(x.tolist() for x in tensors.values()), strict=True)
-    wanted = torch.tensor(
-        [scalar(lab.dtype_name, *row, *others) for row in rows], dtype=torch.float64
-    ).to(lab.dtype)
-    call = lab.call(method, arguments, (first,))
+    arguments = _ELEMENTWISE[name][1](lab, draw)
+    wanted, first = _expected(lab, name, arguments), next(iter(arguments))
+    call = lab.call(f"{name}_", arguments, (first,))
     try:
         lab.compare(call, first, wanted)
     except Violation:
@@ -129,17 +132,20 @@ def _elementwise(lab: Lab, draw: Draw, name: str) -> None:
         found = call.results[first]
         if wanted.numel() > 1 and (found.shape, found.dtype) == (wanted.shape, wanted.dtype):
             place = int((~where_equal(found, wanted, EXACT)).nonzero()[0])
-            one = arguments | {key: x[place : place + 1] for key, x in tensors.items()}
-            lab.compare(lab.call(method, one, (first,)), first, wanted[place : place + 1])
+            one = {
+                key: x[place : place + 1] if isinstance(x, Tensor) else x
+                for key, x in arguments.items()
+            }
+            lab.compare(lab.call(f"{name}_", one, (first,)), first, wanted[place : place + 1])
         raise
 
 
 for _name, (_clause, _, _sentence) in _ELEMENTWISE.items():
     run = partial(_elementwise, name=_name)
-    check("kernels", _clause, _name, dtypes=FLOATS, needs=(f"{_name}_",), sentence=_sentence)(run)
+    check(_clause, _name, dtypes=FLOATS, needs=(f"{_name}_",), sentence=_sentence)(run)
 
 
-@check("kernels", "S3.7", "reduce_chunks", dtypes=FLOATS, needs=("reduce_chunks_",), effort=1.5)
+@check("S3.7", "reduce_chunks", dtypes=FLOATS, needs=("reduce_chunks_",), effort=1.5)
 def reduce_chunks(lab: Lab, draw: Draw) -> None:
     """Chunks are added in order, starting from +0, and only one chunk changes."""
     x, num_chunks = draw(chunked(lab.dtype))
@@ -157,7 +163,6 @@ def reduce_chunks(lab: Lab, draw: Draw) -> None:
 
 
 @check(
-    "kernels",
     "S3.7",
     "many_chunks",
     dtypes=("float16", "bfloat16"),
@@ -193,16 +198,21 @@ def _means_near_ties(dtype: torch.dtype, num_chunks: int, size: int, seed: int) 
     return chunks.view(-1)
 
 
-def _check_reduction(lab: Lab, chunks: Tensor, target: int, mean: bool) -> None:
-    num_chunks = chunks.shape[0]
+def _reduced(lab: Lab, chunks: Tensor, target: int, mean: bool) -> Tensor:
+    """Return chunks of which one is replaced by the sum or mean of all."""
     wanted = chunks.clone()
     columns = [
         kernels_scalar.reduce_in_order(lab.dtype_name, column, mean) for column in chunks.T.tolist()
     ]
     wanted[target] = torch.tensor(columns, dtype=torch.float64).to(lab.dtype)
+    return wanted
+
+
+def _check_reduction(lab: Lab, chunks: Tensor, target: int, mean: bool) -> None:
+    wanted = _reduced(lab, chunks, target, mean)
     arguments = {
         "x": chunks.reshape(-1),
-        "num_chunks": num_chunks,
+        "num_chunks": len(chunks),
         "target_chunk": target,
         "average": mean,
     }
@@ -270,7 +280,7 @@ def _scatter(lab: Lab, flat: Tensor, pieces: list[Tensor]) -> None:
         lab.compare(call, f"tensors[{number}]", part.view(piece.shape))
 
 
-@check("kernels", "S2.3", "gather_flat", needs=("gather_flat",), effort=3)
+@check("S2.3", "gather_flat", needs=("gather_flat",), effort=3)
 def gather_flat(lab: Lab, draw: Draw) -> None:
     """Tensors of any strides are copied one after another in row-major order."""
     pieces, dtype = _pieces(lab, draw)
@@ -283,7 +293,7 @@ def gather_flat(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("kernels", "S2.3", "scatter_flat", needs=("scatter_flat",), effort=3)
+@check("S2.3", "scatter_flat", needs=("scatter_flat",), effort=3)
 def scatter_flat(lab: Lab, draw: Draw) -> None:
     """Flat elements are copied into tensors of any strides in row-major order."""
     pieces, dtype = _pieces(lab, draw)
@@ -295,7 +305,7 @@ def scatter_flat(lab: Lab, draw: Draw) -> None:
     _scatter(lab, flat, pieces)
 
 
-@check("kernels", "S2.3", "long", needs=("gather_flat", "scatter_flat"), effort=0.1)
+@check("S2.3", "long", needs=("gather_flat", "scatter_flat"), effort=0.1)
 def long_flat(lab: Lab, draw: Draw) -> None:
     """Long tensors are copied as short ones are, place by place."""
     dtype = dtype_named(draw(st.sampled_from(lab.dtypes(_MOVED))))
@@ -312,7 +322,7 @@ def long_flat(lab: Lab, draw: Draw) -> None:
 _KEYS = (*FLOATS, "int64", "uint8", "int8", "int16", "int32")
 
 
-@check("kernels", "S7.2", "order_by_complexity", dtypes=_KEYS, needs=("order_by_complexity",))
+@check("S7.2", "order_by_complexity", dtypes=_KEYS, needs=("order_by_complexity",))
 def order_by_complexity(lab: Lab, draw: Draw) -> None:
     """The order is ascending and stable, -0 equals 0, NaN comes last."""
     if lab.dtype.is_floating_point:
@@ -354,7 +364,6 @@ def _check_order(lab: Lab, keys: Tensor) -> None:
 
 
 @check(
-    "kernels",
     "S7.2",
     "long",
     dtypes=("float32", "float64", "int64"),
@@ -389,66 +398,49 @@ def _mostly(few: list[Any], dtype: torch.dtype) -> st.SearchStrategy[Tensor]:
     ).map(lambda values: torch.tensor(values, dtype=wide).to(dtype))
 
 
-@check("kernels", "S1", "long", dtypes=FLOATS, effort=0.025)
+_PERIOD = 997
+"""Long inputs repeat so many elements: a prime, so that what belongs to another block differs."""
+
+
+@check("S1", "long", dtypes=FLOATS, effort=0.025)
 def long(lab: Lab, draw: Draw) -> None:
-    """What holds for short tensors holds for long ones, place by place.
+    """What holds for short tensors holds for long ones, past every block, warp and vector."""
+    x, y, z, other = (bulk(lab.dtype, "tame", draw(seeds), _PERIOD) for _ in range(4))
+    two, target = {"x": x, "y": y}, draw(st.integers(0, 2))
+    average = {"x": x, "reduced": other.to(wide(lab.dtype)), "snapshot": y, "nranks": 3}
+    cases: dict[str, dict[str, Any]] = {
+        **dict.fromkeys(("add", "subtract", "average"), two),
+        "add_scaled": {**two, "factor": 0.3},
+        "divide": {"x": x, "divisor": 3.0},
+        "combine_ring": {"x": x, "left": y, "right": z, "weight": other},
+        "async_average": average,
+        "update_momentum": {"m": x, "grad": y, "beta1": 0.9},
+        "reduce_chunks": {
+            "x": torch.stack([x, y, z]),
+            "num_chunks": 3,
+            "target_chunk": target,
+            "average": True,
+        },
+    }
+    for name, arguments in cases.items():
+        if not hasattr(lab.target.kernels, f"{name}_"):
+            continue
+        first = next(iter(arguments))
+        if name == "reduce_chunks":
+            wanted = _reduced(lab, arguments[first], target, True)
+        else:
+            wanted = _expected(lab, name, arguments)
+        for size in lab.long_sizes:
+            long = {
+                key: _repeated(value, size) if isinstance(value, Tensor) else value
+                for key, value in arguments.items()
+            }
+            lab.compare(lab.call(f"{name}_", long, (first,)), first, _repeated(wanted, size))
 
-    Past every block, warp and vector: the long result is that of its pieces, which the other checks
-    judge.
-    """
-    given = [draw(seeds) for _ in range(4)]
-    for size in lab.long_sizes:
-        x, y, z, other = (bulk(lab.dtype, "tame", seed, size) for seed in given)
-        cases: dict[str, dict[str, Any]] = {
-            **{f"{name}_": {"x": x, "y": y} for name in ("add", "subtract", "average")},
-            "add_scaled_": {"x": x, "y": y, "factor": 0.3},
-            "divide_": {"x": x, "divisor": 3.0},
-            "combine_ring_": {"x": x, "left": y, "right": z, "weight": other},
-            "async_average_": {
-                "x": x,
-                "reduced": other.to(wide(lab.dtype)),
-                "snapshot": y,
-                "nranks": 3,
-            },
-            "update_momentum_": {"m": x, "grad": y, "beta1": 0.9},
-            "reduce_chunks_": {
-                "x": torch.stack([x, y, z]),
-                "num_chunks": 3,
-                "target_chunk": 1,
-                "average": True,
-            },
-        }
-        for method, arguments in cases.items():
-            if hasattr(lab.target.kernels, method):
-                _compare_with_pieces(lab, method, arguments)
 
-
-def _compare_with_pieces(
-    lab: Lab, method: str, arguments: dict[str, Any], piece: int = 9_973
-) -> None:
-    """Compare a long result with those of pieces of each tensor's last dimension, which are put
-    together.
-    """
-    first, written = next(iter(arguments.items()))
-
-    def call(start: int, end: int) -> KernelCall:
-        part = {
-            name: x[..., start:end].reshape(-1) if isinstance(x, Tensor) else x
-            for name, x in arguments.items()
-        }
-        return lab.call(method, part, (first,))
-
-    size = written.shape[-1]
-    whole = call(0, size)
-    parts = [
-        call(start, start + piece).results[first].view(*written.shape[:-1], -1)
-        for start in range(0, size, piece)
-    ]
-    wanted = torch.cat(parts, dim=-1)
-    if "target_chunk" in arguments:  # the other chunks stay
-        others = [chunk for chunk in range(len(written)) if chunk != arguments["target_chunk"]]
-        wanted[others] = written[others]
-    lab.compare(whole, first, wanted.view(-1))
+def _repeated(x: Tensor, size: int) -> Tensor:
+    """Return each row, repeated up to so many elements, as one tensor."""
+    return torch.cat([row.repeat(-(-size // len(row)))[:size] for row in x.view(-1, x.shape[-1])])
 
 
 def _nearly(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -35,7 +35,8 @@ _MODULES = {suite: (suite,) for suite in SUITES} | {
 }
 """The modules of each suite, in the order in which their checks are listed."""
 
-_table: dict[str, Check] = {}
+_rows: dict[str, dict[str, Check]] = {}
+"""The checks of each module that has been imported, by id."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,6 @@ class Check:
 
 
 def check(
-    suite: str,
     clause: str,
     name: str,
     *,
@@ -72,22 +72,34 @@ def check(
     needs: tuple[str, ...] = (),
     effort: float = 1.0,
     sentence: str = "",
+    module: str = "",
 ) -> Callable[[Callable[[Lab, Draw], None]], Callable[[Lab, Draw], None]]:
     """Return a decorator that enters a property into the table.
 
-    Without ``sentence``, the property's is the first paragraph of the function's docstring.
+    Args:
+        clause: its clause.
+        name: its name in the clause.
+        dtypes: names of dtypes, for each of which the check runs.
+        needs: what the target's part must have.
+        effort: factor of the number of inputs.
+        sentence: the property; by default the first paragraph of the function's docstring.
+        module: the module of the suite that has the check; by default the caller's.
     """
-    assert suite in SUITES
+    module = (module or sys._getframe(1).f_globals["__name__"]).rpartition(".")[2]
+    suite = next(suite for suite in SUITES if module.startswith(suite))
     assert clause in CLAUSES
 
     def enter(function: Callable[[Lab, Draw], None]) -> Callable[[Lab, Draw], None]:
+        def judge(lab: Lab, draw: Draw) -> None:
+            function(lab, draw)
+            lab.end()
+
         paragraph = sentence or (function.__doc__ or "").partition("\n\n")[0]
         said = " ".join(paragraph.split())
-        row = Check(
-            f"{suite}.{clause}.{name}", suite, clause, said, function, dtypes, needs, effort
-        )
-        assert row.id not in _table, row.id
-        _table[row.id] = row
+        row = Check(f"{suite}.{clause}.{name}", suite, clause, said, judge, dtypes, needs, effort)
+        rows = _rows.setdefault(module, {})
+        assert row.id not in rows, row.id
+        rows[row.id] = row
         return function
 
     return enter
@@ -117,16 +129,15 @@ def check_trainings(
         ) -> None:
             has(algorithm, lab, draw, **given(lab, draw))
 
-        function.__module__ = sys._getframe(1).f_globals["__name__"]  # by which checks are ordered
         clause, _, last = name.rpartition(".")
         check(
-            "algorithms",
             clause,
             last,
             dtypes=dtypes,
             needs=(algorithm.method,),
             effort=effort,
             sentence=sentence,
+            module=sys._getframe(1).f_globals["__name__"],
         )(function)
 
 
@@ -148,21 +159,13 @@ def checks_of(suites: Collection[str]) -> dict[str, Check]:
         raise ImportError(
             f"conformance checks need Hypothesis; install with: {install_command('conformance')}"
         ) from error
-    wanted = [suite for suite in SUITES if suite in suites]
-    for suite in wanted:
-        _import_suite(suite)
-    # Modules may have been imported in another order, as by a run of their docstring examples.
-    places = {
-        f"bagua_ref.conformance.checks.{module}": place
-        for suite in wanted
-        for place, module in enumerate(_MODULES[suite])
-    }
-    return {
-        row.id: row
-        for suite in wanted
-        for row in sorted(_table.values(), key=lambda row: places.get(row.function.__module__, 0))
-        if row.suite == suite
-    }
+    found: dict[str, Check] = {}
+    for suite in SUITES:
+        if suite in suites:
+            _import_suite(suite)
+            for module in _MODULES[suite]:
+                found |= _rows.get(module, {})
+    return found
 
 
 def all_checks() -> dict[str, Check]:

@@ -76,7 +76,7 @@ def _without_epoch(options: dict[str, Any]) -> str:
     return "".join(f", {name}={value!r}" for name, value in options.items() if name != "epoch")
 
 
-@check("samplers", "S7.1", "lengths", needs=_SAMPLER, effort=3)
+@check("S7.1", "lengths", needs=_SAMPLER, effort=3)
 def lengths(lab: Lab, draw: Draw) -> None:
     """All ranks draw the same number of samples, which is their length."""
     (values, replicas, options), script = draw(cases()), SamplerScript(lab)
@@ -86,7 +86,7 @@ def lengths(lab: Lab, draw: Draw) -> None:
     script.same("len(list(sampler))", wanted)
 
 
-@check("samplers", "S7.2", "one_replica", needs=_SAMPLER, effort=3)
+@check("S7.2", "one_replica", needs=_SAMPLER, effort=3)
 def one_replica(lab: Lab, draw: Draw) -> None:
     """Without shuffling, a single replica draws samples in ascending order of their exact
     complexities; the sort is stable.
@@ -99,7 +99,7 @@ def one_replica(lab: Lab, draw: Draw) -> None:
     script.same("list(sampler)", sorted(range(len(values)), key=values.__getitem__))
 
 
-@check("samplers", "S7.2", "inputs_unchanged", needs=_SAMPLER)
+@check("S7.2", "inputs_unchanged", needs=_SAMPLER)
 def inputs_unchanged(lab: Lab, draw: Draw) -> None:
     """Complexities that are tensors are not changed in any epoch."""
     if lab.target.requests is not None:
@@ -117,7 +117,7 @@ def inputs_unchanged(lab: Lab, draw: Draw) -> None:
     script.same("[sample.item() for sample in dataset]", numbers)
 
 
-@check("samplers", "S7.3", "indices", needs=_SAMPLER, effort=8)
+@check("S7.3", "indices", needs=_SAMPLER, effort=8)
 def indices(lab: Lab, draw: Draw) -> None:
     """A rank's indices are as specified, and the same when iterated again."""
     (values, replicas, options), script = draw(cases()), SamplerScript(lab)
@@ -129,7 +129,7 @@ def indices(lab: Lab, draw: Draw) -> None:
         script.same("list(sampler)", wanted)
 
 
-@check("samplers", "S7.3", "digits", needs=_SAMPLER, effort=2)
+@check("S7.3", "digits", needs=_SAMPLER, effort=2)
 def digits(lab: Lab, draw: Draw) -> None:
     """The bound of the noise is a product of floats, and no digit of the epoch is lost."""
     (values, replicas, options), script = draw(noisy_cases()), SamplerScript(lab)
@@ -137,7 +137,7 @@ def digits(lab: Lab, draw: Draw) -> None:
     script.same("list(sampler)", samplers_plain.indices(values, replicas, 0, **options))
 
 
-@check("samplers", "S7.4", "batches", needs=_BATCHES, effort=3)
+@check("S7.4", "batches", needs=_BATCHES, effort=3)
 def batches(lab: Lab, draw: Draw) -> None:
     """All replicas get the same number of batches: the largest, with batches repeated in cycle, or
     with drop_last the smallest.
@@ -175,7 +175,7 @@ def batches(lab: Lab, draw: Draw) -> None:
             script.same("list(batches)", wanted[rank])
 
 
-@check("samplers", "S7.3", "position", needs=_POSITION)
+@check("S7.3", "position", needs=_POSITION)
 def position(lab: Lab, draw: Draw) -> None:
     """A sampler that loads a position goes on with the sample after it, also if its epoch is set
     again; later epochs are whole.
@@ -225,7 +225,7 @@ def _stop_and_go_on(
     script.same(f"list({name})", wanted[taken:])
 
 
-@check("samplers", "S7.3", "other_settings", needs=_POSITION, effort=0.2)
+@check("S7.3", "other_settings", needs=_POSITION, effort=0.2)
 def other_settings(lab: Lab, draw: Draw) -> None:
     """A position that was saved with other samples, costs, seed, shuffle, drop_last or random_level
     raises a ValueError.
@@ -254,9 +254,7 @@ def other_settings(lab: Lab, draw: Draw) -> None:
         script.same("list(sampler)", samplers_plain.indices(others, 2, 0, epoch=0, **other))
 
 
-@check(
-    "samplers", "S7.4", "position", needs=("LoadBalancingDistributedBatchSampler.load_state_dict",)
-)
+@check("S7.4", "position", needs=("LoadBalancingDistributedBatchSampler.load_state_dict",))
 def position_of_batches(lab: Lab, draw: Draw) -> None:
     """A batch sampler that loads a position goes on with the batch after it."""
     (values, replicas, options), script = draw(cases()), SamplerScript(lab)
@@ -289,7 +287,7 @@ def position_of_batches(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("samplers", "S7.5", "refuses", needs=_BATCHES, effort=2)
+@check("S7.5", "refuses", needs=_BATCHES, effort=2)
 def refuses(lab: Lab, draw: Draw) -> None:
     """An invalid random_level, rank, dataset, complexity (NaN), sampler, or a sampler with
     drop_last raises a ValueError.
@@ -347,7 +345,7 @@ def _continued(
             script.do(f"state = {name}.state_dict({unit}={history[-1][1]})")
 
 
-@check("samplers", "S7.6", "stretches", needs=_CONTINUED, effort=4)
+@check("S7.6", "stretches", needs=_CONTINUED, effort=4)
 def stretches(lab: Lab, draw: Draw) -> None:
     """With another number of replicas, an epoch continues with the samples that no chunk has drawn,
     in the epoch's order.
@@ -373,7 +371,7 @@ def stretches(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("samplers", "S7.6", "batches", needs=(*_CONTINUED, *_BATCHES[1:]), effort=3)
+@check("S7.6", "batches", needs=(*_CONTINUED, *_BATCHES[1:]), effort=3)
 def continued_batches(lab: Lab, draw: Draw) -> None:
     """A stretch of batches has drawn the samples in the first batches of all its replicas; the rest
     is cut anew.
@@ -404,7 +402,7 @@ def continued_batches(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("samplers", "S7.7", "budget", needs=("BudgetBatchSampler",), effort=6)
+@check("S7.7", "budget", needs=("BudgetBatchSampler",), effort=6)
 def budget(lab: Lab, draw: Draw) -> None:
     """Batches are cut from samples in order of cost, mixed, made as many for each replica, and
     continued with other replicas.
@@ -433,7 +431,7 @@ def budget(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("samplers", "S7.7", "dropped", needs=("BudgetBatchSampler",), effort=3)
+@check("S7.7", "dropped", needs=("BudgetBatchSampler",), effort=3)
 def dropped(lab: Lab, draw: Draw) -> None:
     """With drop_last, the cheapest batches are dropped; if none is left, that is a ValueError."""
     (costs, most, options), script = draw(budgets()), SamplerScript(lab)

@@ -1,13 +1,15 @@
-"""Kernel calls: each is journalled, made between canaries (margins that show writes beside
-tensors), and compared.
+"""One check's view of a target: its parts with their calls counted, worlds of ranks, and
+comparisons.
+
+Kernels are called between canaries: margins that show writes beside tensors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -17,10 +19,23 @@ from torch import Tensor
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance, assert_equal
 from bagua_ref.conformance.lab.journal import Journal
-from bagua_ref.conformance.lab.violation import NotProvided, Script, Skipped, Violation, literal
+from bagua_ref.conformance.lab.violation import Draws, NotProvided, Skipped, Violation, literal
+from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
+from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.conformance.targets.target import LONG, Target, sizes_beyond
+from bagua_ref.conformance.targets.world import RankWorld, run_world
+from bagua_ref.simulation import SimulatedWorld
 
-__all__ = ["KERNELS", "Canary", "CountedPart", "KernelCall", "Lab", "script_of_call"]
+__all__ = [
+    "KERNELS",
+    "Canary",
+    "CountedPart",
+    "KernelCall",
+    "Lab",
+    "copies_of",
+    "script_of_call",
+    "tensors_in",
+]
 
 KERNELS = sorted(name[1:] for name in KernelBackend.__abstractmethods__)
 """The names of all kernels."""
@@ -33,6 +48,8 @@ _CHANCES = 100
 """So many worlds may be larger than the target allows, if none has fitted, before a check counts as
 too large for it.
 """
+_KEPT = 4
+"""So many calls of kernels are looked at again after later ones."""
 
 
 class Canary:
@@ -62,9 +79,13 @@ class Canary:
         inside.as_strided(values.shape, values.stride(), before).fill_(True)
         storage.as_strided(values.shape, values.stride(), before).copy_(values.detach())
         self._item, self._inside, self._start = item, inside, before
-        self._was = storage.view(torch.uint8).clone()
         self._storage = storage.to(device)
+        self.settle()
         self.tensor: Tensor = self._storage.as_strided(values.shape, values.stride(), before)
+
+    def settle(self) -> None:
+        """Take the memory as it is now for what later changes are compared with."""
+        self._was = self._storage.cpu().view(torch.uint8).clone()
 
     def changed_inside(self) -> list[int]:
         """Return the places in the tensor's memory whose bits have changed."""
@@ -107,16 +128,18 @@ class KernelCall:
         arguments: arguments before the call, by name.
         results: written arguments after the call, by name, on the CPU; ``"result"`` is the returned
             value.
+        canaries: the tensors that were passed, by name.
     """
 
     method: str
     arguments: dict[str, Any]
-    results: dict[str, Any]
+    results: dict[str, Any] = field(default_factory=dict)
+    canaries: dict[str, list[Canary]] = field(default_factory=dict)
 
 
 class CountedPart:
-    """A part of a target, or a communicator that it makes, as scripts use it: what they fetch from
-    it is counted as a call.
+    """A part of a target, or a communicator that it makes: what checks fetch from it is counted as
+    a call.
 
     Args:
         part: the part; the factory of communicators is called with a rank's world.
@@ -161,6 +184,7 @@ class Lab:
     Attributes:
         comparisons: number of comparisons for the current input.
         reason: why inputs were left out; empty if none was.
+        messages: what ranks have sent in the last `on_ranks` with ``record``.
     """
 
     def __init__(
@@ -182,13 +206,26 @@ class Lab:
         """Numbers of elements of long inputs; each input of a check about these has all of them."""
         self._most_ranks, self._smallest_world = most_ranks, 0
         self._chances: float = _CHANCES
-        self.comparisons, self.reason = 0, ""
-        self._calls, self._requests, self._counts_kernels = 0, 0, False
+        self._counts_kernels = False
+        self._kept: list[KernelCall] = []
+        """The last calls of kernels, whose tensors must not change any more."""
+        self.reason = ""
+        self.begin()
 
     def begin(self) -> None:
         """Start to count calls and comparisons for the next input."""
         self._calls = self.comparisons = 0
         self._requests = 0 if self.target.requests is None else self.target.requests()
+        self._seen: list[tuple[str, Tensor, Tensor]] = []
+        self._last: Draws | None = None
+        self.messages: list[Any] = []
+
+    def end(self) -> None:
+        """Raise `Violation` if anything that was returned has changed since it was compared."""
+        for where, now, then in self._seen:
+            if not torch.equal(_bits(now), _bits(then)):
+                raise self.violation(f"{where} changed after it had been returned")
+        self._look_again()
 
     @property
     def calls(self) -> int:
@@ -199,12 +236,17 @@ class Lab:
             self._calls if self.target.requests is None else self.target.requests() - self._requests
         )
 
-    def _count(self) -> None:
-        self._calls += 1
+    # Parts.
 
-    def part(self, name: str) -> CountedPart:
-        """Return a part of the target whose calls are counted."""
-        return CountedPart(self.target.parts[name], name, self._count)
+    def part(self, name: str) -> Any:
+        """Return a part of the target whose calls are counted; without ``comm_ops`` or
+        ``algorithms`` of its own, it has the package's with its kernels.
+        """
+        if name in self.target.parts:
+            return CountedPart(self.target.parts[name], name, self._count)
+        if name == "comm_ops":
+            return ReferenceCommOps(self.kernels())
+        return ReferenceAlgorithms(self.kernels(), device=self.target.device)
 
     def kernels(self) -> Any:
         """Return the target's kernels, for the package's own operations; their calls are counted
@@ -228,6 +270,11 @@ class Lab:
     def _call_kernel(self, kernel: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self._count()
         return kernel(*arguments, **options)
+
+    def _count(self) -> None:
+        self._calls += 1
+
+    # What the target's capabilities allow.
 
     def skip(self, reason: str) -> NoReturn:
         """Leave the input out; a check that leaves all out is skipped for this reason."""
@@ -281,6 +328,106 @@ class Lab:
             self.skip(f"the target's capabilities exclude {', '.join(names)}")
         return allowed
 
+    # Calls.
+
+    @contextmanager
+    def calling(self, what: str, call: str = "", **drawn: Any) -> Iterator[None]:
+        """Make calls of the target: any exception is a violation.
+
+        Args:
+            what: what is called, for messages until the next call.
+            call: its source.
+            drawn: what was drawn for it, which violations print.
+        """
+        self._last = Draws(what, drawn, call)
+        try:
+            with self.journal.call((what, self._last)):
+                yield
+        except BaseException as error:  # whatever an implementation does, there is a verdict
+            said = f"{what} raised {type(error).__name__}: {error}"
+            raise Violation(said[:1000], str(self._last)) from error
+
+    def on_ranks(
+        self,
+        part: str,
+        method: str,
+        nodes: tuple[int, ...],
+        seed: int,
+        arguments: dict[str, list[Any]],
+        options: dict[str, Any],
+        *,
+        record: bool = False,
+        refusal: type[Exception] | tuple[()] = (),
+    ) -> list[Any]:
+        """Return what ``part.method(world, *arguments, **options)`` returns on every rank of a
+        simulated world.
+
+        Args:
+            part: name of the part of the target.
+            method: name of the method.
+            nodes: number of ranks on each node.
+            seed: seed of the interleaving.
+            arguments: name -> the argument of each rank. Ranks get copies.
+            options: arguments of all ranks.
+            record: whether to note what is sent, as ``messages``.
+            refusal: an error that a rank may raise; it is its result then.
+
+        Raises:
+            Violation: any other exception of any rank.
+        """
+        self.need_ranks(sum(nodes))
+        self.need_dtypes(tensors_in([*arguments.values()]))
+        owner = self.part(part)
+        simulated = SimulatedWorld(sum(nodes), nodes=nodes, seed=seed)
+        if record:
+            self.messages = simulated.record()
+
+        def program(comm: Any) -> Any:
+            world = RankWorld(comm.rank(), sum(nodes), nodes, comm)
+            mine = copies_of([of_ranks[world.rank] for of_ranks in arguments.values()])
+            try:
+                return getattr(owner, method)(world, *mine, **copies_of(options))
+            except refusal as error:
+                return error
+
+        shown = ", ".join(f"{name}={value}" for name, value in options.items())
+        call = ", ".join(["world", *(f"{name}[world.rank]" for name in arguments), "**options"])
+        with self.calling(
+            f"{method}({shown}) on nodes {nodes}",
+            f"{part}.{method}({call})  # on every rank",
+            nodes=nodes,
+            seed=seed,
+            **arguments,
+            options=options,
+        ):
+            return simulated.run(program)
+
+    def with_communicators(
+        self,
+        what: str,
+        nodes: tuple[int, ...],
+        seed: int,
+        program: Callable[[Any], Any],
+        **drawn: Any,
+    ) -> list[Any]:
+        """Return what a program returns on every rank with the target's communicator.
+
+        Args:
+            what: what it calls, for messages.
+            nodes: number of ranks on each node.
+            seed: seed of the interleaving.
+            program: called with a communicator.
+            drawn: what it uses, which violations print.
+
+        Raises:
+            Violation: any exception of any rank.
+        """
+        self.need_ranks(sum(nodes))
+        self.need_dtypes(tensors_in([*drawn.values()]))
+        factory = self.part("communicator")
+        with self.calling(f"{what} on nodes {nodes}", nodes=nodes, seed=seed, **drawn):
+            return run_world(factory, nodes, program, seed)
+
     def call(
         self, method: str, arguments: dict[str, Any], writes: tuple[str, ...] = ()
     ) -> KernelCall:
@@ -292,48 +439,25 @@ class Lab:
             arguments: arguments in order; target_chunk, average and out are passed by keyword.
             writes: the arguments, tensors or lists of tensors, that the kernel may write.
         """
-        canaries: dict[str, list[Canary]] = {}
-        passed: dict[str, Any] = {}
+        call, passed = KernelCall(method, arguments), dict(arguments)
         for place, (name, value) in enumerate(arguments.items()):
-            if isinstance(value, Tensor):
-                canaries[name] = [Canary(value, 3 * place + value.numel(), self.target.device)]
-                passed[name] = canaries[name][0].tensor
-            elif isinstance(value, list) and all(isinstance(item, Tensor) for item in value):
-                canaries[name] = [
-                    Canary(item, place + number, self.target.device)
-                    for number, item in enumerate(value)
+            if tensors := _tensors_of(value):
+                call.canaries[name] = made = [
+                    Canary(x, 3 * place + number + x.numel(), self.target.device)
+                    for number, x in enumerate(tensors)
                 ]
-                passed[name] = [canary.tensor for canary in canaries[name]]
-            else:
-                passed[name] = value
+                passed[name] = [c.tensor for c in made] if value is tensors else made[0].tensor
         keywords = {name: passed.pop(name) for name in _KEYWORDS if name in passed}
-        call = KernelCall(method, arguments, {})
         try:
             with self.journal.call((method, arguments)):
                 codec, _, verb = method.rpartition(".")
                 owner = self.target.codec(codec) if codec else self.target.kernels
                 self._count()
                 result = getattr(owner, verb)(*passed.values(), **keywords)
-                for name in writes:
-                    found = [canary.tensor.detach().cpu().clone() for canary in canaries[name]]
-                    call.results[name] = found if isinstance(arguments[name], list) else found[0]
-                self._check_canaries(call, canaries, writes)
-        except Violation:
-            raise
         except BaseException as error:  # whatever an implementation does, there is a verdict
-            message = f"{method} raised {type(error).__name__}: {error}"
-            raise Violation(
-                message, self.script(call, comment=f"raised {type(error).__name__}: {error}")
-            ) from error
-        call.results["result"] = result.detach().cpu() if isinstance(result, Tensor) else result
-        if "out" in keywords and isinstance(result, Tensor):
-            call.results["result is out"] = result is keywords["out"]
-        return call
-
-    def _check_canaries(
-        self, call: KernelCall, canaries: dict[str, list[Canary]], writes: tuple[str, ...]
-    ) -> None:
-        for name, group in canaries.items():
+            said = f"raised {type(error).__name__}: {error}"
+            raise Violation(f"{method} {said}", self.script(call, comment=said)) from error
+        for name, group in call.canaries.items():
             for number, canary in enumerate(group):
                 shown = name if len(group) == 1 else f"{name}[{number}]"
                 try:
@@ -342,10 +466,76 @@ class Lab:
                     else:
                         canary.assert_unchanged(shown)
                 except AssertionError as error:
-                    script = script_of_call(
-                        self.target.setup, call.method, call.arguments, canaries=writes
-                    )
-                    raise Violation(f"{call.method}: {error}", str(script)) from None
+                    script = script_of_call(self.target.setup, method, arguments, canaries=writes)
+                    raise Violation(f"{method}: {error}", script) from None
+                canary.settle()
+        for name in writes:
+            found = [canary.tensor.detach().cpu().clone() for canary in call.canaries.get(name, [])]
+            call.results[name] = found if isinstance(arguments[name], list) else found[0]
+        call.results["result"] = result.detach().cpu() if isinstance(result, Tensor) else result
+        if isinstance(result, Tensor):
+            call.results["result is out"] = result is keywords.get("out")
+            self._watch(f"{method}: its result", result)
+        self._look_again()
+        self._kept = [*self._kept[1 - _KEPT :], call]
+        return call
+
+    def _look_again(self) -> None:
+        """Raise `Violation` if a tensor of an earlier call of a kernel has changed since."""
+        for call in self._kept:
+            for name, group in call.canaries.items():
+                if any(canary.changed_inside() + canary.changed_outside() for canary in group):
+                    self._kept = []
+                    said = f"{call.method}: {name} was written after the call had returned"
+                    raise Violation(said, self.script(call, comment="and then another call"))
+
+    # Comparisons.
+
+    def assert_equal(
+        self,
+        actual: Any,
+        expected: Any,
+        tolerance: Tolerance = EXACT,
+        *,
+        magnitude: Tensor | float | None = None,
+        where: str = "",
+    ) -> None:
+        """Raise `Violation` unless what the target returned equals what is expected.
+
+        Args:
+            actual: what it returned.
+            expected: a tensor, or any other value, which must be equal.
+            tolerance: tolerance of tensors.
+            magnitude: as of `tolerances.assert_equal`.
+            where: what was returned, for the message.
+        """
+        self.comparisons += 1
+        try:
+            if not isinstance(expected, Tensor):
+                if actual != expected:
+                    raise AssertionError(f"{actual!r:.300} instead of {expected!r:.300}")
+            elif not isinstance(actual, Tensor):
+                raise AssertionError(f"{type(actual).__name__} instead of a tensor")
+            else:
+                assert_equal(actual, expected, tolerance, magnitude=magnitude)
+                self._watch(where, actual)
+        except AssertionError as error:
+            raise self.violation(f"{where}: {error}" if where else str(error)) from None
+
+    def assert_that(self, condition: bool, message: str) -> None:
+        """Raise `Violation` unless a condition is true."""
+        self.comparisons += 1
+        if not condition:
+            raise self.violation(message)
+
+    def violation(self, message: str) -> Violation:
+        """Return a violation by the last call."""
+        if self._last is None:
+            return Violation(message)
+        return Violation(f"{self._last.what}: {message}", str(self._last))
+
+    def _watch(self, where: str, tensor: Tensor) -> None:
+        self._seen.append((where or "the result", tensor, tensor.detach().clone()))
 
     def compare(
         self,
@@ -356,8 +546,8 @@ class Lab:
         magnitude: Tensor | None = None,
         field: str = "",
     ) -> None:
-        """Raise `Violation` unless ``name`` equals ``expected`` after the call; messages say
-        ``field`` in addition.
+        """Raise `Violation` unless ``name`` equals ``expected`` after the call of a kernel;
+        messages say ``field`` in addition.
         """
         actual, self.comparisons = call.results[name], self.comparisons + 1
         try:
@@ -370,78 +560,96 @@ class Lab:
             raise Violation(f"{call.method}: {shown}: {error}", self.script(call, line)) from None
 
     def script(self, call: KernelCall, *lines: str, comment: str = "") -> str:
-        """Return a script that repeats the call and ends with ``lines``."""
-        script = script_of_call(self.target.setup, call.method, call.arguments, comment)
-        if any("assert_equal(" in line for line in lines):
-            names = [
-                name for name in ("EXACT", "SUM", "ULP") if any(name in line for line in lines)
-            ]
-            script.setup.insert(
-                0, f"from bagua_ref.conformance import {', '.join(names)}, assert_equal"
-            )
-        script.body += lines
-        return str(script)
+        """Return a script that repeats the call of a kernel and ends with ``lines``."""
+        return script_of_call(self.target.setup, call.method, call.arguments, comment, lines)
 
     def script_of_refusal(self, method: str, arguments: dict[str, Any]) -> str:
         """Return a script that fails unless a call raises a TypeError that names the dtype."""
-        script = script_of_call(self.target.setup, method, arguments)
-        script.body += [
-            (
-                f"try:\n    {script.body.pop()}\nexcept TypeError as error:\n    assert"
-                f" {self.dtype_name!r} in str(error), error"
-            ),
-            (
-                f"else:\n    raise AssertionError('{method} must raise a TypeError that says"
-                f" {self.dtype_name}')"
-            ),
-        ]
-        return str(script)
+        *before, call = script_of_call(self.target.setup, method, arguments).splitlines()
+        said = f"{method} must raise a TypeError that says {self.dtype_name}"
+        refused = (
+            f"try:\n    {call}\nexcept TypeError as error:\n    assert {self.dtype_name!r} in"
+            f" str(error), error\nelse:\n    raise AssertionError({said!r})\n"
+        )
+        return "\n".join([*before, refused])
 
 
 def script_of_call(
     setup: list[str],
     method: str,
-    arguments: dict[str, Any],
+    arguments: Any,
     comment: str = "",
+    lines: Sequence[str] = (),
     canaries: tuple[str, ...] | None = None,
-) -> Script:
-    """Return a script that makes a call.
+) -> str:
+    """Return a script that makes a call, or what was drawn for one that is not of a kernel.
 
     Args:
         setup: lines that make ``kernels``.
         method: the kernel, as for `Lab.call`.
         arguments: arguments by name, in order.
         comment: comment on the line of the call.
+        lines: lines after the call.
         canaries: if given, tensors are put between canaries, and those not named here must not
             change.
     """
+    if isinstance(arguments, Draws):
+        return f"{str(arguments).rstrip()}: {comment}\n" if comment else str(arguments)
     codec, _, verb = method.rpartition(".")
-    script = Script(
-        [*setup, *([f"codec = kernels.codecs[{codec!r}](kernels)"] if codec else []), ""]
-    )
-    checks: list[str] = []
-    passed: list[str] = []
+    body: list[str] = [f"codec = kernels.codecs[{codec!r}](kernels)"] if codec else []
+    passed, after, imports = [], list(lines), []
     for name, value in arguments.items():
-        is_list = isinstance(value, list) and all(isinstance(item, Tensor) for item in value)
-        if canaries is None or not (isinstance(value, Tensor) or is_list):
-            source = name
-            script.body.append(f"{name} = {literal(value)}")
+        source = name
+        if canaries is None or not _tensors_of(value):
+            body.append(f"{name} = {literal(value)}")
         else:
             rule = "assert_only_inside_changed" if name in canaries else "assert_unchanged"
-            if is_list:
-                script.body.append(f"{name} = [Canary(tensor) for tensor in {literal(value)}]")
-                checks.append(f"for canary in {name}:\n    canary.{rule}('{name}')")
-                source = f"[canary.tensor for canary in {name}]"
-            else:
-                script.body.append(f"{name} = Canary({literal(value)})")
-                checks.append(f"{name}.{rule}('{name}')")
-                source = f"{name}.tensor"
+            many = isinstance(value, list)
+            body.append(f"{name} = [Canary(x) for x in {literal(value if many else [value])}]")
+            after.append(f"for canary in {name}:\n    canary.{rule}({name!r})")
+            source = f"[canary.tensor for canary in {name}]" if many else f"{name}[0].tensor"
         passed.append(f"{name}={source}" if name in _KEYWORDS else source)
     if canaries is not None:
-        script.setup.insert(0, "from bagua_ref.conformance.lab.lab import Canary")
-    script.body.append(
-        f"result = {'codec' if codec else 'kernels'}.{verb}({', '.join(passed)})"
-        + (f"  # {comment}".splitlines()[0] if comment else "")
+        imports = ["from bagua_ref.conformance.lab.lab import Canary"]
+    if names := [name for name in ("EXACT", "SUM", "ULP", "assert_equal") if name in str(lines)]:
+        imports = [f"from bagua_ref.conformance import {', '.join(names)}"]
+    call = f"result = {'codec' if codec else 'kernels'}.{verb}({', '.join(passed)})"
+    said = f"  # {comment}".splitlines()[0] if comment else ""
+    numbers = "from math import inf, nan\nimport torch"
+    return "\n".join([numbers, *imports, *setup, "", *body, call + said, *after, ""])
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a kernel's argument: the tensor, or the list of tensors itself."""
+    if isinstance(value, Tensor):
+        return [value]
+    return value if isinstance(value, list) and all(isinstance(x, Tensor) for x in value) else []
+
+
+def _bits(x: Tensor) -> Tensor:
+    # one element may have any stride, and none 0
+    return x.detach().cpu().contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+def copies_of(arguments: Any) -> Any:
+    """Return arguments with copies of all tensors in them and in their lists, tuples and dicts."""
+    if isinstance(arguments, Tensor):
+        return arguments.clone()
+    if isinstance(arguments, dict):
+        return {name: copies_of(item) for name, item in arguments.items()}
+    return (
+        type(arguments)(map(copies_of, arguments))
+        if isinstance(arguments, list | tuple)
+        else arguments
     )
-    script.body += checks
-    return script
+
+
+def tensors_in(arguments: Any) -> list[Tensor]:
+    """Return the tensors among arguments and in their lists and tuples, in order."""
+    if isinstance(arguments, Tensor):
+        return [arguments]
+    return (
+        [tensor for item in arguments for tensor in tensors_in(item)]
+        if isinstance(arguments, list | tuple)
+        else []
+    )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance, assert_equal
-from bagua_ref.conformance.lab.lab import Lab
+from bagua_ref.conformance.lab.lab import Lab, copies_of, tensors_in
 from bagua_ref.conformance.lab.violation import Definition, Script, Violation, literal
 from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
@@ -273,30 +273,6 @@ def after_call(comm: Any, method: str, arguments: Sequence[Any]) -> list[Tensor]
     returned = getattr(comm, method)(*mine)
     assert returned is None, f"{method} returned {returned!r}"
     return [tensor.clone() for tensor in tensors_in(mine)]
-
-
-def copies_of(arguments: Any) -> Any:
-    """Return arguments with copies of all tensors in them and in their lists, tuples and dicts."""
-    if isinstance(arguments, Tensor):
-        return arguments.clone()
-    if isinstance(arguments, dict):
-        return {name: copies_of(item) for name, item in arguments.items()}
-    return (
-        type(arguments)(map(copies_of, arguments))
-        if isinstance(arguments, list | tuple)
-        else arguments
-    )
-
-
-def tensors_in(arguments: Any) -> list[Tensor]:
-    """Return the tensors among arguments and in their lists and tuples, in order."""
-    if isinstance(arguments, Tensor):
-        return [arguments]
-    return (
-        [tensor for item in arguments for tensor in tensors_in(item)]
-        if isinstance(arguments, list | tuple)
-        else []
-    )
 
 
 def assert_ranks(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Definition", "NotProvided", "Script", "Skipped", "Violation", "literal"]
+__all__ = ["Definition", "Draws", "NotProvided", "Script", "Skipped", "Violation", "literal"]
 
 
 class Skipped(Exception):  # noqa: N818 - no fault
@@ -80,6 +80,25 @@ def literal(value: Any) -> str:
             "{" + ", ".join(f"{literal(key)}: {literal(item)}" for key, item in value.items()) + "}"
         )
     return str(int(value)) if isinstance(value, IntEnum) else repr(value)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What a check has drawn for a call; its source, which may be long, is made where it is shown.
+
+    Attributes:
+        what: what is called, for messages.
+        drawn: values by name.
+        call: source of the call.
+    """
+
+    what: str
+    drawn: dict[str, Any]
+    call: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{name} = {literal(value)}" for name, value in self.drawn.items()]
+        return "\n".join([*lines, self.call or f"# {self.what}", ""])
 
 
 @dataclass(frozen=True)
