@@ -404,7 +404,7 @@ _PERIOD = 997
 
 @check("S1", "long", dtypes=FLOATS, effort=0.025)
 def long(lab: Lab, draw: Draw) -> None:
-    """What holds for short tensors holds for long ones, past every block, warp and vector."""
+    """What holds for short tensors holds for long ones, place by place."""
     x, y, z, other = (bulk(lab.dtype, "tame", draw(seeds), _PERIOD) for _ in range(4))
     two, target = {"x": x, "y": y}, draw(st.integers(0, 2))
     average = {"x": x, "reduced": other.to(wide(lab.dtype)), "snapshot": y, "nranks": 3}
