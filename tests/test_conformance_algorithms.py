@@ -79,7 +79,7 @@ def each_weight(change):
         (returns(lambda history: history[1:]), "rank 0 returned a list of "),
         (
             returns(lambda history: [tensors[1:] for tensors in history]),
-            "rank 0 returned list as entry 0, not ",
+            "rank 0 returned a list of ",
         ),
         (each_weight(lambda w: w.reshape(-1)[:, None]), "in entry 0, not torch.float32 of shape"),
         (each_weight(lambda w: w.to(torch.complex64)), "rank 0 returned torch.complex64 of shape"),

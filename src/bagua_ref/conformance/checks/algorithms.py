@@ -40,8 +40,7 @@ from bagua_ref.conformance.expected import algorithms_numpy as plain
 from bagua_ref.conformance.expected import decentralized_numpy
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.play import RankScript
-from bagua_ref.conformance.lab.training import TrainedAlgorithm, TrainingPlay, of_kinds
+from bagua_ref.conformance.lab.training import TrainedAlgorithm, Training, of_kinds
 
 __all__ = [
     "BYTEGRAD",
@@ -55,11 +54,7 @@ __all__ = [
 
 
 def prepare() -> None:
-    """Import what scripts import, and what torch imports with the first optimizer, a second's
-    worth.
-    """
-    import bagua_ref.simulation  # noqa: F401
-
+    """Import what torch imports with the first optimizer, a second's worth."""
     torch.optim.SGD([torch.zeros(1)], lr=1.0)
 
 
@@ -71,7 +66,7 @@ def _options_of_gradients(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
     return {"lr": lr, "hierarchical": draw(st.booleans()), "average": draw(st.booleans())}
 
 
-def _follow_gradients(training: TrainingPlay) -> None:
+def _follow_gradients(training: Training) -> None:
     average, leaders, compresses = (
         training.options["average"],
         training.leaders(),
@@ -96,7 +91,7 @@ def _follow_gradients(training: TrainingPlay) -> None:
         training.step(expected, tolerance, mass)
 
 
-def _mass(training: TrainingPlay, of_ranks: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def _mass(training: Training, of_ranks: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """Return the absolute values of a parameter and of its gradients in all steps, added up, by
     parameter.
     """
@@ -163,17 +158,13 @@ def order_of_buckets(lab: Lab, draw: Draw) -> None:
     used = draw(st.lists(st.sampled_from(lab.dtypes(FLOATS)), min_size=2, max_size=8))
     weights = [torch.zeros(draw(st.integers(1, 7)), dtype=dtype_named(name)) for name in used]
     size = draw(st.sampled_from([1, 16, 24, 40, ONE_BUCKET]))
-    script = RankScript(lab, draw(st.sampled_from([(1,), (2,)])), draw(seeds), "algorithms")
-    script.give(weights=weights)
-    world = f"RankWorld(comm.rank(), {sum(script.nodes)}, nodes, comm)"
-    script.run(
-        "buckets", f"return algorithms.buckets({world}, copies_of(weights), bucket_bytes={size})"
-    )
+    nodes = draw(st.sampled_from([(1,), (2,)]))
+    given = {"weights": [weights] * sum(nodes)}
+    options = {"bucket_bytes": size}
+    results = lab.on_ranks("algorithms", "buckets", nodes, draw(seeds), given, options)
     wanted = plain.buckets([w.numel() for w in weights], used, size)
-    script.do(
-        f"for rank, found in enumerate(results):\n    assert found == {wanted}, f'rank {{rank}} has"
-        " the buckets {found}'"
-    )
+    for rank, found in enumerate(results):
+        lab.assert_equal(found, wanted, where=f"rank {rank}")
 
 
 @check("S2.2", "padding", dtypes=COMPRESSIBLE, needs=("bytegrad",), effort=0.15)
@@ -206,7 +197,7 @@ def _options_of_weights(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
 
 
 def _weights_after_steps(
-    training: TrainingPlay,
+    training: Training,
 ) -> Iterator[tuple[list[list[Any]], Tolerance, Any]]:
     """Yield the expected weights after each step, by rank and parameter, the tolerance, and the
     magnitudes.
@@ -228,12 +219,12 @@ def _weights_after_steps(
         yield expected, SUM((step + 1) * (training.n + 2)) if mode == "all" else EXACT, mass
 
 
-def _follow_weights(training: TrainingPlay) -> None:
+def _follow_weights(training: Training) -> None:
     for expected in _weights_after_steps(training):
         training.step(*expected)
 
 
-def _follow_forwards(training: TrainingPlay) -> None:
+def _follow_forwards(training: Training) -> None:
     """Expect each forward to leave the weights as the step before has left them."""
     training.step([training.start] * training.n)
     for expected in [*_weights_after_steps(training)][:-1]:
@@ -319,8 +310,8 @@ def _gradients_of_qadam(
 
 
 def follow_qadam(
-    training: TrainingPlay,
-    exchange_of: Callable[[TrainingPlay], plain.Exchange] = lambda training: plain.one_byte(
+    training: Training,
+    exchange_of: Callable[[Training], plain.Exchange] = lambda training: plain.one_byte(
         True, training.leaders()
     ),
 ) -> None:

@@ -14,7 +14,7 @@ from bagua_ref.conformance.cases.training_cases import ONE_BUCKET, on_a_grid
 from bagua_ref.conformance.checks.registry import check
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.training import TrainingPlay
+from bagua_ref.conformance.lab.training import Training
 from bagua_ref.conformance.targets.reference_algorithms import Action
 
 _INTERVAL_MS = 100
@@ -47,18 +47,18 @@ class _Case:
 
     def train(
         self, lab: Lab, draw: Draw, programs: list[list[Action]], interval: float, warmup_steps: int
-    ) -> TrainingPlay:
+    ) -> Training:
         """Run each rank's program."""
         options = {"lr": 1.0, "bucket_bytes": draw(st.sampled_from([1, 1, ONE_BUCKET]))}
         options |= {"sync_interval_ms": interval, "warmup_steps": warmup_steps}
-        training = TrainingPlay(
-            lab, draw, "async_model_average", self.nodes, self.weights, [], options
+        training = Training(
+            lab, draw(seeds), "async_model_average", self.nodes, self.weights, [], options
         )
         training.run(programs)
         return training
 
     def expect_nothing_lost(
-        self, training: TrainingPlay, programs: list[list[Action]], places: list[int], agree: bool
+        self, training: Training, programs: list[list[Action]], places: list[int], agree: bool
     ) -> None:
         """Expect that the mean over ranks follows the mean of all steps; if ``agree``, that every
         rank does.
@@ -78,11 +78,10 @@ class _Case:
                 [_sum([g.abs() for g in mine], w) for mine in taken]
             ).amax(0)
             want = (w.double() - torch.stack([_sum(mine, w) for mine in taken]).mean(0)).to(w.dtype)
-            source = (
-                f"torch.stack([mine[at][{p}] for mine, at in zip(results,"
-                f" {places})]).double().mean(0).to({w.dtype})"
-            )
-            training.expect(source, want, f"mean over ranks, parameter {p}", _ROUNDS, mass)
+            of_ranks = [mine[at][p] for mine, at in zip(training.results, places, strict=True)]
+            found = torch.stack(of_ranks).double().mean(0).to(w.dtype)
+            where = f"mean over ranks, parameter {p}"
+            training.lab.assert_equal(found, want, _ROUNDS, magnitude=mass, where=where)
             for rank, place in enumerate(places if agree else []):
                 training.compare(rank, place, p, want, _ROUNDS, mass, f"action {place} (abort)")
 
@@ -104,7 +103,7 @@ def _sleep(draw: Draw) -> Action:
 
 def _expect_known(
     case: _Case,
-    training: TrainingPlay,
+    training: Training,
     programs: list[list[Action]],
     warmup_steps: int,
     rounds: bool,
@@ -130,7 +129,7 @@ def _expect_known(
                     training.compare(
                         rank, place, p, expected, where=f"action {place} ({action[0]})"
                     )
-            before = training.names["results"][rank][place]
+            before = training.results[rank][place]
             aborted = action[0] == "abort" or (aborted and action[0] != "resume")
 
 

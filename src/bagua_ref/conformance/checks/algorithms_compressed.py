@@ -33,7 +33,7 @@ from bagua_ref.conformance.expected.compression_numpy import (
 )
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.training import ANYTHING, TrainedAlgorithm, TrainingPlay, of_kinds
+from bagua_ref.conformance.lab.training import ANYTHING, TrainedAlgorithm, Training, of_kinds
 
 __all__ = ["TOPK"]
 
@@ -65,14 +65,14 @@ def _options(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
     return {"lr": 0.5, **flags, "compression": "MinMaxUInt8"}
 
 
-def _memory_of(training: TrainingPlay, dtype: str) -> ErrorFeedback:
+def _memory_of(training: Training, dtype: str) -> ErrorFeedback:
     options = training.options
     return ErrorFeedback(
         training.leaders(), options["compression"], dtype, options.get("average", True)
     )
 
 
-def _follow(training: TrainingPlay) -> None:
+def _follow(training: Training) -> None:
     def average(start: Array, gradients: list[list[Array]], dtype: str) -> list[list[Array]]:
         memory = _memory_of(training, dtype)
         return [[memory.round(ranks)] * training.n for ranks in gradients]
@@ -131,7 +131,7 @@ def not_finite(lab: Lab, draw: Draw) -> None:
     )
 
 
-def _with_memory(training: TrainingPlay) -> Exchange:
+def _with_memory(training: Training) -> Exchange:
     memory = _memory_of(training, training.dtypes[0])
     return lambda ranks, dtype: memory.round(ranks)
 
@@ -156,7 +156,7 @@ def _options_of_topk(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
     }
 
 
-def _layout(training: TrainingPlay) -> list[list[int]]:
+def _layout(training: Training) -> list[list[int]]:
     """Return the places of the parameters in each bucket that has elements."""
     return [
         bucket
@@ -165,7 +165,7 @@ def _layout(training: TrainingPlay) -> list[list[int]]:
     ]
 
 
-def _follow_topk(training: TrainingPlay) -> None:
+def _follow_topk(training: Training) -> None:
     layout, options = _layout(training), training.options
     errors: list[list[Any] | None] = [None] * len(layout)
     for step in range(training.steps):
@@ -325,14 +325,11 @@ def messages(lab: Lab, draw: Draw) -> None:
             places,
             [torch.from_numpy(p)[place.long()] for p, place in zip(sent, places, strict=True)],
         ]
-    training.do(
-        "gathered = [sends for what, sends in messages if what == 'allgather()' and"
-        " sends[0].numel()]"
-    )
-    training.expect_true(f"len(gathered) == {len(wanted)}", f"not {len(wanted)} all-gathers")
+    sent = [sends for what, sends in lab.messages if what == "allgather()" and sends[0].numel()]
+    lab.assert_that(len(sent) == len(wanted), f"{len(sent)} all-gathers, not {len(wanted)}")
     for (number, all_ranks), rank in itertools.product(enumerate(wanted), range(training.n)):
-        what = f"rank {rank}, {('indices', 'values')[number % 2]} in all-gather {number}"
-        training.expect(f"gathered[{number}][{rank}]", all_ranks[rank], what)
+        where = f"rank {rank}, {('indices', 'values')[number % 2]} in all-gather {number}"
+        lab.assert_equal(sent[number][rank], all_ranks[rank], where=where)
 
 
 # Trainings without a function of their own.

@@ -37,7 +37,7 @@ from bagua_ref.conformance.checks.registry import check, check_trainings
 from bagua_ref.conformance.expected import local_updates_numpy as plain
 from bagua_ref.conformance.expected.algorithms_numpy import stored
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.training import TrainedAlgorithm, TrainingPlay, exactly, of_kinds
+from bagua_ref.conformance.lab.training import TrainedAlgorithm, Training, exactly, of_kinds
 
 __all__ = ["DILOCO", "LOCAL_SGD", "fragments_of", "tame_after_warm_up"]
 
@@ -52,12 +52,12 @@ def _options_of_local_sgd(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
     return {**fixed, "period": draw(st.integers(1, 4)), "momentum": draw(momenta)}
 
 
-def _like_local_sgd(**changed: Any) -> Callable[[TrainingPlay], None]:
+def _like_local_sgd(**changed: Any) -> Callable[[Training], None]:
     """Return what expects the weights of local_sgd, with the options of the training but for those
     that are given.
     """
 
-    def follow(training: TrainingPlay) -> None:
+    def follow(training: Training) -> None:
         names = ("period", "warmup_steps", "offset", "hierarchical", "momentum")
         options = {
             name: training.options[name] for name in names if name in training.options
@@ -112,7 +112,7 @@ def _options_of_diloco(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
     return {**fixed, **schedules(draw, len(weights)), "outer_optimizer": draw(outer_optimizers)}
 
 
-def fragments_of(training: TrainingPlay) -> list[list[int]]:
+def fragments_of(training: Training) -> list[list[int]]:
     """Return the places of the parameters in each fragment."""
     fragments = training.options["fragments"]
     return (
@@ -131,7 +131,7 @@ def tame_after_warm_up(
     )
 
 
-def _follow_diloco(training: TrainingPlay) -> None:
+def _follow_diloco(training: Training) -> None:
     options, dtypes = training.options, training.dtypes
     named = {
         name: options[name]

@@ -35,7 +35,7 @@ from bagua_ref.conformance.expected import compression_numpy as plain
 from bagua_ref.conformance.expected.algorithms_numpy import wide
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.training import TrainedAlgorithm, TrainingPlay, exactly, of_kinds
+from bagua_ref.conformance.lab.training import TrainedAlgorithm, Training, exactly, of_kinds
 
 __all__ = ["POWERSGD", "judge_exactly", "rank_of", "same_on_all_ranks"]
 
@@ -59,7 +59,7 @@ def _options(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
     }
 
 
-def rank_of(training: TrainingPlay, place: int) -> int:
+def rank_of(training: Training, place: int) -> int:
     """Return r, 0 where a gradient is not compressed."""
     options, shape = training.options, tuple(training.weights[place].shape)
     return plain.compressed_rank(
@@ -67,12 +67,12 @@ def rank_of(training: TrainingPlay, place: int) -> int:
     )
 
 
-def _matrices(training: TrainingPlay, step: int, place: int) -> list[Any]:
+def _matrices(training: Training, step: int, place: int) -> list[Any]:
     """Return every rank's gradient as a matrix."""
     return [g.reshape(g.shape[0], -1).numpy() for g in training.tensors(step, place)]
 
 
-def _errors(training: TrainingPlay, step: int, place: int) -> list[Any] | None:
+def _errors(training: Training, step: int, place: int) -> list[Any] | None:
     """Return every rank's e before a round, None without memory."""
     if training.options["memory"] is None:
         return None
@@ -83,17 +83,15 @@ def _errors(training: TrainingPlay, step: int, place: int) -> list[Any] | None:
     return [np.zeros_like(like) if e is None else e.reshape(like.shape).numpy() for e in before]
 
 
-def _start(training: TrainingPlay, step: int, place: int) -> tuple[Any, dict[str, Any], Any]:
+def _start(training: Training, step: int, place: int) -> tuple[Any, dict[str, Any], Any]:
     """Return Q as the last round left it (None: there is none), what N is drawn from, and the
     columns that begin the round.
     """
     k, like = step - training.options["warmup_steps"], _matrices(training, step, place)[0]
     q = None if k == 0 else training.seen("factors", 0, step - 1, place)
     if q is not None:
-        source = training.source("factors", 0, step - 1, place)
-        training.expect_true(
-            f"{source}.isfinite().all()", f"step {step - 1}: Q of parameter {place} is not finite"
-        )
+        said = f"step {step - 1}: Q of parameter {place} is not finite"
+        training.lab.assert_that(bool(q.isfinite().all()), said)
         q = q.numpy()
     order = list(itertools.chain(*training.layout()))
     drawn: dict[str, Any] = {"seed": training.options["seed"], "k": k, "i": order.index(place)}
@@ -104,14 +102,14 @@ def _start(training: TrainingPlay, step: int, place: int) -> tuple[Any, dict[str
     return q, drawn, plain.start(known, shape, like.dtype.type, **drawn)
 
 
-def same_on_all_ranks(training: TrainingPlay, action: str, step: int, place: int) -> None:
+def same_on_all_ranks(training: Training, action: str, step: int, place: int) -> None:
     """Compare the averaged gradients, or the factors, of all ranks, bit for bit."""
     first = training.seen(action, 0, step, place)
     for rank in range(1, training.n if first is not None else 0):
         training.expect_seen(action, rank, step, place, first, why="compared with rank 0")
 
 
-def judge_mean(training: TrainingPlay, step: int, place: int, exact: bool = False) -> None:
+def judge_mean(training: Training, step: int, place: int, exact: bool = False) -> None:
     """Expect the mean."""
     want, size = (
         training.mean(step, place),
@@ -123,7 +121,7 @@ def judge_mean(training: TrainingPlay, step: int, place: int, exact: bool = Fals
         )
 
 
-def judge_round(training: TrainingPlay, step: int, place: int, exact: bool = False) -> None:
+def judge_round(training: Training, step: int, place: int, exact: bool = False) -> None:
     """Compare a round of one parameter with a plain one from equal e and Q."""
     r, w, everywhere = rank_of(training, place), training.weights[place], range(training.n)
     if r == 0:
@@ -163,10 +161,7 @@ def judge_round(training: TrainingPlay, step: int, place: int, exact: bool = Fal
             "though memory=None" * (left is None),
         )
         if wanted.q is not None:
-            gram, source = (
-                torch.from_numpy(plain.gram(wanted.q)),
-                f"{training.source('factors', rank, step, place)}.double()",
-            )
+            found = training.seen("factors", rank, step, place).double()
             mass = (
                 size
                 * size
@@ -174,16 +169,16 @@ def judge_round(training: TrainingPlay, step: int, place: int, exact: bool = Fal
                 * torch.finfo(kind).eps
                 / torch.finfo(torch.float64).eps
             )
-            training.expect(
-                f"{source} @ {source}.T",
-                gram,
-                f"Q Q^T: rank {rank}, step {step}, place {place}",
+            training.lab.assert_equal(
+                found @ found.T,
+                torch.from_numpy(plain.gram(wanted.q)),
                 ROUNDED,
-                mass,
+                magnitude=mass,
+                where=f"Q Q^T: rank {rank}, step {step}, parameter {place}",
             )
 
 
-def _judge_conservation(training: TrainingPlay, step: int, place: int, every: list[Any]) -> None:
+def _judge_conservation(training: Training, step: int, place: int, every: list[Any]) -> None:
     """Expect that what is applied and the mean of the new memories is the mean of the gradients and
     the old ones.
     """
@@ -194,31 +189,26 @@ def _judge_conservation(training: TrainingPlay, step: int, place: int, every: li
             .view(w.shape)
             .to(w.dtype)
         )
-        memories = " + ".join(
-            f"{training.source('memories', rank, step, place)}.double()"
-            for rank in range(training.n)
-        )
-        source = (
-            f"({training.source('step', 0, step, place)}.double() + ({memories}) /"
-            f" {training.n}).to({w.dtype})"
-        )
-        training.expect(
-            source,
+        memories = [training.seen("memories", rank, step, place) for rank in range(training.n)]
+        found = training.seen("step", 0, step, place).double()
+        found = found + sum(memory.double() for memory in memories) / training.n
+        training.lab.assert_equal(
+            found.to(w.dtype),
             want,
-            f"conservation: step {step}, parameter {place}",
             SUM(60 * training.n),
-            plain.norm(every),
+            magnitude=plain.norm(every),
+            where=f"conservation: step {step}, parameter {place}",
         )
 
 
-def _follow(training: TrainingPlay) -> None:
+def _follow(training: Training) -> None:
     for _ in range(training.steps):
         training.step()
         training.look("memories")
         training.look("factors")
 
 
-def judge(training: TrainingPlay, exact: bool = False) -> None:
+def judge(training: Training, exact: bool = False) -> None:
     """Compare every step."""
     for step, place in itertools.product(range(training.steps), range(len(training.weights))):
         if step < training.options["warmup_steps"]:
@@ -277,7 +267,7 @@ def rounds(lab: Lab, draw: Draw) -> None:
     POWERSGD.train(lab, draw)
 
 
-def _judge_as_mean(training: TrainingPlay, ranks_of_steps: Sequence[int]) -> None:
+def _judge_as_mean(training: Training, ranks_of_steps: Sequence[int]) -> None:
     """Expect the mean of every step up to rounding, given each one's rank, unless rounding decides
     the span of Q.
     """
@@ -325,7 +315,7 @@ def dead_columns(lab: Lab, draw: Draw) -> None:
         st.sampled_from([(0, 1, 0, 1), (1, 0, 0, 1), (1, r, 1, r), (0, 0, r), (1, 1, 0, r)])
     )
 
-    def judge_all(training: TrainingPlay) -> None:
+    def judge_all(training: Training) -> None:
         _judge_as_mean(training, ranks_of_steps)
         judge_round(training, len(ranks_of_steps), 0)
 
@@ -347,14 +337,14 @@ def zero_gradients(lab: Lab, draw: Draw) -> None:
     round.
     """
 
-    def judge_zero(training: TrainingPlay) -> None:
+    def judge_zero(training: Training) -> None:
         for step, rank, place in itertools.product(
             range(3), range(training.n), range(len(training.weights))
         ):
             for action in ("step", "memories") if rank_of(training, place) else ("step",):
                 zero = torch.zeros(training.weights[place].shape)
                 where = f"rank {rank}, step {step}, {action} of parameter {place}"
-                training.expect(f"{training.source(action, rank, step, place)}.abs()", zero, where)
+                lab.assert_equal(training.seen(action, rank, step, place).abs(), zero, where=where)
 
     zeros = each_gradient(torch.zeros_like)
     POWERSGD.train(
@@ -399,7 +389,7 @@ def small_columns(lab: Lab, draw: Draw) -> None:
     matrix = torch.zeros(*draw(st.sampled_from([(6, 5), (5, 8)])), dtype=torch.float64)
     matrix[0, 0], matrix[1, 1] = 1.0, draw(st.sampled_from([1e-7, 2.0**-26, 1e-9]))
 
-    def judge_late(training: TrainingPlay) -> None:
+    def judge_late(training: Training) -> None:
         # by then, each column of Q has found its own
         for step, rank in itertools.product((2, 3), range(training.n)):
             training.expect_seen("step", rank, step, 0, matrix, ROUNDED, 1.0)
@@ -435,7 +425,7 @@ def scales(lab: Lab, draw: Draw) -> None:
 # S10.4
 
 
-def expect_refused(training: TrainingPlay, step: int, place: int) -> None:
+def expect_refused(training: Training, step: int, place: int) -> None:
     """Expect NaN, and that nothing else has changed."""
     w, r = training.weights[place], rank_of(training, place)
     for rank in range(training.n):
@@ -465,7 +455,7 @@ def not_finite(lab: Lab, draw: Draw) -> None:
     ]
     bad_step = draw(st.integers(0, 2))
 
-    def judge_all(training: TrainingPlay) -> None:
+    def judge_all(training: Training) -> None:
         for step, place in itertools.product(range(4), range(len(weights))):
             (expect_refused if (step, place) == (bad_step, 0) else judge_round)(
                 training, step, place
@@ -489,7 +479,7 @@ def overflow(lab: Lab, draw: Draw) -> None:
             [{0: torch.full((64, 8), 1e38 / ranks)}, {0: torch.ones(64, 8)}] for _ in range(ranks)
         ]
 
-    def judge_both(training: TrainingPlay) -> None:
+    def judge_both(training: Training) -> None:
         expect_refused(training, 0, 0)
         for rank in range(training.n):
             training.expect_seen("step", rank, 1, 0, torch.ones(64, 8), ROUNDED, 10.0)
@@ -533,7 +523,7 @@ def messages(lab: Lab, draw: Draw) -> None:
     weights = matrix_weights(draw, torch.float32, 3)
     weights.insert(draw(st.integers(0, len(weights))), torch.zeros(7))
 
-    def judge_messages(training: TrainingPlay) -> None:
+    def judge_messages(training: Training) -> None:
         sizes = []
         for bucket in training.layout():
             ranks = [(training.weights[place], rank_of(training, place)) for place in bucket]
@@ -543,16 +533,10 @@ def messages(lab: Lab, draw: Draw) -> None:
                 if any(r for _, r in ranks)
                 else []
             )
-        floats = (
-            "[x for x in (sends[0] for what, sends in messages if what.startswith('allreduce')) if"
-            " x.is_floating_point()]"
-        )
-        training.do(f"sizes = [x.numel() for x in {floats} if x.numel()]")
+        sent = [sends[0] for what, sends in lab.messages if what.startswith("allreduce")]
+        found = [x.numel() for x in sent if x.is_floating_point() and x.numel()]
         wanted = [size for size in sizes if size] * 2
-        training.expect_true(
-            f"sizes == {wanted}",
-            f"all-reduces have {training.names['sizes']} elements, not {wanted}",
-        )
+        lab.assert_equal(found, wanted, where="elements of all-reduces")
 
     POWERSGD.train(
         lab,

@@ -51,7 +51,7 @@ from bagua_ref.conformance.checks.registry import check, check_trainings, nothin
 from bagua_ref.conformance.expected.compression_numpy import norm
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.training import TrainedAlgorithm, TrainingPlay, exactly, of_kinds
+from bagua_ref.conformance.lab.training import TrainedAlgorithm, Training, exactly, of_kinds
 
 _ON_WEIGHTS = (GRADIENT_ALLREDUCE, BYTEGRAD, DECENTRALIZED, RING, QADAM, LOCAL_SGD, DILOCO)
 """Algorithms of which weights are returned."""
@@ -176,30 +176,21 @@ def not_finite(algorithm: TrainedAlgorithm, lab: Lab, draw: Draw, **given: Any) 
 def conservation(algorithm: TrainedAlgorithm, lab: Lab, draw: Draw, **given: Any) -> None:
     """Add up what was applied, and what is left in the memories at the end."""
 
-    def judge(training: TrainingPlay) -> None:
+    def judge(training: Training) -> None:
         n, steps, compresses = training.n, range(training.steps), algorithm is TOPK
         for place, w in enumerate(training.weights):
             every = [x for step in steps for x in training.tensors(step, place)]
-            source = (
-                f"sum(results[0][i][{place}].double() for i in"
-                f" {[training.index['step', step] for step in steps]})"
-            )
+            found = sum(training.seen("step", 0, step, place).double() for step in steps)
             left = [training.seen("memories", rank, steps[-1], place) for rank in range(n)]
             if compresses or rank_of(training, place):
-                source += (
-                    f" + sum(r[{training.index['memories', steps[-1]]}][{place}].double() for r in"
-                    f" results) / {n}"
-                )
+                found = found + sum(memory.double() for memory in left) / n
             size: Any = torch.stack(every).double().abs().sum(0)
             if not compresses:
                 size = norm([x.reshape(1, -1).numpy() for x in [*every, *left] if x is not None])
             want = (torch.stack(every).double().sum(0) / n).to(w.dtype)
-            training.expect(
-                f"({source}).to({w.dtype})",
-                want,
-                "the sum",
-                SUM((16 if compresses else 100) * n),
-                size,
+            tolerance = SUM((16 if compresses else 100) * n)
+            lab.assert_equal(
+                found.to(w.dtype), want, tolerance, magnitude=size, where=f"the sum of {place}"
             )
 
     algorithm.train(lab, draw, steps=5, judge=judge, **given)
@@ -208,7 +199,7 @@ def conservation(algorithm: TrainedAlgorithm, lab: Lab, draw: Draw, **given: Any
 def same_bits(algorithm: TrainedAlgorithm, lab: Lab, draw: Draw, **given: Any) -> None:
     """Compare what all ranks return, bit for bit."""
 
-    def judge(training: TrainingPlay) -> None:
+    def judge(training: Training) -> None:
         for action, step, place in (
             _global_and_applied if algorithm is DILOCO else _averages_and_factors
         )(training):
@@ -217,13 +208,13 @@ def same_bits(algorithm: TrainedAlgorithm, lab: Lab, draw: Draw, **given: Any) -
     algorithm.train(lab, draw, nodes=draw(multi_rank_worlds), judge=judge, **given)
 
 
-def _averages_and_factors(training: TrainingPlay) -> Iterable[tuple[str, int, int]]:
+def _averages_and_factors(training: Training) -> Iterable[tuple[str, int, int]]:
     return itertools.product(
         ("step", "factors"), range(training.steps), range(len(training.weights))
     )
 
 
-def _global_and_applied(training: TrainingPlay) -> Iterator[tuple[str, int, int]]:
+def _global_and_applied(training: Training) -> Iterator[tuple[str, int, int]]:
     """Yield the global weights after every step, and the weights of each fragment that has just
     been applied.
     """

@@ -131,7 +131,7 @@ def _close(
         scale = (
             expected.double().abs()
             if magnitude is None
-            else torch.as_tensor(magnitude).cpu().double()
+            else torch.as_tensor(magnitude, dtype=torch.float64).cpu()
         )
         info = torch.finfo(expected.dtype)
         # Subnormal numbers are rounded by up to half of the smallest step, however small they are.

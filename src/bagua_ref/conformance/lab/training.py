@@ -1,11 +1,11 @@
-"""Scripts of a training in a simulated world, put together action by action with what each must
-return (S2, S5, S9 to S11).
+"""A training in a simulated world, put together action by action with what each must return (S2,
+S5, S9 to S11).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,91 +24,68 @@ from bagua_ref.conformance.cases.training_cases import (
 from bagua_ref.conformance.expected.algorithms_numpy import Array, array, buckets, wide
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.play import Play
 
-__all__ = ["ANYTHING", "TrainedAlgorithm", "TrainingPlay", "check_form", "exactly", "of_kinds"]
+__all__ = ["ANYTHING", "TrainedAlgorithm", "Training", "exactly", "of_kinds"]
 
 ANYTHING = Ellipsis
 """An expected value that is not compared."""
 
 _COMPRESSED = ("powersgd", "topk", "bytegrad_with_memory")
 _WITH_PROGRAM = (*_COMPRESSED, "local_sgd", "diloco", "async_model_average")
+_HOW = ("starts", "looks", "exact", "record")
 _STATE = {"memories": "a memory", "factors": "a factor"}
 
 
-class TrainingPlay(Play):
-    """A script that trains with one of the target's ``algorithms`` and compares what every rank
-    returns.
+@dataclass
+class Training:
+    """A training with one of the target's ``algorithms``, and what every rank must return.
 
     `step` and `look` add an action to every rank's program, and say what each rank must return for
     it; `run` trains and compares.
 
-    Args:
+    Attributes:
         lab: provides the target.
-        draw: Hypothesis's.
+        seed: seed of the interleaving.
         method: name of a method of `ReferenceAlgorithms`.
         nodes: number of ranks on each node.
         weights: the parameters.
-        gradients: by rank and step.
+        given: gradients by rank and step.
         options: keyword arguments.
         before: step, from 0, -> an action that precedes it.
-        starts: the weights of each rank before training; None: ``weights``.
+        starts: the weights of each rank before training; by default ``weights``.
         looks: actions that follow each step.
         exact: whether sums over ranks do not depend on their order; None: of two ranks at most they
             do not.
-        record: whether to note what is sent, as ``messages``.
-
-    Attributes:
+        record: whether to note what is sent, as ``lab.messages``.
         n: number of ranks.
         steps: number of steps for which there are gradients.
         taken: number of steps so far.
         index: (action, step) -> the place of what is returned for it.
+        results: what each rank has returned.
     """
 
-    def __init__(
-        self,
-        lab: Lab,
-        draw: Draw,
-        method: str,
-        nodes: tuple[int, ...],
-        weights: list[Tensor],
-        gradients: ByRank,
-        options: dict[str, Any],
-        before: dict[int, str] | None = None,
-        starts: list[list[Tensor]] | None = None,
-        looks: tuple[str, ...] = (),
-        exact: bool | None = None,
-        record: bool = False,
-    ) -> None:
-        lab.need_ranks(sum(nodes))
-        lab.need_dtypes(weights)
-        super().__init__(
-            lab,
-            "algorithms",
-            "from bagua_ref.conformance.lab.play import copies_of",
-            "from bagua_ref.conformance.lab.training import check_form",
-            "from bagua_ref.conformance.targets.world import RankWorld",
-            "from bagua_ref.simulation import SimulatedWorld",
-        )
-        self.method, self.nodes, self.n, self.weights, self.given = (
-            method,
-            nodes,
-            sum(nodes),
-            weights,
-            gradients,
-        )
-        self.options, self.before, self._record, self._seed = (
-            options,
-            before or {},
-            record,
-            draw(seeds),
-        )
-        self.looks, self._exact = looks, self.n <= 2 if exact is None else exact
-        self._starts = [weights] * self.n if starts is None else starts
-        self.dtypes = [name_of(w.dtype) for w in weights]
-        self.start = [array(w).ravel() for w in weights]
-        self.steps, self.taken = len(gradients[0]) if gradients else 0, 0
+    lab: Lab
+    seed: int
+    method: str
+    nodes: tuple[int, ...]
+    weights: list[Tensor]
+    given: ByRank
+    options: dict[str, Any]
+    before: dict[int, str] = field(default_factory=dict)
+    starts: list[list[Tensor]] = field(default_factory=list)
+    looks: tuple[str, ...] = ()
+    exact: bool | None = None
+    record: bool = False
+
+    def __post_init__(self) -> None:
+        self.n = sum(self.nodes)
+        self.starts = self.starts or [self.weights] * self.n
+        self.exact = self.n <= 2 if self.exact is None else self.exact
+        self.dtypes = [name_of(w.dtype) for w in self.weights]
+        self.start = [array(w).ravel() for w in self.weights]
+        self.steps, self.taken = len(self.given[0]) if self.given else 0, 0
         self.index: dict[tuple[str, int], int] = {}
+        self.results: list[Any] = []
         self._programs: list[list[Any]] = [[] for _ in range(self.n)]
         self._expected: list[tuple[list[list[Any]], Tolerance, Any, str]] = []
 
@@ -174,7 +151,7 @@ class TrainingPlay(Play):
         Each sum over ranks may be rounded in another order, and the difference stays in the
         weights.
         """
-        return EXACT if self._exact else SUM(8 * (self.taken + 2) * (self.n + 2))
+        return EXACT if self.exact else SUM(8 * (self.taken + 2) * (self.n + 2))
 
     def tensors(self, step: int, place: int) -> list[Tensor]:
         """Return every rank's gradient of a parameter, zero where it is not used, in the dtype of
@@ -244,43 +221,50 @@ class TrainingPlay(Play):
         if self.method not in _WITH_PROGRAM:
             inputs = [[gradients for _, gradients in program] for program in inputs]
             options |= {action: step for step, action in self.before.items()}
-        unseen = ["restart", "new buckets"] if self.method in _COMPRESSED else []
-        self.what = (
-            f"{self.method}({', '.join(f'{name}={value}' for name, value in options.items())}) on"
-            f" nodes {self.nodes}"
+        given = {"weights": self.starts, "inputs": inputs}
+        self.results = self.lab.on_ranks(
+            "algorithms", self.method, self.nodes, self.seed, given, options, record=self.record
         )
-        self.give(nodes=self.nodes, weights=self._starts, inputs=inputs, options=options)
-        call = (
-            f"algorithms.{self.method}(world, *copies_of([weights[world.rank],"
-            " inputs[world.rank]]), **copies_of(options))"
-        )
-        recorded = "messages = world.record()\n" if self._record else ""
-        self.do(
-            f"\n\ndef program(comm):\n    world = RankWorld(comm.rank(), {self.n}, nodes, comm)\n  "
-            f"  return {call}\n\n\nworld = SimulatedWorld({self.n}, nodes=nodes,"
-            f" seed={self._seed})\n{recorded}results = world.run(program)"
-        )
-        try:
-            check_form(self.names["results"], self._starts, inputs, unseen)
-        except AssertionError as error:
-            raise self.violation(
-                str(error), f"check_form(results, weights, inputs, {unseen})"
-            ) from None
+        for rank, actions in enumerate(inputs):
+            self._check_form(rank, actions)
         largest: list[float] | None = None
         for index, (expected, tolerance, magnitude, where) in enumerate(self._expected):
             if magnitude is None and tolerance is not EXACT:
                 magnitude = largest = largest or [self._largest()] * len(self.weights)
             for rank, of_rank in enumerate(expected):
                 for place, want in enumerate(of_rank):
-                    self.compare(
-                        rank,
-                        index,
-                        place,
-                        want,
-                        tolerance,
-                        None if magnitude is None else magnitude[place],
-                        where,
-                    )
+                    size = None if magnitude is None else magnitude[place]
+                    self.compare(rank, index, place, want, tolerance, size, where)
+
+    def _check_form(self, rank: int, actions: list[Any]) -> None:
+        """Raise `Violation` unless a rank returned a list of tensors like its weights for each of
+        its inputs.
+
+        For ``("memories",)`` and ``("factors",)`` it may also return None for a weight; they have
+        the dtype of the arithmetic, and factors are matrices.
+        """
+        unseen = ["restart", "new buckets"] if self.method in _COMPRESSED else []
+        found, weights = self.results[rank], self.starts[rank]
+
+        def expect(right: bool, value: Any, wanted: str) -> None:
+            if not right:
+                raise self.lab.violation(f"rank {rank} returned {_form(value)}{wanted}")
+
+        expect(_is_list(found, len(actions)), found, f", not a list of {len(actions)}")
+        for entry, (tensors, action) in enumerate(zip(found, actions, strict=True)):
+            name = action[0] if isinstance(action, tuple) else "step"
+            if name in unseen:
+                continue
+            said = f" as entry {entry}, not {len(weights)} tensors"
+            expect(_is_list(tensors, len(weights)), tensors, said)
+            for place, (tensor, w) in enumerate(zip(tensors, weights, strict=True)):
+                dtype = wide(w.dtype) if name in _STATE else w.dtype
+                right = isinstance(tensor, Tensor) and tensor.dtype is dtype
+                shape = "two dimensions" if name == "factors" else f"shape {tuple(w.shape)}"
+                if right:
+                    right = tensor.dim() == 2 if name == "factors" else tensor.shape == w.shape
+                said = f" as parameter {place} in entry {entry}, not {dtype} of {shape}"
+                expect(right or (tensor is None and name in _STATE), tensor, said)
 
     def _largest(self) -> float:
         seen = [
@@ -303,12 +287,12 @@ class TrainingPlay(Play):
         where: str = "",
     ) -> None:
         """Raise `Violation` unless a rank returned ``want`` for a parameter as entry ``index``."""
-        source = f"results[{rank}][{index}][{place}]"
-        where = f"rank {rank}, {where}, parameter {place}"
+        found, where = self.results[rank][index][place], f"rank {rank}, {where}, parameter {place}"
         if want is None:
-            self.expect_true(f"{source} is None", f"{where}: there is one")
+            self.lab.assert_that(found is None, f"{where}: there is one")
         elif want is not ANYTHING:
-            self.expect(source, self._tensor(want, index, place), where, tolerance, magnitude)
+            wanted = self._tensor(want, index, place)
+            self.lab.assert_equal(found, wanted, tolerance, magnitude=magnitude, where=where)
 
     def _tensor(self, want: Any, index: int, place: int) -> Tensor:
         """Return the expected numbers as a tensor like the parameter, or like its memory."""
@@ -324,13 +308,9 @@ class TrainingPlay(Play):
 
     # What a rank returned for an action after a step.
 
-    def source(self, action: str, rank: int, step: int, place: int) -> str:
-        """Return how the script names what a rank returned."""
-        return f"results[{rank}][{self.index[action, step]}][{place}]"
-
     def seen(self, action: str, rank: int, step: int, place: int) -> Any:
         """Return what a rank returned."""
-        return self.names["results"][rank][self.index[action, step]][place]
+        return self.results[rank][self.index[action, step]][place]
 
     def expect_seen(
         self,
@@ -381,8 +361,8 @@ class TrainedAlgorithm:
 
     method: str
     options: Callable[[Draw, list[Tensor]], dict[str, Any]]
-    follow: Callable[[TrainingPlay], None]
-    judge: Callable[[TrainingPlay], None] = lambda training: None
+    follow: Callable[[Training], None]
+    judge: Callable[[Training], None] = lambda training: None
     worlds: Callable[[torch.dtype], st.SearchStrategy[tuple[int, ...]]] = lambda dtype: worlds(4)
     weights: Callable[[Draw, torch.dtype], list[Tensor]] = any_weights
     gradients: Gradients = exactly
@@ -399,20 +379,17 @@ class TrainedAlgorithm:
         change: Callable[[ByRank], ByRank] = lambda given: given,
         steps: int | None = None,
         before: Callable[[int], dict[int, str]] = lambda steps: {},
-        starts: list[list[Tensor]] | None = None,
-        looks: tuple[str, ...] = (),
-        exact: bool | None = None,
-        follow: Callable[[TrainingPlay], None] | None = None,
-        judge: Callable[[TrainingPlay], None] | None = None,
-        record: bool = False,
+        follow: Callable[[Training], None] | None = None,
+        judge: Callable[[Training], None] | None = None,
         **options: Any,
-    ) -> TrainingPlay:
-        """Draw what is not given, train, and compare; arguments are the attributes and those of
-        `TrainingPlay`.
+    ) -> Training:
+        """Draw what is not given, train, and compare; arguments are the attributes, the other
+        attributes of `Training`, and options.
 
         ``change`` gets the gradients and returns those to train with, ``before`` the number of
         steps.
         """
+        how = {name: options.pop(name) for name in _HOW if name in options}
         nodes = draw(self.worlds(lab.dtype)) if nodes is None else nodes
         lab.need_ranks(sum(nodes))  # before all the rest is drawn
         weights = self.weights(draw, lab.dtype) if weights is None else weights
@@ -423,20 +400,8 @@ class TrainedAlgorithm:
         }
         steps = self.steps(draw, options) if steps is None else steps
         given = change((gradients or self.gradients)(draw, weights, sum(nodes), steps, options))
-        training = TrainingPlay(
-            lab,
-            draw,
-            self.method,
-            nodes,
-            weights,
-            given,
-            options,
-            before(steps),
-            starts,
-            looks,
-            exact,
-            record,
-        )
+        how["before"] = before(steps)
+        training = Training(lab, draw(seeds), self.method, nodes, weights, given, options, **how)
         with np.errstate(all="ignore"):
             (follow or self.follow)(training)
         training.run()
@@ -444,54 +409,13 @@ class TrainedAlgorithm:
         return training
 
 
-def check_form(
-    results: Sequence[Any],
-    weights: list[list[Tensor]],
-    inputs: list[list[Any]],
-    unseen: Collection[str] = (),
-) -> None:
-    """Raise AssertionError unless every rank returned a list of tensors like its weights for each
-    of its inputs.
+def _is_list(value: Any, length: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == length
 
-    Args:
-        results: by rank.
-        weights: by rank.
-        inputs: each rank's gradients by step, or its program. ``("memories",)`` and
-            ``("factors",)`` may also return None for a weight, and have the dtype of the
-            arithmetic; factors are matrices.
-        unseen: actions of which nothing is looked at.
-    """
-    for rank, (found, mine, actions) in enumerate(zip(results, weights, inputs, strict=True)):
-        if not isinstance(found, list | tuple) or len(found) != len(actions):
-            length = f" of {len(found)}" if isinstance(found, list | tuple) else ""
-            raise AssertionError(
-                f"rank {rank} returned a {type(found).__name__}{length}, not a list of"
-                f" {len(actions)}"
-            )
-        for entry, (tensors, action) in enumerate(zip(found, actions, strict=True)):
-            name = action[0] if isinstance(action, tuple) else "step"
-            if name in unseen:
-                continue
-            if not isinstance(tensors, list | tuple) or len(tensors) != len(mine):
-                raise AssertionError(
-                    f"rank {rank} returned {type(tensors).__name__} as entry {entry}, not"
-                    f" {len(mine)} tensors"
-                )
-            for place, (tensor, weight) in enumerate(zip(tensors, mine, strict=True)):
-                if name in _STATE and tensor is None:
-                    continue
-                dtype = wide(weight.dtype) if name in _STATE else weight.dtype
-                shape = "two dimensions" if name == "factors" else f"shape {tuple(weight.shape)}"
-                right = isinstance(tensor, Tensor) and tensor.dtype is dtype
-                if not right or not (
-                    tensor.dim() == 2 if name == "factors" else tensor.shape == weight.shape
-                ):
-                    what = (
-                        f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-                        if isinstance(tensor, Tensor)
-                        else type(tensor).__name__
-                    )
-                    raise AssertionError(
-                        f"rank {rank} returned {what} as parameter {place} in entry {entry}, not"
-                        f" {dtype} of {shape}"
-                    )
+
+def _form(value: Any) -> str:
+    """Return the form of what was returned, for messages."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    name = f"a {type(value).__name__}"
+    return f"{name} of {len(value)}" if isinstance(value, list | tuple) else name
