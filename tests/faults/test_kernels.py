@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from tests.wrong_objects import assert_found
@@ -103,6 +106,43 @@ class ReducesTheFirst65536Columns(ReferenceBackend):
         whole = x.clone().view(num_chunks, -1)
         super().reduce_chunks_(x, num_chunks, target_chunk, average)
         x.view(num_chunks, -1)[target_chunk, 2**16 :] = whole[target_chunk, 2**16 :]
+
+
+@found_by("kernels.S1.long")
+class FusesLongTensors(ReferenceBackend):
+    def add_scaled_(self, x, y, factor):
+        if x.numel() < 5000:
+            super().add_scaled_(x, y, factor)
+        else:
+            x.copy_(wide(x).double() + y.double() * torch.tensor(factor).item())
+
+
+@found_by("kernels.S1.add")
+class KeepsItsTensor(ReferenceBackend):
+    kept = None
+
+    def add_(self, x, y):
+        if self.kept is not None and self.kept.numel():
+            self.kept[0] += 1
+        self.kept = y
+        super().add_(x, y)
+
+
+@found_by("kernels.S1.add")
+class IsWrongOnceInTwentyCalls(ReferenceBackend):
+    def add_(self, x, y):
+        super().add_(x, y)
+        if random.random() < 0.05 and np.random.random() < 2:  # noqa: NPY002
+            x += 1
+
+
+@found_by("kernels.S7.2.order_by_complexity[float32]")
+class SortsByBits(ReferenceBackend):
+    def order_by_complexity(self, keys):
+        negative_nans = keys.isnan() & keys.signbit() if keys.is_floating_point() else None
+        if negative_nans is not None:
+            keys = keys.masked_fill(negative_nans, -torch.inf)
+        return super().order_by_complexity(keys)
 
 
 # S3.3 to S3.7

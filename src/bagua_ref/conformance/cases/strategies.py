@@ -175,7 +175,16 @@ def bulk(dtype: torch.dtype, kind: str, seed: int, size: int, *, finite: bool = 
             * (10.0 ** generator.uniform(-9, -5, 2) @ [np.ones(size), generator.random(size)])
         ),
     }
-    return torch.from_numpy(np.asarray(makers[kind](), dtype=np.float64)).to(dtype)
+    drawn = torch.from_numpy(np.asarray(makers[kind](), dtype=np.float64)).to(dtype)
+    return _with_signs(drawn, generator) if kind == "edges" else drawn
+
+
+def _with_signs(x: Tensor, generator: np.random.Generator) -> Tensor:
+    """Set the sign of half of the NaNs, as x86's invalid operations do; return ``x``."""
+    integer = _BITS[x.element_size()]
+    some = torch.from_numpy(generator.integers(0, 2, x.shape, dtype=bool))
+    x.view(integer)[x.isnan() & some] |= torch.iinfo(integer).min
+    return x
 
 
 def _on_a_grid(
@@ -246,7 +255,7 @@ def mixed(
     places = torch.arange(min(size, len(edges) ** 2))
     for number, tensor in enumerate(found):
         tensor[: len(places)] = edges[places // len(edges) ** (number % 2) % len(edges)]
-    return list(found)
+    return list(_with_signs(found, generator))
 
 
 _SINGLE = ("tame", "ties", "bits", "near", "tiny", "huge", "edges", "zeros")

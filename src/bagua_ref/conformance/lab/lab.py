@@ -7,12 +7,14 @@ Kernels are called between canaries: margins that show writes beside tensors.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +36,7 @@ __all__ = [
     "Lab",
     "copies_of",
     "script_of_call",
+    "smallest",
     "tensors_in",
 ]
 
@@ -207,6 +210,7 @@ class Lab:
         self._most_ranks, self._smallest_world = most_ranks, 0
         self._chances: float = _CHANCES
         self._counts_kernels = False
+        self._inputs = 0
         self._kept: list[KernelCall] = []
         """The last calls of kernels, whose tensors must not change any more."""
         self.reason = ""
@@ -214,6 +218,11 @@ class Lab:
 
     def begin(self) -> None:
         """Start to count calls and comparisons for the next input."""
+        # Hypothesis gives these generators the same state for each input, and would so let a fault
+        # that depends on them appear always or never.
+        self._inputs += 1
+        random.seed(self._inputs)
+        np.random.seed(self._inputs)  # noqa: NPY002 - the generator that targets use
         self._calls = self.comparisons = 0
         self._requests = 0 if self.target.requests is None else self.target.requests()
         self._seen: list[tuple[str, Tensor, Tensor]] = []
@@ -629,6 +638,39 @@ def _tensors_of(value: Any) -> list[Tensor]:
 def _bits(x: Tensor) -> Tensor:
     # one element may have any stride, and none 0
     return x.detach().cpu().contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+def smallest(judge: Callable[[int, int], None], size: int) -> None:
+    """Judge all of an input; if results differ, raise the `Violation` of a part as small as
+    bisection finds, first of its end, then of its start.
+
+    Args:
+        judge: judges the elements from the first to before the second number.
+        size: the number of elements.
+    """
+    found: list[Violation] = []
+
+    def fails(start: int, end: int) -> bool:
+        try:
+            judge(start, end)
+        except Violation as violation:
+            if violation.__cause__ is not None:
+                raise  # an exception of the target, or the end of its process
+            found.append(violation)
+            return True
+        return False
+
+    if not fails(0, size):
+        return
+    low, end, start = 1, size, 0
+    while low < end:
+        middle = (low + end) // 2
+        low, end = (low, middle) if fails(0, middle) else (middle + 1, end)
+    high = end - 1
+    while start < high:
+        middle = (start + high + 1) // 2
+        start, high = (middle, high) if fails(middle, end) else (start, middle - 1)
+    raise found[-1]
 
 
 def copies_of(arguments: Any) -> Any:

@@ -54,8 +54,11 @@ def literal(value: Any) -> str:
     '[torch.tensor([0, 0], dtype=torch.uint8).view(2, 1), None]'
     """
     if isinstance(value, Tensor):
-        values = value.detach().cpu().reshape(-1).tolist()
-        source = f"torch.tensor({values!r}, dtype={value.dtype})"
+        flat = value.detach().cpu().reshape(-1)
+        source = f"torch.tensor({flat.tolist()!r}, dtype={value.dtype})"
+        if value.is_floating_point() and (flat.isnan() & flat.signbit()).any():
+            bits = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+            source = f"{literal(bits)}.view({value.dtype})"
         if value.dim() != 1:
             source = f"{source}.view({', '.join(map(str, value.shape)) or '()'})"
         if not value.is_contiguous():
