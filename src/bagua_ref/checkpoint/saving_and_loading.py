@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 import os
-import secrets
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 
-from bagua_ref.base.ranks import format_ranks
-from bagua_ref.checkpoint.contents import check_loadable, digest, plain, read
+from bagua_ref.base.runtime import current_world
+from bagua_ref.checkpoint.contents import digest, plain, read
 from bagua_ref.checkpoint.folder import (
     Manifest,
-    Part,
     commit,
-    discard,
     is_step_folder,
     lock,
-    manifests,
-    read_manifest,
+    read_manifests,
     remove_old,
     step_folder,
     step_folders,
     verify,
     write_part,
 )
-from bagua_ref.checkpoint.training_state import State, TrainingState, listed
+from bagua_ref.checkpoint.training_state import State, TrainingState, entries_of
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.waiting import collective_call
 from bagua_ref.errors import CheckpointError, CommunicationError
 
 __all__ = ["Checkpoint", "load", "save"]
-
-_Key = tuple[str, str]
-"""Component and name of an entry."""
 
 
 def save(
@@ -59,13 +53,9 @@ def save(
     first rank does after all parts are durable; a crash at any moment before leaves the earlier
     checkpoints as they were. Saving a step again replaces it.
 
-    Weights and optimizer state that the algorithm keeps equal on all ranks, but that have drifted
-    apart because ranks have other versions of torch or other CPU kernels, are saved as the first
-    rank has them, so that the checkpoint can be loaded; a warning on every rank says so.
-
     Args:
-        folder: holds the checkpoints of one training, and is shared by all ranks. As long as the
-            model lives, no other process can save there.
+        folder: holds the checkpoints of one training, and is shared by all ranks. Until this
+            process ends, no other can save there.
         model: the wrapped model.
         optimizers: its optimizer, or several.
         step: the number of steps taken.
@@ -85,7 +75,8 @@ def save(
         TypeError: an argument, or what a state contains, is of the wrong type.
         CheckpointError: it failed on another rank; raised on all of them. Or another process, which
             is named, saves into ``folder``.
-        OSError: the disk is full, for instance; what was written of this checkpoint is removed.
+        OSError: the disk is full, for instance; what ranks have written of this checkpoint is
+            removed.
         CommunicationError: not all ranks have called this.
 
     >>> import tempfile
@@ -100,8 +91,10 @@ def save(
     10
     >>> bagua_ref.destroy_process_group()
     """
-    step, folder = _checked_step(step), Path(folder)
-    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+    folder = Path(folder)
+    if not isinstance(step, int) or not 0 <= step < 10**18:
+        raise ValueError(f"step={step!r} must be a number of steps, an int of 0 or more")
+    if keep is not None and keep < 1:
         raise ValueError(f"keep={keep!r} must be a number of checkpoints, 1 or more, or None")
     training = TrainingState(model, optimizers, sampler)
     if training.context is None:
@@ -110,13 +103,8 @@ def save(
         raise ValueError(
             f"folder={str(folder)!r} is that of one checkpoint; pass the folder that holds it"
         )
-    try:
-        with collective_call("bagua_ref.checkpoint.save"):
-            return _save(training, folder, step, extra, keep)
-    except CommunicationError as error:
-        raise type(error)(
-            f"bagua_ref.checkpoint.save, which all ranks must call together, failed: {error}"
-        ) from error
+    with collective_call("bagua_ref.checkpoint.save"):
+        return _save(training, folder, step, extra, keep)
 
 
 def _save(training: TrainingState, folder: Path, step: int, extra: Any, keep: int | None) -> Path:
@@ -128,118 +116,55 @@ def _save(training: TrainingState, folder: Path, step: int, extra: Any, keep: in
     try:
         state: State = {}
 
-        def collect() -> tuple[int, str, set[_Key], dict[_Key, bytes]]:
-            stored: set[int] = set()
-            for component, entries in (*training.collect(algorithm), ("extra", {"extra": extra})):
-                where = "" if component == "extra" else component
-                state[component] = {
-                    name: plain(value, f"{where}[{name!r}]" if where else name, stored)
-                    for name, value in entries.items()
-                }
-                for name, value in state[component].items():
-                    check_loadable(value, f"{where}[{name!r}]" if where else name)
+        def collect() -> tuple[int, int, dict[str, bytes]]:
+            for key, value in training.collect(algorithm, extra).items():
+                state[key] = plain(value, key)
             place.mkdir(parents=True, exist_ok=True)
+            number = 1
             if comm.rank() == 0:
-                lock(folder, training.context)
-            digests = (
-                {key: digest(value) for key, value in _entries(state)} if comm.nranks() > 1 else {}
-            )
-            return step, secrets.token_hex(4), training.replicated(state), digests
+                lock(folder)
+                saved, _ = read_manifests(step_folders(folder))
+                number += saved[0][1].number if saved else 0
+            alone = comm.nranks() == 1
+            digests = {} if alone else {key: digest(value) for key, value in state.items()}
+            return step, number, digests
 
-        steps, tokens, replicated, digests = zip(*_together(comm, step, collect), strict=True)
+        steps, (number, *_), digests = zip(*_together(comm, step, collect), strict=True)
         if len(set(steps)) > 1:
             raise ValueError(
                 f"step differs between ranks, which called save() with step={list(steps)}"
             )
-        first = digests[0]
-        drifted = {
-            key
-            for key in replicated[0]
-            if any(found.get(key) != first.get(key) for found in digests)
-        }
-        if drifted:
-            ranks = training.context.given_group.ranks
-            others = [
-                rank
-                for rank, found in zip(ranks, digests, strict=True)
-                if any(found.get(k) != first.get(k) for k in drifted)
-            ]
-            warnings.warn(
-                f"{listed(_selected(state, drifted.__contains__))} of {format_ranks(others)} differ"
-                f" from those of rank {ranks[0]}, though {type(training.algorithm).__name__} keeps"
-                f" them equal; the checkpoint of step {step} has those of rank {ranks[0]} alone."
-                " Call model.bagua_resynchronize() on every rank to train on with them",
-                stacklevel=3,
-            )
 
-        def write() -> list[Part]:
-            equal = {
-                key
-                for key, _ in _entries(state)
-                if all(found.get(key) == first.get(key) for found in digests)
-            } | drifted
-            common, own = (
-                _selected(state, equal.__contains__),
-                _selected(state, lambda key: key not in equal),
-            )
-            return [
-                write_part(place, owner, tokens[0], entries)
-                for owner, entries in (
-                    ("common", common if comm.rank() == 0 else {}),
-                    (f"rank{comm.rank()}", own),
-                )
-                if entries
-            ]
+        def write() -> dict[str, tuple[int, str]]:
+            common: State = {}
+            own: State = {}
+            for key, value in state.items():
+                equal = all(of_rank.get(key) == digests[0].get(key) for of_rank in digests)
+                (common if equal else own)[key] = value
+            parts = {f"common-{number}.pt": common if comm.rank() == 0 else {}}
+            parts[f"rank{comm.rank()}-{number}.pt"] = own
+            return {name: write_part(place, name, part) for name, part in parts.items() if part}
 
-        def complete(parts: list[Part]) -> None:
+        def complete() -> None:
             if comm.rank() == 0:
-                saved = manifests(folder)
-                last = saved[-1] if saved else None
-                if last is not None and last.step > step:
-                    warnings.warn(
-                        f"{folder} holds the checkpoint of a later step, {last.step}, of an earlier"
-                        f" run perhaps. From now on, load() continues from step {step}, which is"
-                        " saved last",
-                        stacklevel=5,
-                    )
-                number, name = 1 + (last.number if last else 0), type(training.algorithm).__name__
-                manifest = Manifest(step, number, comm.nranks(), name, tokens[0], parts)
+                name = type(training.algorithm).__name__
+                manifest = Manifest(step, number, comm.nranks(), name, files)
                 commit(place, manifest)
                 remove_old(folder, manifest, keep)
 
         try:
-            parts = [part for of_rank in _together(comm, step, write) for part in of_rank]
-            _together(comm, step, lambda: complete(parts))
+            written = _together(comm, step, write)
         except CommunicationError:
             raise  # the other ranks may complete it
         except Exception:
-            discard(place, tokens[0])
+            for path in place.glob(f"*-{number}.pt"):  # so that they do not fill the disk
+                path.unlink(missing_ok=True)  # other ranks remove them, too
             raise
+        files = {name: entry for of_rank in written for name, entry in of_rank.items()}
+        _together(comm, step, complete)
     finally:
         resume()
     return place
-
-
-def _checked_step(step: Any) -> int:
-    if not isinstance(step, int) or isinstance(step, bool):
-        raise TypeError(f"step={step!r} must be an int")
-    if not 0 <= step < 10**18:
-        raise ValueError(f"step={step} must be a number of steps, 0 or more")
-    return step
-
-
-def _entries(state: State) -> Iterator[tuple[_Key, Any]]:
-    for component, entries in state.items():
-        for name, value in entries.items():
-            yield (component, name), value
-
-
-def _selected(state: State, chosen: Callable[[_Key], bool]) -> State:
-    selected: State = {}
-    for (component, name), value in _entries(state):
-        if chosen((component, name)):
-            selected.setdefault(component, {})[name] = value
-    return selected
 
 
 def _together(comm: Communicator, step: int, function: Callable[[], Any]) -> list[Any]:
@@ -323,8 +248,6 @@ def load(
         RuntimeError: the algorithm works in the background; the message says how to stop it.
     """
     training = TrainingState(model, optimizers, sampler)
-    if isinstance(sampler, Mapping):
-        raise TypeError("sampler is a state; it must be the sampler to load into")
     if training.context is None and not drop_rank_state:
         raise ValueError(
             "model is not wrapped, so the state of its algorithm cannot be loaded; wrap it"
@@ -336,11 +259,8 @@ def load(
         return None
     place, manifest = found
     state = _to_load(training, place, manifest, drop_rank_state)
-    try:
-        training.restore(state)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
-    return Checkpoint(manifest.step, state["extra"]["extra"], place)
+    training.restore(place, state)
+    return Checkpoint(manifest.step, state["extra"], place)
 
 
 def _chosen(folder: Path, step: int | None) -> tuple[Path, Manifest] | None:
@@ -350,37 +270,19 @@ def _chosen(folder: Path, step: int | None) -> tuple[Path, Manifest] | None:
     Raises:
         CheckpointError: all are damaged, or that of ``step`` is damaged or missing.
     """
-    if folder.exists() and not folder.is_dir():
+    if folder.is_file():
         raise ValueError(f"folder={str(folder)!r} is a file; pass the folder given to save()")
-    places, one = step_folders(folder), step is not None
-    if step is not None:
-        places = [step_folder(folder, _checked_step(step))]
-    if is_step_folder(folder.resolve()):  # a link such as "latest", too
-        places, one = [folder.resolve()], True
-    found: list[tuple[Path, Manifest]] = []
-    unreadable: list[tuple[Path, str]] = []
-    for place in places:
-        try:
-            manifest = read_manifest(place)
-        except CheckpointError as damage:
-            unreadable.append((place, str(damage)))
-            continue
-        if manifest is None and one:
-            raise CheckpointError(f"{place} is not a complete checkpoint")
-        if manifest is not None and step not in (None, manifest.step):
-            raise ValueError(f"step={step}, but {folder} is the checkpoint of step {manifest.step}")
-        if manifest is not None:
-            found.append((place, manifest))
-    found.sort(key=lambda entry: -entry[1].number)
-    damages: list[str] = []
+    alone = is_step_folder(folder.resolve())  # a link such as "latest", too
+    places = step_folders(folder) if step is None else [step_folder(folder, step)]
+    found, damages = read_manifests([folder.resolve()] if alone else places)
     for place, manifest in found:
+        if step not in (None, manifest.step):
+            continue
         try:
             verify(place, manifest)
         except CheckpointError as damage:
             damages.append(str(damage))
             continue
-        # It is unknown when one without a readable manifest was saved.
-        damages += [text for other, text in unreadable if other.name > place.name]
         for text in damages:
             warnings.warn(
                 f"{text}; continuing from the checkpoint of step {manifest.step}", stacklevel=3
@@ -398,52 +300,43 @@ def _chosen(folder: Path, step: int | None) -> tuple[Path, Manifest] | None:
                 stacklevel=3,
             )
         return place, manifest
-    if found or unreadable:
-        raise CheckpointError("; ".join([*damages, *(text for _, text in unreadable)]))
-    exists = "holds no complete checkpoint" if folder.exists() else "does not exist"
-    warnings.warn(f"{folder} {exists}, so load() returns None: nothing was loaded", stacklevel=3)
+    if damages:
+        raise CheckpointError("; ".join(damages))
+    nothing = f"{folder} holds no complete checkpoint" + ("" if step is None else f" of step {step}")
+    if alone or step is not None:
+        raise CheckpointError(nothing)
+    warnings.warn(f"{nothing}, so load() returns None: nothing was loaded", stacklevel=3)
     return None
 
 
 def _to_load(training: TrainingState, place: Path, manifest: Manifest, drop: bool) -> State:
     """Return the state that this rank continues from."""
-    rank, ranks = training.place()
-    rank_state = training.algorithm.rank_state if training.context is not None else frozenset()
-    resized = training.context is None or ranks != manifest.ranks
+    ranks = [] if training.context is None else training.context.given_group.ranks
+    resized = len(ranks) != manifest.ranks
+    rank = 0 if resized else ranks.index(current_world().identity.rank)
     common, own = (
-        {} if part is None else read(place / part.name)
-        for part in (manifest.part("common"), manifest.part("rank0" if resized else f"rank{rank}"))
+        read(place / name) if name in manifest.files else {}
+        for name in (f"{owner}-{manifest.number}.pt" for owner in ("common", f"rank{rank}"))
     )
-    state = {
-        component: common.get(component, {}) | own.get(component, {})
-        for component in {**common, **own}
-    }
+    state: State = common | own
     _check_fit(training, place, manifest, state, drop)
-    if resized:
-        bound = {
-            **own,
-            "algorithm": {
-                **own.get("algorithm", {}),
-                **dict.fromkeys(rank_state & state["algorithm"].keys()),
-            },
-        }
-        bound["algorithm"].pop("rank", None)  # it says who saved this, for whoever reads it
-        if not drop and any(bound.values()):
-            raise ValueError(
-                f"{place} was saved by {manifest.ranks} ranks and this training has {ranks}, but"
-                f" part of it belongs to single ranks: {listed(bound)}. Load it with"
-                f" {manifest.ranks} ranks, or call bagua_ref.checkpoint.load(...,"
-                " drop_rank_state=True) to continue with the first rank's model and optimizers and"
-                " without the rest of this"
-            )
-    if resized and drop:
-        if own.get("sampler"):
-            del state["sampler"]
-        state["rng"] = common.get("rng", {})
-        state["algorithm"] = {
-            name: value for name, value in state["algorithm"].items() if name not in rank_state
-        }
-    return state
+    if not resized:
+        return state
+    rank_state = set[str]()
+    if training.context is not None:
+        rank_state = state.keys() & {f"algorithm/{name}" for name in training.algorithm.rank_state}
+    # "rank" says who saved this, for whoever reads it
+    bound = (own.keys() | rank_state) - {"algorithm/rank"}
+    if bound and not drop:
+        raise ValueError(
+            f"{place} was saved by {manifest.ranks} ranks and this training has {len(ranks)}, but"
+            f" part of it belongs to single ranks: {shorten(', '.join(sorted(bound)), 500)}. Load it"
+            f" with {manifest.ranks} ranks, or call bagua_ref.checkpoint.load(...,"
+            " drop_rank_state=True) to continue with the first rank's model and optimizers and"
+            " without the rest of this"
+        )
+    dropped = {key for key in bound if key == "sampler" or key.startswith("rng/")} | rank_state
+    return {key: value for key, value in state.items() if key not in dropped}
 
 
 def _check_fit(
@@ -458,13 +351,12 @@ def _check_fit(
             " continue with another algorithm, call bagua_ref.checkpoint.load(...,"
             " drop_rank_state=True) before wrapping"
         )
-    saved, given = len(state.get("optimizers", ())), len(training.optimizers)
+    saved, given = len(entries_of(state, "optimizers")), len(training.optimizers)
     if saved != given and (wrapped or given):
         raise ValueError(f"{place} was saved with {saved} optimizers, and load() was given {given}")
-    if training.sampler is not None and "sampler" not in state:
+    unneeded = training.sampler is None and (drop or not wrapped)
+    if (training.sampler is not None) != ("sampler" in state) and not unneeded:
+        kept = "with" if "sampler" in state else "without"
         raise ValueError(
-            f"{place} was saved without a sampler, and load() was given"
-            f" sampler={training.sampler!r}"
+            f"{place} was saved {kept} a sampler, and load() was given sampler={training.sampler!r}"
         )
-    if training.sampler is None and "sampler" in state and wrapped and not drop:
-        raise ValueError(f"{place} was saved with a sampler; pass sampler= to load its position")
