@@ -27,7 +27,7 @@ INTERNAL = re.compile(
             r"communication\.BaguaProcessGroup\.(for_background|sibling|side_stream|refuse_in_child)",
             r"bucket\.BaguaBucket\.(running|kernels|stream|settle|copy_from_flat)",
             r"tensor\.(?!BaguaTensor)\w+",
-            r"runtime\.(RealWorld|use_world|World\.(default_group|transport|engines))",
+            r"runtime\.(use_world|World\.(default_group|transport|engines|known_identity|was_in_job|peers))",
             r"launch_environment\.Identity\.from_environment",
             r"contrib\.utils\.redis_store\.checked_capacity",
             r"conformance\.vectors\.\w+\.(Case|all_cases)",

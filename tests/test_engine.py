@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.trainings import on_every_rank
 
-from bagua_ref.base.runtime import RealWorld, current_world
+from bagua_ref.base.runtime import World, current_world
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.scheduling.engine import Engine, Readiness, Round
@@ -48,7 +48,7 @@ def mark(*buckets: BaguaBucket) -> None:
 
 def test_S2_4_buckets_run_in_registered_order_on_one_other_thread() -> None:
     ran = []
-    engine = Engine(RealWorld(), "m")
+    engine = Engine(World(), "m")
     buckets = [
         bucket_of(name, lambda name: ran.append((name, threading.current_thread().name)), tensors=2)
         for name in "abc"
@@ -64,7 +64,7 @@ def test_S2_4_buckets_run_in_registered_order_on_one_other_thread() -> None:
 
 def test_S2_4_operations_of_a_bucket_run_in_the_order_appended() -> None:
     ran = []
-    engine = Engine(RealWorld())
+    engine = Engine(World())
     bucket = bucket_of(
         "a", lambda _: ran.append(1), lambda _: ran.append(2), lambda _: ran.append(3)
     )
@@ -82,7 +82,7 @@ def test_functions_and_rounds_of_other_buckets_run_after_the_round_under_way(
 ) -> None:
     ran: list[str] = []
 
-    engine = Engine(RealWorld())
+    engine = Engine(World())
     engine.new_round = lambda: Recorder(
         lambda: ran.append("begin"), lambda: ran.append("end"), waits
     )
@@ -100,7 +100,7 @@ def test_functions_and_rounds_of_other_buckets_run_after_the_round_under_way(
 
 
 def test_S2_5_an_error_is_raised_on_the_waiting_thread_and_the_worker_stays_usable() -> None:
-    engine = Engine(RealWorld())
+    engine = Engine(World())
     fail = [True]
     ran = []
 
@@ -128,7 +128,7 @@ def test_S2_5_an_error_is_raised_on_the_waiting_thread_and_the_worker_stays_usab
 
 def test_S2_5_no_progress_names_bucket_and_operation() -> None:
     release = threading.Event()
-    engine = Engine(RealWorld(), timeout=0.2)
+    engine = Engine(World(), timeout=0.2)
     bucket = bucket_of("slow", lambda _: release.wait(30))
     engine.register_ordered_buckets([bucket])
     mark(bucket)
@@ -144,7 +144,7 @@ def test_S2_5_no_progress_names_bucket_and_operation() -> None:
 
 def test_S2_5_the_timeout_names_the_bucket_under_way_where_several_are_pending() -> None:
     release = threading.Event()
-    engine = Engine(RealWorld(), timeout=0.2)
+    engine = Engine(World(), timeout=0.2)
     buckets = [
         bucket_of("done", lambda _: None),
         bucket_of("stuck", lambda _: release.wait(30)),
@@ -181,7 +181,7 @@ def test_S2_4_marking_again_before_the_bucket_runs_does_nothing_and_registering_
     None
 ):
     ran = []
-    engine = Engine(RealWorld())
+    engine = Engine(World())
     bucket = bucket_of("a", ran.append, tensors=2)
     engine.register_ordered_buckets([bucket])
     bucket.tensors[0].bagua_mark_communication_ready()
@@ -215,7 +215,7 @@ def test_S2_4_a_bucket_marked_again_before_the_wait_is_loaded_after_the_run_that
         seen.append(flat.clone())
 
     bucket._ops = [operation]
-    engine = Engine(RealWorld())
+    engine = Engine(World())
     engine.register_ordered_buckets([bucket])
     parameter.grad = torch.full((size,), 1.0)
     mark(bucket)
@@ -233,7 +233,7 @@ def test_S2_4_a_bucket_marked_again_before_the_wait_is_loaded_after_the_run_that
 @pytest.mark.parametrize("waits", [False, True])
 def test_no_bucket_runs_in_a_round_that_was_refused_or_after_it(waits: bool) -> None:
     ran: list[str] = []
-    engine, refuse = Engine(RealWorld()), [False]
+    engine, refuse = Engine(World()), [False]
 
     def open_round() -> None:
         if refuse[0]:
@@ -255,7 +255,7 @@ def test_no_bucket_runs_in_a_round_that_was_refused_or_after_it(waits: bool) -> 
 
 def test_a_round_begins_on_the_worker_with_its_first_tensor_before_any_bucket_is_complete() -> None:
     begun, ran = threading.Event(), list[str]()
-    engine = Engine(RealWorld())
+    engine = Engine(World())
     engine.new_round = lambda: Recorder(begun.set, waits=True)
     buckets = [bucket_of(name, ran.append) for name in "ab"]
     engine.register_ordered_buckets(buckets)
@@ -278,7 +278,7 @@ def test_what_waits_for_no_rank_begins_a_round_on_the_marking_thread_unless_the_
         entered.set()
         assert gate.wait(60)
 
-    engine = Engine(RealWorld())
+    engine = Engine(World())
     engine.new_round = lambda: Recorder(lambda: threads.append(threading.current_thread()))
     bucket, slow = bucket_of("a"), bucket_of("b")
     slow._ops = [operation]
@@ -298,7 +298,7 @@ def test_what_waits_for_no_rank_begins_a_round_on_the_marking_thread_unless_the_
 
 def test_a_round_ends_on_the_waiting_thread_after_its_buckets() -> None:
     threads = list[threading.Thread]()
-    engine = Engine(RealWorld())
+    engine = Engine(World())
     engine.new_round = lambda: Recorder(end=lambda: threads.append(threading.current_thread()))
     bucket = bucket_of("a", lambda _: threads.append(threading.current_thread()))
     engine.register_ordered_buckets([bucket])
@@ -314,7 +314,7 @@ def test_a_round_is_closed_after_its_last_bucket_and_waiting_raises_what_that_ra
     waits: bool,
 ) -> None:
     ran: list[str] = []
-    engine, refuse = Engine(RealWorld()), [False]
+    engine, refuse = Engine(World()), [False]
 
     def close() -> None:
         ran.append("closed")
@@ -344,7 +344,7 @@ def test_a_round_in_which_a_bucket_fails_is_not_closed(waits: bool) -> None:
     def fail(flat: torch.Tensor) -> None:
         raise ValueError("a test")
 
-    engine, failing = Engine(RealWorld()), bucket_of("a", ran.append)
+    engine, failing = Engine(World()), bucket_of("a", ran.append)
     good, failing._ops = failing._ops, [fail]
     engine.new_round = lambda: Recorder(end=lambda: ran.append("closed"), waits=waits)
     engine.register_ordered_buckets([failing])
@@ -367,7 +367,7 @@ def test_an_item_belongs_to_one_bucket() -> None:
 
 def test_S2_4_a_backward_is_one_round_and_what_comes_after_it_another() -> None:
     ran = []
-    engine = Engine(RealWorld())
+    engine = Engine(World())
     bucket = bucket_of("a", ran.append)
     engine.register_ordered_buckets([bucket])
     for _ in range(2):
@@ -384,7 +384,7 @@ def test_S2_4_a_backward_is_one_round_and_what_comes_after_it_another() -> None:
 
 def test_S2_4_a_backward_abandoned_half_way_leaves_no_marks_behind() -> None:
     ran = []
-    engine = Engine(RealWorld())
+    engine = Engine(World())
     buckets = [bucket_of("a", ran.append), bucket_of("b", ran.append, tensors=2)]
     engine.register_ordered_buckets(buckets)
     engine.begin_backward()
@@ -403,7 +403,7 @@ def test_S2_4_a_backward_abandoned_half_way_leaves_no_marks_behind() -> None:
 
 def test_S2_4_marks_after_an_abandoned_backward_may_begin_another_round() -> None:
     ran = []
-    engine = Engine(RealWorld())
+    engine = Engine(World())
     bucket = bucket_of("a", ran.append)
     engine.register_ordered_buckets([bucket])
     engine.begin_backward()
@@ -417,7 +417,7 @@ def test_S2_4_marks_after_an_abandoned_backward_may_begin_another_round() -> Non
 
 def test_S2_6_what_is_registered_twice_or_overlaps_is_refused_and_nothing_changes() -> None:
     ran = []
-    engine = Engine(RealWorld())
+    engine = Engine(World())
     good = bucket_of("good", ran.append)
     engine.register_ordered_buckets([good])
     flat = torch.ones(4)
@@ -443,7 +443,7 @@ def test_S2_6_what_is_registered_twice_or_overlaps_is_refused_and_nothing_change
 
 
 def test_a_tensor_of_a_bucket_that_was_replaced_cannot_be_marked() -> None:
-    engine = Engine(RealWorld())
+    engine = Engine(World())
     before, after = bucket_of("before"), bucket_of("after")
     engine.register_ordered_buckets([before])
     engine.register_ordered_buckets([after])
@@ -453,7 +453,7 @@ def test_a_tensor_of_a_bucket_that_was_replaced_cannot_be_marked() -> None:
 
 
 def test_the_gradient_of_a_parameter_that_is_no_bagua_tensor_cannot_be_marked() -> None:
-    engine = Engine(RealWorld())
+    engine = Engine(World())
     engine.register_ordered_buckets([bucket_of("a")])
     with pytest.raises(ValueError, match="is not a bagua tensor"):
         engine.gradient_ready("w", torch.nn.Parameter(torch.ones(2)))
@@ -461,7 +461,7 @@ def test_the_gradient_of_a_parameter_that_is_no_bagua_tensor_cannot_be_marked() 
 
 
 def test_a_tensor_of_a_closed_engine_cannot_be_marked() -> None:
-    engine = Engine(RealWorld())
+    engine = Engine(World())
     bucket = bucket_of("a")
     engine.register_ordered_buckets([bucket])
     engine.close()
@@ -471,7 +471,7 @@ def test_a_tensor_of_a_closed_engine_cannot_be_marked() -> None:
 
 def test_closing_waits_for_what_is_under_way_at_most_the_timeout() -> None:
     release, ran = threading.Event(), []
-    engine, patient = Engine(RealWorld(), timeout=0.2), Engine(RealWorld(), timeout=60)
+    engine, patient = Engine(World(), timeout=0.2), Engine(World(), timeout=60)
     stuck, slow = (
         bucket_of("stuck", lambda _: release.wait(30)),
         bucket_of("slow", lambda _: release.wait(30), ran.append),
@@ -486,7 +486,7 @@ def test_closing_waits_for_what_is_under_way_at_most_the_timeout() -> None:
 
 
 def test_a_forgotten_engine_takes_its_thread_along() -> None:
-    engine = Engine(RealWorld(), "forgotten")
+    engine = Engine(World(), "forgotten")
     bucket = bucket_of("a", lambda _: None)
     engine.register_ordered_buckets([bucket])
     mark(bucket)

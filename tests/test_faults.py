@@ -17,7 +17,7 @@ from tests.failing_ranks import named
 from tests.launch import launch, outcomes
 
 import bagua_ref
-from bagua_ref.communicators import waiting
+from bagua_ref.communicators import missing
 from bagua_ref.errors import CommunicationError
 
 pytestmark = pytest.mark.slow
@@ -154,7 +154,7 @@ def test_what_mixes_nothing_stays_allowed(fault: Any) -> None:
 
 
 def run_until_stuck() -> dict[str, tuple[list[str], float]]:
-    waiting._PATIENCE, waiting._INTERVAL = 0.5, 0.1
+    missing._PATIENCE, missing._INTERVAL = 0.5, 0.1
     results = {}
     for algorithm in ("gradient_allreduce", "low_precision_decentralized"):
         bagua_ref.init_process_group(timeout=60)

@@ -267,27 +267,23 @@ def dies_after_meeting(place: str, name: str) -> str:
     if bagua_ref.get_rank() == 1:
         setattr(importlib.import_module(place), name, lambda *_: os._exit(3))
     with pytest.raises(CommunicationError) as raised:
-        bagua_ref.init_process_group(timeout=2)
-    assert isinstance(raised.value.__cause__, RuntimeError)
+        bagua_ref.init_process_group(timeout=20)
     assert not dist.is_initialized()
     return str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "why"),
-    [
-        ("bagua_ref.groups.process_group", "connecting", r".*\(the process of rank 1 has ended\)"),
-        ("torch.distributed", "barrier", "a rank has died"),
-    ],
+    ("place", "name"),
+    [("bagua_ref.groups.process_group", "_make_torch_group"), ("torch.distributed", "barrier")],
 )
-def test_S1_a_rank_that_dies_while_ranks_connect(place: str, name: str, why: str) -> None:
+def test_S1_a_rank_that_dies_while_ranks_connect(place: str, name: str) -> None:
     survivor = outcomes(dies_after_meeting, 2, place, name, init=False)[0]
     assert survivor.traceback == ""
-    beginning = (
-        r"rank 0 could not connect to the ranks that it found in the store at 127\.0\.0\.1:\d+,"
-        r" after \d\.\d s: "
+    assert re.fullmatch(
+        r"connect on rank 0 in group 'torch\.distributed' of ranks 0-1(:| failed;) the process of"
+        r" rank 1 has ended.*",
+        survivor.result,
     )
-    assert re.match(beginning + why, survivor.result)
 
 
 def store_is_stopped() -> str:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from bagua_ref.communicators import processes, waiting
+from bagua_ref.communicators import missing, processes
+from bagua_ref.communicators.missing import Peers
 from bagua_ref.communicators.processes import Processes, this_process
-from bagua_ref.communicators.waiting import Waiting
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_waiting_can_be_ended(program: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "interrupted"), [([], True), (waiting._HAS_LEFT, False)], ids=["killed", "left"]
+    ("said", "interrupted"), [([], True), (missing._HAS_LEFT, False)], ids=["killed", "left"]
 )
 def test_waits_for_a_rank_whose_process_has_ended_are_interrupted_unless_it_has_left(
     program: subprocess.Popen[bytes],
@@ -100,14 +100,14 @@ def test_waits_for_a_rank_whose_process_has_ended_are_interrupted_unless_it_has_
     monkeypatch.setattr(
         found, "ended", lambda ranks, seconds: looks.append(seconds) or look(ranks, seconds)
     )
-    waits = Waiting(store, 0, 3, found)
+    waits = Peers(store, 0, 3, found)
     with waits.waiting("in allreduce", "all/7", (0, 1), reasons.append):
         program.kill()
         until = time.monotonic() + (20 if interrupted else 1)
         while not reasons and time.monotonic() < until:
             time.sleep(0.01)
     with waits.waiting("in recv", "all/exchange", (0, 2), others.append):
-        time.sleep(3 * waiting._GRACE)
+        time.sleep(3 * missing._GRACE)
     waits.close()
     assert set(reasons) == ({"the process of rank 1 has ended"} if interrupted else set())
     assert not others

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from bagua_ref.base.runtime import RealWorld, current_world
+from bagua_ref.base.runtime import World, current_world
 from bagua_ref.env import get_rank
 from bagua_ref.errors import SimulationError
 from bagua_ref.observe.meter import Meter
@@ -350,7 +350,7 @@ def test_background_timeouts_are_intervals_and_let_time_pass():
 
 
 def test_a_real_lock_serves_a_with_block_and_refuses_one_release_too_many():
-    lock = RealWorld().lock()
+    lock = World().lock()
     with lock as held:
         assert held is lock
         assert lock.acquire(timeout=0.01) is False
@@ -361,7 +361,7 @@ def test_a_real_lock_serves_a_with_block_and_refuses_one_release_too_many():
 
 
 def test_a_real_lock_handed_over_just_as_the_time_runs_out_is_taken():
-    lock, taken = RealWorld().lock(), []
+    lock, taken = World().lock(), []
     lock.acquire()
     waiter = threading.Thread(target=lambda: taken.append(lock.acquire(timeout=0.1)))
     waiter.start()
@@ -375,7 +375,7 @@ def test_a_real_lock_handed_over_just_as_the_time_runs_out_is_taken():
 
 
 def test_a_real_lock_is_not_released_while_a_waiter_is_giving_up():
-    lock = RealWorld().lock()
+    lock = World().lock()
     lock.acquire()
     releaser = threading.Thread(target=lock.release)
     with lock._mutex:  # stands for a waiter that removes itself from the list
@@ -387,7 +387,7 @@ def test_a_real_lock_is_not_released_while_a_waiter_is_giving_up():
 
 
 def test_a_real_clock_goes_on_while_one_sleeps():
-    world = RealWorld()
+    world = World()
     before = world.now()
     world.sleep(0.01)
     assert world.now() >= before + 0.01

@@ -4,6 +4,7 @@ came before (S2.5).
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 import weakref
@@ -17,14 +18,13 @@ from tests.trainings import simulate
 
 import bagua_ref
 from bagua_ref.base import runtime
-from bagua_ref.base.runtime import RealWorld, current_world
+from bagua_ref.base.runtime import World, current_world
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.comm_ops.asynchronous import WeightLock
-from bagua_ref.communicators import failures
+from bagua_ref.communicators import missing, processes
 from bagua_ref.communicators.connection import Connection
-from bagua_ref.communicators.failures import Watchdog
-from bagua_ref.communicators.processes import Processes
-from bagua_ref.communicators.waiting import Waiting
+from bagua_ref.communicators.missing import Peers
+from bagua_ref.communicators.processes import Processes, this_process
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.scheduling.engine import Engine
 
@@ -120,7 +120,7 @@ def test_S2_5_operations_run_on_the_groups_stream_after_all_marks_and_the_waitin
         seen.append((fakes.current, fakes.current.before))
         fakes.current.queue("operation")
 
-    bucket, engine = bucket_on(side, 2, operation), Engine(RealWorld(), "m")
+    bucket, engine = bucket_on(side, 2, operation), Engine(World(), "m")
     engine.register_ordered_buckets([bucket])
     another = Stream("another")
     with fakes.use_stream(another, CPU):
@@ -143,7 +143,7 @@ def test_S2_5_a_second_round_does_not_wait_for_streams_of_the_first(fakes):
     side, seen = Stream("side"), []
     bucket, engine = (
         bucket_on(side, 1, lambda name: seen.append(fakes.current.before)),
-        Engine(RealWorld(), "m"),
+        Engine(World(), "m"),
     )
     engine.register_ordered_buckets([bucket])
     old = Stream("old")
@@ -160,7 +160,7 @@ def test_S2_5_a_second_round_does_not_wait_for_streams_of_the_first(fakes):
 def test_S3_6_rounds_and_training_wait_for_each_others_work_on_the_device(fakes):
     side, lock = Stream("side"), None
     fakes.default.queue("initial weights")
-    lock = WeightLock(RealWorld(), CPU)
+    lock = WeightLock(World(), CPU)
     with fakes.use_stream(side, CPU):
         lock.take_for_round()
         assert side.before == {"initial weights"}
@@ -178,7 +178,7 @@ def test_S3_6_rounds_and_training_wait_for_each_others_work_on_the_device(fakes)
 
 
 def test_S3_6_a_round_that_takes_back_what_training_has_dropped_waits_for_trainings_stream(fakes):
-    lock, side = WeightLock(RealWorld(), CPU), Stream("side")
+    lock, side = WeightLock(World(), CPU), Stream("side")
     lock.hold()
     fakes.default.queue("forward")
     lock.on_wait = lock.release  # on the round's thread, whose current stream is another one
@@ -232,17 +232,11 @@ def test_a_side_stream_waits_for_an_event_and_is_waited_for():
 
 
 @pytest.fixture
-def watches_end(no_thread_is_left: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Wait for a watch to end, a second after it saw that nothing is under way any more."""
-    monkeypatch.setattr(failures, "_LINGER", 20)
-    yield
-    wait_until(
-        lambda: (
-            not any(
-                thread.name == "bagua_ref watch of collectives" for thread in threading.enumerate()
-            )
-        )
-    )
+def peers(no_thread_is_left: None) -> Any:
+    """The only rank of a job, whose threads end with the test."""
+    made = Peers(dist.HashStore(), 0, 1, Processes([], 0))
+    yield made
+    made.close()
 
 
 class Work:
@@ -264,69 +258,63 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.usefixtures("watches_end")
-def test_S2_5_what_is_done_in_time_is_not_given_up_and_what_is_not_is_once():
-    watch, given_up = Watchdog(), []
-    watch.add(Work(completed=True), 0.0, lambda: given_up.append("done"))
-    watch.add(Work(completed=False), 0.1, lambda: given_up.append("late"))
+def watch(peers: Peers, work: Work, timeout: float, interrupt: Any) -> None:
+    peers.watch_work(work, "allreduce", "all/1", [0], interrupt, timeout)
+
+
+def test_S2_5_what_is_done_in_time_is_not_given_up_and_what_is_not_is_once(peers):
+    given_up = []
+    watch(peers, Work(completed=True), 0.01, lambda *_: given_up.append("done"))
+    watch(peers, Work(completed=False), 0.1, lambda *_: given_up.append("late"))
     slow = Work(completed=False)
-    watch.add(slow, 60, lambda: given_up.append("slow"))
+    watch(peers, slow, 60, lambda *_: given_up.append("slow"))
     wait_until(lambda: given_up)
     slow.completed = True
-    wait_until(lambda: watch._thread is None)
+    wait_until(lambda: not peers._works)
     assert given_up == ["late"]
-    watch.add(Work(completed=False), 0.0, lambda: given_up.append("later"))
-    wait_until(lambda: len(given_up) == 2)
 
 
-@pytest.mark.usefixtures("watches_end")
-def test_one_thread_watches_the_steps_of_a_training_and_keeps_no_work_that_is_done():
-    watch = Watchdog()
-    works = [Work(completed=True) for _ in range(3)]
-    watch.add(works[0], 60, pytest.fail)
-    thread = watch._thread
-    for work in works[1:]:
-        wait_until(lambda: not watch._under_way)
-        watch.add(work, 60, pytest.fail)
-        assert watch._thread is thread
-    kept = weakref.ref(works.pop())
-    del work
-    wait_until(lambda: kept() is None)
-    behind = Work(completed=True)
-    watch.add(slow := Work(completed=False), 60, pytest.fail)
-    watch.add(behind, 60, pytest.fail)
-    time.sleep(0.2)
-    assert behind.asked == 0, "asked although an earlier work is under way"
+def test_works_that_are_done_are_not_kept_and_those_behind_one_under_way_not_asked(
+    peers, monkeypatch
+):
+    monkeypatch.setattr(missing, "_LINGER", 0.1)
+    for _ in range(2):
+        work = Work(completed=True)
+        watch(peers, work, 60, pytest.fail)
+        kept = weakref.ref(work)
+        del work
+        wait_until(lambda: kept() is None)  # noqa: B023
+        wait_until(lambda: not peers._is_awake)  # the next one wakes the thread
+    slow, behind = Work(completed=False), Work(completed=True)
+    watch(peers, slow, 60, pytest.fail)
+    watch(peers, behind, 60, pytest.fail)
+    wait_until(lambda: slow.asked > 2)
+    assert behind.asked == 0
     slow.completed = True
-    wait_until(lambda: not watch._under_way)
+    wait_until(lambda: not peers._works)
 
 
-@pytest.mark.usefixtures("watches_end")
-# the thread's death is what is meant
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_S2_5_work_that_fails_is_given_up_and_a_watch_that_died_of_giving_up_is_begun_anew():
+def test_S2_5_work_that_fails_is_given_up_though_the_library_cannot_be_aborted(peers):
     class Failed(Work):
         def is_completed(self) -> bool:
             raise RuntimeError("remote error")
 
-    def give_up() -> None:
+    def give_up(*_: Any) -> None:
         given_up.append("failed")
         raise RuntimeError("the library cannot be aborted")
 
-    watch, given_up = Watchdog(), []
-    watch.add(Failed(completed=False), 0.0, give_up)
-    wait_until(lambda: given_up and not watch._thread.is_alive())
-    watch.add(Work(completed=False), 0.0, lambda: given_up.append("next"))
+    given_up = []
+    watch(peers, Failed(completed=False), 0.01, give_up)
+    wait_until(lambda: given_up)
+    watch(peers, Work(completed=False), 0.01, lambda *_: given_up.append("next"))
     wait_until(lambda: len(given_up) == 2)
     assert given_up == ["failed", "next"]
 
 
-@pytest.mark.usefixtures("watches_end")
 def test_S2_5_after_a_collective_that_does_not_end_the_next_one_raises_and_the_library_is_aborted(
-    monkeypatch,
+    peers, monkeypatch
 ):
-    waits = Waiting(dist.HashStore(), 0, 1, Processes([], 0))
-    connection = Connection(dist.HashStore(), "a group", 0, [0], 0.3, waits)
+    connection = Connection(dist.HashStore(), "a group", 0, [0], 0.3, peers)
     aborted = []
     group = type("Group", (), {"abort": lambda self: aborted.append(self)})()
 
@@ -344,12 +332,35 @@ def test_S2_5_after_a_collective_that_does_not_end_the_next_one_raises_and_the_l
         match=r"broadcast on .*'a group'.*: allreduce timed out after 0.3 s",
     ):
         connection.run("broadcast", lambda group: [Work(completed=True)], over_nccl=True)
-    waits.close()
 
 
-def test_S2_5_where_nccl_refuses_ranks_that_share_a_card_the_error_names_gloo(monkeypatch):
-    waits = Waiting(dist.HashStore(), 0, 1, Processes([], 0))
-    connection = Connection(dist.HashStore(), "a group", 0, [0], 5, waits)
+def test_S2_5_work_on_a_device_with_a_rank_that_has_died_or_given_up_is_given_up_with_its_name(
+    no_thread_is_left, monkeypatch
+):
+    """At once, and not at the timeout of a minute."""
+    monkeypatch.setattr(missing, "_INTERVAL", 0.05)
+    monkeypatch.setattr(missing, "_EARLY", 0.05)
+    store = dist.HashStore()
+    with subprocess.Popen(["sleep", "60"]) as program:
+        theirs = [this_process()[0], program.pid, processes._start_time(program.pid)]
+        ours, other = (
+            Peers(store, rank, 2, Processes(found, 0))
+            for rank, found in enumerate(([this_process(), theirs], []))
+        )
+        whys = list[str]()
+        ours.watch_work(Work(completed=False), "allreduce", "a/1", [0, 1], whys.append, 60)
+        other.give_up("a", "enough")
+        wait_until(lambda: whys)
+        ours.watch_work(Work(completed=False), "allreduce", "b/1", [0, 1], whys.append, 60)
+        program.kill()
+        wait_until(lambda: len(whys) == 2)
+        assert whys == ["rank 1 gave up: enough", "the process of rank 1 has ended"]
+        ours.close()
+        other.close()
+
+
+def test_S2_5_where_nccl_refuses_ranks_that_share_a_card_the_error_names_gloo(peers, monkeypatch):
+    connection = Connection(dist.HashStore(), "a group", 0, [0], 5, peers)
     monkeypatch.setattr(connection, "_nccl_group", lambda: None)
 
     def start(group: Any) -> Any:
@@ -363,4 +374,3 @@ def test_S2_5_where_nccl_refuses_ranks_that_share_a_card_the_error_names_gloo(mo
         match=r"share a GPU, which NCCL refuses; init_process_group\(backend='gloo'\)",
     ):
         connection.run("allreduce", start, over_nccl=True)
-    waits.close()

@@ -26,7 +26,7 @@ from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm
-from bagua_ref.communicators import waiting
+from bagua_ref.communicators import missing
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.errors import CommunicationError
 
@@ -65,7 +65,7 @@ def test_every_algorithm_trains_on_uneven_data_as_in_the_simulated_world() -> No
 
 def each_without_join(names: list[str]) -> None:
     """Train as `without_join` in one job after another."""
-    waiting._PATIENCE = 60.0  # what is noticed late exceeds the time limit
+    missing._PATIENCE = 60.0  # what is noticed late exceeds the time limit
     for name in names:
         bagua_ref.init_process_group(timeout=120)
         if bagua_ref.get_rank():

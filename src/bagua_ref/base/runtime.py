@@ -19,7 +19,6 @@ import socket
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,7 +35,6 @@ __all__ = [
     "Identity",
     "Lock",
     "Queue",
-    "RealWorld",
     "Thread",
     "World",
     "current_stream",
@@ -87,97 +85,6 @@ class Thread(Protocol):
     def is_alive(self) -> bool: ...  # noqa: D102
 
 
-class World(ABC):
-    """The surroundings of one rank. A simulation has one for each rank;
-    `bagua_ref.simulation.SimulatedWorld` makes them.
-    """
-
-    default_group: Group | None = None
-    """The group that ``init_process_group()`` made."""
-
-    transport: Transport | None = None
-    """The connections between ranks; None before ``init_process_group()`` outside of
-    simulations.
-    """
-
-    meter: Any = None
-    """The `bagua_ref.observe.meter.Meter` of the module that this rank wrapped last; None before
-    that.
-    """
-
-    @cached_property
-    def operations(self) -> deque[Any]:
-        """The last operations of this rank, oldest first, as `bagua_ref.observe.meter` records
-        them.
-        """
-        return deque(maxlen=_REMEMBERED)
-
-    @cached_property
-    def engines(self) -> weakref.WeakValueDictionary[str, Any]:
-        """The communication engine of each wrapped module, by the module's name."""
-        return weakref.WeakValueDictionary()
-
-    @cached_property
-    def names(self) -> Counter[str]:
-        """The number of modules of each class that were wrapped without a name."""
-        return Counter()
-
-    @property
-    @abstractmethod
-    def identity(self) -> Identity:
-        """This rank's place in the job."""
-
-    @abstractmethod
-    def spawn(self, function: Callable[[], None], name: str) -> Thread:
-        """Run ``function()`` on a new daemon thread whose current world is this one."""
-
-    @abstractmethod
-    def event(self) -> Event:
-        """Return a new event."""
-
-    @abstractmethod
-    def lock(self) -> Lock:
-        """Return a new fair lock."""
-
-    @abstractmethod
-    def queue(self) -> Queue:
-        """Return a new unbounded queue."""
-
-    def waiting_for_own_thread(
-        self, interrupt: Callable[[str], None], timeout: float = math.inf
-    ) -> AbstractContextManager[None]:
-        """Return a context in which the calling thread waits for a thread of this rank, at most
-        ``timeout`` seconds; ``interrupt(reason)`` ends that wait.
-        """
-        return nullcontext()
-
-    def who_is_missing(self, what: str, timeout: float) -> str:
-        """Describe the ranks for which this rank's background threads wait, each as a rank that
-        ``what``, such as "did not start step 3" within ``timeout`` seconds; "" if none is known.
-        """
-        return ""
-
-    @abstractmethod
-    def sleep(self, seconds: float) -> None:
-        """Wait for ``seconds``."""
-
-    @abstractmethod
-    def now(self) -> float:
-        """Return the seconds of a monotonic clock."""
-
-    def clock(self) -> float:
-        """Return `now` for measurements: in a simulation, no other thread runs before this
-        returns.
-        """
-        return self.now()
-
-    def waits(self) -> list[dict[str, Any]]:
-        """Return the registered waits of this rank's threads: ``for``, ``ranks`` and ``since``, a
-        time of `now`.
-        """
-        return []
-
-
 class FairLock:
     """A lock that is granted in the order of requests."""
 
@@ -221,16 +128,48 @@ class FairLock:
         self.release()
 
 
-class RealWorld(World):
-    """This process: one rank, real threads, the monotonic clock."""
+class World:
+    """The surroundings of one rank: those of this process, with real threads and the monotonic
+    clock. A simulation has one for each rank; `bagua_ref.simulation.SimulatedWorld` makes them.
+    """
 
-    def __init__(self) -> None:
-        self.known_identity: Identity | None = None
-        """Set by ``init_process_group()``, which may know more than the environment variables."""
-        self.was_in_job = False
-        """Whether this process was in an earlier job, whose store may still answer in place of the
-        next one's.
+    default_group: Group | None = None
+    """The group that ``init_process_group()`` made."""
+
+    transport: Transport | None = None
+    """The connections between ranks; None before ``init_process_group()`` outside of
+    simulations.
+    """
+
+    meter: Any = None
+    """The `bagua_ref.observe.meter.Meter` of the module that this rank wrapped last; None before
+    that.
+    """
+
+    known_identity: Identity | None = None
+    """Set by ``init_process_group()``, which may know more than the environment variables."""
+
+    was_in_job = False
+    """Whether this process was in an earlier job, whose store may still answer in place of the next
+    one's.
+    """
+
+    @cached_property
+    def operations(self) -> deque[Any]:
+        """The last operations of this rank, oldest first, as `bagua_ref.observe.meter` records
+        them.
         """
+        return deque(maxlen=_REMEMBERED)
+
+    @cached_property
+    def engines(self) -> weakref.WeakValueDictionary[str, Any]:
+        """The communication engine of each wrapped module, by the module's name."""
+        return weakref.WeakValueDictionary()
+
+    @cached_property
+    def names(self) -> Counter[str]:
+        """The number of modules of each class that were wrapped without a name."""
+        return Counter()
 
     @property
     def identity(self) -> Identity:
@@ -239,7 +178,7 @@ class RealWorld(World):
         """
         return self.known_identity or Identity.from_environment()
 
-    def spawn(self, function: Callable[[], None], name: str) -> threading.Thread:
+    def spawn(self, function: Callable[[], None], name: str) -> Thread:
         """Run ``function()`` on a new daemon thread with a copy of the caller's context."""
         context = contextvars.copy_context()
         context.run(_in_background.set, True)
@@ -248,46 +187,51 @@ class RealWorld(World):
         return thread
 
     def event(self) -> Event:
-        """Return a `threading.Event`."""
+        """Return a new event."""
         return threading.Event()
 
     def lock(self) -> Lock:
-        """Return a fair lock."""
+        """Return a new fair lock."""
         return FairLock()
 
     def queue(self) -> Queue:
-        """Return a `queue.SimpleQueue`."""
+        """Return a new unbounded queue."""
         return queue.SimpleQueue[Any]()
-
-    def waiting_for_own_thread(
-        self, interrupt: Callable[[str], None], timeout: float = math.inf
-    ) -> AbstractContextManager[None]:
-        """Register the wait among those for other ranks, if this process has joined a job."""
-        waits = getattr(self.transport, "waits", None)
-        return (
-            nullcontext()
-            if waits is None
-            else waits.waiting("for its background thread", "", (), interrupt, timeout=timeout)
-        )
-
-    def who_is_missing(self, what: str, timeout: float) -> str:
-        """Ask the store that the ranks of this job share."""
-        waits = getattr(self.transport, "waits", None)
-        return "" if waits is None else waits.missing_in_background(what, timeout)
-
-    def waits(self) -> list[dict[str, Any]]:
-        """Return the registered waits of this process; none before it has joined a job."""
-        waits = getattr(self.transport, "waits", None)
-        return [] if waits is None else waits.under_way()
 
     def sleep(self, seconds: float) -> None:
         """Wait for ``seconds``."""
         time.sleep(seconds)
 
-    now = clock = staticmethod(time.monotonic)
+    def now(self) -> float:
+        """Return the seconds of a monotonic clock."""
+        return time.monotonic()
+
+    def clock(self) -> float:
+        """Return `now` for measurements: in a simulation, no other thread runs before this
+        returns.
+        """
+        return time.monotonic()
+
+    @property
+    def peers(self) -> Any:
+        """What this rank knows of the others (`bagua_ref.communicators.missing.Peers`); None in a
+        simulation, and before this process has joined a job.
+        """
+        return getattr(self.transport, "peers", None)
+
+    def waiting_for_own_thread(
+        self, interrupt: Callable[[str], None], timeout: float = math.inf
+    ) -> AbstractContextManager[None]:
+        """Return a context in which the calling thread waits for a thread of this rank, at most
+        ``timeout`` seconds; ``interrupt(reason)`` ends that wait.
+        """
+        if self.peers is None:
+            return nullcontext()
+        what = "for its background thread"
+        return self.peers.waiting(what, "", (), interrupt, timeout=timeout)  # type: ignore[no-any-return]
 
 
-_real_world = RealWorld()
+_real_world = World()
 _in_background: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "bagua_ref_in_background", default=False
 )
@@ -297,7 +241,7 @@ _current: contextvars.ContextVar[World] = contextvars.ContextVar(
 
 
 def is_background_thread() -> bool:
-    """Return whether `RealWorld.spawn` started the calling thread."""
+    """Return whether `World.spawn` started the calling thread."""
     return _in_background.get()
 
 

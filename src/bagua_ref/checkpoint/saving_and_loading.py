@@ -28,7 +28,7 @@ from bagua_ref.checkpoint.folder import (
 )
 from bagua_ref.checkpoint.training_state import State, TrainingState, entries_of
 from bagua_ref.communicators.base import Communicator
-from bagua_ref.communicators.waiting import collective_call
+from bagua_ref.communicators.missing import collective_call
 from bagua_ref.errors import CheckpointError, CommunicationError
 
 __all__ = ["Checkpoint", "load", "save"]

@@ -4,10 +4,7 @@ at the first failure.
 
 from __future__ import annotations
 
-import math
-import re
 import threading
-import time
 import traceback
 import weakref
 import zlib
@@ -21,32 +18,20 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from bagua_ref.base.ranks import format_ranks
 from bagua_ref.base.runtime import is_background_thread
 from bagua_ref.communicators import shared_memory
-from bagua_ref.communicators.failures import FailureReports, Watchdog
 from bagua_ref.communicators.gloo_sockets import GlooSockets, open_sockets
+from bagua_ref.communicators.missing import Peers, place_of, title
 from bagua_ref.communicators.pipelining import ComputingError, OtherCallError
 from bagua_ref.communicators.processes import keep_forever
-from bagua_ref.communicators.rendezvous import (
-    Prefixed,
-    another_connection,
-    ask,
-    first_sentence,
-    host_of,
-    interruptible,
-)
+from bagua_ref.communicators.rendezvous import Prefixed, another_connection, first_sentence, host_of
 from bagua_ref.communicators.shared_memory import SharedMemory
 from bagua_ref.communicators.sockets import IntSockets, Sockets, connect_all
-from bagua_ref.communicators.waiting import Waiting
-from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
+from bagua_ref.errors import CommunicationError
 
 __all__ = ["Connection"]
 
 _TICK = timedelta(milliseconds=200)  # seconds until a waiting collective notices abort() or Ctrl-C
-# seconds after which a connecting rank checks whether another one has left or failed to connect
-_PATIENCE = 0.5
-_watchdog = Watchdog()
 
 
 class Connection:
@@ -60,7 +45,7 @@ class Connection:
         rank: the rank of this process in it.
         ranks: the global ranks, in the group's order.
         timeout: seconds without progress after which a collective raises.
-        waits: where waits for other ranks are registered.
+        peers: the job's ranks.
         shares_memory: whether all ranks are processes of one machine that may share memory.
 
     Attributes:
@@ -76,12 +61,11 @@ class Connection:
         rank: int,
         ranks: Sequence[int],
         timeout: float,
-        waits: Waiting,
+        peers: Peers,
         shares_memory: bool = False,
     ) -> None:
-        self._failures, self._waits = FailureReports(Prefixed("gave up", store), ranks, rank), waits
-        self._store, self.name, self.rank, self.ranks = store, name, rank, ranks
-        self._title = f"rank {ranks[rank]} in group {name!r} of {format_ranks(ranks)}"
+        self._store, self.name, self.rank, self.ranks, self._peers = store, name, rank, ranks, peers
+        self._title = title(name, ranks[rank], ranks)
         self._collectives = self._exchanges = 0
         self._begun: list[Any] = []
         """The works of the exchange of integers that is under way."""
@@ -98,26 +82,13 @@ class Connection:
         self._gloo_sockets: GlooSockets | None = None
         self._nccl: Any = None
         self._place = ""
-        """The collective of the last wait, as `Waiting` names it."""
-        try:
-            self._await_members()
-            before = open_sockets()
-            make = partial(
-                dist.ProcessGroupGloo, Prefixed("gloo", store), rank, len(ranks), self._timeout
-            )
-            # inside gloo, which cannot be interrupted
-            with self._waiting("connect", None, "gloo", _PATIENCE):
-                self._gloo = interruptible(
-                    make, lambda: self._check_open("connect"), _TICK.total_seconds()
-                )
-            self._gloo_sockets = GlooSockets(before)
-        except CommunicationError:
-            raise
-        except RuntimeError as error:
-            # This rank may be out of descriptors; the others wait inside gloo until the failure is
-            # reported.
-            self._failures.report(first_sentence(error), anew=False)
-            raise self._failure("connect", error) from None
+        """The collective of the last wait, as `place_of` names it."""
+        before = open_sockets()
+        make = partial(
+            dist.ProcessGroupGloo, Prefixed("gloo", store), rank, len(ranks), self._timeout
+        )
+        self._gloo = peers.meet(name, ranks, timeout, make)
+        self._gloo_sockets = GlooSockets(before)
         # The rank that serves the store must not exit before all are connected, so every rank waits
         # for all.
         self._gloo_sockets.find(
@@ -168,9 +139,9 @@ class Connection:
         """
         number = zlib.crc32(call.encode())
         if any(theirs != [number] for theirs in self.exchange_ints([number], collective)()):
-            why = self._failures.describe_mismatch(call)
+            why = self._peers.different_calls(self.name, self.ranks, call)
             self.abort(why)
-            raise CommunicationError(f"in group {self.name!r} {why}")
+            raise CommunicationError(why)
 
     def _share(self, collective: str, values: Sequence[int]) -> list[list[int]]:
         return self._exchange_over_gloo(values, collective)()
@@ -262,10 +233,13 @@ class Connection:
             if over_nccl:
                 for work in works:
                     work.wait()
-                    _watchdog.add(
+                    self._peers.watch_work(
                         work,
+                        collective,
+                        self._next_place(peers),
+                        self._members(peers),
+                        partial(Connection.give_up_work, weakref.proxy(self)),
                         self._seconds,
-                        partial(Connection.abort_late, weakref.proxy(self), collective),
                     )
                 return
             with self._waiting(collective, peers, place):
@@ -283,11 +257,9 @@ class Connection:
         except ComputingError as failed:
             own = failed.error
             if call and isinstance(failed, OtherCallError):
-                own = CommunicationError(
-                    f"in group {self.name!r} {self._failures.describe_mismatch(call)}"
-                )
+                own = CommunicationError(self._peers.different_calls(self.name, self.ranks, call))
             self._closed = self._closed or f"it failed earlier, in {collective}"
-            self._failures.report(f"{type(own).__name__}: {own}")
+            self._peers.give_up(self.name, f"{type(own).__name__}: {own}")
             del group, works, work
             # their tracebacks would keep the connections alive, and the other ranks waiting
             for known in (failed, own):
@@ -305,7 +277,7 @@ class Connection:
             self._closed = self._closed or f"it was interrupted earlier, in {collective}"
             keep_forever(group)
             # first: the others look for the reason as soon as the connections close
-            self._failures.report(f"{type(interruption).__name__} in {collective}")
+            self._peers.give_up(self.name, f"{type(interruption).__name__} in {collective}")
             self._drop()
             raise
         finally:
@@ -322,7 +294,7 @@ class Connection:
         other ranks with the reason.
         """
         if reason and not self._closed:
-            self._failures.report(reason)
+            self._peers.give_up(self.name, reason)
         self._closed = self._closed or reason or "it was aborted or its process group destroyed"
         # A collective in progress notices this within a tick and drops the groups itself, unless
         # gloo waits for a message.
@@ -332,67 +304,29 @@ class Connection:
         elif self._gloo_sockets is not None:
             self._gloo_sockets.shut_down()
 
-    def _await_members(self) -> None:
-        """Wait until every rank is about to connect, as gloo would, but interruptibly."""
-        keys = {rank: f"here/{place}" for place, rank in enumerate(self.ranks)}
-        here = keys[self.ranks[self.rank]]
-        given_up, deadline = threading.Event(), time.monotonic() + self._seconds
-
-        def watch() -> None:
-            pause = 0.001
-            self._store.set(here, "")
-            while not self._store.check(list(keys.values())) and not given_up.wait(pause):
-                pause = min(1.5 * pause, 0.1)
-
-        def check() -> None:
-            self._check_open("connect")
-            if time.monotonic() >= deadline:
-                missing: list[int] = ask(
-                    self._store,
-                    lambda store: [r for r, key in keys.items() if not store.check([key])],
-                    [],
-                )
-                who = (
-                    self._waits.who_is_missing(self._place, missing, self._seconds)
-                    if missing
-                    else "the job's store does not answer"
-                )
-                raise CommunicationTimeoutError(
-                    f"connect on {self._title}: timed out after {self._seconds:g} s; {who}"
-                )
-
-        try:
-            with self._waiting("connect", None, "", _PATIENCE):  # the store may not answer
-                interruptible(watch, check, min(_TICK, self._timeout).total_seconds())
-        except BaseException:
-            given_up.set()
-            # Otherwise a later rank would wait for this one inside gloo.
-            ask(self._store, lambda store: store.delete_key(here), False)
-            raise
-
     def _check_open(self, collective: str) -> None:
         if self._closed:
             raise self._kind_of_end(f"{collective} on {self._title}: {self._closed}")
 
-    def _waiting(
-        self, collective: str, peers: Collection[int] | None, place: str, patience: float = math.inf
-    ) -> AbstractContextManager[None]:
-        if peers is None and not place:
+    def _members(self, peers: Collection[int] | None) -> Sequence[int]:
+        return self.ranks if peers is None else [self.ranks[peer] for peer in {self.rank, *peers}]
+
+    def _next_place(self, peers: Collection[int] | None) -> str:
+        if peers is None:
             self._collectives += 1
-        members = (
-            self.ranks if peers is None else [self.ranks[peer] for peer in {self.rank, *peers}]
-        )
-        self._place = f"{self.name}/{place or ('exchange' if peers else self._collectives)}"
-        what, timeout = f"in {collective} of group {self.name!r}", min(self._seconds, 2 * patience)
-        who_gave_up = self._failures.poll
-        return self._waits.waiting(
-            what,
+        return place_of(self.name, self._collectives if peers is None else "exchange")
+
+    def _waiting(
+        self, collective: str, peers: Collection[int] | None, place: str
+    ) -> AbstractContextManager[None]:
+        self._place = place_of(self.name, place) if place else self._next_place(peers)
+        return self._peers.waiting(
+            f"in {collective} of group {self.name!r}",
             self._place,
-            members,
+            self._members(peers),
             self._interrupt,
             is_background_thread(),
-            timeout,
-            who_gave_up,
+            self._seconds,
         )
 
     def _interrupt(self, reason: str) -> None:
@@ -428,14 +362,12 @@ class Connection:
     def _direct(self) -> list[Sockets]:
         return [direct for direct in (self._sockets, self.memory) if direct is not None]
 
-    def abort_late(self, collective: str) -> None:
-        """Abort the connection because ``collective`` has not finished within the timeout."""
+    def give_up_work(
+        self, reason: str, kind: type[CommunicationError] = CommunicationError
+    ) -> None:
+        """Abort the connection for the ``reason`` that a work over NCCL will not be completed."""
         if not self._closed:
-            self._kind_of_end = CommunicationTimeoutError
-            self._closed = (
-                f"{collective} timed out after {self._seconds:g} s; a rank has not come, or has"
-                " died"
-            )
+            self._closed, self._kind_of_end = reason, kind
         self._drop()
 
     def _nccl_group(self) -> Any:
@@ -451,39 +383,25 @@ class Connection:
 
     def _failure(self, collective: str, error: RuntimeError) -> CommunicationError:
         """Close the connection, which the other ranks notice, and return the exception to raise."""
-        interrupted, why = self._closed, first_sentence(error)
-        hung_up = sorted({peer for direct in self._direct() for peer in direct.hung_up()})
-        timed_out, who = re.search(r"time(d )?out", why, re.IGNORECASE), ""
-        if timed_out and not interrupted:
-            # Before the connections close, which would end the waits of ranks that have come; and
-            # this rank still waits.
-            what, background = f"in {collective} of group {self.name!r}", is_background_thread()
-            with self._waits.waiting(
-                what, self._place, self.ranks, self._interrupt, background, self._seconds
-            ):
-                who = (
-                    self._waits.who_is_missing(self._place, self.ranks, self._seconds)
-                    or "all ranks wait in it, but not all data arrived"
-                )
-            self._failures.report(f"{collective} timed out after {self._seconds:g} s; {who}")
-        self._closed = self._closed or f"it failed earlier, in {collective}"
-        self._drop()
-        if interrupted:
-            return self._kind_of_end(f"{collective} on {self._title} failed; {interrupted} ({why})")
-        if timed_out:
-            return CommunicationTimeoutError(
-                f"{collective} on {self._title}: timed out after {self._seconds:g} s; {who} ({why})"
-            )
-        who = (
-            self._failures.reason_for_end(self._waits, hung_up)
-            or f"this rank failed, or another one has died or left ({why})"
-        )
-        if "Duplicate GPU" in str(error):
-            who = (
+        interrupted, why = self._closed, str(error)
+        if not interrupted and "Duplicate GPU" in why:
+            interrupted = (
                 "ranks share a GPU, which NCCL refuses; init_process_group(backend='gloo') moves"
                 " data through the host's memory"
             )
-        return CommunicationError(f"{collective} on {self._title} failed; {who}")
+        hung_up = {self.ranks[peer] for direct in self._direct() for peer in direct.hung_up()}
+        self._closed = self._closed or f"it failed earlier, in {collective}"
+        if interrupted:
+            failure = self._kind_of_end(
+                f"{collective} on {self._title} failed; {interrupted} ({first_sentence(error)})"
+            )
+        else:
+            # before the connections close, which would end the waits of ranks that have come
+            failure = self._peers.failure(
+                collective, self.name, self.ranks, self._place, error, self._seconds, hung_up
+            )
+        self._drop()
+        return failure
 
     def _drop(self) -> None:
         nccl, self._nccl, self._gloo, self._begun = self._nccl, None, None, []

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from bagua_ref.base.launch_environment import Identity, read_launch
-from bagua_ref.base.runtime import RealWorld
+from bagua_ref.base.runtime import World
 from bagua_ref.base.untrusted import NATURAL
 from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.gloo_sockets import sockets_of_server
+from bagua_ref.communicators.missing import Peers
 from bagua_ref.communicators.processes import Processes, leave_to_parent, node_name, this_process
 from bagua_ref.communicators.rendezvous import (
     NoReply,
@@ -35,7 +36,6 @@ from bagua_ref.communicators.rendezvous import (
 )
 from bagua_ref.communicators.shared_memory import shared_by
 from bagua_ref.communicators.torch_distributed import TorchDistributedCommunicator
-from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
 __all__ = ["TorchDistributedTransport", "connect_job", "job_store"]
@@ -98,8 +98,8 @@ class TorchDistributedTransport:
             for (name, gpus, *_) in found
             for peers in [[other for other in found if other[0] == name]]
         )
-        self.waits = Waiting(
-            Prefixed("waiting", self.store),
+        self.peers = Peers(
+            Prefixed("peers", self.store),
             rank,
             world_size,
             Processes([process for *_, process, _ in found], rank),
@@ -129,7 +129,7 @@ class TorchDistributedTransport:
             self._places[self.rank]
         }
         place, own = ranks.index(self.rank), Prefixed(name, store)
-        connection = Connection(own, name, place, ranks, timeout, self.waits, shares_memory)
+        connection = Connection(own, name, place, ranks, timeout, self.peers, shares_memory)
         communicator = TorchDistributedCommunicator(connection, self.uses_nccl)
         self._idle.append(store)  # if that has failed, gloo may still wait in it
         self._communicators.add(communicator)
@@ -139,11 +139,11 @@ class TorchDistributedTransport:
         """Abort every communicator, and serve the store a little longer to ranks that have not
         ended.
         """
-        self.waits.close()
+        self.peers.close()
         for communicator in list(self._communicators):
             communicator.abort()
         if sockets_of_server(self.store):
-            self.waits.await_exits()
+            self.peers.await_exits()
 
     def leave_to_parent(self) -> None:
         """Leave every communicator to the parent of this process, a forked child; using them raises
@@ -156,7 +156,7 @@ class TorchDistributedTransport:
 
 
 def connect_job(
-    world: RealWorld, store: Any, rank: int, size: int, local_size: int, timeout: float
+    world: World, store: Any, rank: int, size: int, local_size: int, timeout: float
 ) -> TorchDistributedTransport:
     """Return the connections of a new job; `job_store` describes the arguments."""
     limit = timeout

@@ -103,13 +103,14 @@ class Processes:
         among = set(ranks)
         if not self._ended & among:
             rank_of = {file: rank for rank, file in self._files.items() if rank in among}
-            poll = select.poll()
-            for file in (*rank_of, self._wakes):
+            poll, forever = select.poll(), math.isinf(seconds)
+            for file in (*rank_of, self._wakes) if forever else rank_of:
                 poll.register(file, select.POLLIN)
-            ready = poll.poll(None if math.isinf(seconds) else math.ceil(1000 * seconds))
-            self._ended.update(
-                rank_of[file] for file, event in ready if file in rank_of and event & select.POLLIN
-            )
+            for file, event in poll.poll(None if forever else math.ceil(1000 * seconds)):
+                if file == self._wakes:
+                    os.read(file, 4096)
+                elif event & select.POLLIN:
+                    self._ended.add(rank_of[file])
         return self._ended & among
 
     def is_stopped(self, rank: int) -> bool:
@@ -121,7 +122,7 @@ class Processes:
         return False
 
     def wake(self) -> None:
-        """End waits of other threads, present and future ones."""
+        """End another thread's wait without a limit, or the next one."""
         os.write(self._wake, b"x")
 
     def close(self) -> None:

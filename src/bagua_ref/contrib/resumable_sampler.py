@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from bagua_ref.base.runtime import RealWorld, current_world
+from bagua_ref.base.runtime import current_world
 from bagua_ref.contrib.sampler_agreement import SamplerAgreement, raise_difference
 from bagua_ref.groups.process_group import _get_default_group
 
@@ -426,12 +426,7 @@ def epoch_of(seed: int, epoch: int) -> int:
 
 def _size_and_rank() -> tuple[int, int]:
     world = current_world()
-    if (
-        isinstance(world, RealWorld)
-        and world.known_identity is None
-        and dist.is_available()
-        and dist.is_initialized()
-    ):
+    if world.transport is None and dist.is_available() and dist.is_initialized():
         # only torch was initialized, perhaps without a launcher
         return dist.get_world_size(), dist.get_rank()
     return world.identity.world_size, world.identity.rank

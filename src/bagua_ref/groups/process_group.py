@@ -18,15 +18,13 @@ import torch
 import torch.distributed as dist
 
 from bagua_ref.base import runtime
-from bagua_ref.base.runtime import Identity, RealWorld, World, current_world
+from bagua_ref.base.runtime import Identity, World, current_world
 from bagua_ref.communicators.base import Communicator, NonMember
-from bagua_ref.communicators.failures import connecting
 from bagua_ref.communicators.gloo_sockets import let_gloo_rest
 from bagua_ref.communicators.job_store import TorchDistributedTransport, connect_job
 from bagua_ref.communicators.processes import refuse_in_child
-from bagua_ref.communicators.rendezvous import interruptible
 from bagua_ref.env import checked_timeout, get_default_timeout
-from bagua_ref.errors import NotInitializedError
+from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.types import Transport
 
 __all__ = [
@@ -312,16 +310,14 @@ def init_process_group(
     if world.transport is not None:
         job = _Job(world, world.transport, timeout)
     else:
-        job = _join(
-            cast("RealWorld", world), store, rank, world_size, local_world_size, backend, timeout
-        )
+        job = _join(world, store, rank, world_size, local_world_size, backend, timeout)
     world.default_group = BaguaProcessGroup(
         range(len(job.transport.node_of)), None, "default", job=job
     )
 
 
 def _join(
-    world: RealWorld,
+    world: World,
     store: Any,
     rank: int,
     world_size: int,
@@ -333,25 +329,7 @@ def _join(
         transport = connect_job(world, store, rank, world_size, local_world_size, timeout)
         rank, world_size = transport.rank, len(transport.node_of)
         chosen = backend or ("nccl" if transport.owns_gpu else "gloo")
-        # a prefix that no earlier attempt of an elastic launch has written to
-        own = transport.store
-        with connecting(own, rank, world_size, transport.waits.processes.ended) as check_others:
-            run = partial(
-                dist.init_process_group,
-                chosen,
-                None,
-                timedelta(seconds=timeout),
-                world_size,
-                rank,
-                own,
-            )
-            if chosen == "nccl":
-                run()  # on this thread, which may have chosen its device
-            else:
-                interruptible(run, check_others, 0.2)
-                # a rank that exits at once must not make the others fail, which may still be
-                # connecting
-                dist.barrier()
+        _make_torch_group(transport, chosen, timeout)
     else:
         for name, given, known in (
             ("rank", rank, dist.get_rank()),
@@ -400,6 +378,32 @@ def _join(
     return job
 
 
+def _make_torch_group(transport: TorchDistributedTransport, backend: str, timeout: float) -> None:
+    """Make torch's default group of all ranks."""
+    rank, members = transport.rank, range(len(transport.node_of))
+
+    def make() -> None:
+        limit = timedelta(seconds=timeout)
+        # a store that no earlier attempt of an elastic launch has written to
+        dist.init_process_group(backend, None, limit, len(members), rank, transport.store)
+
+    def make_and_wait() -> None:
+        make()
+        # a rank that exits at once must not make the others fail, which may still be connecting
+        dist.barrier()
+
+    over_nccl = backend == "nccl"
+    meet = partial(transport.peers.meet, "torch.distributed", members, timeout)
+    try:
+        meet((lambda: None) if over_nccl else make_and_wait)
+        if over_nccl:
+            make()  # on this thread, which may have chosen its device
+    except CommunicationError:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+
+
 def destroy_process_group() -> None:
     """Close every communicator and forget the default group; does nothing if there is none.
 
@@ -434,7 +438,7 @@ def _close(
     world: World, job: _Job, groups: list[BaguaProcessGroup], error: BaseException | None
 ) -> None:
     if job.owns_transport:
-        cast(TorchDistributedTransport, job.transport).waits.report_exit(
+        cast(TorchDistributedTransport, job.transport).peers.report_exit(
             error, None if world.meter is None else world.meter.steps
         )
     world.default_group = None
@@ -444,7 +448,7 @@ def _close(
         return
     job.transport.close()
     world.transport = world.meter = None
-    cast("RealWorld", world).known_identity = None
+    world.known_identity = None
     atexit.unregister(_destroy_at_exit)
     let_gloo_rest()
     job.torch_group = None

@@ -36,6 +36,7 @@ def record(error: BaseException | None = None) -> dict[str, Any]:
     world = current_world()
     now = time.time()
     offset = now - world.clock()
+    waits = [] if world.peers is None else world.peers.under_way()
     found = [
         {name: getattr(operation, name) for name in _RECORDED} for operation in world.operations
     ]
@@ -47,7 +48,7 @@ def record(error: BaseException | None = None) -> dict[str, Any]:
         "world_size": world.identity.world_size,
         "time": now,
         "error": None if error is None else f"{type(error).__name__}: {error}",
-        "waits": [{**wait, "since": wait["since"] + offset} for wait in world.waits()],
+        "waits": [{**wait, "since": wait["since"] + offset} for wait in waits],
         "operations": found,
     }
 

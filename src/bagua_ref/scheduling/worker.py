@@ -222,7 +222,9 @@ class Worker:
                     and count.finished == before
                 ):
                     awaited = self._jobs[before - count.submitted].awaited(self._meter.step)
-                    missing = self._world.who_is_missing(f"did not {awaited}", self.timeout)
+                    peers, missing = self._world.peers, ""
+                    if peers is not None:
+                        missing = peers.missing_in_background(f"did not {awaited}", self.timeout)
                     if self._interrupted or count.finished > before:  # in the meantime
                         continue
                     raise CommunicationTimeoutError(

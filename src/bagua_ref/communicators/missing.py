@@ -1,0 +1,774 @@
+"""Who is missing: what the ranks of a job wait for, why they gave up or ended, and what errors say
+about it (S2.5).
+
+Each rank publishes this in the job's store. A thread compares the waits of all ranks, so that a
+deadlock is found within seconds; another one watches processes of this machine and collectives on
+a device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import Store
+
+from bagua_ref.base.ranks import describe_ends, format_ranks
+from bagua_ref.base.runtime import current_world, is_background_thread
+from bagua_ref.communicators.processes import Processes
+from bagua_ref.communicators.rendezvous import (
+    another_connection,
+    ask,
+    first_sentence,
+    interruptible,
+)
+from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
+
+__all__ = ["Peers", "collective_call", "describe_deadlock", "has_ended", "place_of", "title"]
+
+T = TypeVar("T")
+_collective_call: ContextVar[str] = ContextVar("bagua_ref.collective_call", default="")
+
+_PATIENCE = 5.0
+"""Seconds after which a wait is published, or half of its timeout if that is less."""
+
+_EARLY = 1.0
+"""Seconds after which a wait is named to ranks that time out, and ends if a rank has given up; a
+quarter of its patience if that is less.
+"""
+
+_CONNECTING = 0.5
+"""The patience of ranks that connect: they may wait inside a library that cannot be interrupted."""
+
+_LEFT = "has left"
+_HAS_LEFT = [[_LEFT, "", [], 0]]
+"""The published waits of a rank that has left."""
+
+_LONGEST = 1000
+"""Characters of an exception's text that are reported to the other ranks."""
+
+_LIMIT = 2.0
+"""Seconds to wait for the thread that asks the store; after that, the store counts as
+unreachable.
+"""
+
+_LAST = 5.0
+"""Seconds for which a rank that serves the store waits for the others when it ends, so that they
+can read why.
+"""
+
+_INTERVAL = 1.0
+"""Seconds between two checks of the waits."""
+
+_GRACE = 0.3
+"""Seconds in which a rank must have received what another one had sent before its process ended."""
+
+_TICK = 0.1
+"""Seconds between two checks of works, and of processes some of which have ended."""
+
+_LINGER = 10.0
+"""Seconds after the last work for which works are checked: waking the thread in each step would
+take a training longer.
+"""
+
+_REPLY = 5.0
+"""Seconds to wait for the store when a rank has left."""
+
+_SHORT_REPLY = 0.5
+"""Seconds to wait for the store when a process has ended that may have served it."""
+
+_EXIT_DELAY = 0.2
+"""Seconds between the end of a rank's sockets and that of its process."""
+
+_COMPARING = 3.0
+"""Seconds in which ranks whose calls differ exchange them."""
+
+
+@contextmanager
+def collective_call(name: str) -> Iterator[None]:
+    """Let messages about this thread's waits say that it is in ``name``, a function that all ranks
+    call together.
+    """
+    token = _collective_call.set(name)
+    try:
+        yield
+    finally:
+        _collective_call.reset(token)
+
+
+def place_of(group: str, which: object) -> str:
+    """Return the name, among all waits, of a collective of ``group``."""
+    return f"{group}/{which}"
+
+
+def title(group: str, rank: int, members: Sequence[int]) -> str:
+    """Return the words for ``rank`` as one of the ``members`` of ``group``, all global ranks."""
+    return f"rank {rank} in group {group!r} of {format_ranks(members)}"
+
+
+@dataclass(eq=False)
+class _Wait:
+    what: str
+    place: str
+    """The collective, as `place_of` names it; "" for a wait that only ends when this rank's
+    background thread goes on.
+    """
+    members: Sequence[int]
+    interrupt: Callable[[str], None]
+    is_background: bool
+    since: float
+    timeout: float
+    number: int
+    """Tells it from other waits of this rank in the same collective, such as a second try."""
+    work: Any = None
+    """The work on a device that no thread waits for."""
+
+    @property
+    def patience(self) -> float:
+        return min(_PATIENCE, self.timeout / 2)
+
+    @property
+    def group(self) -> str:
+        return self.place.rpartition("/")[0]
+
+
+class Peers:
+    """The ranks of a job, as one of them knows them.
+
+    If every rank waits, and no collective has all of its members waiting in it, that is a deadlock:
+    all waits are interrupted, on every rank. A wait in a collective of a group that another rank has
+    given up is interrupted, too, and one for a rank whose process has ended, unless that rank has
+    left.
+
+    Args:
+        store: the job's store.
+        rank: this rank.
+        world_size: the number of ranks.
+        processes: those of the ranks, as far as they can be watched.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, processes: Processes) -> None:
+        self._rank, self._world_size, self.processes = rank, world_size, processes
+        self._store = another_connection(store)  # in which no request waits for another rank
+        self._waits: dict[int, _Wait] = {}
+        self._works: list[_Wait] = []
+        self._numbers = itertools.count(1)
+        self._foreground: set[int] = set()
+        """Threads that have waited on behalf of the user's program."""
+        self._lock = threading.Lock()
+        self._published: list[Any] = []
+        """The waits that this rank last published, which block it."""
+        self._is_blocked = False
+        """Whether they still stand in the store."""
+        self._seen: list[Any] = ["", []]
+        """What was last published for ranks that time out: this rank's last operation if it waits
+        for nobody, and the waits that have lasted a while.
+        """
+        self._last_wait = 0.0, math.inf
+        """The end of the last wait, and its patience."""
+        self._failed: list[list[str]] = []
+        """The waits that ended with an error; the other ranks may ask for them a little later."""
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._is_awake = False
+        """Whether the thread that checks works does so without being woken."""
+
+    # Waits, of threads and of works on a device.
+
+    @contextmanager
+    def waiting(
+        self,
+        what: str,
+        place: str,
+        members: Sequence[int],
+        interrupt: Callable[[str], None],
+        is_background: bool = False,
+        timeout: float = math.inf,
+    ) -> Iterator[None]:
+        """Register a wait of the calling thread for as long as this context lasts.
+
+        Args:
+            what: the words that follow "rank 3 waits " in messages.
+            place: the collective that it waits in, named alike on all ranks; "" if it waits for
+                this rank's own thread.
+            members: the ranks of the collective.
+            interrupt: ends the wait, with the reason; called on another thread.
+            is_background: whether the calling thread only does what other threads of this rank
+                submit.
+            timeout: seconds after which the wait ends by itself.
+        """
+        me = threading.get_ident()
+        if not is_background:
+            self._foreground.add(me)
+            if call := _collective_call.get():
+                what = f"in {call} ({what.removeprefix('in ')})"
+        outer = self._waits.get(me)
+        wait = self._waits[me] = self._wait(what, place, members, interrupt, is_background, timeout)
+        self._start()
+        try:
+            yield
+        except BaseException:
+            self._failed.append([what, place])
+            raise
+        finally:
+            with self._with_store() as reached:
+                self._last_wait = time.monotonic(), wait.patience
+                if outer is None:
+                    del self._waits[me]
+                else:
+                    self._waits[me] = outer
+                if reached and self._is_blocked and not self._stop.is_set():
+                    # By this thread and now: the watch may be late, and other ranks would rely on
+                    # what it last published.
+                    self._publish([])
+
+    def watch_work(
+        self,
+        work: Any,
+        what: str,
+        place: str,
+        members: Sequence[int],
+        interrupt: Callable[[str], None],
+        timeout: float,
+    ) -> None:
+        """As `waiting`, for a work on a device, until it is completed; no thread waits for it.
+
+        After ``timeout`` seconds it is interrupted with who is missing. Works are checked in the
+        order in which they were added.
+        """
+        wait = self._wait(what, place, members, interrupt, True, timeout)
+        wait.work = work
+        self._works.append(wait)
+        self._start()
+        if not self._is_awake:
+            self._is_awake = True
+            self.processes.wake()
+
+    def under_way(self) -> list[dict[str, Any]]:
+        """Return the waits of this rank's threads: ``for`` (in words), the ``ranks`` in it, and
+        ``since`` (monotonic time).
+        """
+        waits = list(self._waits.values())
+        return [
+            {"for": wait.what, "ranks": list(wait.members), "since": wait.since} for wait in waits
+        ]
+
+    def meet(self, group: str, members: Sequence[int], timeout: float, make: Callable[[], T]) -> T:
+        """Return ``make()``, in which the ``members`` of ``group`` connect to each other, once all
+        of them have come here.
+
+        Raises:
+            CommunicationTimeoutError: they did not come in time; names the missing ones.
+            CommunicationError: ``make`` has failed, which the others hear, or the wait was
+                interrupted.
+        """
+        who, keys = title(group, self._rank, members), {r: f"here/{group}/{r}" for r in members}
+        mine, reasons, given_up = keys[self._rank], list[str](), threading.Event()
+        place, deadline = place_of(group, "come"), time.monotonic() + timeout
+
+        def come() -> None:
+            pause = 0.001
+            self._store.set(mine, "")
+            while not self._store.check(list(keys.values())) and not given_up.wait(pause):
+                pause = min(1.5 * pause, 0.1)
+
+        def check() -> None:
+            if reasons:
+                raise CommunicationError(f"connect on {who}: {reasons[0]}")
+
+        def check_time() -> None:
+            check()
+            if time.monotonic() < deadline:
+                return
+            missing: list[int] = self._ask(
+                lambda store: [rank for rank in members if not store.check([keys[rank]])], []
+            )
+            why = "the job's store does not answer"
+            if missing:
+                why = self.who_is_missing(place, missing, timeout)
+            raise CommunicationTimeoutError(
+                f"connect on {who}: timed out after {timeout:g} s; {why}"
+            )
+
+        def wait(place: str) -> Any:
+            what, limit = f"in connect of group {group!r}", min(timeout, 2 * _CONNECTING)
+            return self.waiting(what, place, members, reasons.append, is_background_thread(), limit)
+
+        try:
+            try:
+                with wait(place):
+                    interruptible(come, check_time, min(0.2, timeout))
+            except BaseException:
+                given_up.set()
+                # Otherwise a later rank would wait for this one inside the library.
+                self._ask(lambda store: store.delete_key(mine), False)
+                raise
+            place = place_of(group, "connect")
+            with wait(place):
+                return interruptible(make, check, 0.2)
+        except CommunicationError:
+            raise
+        except RuntimeError as error:
+            # This rank may be out of descriptors; the others wait inside the library.
+            self.give_up(group, first_sentence(error))
+            raise self.failure("connect", group, members, place, error, timeout) from None
+
+    # Errors.
+
+    def failure(
+        self,
+        collective: str,
+        group: str,
+        members: Sequence[int],
+        place: str,
+        error: Exception,
+        timeout: float,
+        hung_up: Collection[int] = (),
+    ) -> CommunicationError:
+        """Return the exception for a collective that has failed with a library's ``error``; let the
+        other ranks know if it has timed out.
+
+        Args:
+            collective: its name.
+            group: the communicator's name.
+            members: its ranks.
+            place: the collective's, as `place_of` names it.
+            error: the library's.
+            timeout: seconds without progress after which it fails.
+            hung_up: the ranks whose sockets are closed.
+        """
+        why, who = first_sentence(error), title(group, self._rank, members)
+        if re.search(r"time(d )?out", why, re.IGNORECASE):
+            # this rank still waits: its background thread may be here, and its training thread asks
+            # what that waits for
+            what, background = f"in {collective} of group {group!r}", is_background_thread()
+            with self.waiting(what, place, members, lambda _: None, background, timeout):
+                missing = (
+                    self.who_is_missing(place, members, timeout)
+                    or "all ranks wait in it, but not all data arrived"
+                )
+            self.give_up(group, f"{collective} timed out after {timeout:g} s; {missing}")
+            return CommunicationTimeoutError(
+                f"{collective} on {who}: timed out after {timeout:g} s; {missing} ({why})"
+            )
+        reason = (
+            self._why_ended(group, [rank for rank in members if rank != self._rank], hung_up)
+            or f"this rank failed, or another one has died or left ({why})"
+        )
+        return CommunicationError(f"{collective} on {who} failed; {reason}")
+
+    def give_up(self, group: str, why: str) -> None:
+        """Publish the reason ``why`` this rank gives ``group`` up."""
+
+        def write(store: Store) -> None:
+            store.set(f"gave up/{group}/{self._rank}", why)
+            store.set(
+                f"gave up/{group}", ""
+            )  # one request, instead of one per rank, while nobody has
+
+        self._ask(write, None)
+
+    def different_calls(self, group: str, members: Sequence[int], call: str) -> str:
+        """Publish this rank's ``call``, from which others differ; return a sentence that lists all
+        ranks' calls.
+        """
+        calls: dict[str, list[int]] = {call: [self._rank]}
+        keys = {rank: f"call/{group}/{rank}" for rank in members}
+
+        def publish_and_read(store: Store) -> None:
+            store.set(keys.pop(self._rank), call)
+            until = time.monotonic() + _COMPARING
+            while keys and time.monotonic() < until:
+                for rank in [rank for rank, key in keys.items() if store.check([key])]:
+                    theirs = store.get(keys.pop(rank)).decode()
+                    calls.setdefault(theirs, []).append(rank)
+                time.sleep(0.002)
+
+        self._ask(publish_and_read, None, 2 * _COMPARING)
+        calling = ", ".join(
+            f"{format_ranks(ranks)} call{'s' * (len(ranks) == 1)} {what}"
+            for ranks, what in sorted((sorted(ranks), what) for what, ranks in calls.items())
+        )
+        return (
+            f"in group {group!r} {calling}; all ranks must call the same collective with the same"
+            " arguments, sizes and dtypes"
+        )
+
+    def who_is_missing(
+        self, place: str, members: Sequence[int], timeout: float, what: str = "did not come"
+    ) -> str:
+        """Describe the ``members`` that do not wait in the collective ``place``: their other waits,
+        or their last operation.
+
+        This waits until a rank that has come late must have said so.
+
+        Args:
+            place: the collective.
+            members: its ranks.
+            timeout: that of the wait.
+            what: the words after "rank 3 ".
+        """
+        until = time.monotonic() + min(_PATIENCE, timeout / 2) / 2
+
+        def read(store: Store) -> str:
+            while True:
+                missing: dict[str, list[int]] = {}
+                for rank in (rank for rank in members if rank != self._rank):
+                    key = f"seen/{rank}"
+                    last, seen = json.loads(store.get(key)) if store.check([key]) else ("", [])
+                    if place not in [its for _, its in seen]:
+                        why = " and ".join(words for words, _ in seen)
+                        why = f", waiting {why}" if why else last and f"; last reported: {last}"
+                        if self.processes.is_stopped(rank):
+                            why += "; its process is stopped"
+                        missing.setdefault(why, []).append(rank)
+                if not missing or time.monotonic() > until:
+                    return "; ".join(
+                        f"{format_ranks(ranks)} {what}{why}" for why, ranks in missing.items()
+                    )
+                time.sleep(_TICK)
+
+        return self._ask(read, "")
+
+    def missing_in_background(self, what: str, timeout: float) -> str:
+        """Describe the ranks for which this rank's background threads wait, as `who_is_missing`."""
+        # A wait that has just failed, as another rank gave up, is gone before its error is reported.
+        until = time.monotonic() + min(_PATIENCE, timeout / 2)
+        while True:
+            waits = [
+                wait for wait in self._waits.copy().values() if wait.is_background and wait.place
+            ]
+            if waits or time.monotonic() > until:
+                break
+            time.sleep(_TICK)
+        found = (self.who_is_missing(wait.place, wait.members, timeout, what) for wait in waits)
+        return "; ".join(filter(None, found))
+
+    def _why_ended(self, group: str, others: Sequence[int], hung_up: Collection[int]) -> str:
+        """Return why a connection to the ``others`` in ``group`` has ended, "" if it is unknown."""
+
+        def read(store: Store) -> str:
+            return _who_gave_up(store, group, self._world_size, self._rank) or "; ".join(
+                filter(None, [_verdict(store, self._rank, self._published), *_ends(store, others)])
+            )
+
+        # sockets close a little before a last report is in the store and the process has ended
+        until = time.monotonic() + _EXIT_DELAY
+        while True:
+            ended = self.processes.ended(others)
+            # the store may have ended with the rank that served it
+            reported = self._ask(read, "", _SHORT_REPLY if ended else _REPLY)
+            if reported or ended or time.monotonic() > until:
+                break
+            self.processes.ended(hung_up or others, _TICK / 2)
+        if reported or ended:
+            return reported or has_ended(ended)
+        closed = sorted(hung_up)
+        have = "have" if len(closed) > 1 else "has"
+        return f"{format_ranks(closed)} {have} died or left" if closed else ""
+
+    # The end of this rank.
+
+    def report_exit(self, error: BaseException | None, steps: int | None = None) -> None:
+        """Report the end of this rank to the others; may be called while the interpreter ends.
+
+        Args:
+            error: the exception that ends it; None: it ends normally.
+            steps: its optimizer steps; None: it trained nothing.
+        """
+        end = json.dumps(
+            ["" if error is None else f"{type(error).__name__}: {error}"[:_LONGEST], steps]
+        )
+        # `ask` would start a thread, which newer Pythons refuse by then
+        with self._with_store() as reached:
+            if reached:
+                self._store.set(f"left/{self._rank}", end)
+
+    def await_exits(self) -> None:
+        """Wait until all ranks have reported their ends, at most five seconds: the store ends with
+        this process.
+        """
+        with self._with_store() as reached:
+            if reached:
+                keys = [f"left/{rank}" for rank in range(self._world_size)]
+                self._store.wait(keys, timedelta(seconds=_LAST))
+
+    def close(self) -> None:
+        """Let the other ranks know that this one has left, and end the threads."""
+        self._stop.set()
+        with self._with_store() as reached:
+            if reached:
+                self._store.set(f"waits/{self._rank}", json.dumps(_HAS_LEFT))
+        self.processes.wake()
+        for thread in self._threads:
+            thread.join(_LIMIT)
+        self.processes.close()
+
+    # The threads.
+
+    def _wait(self, what: str, place: str, *others: Any) -> _Wait:
+        members, interrupt, is_background, timeout = others
+        return _Wait(
+            what,
+            place,
+            members,
+            interrupt,
+            is_background,
+            time.monotonic(),
+            timeout,
+            next(self._numbers),
+        )
+
+    def _start(self) -> None:
+        if not self._threads and not self._stop.is_set():
+            self._threads = [
+                threading.Thread(target=watch, name=f"bagua_ref watch of {what}", daemon=True)
+                for what, watch in (("waits", self._watch), ("processes", self._watch_here))
+            ]
+            for thread in self._threads:
+                thread.start()
+
+    def _ask(self, use: Callable[[Store], T], otherwise: T, limit: float = _REPLY) -> T:
+        return ask(self._store, use, otherwise, limit, anew=False)
+
+    @contextmanager
+    def _with_store(self) -> Iterator[bool]:
+        """Hold the lock, if the store can be reached: the watch, which holds it while it asks the
+        store, may hang there.
+        """
+        reached = self._lock.acquire(timeout=_LIMIT)
+        try:
+            with suppress(RuntimeError):  # the store has ended
+                yield reached
+        finally:
+            if reached:
+                self._lock.release()
+
+    def _publish(self, waits: list[Any]) -> None:
+        """Publish ``waits``; the caller holds the lock, so that no wait ends between being seen and
+        being published.
+        """
+        if waits or self._is_blocked:
+            self._store.set(f"waits/{self._rank}", json.dumps(waits))
+            self._published, self._is_blocked = waits or self._published, bool(waits)
+
+    def _watch(self) -> None:
+        before = None
+        # the store ended with the rank that served it, which the collectives notice
+        with suppress(RuntimeError):
+            while not self._stop.wait(min([_INTERVAL, *(w.patience / 4 for w in self._all())])):
+                with self._lock:
+                    before, verdict = self._check(before)
+                for wait in self._waits.copy().values() if verdict else self._early():
+                    if why := verdict or (
+                        wait.place
+                        and _who_gave_up(self._store, wait.group, self._world_size, self._rank)
+                    ):
+                        self._interrupt(wait, why)
+
+    def _watch_here(self) -> None:
+        others, ended = set(range(self._world_size)) - {self._rank}, dict[int, float]()
+        last_work = -math.inf
+        while not self._stop.is_set():
+            self._is_awake = time.monotonic() - last_work < _LINGER
+            if self._works:  # perhaps since a moment ago
+                self._is_awake, last_work = True, time.monotonic()
+            pause = _TICK if ended or self._is_awake else math.inf
+            for rank in self.processes.ended(others, pause):
+                others.remove(rank)
+                if not self._has_left(rank):
+                    ended[rank] = time.monotonic()
+            self._forget_works()
+            self._interrupt_waits(ended)
+
+    def _forget_works(self) -> None:
+        """Forget works that are completed.
+
+        Works mostly end in order, and asking one costs a training time: those after the first that
+        is under way are not asked.
+        """
+        done = list(itertools.takewhile(lambda wait: _is_done(wait.work), self._works.copy()))
+        for wait in done:
+            self._works.remove(wait)
+
+    def _interrupt_waits(self, ended: Mapping[int, float]) -> None:
+        """Interrupt waits for ranks that have ``ended``, at the times given, and late works."""
+        now = time.monotonic()
+        for wait in self._all():
+            dead = ended.keys() & set(wait.members)
+            if dead and now - max(wait.since, *(ended[rank] for rank in dead)) > _GRACE:
+                self._interrupt(wait, has_ended(dead))
+            elif wait.work is not None and now - wait.since > wait.timeout:
+                missing = "" if _is_done(wait.work) else self._missing_from(wait)
+                if missing:
+                    self._interrupt(wait, missing, CommunicationTimeoutError)
+
+    def _missing_from(self, wait: _Wait) -> str:
+        # those who have passed do not wait in it either
+        what = "may not have come"
+        missing = self.who_is_missing(wait.place, wait.members, wait.timeout, what)
+        return f"{wait.what} timed out after {wait.timeout:g} s" + (missing and f"; {missing}")
+
+    def _interrupt(self, wait: _Wait, *why: Any) -> None:
+        if wait.work is None:
+            wait.interrupt(*why)
+        elif wait in self._works:
+            self._works.remove(wait)
+            # the connection has gone, or its library fails to abort what has failed
+            with suppress(ReferenceError, RuntimeError):
+                wait.interrupt(*why)
+
+    def _has_left(self, rank: int) -> bool:
+        key = f"waits/{rank}"
+        return self._ask(
+            lambda store: store.check([key]) and json.loads(store.get(key)) == _HAS_LEFT,
+            False,
+            _GRACE,
+        )
+
+    def _check(self, before: list[Any] | None) -> tuple[list[Any], str]:
+        """Publish this rank's waits; return those of all ranks and, if they have not changed, their
+        deadlock in words.
+        """
+        mine = self._blocked()
+        self._publish(mine)
+        ended, patience = self._last_wait
+        seen = ["", self._failed + [[w.what, w.place] for w in self._early() if w.place]]
+        if not self._waits and time.monotonic() - ended > patience:
+            seen[0] = str(next(reversed(current_world().operations), ""))
+        if seen != self._seen:
+            self._store.set(f"seen/{self._rank}", json.dumps(seen))
+            self._seen = seen
+        keys = [f"waits/{rank}" for rank in range(self._world_size)]
+        if not mine or not self._store.check(keys):
+            return [], ""
+        waits = [json.loads(published) for published in self._store.multi_get(keys)]
+        verdict = _verdict(self._store, self._rank, mine)
+        if (
+            all(waits)
+            and waits == before
+            and not verdict
+            and (deadlock := describe_deadlock(waits))
+            # A rank that has been told of an earlier deadlock and has not heard it yet goes on soon.
+            and not any(
+                its != _HAS_LEFT and _verdict(self._store, rank, its)
+                for rank, its in enumerate(waits)
+            )
+        ):
+            verdict = "; ".join([deadlock, *_ends(self._store, range(self._world_size))])
+            for rank in range(self._world_size):
+                self._store.set(f"verdict/{rank}", json.dumps([waits[rank], verdict]))
+        return waits, verdict
+
+    def _all(self) -> list[_Wait]:
+        return [*self._waits.copy().values(), *self._works.copy()]
+
+    def _early(self) -> list[_Wait]:
+        """Return the waits that have lasted for a while."""
+        now, waits = time.monotonic(), self._all()
+        a_while = min([_EARLY, *(wait.patience / 4 for wait in waits)])
+        return [wait for wait in waits if now - wait.since > a_while]
+
+    def _blocked(self) -> list[Any]:
+        """Return this rank's long waits, as lists that JSON can hold; none if one of its threads
+        may still go on.
+        """
+        now, alive = time.monotonic(), {thread.ident for thread in threading.enumerate()}
+        waits = self._waits.copy()
+        long = {me: wait for me, wait in waits.items() if now - wait.since > wait.patience}
+        in_background = [wait.is_background for wait in long.values()]
+        if (
+            not self._foreground & alive <= long.keys()
+            or all(in_background)
+            # the background thread, for which another one waits, does not
+            or not (any(in_background) or all(wait.place for wait in long.values()))
+        ):
+            return []
+        return [[wait.what, wait.place, list(wait.members), wait.number] for wait in long.values()]
+
+
+def _is_done(work: Any) -> bool:
+    """Return whether ``work`` is completed; a failed one never is, so it is late in the end."""
+    try:
+        return bool(work.is_completed())
+    except RuntimeError:
+        return False
+
+
+def _who_gave_up(store: Store, group: str, world_size: int, rank: int) -> str:
+    """Return the reports of ranks other than ``rank`` that gave ``group`` up; "" if none has."""
+    reports: dict[int, str] = {}
+    for other in range(world_size) if store.check([f"gave up/{group}"]) else ():
+        if other != rank and store.check([key := f"gave up/{group}/{other}"]):
+            reports[other] = store.get(key).decode()
+    # the others followed
+    first = {other: why for other, why in reports.items() if "gave up" not in why}
+    return "; ".join(f"rank {other} gave up: {why}" for other, why in (first or reports).items())
+
+
+def _verdict(store: Store, rank: int, waits: list[Any]) -> str:
+    """Return the deadlock that has been found with these waits of ``rank``; "" if none."""
+    if not store.check([f"verdict/{rank}"]):
+        return ""
+    its, verdict = json.loads(store.get(f"verdict/{rank}"))
+    return str(verdict) if its == waits else ""
+
+
+def _ends(store: Store, ranks: Iterable[int]) -> list[str]:
+    """Describe the ends that those of ``ranks`` which have ended have reported."""
+    ends = {
+        rank: json.loads(store.get(key)) for rank in ranks if store.check([key := f"left/{rank}"])
+    }
+    normal = {rank: steps for rank, (error, steps) in ends.items() if not error}
+    reasons = [f"rank {rank} ended with {error}" for rank, (error, _) in ends.items() if error]
+    return [*reasons, describe_ends(normal)] if normal else reasons
+
+
+def has_ended(ranks: Collection[int]) -> str:
+    """Describe the end of the processes of ``ranks``.
+
+    >>> has_ended({1})
+    'the process of rank 1 has ended'
+    >>> has_ended({3, 2})
+    'the processes of ranks 2-3 have ended'
+    """
+    several = len(ranks) > 1
+    return (
+        f"the process{'es' * several} of {format_ranks(sorted(ranks))}"
+        f" {'have' if several else 'has'} ended"
+    )
+
+
+def describe_deadlock(waits: Sequence[Sequence[Any]]) -> str:
+    """Describe the waits of all ranks if they are a deadlock, else return "".
+
+    Args:
+        waits: those of each rank: a description, the collective, its members, and a number.
+
+    >>> ours = ["in barrier", "all/7", [0, 1], 5]
+    >>> describe_deadlock([[ours], [["in allreduce", "module/3", [0, 1], 6]]])
+    'deadlock: every rank is waiting for another: rank 0 waits in barrier; rank 1 waits in
+    allreduce'
+    >>> describe_deadlock([[ours], [ours]])
+    ''
+    """
+    where = [{place for _, place, *_ in mine if place} for mine in waits]
+    for mine in waits:
+        for _, place, members, _ in mine:
+            if place and all(place in where[member] for member in members):
+                return ""
+    sentences = []
+    for rank, mine in enumerate(waits):
+        what = [what for what, place, *_ in mine if place] or [_LEFT]
+        sentences.append(f"rank {rank} {'' if what == [_LEFT] else 'waits '}{' and '.join(what)}")
+    return f"deadlock: every rank is waiting for another: {'; '.join(sentences)}"
