@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,9 +15,10 @@ from hypothesis import settings
 from bagua_ref.backends import available_backends, register_backend
 from bagua_ref.conformance.cases.strategies import adversarial, name_of
 from bagua_ref.conformance.checks.registry import Check, checks_of, variants
-from bagua_ref.conformance.run.pytest_plugin import judge
-from bagua_ref.conformance.run.runner import OneByOne, row_id
+from bagua_ref.conformance.run.runner import CheckRun, row_id
 from bagua_ref.conformance.run.search import Search
+from bagua_ref.conformance.targets.target import resolve
+from bagua_ref_pytest import conclude
 
 __all__ = [
     "COMPRESSIBLE",
@@ -104,15 +104,8 @@ class Judging:
         if given is not None:
             self.seed = int(given)
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def runs(cls) -> Iterator[OneByOne]:
-        """What runs the checks of this class."""
-        runs = OneByOne()
-        yield runs
-        runs.stop()
-
-    def judge(self, runs: OneByOne, target: Any, check: Check, dtype: str | None) -> None:
+    def judge(self, target: Any, check: Check, dtype: str | None) -> None:
         """Pass, fail, skip or xfail as the check does."""
         how = Search("quick", self.seed)
-        judge(runs, runs.resolve(target), check, dtype, how, self.xfail, self.time_limit)
+        run = CheckRun(resolve(target), how, self.time_limit, frozenset(self.xfail))
+        conclude(run.judge(check, dtype))

@@ -31,8 +31,8 @@ def with_samplers_on(backend: str) -> SimpleNamespace:
 @every_backend
 @every_check("samplers")
 class TestSamplers(Judging):
-    def test_check(self, runs, backend, check, dtype):
-        self.judge(runs, with_samplers_on(backend), check, dtype)
+    def test_check(self, backend, check, dtype):
+        self.judge(with_samplers_on(backend), check, dtype)
 
 
 TARGET = ReferenceTarget()
@@ -40,5 +40,5 @@ TARGET = ReferenceTarget()
 
 @every_check("collectives")
 class TestOwnParts(Judging):
-    def test_check(self, runs, check, dtype):
-        self.judge(runs, TARGET, check, dtype)
+    def test_check(self, check, dtype):
+        self.judge(TARGET, check, dtype)

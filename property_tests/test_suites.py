@@ -24,15 +24,15 @@ def own_parts(backend: str, flatten: bool) -> ReferenceTarget:
 @every_backend
 @every_check("kernels", "codec")
 class TestKernels(Judging):
-    def test_check(self, runs, backend, check, dtype):
-        self.judge(runs, backend, check, dtype)
+    def test_check(self, backend, check, dtype):
+        self.judge(backend, check, dtype)
 
 
 @every_backend_but("cuda-emulated")
 @every_check("comm_ops", "algorithms")
 class TestOperations(Judging):
-    def test_check(self, runs, backend, check, dtype):
-        self.judge(runs, own_parts(backend, flatten=True), check, dtype)
+    def test_check(self, backend, check, dtype):
+        self.judge(own_parts(backend, flatten=True), check, dtype)
 
 
 @pytest.mark.proof
@@ -48,5 +48,5 @@ class TestUnflattened(Judging):
         if "async_model_average" in check.needs
     )
 
-    def test_check(self, runs, backend, check, dtype):
-        self.judge(runs, own_parts(backend, flatten=False), check, dtype)
+    def test_check(self, backend, check, dtype):
+        self.judge(own_parts(backend, flatten=False), check, dtype)

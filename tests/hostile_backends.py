@@ -5,13 +5,16 @@ one thing.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
+from pathlib import Path
 
 import torch
 
 from bagua_ref.backends.reference import ReferenceBackend
-from bagua_ref.backends.reference.codecs import MinMaxUInt8
+from bagua_ref.backends.reference.codecs import MXFP8, MinMaxUInt8, OneBit
+from bagua_ref.conformance.targets.world import own_communicator
 
 
 class Raises(ReferenceBackend):
@@ -27,26 +30,6 @@ class Exits(ReferenceBackend):
 class Interrupts(ReferenceBackend):
     def _add_(self, x, y):
         raise KeyboardInterrupt
-
-
-class Sleeps(ReferenceBackend):
-    def _add_(self, x, y):
-        time.sleep(1000)
-
-
-class HoldsTheInterpreter(ReferenceBackend):
-    def _add_(self, x, y):
-        sum(range(10**14))  # one call into C that holds the interpreter lock
-
-
-class Segfaults(ReferenceBackend):
-    def _add_(self, x, y):
-        os.kill(os.getpid(), signal.SIGSEGV)
-
-
-class Leaves(ReferenceBackend):
-    def _add_(self, x, y):
-        os._exit(0)
 
 
 class RecursesForever(ReferenceBackend):
@@ -81,12 +64,6 @@ class ReadsBeyondTheEnd(ReferenceBackend):
     codecs = {"MinMaxUInt8": LongMinMaxUInt8}
 
 
-class ChangesItsInput(ReferenceBackend):
-    def _add_(self, x, y):
-        super()._add_(x, y)
-        y += 1
-
-
 class UsesTheStoragesStart(ReferenceBackend):
     def _add_(self, x, y):
         super()._add_(x.as_strided(x.shape, (1,), 0), y)
@@ -106,24 +83,9 @@ class ReturnsNothing(ReferenceBackend):
         return None
 
 
-class ReturnsAnotherDtype(ReferenceBackend):
-    def _order_by_complexity(self, keys):
-        return super()._order_by_complexity(keys).int()
-
-
 class ReturnsNaN(ReferenceBackend):
     def _average_(self, x, y):
         x.fill_(float("nan"))
-
-
-class DiffersNowAndThen(ReferenceBackend):
-    calls = 0
-
-    def _add_(self, x, y):
-        super()._add_(x, y)
-        DiffersNowAndThen.calls += 1
-        if DiffersNowAndThen.calls % 7 == 0 and x.numel():
-            x[0] = 12345
 
 
 class ClosesWhatItIsGiven(ReferenceBackend):
@@ -136,7 +98,6 @@ CHECK_OF = {
     ReadsBeyondTheEnd: "codec.S4.2.levels",
     ReturnsWrongShapes: "codec.S4.2.levels",
     ReturnsNothing: "kernels.S7.2.order_by_complexity",
-    ReturnsAnotherDtype: "kernels.S7.2.order_by_complexity",
     ReturnsNaN: "kernels.S3.4.average",
 }
 """The check that must fail, by backend; "kernels.S1.add" where none is given."""
@@ -150,9 +111,94 @@ ALL = [
 ]
 
 
-class Prints(ReferenceBackend):
-    """A correct backend that prints."""
+class ChangesOneBit(OneBit):
+    def compress(self, x, num_chunks, target_chunk=None, out=None):
+        payload = super().compress(x, num_chunks, target_chunk, out)
+        x.zero_()
+        return payload
+
+
+class KeepsMinMaxUInt8(MinMaxUInt8):
+    def compress(self, x, num_chunks, target_chunk=None, out=None):
+        payload = super().compress(x, num_chunks, target_chunk, out)
+        if out is None:  # the memory of the last payload, if it is as long
+            kept = _kept.setdefault(payload.numel(), payload)
+            return kept.copy_(payload)
+        return payload
+
+
+_kept: dict[int, torch.Tensor] = {}
+
+
+class CrashesOnceMXFP8(MXFP8):
+    def compress(self, *arguments, **options):
+        mark = Path(os.environ["CRASHED"])
+        if not mark.exists():
+            mark.touch()
+            os._exit(3)
+        return super().compress(*arguments, **options)
+
+
+class DishonestKernels(ReferenceBackend):
+    """Each method misbehaves in a way of its own; none says so."""
+
+    codecs = {
+        "MinMaxUInt8": KeepsMinMaxUInt8,
+        "OneBit": ChangesOneBit,
+        "MXFP8": CrashesOnceMXFP8,
+    }
 
     def _add_(self, x, y):
-        print("look at me")
-        super()._add_(x, y)
+        raise RuntimeError("out of cheese")
+
+    def _subtract_(self, x, y):
+        """Leave the input as it is."""
+
+    def _combine_ring_(self, x, left, right, weight):
+        x.zero_()
+
+    def _add_scaled_(self, x, y, factor):
+        if x.dtype is not torch.float32:
+            raise RuntimeError("float32 only")
+        super()._add_scaled_(x, y, factor)
+
+    def _divide_(self, x, divisor):
+        if x.numel() == 4:
+            super()._divide_(x, divisor)
+
+    def _gather_flat(self, tensors, out):
+        super()._gather_flat([x.as_strided(x.shape, x.contiguous().stride()) for x in tensors], out)
+
+    def _average_(self, x, y):
+        super()._average_(x, y)
+        if random.random() < 1 / 20:
+            x += 1
+
+    def _async_average_(self, *arguments):
+        time.sleep(0.01)
+        super()._async_average_(*arguments)
+
+    def _update_momentum_(self, *arguments):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def _reduce_chunks_(self, x, num_chunks, target_chunk, average):
+        sum(range(10**14))  # one call into C that holds the interpreter lock
+
+    def _scatter_flat(self, flat, tensors):
+        os.write(1, b"look at me")
+        super()._scatter_flat(flat, tensors)
+
+    def _order_by_complexity(self, keys):
+        return super()._order_by_complexity(keys).int()
+
+
+class Dishonest:
+    """The kernels, and a communicator for two ranks."""
+
+    kernels = DishonestKernels()
+
+    @staticmethod
+    def communicator(world):
+        if world.world_size > 2:
+            raise RuntimeError("two ranks only")
+        return own_communicator(world)

@@ -21,7 +21,7 @@ from tests.scripts import ROOT
 
 from bagua_ref.cli import main
 from bagua_ref.conformance import run_conformance
-from bagua_ref.conformance.run.search import PROFILES, _is_of_connection
+from bagua_ref.conformance.run.search import PROFILES
 from bagua_ref.conformance.targets import process
 from bagua_ref.conformance.targets.process import ProcessTarget
 from bagua_ref.conformance.targets.process_link import DTYPES, ProgramError, Programs
@@ -233,15 +233,6 @@ def test_a_crash_is_told_with_its_call(capsys: pytest.CaptureFixture[str]) -> No
     assert "result = kernels.add_(x, y)" in printed
 
 
-def test_a_program_that_has_ended_is_no_lost_connection() -> None:
-    hidden = ProgramError("it has ended")
-    hidden.__context__ = ConnectionError("the program has ended")
-    assert _is_of_connection(hidden)
-    hidden.__suppress_context__ = True  # as after `raise ... from None`
-    assert not _is_of_connection(hidden)
-    assert _is_of_connection(ConnectionResetError())
-
-
 def test_a_program_that_says_nothing_ends_the_command_at_the_time_limit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -297,11 +288,10 @@ time.sleep(600)
 """It does not read its input again, and so does not see that it has closed."""
 
 
-@pytest.mark.parametrize("jobs", ["0", "1"])
-def test_a_program_that_hangs_ends_with_the_command(tmp_path: Path, jobs: str) -> None:
+def test_a_program_that_hangs_ends_with_the_command(tmp_path: Path) -> None:
     program = tmp_path / "stubborn.py"
     program.write_text(STUBBORN)
-    command = ["verify", "--command", f"{PYTHON} {program} {tmp_path}", "--jobs", jobs]
+    command = ["verify", "--command", f"{PYTHON} {program} {tmp_path}", "--jobs", "1"]
     command += ["--check", "codec.S12.2.payload_OneBit[float32]", "--time-limit", "2"]
     ended = run_script(f"import sys; from bagua_ref.cli import main; sys.exit(main({command}))")
     assert ended.returncode == 1, ended.stderr

@@ -23,11 +23,11 @@ from tests import launch
 from tests.sim_scripts import RIGHT, SCRIPTS, Script, right
 
 from bagua_ref.cli import main
-from bagua_ref.conformance.run.pytest_plugin import sim_world
 from bagua_ref.simulation import Schedule, Schedules, always
 from bagua_ref.simulation.judge import Exploration, Judgement, judge
 from bagua_ref.simulation.programs import Program
 from bagua_ref.simulation.schedules import Fault
+from bagua_ref_pytest import sim_world
 
 assert sim_world  # a fixture
 assert launch  # whose server forks

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from bagua_ref.cli.command import (
@@ -16,17 +19,19 @@ from bagua_ref.cli.command import (
     end_progress,
     foreign_code,
     number,
+    require,
     show_progress,
     write_file,
     write_json,
 )
-from bagua_ref.conformance.checks.registry import all_checks
 from bagua_ref.conformance.clauses import SUITES
 from bagua_ref.conformance.run.report import Result
-from bagua_ref.conformance.run.runner import check_ids, read_xfails, run_conformance
-from bagua_ref.conformance.targets.process import ProcessTarget
-from bagua_ref.conformance.targets.reference_target import ReferenceTarget
-from bagua_ref.conformance.targets.target import assemble, resolve
+from bagua_ref.conformance.run.runner import (
+    NamedTarget,
+    default_jobs,
+    read_xfails,
+    run_conformance,
+)
 from bagua_ref.errors import BaguaError
 
 __all__ = ["add_parser"]
@@ -116,8 +121,8 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         type=_count,
         metavar="N",
         help=(
-            "number of processes; 0: threads of this process (default: one per core, up to 4; 1 if"
-            " the target is external)"
+            "number of worker processes (default: one per core, up to 4; 1 if the target is"
+            " external)"
         ),
     )
     verify.add_argument(
@@ -137,8 +142,8 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a non-negative integer")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
@@ -167,30 +172,24 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: the target cannot be imported or made, or Hypothesis is missing.
     """
+    require("bagua-ref verify", "conformance", "hypothesis", "pytest", "xdist")
     time_limit = arguments.time_limit or (10.0 if arguments.command_line is None else 60.0)
-    named = (
-        arguments.command_line or arguments.target or arguments.backend or arguments.communicator
+    named = NamedTarget(
+        arguments.target, arguments.backend, arguments.communicator, arguments.command_line
     )
-    program = None
-    with foreign_code(f"cannot load {named}"):
-        if arguments.command_line is not None:
-            program = ProcessTarget(arguments.command_line, time_limit)
-            target = resolve(program)
-        elif arguments.target is not None and ":" not in arguments.target:
-            target = assemble(ReferenceTarget(arguments.target), arguments.communicator)
-        else:
-            target = assemble(arguments.target or arguments.backend, arguments.communicator)
+    name = named.command or named.target or named.backend or named.communicator
+    with foreign_code(f"cannot load {name}"), _output_on_stderr():
+        jobs = arguments.jobs or default_jobs(named.load(time_limit))
     try:
-        known = [*all_checks(), *check_ids()]
         report = run_conformance(
-            target,
+            named,
             arguments.suite,
             arguments.profile,
-            read_xfails(arguments.xfails, known) if arguments.xfails else (),
+            read_xfails(arguments.xfails) if arguments.xfails else (),
             arguments.fail_fast,
             checks=arguments.check,
             seed=arguments.seed,
-            jobs=arguments.jobs,
+            jobs=jobs,
             time_limit=time_limit,
             progress=_show,
         )
@@ -214,14 +213,21 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     except CommandError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         code = 2
-    if any("no answer within" in result.message for result in report.results):
-        # A thread that hangs in foreign code would prevent a normal exit, or crash it.
-        arguments.stdout.flush()
-        sys.stderr.flush()
-        if program is not None:
-            program.end()
-        os._exit(code)
     return code
+
+
+@contextlib.contextmanager
+def _output_on_stderr() -> Iterator[None]:
+    """Let nothing that is printed in this context, also by C, get between the lines of JSON."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _show(done: int, total: int, result: Result) -> None:
@@ -229,5 +235,5 @@ def _show(done: int, total: int, result: Result) -> None:
         f"[{done}/{total}] {result.id}: {result.status}",
         done,
         total,
-        keep=result.status in ("failed", "xpassed"),
+        keep=result.failed,
     )

@@ -1,1 +1,1 @@
-"""Running checks: search, isolation, verdicts, reports and pytest."""
+"""Running checks: search, verdicts, workers and reports."""

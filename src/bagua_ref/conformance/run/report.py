@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,10 +11,22 @@ from xml.etree import ElementTree  # XML is written here, never read
 
 __all__ = ["STATUSES", "Report", "Result"]
 
-STATUSES = ("passed", "failed", "xfailed", "xpassed", "skipped", "not covered")
-"""xfailed: failed as expected; xpassed: passed although expected to fail, which counts as a
-failure.
+STATUSES = (
+    "passed",
+    "failed",
+    "error",
+    "xfailed",
+    "xpassed",
+    "skipped",
+    "not tried",
+    "not covered",
+)
+"""error: no worker has reported it; xfailed: failed as expected; xpassed: passed although expected
+to fail; not tried: another dtype of the check has ended its process, or the run has ended before.
+Errors and xpassed count as failures.
 """
+
+_FAILED = ("failed", "error", "xpassed")
 
 
 @dataclass(frozen=True)
@@ -28,7 +41,7 @@ class Result:
         status: one of `STATUSES`.
         sentence: the property that the check tests.
         message: description of the failure, or the reason for skipping.
-        counterexample: a script that shows the failure.
+        counterexample: what repeats the failure, such as a script.
         examples: number of inputs up to the first failure.
         seconds: duration.
     """
@@ -42,6 +55,11 @@ class Result:
     counterexample: str = ""
     examples: int = 0
     seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is a reason for the report not to be passed."""
+        return self.status in _FAILED
 
 
 @dataclass
@@ -74,7 +92,7 @@ class Report:
     def passed(self) -> bool:
         """Whether something was tried and all of it came out as expected."""
         counts = self.counts()
-        return counts["passed"] + counts["xfailed"] > 0 and not counts["failed"] + counts["xpassed"]
+        return counts["passed"] + counts["xfailed"] > 0 and not self.failures()
 
     @property
     def ran(self) -> bool:
@@ -88,7 +106,20 @@ class Report:
 
     def failures(self) -> list[Result]:
         """Return what is the reason that `passed` is False."""
-        return [result for result in self.results if result.status in ("failed", "xpassed")]
+        return [result for result in self.results if result.failed]
+
+    def causes(self) -> list[list[Result]]:
+        """Return the failures in groups, each of one cause: an error with the same message, or the
+        same check, for several dtypes.
+        """
+        groups: dict[str, list[Result]] = {}
+        for result in self.failures():
+            raised = re.search(
+                r"raised \w+: .*|no answer within .*|ended the process.*", result.message
+            )
+            cause = re.sub(r"\d+", "0", raised[0]) if raised else result.id.partition("[")[0]
+            groups.setdefault(f"{result.status} {cause}", []).append(result)
+        return list(groups.values())
 
     def not_tried(self) -> list[str]:
         """Return the suites of which nothing was tried, as the target lacks their part."""
@@ -104,9 +135,13 @@ class Report:
         """
         counts = self.counts()
         lines = [*self._table(), ""]
-        for result in self.failures():
+        for result, *others in self.causes():
             lines += [f"{result.id}: {result.sentence}", f"  {result.message}"]
             lines += [f"    {line}" for line in _clipped(result.counterexample).splitlines()]
+            if others:
+                names = ", ".join(other.id for other in others[:8])
+                more = ", ..." if len(others) > 8 else ""
+                lines.append(f"  {len(others)} more of this cause: {names}{more}")
             lines.append("")
         total = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
         limit = "" if self.max_ranks is None else f", worlds of up to {self.max_ranks} ranks"
@@ -123,33 +158,29 @@ class Report:
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
+        """Return a line for each clause and verdict, with the reason of those that are none."""
         rows: dict[tuple[str, str, str], list[Result]] = {}
         for result in self.results:
-            base = result.id.partition("[")[0]
-            reason = result.message if result.status in ("skipped", "not covered") else ""
-            key = (
-                (base, result.status, reason)
-                if result.status != "not covered"
-                else ("", result.status, reason)
-            )
-            rows.setdefault(key, []).append(result)
+            if result.status == "not covered":
+                rows.setdefault(("", result.status, result.message), []).append(result)
+            else:
+                because = result.message if result.status in ("skipped", "not tried") else ""
+                rows.setdefault((result.clause, result.status, because), []).append(result)
         lines = []
-        for (base, status, reason), results in rows.items():
-            dtypes = [
-                result.id.partition("[")[2].rstrip("]") for result in results if "[" in result.id
-            ]
-            if status == "not covered":
-                lines.append(
-                    f"{status:12} {', '.join(result.id for result in results)}"
-                    + (f": {reason}" if reason else "")
-                )
-                continue
-            what = " ".join([base, *dtypes])
-            tried = (
-                f"{sum(r.examples for r in results)} inputs,"
-                f" {sum(r.seconds for r in results):.1f} s"
+        for (clause, status, because), results in rows.items():
+            names: dict[str, list[str]] = {}
+            for result in results:
+                name, _, dtype = result.id.partition("[")
+                names.setdefault(name, []).append(dtype.rstrip("]"))
+            said = ", ".join(
+                " ".join(filter(None, (name, *found))) for name, found in names.items()
             )
-            lines.append(f"{status:12} {what}: {reason or tried}")
+            if because:
+                said += f": {because}"
+            elif status == "passed":
+                tried = sum(result.examples for result in results)
+                said += f": {tried} inputs, {sum(result.seconds for result in results):.1f} s"
+            lines.append(f"{clause:6} {status:11} {said}")
         return lines
 
     def to_json(self) -> str:
@@ -182,7 +213,7 @@ class Report:
             tests=str(len(self.results)),
             failures=str(len(self.failures())),
             errors="0",
-            skipped=str(counts["skipped"] + counts["not covered"] + counts["xfailed"]),
+            skipped=str(len(self.results) - len(self.failures()) - counts["passed"]),
             time=f"{self.seconds:.3f}",
         )
         for result in self.results:
@@ -190,7 +221,7 @@ class Report:
             case = ElementTree.SubElement(
                 suite, "testcase", classname=name, name=result.id, time=f"{result.seconds:.3f}"
             )
-            if result.status in ("failed", "xpassed"):
+            if result.failed:
                 failure = ElementTree.SubElement(
                     case, "failure", message=_printable(result.message), type=result.status
                 )

@@ -1,12 +1,18 @@
-"""`run_conformance`: selection of checks, parallel runs and known failures."""
+"""`run_conformance`: selection of checks, verdicts in this process or from workers, known
+failures.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
+import os
 import platform
+import queue
+import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -19,6 +25,7 @@ from bagua_ref.conformance.checks.registry import (
     Check,
     all_checks,
     checks_of,
+    prepare,
     reason_to_skip_suite,
     variants,
 )
@@ -29,25 +36,30 @@ from bagua_ref.conformance.clauses import (
     SUITES,
     VECTORS_VERSION,
 )
+from bagua_ref.conformance.lab.journal import Journal, last_call
 from bagua_ref.conformance.lab.lab import KERNELS
-from bagua_ref.conformance.run.isolation import CheckTask, Isolation, can_fork, wait_for
 from bagua_ref.conformance.run.report import Report, Result
-from bagua_ref.conformance.run.search import PROFILES, Outcome, Search
-from bagua_ref.conformance.targets.target import Target, resolve
+from bagua_ref.conformance.run.search import PROFILES, Outcome, Search, search
+from bagua_ref.conformance.run.workers import Workers
+from bagua_ref.conformance.targets.process import ProcessTarget
+from bagua_ref.conformance.targets.reference_target import ReferenceTarget
+from bagua_ref.conformance.targets.target import Target, assemble, resolve
 
 __all__ = [
     "MOST_JOBS",
-    "OneByOne",
+    "CheckRun",
+    "NamedTarget",
     "check_ids",
+    "default_jobs",
     "read_xfails",
     "reason_to_skip",
     "row_id",
     "run_conformance",
-    "verdict",
+    "select",
 ]
 
 MOST_JOBS = 4
-"""The most processes that run without being asked for."""
+"""The most workers that run without being asked for."""
 
 _NEEDS = {
     "kernels": "kernels",
@@ -57,7 +69,60 @@ _NEEDS = {
 """Suite -> the part of a target that it checks; other suites have the name of their part."""
 
 Progress = Callable[[int, int, Result], None]
-_Row = tuple[Check, str | None]
+Row = tuple[Check, str | None]
+
+
+@dataclass
+class NamedTarget:
+    """What the options of a command line name, which a worker can load, too.
+
+    Attributes:
+        target: all parts of bagua_ref with this backend, or ``"pkg.mod:Class"``.
+        backend: a backend's name, or ``"pkg.mod:Class"``.
+        communicator: ``"pkg.mod:factory"``; it may be given with one of these.
+        command: a program that answers requests.
+    """
+
+    target: str | None = None
+    backend: str | None = None
+    communicator: str | None = None
+    command: str | None = None
+
+    def __post_init__(self) -> None:
+        """Remember what is loaded."""
+        self._loaded: Target | None = None
+
+    def load(self, time_limit: float) -> Target:
+        """Return the target, which is made once; a program must start within the time limit.
+
+        Raises:
+            ValueError: not one of the four is given, or an unknown backend.
+            ImportError, AttributeError: ``"pkg.mod:Class"`` is not there.
+        """
+        if self._loaded is None:
+            self._loaded = self._load(time_limit)
+        return self._loaded
+
+    def options(self) -> dict[str, str | None]:
+        """Return what was given, by name."""
+        return {
+            "target": self.target,
+            "backend": self.backend,
+            "communicator": self.communicator,
+            "command": self.command,
+        }
+
+    def _load(self, time_limit: float) -> Target:
+        others = self.target or self.backend or self.communicator
+        if bool(others) == bool(self.command) or (self.target and self.backend):
+            raise ValueError(
+                "name one of target, backend, communicator (also with one of these) and command"
+            )
+        if self.command:
+            return resolve(ProcessTarget(self.command, time_limit))
+        if self.target and ":" not in self.target:
+            return assemble(ReferenceTarget(self.target), self.communicator)
+        return assemble(self.target or self.backend, self.communicator)
 
 
 def run_conformance(
@@ -69,12 +134,12 @@ def run_conformance(
     *,
     checks: Sequence[str] | None = None,
     seed: int = 0,
-    jobs: int | None = None,
+    jobs: int = 0,
     shrink: bool = True,
     time_limit: float = 10.0,
     progress: Progress | None = None,
 ) -> Report:
-    """Check an implementation clause by clause; there is a verdict even if it hangs or crashes.
+    """Check an implementation clause by clause.
 
     Args:
         target: a backend's name, ``"pkg.mod:Class"``, a KernelBackend, or an object with any of
@@ -86,20 +151,20 @@ def run_conformance(
         profile: "quick", "full" or "large": the number of inputs, and how long long ones are.
         xfail: ids of checks, with or without ``[dtype]``, that are known to fail. One that passes
             counts as a failure.
-        fail_fast: stop at the first failure; the remaining checks are skipped.
+        fail_fast: stop at the first failure; the remaining checks are not tried.
         checks: ids of checks, with or without ``[dtype]``, or clauses, S4 with S4.1, S4.2, ...;
             None: all checks of the suites.
         seed: seed of all inputs; the same seed and versions give the same inputs.
-        jobs: number of processes; None: the number of cores, up to 4, or 1 if the target is
-            external; 0: one check at a time on a thread of this process, which is also used where
-            processes cannot be forked (CUDA).
-        shrink: make counterexamples small.
+        jobs: number of worker processes, which load the target by its name; there is a verdict
+            even if one crashes. 0: run in this process, where a crash ends it, and a call that
+            hangs is left behind on a thread.
+        shrink: make counterexamples small; workers always do.
         time_limit: time limit of a single call in seconds.
         progress: called with the number of results so far, the total number, and the latest result.
 
     Raises:
-        ValueError: an unknown backend, suite, profile or xfail id.
-        TypeError: a target without any part to check.
+        ValueError: an unknown backend, suite, profile, check or xfail id.
+        TypeError: a target without any part to check, or workers for a target that is no name.
         ImportError: Hypothesis is not installed.
         BackendUnavailableError: the backend cannot run here.
 
@@ -107,112 +172,166 @@ def run_conformance(
     >>> report.passed
     True
     """
-    wanted = _known("suites", SUITES if suites is None else suites, SUITES)
     _known("profile", [profile], tuple(PROFILES))
-    table = checks_of(wanted)
-    expected, chosen = set(_known_checks("xfail", xfail, table)), None
-    if checks is not None:
-        chosen = set(_known_checks("checks", checks, table, {*CLAUSES, *map(_whole, CLAUSES)}))
-    judged = target if isinstance(target, Target) else resolve(target)
-    plan = [(check, dtype) for check in table.values() for dtype in variants(check)]
-    if chosen is not None:
-        plan = [
-            row
-            for row in plan
-            if chosen & {row_id(*row), row[0].id, row[0].clause, _whole(row[0].clause)}
-        ]
-    begun = time.perf_counter()
-    results: dict[str, Result] = {}
-
-    def add(check: Check, dtype: str | None, status: str, message: str, *found: Any) -> None:
-        name = row_id(check, dtype)
-        results[name] = Result(
-            name, check.suite, check.clause, status, check.sentence, message, *found
+    plan = select(suites, checks)
+    known = frozenset(_listed(xfail))
+    if known:
+        _known("xfail", known, [*all_checks(), *check_ids()])
+    if not isinstance(jobs, int) or jobs < 0:
+        raise ValueError(f"jobs={jobs} must be 0 or a number of processes")
+    named = NamedTarget(backend=target) if isinstance(target, str) else target
+    if jobs and not isinstance(named, NamedTarget):
+        raise TypeError(
+            f"jobs={jobs} needs a target that workers can load by its name, such as"
+            f" 'pkg.mod:Class', not {target!r}; use jobs=0 to run in this process"
         )
-        if progress is not None:
-            progress(len(results), len(plan), results[name])
-
-    for row in plan:
-        if reason := reason_to_skip(judged, *row):
-            add(*row, "skipped", reason)
-    waiting = [row for row in plan if row_id(*row) not in results]
-    with contextlib.closing(
-        _run(waiting, judged, Search(profile, seed, shrink), time_limit, _jobs(jobs, judged))
-    ) as outcomes:
-        for found in outcomes:
-            for row, outcome in found:
-                judgement = verdict(outcome, row_id(*row) in expected or row[0].id in expected)
-                add(*row, *judgement, outcome.snippet, outcome.examples, outcome.seconds)
-            if fail_fast and any(
-                result.status in ("failed", "xpassed") for result in results.values()
-            ):
-                break
-    for row in waiting:
-        if row_id(*row) not in results:
-            add(*row, "skipped", "not tried after a failure (fail_fast)")
-    ordered = [results[row_id(*row)] for row in plan]
-    missing = [
-        clause for clause in NOT_COVERED if chosen is None or chosen & {clause, _whole(clause)}
-    ]
-    ordered += [Result(clause, "", clause, "not covered", CLAUSES[clause]) for clause in missing]
-    return Report(
-        judged.name,
-        ordered,
-        profile,
-        seed,
-        _versions(),
-        time.perf_counter() - begun,
-        judged.max_ranks,
+    judged = (
+        named.load(time_limit)
+        if isinstance(named, NamedTarget)
+        else named
+        if isinstance(named, Target)
+        else resolve(named)
     )
+    begun, results = time.perf_counter(), dict[str, Result]()
+    failed, missing = False, ""
+
+    def add(found: Iterable[Result]) -> None:
+        nonlocal failed
+        for result in found:
+            results[result.id] = result
+            if progress is not None:
+                progress(len(results), len(plan), result)
+            failed |= result.failed
+            if fail_fast and result.status != "not tried" and failed:
+                break
+
+    reasons = {row: reason_to_skip(judged, *row) for row in plan}
+    add(_result(row, "skipped", reason) for row, reason in reasons.items() if reason)
+    rows = [row for row, reason in reasons.items() if not reason]
+    if isinstance(named, NamedTarget) and jobs and rows:
+        workers = Workers(
+            {
+                **named.options(),
+                "profile": profile,
+                "seed": seed,
+                "time-limit": time_limit,
+                "suite": sorted({check.suite for check, _ in rows}),
+                "check": [row_id(*row) for row in rows],
+            },
+            sorted(known),
+            jobs,
+            fail_fast,
+        )
+        by_id = {row_id(*row): row for row in rows}
+        add(_from_worker(said, by_id[said["id"]], known, time_limit) for said in workers.results())
+        missing = f"no worker has reported it: {workers.error()}"
+    else:
+        run = CheckRun(judged, Search(profile, seed, shrink), time_limit, known)
+        add(run.judge(*row) for row in rows)
+    stopped = fail_fast and failed
+    verdict_on_others = (
+        ("not tried", "after a failure (fail_fast)") if stopped else ("error", missing)
+    )
+    add(_result(row, *verdict_on_others) for row in rows if row_id(*row) not in results)
+    ordered = [results[row_id(*row)] for row in plan]
+    wanted = set(_listed(checks)) if checks is not None else None
+    uncovered = [
+        clause for clause in NOT_COVERED if wanted is None or wanted & {clause, _whole(clause)}
+    ]
+    ordered += [Result(clause, "", clause, "not covered", CLAUSES[clause]) for clause in uncovered]
+    seconds = time.perf_counter() - begun
+    return Report(judged.name, ordered, profile, seed, _versions(), seconds, judged.max_ranks)
 
 
-class OneByOne:
-    """Runs checks one at a time, each in a forked process if possible; it is kept for the next
-    check of its suite if all pass.
+def _from_worker(
+    said: dict[str, Any], row: Row, known: frozenset[str], time_limit: float
+) -> Result:
+    """Return the result that a worker has sent, or the verdict on a check that has ended it."""
+    if "ended" not in said:
+        return Result(**said)
+    message, arguments = last_call(said["ended"], time_limit)
+    status = "xfailed" if known & {said["id"], row[0].id} else "failed"
+    return _result(row, status, message, arguments)
 
-    At most `MOST_JOBS` targets and idle processes are kept, those used last, as there may be a new
-    target for each check.
+
+@dataclass
+class CheckRun:
+    """What the checks of a run have in common.
+
+    Attributes:
+        target: the implementation under test.
+        how: settings of the search.
+        time_limit: time limit of a single call in seconds.
+        known: ids of known failures.
+        folder: where workers note their last calls; None: this process must not end, so that
+            checks run on a thread, which is left behind if a call hangs.
+        worker: the worker's name.
     """
 
-    def __init__(self) -> None:
-        self._targets: dict[int, tuple[Any, Target]] = {}
-        """What was given and its target, by the identity of the former."""
-        self._isolations: dict[tuple[int, str, Search, float], Isolation] = {}
-        """Isolations by their targets' identity, suite and settings."""
+    target: Target
+    how: Search
+    time_limit: float
+    known: frozenset[str] = frozenset()
+    folder: Path | None = None
+    worker: str = ""
 
-    def resolve(self, given: Any) -> Target:
-        """Return what `resolve` returns, the same for the same object."""
-        known = self._targets.pop(id(given), None) or (given, resolve(given))
-        self._targets[id(given)] = known
-        if len(self._targets) > MOST_JOBS:
-            del self._targets[next(iter(self._targets))]
-        return known[1]
+    def __post_init__(self) -> None:
+        """Remember calls that ended this process's work."""
+        self._ended: dict[str, str] = {}
 
-    def run(
-        self, target: Target, check: Check, dtype: str | None, how: Search, time_limit: float = 10.0
-    ) -> Outcome:
-        """Run a check for one dtype."""
-        kind = (id(target), check.suite, how, time_limit)
-        isolation = self._isolations.pop(kind, None)
-        if isolation is None:
-            isolation = Isolation(
-                checks_of([check.suite]).values(), target, how, time_limit, can_fork(target)
-            )
-        self._isolations[kind] = isolation
-        if len(self._isolations) > MOST_JOBS:
-            self._isolations.pop(next(iter(self._isolations))).stop()
-        task = isolation.start(check, [dtype])
+    def judge(self, check: Check, dtype: str | None) -> Result:
+        """Return the result of a check for one dtype."""
+        name = row_id(check, dtype)
+        if reason := reason_to_skip(self.target, check, dtype):
+            return _result((check, dtype), "skipped", reason)
+        if ended := self._ending(check):
+            return _result((check, dtype), "not tried", f"{ended}, for another dtype")
+        outcome = self._in_worker(check, dtype) if self.folder else self._on_thread(check, dtype)
+        status, message = verdict(outcome, bool(self.known & {name, check.id}))
+        found = outcome.snippet, outcome.examples, outcome.seconds
+        return _result((check, dtype), status, message, *found)
+
+    def _ending(self, check: Check) -> str:
+        """Return how a call ended the work for another dtype of a check; empty if none did."""
+        if self.folder is not None and (said := self.folder / f"ended {check.id}").exists():
+            return last_call(said.read_text(encoding="utf-8"), self.time_limit)[0]
+        return self._ended.get(check.id, "")
+
+    def _on_thread(self, check: Check, dtype: str | None) -> Outcome:
+        journal, outcomes = Journal(self.time_limit), queue.SimpleQueue[Outcome]()
+
+        def work() -> None:
+            outcomes.put(search(check, dtype, self.target, self.how, journal))
+
+        threading.Thread(target=work, daemon=True, name=row_id(check, dtype)).start()
+        while True:
+            try:
+                return outcomes.get(timeout=0.05)
+            except queue.Empty:
+                if overdue := journal.overdue():
+                    self._ended[check.id] = overdue
+                    return Outcome(overdue)
+
+    def _in_worker(self, check: Check, dtype: str | None) -> Outcome:
+        assert self.folder is not None
+        prepare(check.suite)
+        torch.set_num_threads(1)
+        crashed = self.folder / f"crashed {row_id(check, dtype)}"
+        again = crashed.exists()
+        journal = Journal(self.time_limit, self.folder / self.worker, records=again)
         try:
-            while not (found := task.poll()):
-                wait_for([task])
-            return found[0][1]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                outcome = search(check, dtype, self.target, self.how, journal)
         finally:
-            isolation.end(task, keep=not target.external)
-
-    def stop(self) -> None:
-        """Stop all processes."""
-        while self._isolations:
-            self._isolations.popitem()[1].stop()
+            journal.close()
+        if again:
+            ended, _ = last_call(crashed.read_text(encoding="utf-8"), self.time_limit)
+            more = f"; for another input, {ended}" if outcome.message else ""
+            outcome.message = (
+                outcome.message + more or f"{ended}, but not when all inputs were tried again"
+            )
+        return outcome
 
 
 def check_ids(checks: Iterable[Check] | None = None) -> list[str]:
@@ -292,40 +411,11 @@ def _has(part: Any, name: str) -> bool:
     return True
 
 
-def _run(
-    rows: list[_Row], target: Target, how: Search, time_limit: float, jobs: int
-) -> Generator[list[tuple[_Row, Outcome]], None, None]:
-    """Run checks, ``jobs`` at a time; yield outcomes as they come, and stop running checks when
-    closed.
-    """
-    waiting: dict[Check, list[str | None]] = {}
-    for check, dtype in rows:
-        waiting.setdefault(check, []).append(dtype)
-    queue, running = list(waiting.items()), list[CheckTask]()
-    isolation = Isolation(waiting, target, how, time_limit, fork=jobs > 0)
-    try:
-        while queue or running:
-            while queue and len(running) < max(1, jobs):
-                running.append(isolation.start(*queue.pop(0)))
-            found = []
-            for task in list(running):
-                found += [((task.check, dtype), outcome) for dtype, outcome in task.poll()]
-                if not task.waiting:
-                    running.remove(task)
-                    isolation.end(task)
-            yield found
-            wait_for(running)
-    finally:
-        for task in running:
-            isolation.end(task)
-        isolation.stop()
-
-
 def verdict(outcome: Outcome, known_failure: bool) -> tuple[str, str]:
     """Return the status of an outcome, as in a report, and the message."""
     if outcome.skipped:
         return "skipped", outcome.skipped
-    if not outcome.passed:
+    if outcome.message:
         return "xfailed" if known_failure else "failed", outcome.message
     return (
         ("xpassed", "passed, but is listed as a known failure: remove it from the list")
@@ -334,7 +424,7 @@ def verdict(outcome: Outcome, known_failure: bool) -> tuple[str, str]:
     )
 
 
-def read_xfails(path: Path, known: Sequence[str]) -> tuple[str, ...]:
+def read_xfails(path: Path) -> tuple[str, ...]:
     """Return the ids in a list of known failures: one per line, ``#`` begins a comment.
 
     Raises:
@@ -347,16 +437,52 @@ def read_xfails(path: Path, known: Sequence[str]) -> tuple[str, ...]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8: {error}") from None
     entries = {number: line.partition("#")[0].strip() for number, line in enumerate(lines, start=1)}
+    known = {*all_checks(), *check_ids()}
     for number, entry in entries.items():
         if entry and entry not in known:
             raise ValueError(f"{path} line {number}: no check is called {entry!r}")
     return tuple(filter(None, entries.values()))
 
 
+def select(suites: Sequence[str] | None = None, checks: Sequence[str] | None = None) -> list[Row]:
+    """Return checks with their dtypes.
+
+    Args:
+        suites: names in `SUITES`; None: all.
+        checks: ids of checks, with or without ``[dtype]``, or clauses; None: all.
+
+    Raises:
+        ValueError: a suite or check is unknown.
+    """
+    wanted = _known("suites", SUITES if suites is None else suites, SUITES)
+    table = checks_of(wanted)
+    rows = [(check, dtype) for check in table.values() for dtype in variants(check)]
+    if checks is None:
+        return rows
+    chosen, clauses = set(_listed(checks)), {*CLAUSES, *map(_whole, CLAUSES)}
+    # Other suites are imported only to look for names that these lack.
+    if not chosen <= {*table, *(row_id(*row) for row in rows), *clauses}:
+        _known("checks", checks, [*all_checks(), *check_ids(), *clauses])
+    return [
+        (check, dtype)
+        for check, dtype in rows
+        if chosen & {row_id(check, dtype), check.id, check.clause, _whole(check.clause)}
+    ]
+
+
+def default_jobs(target: Target) -> int:
+    """Return the number of workers for a target if none is asked for."""
+    return 1 if target.external else min(MOST_JOBS, max(1, os.cpu_count() or 1))
+
+
+def _listed(values: Iterable[str]) -> list[str]:
+    return [values] if isinstance(values, str) else list(values)
+
+
 def _known(argument: str, values: Iterable[str], allowed: Sequence[str]) -> list[str]:
-    values = [values] if isinstance(values, str) else list(values)
+    values, known = _listed(values), set(allowed)
     for value in values:
-        if value not in allowed:
+        if value not in known:
             close = difflib.get_close_matches(str(value), allowed, n=3) or list(allowed)[:8]
             raise ValueError(
                 f"{argument}: {value!r} is unknown; closest are {', '.join(map(repr, close))}"
@@ -364,31 +490,9 @@ def _known(argument: str, values: Iterable[str], allowed: Sequence[str]) -> list
     return values
 
 
-def _known_checks(
-    argument: str, values: Iterable[str], table: dict[str, Check], more: Iterable[str] = ()
-) -> list[str]:
-    """Return ``values`` if each names a check; other suites are imported only to look for names
-    that these lack.
-    """
-    values = [values] if isinstance(values, str) else list(values)
-    known = [*table, *check_ids(table.values()), *more]
-    if not set(known).issuperset(values):
-        known = [*all_checks(), *check_ids(), *more]
-    return _known(argument, values, known)
-
-
-def _jobs(jobs: int | None, target: Target) -> int:
-    if jobs is not None and jobs < 0:
-        raise ValueError(f"jobs={jobs} must be None, 0 or a number of processes")
-    if not can_fork(target):
-        return 0
-    return (
-        jobs
-        if jobs is not None
-        else 1
-        if target.external
-        else min(MOST_JOBS, max(1, torch.multiprocessing.cpu_count()))
-    )
+def _result(row: Row, status: str, message: str, *found: Any) -> Result:
+    check = row[0]
+    return Result(row_id(*row), check.suite, check.clause, status, check.sentence, message, *found)
 
 
 def _versions() -> dict[str, str]:

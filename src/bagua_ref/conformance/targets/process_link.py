@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import multiprocessing
 import os
 import shlex
 import shutil
@@ -28,7 +27,10 @@ from torch import Tensor
 
 from bagua_ref.conformance.cases.tensor_files import CODES, bytes_of, name_of
 
-__all__ = ["DTYPES", "Link", "ProgramError", "Programs", "exit_text"]
+__all__ = ["DTYPES", "WORKER", "Link", "ProgramError", "Programs", "exit_text"]
+
+WORKER = "BAGUA_REF_WORKER"
+"""The environment variable of a worker, which is killed with all that it has started."""
 
 DTYPES = {name_of(dtype): dtype for dtype in CODES if dtype is not torch.uint64}
 """The dtypes of tensors in messages, by their names there."""
@@ -272,8 +274,8 @@ class Programs:
             stdin=end.fileno(),
             stdout=end.fileno(),
             stderr=self._errors,
-            # What a check's process starts stays in its group, which is killed whole.
-            start_new_session=multiprocessing.parent_process() is None,
+            # What a worker starts stays in its group, which is killed whole.
+            start_new_session=WORKER not in os.environ,
             env={**os.environ, "TMPDIR": str(self.folder)},
         )
         self._processes.append(process)
@@ -294,7 +296,7 @@ def _split(command: str) -> list[str]:
 def _end(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):  # it has ended
-            if multiprocessing.parent_process() is None:
+            if WORKER not in os.environ:
                 os.killpg(process.pid, signal.SIGKILL)
             else:
                 process.kill()

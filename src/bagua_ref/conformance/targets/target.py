@@ -23,6 +23,7 @@ PARTS = ("kernels", "communicator", "comm_ops", "algorithms", "samplers")
 """The attributes of a target that suites check."""
 
 _NOT_HERE = "<locals>"
+_KERNELS = ("codecs", *(name[1:] for name in KernelBackend.__abstractmethods__))
 
 TAIL = 7
 """Elements beyond a block: fewer than any vector has, and no multiple of one."""
@@ -92,10 +93,10 @@ def resolve(target: Any) -> Target:
     """Return the parts of a target.
 
     Args:
-        target: a backend's name or ``"pkg.mod:Class"``, a KernelBackend (or its class), or an
-            object with some of `PARTS` and optionally ``capabilities``, a mapping with any of
-            ``"dtypes"`` and ``"max_ranks"``, which limit what is tried, ``"external"`` and
-            ``"tile_sizes"``.
+        target: a backend's name or ``"pkg.mod:Class"``, an object with some of the methods of a
+            KernelBackend (or its class), or one with some of `PARTS`; optionally with
+            ``capabilities``, a mapping with any of ``"dtypes"`` and ``"max_ranks"``, which limit
+            what is tried, ``"external"`` and ``"tile_sizes"``.
 
     Raises:
         ValueError: no backend has this name, or capabilities are invalid.
@@ -121,7 +122,12 @@ def resolve(target: Any) -> Target:
         if reason is not None:
             raise BackendUnavailableError(f"target={target.__name__} cannot run: {reason}")
         target = target()
-    if isinstance(target, KernelBackend):
+    parts = {
+        part: getattr(target, part) for part in PARTS if getattr(target, part, None) is not None
+    }
+    # Kernels need not be a KernelBackend: those of a program or in C are not.
+    is_backend = isinstance(target, KernelBackend)
+    if is_backend or (not parts and any(hasattr(target, name) for name in _KERNELS)):
         name = getattr(target, "name", type(target).__name__)
         return Target(
             name,
@@ -130,12 +136,9 @@ def resolve(target: Any) -> Target:
             device=_device(target),
             **_capabilities(target),
         )
-    parts = {
-        part: getattr(target, part) for part in PARTS if getattr(target, part, None) is not None
-    }
     if not parts:
         raise TypeError(
-            f"target={target!r} must be a backend's name, a KernelBackend or have one of"
+            f"target={target!r} must be a backend's name, have a kernel or one of"
             f" {', '.join(PARTS)}"
         )
     kernels = parts.get("kernels")

@@ -1,0 +1,91 @@
+"""Workers: pytest with pytest-xdist in a child process, as `bagua-ref verify` runs checks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bagua_ref.conformance.targets.process_link import WORKER
+
+__all__ = ["Workers"]
+
+
+class Workers:
+    """A run of pytest whose plugin `bagua_ref_pytest` reports each check.
+
+    Nothing of the user's own pytest takes part: no configuration, no plugins, no options. A worker
+    that dies is replaced; what targets print goes nowhere, so that it cannot mix with a report.
+
+    Args:
+        options: the plugin's options without ``--bagua-``; None is left out.
+        known: ids of known failures.
+        jobs: number of workers.
+        fail_fast: end at the first failure.
+    """
+
+    def __init__(
+        self, options: Mapping[str, Any], known: Sequence[str], jobs: int, fail_fast: bool
+    ) -> None:
+        self._options, self._known, self._jobs, self._fail_fast = options, known, jobs, fail_fast
+        self._printed, self._code = "", 0
+
+    def results(self) -> Iterator[dict[str, Any]]:
+        """Yield each result as it comes: a `Result`, or what a worker's file says after its end."""
+        with tempfile.TemporaryDirectory(prefix="bagua_ref-") as name:
+            folder = Path(name)
+            xfails, printed, tests = folder / "xfails", folder / "printed", folder / "tests"
+            xfails.write_text("\n".join(self._known), encoding="utf-8")
+            tests.mkdir()
+            readable, writable = os.pipe()
+            command = [sys.executable, "-m", "pytest", tests, "-c", os.devnull, "--rootdir", tests]
+            command += ["-q", "-W", "ignore", "-n", self._jobs, "--maxschedchunk", 1]
+            # xdist would give up after four crashes of a worker.
+            command += ["--max-worker-restart", 10**6, *["--exitfirst"] * self._fail_fast]
+            for plugin in ("xdist", "bagua_ref_pytest", "no:cacheprovider", "no:faulthandler"):
+                command += ["-p", plugin]
+            command += ["--bagua-workers", f"{folder}:{writable}", "--bagua-xfails", xfails]
+            for option, value in self._options.items():
+                values = value if isinstance(value, list) else [] if value is None else [value]
+                command += [f"--bagua-{option}={each}" for each in values]
+            environment = {
+                variable: value
+                for variable, value in os.environ.items()
+                if not variable.startswith("PYTEST_")
+            }
+            environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+            environment[WORKER] = "1"
+            environment["TMPDIR"] = name  # what a worker that dies leaves goes with the folder
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+            with printed.open("w") as out, open(readable, encoding="utf-8") as lines:
+                pytest = subprocess.Popen(  # noqa: S603 # ours
+                    [str(word) for word in command],
+                    env=environment,
+                    pass_fds=[writable],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                os.close(writable)
+                try:
+                    yield from map(json.loads, lines)
+                    self._code = pytest.wait()
+                finally:
+                    # Also what workers have started, such as a program that does not end itself.
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pytest.pid, signal.SIGKILL)
+                    pytest.wait()
+                    self._printed = printed.read_text(encoding="utf-8", errors="replace")
+
+    def error(self) -> str:
+        """Return what is known when results are missing, after `results` has ended."""
+        last = self._printed.strip().splitlines()[-20:]
+        return "\n".join([f"pytest has ended with exit code {self._code}", *last])

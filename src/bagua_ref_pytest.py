@@ -1,0 +1,196 @@
+"""A pytest plugin: every check of bagua_ref's specification as an item, and the fixture
+``sim_world``.
+
+It is a module beside the package, as pytest imports it wherever it is installed: it brings torch
+only when a target is named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Generator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from bagua_ref.conformance.run.report import Result
+    from bagua_ref.conformance.run.runner import CheckRun
+
+__all__ = ["conclude", "sim_world"]
+
+
+@pytest.fixture
+def sim_world() -> Callable[..., Any]:
+    """Return ``check(function, ranks=2, **options)``, which runs a program of torch.distributed
+    under many schedules.
+
+    ``function()`` is called on every rank, in forks of this process. The test fails with the first
+    error; else the report is returned. ``options`` are those of `Exploration`, such as ``seeds=20``
+    or ``faults=("kill",)``.
+    """
+    from bagua_ref.simulation.judge import Exploration, judge
+    from bagua_ref.simulation.programs import Program
+
+    def check(function: Callable[[], Any], ranks: int = 2, **options: Any) -> Any:
+        name = getattr(function, "__qualname__", repr(function))
+        report = judge(
+            Program(name, function=function),
+            Exploration(options.pop("nodes", (ranks,)), **options),
+        )
+        if report.verdict != "agree":
+            found = report.finding
+            pytest.fail(
+                f"{found.message}\nschedule: {found.schedule}"
+                if found
+                else f"no verdict after {report.runs} runs",
+                pytrace=False,
+            )
+        return report
+
+    return check
+
+
+def conclude(result: Result) -> None:
+    """End a test with the verdict of a check: pass, fail, skip or xfail."""
+    if result.status in ("skipped", "not tried"):
+        pytest.skip(result.message)
+    if result.status == "xfailed":
+        pytest.xfail(result.message)
+    if result.status != "passed":
+        pytest.fail(
+            f"{result.id}: {result.sentence}\n{result.message}\n\n{result.counterexample}",
+            pytrace=False,
+        )
+
+
+_TARGETS = ("target", "backend", "communicator", "command")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options, which are those of ``bagua-ref verify``."""
+    group = parser.getgroup("bagua_ref conformance")
+    for name, metavar, said in (
+        ("target", "NAME|pkg.mod:Class", "check all parts of bagua_ref with this backend"),
+        ("backend", "NAME|pkg.mod:Class", "check this kernel backend or target"),
+        ("communicator", "pkg.mod:factory", "check these collectives"),
+        ("command", "PROGRAM", "check a program that answers requests"),
+        ("xfails", "FILE", "ids of checks that are known to fail, one per line"),
+    ):
+        group.addoption(f"--bagua-{name}", metavar=metavar, help=said)
+    for name, said in (("suite", "run only this suite"), ("check", "run only this check")):
+        group.addoption(
+            f"--bagua-{name}", action="append", metavar="NAME", help=f"{said}; may be repeated"
+        )
+    group.addoption(
+        "--bagua-profile",
+        choices=("quick", "full", "large"),
+        default="quick",
+        help="how many inputs to try, and how long long ones are",
+    )
+    group.addoption("--bagua-seed", type=int, default=0, help="seed of all inputs")
+    group.addoption(
+        "--bagua-time-limit", type=float, default=10.0, help="time limit of a call in seconds"
+    )
+    # `bagua-ref verify` passes a folder for notes of workers, and a file descriptor for results.
+    group.addoption("--bagua-workers", metavar="FOLDER:FD")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m select
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Append an item for each check and dtype, if a target is named."""
+    said = {name: config.getoption(f"--bagua-{name}") for name in _TARGETS}
+    if not any(said.values()):
+        return
+    from bagua_ref.conformance.run.runner import CheckRun, NamedTarget, read_xfails, row_id, select
+    from bagua_ref.conformance.run.search import Search
+
+    limit = config.getoption("--bagua-time-limit")
+    try:
+        xfails = config.getoption("--bagua-xfails")
+        run = CheckRun(
+            NamedTarget(**said).load(limit),
+            Search(config.getoption("--bagua-profile"), config.getoption("--bagua-seed")),
+            limit,
+            frozenset(read_xfails(Path(xfails)) if xfails else ()),
+            _folder(config),
+            getattr(config, "workerinput", {}).get("workerid", ""),
+        )
+        rows = select(
+            config.getoption("--bagua-suite") or None, config.getoption("--bagua-check") or None
+        )
+    except (ValueError, TypeError, ImportError, AttributeError, RuntimeError, OSError) as error:
+        raise pytest.UsageError(f"{type(error).__name__}: {error}") from error
+    for row in rows:
+        name = row_id(*row)
+        items.append(_Item.from_parent(session, name=name, nodeid=name, run=run, row=row))
+
+
+class _Item(pytest.Item):
+    def __init__(self, *, run: CheckRun, row: Any, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._run, self._row = run, row
+
+    def runtest(self) -> None:
+        self.result = self._run.judge(*self._row)
+        conclude(self.result)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        return Path(__file__), None, self.name
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Give a report its result, which a worker sends with it."""
+    report = yield
+    if call.when == "call" and hasattr(item, "result"):
+        report.bagua_result = asdict(item.result)  # type: ignore[attr-defined]
+    return report
+
+
+def _folder(config: pytest.Config) -> Path | None:
+    said = config.getoption("--bagua-workers")
+    return Path(said.rpartition(":")[0]) if said else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the process that has the workers pass their results on."""
+    if (folder := _folder(config)) is not None and not hasattr(config, "workerinput"):
+        fd = int(config.getoption("--bagua-workers").rpartition(":")[2])
+        config.pluginmanager.register(_Results(folder, fd))
+
+
+class _Results:
+    """Results as lines of JSON; a check that ends a worker is repeated once, with its arguments
+    recorded.
+    """
+
+    def __init__(self, folder: Path, fd: int) -> None:
+        self._folder, self._fd = folder, fd
+
+    @pytest.hookimpl(optionalhook=True)  # of xdist
+    def pytest_handlecrashitem(self, crashitem: str, report: Any, sched: Any) -> None:
+        said = (self._folder / report.node.gateway.id).read_text(encoding="utf-8")
+        crashed = self._folder / f"crashed {crashitem}"
+        if not crashed.exists():
+            crashed.write_text(said, encoding="utf-8")
+            sched.mark_test_pending(crashitem)
+        else:
+            (self._folder / f"ended {crashitem.partition('[')[0]}").write_text(said, "utf-8")
+            self._send({"id": crashitem, "ended": said})
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if hasattr(report, "bagua_result"):
+            self._send(report.bagua_result)
+
+    def _send(self, result: dict[str, Any]) -> None:
+        line = json.dumps(result).encode() + b"\n"
+        while line:
+            line = line[os.write(self._fd, line) :]
