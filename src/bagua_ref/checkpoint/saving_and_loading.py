@@ -302,7 +302,9 @@ def _chosen(folder: Path, step: int | None) -> tuple[Path, Manifest] | None:
         return place, manifest
     if damages:
         raise CheckpointError("; ".join(damages))
-    nothing = f"{folder} holds no complete checkpoint" + ("" if step is None else f" of step {step}")
+    nothing = f"{folder} holds no complete checkpoint" + (
+        "" if step is None else f" of step {step}"
+    )
     if alone or step is not None:
         raise CheckpointError(nothing)
     warnings.warn(f"{nothing}, so load() returns None: nothing was loaded", stacklevel=3)
