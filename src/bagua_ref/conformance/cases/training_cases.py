@@ -36,6 +36,7 @@ __all__ = [
     "matrix_weights",
     "momenta",
     "multi_rank_worlds",
+    "not_finite_in_places",
     "of_rank",
     "on_a_grid",
     "outer_optimizer",
@@ -61,10 +62,8 @@ multi_rank_worlds = st.sampled_from([(2,), (1, 1), (2, 1), (3,), (2, 2)])
 
 def sized_worlds(dtype: torch.dtype) -> st.SearchStrategy[tuple[int, ...]]:
     """Worlds; for 16 bits of at most 2 ranks, whose sums are the same in any order."""
-    most = 2 if dtype.itemsize == 2 else 4
-    return st.sampled_from(
-        [nodes for nodes in ((2,), (1, 1), (1,), (2, 1), (3,), (1, 2, 1)) if sum(nodes) <= most]
-    )
+    few, more = [(2,), (1, 1), (1,)], [(2, 1), (3,), (1, 2, 1), (3, 3), (7,)]
+    return st.sampled_from(few if dtype.itemsize == 2 else [*few, *more])
 
 
 # Weights.
@@ -95,7 +94,16 @@ def grid_weights(
     forms = [draw(_shapes) for _ in dtypes] if forms is None else forms
     seed = draw(seeds)
     like = [torch.empty(form, dtype=dtype) for dtype, form in zip(dtypes, forms, strict=True)]
-    return [on_a_grid(seed + place, w, 32) for place, w in enumerate(like)]
+    return [_laid_out(on_a_grid(seed + p, w, 32), seed // 7 + p) for p, w in enumerate(like)]
+
+
+def _laid_out(w: Tensor, seed: int) -> Tensor:
+    """Return a parameter in one of torch's layouts: row-major, transposed, or channels-last."""
+    if w.dim() == 4 and seed % 2:
+        return w.contiguous(memory_format=torch.channels_last)
+    if w.dim() > 1 and seed % 3 == 0:
+        return w.transpose(0, 1).contiguous().transpose(0, 1)
+    return w
 
 
 def any_weights(draw: Draw, dtype: torch.dtype, most: int = 4, fewest: int = 1) -> list[Tensor]:
@@ -175,6 +183,25 @@ def poisoned_at(draw: Draw, step: int) -> Callable[[ByRank], ByRank]:
         x[draw(st.integers(0, x.numel() - 1))] = draw(
             st.sampled_from([float("nan"), float("inf"), -float("inf")])
         )
+        return gradients
+
+    return poisoned
+
+
+def not_finite_in_places(draw: Draw) -> Callable[[ByRank], ByRank]:
+    """Return a function that makes one number of each gradient NaN or infinite on some ranks, so
+    that infinities of both signs meet.
+    """
+    generator = np.random.default_rng(draw(seeds))
+
+    def poisoned(gradients: ByRank) -> ByRank:
+        for step, given in enumerate(gradients[0]):
+            for place, like in given.items():
+                at = int(generator.integers(max(1, like.numel())))
+                for rank in gradients:
+                    if generator.integers(2):
+                        special = generator.choice([np.nan, np.inf, -np.inf, np.inf, -np.inf])
+                        rank[step][place].view(-1)[at : at + 1] = float(special)
         return gradients
 
     return poisoned
@@ -368,6 +395,7 @@ def flawed(n: int, a: int) -> list[Graph]:
     if n > 1:
         flaws.append({a: [(b, 1.0)], b: [(a, 1.0)]})  # own ranks missing
         flaws.append({a: [(a, 0.5), (b, 0.5)]})  # columns
+        flaws.append({a: [(a, 1 - 2e-6), (b, 2e-6)]})  # columns, just beyond the tolerance
         flaws.append({a: [(a, 1.0), (b, 0.5)], b: [(b, 0.5)]})  # rows
         flaws.append({a: [(a, 2.0), (b, -1.0)], b: [(b, 2.0), (a, -1.0)]})
     return [rows[1:], [*rows, [(n, 1.0)]]] + [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,8 +33,9 @@ from bagua_ref.conformance.cases.training_cases import (
     exact_gradients,
     graph_cases,
     grid_weights,
+    not_finite_in_places,
 )
-from bagua_ref.conformance.checks.registry import check, check_trainings, nothing
+from bagua_ref.conformance.checks.registry import check
 from bagua_ref.conformance.expected import algorithms_numpy as plain
 from bagua_ref.conformance.expected import decentralized_numpy
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
@@ -111,15 +111,30 @@ GRADIENT_ALLREDUCE = TrainedAlgorithm(
     "gradient_allreduce",
     _options_of_gradients,
     _follow_gradients,
-    worlds=lambda dtype: worlds(5),
+    worlds=lambda dtype: worlds(5) | st.sampled_from([(6,), (7,), (4, 5)]),
     steps=lambda draw, options: draw(st.integers(1, 3)),
 )
 BYTEGRAD = replace(
     GRADIENT_ALLREDUCE,
     method="bytegrad",
-    worlds=lambda dtype: worlds(5) | st.sampled_from([(2, 1), (1, 3), (2, 2), (2, 1, 2)]),
+    worlds=lambda dtype: worlds(7) | st.sampled_from([(2, 1), (1, 3), (2, 2), (2, 1, 2)]),
     gradients=of_kinds(any_kind),
 )
+
+
+@check("S5.1", "gradients", dtypes=FLOATS, needs=("gradient_allreduce",), effort=0.2)
+def gradients(lab: Lab, draw: Draw) -> None:
+    """Every rank updates its weights with the sum or mean of all ranks' gradients."""
+    if draw(st.booleans()):
+        GRADIENT_ALLREDUCE.train(lab, draw)
+    else:
+        GRADIENT_ALLREDUCE.train(lab, draw, change=not_finite_in_places(draw), steps=1)
+
+
+@check("S5.2", "gradients", dtypes=COMPRESSIBLE, needs=("bytegrad",), effort=0.3)
+def gradients_in_bytes(lab: Lab, draw: Draw) -> None:
+    """Every rank updates its weights with gradients sent as one byte per element, bit for bit."""
+    BYTEGRAD.train(lab, draw, hierarchical=draw(st.sampled_from([True, True, False])))
 
 
 @check("S2.1", "buckets", needs=("bytegrad",), effort=0.7)
@@ -258,6 +273,53 @@ def _two_pairs(between: bool) -> st.SearchStrategy[tuple[int, ...]]:
     return st.sampled_from([(1, 1, 1, 1), (2, 1, 1, 1)] if between else [(4,), (3, 1)])
 
 
+def _in_pairs(algorithm: TrainedAlgorithm, lab: Lab, draw: Draw, most: int) -> None:
+    between = draw(st.booleans())
+    nodes = draw(_two_pairs(between) | paired_worlds(between, most))
+    algorithm.train(lab, draw, nodes=nodes, hierarchical=between, peer_selection_mode="shift_one")
+
+
+@check("S5.3", "shift_one", dtypes=FLOATS, needs=("decentralized",), effort=0.2)
+def shift_one(lab: Lab, draw: Draw) -> None:
+    """At steps divisible by the interval, weights are averaged with the next peer; then each rank
+    applies its own gradient.
+    """
+    _in_pairs(DECENTRALIZED, lab, draw, 6)
+
+
+@check("S5.3", "in_forward", dtypes=FLOATS, needs=("decentralized_in_forward",), effort=0.1)
+def in_forward(lab: Lab, draw: Draw) -> None:
+    """While weights are averaged in the background, forward and backward use the old ones: they are
+    replaced after the backward.
+    """
+    _in_pairs(_FORWARDS, lab, draw, 4)
+
+
+@check("S5.3", "all", dtypes=FLOATS, needs=("decentralized",), effort=0.2)
+def all_ranks(lab: Lab, draw: Draw) -> None:
+    """At steps divisible by the interval, weights are averaged over all ranks; then each rank
+    applies its own gradient.
+    """
+    DECENTRALIZED.train(lab, draw)
+
+
+@check("S13.5", "interval", dtypes=FLOATS, needs=("decentralized_on_graph",), effort=0.2)
+def interval_on_graphs(lab: Lab, draw: Draw) -> None:
+    """At steps divisible by the interval, weights are averaged along the next graph; then each rank
+    applies its own gradient.
+    """
+    graph, nodes, between = draw(graph_cases(6, changing=draw(st.booleans())))
+    ON_GRAPH.train(lab, draw, nodes=nodes, graph=graph, hierarchical=between)
+
+
+@check("S5.4", "ring", dtypes=COMPRESSIBLE, needs=("low_precision_decentralized",), effort=0.3)
+def ring(lab: Lab, draw: Draw) -> None:
+    """After optimizer steps divisible by the interval, weights are averaged on the ring, bucket by
+    bucket, bit for bit.
+    """
+    RING.train(lab, draw, steps=draw(st.integers(1, 5)))
+
+
 @check("S5.3", "several_dtypes", needs=("decentralized",), effort=0.3)
 def several_dtypes(lab: Lab, draw: Draw) -> None:
     """Weights of each dtype are averaged in every round, all with the same peer."""
@@ -333,10 +395,7 @@ def follow_qadam(
                 for mass, old, new in zip(rounded, before, after, strict=True)
             ]
         before = after
-        mass = [
-            torch.from_numpy(mass).view_as(w)
-            for mass, w in zip(rounded, training.weights, strict=True)
-        ]
+        mass = [training.shaped(p, torch.from_numpy(mass)) for p, mass in enumerate(rounded)]
         training.step([after] * training.n, SUM(4), mass)
 
 
@@ -349,109 +408,9 @@ QADAM = TrainedAlgorithm(
 )
 
 
-# Trainings that need no function of their own.
-
-
-def _in_pairs(lab: Lab, draw: Draw, most: int = 6) -> dict[str, Any]:
-    between = draw(st.booleans())
-    nodes = draw(_two_pairs(between) | paired_worlds(between, most))
-    return {"nodes": nodes, "hierarchical": between, "peer_selection_mode": "shift_one"}
-
-
-def _on_a_graph(lab: Lab, draw: Draw) -> dict[str, Any]:
-    graph, nodes, between = draw(graph_cases(6, changing=draw(st.booleans())))
-    return {"nodes": nodes, "graph": graph, "hierarchical": between}
-
-
-check_trainings(
-    (
-        TrainedAlgorithm.train,
-        GRADIENT_ALLREDUCE,
-        0.2,
-        "S5.1.gradients",
-        FLOATS,
-        nothing,
-        "Every rank updates its weights with the sum or mean of all ranks' gradients.",
-    ),
-    (
-        TrainedAlgorithm.train,
-        BYTEGRAD,
-        0.3,
-        "S5.2.gradients",
-        COMPRESSIBLE,
-        lambda lab, draw: {"hierarchical": draw(st.sampled_from([True, True, False]))},
-        "Every rank updates its weights with gradients sent as one byte per element, bit for bit.",
-    ),
-    (
-        TrainedAlgorithm.train,
-        DECENTRALIZED,
-        0.2,
-        "S5.3.shift_one",
-        FLOATS,
-        _in_pairs,
-        (
-            "At steps divisible by the interval, weights are averaged with the next peer; then each"
-            " rank applies its own gradient."
-        ),
-    ),
-    (
-        TrainedAlgorithm.train,
-        _FORWARDS,
-        0.1,
-        "S5.3.in_forward",
-        FLOATS,
-        partial(_in_pairs, most=4),
-        (
-            "While weights are averaged in the background, forward and backward use the old ones:"
-            " they are replaced after the backward."
-        ),
-    ),
-    (
-        TrainedAlgorithm.train,
-        DECENTRALIZED,
-        0.2,
-        "S5.3.all",
-        FLOATS,
-        nothing,
-        (
-            "At steps divisible by the interval, weights are averaged over all ranks; then each"
-            " rank applies its own gradient."
-        ),
-    ),
-    (
-        TrainedAlgorithm.train,
-        ON_GRAPH,
-        0.2,
-        "S13.5.interval",
-        FLOATS,
-        _on_a_graph,
-        (
-            "At steps divisible by the interval, weights are averaged along the next graph; then"
-            " each rank applies its own gradient."
-        ),
-    ),
-    (
-        TrainedAlgorithm.train,
-        RING,
-        0.3,
-        "S5.4.ring",
-        COMPRESSIBLE,
-        lambda lab, draw: {"steps": draw(st.integers(1, 5))},
-        (
-            "After optimizer steps divisible by the interval, weights are averaged on the ring,"
-            " bucket by bucket, bit for bit."
-        ),
-    ),
-    (
-        TrainedAlgorithm.train,
-        QADAM,
-        0.25,
-        "S5.5.steps",
-        COMPRESSIBLE,
-        nothing,
-        (
-            "Steps are Adam's up to warmup_steps; later ones use momenta in bytes, bit for bit, and"
-            " move nothing whose frozen v is 0."
-        ),
-    ),
-)
+@check("S5.5", "steps", dtypes=COMPRESSIBLE, needs=("qadam",), effort=0.25)
+def steps_of_qadam(lab: Lab, draw: Draw) -> None:
+    """Steps are Adam's up to warmup_steps; later ones use momenta in bytes, bit for bit, and move
+    nothing whose frozen v is 0.
+    """
+    QADAM.train(lab, draw)

@@ -24,7 +24,7 @@ from bagua_ref.conformance.cases.training_cases import (
 )
 from bagua_ref.conformance.checks.algorithms import QADAM, follow_qadam
 from bagua_ref.conformance.checks.registry import check, check_trainings, nothing
-from bagua_ref.conformance.expected.algorithms_numpy import Array, Exchange, array
+from bagua_ref.conformance.expected.algorithms_numpy import Array, Exchange
 from bagua_ref.conformance.expected.compression_numpy import (
     ErrorFeedback,
     kept,
@@ -314,7 +314,7 @@ def messages(lab: Lab, draw: Draw) -> None:
                 for rank in range(training.n)
             ]
             sent = [
-                p + np.concatenate([array(e).ravel() for e in mine])
+                p + np.concatenate([*map(training.ravel, bucket, mine)])
                 for p, mine in zip(sent, known, strict=True)
             ]
         places = [

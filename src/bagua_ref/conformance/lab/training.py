@@ -82,7 +82,7 @@ class Training:
         self.starts = self.starts or [self.weights] * self.n
         self.exact = self.n <= 2 if self.exact is None else self.exact
         self.dtypes = [name_of(w.dtype) for w in self.weights]
-        self.start = [array(w).ravel() for w in self.weights]
+        self.start = [self.ravel(place, w) for place, w in enumerate(self.weights)]
         self.steps, self.taken = len(self.given[0]) if self.given else 0, 0
         self.index: dict[tuple[str, int], int] = {}
         self.results: list[Any] = []
@@ -127,8 +127,25 @@ class Training:
 
     def flat(self, step: int, bucket: list[int]) -> list[Any]:
         """Return every rank's gradients of a bucket, one after another, as `tensors` has them."""
-        parts = zip(*(self.tensors(step, place) for place in bucket), strict=True)
-        return [np.concatenate([array(x).ravel() for x in of_rank]) for of_rank in parts]
+        parts = [[self.ravel(p, x) for x in self.tensors(step, p)] for p in bucket]
+        return [np.concatenate(of_rank) for of_rank in zip(*parts, strict=True)]
+
+    def ravel(self, place: int, x: Tensor) -> Array:
+        """Return the numbers of a parameter, or its gradient, in the order of the parameter's
+        memory (S2.3).
+        """
+        return array(x.permute(self._axes(place))).ravel()
+
+    def shaped(self, place: int, numbers: Tensor) -> Tensor:
+        """Return numbers in the order of a parameter's memory in its shape."""
+        axes = self._axes(place)
+        in_memory = numbers.reshape([self.weights[place].shape[axis] for axis in axes])
+        return in_memory.permute([axes.index(axis) for axis in range(len(axes))])
+
+    def _axes(self, place: int) -> list[int]:
+        """Return a parameter's axes in the order of its memory."""
+        w = self.weights[place]
+        return sorted(range(w.dim()), key=lambda axis: -w.stride(axis))
 
     def by_place(self, flat: Any, bucket: list[int]) -> dict[int, Any]:
         """Return each parameter's part of a bucket's numbers."""
@@ -141,7 +158,7 @@ class Training:
         """
         places = range(len(self.weights))
         return [
-            [array(rank[step][p]).ravel() if p in rank[step] else None for p in places]
+            [self.ravel(p, rank[step][p]) if p in rank[step] else None for p in places]
             for rank in self.given
         ]
 
@@ -304,7 +321,7 @@ class Training:
             if isinstance(want, np.ndarray)
             else torch.tensor(want, dtype=torch.float64)
         )
-        return numbers.to(wide(w.dtype) if action in _STATE else w.dtype).view(w.shape)
+        return self.shaped(place, numbers.to(wide(w.dtype) if action in _STATE else w.dtype))
 
     # What a rank returned for an action after a step.
 
