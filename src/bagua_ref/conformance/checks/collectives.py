@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -31,9 +32,9 @@ from bagua_ref.conformance.cases.collective_cases import (
 from bagua_ref.conformance.cases.strategies import Draw, dtype_named, seeds, worlds
 from bagua_ref.conformance.checks.registry import check
 from bagua_ref.conformance.expected import collectives_plain as plain
-from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.play import RankScript, tensors_in
-from bagua_ref.conformance.lab.violation import Violation, literal
+from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
+from bagua_ref.conformance.lab.lab import Lab, copies_of, tensors_in
+from bagua_ref.conformance.lab.violation import Violation
 from bagua_ref.types import ReduceOp
 
 _MOVING = tuple(name for name in METHODS if name not in REDUCING)
@@ -49,35 +50,49 @@ def _reductions(names: Sequence[str]) -> list[tuple[ReduceOp, str]]:
     return [(op, name) for op, name in REDUCTIONS if name in names]
 
 
+def _after(comm: Any, method: str, arguments: Sequence[Any]) -> list[Tensor]:
+    """Call ``comm.method`` with copies of arguments; return the tensors among them."""
+    mine = copies_of(arguments)
+    returned = getattr(comm, method)(*mine)
+    assert returned is None, f"{method} returned {returned!r}"
+    return tensors_in(mine)
+
+
+def _compare(
+    lab: Lab,
+    found: Sequence[Sequence[Tensor]],
+    expected: Sequence[Sequence[Tensor]],
+    what: str,
+    tolerance: Tolerance = EXACT,
+) -> None:
+    """Compare each rank's tensors."""
+    for rank, (mine, wanted) in enumerate(zip(found, expected, strict=True)):
+        for place, (tensor, want) in enumerate(zip(mine, wanted, strict=True)):
+            lab.assert_equal(
+                tensor, want, tolerance, where=f"{what}: tensor {place} of rank {rank}"
+            )
+
+
 def _run(lab: Lab, nodes: tuple[int, ...], seed: int, calls: Sequence[CollectiveCall]) -> None:
-    """Make calls on one communicator; report a failure with as few of them as show it."""
-    script, names = RankScript(lab, nodes, seed), [call.method for call in calls]
-    try:
-        script.give(
-            calls=[(call.method, call.terms) for call in calls],
-            brought=[[call.brought[rank] for call in calls] for rank in range(sum(nodes))],
-            expected=[[call.expected[rank] for call in calls] for rank in range(sum(nodes))],
-        )
-        script.run(
-            ", ".join(names[:9]) + ", ..." * (len(names) > 9),
-            "return [after_call(comm, name, arguments) for (name, _), arguments in zip(calls,"
-            " brought[comm.rank()])]",
-        )
-        script.do("assert_ranks(calls, nodes, results, expected)")
-    except Violation as violation:
-        failed = next(
-            (call for call in calls if str(violation).startswith(f"{call.method} ")), None
-        )
-        alike = [
-            call
-            for call in calls
-            if call is failed or (failed is not None and call.method == failed.method)
-        ]
-        if len(alike) < len(calls):
-            for call in alike:
+    """Make calls on one communicator; show a failure with one of them, if that fails, too."""
+    names = [call.method for call in calls]
+    brought = [[call.brought[rank] for call in calls] for rank in range(sum(nodes))]
+
+    def program(comm: Any) -> list[list[Tensor]]:
+        mine = brought[comm.rank()]
+        return [_after(comm, name, given) for name, given in zip(names, mine, strict=True)]
+
+    what = ", ".join(names[:9]) + ", ..." * (len(names) > 9)
+    results = lab.with_communicators(what, nodes, seed, program, methods=names, brought=brought)
+    for place, call in enumerate(calls):
+        found = [of_rank[place] for of_rank in results]
+        try:
+            which = f"{call.method}, call {place} of {len(calls)}"
+            _compare(lab, found, call.expected, which, SUM(call.terms) if call.terms else EXACT)
+        except Violation:
+            if len(calls) > 1:
                 _run(lab, nodes, seed, [call])
-            _run(lab, nodes, seed, alike)
-        raise
+            raise
 
 
 def _one_call(lab: Lab, draw: Draw, name: str) -> None:
@@ -186,21 +201,18 @@ def wraps_around(lab: Lab, draw: Draw) -> None:
 def nan(lab: Lab, draw: Draw) -> None:
     """The minimum and maximum of a NaN and any numbers is NaN, whichever rank has it."""
     nodes, method, seed = lab.world(draw, worlds()), draw(_REDUCING), draw(seeds)
-    x = torch.tensor([[1.0, -2.0, math.inf, -math.inf, 4.0, 0.5]] * sum(nodes)).roll(
-        draw(st.integers(0, 5)), 1
-    )
-    for place in range(draw(st.integers(1, 6))):
-        x[root_of(draw, nodes), place] = math.nan
-    kinds, root = (
-        itertools.product(lab.dtypes(FLOATS), (ReduceOp.MIN, ReduceOp.MAX)),
-        root_of(draw, nodes),
-    )
-    _run(
-        lab,
-        nodes,
-        seed,
-        [_reduction(method, op, x.to(getattr(torch, name)), root) for name, op in kinds],
-    )
+    row, turn = torch.tensor([1.0, -2.0, math.inf, -math.inf, 4.0, 0.5]), draw(st.integers(0, 5))
+    # infinities of both signs meet in sums
+    x = torch.stack([row.roll(turn * rank) for rank in range(sum(nodes))])
+    for place in range(draw(st.integers(0, 6))):
+        # that of an invalid operation has its sign set on x86
+        sign = draw(st.sampled_from([-1.0, 1.0]))
+        x[root_of(draw, nodes), place] = math.copysign(math.nan, sign)
+    root, calls = root_of(draw, nodes), []
+    for name, op in itertools.product(lab.dtypes(FLOATS), ReduceOp):
+        if op not in BITWISE:
+            calls.append(_reduction(method, op, x.to(getattr(torch, name)), root))
+    _run(lab, nodes, seed, calls)
 
 
 def _reduction(method: str, op: ReduceOp, x: Tensor, root: int) -> CollectiveCall:
@@ -291,7 +303,7 @@ def exchange(lab: Lab, draw: Draw) -> None:
     """
     nodes, dtype = lab.world(draw, worlds()), _dtype(lab, draw)
     ranks = st.integers(0, sum(nodes) - 1)
-    messages = draw(st.lists(st.tuples(ranks, ranks, counts), max_size=20))
+    messages = draw(st.lists(st.tuples(ranks, ranks, counts), min_size=1, max_size=20))
     sends: list[list[tuple[Tensor, int]]] = [[] for _ in range(sum(nodes))]
     receives: list[list[tuple[Tensor, int]]] = [[] for _ in sends]
     wanted: list[list[Tensor]] = [[] for _ in sends]
@@ -308,20 +320,19 @@ def exchange(lab: Lab, draw: Draw) -> None:
 def send_and_recv(lab: Lab, draw: Draw) -> None:
     """A message passed from rank to rank reaches the last one."""
     nodes, dtype, count = lab.world(draw, worlds()), _dtype(lab, draw), draw(counts)
-    script = RankScript(lab, nodes, draw(seeds))
-    script.give(message=values(0, count, dtype), empty=nothing(count, dtype))
-    script.run(
-        "send and recv",
-        """
-        tensor = message.clone() if comm.rank() == 0 else empty.clone()
+    message = values(0, count, dtype)
+
+    def program(comm: Any) -> list[Tensor]:
+        tensor = message.clone() if comm.rank() == 0 else nothing(count, dtype)
         if comm.rank() > 0:
             comm.recv(tensor, comm.rank() - 1)
         if comm.rank() < comm.nranks() - 1:
             comm.send(tensor, comm.rank() + 1)
-        return [[tensor]]
-        """,
-    )
-    script.do("assert_ranks([('send and recv', 0)], nodes, results, [[[message]]] * sum(nodes))")
+        return [tensor]
+
+    what = "send and recv"
+    results = lab.with_communicators(what, nodes, draw(seeds), program, message=message)
+    _compare(lab, results, [[message]] * sum(nodes), what)
 
 
 @check("S3.9", "broadcast_object")
@@ -341,20 +352,16 @@ def broadcast_object(lab: Lab, draw: Draw) -> None:
             max_leaves=5,
         )
     )
-    source = repr(value)
     if draw(st.integers(0, 3)) == 3:  # more than fits one message
-        source = f"[bytes(range(251)) * {lab.long_sizes[-1] // 251 + 1}, {source}]"
-    script = RankScript(lab, nodes, seed)
-    script.do(f"value = {source}")
-    script.run(
-        "broadcast_object",
-        f"return comm.broadcast_object(value if comm.rank() == {src} else comm.rank(), {src})",
-    )
-    script.do(
-        "for rank, found in enumerate(results):\n    assert found == value and type(found) is"
-        f" type(value), (\n        f'broadcast_object from {src}: rank {{rank}} got"
-        " {found!r:.200} instead of {value!r:.200}'\n    )"
-    )
+        value = [bytes(range(251)) * (lab.long_sizes[-1] // 251 + 1), value]
+
+    def program(comm: Any) -> Any:
+        return comm.broadcast_object(value if comm.rank() == src else comm.rank(), src)
+
+    results = lab.with_communicators("broadcast_object", nodes, seed, program, value=value, src=src)
+    for rank, found in enumerate(results):
+        same = type(found) is type(value) and found == value
+        lab.assert_that(same, f"rank {rank} got {found!r:.200} instead of {value!r:.200}")
 
 
 @check("S3.9", "refuses")
@@ -371,7 +378,7 @@ def refuses(lab: Lab, draw: Draw) -> None:
         torch.zeros(2, dtype=dtype),
         [name for name in dtypes if dtype_named(name) is not dtype],
     )
-    wrong: list[tuple[str, list[object]]] = [
+    wrong: list[tuple[str, list[Any]]] = [
         ("broadcast", [zeros, draw(st.sampled_from([-1, n, n + 3]))]),
         ("allgather", [zeros, zeros.new_zeros(2 * n + 1)]),
     ]
@@ -390,24 +397,18 @@ def refuses(lab: Lab, draw: Draw) -> None:
         op = ReduceOp.AVG if name in INTEGERS else draw(st.sampled_from(BITWISE))
         wrong.append(("allreduce_inplace", [torch.zeros(2, dtype=dtype_named(name)), op]))
     method, arguments = draw(st.sampled_from(wrong))
-    script = RankScript(lab, nodes, draw(seeds))
-    script.run(
-        method,
-        f"""
+
+    def program(comm: Any) -> list[Tensor] | None:
         try:
-            comm.{method}({", ".join(map(literal, arguments))})
+            getattr(comm, method)(*copies_of(arguments))
         except (ValueError, TypeError):
-            return [after_call(comm, "allreduce_inplace", [torch.ones(1, dtype={dtype}), {int(ReduceOp.SUM)}])]
+            return _after(comm, "allreduce_inplace", [torch.ones(1, dtype=dtype), ReduceOp.SUM])
         return None
-        """,
-    )
-    script.do(
-        f"assert None not in results, f'{method} on nodes {{nodes}} accepted invalid arguments'"
-    )
-    script.do(
-        f"assert_ranks([('allreduce after a refused {method}', 0)], nodes, results,"
-        f" [[[torch.tensor([{n}], dtype={dtype})]]] * {n})"
-    )
+
+    results = lab.with_communicators(method, nodes, draw(seeds), program, arguments=arguments)
+    accepted = [rank for rank, found in enumerate(results) if found is None]
+    lab.assert_that(not accepted, f"ranks {accepted} accepted invalid arguments")
+    _compare(lab, results, [[torch.tensor([n], dtype=dtype)]] * n, "the next allreduce")
 
 
 @check("S3.9", "gaps")
@@ -421,55 +422,48 @@ def gaps(lab: Lab, draw: Draw) -> None:
         draw(st.sampled_from(["allreduce_inplace", "broadcast", "allgather"])),
     )
     call = collective_call(method, ReduceOp.SUM, sum(nodes), count, dtype, root_of(draw, nodes))
-    before = [tensors_in(mine) for mine in call.brought]
-    script = RankScript(lab, nodes, seed)
-    script.give(
-        brought=call.brought,
-        expected=[[mine, kept] for mine, kept in zip(call.expected, before, strict=True)],
-    )
-    script.run(
-        f"{method} of tensors with gaps",
-        f"""
-        mine = [torch.stack([item, item], dim=1)[:, 0] if isinstance(item, torch.Tensor) else item for item in brought[comm.rank()]]
+
+    def program(comm: Any) -> list[list[Tensor]]:
+        brought = call.brought[comm.rank()]
+        mine = [
+            torch.stack([item, item], dim=1)[:, 0] if isinstance(item, Tensor) else item
+            for item in brought
+        ]
         try:
-            comm.{method}(*mine)
+            getattr(comm, method)(*mine)
         except NotImplementedError:
             raise
         except (ValueError, TypeError, RuntimeError):  # torch's own refusals are RuntimeErrors
-            return [after_call(comm, "{method}", brought[comm.rank()])]
-        tensors = [item for item in mine if isinstance(item, torch.Tensor)]
-        return [tensors, [tensor.as_strided(tensor.shape, tensor.stride(), 1) for tensor in tensors]]
-        """,
-    )
-    script.do(
-        "assert len({len(mine) for mine in results}) == 1, 'tensors with gaps are refused on some"
-        " ranks only'"
-    )
-    script.do(
-        f"calls = [('{method} of tensors with gaps', 0), ('the memory between their elements',"
-        " 0)][: len(results[0])]\nassert_ranks(calls, nodes, results, expected)"
-    )
+            return [_after(comm, method, brought)]
+        found = tensors_in(mine)
+        return [found, [tensor.as_strided(tensor.shape, tensor.stride(), 1) for tensor in found]]
+
+    what = f"{method} of tensors with gaps"
+    results = lab.with_communicators(what, nodes, seed, program, brought=call.brought)
+    refused = [rank for rank, found in enumerate(results) if len(found) == 1]
+    lab.assert_that(len(refused) in (0, sum(nodes)), f"refused on ranks {refused} only")
+    _compare(lab, [found[0] for found in results], call.expected, "the result")
+    if not refused:
+        before = [tensors_in(mine) for mine in call.brought]
+        _compare(lab, [found[1] for found in results], before, "the memory between elements")
 
 
 @check("S3.9", "barrier")
 def barrier(lab: Lab, draw: Draw) -> None:
     """No rank leaves a barrier before all ranks have reached it."""
-    nodes, seed = lab.world(draw, worlds()), draw(seeds)
-    script = RankScript(lab, nodes, seed)
-    script.do("arrived = []")
-    script.run(
-        "barrier",
-        f"""
+    nodes, seed, count = lab.world(draw, worlds()), draw(seeds), draw(st.integers(1, 3))
+    arrived: list[int] = []
+
+    def program(comm: Any) -> list[int]:
         reached = []
-        for number in range({draw(st.integers(1, 3))}):
+        for number in range(count):
             arrived.append(comm.rank())
             comm.barrier()
-            reached.append(arrived[number * comm.nranks() :])
+            reached.append(len(arrived) - number * sum(nodes))
         return reached
-        """,
-    )
-    script.do(
-        "for mine in results:\n    for number, reached in enumerate(mine, 1):\n        assert"
-        f" len(reached) >= {sum(nodes)}, f'left barrier {{number}} when only ranks {{reached}} had"
-        " reached it'"
-    )
+
+    results = lab.with_communicators("barrier", nodes, seed, program)
+    for rank, number in itertools.product(range(sum(nodes)), range(count)):
+        reached = results[rank][number]
+        said = f"rank {rank} left barrier {number} when {reached} ranks had reached it"
+        lab.assert_that(reached >= sum(nodes), said)

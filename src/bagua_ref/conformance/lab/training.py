@@ -145,7 +145,7 @@ class Training:
     def _axes(self, place: int) -> list[int]:
         """Return a parameter's axes in the order of its memory."""
         w = self.weights[place]
-        return sorted(range(w.dim()), key=lambda axis: -w.stride(axis))
+        return sorted(range(w.dim()), key=lambda axis: -w.stride()[axis])
 
     def by_place(self, flat: Any, bucket: list[int]) -> dict[int, Any]:
         """Return each parameter's part of a bucket's numbers."""
