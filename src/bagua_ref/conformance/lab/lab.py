@@ -586,12 +586,12 @@ class Lab:
 def script_of_call(
     setup: list[str],
     method: str,
-    arguments: Any,
+    arguments: dict[str, Any],
     comment: str = "",
     lines: Sequence[str] = (),
     canaries: tuple[str, ...] | None = None,
 ) -> str:
-    """Return a script that makes a call, or what was drawn for one that is not of a kernel.
+    """Return a script that calls a kernel.
 
     Args:
         setup: lines that make ``kernels``.
@@ -602,8 +602,6 @@ def script_of_call(
         canaries: if given, tensors are put between canaries, and those not named here must not
             change.
     """
-    if isinstance(arguments, Draws):
-        return f"{str(arguments).rstrip()}: {comment}\n" if comment else str(arguments)
     codec, _, verb = method.rpartition(".")
     body: list[str] = [f"codec = kernels.codecs[{codec!r}](kernels)"] if codec else []
     passed, after, imports = [], list(lines), []
