@@ -11,13 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "examples" / "oracle_c"
-VECTORS = ROOT / "vectors" / "v2"
-OPERATIONS = (
-    "compress_minmax_uint8",
-    "decompress_minmax_uint8",
-    "roundtrip_minmax_uint8",
-    "shift_one_peer",
-)
+VECTORS = ROOT / "vectors" / "v3"
 
 
 def need_compiler() -> None:

@@ -88,7 +88,7 @@ def test_an_error_prints_the_usage_of_its_subcommand(
         "balance": ["--lengths", "x", "--ranks", "2"],
         "graph": ["ring", "--ranks", "4"],
         "vectors export": ["x"],
-        "vectors check": ["x", "--outputs", "x"],
+        "vectors check": ["x"],
         "trace show": ["x"],
         "trace diff": ["x", "y"],
         "sim": ["x"],

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,9 @@ import torch
 from jsonschema import Draft202012Validator
 from safetensors.torch import load_file, save_file
 from tests import oracle_c
-from tests.oracle_c import OPERATIONS, VECTORS
+from tests.oracle_c import VECTORS
 
 from bagua_ref.backends import get_backend, get_codec
-from bagua_ref.base.not_provided import install_command
 from bagua_ref.cli import main
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.conformance.cases.tensor_files import (
@@ -29,259 +28,150 @@ from bagua_ref.conformance.cases.tensor_files import (
     read_safetensors,
     write_safetensors,
 )
-from bagua_ref.conformance.vectors import (
-    VECTORS_VERSION,
-    VectorsError,
-    answers,
-    check_outputs,
-    export_vectors,
-    read_manifest,
-)
-from bagua_ref.conformance.vectors.case import canonical
-from bagua_ref.conformance.vectors.files import (
-    manifest_text,
-    read_vectors,
-    schema_text,
-    tolerance_named,
-)
-
-SUITES = (
-    "codec",
-    "comm_ops",
-    "kernels",
-    "peers",
-    "qadam",
-    "samplers",
-    "graphs",
-    "local_updates",
-    "codecs",
-    "compressed_gradients",
-    "collectives",
-    "algorithms",
-)
+from bagua_ref.conformance.vectors import Case, all_cases, check_outputs, export_vectors
 
 Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
 def manifest() -> dict[str, Any]:
-    return read_manifest(VECTORS)
+    found: dict[str, Any] = json.loads((VECTORS / "manifest.json").read_text())
+    return found
 
 
 @pytest.fixture(scope="module")
-def tensors(manifest: dict[str, Any]) -> dict[str, Tensors]:
-    return read_vectors(VECTORS, manifest)
-
-
-def of_one_dtype(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each case in one of its dtypes, which take turns."""
-    alike: dict[str, list[dict[str, Any]]] = {}
-    for case in cases:
-        alike.setdefault(case["id"].replace(f"/{case['dtype']}/", "/"), []).append(case)
-    return [of_dtypes[place % len(of_dtypes)] for place, of_dtypes in enumerate(alike.values())]
-
-
-def wrong_answers(
-    suite: str,
-    manifest: dict[str, Any],
-    tensors: dict[str, Tensors],
-    choose: Callable[[list[dict[str, Any]]], list[dict[str, Any]]],
-    solve: Callable[..., Tensors] = answers.answer,
-) -> Iterator[str]:
-    """Yield a message for each output of a suite that ``solve`` gives otherwise."""
-    inputs = tensors[f"{suite}.inputs.safetensors"]
-    expected = tensors[f"{suite}.expected.safetensors"]
-    for case in choose([case for case in manifest["cases"] if case["suite"] == suite]):
-        given = {entry["name"]: inputs[entry["tensor"]] for entry in case["inputs"]}
-        found = solve(suite, case["operation"], case["dtype"], case["parameters"], given)
-        for output in case["outputs"]:
-            try:
-                assert_equal(
-                    found[output["name"]],
-                    expected[output["tensor"]],
-                    tolerance_named(case["tolerance"]),
-                    magnitude=inputs.get(output.get("magnitude")),
-                )
-            except AssertionError as error:
-                yield f"{output['tensor']}: {error}"
+def cases() -> list[Case]:
+    return list(all_cases())
 
 
 # Committed files
 
 
-@pytest.mark.proof
 def test_a_fresh_export_is_what_is_committed(tmp_path: Path) -> None:
-    count, names = (
-        export_vectors(tmp_path / "fresh"),
-        sorted(path.name for path in VECTORS.iterdir()),
-    )
-    assert names == sorted(path.name for path in (tmp_path / "fresh").iterdir())
+    export_vectors(tmp_path)
+    names = sorted(path.name for path in VECTORS.iterdir())
+    assert names == sorted(path.name for path in tmp_path.iterdir())
     changed = [
-        name
-        for name in names
-        if (VECTORS / name).read_bytes() != (tmp_path / "fresh" / name).read_bytes()
+        name for name in names if (VECTORS / name).read_bytes() != (tmp_path / name).read_bytes()
     ]
     assert not changed, (
         "once released, vectors must not change: what gives other results is a new version"
     )
-    assert count == len(read_manifest(VECTORS)["cases"])
-
-
-def test_they_are_small_and_complete(manifest: dict[str, Any]) -> None:
     assert sum(path.stat().st_size for path in VECTORS.iterdir()) <= 6 * 2**20
-    files = {f"{suite}.{kind}.safetensors" for suite in SUITES for kind in ("inputs", "expected")}
-    assert {path.name for path in VECTORS.iterdir()} == {
-        *files,
-        "manifest.json",
-        "manifest.schema.json",
-    }
-    assert {entry["name"] for entry in manifest["files"]} == files
-    assert {flag for case in manifest["cases"] for flag in case["flags"]} == {
-        "valid",
-        "edge",
-        "poison",
-    }
-    assert {case["tolerance"].partition("(")[0] for case in manifest["cases"]} == {
-        "EXACT",
-        "ULP",
-        "SUM",
-    }
 
 
-def test_the_schema_is_one_and_is_committed() -> None:
-    Draft202012Validator.check_schema(json.loads(schema_text()))
-    assert (VECTORS / "manifest.schema.json").read_text("utf-8") == schema_text()
+def test_the_manifest_matches_its_schema_and_lists_every_tensor(manifest: dict[str, Any]) -> None:
+    schema = json.loads((VECTORS / "manifest.schema.json").read_text())
+    Draft202012Validator.check_schema(schema)
+    Draft202012Validator(schema).validate(manifest)
+    listed = defaultdict(set)
+    for case in manifest["cases"]:
+        for kind, names in (("inputs", case["inputs"]), ("expected", case["outputs"])):
+            listed[f"{case['suite']}.{kind}.safetensors"] |= {f"{case['id']}:{x}" for x in names}
+    for file in manifest["files"]:
+        assert load_file(VECTORS / file["name"]).keys() == listed.pop(file["name"])
+    assert not listed
+
+
+def test_every_case_has_a_name_of_its_own_and_every_clause_edge_values(cases: list[Case]) -> None:
+    assert len({case.id for case in cases}) == len(cases)
+    flags = defaultdict(set)
+    for case in cases:
+        flags[case.operation.partition("/")[0]].add(case.flag)
+    plain = {"algorithms", "local_updates"}  # of which some rows have no other numbers
+    assert all(found == {"valid", "edge"} for suite, found in flags.items() if suite not in plain)
+    assert {case.tolerance.partition("(")[0] for case in cases} == {"EXACT", "ULP", "SUM"}
+
+
+def test_chunks_are_poisoned_where_the_clause_says_so(cases: list[Case]) -> None:
+    for case in cases:
+        if case.operation == "codecs/decompress" and "every-code" not in case.id:
+            poisoned = bool(case.outputs["x"].isnan().any())
+            assert poisoned == (case.clause in ("S4.4", "S12.3")), case.id
 
 
 def test_the_page_lists_every_operation(manifest: dict[str, Any]) -> None:
     page = (oracle_c.ROOT / "docs" / "reference" / "vectors.md").read_text()
-    named = {
-        name for case in manifest["cases"] for name in (case["operation"], *case["parameters"])
+    names = {
+        name
+        for case in manifest["cases"]
+        for name in (case["operation"], *case["parameters"], *case["outputs"])
+        if name not in ("t2", "t3")  # as t0, t1
     }
-    assert [name for name in named if f"`{name}`" not in page] == []
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
 
 
-@pytest.mark.parametrize("suite", SUITES)
-def test_the_files_alone_are_enough_to_compute_every_case(
-    suite: str, manifest: dict[str, Any], tensors: Any
-) -> None:
-    # a fresh export computes all
-    assert list(wrong_answers(suite, manifest, tensors, of_one_dtype)) == []
-
-
-def test_no_nan_has_bits_of_its_own(tensors: Any) -> None:
-    for file in tensors.values():
-        for name, x in file.items():
-            if x.dtype.is_floating_point and x.numel():
-                assert torch.equal(
-                    x.reshape(-1).view(torch.uint8), canonical(x).reshape(-1).view(torch.uint8)
-                ), name
-
-
-def by_the_package(
-    suite: str, operation: str, dtype: str, parameters: dict[str, Any], x: Tensors
-) -> Tensors:
-    kernels = get_backend("reference")
+def by_the_package(case: Case) -> Tensors:
+    kernels, parameters = get_backend("reference"), case.parameters
+    suite, _, operation = case.operation.partition("/")
+    dtype, x = getattr(torch, case.dtype), {name: x.clone() for name, x in case.inputs.items()}
     if operation == "order_by_complexity":
         return {"order": kernels.order_by_complexity(x["keys"])}
     if operation == "gather_flat":
-        flat = torch.empty(sum(t.numel() for t in x.values()), dtype=getattr(torch, dtype))
+        flat = torch.empty(sum(t.numel() for t in x.values()), dtype=dtype)
         kernels.gather_flat(list(x.values()), flat)
         return {"flat": flat}
     if operation == "scatter_flat":
-        parts = [torch.empty(shape, dtype=x["flat"].dtype) for shape in parameters["shapes"]]
+        parts = [torch.empty(shape, dtype=dtype) for shape in parameters["shapes"]]
         kernels.scatter_flat(x["flat"], parts)
         return {f"t{place}": part for place, part in enumerate(parts)}
     if suite == "kernels":
-        first, *others = (value.clone() for value in x.values())
+        first, *others = x.values()
         getattr(kernels, f"{operation}_")(first, *others, **parameters)
         return {"x": first}
-    codec, num_chunks = parameters.get("codec", "MinMaxUInt8"), parameters["num_chunks"]
-    codec, found = get_codec(codec, "reference"), dict(x)
-    if "x" in x:
-        before = x["payload"].clone() if "payload" in x else None
-        found["payload"] = codec.compress(
-            x["x"], num_chunks, parameters.get("target_chunk"), before
-        )
-    size = parameters["num_elements"] if "x" not in x else x["x"].numel()
-    found["x"] = torch.empty(size, dtype=getattr(torch, dtype))
-    codec.decompress(found["payload"], num_chunks, found["x"])
-    return found
+    codec, num_chunks = get_codec(parameters["codec"], "reference"), parameters["num_chunks"]
+    if operation == "compress":
+        target = parameters.get("target_chunk")
+        return {"payload": codec.compress(x["x"], num_chunks, target, x.get("payload"))}
+    restored = torch.empty(parameters["num_elements"], dtype=dtype)
+    codec.decompress(x["payload"], num_chunks, restored)
+    return {"x": restored}
 
 
-@pytest.mark.parametrize(
-    "choose", [of_one_dtype, pytest.param(list, marks=pytest.mark.proof)], ids=["one_dtype", "all"]
-)
-@pytest.mark.parametrize("suite", ["kernels", "codec", "codecs"])
-def test_kernels_and_codecs_give_the_expected_values(
-    suite: str, choose: Any, manifest: dict[str, Any], tensors: Any
-) -> None:
-    assert list(wrong_answers(suite, manifest, tensors, choose, by_the_package)) == []
+@pytest.mark.parametrize("suite", ["kernels", "codecs"])
+def test_kernels_and_codecs_give_the_expected_values(suite: str, cases: list[Case]) -> None:
+    for case in cases:
+        if case.operation.startswith(f"{suite}/"):
+            found = by_the_package(case)
+            for name, expected in case.outputs.items():
+                try:
+                    assert_equal(found[name], expected, EXACT)
+                except AssertionError as error:
+                    pytest.fail(f"{case.id}: {error}")
 
 
 # Verdicts
 
 CASE = "kernels/add/float32/plain:x"
-CODEC = "codec/compress_minmax_uint8/float32/edges-nan-first:payload"
-MEAN = "comm_ops/centralized_full_precision/float32/3-flat-any-order-mean:x"
+CODEC = "codecs/compress/float32/nan-last-MinMaxUInt8:payload"
+MEAN = "comm_ops/centralized_full_precision/float32/flat-plain-2:x"
 SPECIAL, ZEROS = "kernels/add/float32/special:x", "kernels/add/float32/zeros:x"
 
 
-@pytest.fixture(scope="module")
-def some(manifest: dict[str, Any], tensors: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a few vectors of each operation and dtype, which are checked quickly."""
-    folder = tmp_path_factory.mktemp("some")
-    wanted = {name.partition(":")[0] for name in (CASE, CODEC, MEAN, SPECIAL, ZEROS)}
-    first = {
-        (case["suite"], case["operation"], case["dtype"]): case["id"]
-        for case in reversed(manifest["cases"])
-    }.values()
-    chosen = [case for case in manifest["cases"] if case["id"] in {*wanted, *first}]
-    files = {}
-    for suite in SUITES:
-        entries = [case for case in chosen if case["suite"] == suite]
-        names = {
-            kind: {entry["tensor"] for case in entries for entry in case[kind]}
-            for kind in ("inputs", "outputs")
-        }
-        names["inputs"] |= {
-            output["magnitude"]
-            for case in entries
-            for output in case["outputs"]
-            if "magnitude" in output
-        }
-        for kind, file in (
-            ("inputs", f"{suite}.inputs.safetensors"),
-            ("outputs", f"{suite}.expected.safetensors"),
-        ):
-            files[file] = write_safetensors(
-                folder / file, {name: tensors[file][name] for name in names[kind]}
-            )
-    (folder / "manifest.json").write_text(manifest_text(chosen, files))
-    return folder
-
-
 @pytest.fixture
-def outputs(tmp_path: Path, some: Path) -> Path:
-    """Return a folder of correct outputs for some cases."""
+def outputs(tmp_path: Path) -> Path:
+    """Return a folder of correct outputs."""
     folder = tmp_path / "outputs"
     folder.mkdir()
-    for path in some.glob("*.expected.safetensors"):
+    for path in VECTORS.glob("*.expected.safetensors"):
         shutil.copy(path, folder)
     return folder
 
 
 @pytest.fixture
 def check(
-    capsys: pytest.CaptureFixture[str], some: Path, outputs: Path
+    capsys: pytest.CaptureFixture[str],
+    outputs: Path,
+    cases: list[Case],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., tuple[int, str]]:
-    """Return a function that checks outputs against vectors and returns the exit code and the
-    printed text.
-    """
+    """Return a function that checks outputs and returns the exit code and the printed text."""
+    # whose expected outputs are computed once for all tests
+    monkeypatch.setattr("bagua_ref.conformance.vectors.files.all_cases", lambda: cases)
 
-    def run(*more: str, outputs: Path = outputs, vectors: Path = some) -> tuple[int, str]:
+    def run(*more: str, outputs: Path = outputs) -> tuple[int, str]:
         try:
-            code = main(["vectors", "check", str(vectors), "--outputs", str(outputs), *more])
+            code = main(["vectors", "check", str(outputs), *more])
         except SystemExit as ended:
             code = ended.code
         captured = capsys.readouterr()
@@ -290,7 +180,7 @@ def check(
     return run
 
 
-def change(outputs: Path, suite: str, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def change(outputs: Path, suite: str, edit: Callable[[Tensors], object]) -> None:
     """Edit one file of outputs with the safetensors package."""
     path = outputs / f"{suite}.expected.safetensors"
     found = load_file(path)
@@ -300,17 +190,10 @@ def change(outputs: Path, suite: str, edit: Callable[[dict[str, torch.Tensor]], 
     )
 
 
-def cut_off(path: Path, count: int) -> None:
-    path.write_bytes(path.read_bytes()[:-count])
-
-
-def test_right_outputs_pass(check: Any, some: Path) -> None:
+def test_right_outputs_pass(check: Any, cases: list[Case]) -> None:
     code, printed = check()
     assert code == 0, printed
-    assert (
-        f"PASSED: {len(read_manifest(some)['cases'])} passed, 0 failed, 0 missing, 0 problems"
-        in printed
-    )
+    assert f"PASSED: {len(cases)} passed, 0 failed, 0 missing, 0 problems" in printed
     assert "specification 1.1" in printed
 
 
@@ -330,12 +213,12 @@ def test_right_outputs_pass(check: Any, some: Path) -> None:
         (
             "kernels",
             lambda t: t.update({CASE: t[CASE].double()}),
-            "x: wrong dtype: float64 instead of float32",
+            "x: torch.float64 of shape (33,) instead of torch.float32",
         ),
         (
             "kernels",
             lambda t: t.update({CASE: t[CASE].view(3, 11)}),
-            "x: wrong shape: [3, 11] instead of [33]",
+            "x: torch.float32 of shape (3, 11) instead of",
         ),
         (
             "kernels",
@@ -343,25 +226,22 @@ def test_right_outputs_pass(check: Any, some: Path) -> None:
             "kernels.expected.safetensors: mine: extra: no case has such an output",
         ),
         (
-            "peers",
+            "kernels",
+            lambda t: t.update({f"{CASE}2": t[CASE]}),
+            f"{CASE}2: extra: no case has such an output",
+        ),
+        (
+            "samplers",
             lambda t: t.update({CASE: torch.zeros(33)}),
             f"{CASE}: given twice: it is also in kernels.expected",
         ),
         (
-            "codec",
+            "codecs",
             lambda t: t[CODEC][2].fill_(0xC1),
-            "S4.4 codec/compress_minmax_uint8/float32/edges-nan-first [poison]: payload",
+            "S4.4 codecs/compress/float32/nan-last-MinMaxUInt8 [edge]: payload",
         ),
     ],
-    ids=[
-        "value",
-        "missing",
-        "dtype",
-        "shape",
-        "extra",
-        "twice",
-        "nan bits of a header",
-    ],
+    ids=["value", "missing", "dtype", "shape", "extra", "of a case", "twice", "bits of a NaN"],
 )
 def test_a_wrong_output_fails(
     check: Any, outputs: Path, suite: str, edit: Any, message: str
@@ -373,12 +253,16 @@ def test_a_wrong_output_fails(
     assert "FAILED" in printed
 
 
+def cut_off(path: Path, count: int) -> None:
+    path.write_bytes(path.read_bytes()[:-count])
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (
-            lambda o: cut_off(o / "codec.expected.safetensors", 1),
-            "codec.expected.safetensors: not a complete safetensors file",
+            lambda o: cut_off(o / "codecs.expected.safetensors", 1),
+            "codecs.expected.safetensors: not a complete safetensors file",
         ),
         (
             lambda o: (o / "notes.txt").write_text("hello"),
@@ -397,16 +281,15 @@ def test_a_file_that_has_no_place_fails(
     assert message in printed
 
 
-def test_json_has_every_case(check: Any, outputs: Path, some: Path) -> None:
+def test_json_has_every_case(check: Any, outputs: Path, cases: list[Case]) -> None:
     change(outputs, "kernels", lambda t: t.pop(CASE))
-    report = some.parent / "report.json"
+    report = outputs.parent / "report.json"
     code, printed = check("--json", "--json-file", str(report))
     found = json.loads(printed)
     assert json.loads(report.read_text()) == found
     assert (code, found["passed"]) == (1, False)
-    count = len(read_manifest(some)["cases"])
-    assert found["counts"] == {"passed": count - 1, "failed": 0, "missing": 1}
-    assert len(found["cases"]) == count
+    assert found["counts"] == {"passed": len(cases) - 1, "failed": 0, "missing": 1}
+    assert len(found["cases"]) == len(cases)
     (wrong,) = [case for case in found["cases"] if case["status"] != "passed"]
     assert (wrong["id"], wrong["clause"], wrong["message"]) == (
         "kernels/add/float32/plain",
@@ -417,7 +300,6 @@ def test_json_has_every_case(check: Any, outputs: Path, some: Path) -> None:
 
 def test_a_selection_asks_for_its_cases_only(check: Any, outputs: Path) -> None:
     change(outputs, "kernels", lambda t: t[CASE].zero_())
-    assert check()[0] == 1
     code, printed = check("--operation", "shift_one_peer", "average")
     assert code == 0
     assert "not selected" in printed
@@ -425,111 +307,27 @@ def test_a_selection_asks_for_its_cases_only(check: Any, outputs: Path) -> None:
     assert check("--operation", "add", "--dtype", "float32")[0] == 1
 
 
-@pytest.fixture
-def vectors(tmp_path: Path, some: Path) -> Path:
-    """Return a copy of some vectors that a test may damage."""
-    return Path(shutil.copytree(some, tmp_path / "vectors"))
-
-
-def flip(vectors: Path) -> None:
-    path = vectors / "codec.inputs.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def edit_manifest(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    def damage(vectors: Path) -> None:
-        path = vectors / "manifest.json"
-        found = json.loads(path.read_text())
-        edit(found)
-        path.write_text(json.dumps(found))
-
-    return damage
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (flip, "is not what was exported: its sha256 is"),
-        (
-            lambda v: (v / "peers.expected.safetensors").unlink(),
-            "peers.expected.safetensors' cannot be read",
-        ),
-        (lambda v: (v / "manifest.json").unlink(), "is this a directory of vectors?"),
-        (lambda v: (v / "manifest.json").write_text("{"), "is not valid JSON"),
-        (lambda v: (v / "manifest.json").write_text("[]"), "does not match the schema at the top"),
-        (
-            edit_manifest(lambda m: m.update(vectors_version="3")),
-            "has vectors_version '3'; this bagua_ref checks '2'",
-        ),
-        (
-            edit_manifest(lambda m: m["cases"][0].update(tolerance="5 %")),
-            "does not match the schema at cases/0/tolerance",
-        ),
-        (
-            edit_manifest(lambda m: m["cases"][0]["outputs"][0].update(shape=[7])),
-            "as the manifest describes it",
-        ),
-        (
-            edit_manifest(lambda m: m["cases"][0]["inputs"][0].update(dtype="int64")),
-            "as the manifest describes it",
-        ),
-        (
-            edit_manifest(lambda m: m["cases"][0]["inputs"][0].update(tensor="no/such:x")),
-            "has no 'no/such:x' as the manifest describes it",
-        ),
-    ],
-)
-def test_damaged_vectors_cannot_be_used(
-    check: Any, vectors: Path, damage: Any, message: str
-) -> None:
-    damage(vectors)
-    code, printed = check(vectors=vectors)
-    assert code == 2
-    assert message in printed
-
-
 def test_what_cannot_be_checked_is_said(check: Any, outputs: Path) -> None:
     assert check(outputs=outputs / "nowhere")[0] == 2
     code, printed = check("--operation", "adds")
-    assert (code, "operation 'adds' has no case; known are add, " in printed) == (2, True)
+    assert (code, "no case is of 'adds'; known are add, " in printed) == (2, True)
     assert check("--operation", "shift_one_peer", "--dtype", "float16")[0] == 2
 
 
-def test_without_jsonschema_the_command_that_installs_it_is_named(
-    check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "jsonschema", None)
-    hint = f"golden vectors need jsonschema; install with: {install_command('conformance')}"
-    code, printed = check()
-    assert (code, hint in printed) == (2, True)
-    with pytest.raises(VectorsError, match="golden vectors need jsonschema"):
-        export_vectors(tmp_path / "new")
-    assert list((tmp_path / "new").iterdir()) == []
-
-
-def test_export_as_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("bagua_ref.conformance.vectors.files._write", lambda directory: 7)
-    monkeypatch.setattr("bagua_ref.conformance.vectors.files.read_manifest", lambda directory: {})
-    assert main(["vectors", "export", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "directory": str(tmp_path),
-        "vectors_version": VECTORS_VERSION,
-        "cases": 7,
-    }
-
-
 def test_export_leaves_other_files_alone(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("bagua_ref.conformance.vectors.files.all_cases", list)
     (tmp_path / "mine").write_text("x")
     assert main(["vectors", "export", str(tmp_path)]) == 2
     assert "is not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     assert main(["vectors", "export", str(tmp_path / "mine")]) == 2
+    capsys.readouterr()
+    new = tmp_path / "new"
+    assert main(["vectors", "export", str(new), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == {"directory": str(new), "vectors_version": "3", "cases": 0}
 
 
 # Tolerances
@@ -542,24 +340,23 @@ def moved(x: torch.Tensor, steps: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("steps", "code"), [(4, 0), (-4, 0), (5, 1), (-5, 1)])
 def test_ulp(check: Any, outputs: Path, steps: int, code: int) -> None:
-    change(outputs, "qadam", lambda t: t.update({name: moved(x, steps) for name, x in t.items()}))
-    assert check()[0] == code
+    def move(found: Tensors) -> None:
+        found |= {name: moved(x, steps) for name, x in found.items() if "/qadam_step/" in name}
+
+    change(outputs, "algorithms", move)
+    assert check("--operation", "qadam_step")[0] == code
 
 
-@pytest.mark.parametrize(("epsilons", "code"), [(2.5, 0), (-2.5, 0), (12, 1), (-12, 1)])
-def test_sum(check: Any, outputs: Path, epsilons: float, code: int, tensors: Any) -> None:
-    magnitude = tensors["comm_ops.inputs.safetensors"][f"{MEAN}.magnitude"]
-    eps = torch.finfo(torch.float32).eps
-    change(
-        outputs,
-        "comm_ops",
-        lambda t: t.update({MEAN: (t[MEAN].double() + epsilons * eps * magnitude).float()}),
-    )
-    assert check()[0] == code
+@pytest.mark.parametrize(("epsilons", "code"), [(2.5, 0), (-2.5, 0), (3.6, 1), (-3.6, 1)])
+def test_sum(check: Any, outputs: Path, epsilons: float, code: int) -> None:
+    # of 3 ranks, up to 4 each
+    error = epsilons * torch.finfo(torch.float32).eps * 4
+    change(outputs, "comm_ops", lambda t: t.update({MEAN: (t[MEAN].double() + error).float()}))
+    assert check("--operation", "centralized_full_precision")[0] == code
 
 
 def test_the_sign_of_a_zero_counts_and_the_bits_of_a_nan_do_not(check: Any, outputs: Path) -> None:
-    def other_nan(found: dict[str, torch.Tensor]) -> None:
+    def other_nan(found: Tensors) -> None:
         x = found[SPECIAL]
         assert x.isnan().any()
         found[SPECIAL] = torch.where(
@@ -567,9 +364,9 @@ def test_the_sign_of_a_zero_counts_and_the_bits_of_a_nan_do_not(check: Any, outp
         )
 
     change(outputs, "kernels", other_nan)
-    assert check()[0] == 0
+    assert check("--operation", "add")[0] == 0
     change(outputs, "kernels", lambda t: t.update({ZEROS: -t[ZEROS]}))
-    assert check()[0] == 1
+    assert check("--operation", "add")[0] == 1
 
 
 # Files
@@ -612,13 +409,18 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.proof
-def test_the_client_in_c_passes(client: Path, tmp_path: Path, manifest: dict[str, Any]) -> None:
+def test_the_client_in_c_passes(client: Path, tmp_path: Path, cases: list[Case]) -> None:
     ended = oracle_c.run(client, VECTORS, tmp_path / "outputs")
     assert ended.returncode == 0, ended.stderr
-    report = check_outputs(VECTORS, tmp_path / "outputs")
-    answered = {case["id"] for case in manifest["cases"] if case["operation"] in OPERATIONS}
+    report = check_outputs(tmp_path / "outputs")
+    answered = {
+        case.id
+        for case in cases
+        if case.operation == "comm_ops/shift_one_peer"
+        or (case.parameters.get("codec") == "MinMaxUInt8" and case.operation.startswith("codecs/"))
+    }
     assert {
-        verdict.case["id"] for verdict in report.verdicts if verdict.status == "passed"
+        verdict.case.id for verdict in report.verdicts if verdict.status == "passed"
     } == answered
     assert ended.stdout.startswith(f"{len(answered)} cases answered")
     assert (report.count("failed"), report.count("missing") > 0) == (0, True)
@@ -630,14 +432,15 @@ def test_the_client_in_c_passes(client: Path, tmp_path: Path, manifest: dict[str
     "damage",
     [
         lambda v: (v / "manifest.json").unlink(),
-        lambda v: (v / "manifest.json").write_text('{"vectors_version": "2", "cases": ['),
-        lambda v: cut_off(v / "codec.inputs.safetensors", 5000),
+        lambda v: (v / "manifest.json").write_text('{"vectors_version": "3", "cases": ['),
+        lambda v: cut_off(v / "codecs.inputs.safetensors", 5000),
     ],
     ids=["no manifest", "cut manifest", "cut safetensors"],
 )
 def test_the_client_in_c_says_what_it_cannot_read(
-    client: Path, vectors: Path, tmp_path: Path, damage: Any
+    client: Path, tmp_path: Path, damage: Any
 ) -> None:
+    vectors = Path(shutil.copytree(VECTORS, tmp_path / "vectors"))
     damage(vectors)
     ended = oracle_c.run(client, vectors, tmp_path / "outputs")
     assert ended.returncode == 2

@@ -12,25 +12,26 @@
 
 static output *first_output, **last_output = &first_output;
 
-static unsigned char *give(const json *kase, const char *name, const char *type, size_t elements, size_t size) {
-    for (const json *o = json_need(kase, "outputs", JSON_ARRAY)->first; o; o = o->next) {
-        if (strcmp(json_need(o, "name", JSON_STRING)->string, name) != 0) continue;
-        output *made = need_memory(sizeof *made);
-        unsigned char *data = need_memory(size);
-        *made = (output){json_need(o, "tensor", JSON_STRING)->string, type, data, elements, size, NULL};
-        *last_output = made;
-        last_output = &made->next;
-        return data;
-    }
-    die("a case has no output %s", name);
+/* Return what the files call a case's tensor. */
+static const char *full_name(const json *kase, const char *name) {
+    const char *id = json_need(kase, "id", JSON_STRING)->string;
+    char *full = need_memory(strlen(id) + strlen(name) + 2);
+    sprintf(full, "%s:%s", id, name);
+    return full;
+}
+
+static unsigned char *give(const json *kase, const char *name, const char *type, size_t rows, size_t elements, size_t size) {
+    output *made = need_memory(sizeof *made);
+    unsigned char *data = need_memory(size);
+    *made = (output){full_name(kase, name), type, data, rows, elements, size, NULL};
+    *last_output = made;
+    last_output = &made->next;
+    return data;
 }
 
 /* Return an input's bytes. */
 static const unsigned char *input(const json *kase, const tensor_file *file, const char *name, const char *type, size_t *size) {
-    for (const json *i = json_need(kase, "inputs", JSON_ARRAY)->first; i; i = i->next)
-        if (strcmp(json_need(i, "name", JSON_STRING)->string, name) == 0)
-            return find_tensor(file, json_need(i, "tensor", JSON_STRING)->string, type, size);
-    die("a case has no input %s", name);
+    return find_tensor(file, full_name(kase, name), type, size);
 }
 
 static size_t count_of(const json *parameters, const char *name) {
@@ -56,17 +57,17 @@ static void answer_codec(const json *kase, const char *operation, const tensor_f
     const json *parameters = json_need(kase, "parameters", JSON_OBJECT);
     size_t chunks = count_of(parameters, "num_chunks"), size;
     if (chunks == 0) die("num_chunks is 0");
-    if (strcmp(operation, "decompress_minmax_uint8") == 0) {
+    if (strcmp(operation, "decompress") == 0) {
         size_t elements = count_of(parameters, "num_elements");
         const unsigned char *payload = input(kase, file, "payload", "U8", &size);
         if (elements % chunks || size != chunks * block_size(elements / chunks)) die("a payload has %zu bytes", size);
-        decompress(type, payload, chunks, elements / chunks, give(kase, "x", code, elements, elements * item_size(type)));
+        decompress(type, payload, chunks, elements / chunks, give(kase, "x", code, 0, elements, elements * item_size(type)));
         return;
     }
     const unsigned char *x = input(kase, file, "x", code, &size);
     size_t elements = size / item_size(type), count = elements / chunks, bytes = chunks * block_size(count);
     if (elements % chunks) die("%zu elements are not %zu equal chunks", elements, chunks);
-    unsigned char *payload = give(kase, "payload", "U8", bytes, bytes);
+    unsigned char *payload = give(kase, "payload", "U8", 0, bytes, bytes);
     const json *target = json_get(parameters, "target_chunk");
     if (target && target->kind == JSON_NUMBER) { /* one chunk alone, the other blocks stay (S4.5) */
         size_t place = count_of(parameters, "target_chunk");
@@ -77,8 +78,6 @@ static void answer_codec(const json *kase, const char *operation, const tensor_f
         return;
     }
     compress(type, x, chunks, count, payload);
-    if (strcmp(operation, "roundtrip_minmax_uint8") == 0)
-        decompress(type, payload, chunks, count, give(kase, "x", code, elements, elements * item_size(type)));
 }
 
 static int64_t load_int64(const unsigned char *place) {
@@ -91,12 +90,19 @@ static void answer_peers(const json *kase, const tensor_file *file) {
     size_t size, more;
     const unsigned char *ranks = input(kase, file, "rank", "I64", &size), *steps = input(kase, file, "step", "I64", &more);
     int64_t nranks = (int64_t)count_of(json_need(kase, "parameters", JSON_OBJECT), "nranks");
-    if (nranks < 2 || nranks % 2 || size != more || size % 8) die("shift_one pairs an even number of ranks");
-    unsigned char *peers = give(kase, "peer", "I64", size / 8, size);
-    for (size_t at = 0; at < size; at += 8) {
-        uint64_t peer = (uint64_t)shift_one_peer(load_int64(ranks + at), nranks, load_int64(steps + at));
-        for (int i = 0; i < 8; i++) peers[at + (size_t)i] = (unsigned char)(peer >> (8 * i));
-    }
+    if (nranks < 2 || nranks % 2) die("shift_one pairs an even number of ranks");
+    unsigned char *peers = give(kase, "peer", "I64", size / 8, more / 8, size * more / 8);
+    for (size_t r = 0; r < size; r += 8)
+        for (size_t s = 0; s < more; s += 8) {
+            uint64_t peer = (uint64_t)shift_one_peer(load_int64(ranks + r), nranks, load_int64(steps + s));
+            for (int i = 0; i < 8; i++) *peers++ = (unsigned char)(peer >> (8 * i));
+        }
+}
+
+/* Return whether a case is of the codec here. */
+static bool is_minmax(const json *kase) {
+    if (strcmp(json_need(kase, "suite", JSON_STRING)->string, "codecs") != 0) return false;
+    return strcmp(json_need(json_need(kase, "parameters", JSON_OBJECT), "codec", JSON_STRING)->string, "MinMaxUInt8") == 0;
 }
 
 int main(int argc, char **argv) {
@@ -105,12 +111,12 @@ int main(int argc, char **argv) {
     json *manifest = json_parse(read_file(argv[1], "manifest.json", &size));
     if (!manifest) die("%s/manifest.json is no JSON", argv[1]);
     const char *version = json_need(manifest, "vectors_version", JSON_STRING)->string;
-    if (strcmp(version, "2") != 0) die("this program knows version 2 only");
-    tensor_file *codec = open_tensors(argv[1], "codec.inputs.safetensors");
-    tensor_file *peers = open_tensors(argv[1], "peers.inputs.safetensors");
+    if (strcmp(version, "3") != 0) die("this program knows version 3 only");
+    tensor_file *codec = open_tensors(argv[1], "codecs.inputs.safetensors");
+    tensor_file *peers = open_tensors(argv[1], "comm_ops.inputs.safetensors");
     for (const json *kase = json_need(manifest, "cases", JSON_ARRAY)->first; kase; kase = kase->next) {
         const char *operation = json_need(kase, "operation", JSON_STRING)->string;
-        bool is_codec = strstr(operation, "_minmax_uint8") != NULL, is_peers = strcmp(operation, "shift_one_peer") == 0;
+        bool is_codec = is_minmax(kase), is_peers = strcmp(operation, "shift_one_peer") == 0;
         if (is_codec) answer_codec(kase, operation, codec);
         if (is_peers) answer_peers(kase, peers);
         if (is_codec || is_peers) answered++;

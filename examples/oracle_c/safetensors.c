@@ -43,8 +43,10 @@ static size_t print_header(FILE *file, const output *outputs) {
     char line[1024];
     size_t length = 0, place = 0;
     for (const output *o = outputs; o; o = o->next) {
-        int printed = snprintf(line, sizeof line, "%c\"%s\":{\"dtype\":\"%s\",\"shape\":[%zu],\"data_offsets\":[%zu,%zu]}",
-                               o == outputs ? '{' : ',', o->name, o->dtype, o->elements, place, place + o->size);
+        char rows[32] = "";
+        if (o->rows) snprintf(rows, sizeof rows, "%zu,", o->rows);
+        int printed = snprintf(line, sizeof line, "%c\"%s\":{\"dtype\":\"%s\",\"shape\":[%s%zu],\"data_offsets\":[%zu,%zu]}",
+                               o == outputs ? '{' : ',', o->name, o->dtype, rows, o->elements, place, place + o->size);
         if (printed < 0 || (size_t)printed >= sizeof line) die("the name %s is too long", o->name);
         if (file) fputs(line, file);
         length += (size_t)printed;

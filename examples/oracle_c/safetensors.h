@@ -17,11 +17,11 @@ tensor_file *open_tensors(const char *folder, const char *name);
 /* Return a tensor's bytes and how many they are; ends the program if there is none of this name and dtype ("F32", ...). */
 const unsigned char *find_tensor(const tensor_file *file, const char *name, const char *dtype, size_t *size);
 
-/* Outputs are collected and written as one file. They are all one-dimensional here. */
+/* Outputs are collected and written as one file. They have one dimension, or two if there are rows. */
 typedef struct output {
     const char *name, *dtype;
     const void *data;
-    size_t elements, size;
+    size_t rows, elements, size;
     struct output *next;
 } output;
 

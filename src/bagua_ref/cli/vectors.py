@@ -7,15 +7,15 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 from bagua_ref.base.untrusted import one_line
 from bagua_ref.cli.command import Commands, add_command, add_json_options, write_json
-from bagua_ref.conformance.clauses import VECTORS_VERSION
+from bagua_ref.conformance.clauses import SPEC_VERSION, VECTORS_VERSION
 from bagua_ref.conformance.vectors import VectorsReport, Verdict, check_outputs, export_vectors
 
 __all__ = ["add_parser"]
 
+_STATUSES = ("passed", "failed", "missing")
 _SHOWN = 20  # the most failures to print; the JSON has all
 
 
@@ -50,7 +50,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         verbs,
         "check",
         _check,
-        examples=("bagua-ref vectors check vectors --outputs outputs --operation compress",),
+        examples=("bagua-ref vectors check outputs --operation compress",),
         help="compare an implementation's outputs with the expected ones",
         description=(
             "Compare an implementation's outputs with the expected ones, within the tolerance of"
@@ -58,14 +58,12 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         ),
         epilog=(
             "Exit status is 0 if all cases passed, 1 if a case failed or is missing or the outputs"
-            " contain anything else, and 2 if the vectors or the outputs cannot be read."
+            " contain anything else, and 2 if the outputs cannot be read."
         ),
     )
-    check.add_argument("directory", type=Path, metavar="DIR", help="folder of the vectors")
     check.add_argument(
-        "--outputs",
+        "outputs",
         type=Path,
-        required=True,
         metavar="DIR",
         help="folder of the outputs: safetensors files with tensors named ID:NAME",
     )
@@ -100,14 +98,10 @@ def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    for folder in (arguments.directory, arguments.outputs):
-        if not folder.is_dir():
-            parser.error(f"no such folder: {str(folder)!r}")
+    if not arguments.outputs.is_dir():
+        parser.error(f"no such folder: {str(arguments.outputs)!r}")
     report = check_outputs(
-        arguments.directory,
-        arguments.outputs,
-        operations=arguments.operation,
-        dtypes=arguments.dtype,
+        arguments.outputs, operations=arguments.operation, dtypes=arguments.dtype
     )
     if not arguments.json:
         _print_report(report)
@@ -116,47 +110,32 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 
 def _print_report(report: VectorsReport) -> None:
-    rows: dict[tuple[str, str, str], list[Verdict]] = defaultdict(list)
+    rows: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for verdict in report.verdicts:
-        rows[verdict.case["suite"], verdict.case["operation"], verdict.case["dtype"]].append(
-            verdict
+        rows[verdict.case.operation, verdict.case.dtype].append(verdict)
+    width = max(len(operation) for operation, _ in rows)
+    print(f"{'operation':{width}} {'dtype':9} {'passed':>6} {'failed':>6} {'missing':>7}  clauses")
+    for (operation, dtype), verdicts in rows.items():
+        passed, failed, missing = (
+            sum(verdict.status == status for verdict in verdicts) for status in _STATUSES
         )
-    width = max(len(operation) for _, operation, _ in rows)
-    print(
-        f"{'suite':9} {'operation':{width}} {'dtype':9} {'cases':>5} {'passed':>6} {'failed':>6}"
-        f" {'missing':>7}  clauses"
-    )
-    for (suite, operation, dtype), verdicts in rows.items():
-        counts = [
-            sum(verdict.status == status for verdict in verdicts)
-            for status in ("passed", "failed", "missing")
-        ]
-        clauses = ", ".join(sorted({verdict.case["clause"] for verdict in verdicts}))
-        print(
-            f"{suite:9} {operation:{width}} {dtype:9} {len(verdicts):5} {counts[0]:6} {counts[1]:6}"
-            f" {counts[2]:7}  {clauses}"
-        )
+        clauses = ", ".join(sorted({verdict.case.clause for verdict in verdicts}))
+        print(f"{operation:{width}} {dtype:9} {passed:6} {failed:6} {missing:7}  {clauses}")
     print()
     _print_list("Files", [f"{place}: {message}" for place, message in report.problems.items()])
-    wrong: list[Any] = [verdict for verdict in report.verdicts if verdict.status == "failed"]
-    wrong += [verdict for verdict in report.verdicts if verdict.status == "missing"]
-    _print_list(
-        "Cases",
-        [
-            f"{v.case['clause']} {v.case['id']} [{', '.join(v.case['flags'])}]: {v.message}"
-            for v in wrong
-        ],
+    wrong = [
+        f"{v.case.clause} {v.case.id} [{v.case.flag}]: {v.message}"
+        for status in ("failed", "missing")
+        for v in report.verdicts
+        if v.status == status
+    ]
+    _print_list("Cases", wrong)
+    counts = [f"{report.count(status)} {status}" for status in _STATUSES]
+    counts += [f"{report.not_selected} not selected"] if report.not_selected else []
+    print(
+        f"{'PASSED' if report.passed else 'FAILED'}: {', '.join(counts)}, {len(report.problems)}"
+        f" problems with files (vectors {VECTORS_VERSION}, specification {SPEC_VERSION})"
     )
-    total = ", ".join(
-        f"{report.count(status)} {status}" for status in ("passed", "failed", "missing")
-    )
-    more = f", {report.not_selected} not selected" if report.not_selected else ""
-    versions = (
-        f"vectors {report.versions['vectors_version']}, specification"
-        f" {report.versions['spec_version']}"
-    )
-    outcome = "PASSED" if report.passed else "FAILED"
-    print(f"{outcome}: {total}{more}, {len(report.problems)} problems with files ({versions})")
 
 
 def _print_list(title: str, lines: list[str]) -> None:

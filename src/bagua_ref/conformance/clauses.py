@@ -7,8 +7,8 @@ __all__ = ["CLAUSES", "NOT_COVERED", "SPEC_VERSION", "SUITES", "VECTORS_VERSION"
 SPEC_VERSION = "1.1"
 """Of the clauses that the checks cite; every report carries it."""
 
-VECTORS_VERSION = "2"
-"""Of the cases of golden vectors, as in ``vectors/v2``."""
+VECTORS_VERSION = "3"
+"""Of the cases of golden vectors, as in ``vectors/v3``."""
 
 SUITES = (
     "kernels",

@@ -6,11 +6,10 @@ from bagua_ref.conformance.vectors.files import (
     VectorsError,
     VectorsReport,
     Verdict,
-    all_cases,
     check_outputs,
     export_vectors,
-    read_manifest,
 )
+from bagua_ref.conformance.vectors.rows import all_cases
 
 __all__ = [
     "VECTORS_VERSION",
@@ -21,5 +20,4 @@ __all__ = [
     "all_cases",
     "check_outputs",
     "export_vectors",
-    "read_manifest",
 ]

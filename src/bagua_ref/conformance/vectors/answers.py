@@ -1,4 +1,5 @@
-"""Expected outputs of golden vectors, from inputs and parameters alone.
+"""Expected outputs of golden vectors, from inputs and parameters alone: one function for each family
+of operations, whose arguments have the names of a case's inputs and parameters.
 
 Nothing here but `bagua_ref.conformance.expected` computes, so that the vectors share no fault with
 the package.
@@ -10,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,508 +27,452 @@ from bagua_ref.conformance.expected import (
     local_updates_numpy,
     samplers_plain,
 )
-from bagua_ref.conformance.expected.algorithms_numpy import array
+from bagua_ref.conformance.expected.algorithms_numpy import array, stored
 
-__all__ = ["Given", "answer", "stretches_of"]
+__all__ = ["answer", "stretches"]
 
-Tensors = dict[str, Tensor]
-
-
-class Given:
-    """A case's inputs and parameters as attributes.
-
-    Attributes:
-        operation: what to compute.
-        dtype: its name.
-        inputs: tensors by name.
-        parameters: JSON values by name.
-    """
-
-    def __init__(
-        self, operation: str, dtype: str, parameters: dict[str, Any], inputs: Tensors
-    ) -> None:
-        self.operation, self.dtype, self.parameters, self.inputs = (
-            operation,
-            dtype,
-            parameters,
-            inputs,
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return self.parameters[name] if name in self.parameters else self.inputs[name]
-
-    @property
-    def leaders(self) -> list[int] | None:
-        """The number of ranks on each node if node leaders communicate, None if all ranks do."""
-        nodes: list[int] = self.parameters["nodes"]
-        return nodes if self.parameters["hierarchical"] else None
-
-    def options(self, *names: str) -> dict[str, Any]:
-        """Return these parameters."""
-        return {name: self.parameters[name] for name in names}
-
-
-Answer = Callable[[Given], Tensors]
+Outputs = dict[str, Any]
+"""Tensors, bytes, or numbers in lists or arrays, by name."""
+Nodes: TypeAlias = "list[int] | None"
+"""How many ranks each node has if node leaders communicate, None if all ranks do."""
 
 
 def answer(
-    suite: str, operation: str, dtype: str, parameters: dict[str, Any], inputs: Tensors
-) -> Tensors:
-    """Return the outputs of a case."""
-    compute = _ANSWERS.get(f"{suite}/{operation}") or _ANSWERS[suite]
+    operation: str, dtype: str, inputs: dict[str, Tensor], parameters: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Return the outputs of a case, by name."""
     with np.errstate(all="ignore"):  # infinities and NaN are results here
-        return compute(Given(operation, dtype, parameters, inputs))
+        found = _ANSWERS[operation](dtype, **inputs, **parameters)
+    return {name: _tensor(values, dtype) for name, values in found.items()}
 
 
 def _tensor(values: Any, dtype: str) -> Tensor:
-    found: torch.dtype = getattr(torch, dtype)
-    return torch.tensor(values, dtype=torch.float64 if found.is_floating_point else found).to(found)
+    """Return bytes as uint8, integers as int64, and other numbers in a case's dtype."""
+    if isinstance(values, Tensor):
+        return values
+    if isinstance(values, bytes):
+        return torch.tensor(list(values), dtype=torch.uint8)
+    x = torch.from_numpy(np.array(values))
+    return x.to(getattr(torch, dtype)) if x.is_floating_point() else x
 
 
-def _integers(values: Iterable[int]) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.int64)
+def _integers(values: Iterable[int]) -> Any:
+    return np.array(list(values), np.int64)  # also if there are none
 
 
-def _rows(arrays: Any, dtype: str) -> Tensor:
-    return torch.from_numpy(np.stack(arrays)).to(getattr(torch, dtype))
+def _empty(dtype: str) -> Tensor:
+    return torch.empty(0, dtype=getattr(torch, dtype))
 
 
-def _split(flat: Any, sizes: list[int]) -> list[Any]:
-    return [flat[start:end] for start, end in pairwise([0, *accumulate(sizes)])]
+def _split(flat: Any, sizes: Iterable[int]) -> list[Any]:
+    return [flat[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
-def _elementwise(c: Given) -> Tensors:
-    kernel: Any = getattr(kernels_scalar, "quotient" if c.operation == "divide" else c.operation)
-    columns = zip(*(x.tolist() for x in c.inputs.values()), strict=True)
-    return {
-        "x": _tensor(
-            [kernel(c.dtype, *column, *c.parameters.values()) for column in columns], c.dtype
-        )
-    }
+# Kernels and codecs
 
 
-def _reduce_chunks(c: Given) -> Tensors:
-    rows = c.x.view(c.num_chunks, -1).tolist()
-    columns = zip(*rows, strict=True)
-    rows[c.target_chunk] = [
-        kernels_scalar.reduce_in_order(c.dtype, list(column), c.average) for column in columns
-    ]
-    return {"x": _tensor(rows, c.dtype).view(-1)}
+def _elementwise(kernel: Callable[..., float], dtype: str, **given: Any) -> Outputs:
+    columns = zip(*(x.tolist() for x in given.values() if isinstance(x, Tensor)), strict=True)
+    numbers = [value for value in given.values() if not isinstance(value, Tensor)]
+    return {"x": np.array([kernel(dtype, *column, *numbers) for column in columns], float)}
 
 
-def _scatter_flat(c: Given) -> Tensors:
-    parts = _split(c.flat.tolist(), [math.prod(shape) for shape in c.shapes])
-    return {
-        f"t{i}": _tensor(part, c.dtype).view(shape)
-        for i, (part, shape) in enumerate(zip(parts, c.shapes, strict=True))
-    }
+def _reduce_chunks(
+    dtype: str, x: Tensor, num_chunks: int, target_chunk: int, average: bool
+) -> Outputs:
+    chunks, reduce = x.view(num_chunks, -1).double().numpy().copy(), kernels_scalar.reduce_in_order
+    chunks[target_chunk] = [reduce(dtype, column.tolist(), average) for column in chunks.T]
+    return {"x": chunks.reshape(-1)}
 
 
-def _chunks(x: Tensor, num_chunks: int) -> list[list[Any]]:
-    rows: list[list[Any]] = x.view(num_chunks, x.numel() // num_chunks).tolist()
-    return rows
+def _scatter_flat(dtype: str, flat: Tensor, shapes: list[list[int]]) -> Outputs:
+    parts = zip(_split(flat, map(math.prod, shapes)), shapes, strict=True)
+    return {f"t{place}": part.view(shape) for place, (part, shape) in enumerate(parts)}
 
 
-def _compress(c: Given) -> Tensors:
+def _compress(
+    dtype: str,
+    x: Tensor,
+    codec: str,
+    num_chunks: int,
+    target_chunk: int | None = None,
+    payload: Tensor | None = None,
+) -> Outputs:
     blocks = [
-        codecs_scalar.compress_chunk(c.parameters.get("codec", "MinMaxUInt8"), chunk, c.dtype)
-        for chunk in _chunks(c.x, c.num_chunks)
+        codecs_scalar.compress_chunk(codec, chunk, dtype)
+        for chunk in x.view(num_chunks, x.numel() // num_chunks).tolist()
     ]
-    target = c.parameters.get("target_chunk")
-    if target is not None:
-        before = _chunks(c.payload, c.num_chunks)
+    if payload is not None:
+        kept = payload.view(num_chunks, -1).tolist()
         blocks = [
-            block if place == target else bytes(before[place]) for place, block in enumerate(blocks)
+            block if place == target_chunk else bytes(kept[place])
+            for place, block in enumerate(blocks)
         ]
-    return {"payload": torch.tensor(list(b"".join(blocks)), dtype=torch.uint8)}
+    return {"payload": b"".join(blocks)}
 
 
-def _decompress(c: Given) -> Tensors:
-    size, codec, values = (
-        c.num_elements // c.num_chunks,
-        c.parameters.get("codec", "MinMaxUInt8"),
-        [],
-    )
-    for block in map(bytes, _chunks(c.payload, c.num_chunks)):
-        values += codecs_scalar.decompress_chunk(codec, block, size, c.dtype)
-    return {"x": _tensor(values, c.dtype)}
+def _decompress(
+    dtype: str, payload: Tensor, codec: str, num_chunks: int, num_elements: int
+) -> Outputs:
+    size, restore = num_elements // num_chunks, codecs_scalar.decompress_chunk
+    blocks = payload.view(num_chunks, payload.numel() // num_chunks).tolist()
+    parts = [np.array(restore(codec, bytes(block), size, dtype), float) for block in blocks]
+    return {"x": np.concatenate(parts)}
 
 
-def _roundtrip(c: Given) -> Tensors:
-    payload = _compress(c)
-    return {
-        **payload,
-        **_decompress(
-            Given(c.operation, c.dtype, {**c.parameters, "num_elements": c.x.numel()}, payload)
-        ),
-    }
+# Bucket operations and collectives
 
 
-def _reduced(c: Given, ranks: Any) -> Tensor:
-    one_byte, average = (
-        c.operation in ("centralized_low_precision", "qadam_momentum"),
-        c.parameters.get("average", True),
-    )
-    return _rows(
-        [algorithms_numpy.centralized(list(ranks), c.dtype, average, one_byte, c.leaders)]
-        * sum(c.nodes),
-        c.dtype,
-    )
+def _centralized(one_byte: bool, dtype: str, x: Any, nodes: Nodes, average: bool = True) -> Outputs:
+    ranks = list(array(x))
+    result = algorithms_numpy.centralized(ranks, dtype, average, one_byte, nodes)
+    return {"x": [result] * len(ranks)}
 
 
-def _qadam_momentum(c: Given) -> Tensors:
-    m, update = c.m.tolist(), kernels_scalar.update_momentum
-    xs = [
-        [update(c.dtype, old, new, c.beta1) for old, new in zip(m, grad, strict=True)]
-        for grad in c.grad.tolist()
+def _qadam_momentum(dtype: str, m: Tensor, grad: Tensor, nodes: Nodes, beta1: float) -> Outputs:
+    update = partial(kernels_scalar.update_momentum, dtype)
+    ranks = [
+        [update(old, new, beta1) for old, new in zip(m.tolist(), of_rank, strict=True)]
+        for of_rank in grad.tolist()
     ]
-    return {"m": _reduced(c, np.array(xs, np.float32))}
+    return {"m": _centralized(True, dtype, torch.tensor(ranks), nodes)["x"]}
 
 
-def _on_updates(c: Given, step: Callable[[list[Any], int], list[Any]]) -> Tensor:
+def _on_updates(dtype: str, ranks: Any, updates: Tensor, step: Callable[..., Any]) -> list[Any]:
     """Return all ranks' weights after each step, before which the updates are added."""
-    ranks, after = list(array(c.x)), []
-    for t, update in enumerate(c.updates):
-        ranks = step(
-            [
-                algorithms_numpy.stored(x + u, c.dtype)
-                for x, u in zip(ranks, array(update), strict=True)
-            ],
-            t,
-        )
-        after.append(_rows(ranks, c.dtype))
-    return torch.stack(after)
+    after = []
+    for t, update in enumerate(array(updates)):
+        ranks = step([stored(x + u, dtype) for x, u in zip(ranks, update, strict=True)], t)
+        after.append(ranks)
+    return after
 
 
-def _decentralized(c: Given) -> Tensors:
-    mode = c.parameters.get("graph", "shift_one")
+def _decentralized(
+    dtype: str, x: Tensor, updates: Tensor, nodes: Nodes, graph: Any = "shift_one"
+) -> Outputs:
     average = decentralized_numpy.average
-    return {"x": _on_updates(c, lambda ranks, t: average(ranks, c.dtype, mode, c.leaders, t))}
+    step = lambda ranks, t: average(ranks, dtype, graph, nodes, t)  # noqa: E731
+    return {"x": _on_updates(dtype, array(x), updates, step)}
 
 
-def _ring(c: Given) -> Tensors:
-    members, between = c.leaders or [1] * sum(c.nodes), decentralized_numpy.between_leaders
-    ring = decentralized_numpy.Ring.of(
-        [group[0] for group in algorithms_numpy.split(list(array(c.x)), members)]
+def _ring(dtype: str, x: Tensor, updates: Tensor, nodes: Nodes) -> Outputs:
+    ranks = [array(x)] * updates.shape[1]
+    ring = decentralized_numpy.Ring.of(ranks[: len(nodes or ranks)])
+    between, average = decentralized_numpy.between_leaders, lambda ranks: ring.step(ranks, dtype)
+    after = _on_updates(
+        dtype, ranks, updates, lambda ranks, t: between(average, ranks, dtype, nodes)
     )
-
-    def average(ranks: list[Any]) -> list[Any]:
-        return ring.step(ranks, c.dtype)
-
-    x = _on_updates(c, lambda ranks, t: between(average, ranks, c.dtype, c.leaders))
-    return {
-        "x": x,
-        **{
-            name: _rows(rows, c.dtype)
-            for name, rows in {"weight": ring.W, "left": ring.L, "right": ring.R}.items()
-        },
-    }
+    return {"x": after, "weight": ring.W, "left": ring.L, "right": ring.R}
 
 
-def _async_average(c: Given) -> Tensors:
-    xs, updates, k = c.x.tolist(), c.updates.tolist(), kernels_scalar
-    totals = [math.fsum(column) for column in zip(*xs, strict=True)]
+def _async_average(dtype: str, x: Tensor, updates: Tensor) -> Outputs:
+    add, average, n = kernels_scalar.add, kernels_scalar.async_average, len(x)
+    totals = x.double().sum(0).tolist()  # which is exact
     rows = [
         [
-            k.async_average(c.dtype, k.add(c.dtype, x, update), total, x, len(xs))
-            for x, update, total in zip(*columns, totals, strict=True)
+            average(dtype, add(dtype, old, update), total, old, n)
+            for old, update, total in zip(*of_rank, totals, strict=True)
         ]
-        for columns in zip(xs, updates, strict=True)
+        for of_rank in zip(x.tolist(), updates.tolist(), strict=True)
     ]
-    return {"x": _tensor(rows, c.dtype)}
+    return {"x": rows}
 
 
-def _queries(c: Given, at_step: Callable[[int], Any]) -> list[Any]:
-    """Return what belongs to each queried rank and step."""
-    found = {step: at_step(step) for step in set(c.step.tolist())}
-    return [found[step][rank] for rank, step in zip(c.rank.tolist(), c.step.tolist(), strict=True)]
+def _shift_one_peer(dtype: str, rank: Tensor, step: Tensor, nranks: int) -> Outputs:
+    pairs = decentralized_numpy.pairs
+    return {"peer": [[pairs(nranks, t)[r] for t in step.tolist()] for r in rank.tolist()]}
 
 
-def _graph_sources(c: Given) -> Tensors:
+def _graph_sources(dtype: str, rank: Tensor, step: Tensor, graph: str, nranks: int) -> Outputs:
     """Average unit vectors: the sources of a rank are those that leave something in its row."""
-    rows = _queries(c, lambda step: decentralized_numpy.averaged(np.eye(c.nranks), c.graph, step))
-    return {"sources": torch.tensor([np.flatnonzero(row).tolist() for row in rows])}
+    average, ones = decentralized_numpy.averaged, np.eye(nranks)
+    after = [average(ones, graph, t) for t in step.tolist()]
+    return {"sources": [[np.flatnonzero(x[r]) for x in after] for r in rank.tolist()]}
 
 
-def _collective(c: Given) -> Tensors:
-    given = dict(c.parameters)
-    if c.operation in ("gather", "scatter"):
+def _collective(operation: str, dtype: str, x: Tensor, **given: Any) -> Outputs:
+    if operation in ("gather", "scatter"):
         del given["root"]  # x is that of the root, or goes to it
-    return {"out": getattr(collectives_plain, c.operation)(c.x, **given)}
+    return {"out": getattr(collectives_plain, operation)(x, **given)}
 
 
-def _alltoall_v(c: Given) -> Tensors:
-    layout = [x.tolist() for x in (c.send_counts, c.send_displs, c.recv_displs)]
-    return {"out": torch.stack(collectives_plain.alltoall_v(list(c.x), list(c.before), *layout))}
+def _alltoall_v(
+    dtype: str, x: Tensor, before: Tensor, recv_counts: Tensor, **layout: Tensor
+) -> Outputs:
+    lists = {name: rows.tolist() for name, rows in layout.items()}
+    return {"out": torch.stack(collectives_plain.alltoall_v(list(x), list(before), **lists))}
 
 
-def _on_gradients(c: Given, exchange: algorithms_numpy.Exchange) -> Tensors:
+# Trainings
+
+
+def _on_gradients(
+    one_byte: bool,
+    dtype: str,
+    x: Tensor,
+    gradients: Tensor,
+    sizes: list[int],
+    nodes: Nodes,
+    lr: float,
+    average: bool,
+) -> Outputs:
     # of parameters in their bucket (S2.1)
-    order = np.concatenate(_split(np.arange(c.x.numel()), c.sizes)[::-1])
-    gradients = [list(array(ranks)[:, order]) for ranks in c.gradients]
-    history = algorithms_numpy.train_on_gradients(
-        array(c.x)[order], gradients, c.lr, c.dtype, exchange
-    )
-    return {
-        "x": _rows([[weights[np.argsort(order)]] * sum(c.nodes) for weights in history], c.dtype)
-    }
+    order = np.concatenate(_split(np.arange(x.numel()), sizes)[::-1])
+    steps = [list(ranks[:, order]) for ranks in array(gradients)]
+    exchange = algorithms_numpy.full_precision(average)
+    if one_byte:
+        exchange = algorithms_numpy.one_byte(average, nodes)
+    history = algorithms_numpy.train_on_gradients(array(x)[order], steps, lr, dtype, exchange)
+    return {"x": [[weights[np.argsort(order)]] * len(steps[0]) for weights in history]}
 
 
-def _on_weights(c: Given, mode: str | None) -> Tensors:
-    gradients, interval = [list(array(ranks)) for ranks in c.gradients], c.communication_interval
-    train = decentralized_numpy.train_decentralized
-    return {
-        "x": _rows(train(array(c.x), gradients, c.lr, c.dtype, c.leaders, mode, interval), c.dtype)
-    }
+def _on_weights(
+    dtype: str,
+    x: Tensor,
+    gradients: Tensor,
+    sizes: list[int],
+    nodes: Nodes,
+    lr: float,
+    communication_interval: int,
+    peer_selection_mode: str | None = None,
+) -> Outputs:
+    steps, train = list(map(list, array(gradients))), decentralized_numpy.train_decentralized
+    how = (nodes, peer_selection_mode, communication_interval)
+    return {"x": train(array(x), steps, lr, dtype, *how)}
 
 
-def _local_training(c: Given) -> tuple[list[Any], Any, list[str]]:
-    """Return the weights, the gradients by step, rank and parameter, and the dtypes."""
-    gradients = [[_split(array(g), c.sizes) for g in ranks] for ranks in c.gradients]
-    return _split(array(c.x), c.sizes), gradients, [c.dtype] * len(c.sizes)
+def _qadam_step(
+    dtype: str, s: int, beta1: float, beta2: float, lr: float, eps: float, **x: Tensor
+) -> Outputs:
+    p, m, v = (array(x[name]) for name in "pmv")
+    step, betas = algorithms_numpy.step_along_momentum, (beta1, beta2)
+    return {"p": step(dtype, p, m, v, s, lr=lr, betas=betas, eps=eps)}
 
 
-def _joined(ranks: list[list[Any]], dtype: str) -> Tensor:
-    return _rows([np.concatenate(weights) for weights in ranks], dtype)
+def _local_sgd(
+    dtype: str,
+    x: Tensor,
+    gradients: Tensor,
+    sizes: list[int],
+    nodes: Nodes,
+    lr: float,
+    **options: Any,
+) -> Outputs:
+    start, dtypes = _split(array(x), sizes), [dtype] * len(sizes)
+    steps = [[_split(g, sizes) for g in ranks] for ranks in array(gradients)]
+    options["hierarchical"] = nodes is not None
+    nodes = nodes or [len(steps[0])]
+    history = local_updates_numpy.local_sgd(start, steps, lr, dtypes, nodes, **options)
+    return {"x": [[np.concatenate(weights) for weights in ranks] for ranks in history]}
 
 
-def _local_sgd(c: Given) -> Tensors:
-    start, gradients, dtypes = _local_training(c)
-    options = c.options("period", "offset", "warmup_steps", "hierarchical", "momentum")
-    history = local_updates_numpy.local_sgd(start, gradients, c.lr, dtypes, c.nodes, **options)
-    return {"x": torch.stack([_joined(ranks, c.dtype) for ranks in history])}
-
-
-def _diloco(c: Given) -> Tensors:
-    (start, gradients, dtypes), n, fragments = _local_training(c), sum(c.nodes), c.fragments
+def _diloco(
+    dtype: str,
+    x: Tensor,
+    gradients: Tensor,
+    sizes: list[int],
+    lr: float,
+    fragments: Any,
+    outer: dict[str, Any],
+    **options: Any,
+) -> Outputs:
+    n, dtypes = gradients.shape[1], [dtype] * len(sizes)
     if isinstance(fragments, int):
-        fragments = local_updates_numpy.places_of(
-            [size * c.x.element_size() for size in c.sizes], fragments
-        )
-
-    def outer(tensors: list[Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            tensors, lr=c.outer_lr, momentum=c.outer_momentum, nesterov=c.outer_nesterov
-        )
-
-    options = c.options("period", "delay", "mix", "warmup_steps", "compression", "momentum")
-    model, xs, gs = (
-        local_updates_numpy.DiLoCo(start, n, c.lr, dtypes, fragments, outer, **options),
-        [],
-        [],
-    )
-    for of_ranks in gradients:
-        model.step(of_ranks)
-        xs.append(_joined(model.ranks, c.dtype))
-        shown = (
-            model.ranks
-            if model.g is None
-            else [[algorithms_numpy.stored(g, c.dtype) for g in model.g]] * n
-        )
-        gs.append(_joined(shown, c.dtype))
-    return {"x": torch.stack(xs), "g": torch.stack(gs)}
+        of_bytes = [size * x.element_size() for size in sizes]
+        fragments = local_updates_numpy.places_of(of_bytes, fragments)
+    optimizer, start = partial(torch.optim.SGD, **outer), _split(array(x), sizes)
+    model = local_updates_numpy.DiLoCo(start, n, lr, dtypes, fragments, optimizer, **options)
+    found: dict[str, list[Any]] = {"x": [], "g": []}
+    for ranks in array(gradients):
+        model.step([_split(g, sizes) for g in ranks])
+        seen = model.ranks if model.g is None else [[stored(g, dtype) for g in model.g]] * n
+        for name, weights in (("x", model.ranks), ("g", seen)):
+            found[name].append([np.concatenate(of_rank) for of_rank in weights])
+    return found
 
 
-def _fragments_due(c: Given, delay: int) -> Tensor:
-    schedule = c.options("period", "fragments", "warmup_steps")
-    due = [local_updates_numpy.fragment_due(t, delay=delay, **schedule) for t in c.step.tolist()]
-    return _integers(-1 if fragment is None else fragment for fragment in due)
+def _diloco_schedule(dtype: str, step: Tensor, delay: int, **schedule: int) -> Outputs:
+    def due(delay: int) -> list[int]:
+        found = [
+            local_updates_numpy.fragment_due(t, delay=delay, **schedule) for t in step.tolist()
+        ]
+        return [-1 if fragment is None else fragment for fragment in found]
+
+    return {"sent": due(delay), "applied": due(0)}
 
 
-def _gram(columns: Any, dtype: str) -> Tensor:
+# Compressed gradients
+
+
+def _gram(columns: Any) -> Any:
     """Return V V^T, which does not depend on the basis of the span of orthonormal columns."""
     wide = columns.astype(np.float64)
-    return _rows(compression_numpy.product(wide, wide.T), dtype)
+    return compression_numpy.product(wide, wide.T)
 
 
-def _powersgd_rank(c: Given) -> Tensors:
-    shapes, options = (
-        zip(c.n.tolist(), c.m.tolist(), strict=True),
-        (c.matrix_approximation_rank, c.min_compression_rate),
-    )
-    return {"r": _integers(compression_numpy.compressed_rank(shape, *options) for shape in shapes)}
-
-
-def _powersgd_round(c: Given) -> Tensors:
-    gradients, q, errors = list(c.gradients.numpy()), c.q.numpy() if "q" in c.inputs else None, None
-    if c.memory is not None:
-        errors = (
-            list(c.errors.numpy())
-            if "errors" in c.inputs
-            else [np.zeros_like(g) for g in gradients]
-        )
+def _powersgd_round(
+    dtype: str,
+    gradients: Tensor,
+    columns: Tensor,
+    memory: str | None,
+    q: Tensor | None = None,
+    errors: Tensor | None = None,
+    **options: Any,
+) -> Outputs:
+    kept = None if memory is None else list((gradients * 0 if errors is None else errors).numpy())
+    factor = None if q is None else q.numpy()
     found = compression_numpy.power_sgd_round(
-        gradients, errors, q, c.columns.shape[1], **c.parameters
+        list(gradients.numpy()), kept, factor, columns.shape[1], memory=memory, **options
     )
-    outputs = {"x": _rows(found.result, c.dtype), "qq": _gram(found.q, c.dtype)}
-    return outputs if found.errors is None else {**outputs, "errors": _rows(found.errors, c.dtype)}
+    outputs = {"x": found.result, "qq": _gram(found.q)}
+    return outputs | ({} if memory is None else {"errors": found.errors})
 
 
-def _topk(c: Given) -> Tensors:
-    _, ranks, size = c.gradients.shape
-    errors = [np.zeros(size, np.float32) for _ in range(ranks)] if c.error_feedback else None
+def _topk(dtype: str, gradients: Tensor, ratio: float, error_feedback: bool) -> Outputs:
+    errors: Any = list(torch.zeros(gradients.shape[1:]).numpy()) if error_feedback else None
     xs, kept = [], []
-    for step in c.gradients:
-        result, errors = compression_numpy.topk_round(list(array(step)), errors, c.ratio, c.dtype)
+    for step in array(gradients):
+        result, errors = compression_numpy.topk_round(list(step), errors, ratio, dtype)
         xs.append(result)
         kept.append(errors)
-    return {"x": _rows(xs, c.dtype)} | (
-        {"errors": _rows(kept, "float32")} if c.error_feedback else {}
-    )
+    return {"x": xs} | ({"errors": torch.tensor(np.array(kept))} if error_feedback else {})
 
 
-def _error_feedback(c: Given) -> Tensors:
-    memory = compression_numpy.ErrorFeedback(c.leaders, c.codec, c.dtype, c.average)
+def _error_feedback(
+    dtype: str, gradients: Tensor, nodes: Nodes, average: bool, codec: str
+) -> Outputs:
+    memory = compression_numpy.ErrorFeedback(nodes, codec, dtype, average)
     rounds = [
-        (memory.round(list(array(step))), memory.workers, memory.servers) for step in c.gradients
+        (memory.round(list(step)), memory.workers, memory.servers) for step in array(gradients)
     ]
-    xs, workers, servers = zip(*rounds, strict=True)
-    return {"x": _rows(xs, c.dtype), "e": _rows(workers, "float32"), "f": _rows(servers, "float32")}
+    xs, workers, servers = map(np.array, zip(*rounds, strict=True))
+    return {"x": xs, "e": torch.from_numpy(workers), "f": torch.from_numpy(servers)}
 
 
-def _qadam_step(c: Given) -> Tensors:
-    (p, m, v), betas = map(array, (c.p, c.m, c.v)), (c.beta1, c.beta2)
-    return {
-        "p": _rows(
-            algorithms_numpy.step_along_momentum(
-                c.dtype, p, m, v, c.s, lr=c.lr, betas=betas, eps=c.eps
-            ),
-            c.dtype,
-        )
-    }
+# Samplers
 
 
-def _items_of_replicas(c: Given, **cut: Any) -> list[list[Any]]:
-    options = c.options("shuffle", "seed", "epoch", "drop_last", "random_level")
-    draws = samplers_plain.RecordedDraws(c.noise.tolist(), c.chunk_order.tolist())
-    return samplers_plain.stretches_of(
-        c.complexities.tolist(), [], c.num_replicas, draws=draws, **cut, **options
-    )[0]
+def stretches(
+    operation: str,
+    costs: Tensor,
+    draws: samplers_plain.Draws,
+    num_replicas: int,
+    max_cost: Any = None,
+    padded: Any = None,
+    drop_last_batch: bool = False,
+    **options: Any,
+) -> list[list[list[Any]]]:
+    """Return each replica's samples or batches in each stretch of a case's epoch (S7.3 to S7.7)."""
+    options |= {"replicas": num_replicas, "draws": draws}
+    if operation == "budget_batches":
+        padded = samplers_plain.FORMULAS.get(padded, padded)
+        return samplers_plain.budget_stretches(costs.tolist(), max_cost, padded=padded, **options)
+    if operation == "sampler_batches":
+        cut = partial(samplers_plain.filled_batches, costs.tolist(), max_cost)
+        options |= {"cut": cut, "drop_batches": drop_last_batch}
+    return samplers_plain.stretches_of(costs.tolist(), **options)
 
 
-def _sampler_batches(c: Given) -> Tensors:
-    cut = partial(samplers_plain.filled_batches, c.complexities.tolist(), c.max_cost)
-    equal = _items_of_replicas(c, cut=cut, drop_batches=c.drop_last_batch)
-    sizes = torch.tensor([[len(batch) for batch in batches] for batches in equal])
-    return {
-        "sizes": sizes,
-        "indices": _integers(index for batches in equal for batch in batches for index in batch),
-    }
+def _samples(
+    operation: str, dtype: str, noise: Tensor, permutations: Tensor, **given: Any
+) -> Outputs:
+    draws = samplers_plain.RecordedDraws(noise.tolist(), permutations.tolist())
+    found = stretches(operation, draws=draws, **given)
+    items = [item for shares in found for share in shares for item in share]
+    outputs = {"counts": _integers(len(shares[0]) for shares in found)}
+    if operation != "sampler_indices":
+        outputs["sizes"] = _integers(map(len, items))
+        items = [index for batch in items for index in batch]
+    return outputs | {"indices": _integers(items)}
 
 
-def stretches_of(c: Given, draws: samplers_plain.Draws) -> list[list[list[Any]]]:
-    """Return each replica's samples or batches in each stretch of a case's epoch (S7.6, S7.7)."""
-    costs, options = (
-        c.costs.tolist(),
-        {**c.options("shuffle", "seed", "epoch", "drop_last"), "draws": draws},
-    )
-    if c.operation == "budget_batches":
-        options |= {"padded": samplers_plain.FORMULAS.get(c.padded, c.padded), "mix": c.mix}
-        return samplers_plain.budget_stretches(
-            costs, c.max_cost, c.history, c.num_replicas, **options
-        )
-    if c.operation == "sampler_stretch_batches":
-        options |= {
-            "cut": partial(samplers_plain.filled_batches, costs, c.max_cost),
-            "drop_batches": c.drop_last_batch,
-        }
-    return samplers_plain.stretches_of(
-        costs, c.history, c.num_replicas, random_level=c.random_level, **options
-    )
-
-
-def _stretches(c: Given) -> Tensors:
-    stretches = stretches_of(
-        c, samplers_plain.RecordedDraws(c.noise.tolist(), c.permutations.tolist())
-    )
-    items = [item for shares in stretches for share in shares for item in share]
-    found = {"counts": _integers(len(shares[0]) for shares in stretches)}
-    if c.operation != "sampler_stretches":
-        found["sizes"], items = (
-            _integers(map(len, items)),
-            [index for batch in items for index in batch],
-        )
-    return {**found, "indices": _integers(items)}
-
-
-_ANSWERS: dict[str, Answer] = {
-    "kernels": _elementwise,
+_ANSWERS: dict[str, Callable[..., Outputs]] = {
+    **{
+        f"kernels/{name}": partial(_elementwise, getattr(kernels_scalar, name))
+        for name in [
+            "add",
+            "subtract",
+            "add_scaled",
+            "average",
+            "combine_ring",
+            "async_average",
+            "update_momentum",
+        ]
+    },
+    "kernels/divide": partial(_elementwise, kernels_scalar.quotient),
     "kernels/reduce_chunks": _reduce_chunks,
-    "kernels/gather_flat": lambda c: {
-        "flat": _tensor([v for x in c.inputs.values() for v in x.view(-1).tolist()], c.dtype)
+    "kernels/gather_flat": lambda dtype, **parts: {
+        "flat": torch.cat([_empty(dtype), *(x.reshape(-1) for x in parts.values())])
     },
     "kernels/scatter_flat": _scatter_flat,
-    "kernels/order_by_complexity": lambda c: {
-        "order": _integers(kernels_scalar.ascending(c.keys.tolist()))
+    "kernels/order_by_complexity": lambda dtype, keys: {
+        "order": _integers(kernels_scalar.ascending(keys.tolist()))
     },
-    "codec/compress_minmax_uint8": _compress,
-    "codec/decompress_minmax_uint8": _decompress,
-    "codec/roundtrip_minmax_uint8": _roundtrip,
-    "codecs/codec_compress": _compress,
-    "codecs/codec_decompress": _decompress,
-    "comm_ops": lambda c: {"x": _reduced(c, array(c.x))},
+    "codecs/compress": _compress,
+    "codecs/decompress": _decompress,
+    "comm_ops/centralized_full_precision": partial(_centralized, False),
+    "comm_ops/centralized_scatter_gather": partial(_centralized, False),
+    "comm_ops/centralized_low_precision": partial(_centralized, True),
+    "comm_ops/decentralized_all": partial(_centralized, False),
     "comm_ops/decentralized_shift_one": _decentralized,
+    "comm_ops/decentralized_on_graph": _decentralized,
     "comm_ops/low_precision_decentralized": _ring,
     "comm_ops/async_average": _async_average,
     "comm_ops/qadam_momentum": _qadam_momentum,
-    "peers/shift_one_peer": lambda c: {
-        "peer": _integers(_queries(c, lambda t: decentralized_numpy.pairs(c.nranks, t)))
+    "comm_ops/shift_one_peer": _shift_one_peer,
+    "comm_ops/graph_sources": _graph_sources,
+    **{
+        f"collectives/{name}": partial(_collective, name)
+        for name in [
+            "allreduce",
+            "reduce",
+            "reduce_scatter",
+            "broadcast",
+            "gather",
+            "allgather",
+            "scatter",
+            "alltoall",
+        ]
     },
-    "graphs/decentralized_on_graph": _decentralized,
-    "graphs/graph_sources": _graph_sources,
-    "collectives": _collective,
     "collectives/alltoall_v": _alltoall_v,
-    "algorithms/gradient_allreduce": lambda c: _on_gradients(
-        c, algorithms_numpy.full_precision(c.average)
-    ),
-    "algorithms/bytegrad": lambda c: _on_gradients(
-        c, algorithms_numpy.one_byte(c.average, c.leaders)
-    ),
-    "algorithms/decentralized": lambda c: _on_weights(c, c.peer_selection_mode),
-    "algorithms/low_precision_decentralized": lambda c: _on_weights(c, None),
-    "algorithms/qadam_frozen_step": _qadam_step,
-    "qadam/qadam_step": _qadam_step,
-    "local_updates/fragment_of_parameter": lambda c: {
-        "fragment": _integers(local_updates_numpy.fragment_of(c.bytes.tolist(), c.fragments))
+    "algorithms/gradient_allreduce": partial(_on_gradients, False),
+    "algorithms/bytegrad": partial(_on_gradients, True),
+    "algorithms/decentralized": _on_weights,
+    "algorithms/low_precision_decentralized": _on_weights,
+    "algorithms/qadam_step": _qadam_step,
+    "local_updates/fragment_of_parameter": lambda dtype, bytes, fragments: {
+        "fragment": local_updates_numpy.fragment_of(bytes.tolist(), fragments)
     },
-    "local_updates/local_sgd_schedule": lambda c: {
-        "averages": _integers(
-            local_updates_numpy.is_averaged(t, **c.parameters) for t in c.step.tolist()
-        )
+    "local_updates/local_sgd_schedule": lambda dtype, step, **schedule: {
+        "averages": _integers(local_updates_numpy.is_averaged(t, **schedule) for t in step.tolist())
     },
-    "local_updates/diloco_schedule": lambda c: {
-        "sent": _fragments_due(c, c.delay),
-        "applied": _fragments_due(c, 0),
-    },
-    "local_updates/mix": lambda c: {
-        "x": _rows(local_updates_numpy.mixed(array(c.x), array(c.g), c.mix, c.dtype), c.dtype)
+    "local_updates/diloco_schedule": _diloco_schedule,
+    "local_updates/mix": lambda dtype, x, g, mix: {
+        "x": local_updates_numpy.mixed(array(x), array(g), mix, dtype)
     },
     "local_updates/local_sgd": _local_sgd,
     "local_updates/diloco": _diloco,
-    "compressed_gradients/powersgd_rank": _powersgd_rank,
-    "compressed_gradients/orthonormalize": lambda c: {
-        "projection": _gram(compression_numpy.orthonormal(c.x.numpy()), c.dtype)
+    "compressed_gradients/powersgd_rank": lambda dtype, n, m, **limits: {
+        "r": [
+            compression_numpy.compressed_rank(shape, *limits.values())
+            for shape in zip(n.tolist(), m.tolist(), strict=True)
+        ]
+    },
+    "compressed_gradients/orthonormalize": lambda dtype, x: {
+        "projection": _gram(compression_numpy.orthonormal(x.numpy()))
     },
     "compressed_gradients/powersgd_round": _powersgd_round,
-    "compressed_gradients/topk_count": lambda c: {
-        "k": _integers(compression_numpy.sent_count(m, c.ratio) for m in c.m.tolist())
+    "compressed_gradients/topk_count": lambda dtype, m, ratio: {
+        "k": [compression_numpy.sent_count(size, ratio) for size in m.tolist()]
     },
-    "compressed_gradients/topk_indices": lambda c: {
-        "indices": _integers(compression_numpy.kept(c.p.numpy(), c.k))
+    "compressed_gradients/topk_indices": lambda dtype, p, k: {
+        "indices": compression_numpy.kept(p.numpy(), k)
     },
     "compressed_gradients/topk": _topk,
     "compressed_gradients/error_feedback": _error_feedback,
-    "samplers/sampler_indices": lambda c: {
-        "indices": torch.tensor(_items_of_replicas(c), dtype=torch.int64)
+    **{
+        f"samplers/{name}": partial(_samples, name)
+        for name in ("sampler_indices", "sampler_batches", "budget_batches")
     },
-    "samplers/sampler_batches": _sampler_batches,
-    **dict.fromkeys(
-        (
-            "samplers/sampler_stretches",
-            "samplers/sampler_stretch_batches",
-            "samplers/budget_batches",
-        ),
-        _stretches,
-    ),
 }
-"""A suite or one of its operations -> its answer."""
+"""A suite and an operation -> its answer."""

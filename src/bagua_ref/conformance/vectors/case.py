@@ -10,18 +10,16 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from bagua_ref.conformance.cases.tensor_files import name_of
+from bagua_ref.conformance.expected.codecs_scalar import grid
 from bagua_ref.conformance.vectors.answers import answer
 
-__all__ = ["KINDS", "Case", "Numbers", "canonical", "numbers_of", "tensor_of"]
-
-
-Shape: TypeAlias = "int | tuple[int, ...]"
+__all__ = ["KINDS", "Case", "Numbers", "canonical", "tensor_of"]
 
 
 @dataclass(frozen=True)
@@ -29,62 +27,39 @@ class Case:
     """One golden vector.
 
     Attributes:
-        suite: the group of operations, and the name of its files.
-        operation: what to compute; ``docs/reference/vectors.md`` lists them.
+        operation: a suite, which names the files, and what to compute; ``docs/reference/vectors.md``
+            lists them.
         clause: of the specification.
-        dtype: of the numbers.
+        dtype: of the numbers, by name.
         name: tells it from the operation's other cases of this dtype.
         inputs: tensors by name.
-        parameters: JSON values.
-        flags: some of ``"valid"``, ordinary numbers; ``"edge"``, numbers at the edge of a format or
-            a rule; and ``"poison"``, a chunk that S4.4 poisons.
-        tolerance: the name of a row of `bagua_ref.conformance.expected.tolerances`.
-        magnitudes: for ``SUM(n)``: per output, the sum or mean of the absolute values that were
-            added, one for all elements or one for each.
+        parameters: JSON values by name.
+        flag: ``"valid"``: ordinary numbers; ``"edge"``: at the edge of a format or a rule.
+        tolerance: a row of `bagua_ref.conformance.expected.tolerances`.
+        magnitudes: for ``SUM(n)``: per output, a bound of the sum or mean of the absolute values
+            that were added.
     """
 
-    suite: str
     operation: str
     clause: str
-    dtype: torch.dtype
+    dtype: str
     name: str
     inputs: dict[str, Tensor]
     parameters: dict[str, Any] = field(default_factory=dict)
-    flags: tuple[str, ...] = ("valid",)
+    flag: str = "valid"
     tolerance: str = "EXACT"
-    magnitudes: dict[str, Any] = field(default_factory=dict)
+    magnitudes: dict[str, float] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
         """The case's name among all: suite, operation, dtype and name."""
-        return f"{self.suite}/{self.operation}/{name_of(self.dtype)}/{self.name}"
-
-    @property
-    def seed(self) -> int:
-        """The CRC-32 of the id, from which most inputs are drawn."""
-        return zlib.crc32(self.id.encode())
+        return f"{self.operation}/{self.dtype}/{self.name}"
 
     @cached_property
     def outputs(self) -> dict[str, Tensor]:
         """The expected outputs, by name."""
-        found = answer(
-            self.suite, self.operation, name_of(self.dtype), self.parameters, self.inputs
-        )
+        found = answer(self.operation, self.dtype, self.inputs, self.parameters)
         return {name: canonical(x) for name, x in found.items()}
-
-    def magnitude(self, output: str) -> Tensor | None:
-        """Return the magnitude of each element of an output; None if its tolerance needs none."""
-        found = self.magnitudes.get(output)
-        return torch.full(self.outputs[output].shape, found) if isinstance(found, float) else found
-
-
-def numbers_of(*parts: str | torch.dtype) -> Numbers:
-    """Return the numbers that belong to a case's id, given in its parts, or to any other text."""
-    return Numbers(
-        zlib.crc32(
-            "/".join(part if isinstance(part, str) else name_of(part) for part in parts).encode()
-        )
-    )
 
 
 _NAN_BITS = {
@@ -101,99 +76,124 @@ def canonical(x: Tensor) -> Tensor:
     >>> canonical(-torch.tensor([float("nan")])).view(torch.int32).item() == 0x7FC00000
     True
     """
-    x = x.detach().cpu().clone(memory_format=torch.contiguous_format)
+    x = x.clone(memory_format=torch.contiguous_format)
     if x.dtype in _NAN_BITS:
         integer, bits = _NAN_BITS[x.dtype]
         x = torch.where(x.isnan(), torch.tensor(bits, dtype=integer).view(x.dtype), x)
     return x
 
 
-def tensor_of(values: list[float], dtype: torch.dtype) -> Tensor:
-    """Return the values rounded to dtype, 16-bit ones by way of float32, as not every processor
-    rounds float64 at once.
+def tensor_of(values: Any, dtype: str, scale: float = 1) -> Tensor:
+    """Return the scaled values rounded to dtype, 16-bit ones by way of float32, as not every
+    processor rounds float64 at once.
     """
-    wide = torch.tensor(values, dtype=torch.float64)
-    return canonical(wide if dtype is torch.float64 else wide.to(torch.float32).to(dtype))
+    wide = torch.from_numpy(np.array(values, float)) * scale  # also of "inf" and "nan"
+    return wide if dtype == "float64" else wide.float().to(getattr(torch, dtype))
 
 
 class Numbers:
-    """A stream of numbers; `random.Random.random` is the same in every version of Python.
+    """A stream of numbers that belongs to a text; `random.Random.random` is the same in every
+    version of Python.
 
-    >>> Numbers(1).below(100), Numbers(1).uniform(2, torch.float32)
-    (13, tensor([-2.9251,  2.7795]))
+    >>> Numbers("a case").integers([2, 2], 100)
+    tensor([[ 7, 31],
+            [44, 67]])
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, *parts: str) -> None:
+        seed = zlib.crc32("/".join(parts).encode())
         self._random = random.Random(seed)  # noqa: S311 # the same numbers on every machine
-
-    def unit(self) -> float:
-        """Return a number from 0 up to 1, a multiple of 2**-53."""
-        return self._random.random()
 
     def below(self, limit: int) -> int:
         """Return an integer from 0 to limit - 1."""
-        return int(self.unit() * limit)
+        return int(self._random.random() * limit)
 
     def between(self, low: float, high: float) -> float:
         """Return a number from low to high."""
-        return low + (high - low) * self.unit()
+        return low + (high - low) * self._random.random()
 
-    def each(self, shape: Shape, dtype: torch.dtype, number: Callable[[], float]) -> Tensor:
-        """Call ``number`` for one element after another; return the results."""
-        shape = (shape,) if isinstance(shape, int) else shape
-        return tensor_of([number() for _ in range(math.prod(shape))], dtype).view(shape)
+    def integers(self, shape: list[int], limit: int) -> Tensor:
+        """Return integers from 0 to limit - 1."""
+        drawn = [self.below(limit) for _ in range(math.prod(shape))]
+        return torch.tensor(drawn, dtype=torch.int64).view(shape)
 
-    def uniform(self, shape: Shape, dtype: torch.dtype, low: float = -4, high: float = 4) -> Tensor:
-        """Return numbers from low to high."""
-        return self.each(shape, dtype, lambda: self.between(low, high))
-
-    def of(self, kind: str, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Return numbers of a kind: of `KINDS`, or ``"eighths"``; sums of a few of these are exact
-        in any order in every dtype.
-        """
-        return self.each(shape, dtype, lambda: _FORMULAS[kind](self, dtype))
-
-
-def _special(numbers: Numbers, dtype: torch.dtype) -> float:
-    info = torch.finfo(dtype)
-    edges = [
-        0.0,
-        -0.0,
-        1.0,
-        -1.0,
-        info.max,
-        -info.max,
-        info.tiny,
-        -info.tiny,
-        info.tiny / 4,
-        1 + info.eps,
-    ]
-    edges += [float("inf"), float("-inf"), float("nan")]
-    return edges[numbers.below(len(edges))]
+    def of(self, kind: str, shape: list[int], dtype: str) -> Tensor:
+        """Return numbers of a kind: of `KINDS`, or another that rows name."""
+        size, found = math.prod(shape), getattr(torch, dtype)
+        if kind == "bits":
+            return (
+                self.integers([size, found.itemsize], 256).to(torch.uint8).view(found).view(shape)
+            )
+        if kind in ("near ties", "half a level"):
+            return (
+                _near_ties(self, size, dtype)
+                if kind == "near ties"
+                else _half_a_level(self, size, dtype)
+            )
+        info = torch.finfo(found)
+        return tensor_of([_FORMULAS[kind](self, info) for _ in range(size)], dtype).view(shape)
 
 
-_SPAN = {torch.float16: 10, torch.bfloat16: 30, torch.float32: 30, torch.float64: 100}
+def _near_ties(numbers: Numbers, size: int, dtype: str) -> Tensor:
+    """Return numbers whose products with MinMaxUInt8's scale lie within some steps of k + 1/2, where
+    rounding too late or too early shows.
+    """
+    low = numbers.between(-4, 4)
+    low, high = tensor_of([low, low + numbers.between(0, 4)], dtype).tolist()
+    scale, _, lower = grid(low, high)
+    x = (numbers.integers([size - 2], 255).double() + lower + 0.5) / scale
+    moved = x.float().view(torch.int32) + (numbers.integers([size - 2], 5) - 2).to(torch.int32)
+    return tensor_of([low, high, *moved.view(torch.float32).clamp(low, high).tolist()], dtype)
 
-_FORMULAS: dict[str, Callable[[Numbers, torch.dtype], float]] = {
-    "plain": lambda x, dtype: x.between(-4, 4),
-    "halves": lambda x, dtype: (x.below(1201) - 600) / 2,
-    "wide": lambda x, dtype: (
-        x.between(-2, 2) * 2.0 ** (x.below(2 * _SPAN[dtype] + 1) - _SPAN[dtype])
-    ),
-    "denormal": lambda x, dtype: (x.below(65) - 32) * torch.finfo(dtype).tiny / 16,
-    "huge": lambda x, dtype: (x.below(17) - 8) / 8 * torch.finfo(dtype).max,
+
+def _half_a_level(numbers: Numbers, size: int, dtype: str) -> Tensor:
+    """Return ends with max*scale close to k + 1/2, where S4.6's bound is tight, and numbers between
+    them.
+    """
+    half = numbers.below(254) + 0.5
+    low = -numbers.between(1, 2) * 2.0 ** (numbers.below(16) - 8)
+    high = -half * low / (255 - half)
+    return tensor_of([low, high, *(numbers.between(low, high) for _ in range(size - 2))], dtype)
+
+
+def _special(numbers: Numbers, info: torch.finfo) -> float:
+    edges = (0.0, 1.0, info.max, info.tiny, info.tiny / 4, 1 + info.eps, math.inf, math.nan)
+    return (1, -1)[numbers.below(2)] * edges[numbers.below(len(edges))]
+
+
+def _wide(numbers: Numbers, info: torch.finfo) -> float:
+    span = {16: 10, 32: 30, 64: 100}[info.bits]
+    return numbers.between(-2, 2) * 2.0 ** (numbers.below(2 * span + 1) - span)
+
+
+_FORMULAS: dict[str, Callable[[Numbers, torch.finfo], float]] = {
+    "plain": lambda x, info: x.between(-4, 4),
+    "wide": _wide,
+    "denormal": lambda x, info: (x.below(65) - 32) * info.tiny / 16,
+    "huge": lambda x, info: (x.below(17) - 8) / 8 * info.max,
     "special": _special,
-    "zeros": lambda x, dtype: (0.0, -0.0)[x.below(2)],
-    "eighths": lambda x, dtype: (x.below(31) - 15) / 8,
+    "zeros": lambda x, info: (0.0, -0.0)[x.below(2)],
+    # sums and products of a few of these are exact in any order in every dtype
+    "eighths": lambda x, info: (x.below(31) - 15) / 8,
+    "sevens": lambda x, info: (x.below(15) - 7) / 8,
+    "factors": lambda x, info: (1.0, -1.0, 2.0, -0.5, 3.0)[x.below(5)],
+    "extremes": lambda x, info: (_wide(x, info), math.inf, -math.inf, math.nan)[
+        max(0, x.below(12) - 8)
+    ],
+    "signs": lambda x, info: (1.5, -1.5)[x.below(2)],
+    "small": lambda x, info: x.between(-0.25, 0.25),
+    "tenths": lambda x, info: x.between(-0.1, 0.1),
+    "unit": lambda x, info: x.between(-1, 1),
+    "weights": lambda x, info: x.between(1, 2),
+    "squares": lambda x, info: x.between(0.5, 1),
+    "squares or 0": lambda x, info: x.between(0.5, 1) * x.below(2),
 }
 KINDS = {
     "plain": "valid",
-    "halves": "valid",  # sums of a few are exact in any order in float32
     "wide": "valid",  # of many magnitudes
     "denormal": "edge",  # half of them
     "huge": "edge",  # sums soon exceed the largest number
-    # infinities, NaN, zeros of both signs and the ends of the range, among ordinary numbers
-    "special": "edge",
+    "special": "edge",  # infinities, NaN, zeros of both signs and the ends of the range
     "zeros": "edge",  # of both signs
 }
 """Kinds of numbers, and the flag that a case of them gets."""

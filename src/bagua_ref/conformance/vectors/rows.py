@@ -1,0 +1,126 @@
+"""The golden vectors: every case of the rows in ``rows.json``.
+
+A row has an ``operation``, its ``clause``, and the ``dtypes`` and ``kinds`` of numbers that it is
+written for. ``parameters`` are lists of which every combination is a case; those in capitals are
+sizes, which only shapes and tolerances refer to. A string in place of a list is the name of one at
+the top of the file. Inputs are drawn from the text of a case's id, as `_tensor` says. Outputs of a
+compression are also the inputs of a decompression, whose clause is ``then``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import resources
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bagua_ref.conformance.expected.compression_numpy import fresh
+from bagua_ref.conformance.expected.samplers_plain import Draws
+from bagua_ref.conformance.vectors.answers import stretches
+from bagua_ref.conformance.vectors.case import KINDS, Case, Numbers, canonical, tensor_of
+
+__all__ = ["all_cases"]
+
+
+def all_cases() -> Iterator[Case]:
+    """Yield every golden vector."""
+    file = resources.files("bagua_ref.conformance.vectors").joinpath("rows.json")
+    table = json.loads(file.read_text("utf-8"))
+
+    def listed(found: Any) -> Any:
+        return table[found] if isinstance(found, str) else found
+
+    for row in table["rows"]:
+        choices = product(*map(listed, row.get("parameters", ())))
+        merged = [{key: x for part in chosen for key, x in part.items()} for chosen in choices]
+        kinds, dtypes = listed(row.get("kinds", [""])), listed(row["dtypes"])
+        for dtype, kind, (place, given) in product(dtypes, kinds, enumerate(merged)):
+            words = [row.get("name"), kind, *(x for x in given.values() if isinstance(x, str))]
+            words += [str(place)] if len(merged) > 1 else []
+            name = "-".join(filter(None, words)).replace(" ", "") or "plain"
+            yield from _cases(row, dtype, kind, name, given)
+
+
+def _cases(
+    row: dict[str, Any], dtype: str, kind: str, name: str, given: dict[str, Any]
+) -> Iterator[Case]:
+    operation, numbers = row["operation"], Numbers(row["operation"], dtype, name)
+    parameters = {key: value for key, value in given.items() if not key.isupper()}
+    inputs = {
+        key: canonical(_tensor(spec, dtype, kind, given, numbers))
+        for key, spec in row["inputs"].items()
+    }
+    if operation.startswith("samplers/"):
+        draws = Draws(given["seed"] + given["epoch"])
+        stretches(operation.partition("/")[2], inputs["costs"], draws, **parameters)
+        for key in ("noise", "permutations"):
+            inputs[key] = torch.tensor(getattr(draws, key), dtype=torch.int64)
+    case = Case(
+        operation,
+        row["clause"],
+        dtype,
+        name,
+        inputs,
+        parameters,
+        row.get("flag", KINDS.get(kind, "valid")),
+        row.get("tolerance", "EXACT").format(**given),
+        row.get("magnitude", {}),
+    )
+    yield case
+    if "then" in row:
+        yield replace(
+            case,
+            operation="codecs/decompress",
+            clause=row["then"],
+            inputs=case.outputs,
+            parameters={**parameters, "num_elements": inputs["x"].numel()},
+        )
+
+
+def _tensor(spec: Any, dtype: str, kind: str, given: dict[str, Any], numbers: Numbers) -> Tensor:
+    """Return an input.
+
+    Args:
+        spec: a list of a kind of numbers and of sizes, or an object with: ``kind``, ``shape`` and
+            ``dtype``; ``below``, a limit of integers, ``from`` which number on, and ``shape``;
+            ``values``, and a ``scale``; ``integers``; ``bytes``, how many; ``hex``; ``levels``, the
+            ends between which a payload of MinMaxUInt8 has every level; or ``fresh``, the shape of
+            random columns (S10.2).
+        dtype: of the case.
+        kind: of the case; the kind named ``"kind"``.
+        given: parameters and sizes.
+        numbers: what to draw from.
+    """
+    if isinstance(spec, list):
+        spec = {"kind": spec[0], "shape": spec[1:]}
+    shape = [given.get(size, size) for size in spec.get("shape", ())]
+    found: torch.dtype = getattr(torch, dtype)
+    if "kind" in spec:
+        if spec.get("dtype") == "computed" and dtype != "float64":
+            dtype = "float32"
+        return numbers.of(kind if spec["kind"] == "kind" else spec["kind"], shape, dtype)
+    if "below" in spec:
+        first: int = spec.get("from", 0)
+        drawn = numbers.integers(shape, spec["below"] - first) + first
+        return drawn.to(found)
+    if "values" in spec:
+        scale = given.get(spec.get("scale"), spec.get("scale", 1))
+        scale = getattr(torch.finfo(found), scale) if isinstance(scale, str) else scale
+        return tensor_of(spec["values"], dtype, scale)
+    if "integers" in spec:
+        return torch.tensor(spec["integers"], dtype=torch.int64)
+    if "bytes" in spec:
+        return numbers.integers([spec["bytes"]], 256).to(torch.uint8)
+    if "fresh" in spec:
+        m, r = spec["fresh"]
+        return torch.from_numpy(fresh(m, r, given["seed"], given["k"], given["i"]))
+    data = bytes.fromhex(spec.get("hex", ""))
+    if "levels" in spec:
+        ends = tensor_of(spec["levels"], dtype).view(torch.uint8).tolist()
+        data = bytes(ends).ljust(32, b"\0") + bytes(range(256))
+    return torch.tensor(list(data), dtype=torch.uint8)
