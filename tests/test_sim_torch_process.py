@@ -244,7 +244,10 @@ def test_spawn_calls_the_function_on_the_ranks():
 @pytest.mark.parametrize(
     ("launch", "what"),
     [
-        (lambda: subprocess.run([sys.executable, "-c", "1"]), "process '.*python"),
+        (
+            lambda: subprocess.run([sys.executable, "-m", "torch.distributed.run", "x.py"]),
+            "process '.*python",
+        ),
         (lambda: multiprocessing.Process(target=print).start(), "process 'Process"),
         (lambda: torch.multiprocessing.spawn(print, nprocs=3), "3 processes on a node of 2 ranks"),
     ],

@@ -54,8 +54,8 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         ),
         epilog=(
             "Exit status is 0 if all schedules agree, 1 if an error was found, 2 for bad usage, 3"
-            " if there is no verdict (the program uses something that is not simulated, or the time"
-            " limit came first), and 130 after Ctrl-C."
+            " if there is no verdict (the program uses something that is not simulated, communicates"
+            " nothing or does not repeat itself, or the time limit came first), and 130 after Ctrl-C."
         ),
     )
     sim.add_argument(
@@ -138,6 +138,11 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         help="let data loaders run without their worker processes, which are real ones",
     )
     sim.add_argument(
+        "--cpu",
+        action="store_true",
+        help="let devices that the program names, such as cuda:0, be the CPU",
+    )
+    sim.add_argument(
         "--compare",
         choices=("stdout",),
         help="what ranks print must not depend on the schedule either",
@@ -170,6 +175,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             loads_in_process=arguments.workers is not None,
             link=arguments.link and LinkCosts.parse(arguments.link),
             compute=arguments.compute and parse_seconds(arguments.compute),
+            cpu=arguments.cpu,
         )
         search = Exploration(
             nodes,
@@ -229,7 +235,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         if found is None:
             lines += [
                 (
-                    f"agree: {counts}"
+                    f"OK: no error in {counts}, and all have equal communication, weights and results"
                     if report.is_complete
                     else f"no verdict: the time limit came after {of} runs"
                 )
@@ -261,6 +267,7 @@ def _command(arguments: argparse.Namespace, nodes: tuple[int, ...], found: Any) 
             "sim",
             arguments.program,
             *words,
+            *(["--cpu"] if arguments.cpu else []),
             *(["--", *arguments.after] if arguments.after else []),
         ]
     )

@@ -13,13 +13,19 @@ from bagua_ref.simulation.schedules import Fault, Schedule
 from bagua_ref.simulation.tasks import place
 
 __all__ = [
+    "NO_VERDICT",
     "Finding",
     "after_fault",
     "depends_on_hash_seed",
     "first_difference",
+    "not_repeatable",
+    "nothing_communicates",
     "own_error",
     "used_early",
 ]
+
+NO_VERDICT = frozenset({"unsupported", "not_repeatable", "nothing", "unyielding"})
+"""Kinds of findings that say nothing about the program's errors."""
 
 _DEPEND = "results depend on the schedule"
 
@@ -31,8 +37,7 @@ class Finding:
     Attributes:
         kind: ``"deadlock"``, ``"ended"``, ``"mismatch"``, ``"not_in_group"``, ``"exception"``,
             ``"invariant"``, ``"replicas"``, ``"schedule"``, ``"early_use"``, ``"hash_seed"``,
-            ``"not_repeatable"``, ``"fault"``, ``"crash"``, ``"unyielding"``, or ``"unsupported"``,
-            which says nothing about the program.
+            ``"fault"``, ``"crash"``, or one of `NO_VERDICT`.
         message: the error in words, with ranks, files and lines.
         rank: one of the ranks concerned; None if there is none.
         file: of that rank's line.
@@ -251,6 +256,52 @@ def sends_otherwise(first: Observation, seen: Observation) -> bool:
         for one in (first, seen)
     )
     return next(places) == next(places) and first.sent != seen.sent
+
+
+def not_repeatable(first: Observation, again: Observation) -> Finding | None:
+    """Return the first value that differs between two runs in the same schedule, before which no
+    race can be claimed.
+    """
+    advice = (
+        ". Nothing that depends on the schedule can be told from that: seed every generator"
+        " (Python's, NumPy's, torch's), and use no values of the system, of memory that is not"
+        " initialised, or of time"
+    )
+    changed = [
+        (number, rank)
+        for rank, pair in enumerate(zip(first.sent, again.sent, strict=True))
+        for number, (before, after) in enumerate(zip(*pair, strict=False))
+        if before != after
+    ]
+    finding = first_difference(first, again, False)
+    if changed:
+        number, rank = min(changed)
+        call = first.log[rank][number]
+        text = f"rank {rank} sends other values in {call.operation}"
+        finding = _at("", text, rank, call)
+    elif finding is not None:
+        finding.message = finding.message.partition(": ")[2]
+    if finding is None:
+        return None
+    finding.kind = "not_repeatable"
+    finding.message = (
+        f"the program does not repeat itself: in two runs with the same schedule, {finding.message}"
+        f"{advice}"
+    )
+    return finding
+
+
+def nothing_communicates(first: Observation) -> Finding | None:
+    """Return that there is nothing to judge, if no rank of a run has communicated."""
+    if first.kind or any(first.log):
+        return None
+    lines = [text.strip().splitlines()[-1] for text in first.stdout if text.strip()]
+    last = f"; the last that a rank prints is {lines[0]!r}" if lines else ""
+    return Finding(
+        "nothing",
+        "no rank communicates: the program ends without a collective, a message or a process group"
+        f"{last}",
+    )
 
 
 def depends_on_hash_seed(first: Observation, seen: Observation) -> Finding | None:

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -21,10 +21,13 @@ from unittest import mock
 import torch._dynamo  # noqa: F401 # used by optimizers and DDP; importing it takes seconds, once here or in each worker
 
 from bagua_ref.simulation.findings import (
+    NO_VERDICT,
     Finding,
     after_fault,
     depends_on_hash_seed,
     first_difference,
+    not_repeatable,
+    nothing_communicates,
     own_error,
     sends_otherwise,
     used_early,
@@ -99,7 +102,7 @@ class Judgement:
     def verdict(self) -> str:
         """``"agree"``, ``"found"`` or ``"undecided"``."""
         if self.finding is not None:
-            return "undecided" if self.finding.kind == "unsupported" else "found"
+            return "undecided" if self.finding.kind in NO_VERDICT else "found"
         return "agree" if self.is_complete else "undecided"
 
 
@@ -110,9 +113,10 @@ def judge(
 ) -> Judgement:
     """Run a program under many schedules, and return the verdict.
 
-    First comes the default schedule, whose output is shown, then the comparisons with it:
-    asynchronous operations that act at once, other schedules, other values of PYTHONHASHSEED, and
-    faults.
+    First comes the default schedule, whose output is shown, and the same once more in another
+    process: if the two differ, later runs are judged one by one. Then come the comparisons with the
+    first: asynchronous operations that act at once, other schedules, other values of
+    PYTHONHASHSEED, and faults.
 
     Args:
         program: to run on every rank.
@@ -147,6 +151,8 @@ class _Judge:
             report,
             progress,
         )
+        self._unstable: Finding | None = None
+        """Why runs cannot be compared with each other."""
 
     def find(self) -> Finding | None:
         """Return the first error; raise TimeoutError if the time is up first."""
@@ -166,8 +172,22 @@ class _Judge:
             for rank, calls in enumerate(first.log)
             for number in range(1 if kind == "slow" else len(calls))
         ]
-        phases = (self._times, self._early_use, self._schedules, self._hash_seeds, self._faults)
-        return own_error(first) or next(filter(None, (phase() for phase in phases)), None)
+        if error := own_error(first) or nothing_communicates(first):
+            return error
+        again = self._one(replace(first.order, shows=False, again=True))
+        if error := own_error(again):
+            return error
+        self._unstable = not_repeatable(first, again)
+        phases = [self._times, self._schedules]
+        if self._unstable is None:
+            phases = [
+                self._times,
+                self._early_use,
+                self._schedules,
+                self._hash_seeds,
+                self._faults,
+            ]
+        return next(filter(None, (phase() for phase in phases)), self._unstable)
 
     def _times(self) -> None:
         """Take the times of the first run, or of another whose compute is measured, which nothing
@@ -196,7 +216,7 @@ class _Judge:
 
     def _schedules(self) -> Finding | None:
         if self._search.schedule is not None:
-            return self._compared(self._one(Order()), self._first)
+            return None if self._unstable else self._compared(self._one(Order()), self._first)
         if self._search.deviations is None:
             self._plan(self._search.seeds)
             runs = self._carry_out(
@@ -226,13 +246,7 @@ class _Judge:
             finding = depends_on_hash_seed(self._first, seen)
             if finding is not None:
                 self._report.planned = self._report.runs + 1
-                if self._one(seen.order).sent != seen.sent:
-                    finding.kind = "not_repeatable"
-                    finding.message = (
-                        "the program does not do the same twice in the same schedule:"
-                        f" {finding.message}"
-                    )
-                return finding
+                return not_repeatable(seen, self._one(seen.order)) or finding
         return None
 
     def _faults(self) -> Finding | None:
@@ -251,6 +265,8 @@ class _Judge:
             yield seen
 
     def _differs(self, seen: Observation) -> Finding | None:
+        if self._unstable is not None:
+            return own_error(seen)
         return own_error(seen) or self._compared(self._first, seen)
 
     def _compared(self, first: Observation, seen: Observation) -> Finding | None:
@@ -295,7 +311,7 @@ class Workers:
         self.end = end
         self._program, self._nodes, self._count = program, tuple(nodes), count
         self._processes: list[Any] = []
-        self._idle: dict[int | None, list[tuple[Any, Connection]]] = defaultdict(list)
+        self._idle: dict[tuple[int | None, bool], list[tuple[Any, Connection]]] = defaultdict(list)
         self._folder = tempfile.TemporaryDirectory(
             prefix="bagua-ref-sim-", ignore_cleanup_errors=True
         )
@@ -321,7 +337,7 @@ class Workers:
         running: dict[Any, tuple[Any, Connection, Order]] = {}
         while True:
             while len(running) < self._count and (order := next(orders, None)) is not None:
-                idle = self._idle[order.hash_seed]
+                idle = self._idle[order.hash_seed, order.again]
                 process, connection = idle.pop() if idle else self._new_worker(order.hash_seed)
                 connection.send(order)
                 running[connection] = process, connection, order
@@ -333,7 +349,7 @@ class Workers:
             for process, connection, order in map(running.pop, ended):
                 try:
                     seen = connection.recv()
-                    self._idle[order.hash_seed].append((process, connection))
+                    self._idle[order.hash_seed, order.again].append((process, connection))
                 except (EOFError, ConnectionResetError):
                     process.join()
                     code = process.exitcode

@@ -29,13 +29,20 @@ from bagua_ref.simulation.group import Call
 from bagua_ref.simulation.programs import Program, RankOutput
 from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.schedules import Fault, Schedule
-from bagua_ref.simulation.tasks import call_site, place
+from bagua_ref.simulation.tasks import call_site, is_called_directly, place
 from bagua_ref.simulation.timing import Timeline, after_steps
+from bagua_ref.simulation.torch_distributed.cpu import replace_cuda
 from bagua_ref.simulation.torch_distributed.processes import Replacements
 from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward
 from bagua_ref.simulation.torch_distributed.work import promptly
 
 __all__ = ["Observation", "Order", "Step", "observe"]
+
+_NEEDS_CUDA = re.compile(
+    r"_cuda_\w+|not compiled with CUDA|No CUDA GPUs|no NVIDIA driver|CUDA (driver|is not available)"
+    r"|torch_cpu.*cuda|requires? CUDA|without CUDA"
+)
+"""How torch says that there is no GPU."""
 
 _SOURCE = re.compile(r"(?:broadcast|scatter)\(src=(\d+)")
 
@@ -51,6 +58,8 @@ class Order:
         fault: of a rank.
         hash_seed: the PYTHONHASHSEED of a new interpreter; None: that of this process.
         measures: whether ranks take their CPU time, with links.
+        again: whether the run is a repetition, in a process of its own: memory that is not
+            initialised differs there.
     """
 
     schedule: Schedule = field(default_factory=Schedule)
@@ -59,6 +68,7 @@ class Order:
     fault: Fault | None = None
     hash_seed: int | None = None
     measures: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +145,7 @@ def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation
         stdout=output.written,
         exceptions=[""] * n,
     )
-    watch = _RunWatch(seen, n, order.fault, program.loads_in_process)
+    watch = _RunWatch(seen, n, order.fault, program)
     compute = "measured" if order.measures else program.compute
     world = SimulatedWorld(
         n,
@@ -159,6 +169,12 @@ def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation
         seen.kind, seen.message, seen.calls = error.kind or "error", str(error), error.calls
     except (Exception, SystemExit) as error:  # the program's
         seen.kind, seen.message = "exception", _text(error)
+        if not torch.cuda.is_available() and _NEEDS_CUDA.search(seen.message):
+            seen.kind = "unsupported"
+            seen.message = (
+                f"the program needs a GPU ({seen.message.splitlines()[0]}); simulated ranks compute"
+                " on the CPU: run it with --cpu, which maps its devices to the CPU"
+            )
         seen.calls = (world.failed_call,) if world.failed_call else ()
     output.finish()
     errors.finish()
@@ -186,10 +202,8 @@ def _sends_objects() -> bool:
 class _RunWatch:
     """The hooks of one run, which fill in its record."""
 
-    def __init__(
-        self, seen: Observation, n: int, fault: Fault | None, loads_in_process: bool
-    ) -> None:
-        self._seen, self._fault, self._loads_in_process = seen, fault, loads_in_process
+    def __init__(self, seen: Observation, n: int, fault: Fault | None, program: Program) -> None:
+        self._seen, self._fault, self._program = seen, fault, program
         self._hints: dict[str, None] = {}
         self._calls: list[Call] = []
         self._ranks = [_RankWatch(rank) for rank in range(n)]
@@ -204,8 +218,10 @@ class _RunWatch:
                 ).remove
             )
             hooks.enter_context(after_steps(lambda optimizer: None, self._after_step))
-            if self._loads_in_process:
+            if self._program.loads_in_process:
                 hooks.function(DataLoader, "__iter__", self._load)
+            if self._program.cpu:
+                replace_cuda(hooks)
             yield
 
     def run(self, program: Program) -> str:
@@ -228,6 +244,8 @@ class _RunWatch:
     def communicates(self, call: Call) -> None:
         """Note a communication of the calling rank, before it takes place."""
         call.locate()
+        # A library's own handles are its own affair; torch's Join gives one to C++.
+        call.awaited = call.awaited or not is_called_directly(sys._getframe(1))
         world = rank_world()
         rank = world.identity.rank
         sends = [

@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,6 +17,7 @@ import torch
 from bagua_ref.base.runtime import current_world
 from bagua_ref.formulas.costs import LinkCosts
 from bagua_ref.simulation.torch_distributed import run_script
+from bagua_ref.simulation.torch_distributed.cpu import Devices
 
 __all__ = ["Program", "RankOutput"]
 
@@ -31,6 +33,7 @@ class Program:
         function: called without arguments, instead of what ``name`` says.
         loads_in_process: whether data loaders do without the worker processes that they ask for.
         link: between its ranks; None: communication takes no time.
+        cpu: whether devices that the program names, such as CUDA's, are the CPU.
         compute: the seconds of a forward and backward pass, see
             `bagua_ref.simulation.SimulatedWorld`.
 
@@ -44,6 +47,7 @@ class Program:
     loads_in_process: bool = False
     link: LinkCosts | None = None
     compute: float | None = None
+    cpu: bool = False
 
     def __post_init__(self) -> None:
         module, _, function = self.name.partition(":")
@@ -72,6 +76,10 @@ class Program:
 
     def run(self) -> Any:
         """Run the program on the calling rank; return the function's result."""
+        with Devices() if self.cpu else nullcontext():
+            return self._run()
+
+    def _run(self) -> Any:
         # a new process seeds it by chance, each rank differently; here, alike in all runs
         if self.function is None:
             torch.default_generator.manual_seed(2**40 + current_world().identity.rank)

@@ -14,7 +14,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -50,10 +52,24 @@ visits all ranks' objects.
 _SIGNALS = 0.5
 """Seconds between two checks for a signal, such as that of Ctrl-C, by a simulation's caller."""
 
-_UNYIELDING = 60.0
-"""Real seconds after which a thread that runs without yielding ends the run: it may be blocked
-outside of the simulation.
+_UNYIELDING = 10.0
+"""Real seconds without yielding and without processor time after which a thread ends the run: it is
+blocked outside of the simulation, as by a lock of C++. One that computes may take its time.
 """
+
+
+_IDLE = 0.01
+"""Seconds of processor time in `_SIGNALS` up to which a thread counts as blocked."""
+
+
+def _processor_time(task: Task | None) -> float:
+    """Return the seconds that a task's thread has computed; 0 where that is not known."""
+    if task is None:
+        return 0.0
+    with suppress(OSError):  # not Linux, or it has just ended
+        own = Path(f"/proc/self/task/{task.system_id}/schedstat")
+        return int(own.read_text().split()[0]) / 1e9
+    return 0.0
 
 
 class Scheduler:
@@ -135,11 +151,12 @@ class Scheduler:
             first = self._pick()
             assert first is not None
             self._resume(first)
-            seen, since = -1, 0.0
+            seen, since = (-1, 0.0), 0.0
             # a signal that comes just before a wait is handled only after it
             while not self._over.acquire(timeout=_SIGNALS):
-                if self._steps != seen:
-                    seen, since = self._steps, time.monotonic()
+                now = self._steps, _processor_time(self._current)
+                if now[0] != seen[0] or now[1] > seen[1] + _IDLE:
+                    seen, since = now, time.monotonic()
                 elif time.monotonic() - since > _UNYIELDING:
                     self._abandoned = True
                     raise self._unyielding()
@@ -479,7 +496,11 @@ class Scheduler:
     def _unyielding(self) -> SimulationError:
         task = self._current
         frame = sys._current_frames().get(task.ident or 0) if task else None
-        text = f"{task!r} has run for {_UNYIELDING:g} real seconds without yielding; it is"
+        site = call_site(frame)
+        text = (
+            f"{task!r} has been blocked for {_UNYIELDING:g} real seconds outside of the simulation,"
+            f" at {place(*site)}, as by a lock of C++ or a wait for another process; its stack is"
+        )
         stack = "".join(traceback.format_stack(frame)) if frame else ""
-        calls = (RankCall(task.rank, task.thread, "", "", *call_site(frame)),) if task else ()
-        return SimulationError(f"{text} at\n{stack}", kind="unyielding", calls=calls)
+        calls = (RankCall(task.rank, task.thread, "", "", *site),) if task else ()
+        return SimulationError(f"{text}\n{stack}", kind="unyielding", calls=calls)

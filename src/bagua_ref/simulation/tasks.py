@@ -31,6 +31,7 @@ __all__ = [
     "Unwind",
     "blocked",
     "call_site",
+    "is_called_directly",
     "is_user_code",
     "place",
     "raise_site",
@@ -106,7 +107,7 @@ class Task:
         self.context = contextvars.copy_context()
         self._baton = threading.Lock()
         self._baton.acquire()
-        self._system_id = 0
+        self.system_id = 0
         self.ident: int | None = None
         self.ticket: Ticket | None = None
         self.ready = self.unwinding = self.done = self.killed = False
@@ -120,7 +121,7 @@ class Task:
         """Let the calling thread, which is the task's, wait until it may run."""
         # asked before another thread can change them
         cores = os.sched_getaffinity(0) if _this_core else ()
-        self._system_id = threading.get_native_id()
+        self.system_id = threading.get_native_id()
         let_another_run()
         self._baton.acquire()
         if cores:
@@ -131,9 +132,9 @@ class Task:
         """Let the task's thread run. Until it does, it is kept on this core, as waking another one
         takes as long as most turns.
         """
-        if self._system_id and _this_core:
+        if self.system_id and _this_core:
             with suppress(OSError):
-                os.sched_setaffinity(self._system_id, {_this_core()})
+                os.sched_setaffinity(self.system_id, {_this_core()})
         self._baton.release()
 
 
@@ -235,6 +236,21 @@ def call_site(frame: FrameType | None) -> tuple[str, int]:
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return "", 0
+
+
+_TRANSPARENT = ("distributed_c10d.py", "c10d_logger.py", "contextlib.py")
+
+
+def is_called_directly(frame: FrameType | None) -> bool:
+    """Return whether the user's code calls torch's collective itself, not by a library such as
+    torch's own Join.
+    """
+    while frame is not None and not is_user_code(frame.f_code.co_filename):
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES[-1]) and not file.endswith(_TRANSPARENT):
+            return False
+        frame = frame.f_back
+    return True
 
 
 def place(file: str, line: int) -> str:

@@ -41,6 +41,8 @@ from bagua_ref.simulation.torch_distributed.processes import (
     replace_processes,
     replace_threads,
     run_script,
+    separate_logging,
+    silence_profiler,
 )
 from bagua_ref.simulation.torch_distributed.stores import SimulatedStore, shared_stores
 from bagua_ref.simulation.torch_distributed.work import SimulatedWork, works_of_backward
@@ -222,6 +224,8 @@ def simulated_torch(
         replace_processes(replacements, scheduler)
         replace_threads(replacements, scheduler)
         replace_clocks(replacements, scheduler)
+        silence_profiler(replacements)
+        separate_logging(replacements)
         sys.meta_path.insert(0, modules)
         replacements.callback(sys.meta_path.remove, modules)
         _running.append(scheduler)

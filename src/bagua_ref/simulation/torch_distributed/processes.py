@@ -8,10 +8,14 @@ locks of libraries stay as they are: a data loader's threads talk to real proces
 
 from __future__ import annotations
 
+import _thread
 import concurrent.futures.thread
 import contextlib
+import functools
+import gc
 import importlib.abc
 import importlib.machinery
+import logging
 import multiprocessing.process
 import os
 import queue
@@ -22,6 +26,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -29,6 +34,7 @@ from pathlib import Path
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
+import torch.autograd.profiler
 import torch.distributed.rpc
 import torch.multiprocessing
 
@@ -45,6 +51,8 @@ __all__ = [
     "replace_processes",
     "replace_threads",
     "run_script",
+    "separate_logging",
+    "silence_profiler",
 ]
 
 _threading: Any = threading
@@ -59,7 +67,21 @@ _CLOCK_STEP = 1e-5
 _LOCKS = ("threading.py", "queue.py")
 """Modules that make locks for their callers."""
 
-_LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed", "mpirun", "srun")
+_REAL_LOCKS = (*_LOCKS, "<frozen importlib._bootstrap>")
+"""Those, and Python's imports, of which each rank has its own locks anyway."""
+
+_OWN = str(Path(__file__).parents[2])
+
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
+"""Programs that start ranks, as commands or as modules of Python."""
+
+_POOLS = {
+    "torch.utils.data.dataloader",
+    "multiprocessing.pool",
+    "multiprocessing.managers",
+    "concurrent.futures.process",
+}
+"""Modules whose processes work for one rank."""
 
 
 class Replacements(ExitStack):
@@ -120,17 +142,22 @@ def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
         else:
             original(thread)
 
-    for owner, name, make in (
-        (threading, "Lock", partial(SimulatedLock, scheduler)),
-        (threading, "_allocate_lock", partial(SimulatedLock, scheduler)),
-        (threading, "RLock", _threading._PyRLock),
-        (queue, "SimpleQueue", _queue._PySimpleQueue),
+    for owner, name in (
+        (threading, "Lock"),
+        (threading, "_allocate_lock"),
+        (_thread, "allocate_lock"),
+        (threading, "RLock"),
+        (functools, "RLock"),
     ):
-        replacements.function(
-            owner,
-            name,
-            lambda original, make=make: make() if _makes_simulated_lock() else original(),
-        )
+        replacements.function(owner, name, partial(_make_lock, scheduler, name == "RLock"))
+    replacements.function(
+        queue,
+        "SimpleQueue",
+        lambda original: _queue._PySimpleQueue() if _is_made_by_user() else original(),
+    )
+    replacements.put(RankLock, "scheduler", scheduler)
+    for holder, name, lock in library_locks():
+        replacements.put(holder, name, lock)
     replacements.function(threading.Thread, "start", start)
     replacements.function(threading, "main_thread", lambda original: rank_world().main_thread)
     compiler = sys.modules.get("torch._dynamo.convert_frame")
@@ -142,18 +169,157 @@ def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
     replacements.put(concurrent.futures.thread, "_global_shutdown_lock", SimulatedLock(scheduler))
 
 
-def _makes_simulated_lock() -> bool:
-    frame = calling_frame(*_LOCKS)
-    inner: Any = sys._getframe(2)
-    while inner is not frame:
-        own = inner.f_locals.get("self") if inner.f_code.co_name == "wait" else None
+def _make_lock(scheduler: Scheduler, reentrant: bool, original: Callable[[], Any]) -> Any:
+    """Return the lock that the calling code gets: one for each rank, but a real one where a library
+    makes it for threads that are not simulated.
+    """
+    caller = calling_frame()
+    condition = caller.f_locals.get("self") if caller.f_code.co_name == "wait" else None
+    if isinstance(condition, threading.Condition):
         # a waiter of a condition is like the condition's lock
-        if isinstance(own, threading.Condition):
-            lock = vars(own)["_lock"]
-            return isinstance(getattr(lock, "_block", lock), SimulatedLock)
-        inner = inner.f_back
-    file = frame.f_code.co_filename
-    return is_user_code(file) or "concurrent" in file
+        lock = vars(condition)["_lock"]
+        is_simulated = isinstance(lock, RankLock) and lock.is_users
+        return SimulatedLock(scheduler) if is_simulated else original()
+    file = caller.f_code.co_filename
+    if _is_made_by_user():
+        return RankLock(reentrant, is_users=True)
+    is_real = file.endswith(_REAL_LOCKS) or file.startswith(_OWN) or "concurrent" in file
+    return original() if is_real else RankLock(reentrant)
+
+
+class RankLock:
+    """A lock that the ranks of a simulation share: each has its own, as in a process of its own.
+
+    Threads that are not simulated exclude each other, and all ranks.
+
+    Args:
+        reentrant: whether it is like `threading.RLock`.
+        is_users: whether the program has made it, so that only simulated threads use it.
+    """
+
+    scheduler: Scheduler | None = None
+    """Of the run under way."""
+
+    def __init__(self, reentrant: bool, is_users: bool = False) -> None:
+        self._reentrant, self.is_users = reentrant, is_users
+        self._simulated = weakref.WeakKeyDictionary[Scheduler, dict[int, Any]]()
+        self.shared = _real_lock()
+        """Held while a thread that is not simulated holds the lock, or any rank."""
+        self.holders = 0
+        """The number of ranks that hold it."""
+        self._creator = self._own() if is_users else self._wrapped(self.shared)
+
+    def _wrapped(self, block: Any) -> Any:
+        if not self._reentrant:
+            return block
+        lock = _threading._PyRLock.__new__(_threading._PyRLock)
+        lock._block, lock._owner, lock._count = block, None, 0
+        return lock
+
+    def _own(self) -> Any:
+        scheduler = RankLock.scheduler
+        if scheduler is None or not scheduler.is_calling():
+            return self._creator
+        of_ranks, rank = self._simulated.setdefault(scheduler, {}), scheduler.calling().rank
+        if rank not in of_ranks:
+            block = SimulatedLock(scheduler) if self.is_users else _RankBlock(scheduler, self)
+            of_ranks[rank] = self._wrapped(block)
+        return of_ranks[rank]
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Acquire the lock; see `threading.Lock`."""
+        return bool(self._own().acquire(blocking, timeout))
+
+    def release(self) -> None:
+        """Release the lock."""
+        self._own().release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _METHODS_OF_LOCKS or not hasattr(self._creator, name):
+            raise AttributeError(name)
+        # A condition takes these once, for all ranks.
+        return lambda *args: getattr(self._own(), name)(*args)
+
+
+class _RankBlock(SimulatedLock):
+    """One rank's part of a library's lock. Taking a free one lets no other thread run: libraries do
+    so while they import their modules.
+    """
+
+    def __init__(self, scheduler: Scheduler, lock: RankLock) -> None:
+        super().__init__(scheduler)
+        self._lock = lock
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if self._held or self._waiting:
+            if not super().acquire(blocking, timeout):
+                return False
+        else:
+            self._held = True
+        if not self._lock.holders and not self._lock.shared.acquire(blocking, timeout):
+            super().release()
+            return False
+        self._lock.holders += 1
+        return True
+
+    def release(self) -> None:
+        super().release()
+        self._lock.holders -= 1
+        if not self._lock.holders:
+            self._lock.shared.release()
+
+
+_real_lock = _thread.allocate_lock
+
+_METHODS_OF_LOCKS = (
+    "locked",
+    "_at_fork_reinit",
+    "_is_owned",
+    "_release_save",
+    "_acquire_restore",
+    "_recursion_count",
+)
+
+
+@functools.cache
+def library_locks() -> list[tuple[Any, str, RankLock]]:
+    """Return a lock for each rank in place of those that installed packages keep in their modules
+    and, before Python 3.12, in cached properties: owners, names and locks.
+    """
+    kinds = (type(threading.Lock()), type(threading.RLock()))
+    found: list[tuple[Any, str, Any]] = [
+        (module, name, value)
+        for module in list(sys.modules.values())
+        if "-packages" in (getattr(module, "__file__", None) or "")
+        for name, value in list(vars(module).items())
+        if type(value) in kinds
+    ]
+    found += [
+        (item, "lock", vars(item)["lock"])
+        for item in gc.get_objects()
+        if type(item) is functools.cached_property and type(vars(item).get("lock")) in kinds
+    ]
+    locks = {id(lock): RankLock(hasattr(lock, "_is_owned")) for _, _, lock in found}
+    return [(owner, name, locks[id(lock)]) for owner, name, lock in found]
+
+
+def _is_made_by_user() -> bool:
+    """Return whether a lock or queue is made by the user's code, or by an executor of threads."""
+    frame = calling_frame(*_LOCKS)
+    while "concurrent" in frame.f_code.co_filename and frame.f_back is not None:
+        # A real thread waits for the processes of such a pool.
+        if frame.f_code.co_filename.endswith("process.py"):
+            return False
+        if frame.f_code.co_filename.endswith("thread.py"):
+            return True
+        frame = frame.f_back
+    return is_user_code(frame.f_code.co_filename)
 
 
 def _is_scheduled(thread: threading.Thread) -> bool:
@@ -268,17 +434,21 @@ def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
         return None if join else SimpleNamespace(join=lambda timeout=None: True)  # they have ended
 
     def start(original: Callable[..., None], process: Any) -> None:
-        modules = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
-        if "torch.utils.data.dataloader" not in modules:
+        modules = {frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None)}
+        if not modules & _POOLS:
             refuse(f"process {process.name!r}")
         original(process)
 
     def popen(
         original: Callable[..., None], self: Any, args: Any, *rest: Any, **options: Any
     ) -> None:
-        first = args if isinstance(args, str | bytes | os.PathLike) else next(iter(args))
-        if Path(os.fsdecode(first).split()[0]).name.startswith(_LAUNCHERS):
-            refuse(f"process {os.fsdecode(first)!r}")
+        words = [args] if isinstance(args, str | bytes | os.PathLike) else list(args)
+        words = [part for word in words for part in os.fsdecode(word).split()]
+        module = words[words.index("-m") + 1 :][:1] if "-m" in words else []
+        if Path(words[0]).name.startswith(_LAUNCHERS) or any(
+            name.startswith((*_LAUNCHERS, "torch.distributed")) for name in module
+        ):
+            refuse(f"process {' '.join(words[:4])!r}")
         if len(rest) < 10 and options.get("env") is None:
             options["env"] = dict(os.environ)  # C code knows only the process's
         original(self, args, *rest, **options)
@@ -303,6 +473,67 @@ def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
         "getsignal",
         lambda original, number: rank_world().signal_handlers.get(number, signal.SIG_DFL),
     )
+
+
+def silence_profiler(replacements: Replacements) -> None:
+    """Let torch's profiler record nothing: a process has one, which two ranks cannot use at a
+    time.
+    """
+
+    def no_result(original: Any) -> Any:
+        def save(path: str) -> None:
+            Path(path).write_text('{"traceEvents": []}')
+
+        return SimpleNamespace(
+            trace_start_ns=lambda: 0, events=list, experimental_event_tree=list, save=save
+        )
+
+    profiler = torch.autograd.profiler
+    for name in ("_prepare_profiler", "_enable_profiler"):
+        replacements.function(profiler, name, lambda original, *args, **options: None)
+    replacements.function(profiler, "_disable_profiler", no_result)
+
+
+def separate_logging(replacements: Replacements) -> None:
+    """Let each rank's log records go to the handlers that it has added, and remove them after the
+    run.
+
+    Loggers are the libraries', too, and so shared; where a rank has added none, those of the
+    process or of another rank serve.
+    """
+    added: list[tuple[logging.Logger, logging.Handler]] = []
+    ranks = weakref.WeakKeyDictionary[logging.Handler, int]()
+
+    def add(original: Any, logger: logging.Logger, handler: logging.Handler) -> None:
+        ranks[handler] = rank_world().identity.rank
+        added.append((logger, handler))
+        original(logger, handler)
+
+    def call_handlers(original: Any, logger: logging.Logger, record: logging.LogRecord) -> None:
+        rank = rank_world().identity.rank
+        chain: logging.Logger | None = logger
+        while chain is not None:
+            own = [handler for handler in chain.handlers if ranks.get(handler, rank) == rank]
+            for handler in own or chain.handlers:
+                if record.levelno >= handler.level:
+                    handler.handle(record)
+            chain = chain.parent if chain.propagate else None
+        if not logger.hasHandlers():
+            original(logger, record)
+
+    def remove() -> None:
+        for logger, handler in added:
+            logger.removeHandler(handler)
+
+    levels = [
+        (logger, logger.level)
+        for logger in [logging.root, *logging.root.manager.loggerDict.values()]
+        if isinstance(logger, logging.Logger)
+    ]
+    replacements.callback(lambda: [logger.setLevel(level) for logger, level in levels])
+    replacements.callback(remove)
+    replacements.function(logging.Logger, "addHandler", add)
+    replacements.function(logging.Logger, "callHandlers", call_handlers)
 
 
 class UserModules(importlib.abc.MetaPathFinder):

@@ -1,0 +1,133 @@
+"""Programs written for GPUs on simulated ranks, which compute on the CPU: ``bagua-ref sim --cpu``."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+from bagua_ref.simulation.rank_world import rank_world
+from bagua_ref.simulation.torch_distributed.processes import Replacements
+
+__all__ = ["Devices", "replace_cuda"]
+
+_DEVICE = re.compile(r"(cuda|xpu|mps|hpu|npu|accelerator)(:\d+)?")
+
+
+class Devices(TorchFunctionMode):
+    """Maps the devices that torch's functions get to the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("cuda", "pin_memory"):
+            return args[0]
+        if name == "to":
+            args = (args[0], *("cpu" if type(value) is int else value for value in args[1:]))
+        options = {key: _mapped(value) for key, value in (kwargs or {}).items()}
+        if "pin_memory" in options:
+            options["pin_memory"] = False
+        return func(*map(_mapped, args), **options)
+
+
+def _mapped(value: Any) -> Any:
+    if isinstance(value, str):
+        return "cpu" if _DEVICE.fullmatch(value) else value
+    return (
+        torch.device("cpu") if isinstance(value, torch.device) and value.type != "meta" else value
+    )
+
+
+def _nothing(*args: Any, **options: Any) -> None:
+    pass
+
+
+class _Event:
+    """A CUDA event on a rank without one: everything before it has happened."""
+
+    record = wait = synchronize = _nothing
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        """Return True."""
+        return True
+
+    def elapsed_time(self, end: object) -> float:
+        """Return 0."""
+        return 0.0
+
+
+class _Stream(_Event):
+    record_event = wait_event = wait_stream = _nothing
+
+
+def _properties(device: Any = None) -> Any:
+    return SimpleNamespace(
+        name="CPU", major=0, minor=0, total_memory=2**36, multi_processor_count=1
+    )
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "is_bf16_supported": lambda *args: True,
+    "device_count": lambda: rank_world().identity.local_world_size,
+    "current_device": lambda: rank_world().identity.local_rank,
+    "get_device_name": lambda device=None: "CPU",
+    "get_device_capability": lambda device=None: (0, 0),
+    "get_device_properties": _properties,
+    "mem_get_info": lambda device=None: (2**36, 2**36),
+    "memory_allocated": lambda device=None: 0,
+    "memory_reserved": lambda device=None: 0,
+    "max_memory_allocated": lambda device=None: 0,
+    "max_memory_reserved": lambda device=None: 0,
+    "memory_stats": lambda device=None: {},
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "get_rng_state_all": lambda: [torch.get_rng_state()],
+    "current_stream": lambda device=None: _Stream(),
+    "default_stream": lambda device=None: _Stream(),
+    "stream": lambda stream: contextlib.nullcontext(stream),
+    "device": lambda device: contextlib.nullcontext(device),
+} | dict.fromkeys(
+    (
+        "init",
+        "set_device",
+        "synchronize",
+        "empty_cache",
+        "manual_seed",
+        "manual_seed_all",
+        "reset_peak_memory_stats",
+        "set_rng_state",
+        "set_rng_state_all",
+    ),
+    _nothing,
+)
+"""What simulated ranks find in ``torch.cuda``."""
+
+
+def replace_cuda(replacements: Replacements) -> None:
+    """Replace the functions of ``torch.cuda``, and what DDP and process groups do with devices."""
+
+    def without_devices(original: Any, *args: Any, **options: Any) -> Any:
+        for name in ("device_ids", "output_device", "device_id"):
+            options.pop(name, None)
+        return original(*args, **options)
+
+    replacements.put(torch.cuda, "Event", _Event)
+    replacements.put(torch.cuda, "Stream", _Stream)
+    for name, function in _FUNCTIONS.items():
+        replacements.function(
+            torch.cuda,
+            name,
+            lambda original, *args, function=function, **options: function(*args, **options),
+        )
+    replacements.function(DistributedDataParallel, "__init__", without_devices)
+    replacements.function(dist, "init_process_group", without_devices)
