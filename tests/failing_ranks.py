@@ -4,15 +4,19 @@ sees.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import ctypes
+import math
 import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +47,8 @@ class Training:
     """How many follow the fault."""
     batches: int = 0
     errors: list[str] = field(default_factory=list)
+    first_error: float = math.inf
+    """When it was."""
 
     @property
     def rounds_begin_in_forward(self) -> bool:
@@ -65,6 +71,7 @@ class Training:
         try:
             action()
         except CommunicationError as error:
+            self.first_error = min(self.first_error, time.monotonic())
             self.errors.append(str(error))
 
     def go_on(self, fewer: int = 0) -> None:
@@ -332,6 +339,55 @@ def raises_before_backward(training: Training) -> None:
         training.module(torch.ones(4, WIDTH))
         forwards = training.rounds_begin_in_forward
     training.go_on(fewer=forwards)
+
+
+def is_stopped(training: Training) -> None:
+    """Rank 1 is stopped for good."""
+    if training.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    training.go_on()
+
+
+def is_interrupted_in_backward(training: Training) -> None:
+    """Rank 1 gets Ctrl-C in the middle of a backward pass, and does nothing more."""
+    if training.rank != 1:
+        training.go_on()
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    training.module[0].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGINT))
+    with suppress(KeyboardInterrupt):
+        training.step()
+
+
+def ends_by_an_uncaught_exception(training: Training) -> None:
+    """Rank 1's interpreter ends by an exception, as a script's."""
+    if training.rank == 1:
+        sys.last_value = ValueError("no batch 7")
+        atexit._run_exitfuncs()
+    training.go_on()
+
+
+def destroys_after_an_error(training: Training) -> None:
+    """Rank 1 calls destroy_process_group() while it handles an exception."""
+    if training.rank == 1:
+        try:
+            raise ValueError("no batch 7")
+        except ValueError:
+            bagua_ref.destroy_process_group()
+    training.go_on()
+
+
+def gives_up(training: Training) -> None:
+    """Rank 1 aborts the group, and does nothing more."""
+    if training.rank == 1:
+        training.module._bagua.process_group.abort("it has had enough")
+    else:
+        training.go_on()
+
+
+def waits_in_a_barrier(training: Training) -> None:
+    """Rank 1 waits in a barrier, to which the others do not come."""
+    training.try_to(bagua_ref.barrier if training.rank == 1 else training.step)
 
 
 def ends_by_an_exception(training: Training) -> None:

@@ -5,20 +5,23 @@ harmless things stay allowed.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
-from itertools import product
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from tests import failing_ranks as faults
 from tests.failing_ranks import named
 from tests.launch import launch, outcomes
 
 import bagua_ref
 from bagua_ref.communicators import missing
-from bagua_ref.errors import CommunicationError
 
 pytestmark = pytest.mark.slow
 
@@ -139,154 +142,118 @@ def test_other_buckets_than_before_are_an_error_before_any_is_sent() -> None:
             assert "disagree: rank 0 has buckets of plan" in errors[0], (algorithm, errors)
 
 
-def test_a_rank_that_comes_after_the_modules_timeout_is_an_error_on_all_ranks() -> None:
-    # collectives of all, and messages to neighbours
-    algorithms = ["gradient_allreduce", "low_precision_decentralized"]
-    for algorithm, (early, late) in texts(faults.comes_late, algorithms, timeout=1).items():
-        assert len(early) == 4, (algorithm, early)
-        assert len(late) >= 3, (algorithm, late)
-
-
 @pytest.mark.parametrize("fault", [faults.forgets_a_batch, faults.looks_at_a_batch])
 def test_what_mixes_nothing_stays_allowed(fault: Any) -> None:
     for algorithm, ranks in texts(fault, GRADIENTS).items():
         assert ranks == [[], []], algorithm
 
 
-def run_until_stuck() -> dict[str, tuple[list[str], float]]:
-    missing._PATIENCE, missing._INTERVAL = 0.5, 0.1
-    results = {}
-    for algorithm in ("gradient_allreduce", "low_precision_decentralized"):
-        bagua_ref.init_process_group(timeout=60)
-        training = faults.begin(algorithm)
-        start = time.monotonic()
-        faults.ends_early(training, 1)
-        results[algorithm] = training.errors, time.monotonic() - start
-        bagua_ref.destroy_process_group()
-    return results
+@dataclass
+class Scenario:
+    """What one rank of a training does, and what the others then say, at the first error."""
+
+    does: Callable[[faults.Training], None]
+    said: str
+    """Found in the error of every other rank."""
+    algorithm: str = "gradient_allreduce"
+    timeout: float = 60.0
+    guilty: int = 1
+    stops: bool = False
+    """Whether rank 0 has to kill it in the end."""
 
 
-def test_ranks_that_wait_for_each_other_learn_it_at_once() -> None:
-    """In a round of gradients, and in the exchange of integers that comes before messages."""
-    collectives = {"gradient_allreduce": "allreduce", "low_precision_decentralized": "agreement"}
-    for results in launch(run_until_stuck, 2, init=False):
-        for algorithm, (errors, seconds) in results.items():
-            assert seconds < 15
-            waits = f"rank 0 waits in {collectives[algorithm]} of group 'default/background"
-            assert f"every rank is waiting for another: {waits}" in errors[0], errors
-            assert "rank 1 waits in connect of group 'default/global'" in errors[0], errors
+def killed(children: Callable[[], object], **options: Any) -> Scenario:
+    """Return the scenario of a rank that is killed, whose ``children`` live on for 20 s."""
+    does = partial(faults.dies_before_its_children, children=children)
+    return Scenario(does, ENDED, **options)
 
 
-CHILDREN = {
-    "workers": faults.workers,
-    "os.fork": faults.fork,
-    "fork of C": faults.fork_unseen,
-    "a program": faults.start_a_program,
+MESSAGES = {"algorithm": "low_precision_decentralized"}
+"""Ranks exchange messages with two others, which gloo cannot interrupt, and no collective."""
+ENDED = "the process of rank 1 has ended"
+SCENARIOS = {
+    "is killed, gloo": killed(lambda: None),
+    "is killed in backward, memory": Scenario(faults.dies_in_backward, ENDED),
+    "is killed; a process that C forked lives on, gloo": killed(faults.fork_unseen),
+    "is killed; a process that C forked lives on, messages over gloo": killed(
+        faults.fork_unseen, **MESSAGES
+    ),
+    "is killed; a process that C forked lives on, messages in memory": killed(
+        faults.fork_unseen, **MESSAGES
+    ),
+    "is killed; a process that it forked lives on, memory": killed(faults.fork),
+    "is killed; workers of its DataLoader are busy, gloo": killed(faults.workers),
+    "is killed; a program that it started lives on, gloo": killed(faults.start_a_program),
+    "serves the store and is killed, memory": Scenario(
+        faults.serves_and_dies, "the process of rank 0 has ended", guilty=0
+    ),
+    "is interrupted in backward, and lives on, gloo": Scenario(
+        faults.is_interrupted_in_backward, "rank 1 gave up: one of its backward passes failed"
+    ),
+    "gives up, and lives on, messages in memory": Scenario(
+        faults.gives_up, "rank 1 gave up: it has had enough$", **MESSAGES
+    ),
+    "is stopped, gloo": Scenario(
+        faults.is_stopped, "rank 1 did not .*; its process is stopped", timeout=2.0, stops=True
+    ),
+    "comes too late, gloo": Scenario(faults.comes_late, "after 1 s.*rank 1 did not", timeout=1.0),
+    "comes too late, messages in memory": Scenario(
+        faults.comes_late, "after 1 s.*rank 1 did not", timeout=1.0, **MESSAGES
+    ),
+    "ends by an exception, gloo": Scenario(
+        faults.ends_by_an_uncaught_exception, "rank 1 ended with ValueError: no batch 7$"
+    ),
+    "destroys its groups after an error, memory": Scenario(
+        faults.destroys_after_an_error, "rank 1 ended with ValueError: no batch 7$"
+    ),
+    "destroys its groups, gloo": Scenario(
+        faults.destroys, "rank 1 ended normally after 3 steps; if ranks have different numbers"
+    ),
+    "waits in a barrier, gloo": Scenario(
+        faults.waits_in_a_barrier,
+        "every rank is waiting for another: rank 0 waits in allreduce of group 'default/background.*"
+        "rank 1 waits in connect of group 'default/global'",
+    ),
+    "waits in a barrier, messages in memory": Scenario(
+        faults.waits_in_a_barrier,
+        "every rank is waiting for another: rank 0 waits in agreement of group 'default/background.*"
+        "rank 1 waits in connect of group 'default/global'",
+        **MESSAGES,
+    ),
 }
+"""They happen after three steps, between two steps if not told otherwise."""
 
 
-def run_with_children(children: str, algorithm: str) -> tuple[list[str], float]:
-    training = faults.begin(algorithm)
+def play(name: str) -> tuple[str, float]:
+    """Return the first error of this rank, and the seconds after which it came."""
+    missing._PATIENCE, missing._INTERVAL = 0.5, 0.1
+    scenario = SCENARIOS[name]
+    launchers = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    if scenario.guilty == 0:
+        faults.serve_the_store()
+    bagua_ref.init_process_group(timeout=scenario.timeout)
+    training = faults.begin(scenario.algorithm)
+    others = [str(rank) for rank in range(3) if rank != scenario.guilty]
+    if training.rank == scenario.guilty:
+        launchers.set("pid", str(os.getpid()))
     start = time.monotonic()
-    faults.dies_before_its_children(training, CHILDREN[children])
-    return training.errors, time.monotonic() - start
+    scenario.does(training)
+    if training.rank == scenario.guilty:
+        launchers.wait(others, timedelta(seconds=60))
+        os._exit(0)
+    launchers.set(str(training.rank), "")
+    if training.rank == 0 and scenario.stops:
+        launchers.wait(others, timedelta(seconds=60))
+        os.kill(int(launchers.get("pid")), signal.SIGKILL)
+    return training.errors[0], training.first_error - start
 
 
-@pytest.mark.parametrize(
-    ("children", "algorithm", "over_gloo"),
-    [
-        # The first reduces by a collective, the second exchanges messages, which gloo cannot
-        # interrupt.
-        *product(
-            ["fork of C"], ["gradient_allreduce", "low_precision_decentralized"], [False, True]
-        ),
-        ("workers", "gradient_allreduce", True),
-        ("os.fork", "gradient_allreduce", False),
-        ("a program", "gradient_allreduce", True),
-    ],
-)
-def test_S2_5_a_killed_rank_is_noticed_and_named_at_once_whoever_holds_its_sockets(
-    children: str, algorithm: str, over_gloo: bool
-) -> None:
-    """Its children live for 20 s, and the timeout is a minute."""
-    ended = outcomes(run_with_children, 2, children, algorithm, over_gloo=over_gloo)
-    assert ended[1].exitcode == -signal.SIGKILL
-    assert ended[0].result is not None, ended[0].traceback
-    errors, seconds = ended[0].result
-    assert "the process of rank 1 has ended" in errors[0]
-    assert seconds < 10
-
-
-def run_until_the_store_ends() -> tuple[list[str], float]:
-    faults.serve_the_store()
-    bagua_ref.init_process_group(timeout=60)
-    training = faults.begin("gradient_allreduce")
-    start = time.monotonic()
-    faults.serves_and_dies(training)
-    return training.errors, time.monotonic() - start
-
-
-def lives_on(interrupted: bool, folder: str) -> tuple[float, str]:
-    """Let rank 1 get Ctrl-C in a backward pass, or be stopped; return when that was, or when this
-    rank noticed, and what it raised.
-    """
-    os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = "4096"
-    training = faults.begin("gradient_allreduce")
-    files = [Path(folder, str(rank)) for rank in range(3)]
-    if training.rank == 1:
-        files[1].write_text(str(os.getpid()))
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        interrupt = lambda _: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
-        training.module[0].weight.register_hook(interrupt)
-        begun = time.monotonic()
-        if not interrupted:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        with pytest.raises(KeyboardInterrupt):
-            training.step()
-        until_exist(files[0], files[2])
-        return begun, ""
-    with pytest.raises(CommunicationError) as raised:  # noqa: PT012
-        while True:
-            training.step()
-    noticed = time.monotonic()
-    files[training.rank].touch()
-    if not interrupted and training.rank == 0:
-        until_exist(files[2])
-        os.kill(int(files[1].read_text()), signal.SIGKILL)
-    return noticed, str(raised.value)
-
-
-def until_exist(*files: Path) -> None:
-    while not all(file.exists() for file in files):
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("over_gloo", [False, True], ids=["memory", "gloo"])
-def test_a_rank_that_is_interrupted_in_a_backward_pass_and_lives_on_is_noticed_at_once(
-    tmp_path: Path, over_gloo: bool
-) -> None:
-    ended = launch(lives_on, 3, True, str(tmp_path), over_gloo=over_gloo)
-    for noticed, said in (ended[0], ended[2]):
-        assert "rank 1 gave up: one of its backward passes failed" in said
-        assert noticed - ended[1][0] < 10  # the timeout is a minute
-
-
-@pytest.mark.parametrize("over_gloo", [False, True], ids=["memory", "gloo"])
-def test_S2_5_a_stopped_rank_is_named_when_the_others_time_out(
-    tmp_path: Path, over_gloo: bool
-) -> None:
-    ended = outcomes(lives_on, 3, False, str(tmp_path), over_gloo=over_gloo, collective_timeout=2.0)
-    for rank in (0, 2):
-        assert "rank 1 did not " in str(ended[rank].result[1])
-        assert "its process is stopped" in ended[rank].result[1]
-
-
-@pytest.mark.parametrize("over_gloo", [False, True], ids=["memory", "gloo"])
-def test_S2_5_the_end_of_the_rank_that_serves_the_store_is_noticed_and_named_at_once(
-    over_gloo: bool,
-) -> None:
-    ended = outcomes(run_until_the_store_ends, 2, init=False, over_gloo=over_gloo)[1]
-    assert ended.result is not None, ended.traceback
-    errors, seconds = ended.result
-    assert "the process of rank 0 has ended" in errors[0]
-    assert seconds < 10
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_S2_5_the_others_soon_name_the_rank_that_is_missing_and_why(name: str) -> None:
+    scenario, over_gloo = SCENARIOS[name], name.endswith("gloo")
+    for rank, ended in enumerate(outcomes(play, 3, name, init=False, over_gloo=over_gloo)):
+        if rank != scenario.guilty:
+            assert ended.result is not None, ended.traceback
+            said, seconds = ended.result
+            assert re.search(scenario.said, said), said
+            assert seconds < 10

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from bagua_ref.communicators import missing
 from bagua_ref.communicators.missing import Peers
 from bagua_ref.communicators.processes import Processes
+from bagua_ref.errors import CommunicationTimeoutError
 
 pytestmark = pytest.mark.slow
 
@@ -157,7 +158,8 @@ def test_a_wait_in_a_group_that_a_rank_has_given_up_ends_once_it_is_long(
 def test_a_wait_that_ends_is_taken_back_at_once(enter: Enter, store: dist.Store) -> None:
     wait = enter(0, "gradients/3")
     until(lambda: store.check(["waits/0"]))
-    assert json.loads(store.get("waits/0")) == [["in gradients/3", "gradients/3", [0, 1], 1]]
+    (published,) = json.loads(store.get("waits/0"))
+    assert published[:3] == ["in gradients/3", "gradients/3", [0, 1]]
     wait.end()
     assert json.loads(store.get("waits/0")) == []
 
@@ -231,6 +233,16 @@ def test_a_wait_with_a_short_timeout_is_published_before_it_ends(
 def why(peers: Peers, hung_up: tuple[int, ...] = ()) -> str:
     closed = RuntimeError("closed by peer")
     return str(peers.failure("allreduce", "a", (0, 1), "a/1", closed, 20.0, hung_up))
+
+
+def test_a_rank_that_does_not_come_to_connect_is_named(ranks: list[Peers]) -> None:
+    begin = time.monotonic()
+    with pytest.raises(
+        CommunicationTimeoutError,
+        match=r"^connect on rank 0 in group 'a' of ranks 0-1: timed out after 0\.5 s; rank 1 did not",
+    ):
+        ranks[0].meet("a", (0, 1), 0.5, pytest.fail)
+    assert time.monotonic() - begin < 10
 
 
 def test_the_exception_that_ends_a_rank_is_told(ranks: list[Peers]) -> None:

@@ -49,19 +49,15 @@ def test_the_end_of_a_process_is_noticed_at_once_even_if_its_parent_has_not(
     found.close()
 
 
-def test_a_process_that_has_the_number_of_an_earlier_one_is_another(
-    program: subprocess.Popen[bytes],
+@pytest.mark.parametrize("started", [1, None], ids=["another's number", "ended before"])
+def test_a_process_may_have_ended_before(
+    program: subprocess.Popen[bytes], started: int | None
 ) -> None:
-    found = watched(program, started=1)
-    assert found.ended([1]) == {1}
-    found.close()
-
-
-def test_a_process_may_have_ended_before(program: subprocess.Popen[bytes]) -> None:
-    started = processes._start_time(program.pid)
-    program.kill()
-    program.wait()
-    found = Processes([this_process(), [this_process()[0], program.pid, started]], 0)
+    known = processes._start_time(program.pid) if started is None else started
+    if started is None:
+        program.kill()
+        program.wait()
+    found = Processes([this_process(), [this_process()[0], program.pid, known]], 0)
     assert found.ended([1]) == {1}
     found.close()
 

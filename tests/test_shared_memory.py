@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.launch import launch, on_every_process, outcomes
+from tests.launch import launch, on_every_process
 from tests.ranks_in_threads import Ranks
 
 import bagua_ref
@@ -30,7 +29,7 @@ from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.pipelining import ComputingError
 from bagua_ref.communicators.shared_memory import SharedMemory
 from bagua_ref.communicators.sockets import Until
-from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
+from bagua_ref.errors import CommunicationError
 from bagua_ref.groups.communication import _get_default_group
 
 pytestmark = pytest.mark.slow
@@ -205,17 +204,6 @@ def test_what_a_rank_sent_before_it_left_is_received() -> None:
             finish(stays.exchange([(received, 1)], [], "exchange"))
 
 
-def test_waiting_ends_at_its_limit_and_has_failed_at_the_timeout() -> None:
-    with sharing(2, timeout=0.3) as (waiting, _):
-        work = next(waiting.exchange([], [(torch.zeros(1), 1)], "exchange"))
-        with pytest.raises(RuntimeError, match="timed out"):
-            work.wait(timedelta(seconds=0.05))
-        assert not work.is_completed()
-        with pytest.raises(RuntimeError, match="timed out"):
-            work.wait()
-        assert work.is_completed()
-
-
 @pytest.mark.parametrize("room", [1, 4, 5])
 def test_a_sender_waits_for_a_receiver_only_when_its_slots_are_full(room: int) -> None:
     with sharing(2, timeout=0.3) as (sender, receiver):
@@ -384,86 +372,6 @@ def test_ranks_share_memory_if_all_are_on_one_node_of_one_machine_and_may() -> N
     assert launch(use, 3, nodes=[2, 1]) == [False] * 3
     assert launch(use_with_one_that_may_not, 3, init=False) == [False] * 3
     assert launch(use_with_one_in_another_network, 2, init=False) == [False] * 2
-
-
-def reduce_something_else() -> None:
-    size = 50 if bagua_ref.get_rank() == 1 else 60
-    bagua_ref.allreduce_inplace(torch.ones(size))
-
-
-def test_every_rank_raises_if_tensors_differ_in_size() -> None:
-    ended = outcomes(reduce_something_else, 3)
-    assert [type(one.error) for one in ended] == [CommunicationError] * 3, [
-        one.traceback for one in ended
-    ]
-    who = (
-        "ranks 0, 2 call allreduce(op=SUM) of 60 float32 elements, rank 1 calls allreduce(op=SUM)"
-        " of 50 float32 elements"
-    )
-    assert all(who in str(one.error) for one in ended), [str(one.error) for one in ended]
-
-
-def wait_for_a_message(seconds: float) -> float:
-    bagua_ref.barrier()
-    bagua_ref.allreduce_inplace(torch.ones(1))
-    if bagua_ref.get_rank() == 1:
-        time.sleep(seconds)
-        return 0.0
-    begin = time.monotonic()
-    with pytest.raises(CommunicationTimeoutError, match=r"timed out after 2 s; rank 1"):
-        bagua_ref.recv(torch.ones(3), 1)
-    return time.monotonic() - begin
-
-
-def test_waiting_for_a_message_ends_at_the_timeout() -> None:
-    # in which the ranks must meet, too
-    ended = outcomes(wait_for_a_message, 2, 3.0, collective_timeout=2.0)
-    assert ended[0].result is not None, ended[0].traceback
-    assert 1.7 < ended[0].result < 4
-
-
-def wait_for_one_that_gives_up() -> float:
-    bagua_ref.allreduce_inplace(torch.ones(1))
-    communicator = _get_default_group().get_global_communicator()
-    store = communicator._connection._store  # type: ignore[union-attr]
-    if bagua_ref.get_rank() == 1:
-        time.sleep(0.5)
-        communicator.abort("it has had enough")
-        store.wait(["noticed"])
-        return 0.0
-    begin = time.monotonic()
-    with pytest.raises(CommunicationError, match="it has had enough"):
-        communicator.allreduce_inplace(torch.ones(1))
-    waited = time.monotonic() - begin
-    store.set("noticed", "")
-    return waited
-
-
-def test_a_rank_that_gives_up_is_noticed_at_once_though_it_lives_on() -> None:
-    assert outcomes(wait_for_one_that_gives_up, 2)[0].result < 3
-
-
-def abort_while_waiting_for_a_message() -> float:
-    bagua_ref.allreduce_inplace(torch.ones(1))
-    communicator = _get_default_group().get_global_communicator()
-    store = communicator._connection._store  # type: ignore[union-attr]
-    if bagua_ref.get_rank() == 1:
-        store.wait(["aborted"])
-        return 0.0
-    begin = time.monotonic()
-    threading.Timer(0.3, lambda: communicator.abort("enough")).start()
-    with pytest.raises(CommunicationError, match="enough"):
-        communicator.recv(torch.ones(3), 1)
-    waited = time.monotonic() - begin
-    store.set("aborted", "")
-    return waited
-
-
-@pytest.mark.parametrize("over_gloo", [False, True], ids=["memory", "gloo"])
-def test_abort_ends_a_wait_for_a_message_at_once(over_gloo: bool) -> None:
-    ended = outcomes(abort_while_waiting_for_a_message, 2, over_gloo=over_gloo)[0]
-    assert ended.result is not None, ended.traceback
-    assert ended.result < 8
 
 
 @on_every_process(2)

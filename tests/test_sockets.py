@@ -25,7 +25,7 @@ from tests.ranks_in_threads import Ranks
 from tests.trainings import batch, network, wrap
 
 import bagua_ref
-from bagua_ref.algorithms import DecentralizedAlgorithm, GradientAllReduceAlgorithm
+from bagua_ref.algorithms import GradientAllReduceAlgorithm
 from bagua_ref.communicators import sockets
 from bagua_ref.communicators.sockets import IntSockets
 from bagua_ref.env import shares_memory
@@ -177,11 +177,11 @@ def test_where_a_rank_cannot_listen_or_be_reached_no_rank_uses_sockets(
     broken: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     listen, greet, place = sockets._listen_towards, sockets._greet, threading.local()
-    ranks = Ranks(3)
+    ranks, timeout = Ranks(3), 20.0
 
     def cannot(rank: int, share: Any) -> None:
         place.rank = rank
-        found = sockets.connect_all(rank, 3, "localhost", share, 20.0, "ranks use gloo")
+        found = sockets.connect_all(rank, 3, "localhost", share, timeout, "ranks use gloo")
         assert found is None
 
     def maybe(host: str) -> socket.socket:
@@ -195,14 +195,14 @@ def test_where_a_rank_cannot_listen_or_be_reached_no_rank_uses_sockets(
     assert all(line.startswith("ranks use gloo, as not all") for line in caplog.messages)
 
     monkeypatch.setattr(sockets, "_listen_towards", listen)
-    monkeypatch.setattr(sockets, "_LIMIT", 0.5)
+    timeout = 1.0  # the others give up before it
     connects = max(broken, 1)  # rank 0 connects to nobody
     monkeypatch.setattr(
         sockets, "_greet", lambda *args: refuse() if place.rank == connects else greet(*args)
     )
     begin = time.monotonic()
     Ranks(3).run(cannot)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < sockets._LIMIT
     gc.collect()  # an open socket would warn
 
 
@@ -339,16 +339,6 @@ def test_processes_of_another_user_are_not_heard(
     assert all(one is not None for one in connect_all())  # over TCP there are no users
 
 
-@pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
-def test_where_a_rank_does_not_connect_the_others_give_up_before_the_timeout(
-    host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sockets, "_greet", refuse)
-    begin = time.monotonic()
-    assert connect_all(timeout=1.0, host=host) == [None] * 2
-    assert time.monotonic() - begin < sockets._LIMIT  # for which it would wait with a long timeout
-
-
 def test_an_error_of_the_other_exchange_closes_everything() -> None:
     def share(note: Sequence[int]) -> list[list[int]]:
         raise CommunicationError("a rank has died")
@@ -447,24 +437,6 @@ def test_gloo_trainings_use_sockets_where_they_can_and_end_alike() -> None:
 @pytest.mark.parametrize("function", [train, train_without_sockets])
 def test_ranks_that_disagree_are_told_in_either_way(function: Callable[..., Any]) -> None:
     assert len(set(launch(disagree, 3, function))) == 1
-
-
-@on_every_process(3, collective_timeout=20.0)
-def test_a_rank_that_gives_up_is_noticed_by_those_that_wait_for_its_note() -> None:
-    module: Any = network()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    # with it, an exchange comes before buckets
-    module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False))
-    module(batch(bagua_ref.get_rank(), 0)).square().mean().backward()
-    optimizer.step()
-    if bagua_ref.get_rank() == 1:
-        time.sleep(0.5)
-        module._bagua.process_group.abort("it has had enough")
-    else:
-        began = time.monotonic()
-        with pytest.raises(CommunicationError, match=r"rank 1 gave up: it has had enough$"):
-            module(batch(bagua_ref.get_rank(), 1)).square().mean().backward()
-        assert time.monotonic() - began < 10  # the timeout is a minute
 
 
 def open_sockets() -> int:

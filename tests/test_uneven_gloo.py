@@ -111,24 +111,6 @@ def test_a_rank_that_serves_the_store_does_not_end_before_others_know_why() -> N
     launch(rank_0_serves_and_ends_first, 2, init=False)
 
 
-def fails_before_it_destroys() -> None:
-    module, optimizer = wrapped(GradientAllReduceAlgorithm())
-    if rank := bagua_ref.get_rank():
-        with pytest.raises(CommunicationError, match=r"rank 0 ended with ValueError: no batch 7$"):
-            train(module, optimizer, rank, 3)
-        bagua_ref.destroy_process_group()
-    else:
-        train(module, optimizer, rank, 2)
-        try:
-            raise ValueError("no batch 7")
-        except ValueError:
-            bagua_ref.destroy_process_group()
-
-
-def test_a_rank_that_destroys_its_group_because_of_an_error_has_not_ended_normally() -> None:
-    launch(fails_before_it_destroys, 2)
-
-
 def a_pair() -> torch.Tensor:
     return joined(PAIRED, [[2, 0], [1, 3]], bagua_ref.get_rank())
 

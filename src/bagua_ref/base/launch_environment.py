@@ -46,18 +46,13 @@ class Identity:
         launch = read_launch(os.environ)
         if launch is not None:
             return launch.identity
-
-        def read(default: int, *names: str) -> int:
-            return next(
-                (_number(os.environ, name) for name in names if name in os.environ), default
-            )
-
+        read = _Variables("torchrun", os.environ).number
         return Identity(
-            rank=read(0, "RANK"),
-            world_size=read(1, "WORLD_SIZE"),
-            local_rank=read(0, "LOCAL_RANK"),
-            local_world_size=read(1, "LOCAL_WORLD_SIZE"),
-            node_rank=read(0, "GROUP_RANK", "NODE_RANK"),
+            rank=read("RANK", 0),
+            world_size=read("WORLD_SIZE", 1),
+            local_rank=read("LOCAL_RANK", 0),
+            local_world_size=read("LOCAL_WORLD_SIZE", 1),
+            node_rank=read("GROUP_RANK" if "GROUP_RANK" in os.environ else "NODE_RANK", 0),
         )
 
 
@@ -109,18 +104,17 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
     if {"RANK", "WORLD_SIZE"} & environment.keys():
         return None
     if {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"} & environment.keys():
-        return _mpi("Open MPI", environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    tasks = (
-        _number(environment, "SLURM_STEP_NUM_TASKS") if "SLURM_STEP_NUM_TASKS" in environment else 0
-    )
+        return _mpi(_Variables("Open MPI", environment), "OMPI_COMM_WORLD_")
+    slurm = _Variables("Slurm", environment)
+    tasks = slurm.number("SLURM_STEP_NUM_TASKS", 0)
     if {"PMI_RANK", "PMI_SIZE"} & environment.keys():
-        places = [
+        rank, size, task, tasks_of_step = (
             environment.get(name)
             for name in ("PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-        ]
+        )
         # else it is srun --mpi=pmi2, whose Slurm variables say more
-        if tasks <= 1 or places[:2] != places[2:]:
-            return _mpi("PMI", environment, "PMI_RANK", "PMI_SIZE")
+        if tasks <= 1 or (rank, size) != (task, tasks_of_step):
+            return _mpi(_Variables("PMI", environment), "PMI_")
     elif "PMIX_RANK" in environment:
         if tasks < 1:
             raise ValueError(
@@ -132,41 +126,78 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
                 f"PMIX_RANK={environment['PMIX_RANK']} and"
                 f" SLURM_PROCID={environment.get('SLURM_PROCID')} contradict each other; {_BY_HAND}"
             )
-    return _slurm(environment, tasks) if tasks > 1 else None
+    return _slurm(slurm, tasks) if tasks > 1 else None
 
 
-def _mpi(launcher: str, environment: Mapping[str, str], rank_name: str, size_name: str) -> Launch:
-    rank, size = _place(launcher, environment, rank_name, size_name)
+class _Variables:
+    """The variables of a ``launcher``, which started this process."""
+
+    def __init__(self, launcher: str, values: Mapping[str, str]) -> None:
+        self.launcher, self.values = launcher, values
+
+    def text(self, *names: str) -> str:
+        """Return the first of these variables that is set; raise ValueError if none is."""
+        for name in names:
+            if name in self.values:
+                return self.values[name]
+        raise ValueError(
+            f"{self.launcher} started this process, but {' or '.join(names)} is not set; {_BY_HAND}"
+        )
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """Return a variable as an integer; raise ValueError if it is none, or has no default."""
+        if name not in self.values and default is not None:
+            return default
+        text = self.text(name)
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"environment variable {name}={text!r} must be an integer") from None
+
+    def place(self, rank_name: str, size_name: str) -> tuple[int, int]:
+        """Return a rank and the number of ranks."""
+        rank, size = self.number(rank_name), self.number(size_name)
+        if not 0 <= rank < size:
+            raise ValueError(
+                f"{rank_name}={rank} and {size_name}={size} of {self.launcher} contradict each"
+                f" other; {_BY_HAND}"
+            )
+        return rank, size
+
+    def launch(self, identity: Identity, address: str | None, port: int) -> Launch:
+        """Return the place of this process; MASTER_ADDR and MASTER_PORT take precedence."""
+        address = self.values.get("MASTER_ADDR", address)
+        return Launch(self.launcher, identity, address, self.number("MASTER_PORT", port))
+
+
+def _mpi(variables: _Variables, prefix: str) -> Launch:
+    rank, size = variables.place(f"{prefix}RANK", f"{prefix}SIZE")
     pairs = [("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")]
-    if launcher == "Open MPI":
+    if prefix != "PMI_":
         pairs = [("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")]
-    local_names = next((pair for pair in pairs if set(pair) & environment.keys()), pairs[0])
-    local_rank, local_size = (0, 1) if size == 1 else _place(launcher, environment, *local_names)
+    local_names = next((pair for pair in pairs if set(pair) & variables.values.keys()), pairs[0])
+    local_rank, local_size = (0, 1) if size == 1 else variables.place(*local_names)
     if local_size > size:
         raise ValueError(
-            f"{launcher}'s {local_names[1]}={local_size} is more than {size_name}={size};"
+            f"{variables.launcher}'s {local_names[1]}={local_size} is more than {prefix}SIZE={size};"
             f" {_BY_HAND}"
         )
     identity = Identity(rank, size, local_rank, local_size, max(0, rank - local_rank) // local_size)
-    job = environment.get("PMIX_NAMESPACE")
+    job = variables.values.get("PMIX_NAMESPACE")
     port = _TORCHRUNS_PORT if job is None else FIRST_PORT + zlib.crc32(job.encode()) % PORTS
-    return _launch(
-        launcher, environment, identity, "127.0.0.1" if local_size == size else None, port
-    )
+    return variables.launch(identity, "127.0.0.1" if local_size == size else None, port)
 
 
-def _slurm(environment: Mapping[str, str], size: int) -> Launch:
-    rank, _ = _place("Slurm", environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-    tasks = _required("Slurm", environment, "SLURM_STEP_TASKS_PER_NODE")
+def _slurm(variables: _Variables, size: int) -> Launch:
+    rank, _ = variables.place("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    tasks = variables.text("SLURM_STEP_TASKS_PER_NODE")
     if re.fullmatch(rf"{_TASKS}(,{_TASKS})*", tasks) is None:
         raise ValueError(
             f"SLURM_STEP_TASKS_PER_NODE={tasks!r} must be numbers of tasks, such as 4(x2),3;"
             f" {_BY_HAND}"
         )
     runs = [(int(count), int(times or 1)) for count, times in re.findall(_TASKS, tasks)]
-    node, local_rank = (
-        _required_number("Slurm", environment, name) for name in ("SLURM_NODEID", "SLURM_LOCALID")
-    )
+    node, local_rank = variables.number("SLURM_NODEID"), variables.number("SLURM_LOCALID")
     nodes, on_node = sum(times for _, times in runs), _tasks_of(node, runs)
     if (
         sum(count * times for count, times in runs) != size
@@ -178,22 +209,17 @@ def _slurm(environment: Mapping[str, str], size: int) -> Launch:
             f" and SLURM_LOCALID={local_rank} contradict each other; {_BY_HAND}"
         )
     address: str | None = "127.0.0.1"
-    if nodes > 1 and "MASTER_ADDR" not in environment:
+    if nodes > 1 and "MASTER_ADDR" not in variables.values:
         lists = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
-        address = first_host(_required("Slurm", environment, *lists))
+        address = first_host(variables.text(*lists))
         if rank == 0 and node != 0:
             raise ValueError(
                 f"rank 0 runs on node {node} of the step, not on the first, {address}; set"
                 " MASTER_ADDR to its host name"
             )
-    job, step = (
-        _number(environment, name) if name in environment else 0
-        for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
-    )
+    job, step = variables.number("SLURM_JOB_ID", 0), variables.number("SLURM_STEP_ID", 0)
     identity = Identity(rank, size, local_rank, on_node, node)
-    return _launch(
-        "Slurm", environment, identity, address, FIRST_PORT + (1009 * job + step) % PORTS
-    )
+    return variables.launch(identity, address, FIRST_PORT + (1009 * job + step) % PORTS)
 
 
 def _tasks_of(node: int, runs: list[tuple[int, int]]) -> int:
@@ -207,18 +233,6 @@ def _tasks_of(node: int, runs: list[tuple[int, int]]) -> int:
     return 0
 
 
-def _launch(
-    launcher: str,
-    environment: Mapping[str, str],
-    identity: Identity,
-    address: str | None,
-    port: int,
-) -> Launch:
-    if "MASTER_PORT" in environment:
-        port = _number(environment, "MASTER_PORT")
-    return Launch(launcher, identity, environment.get("MASTER_ADDR", address), port)
-
-
 def first_host(nodes: str) -> str:
     """Return the first host of a host list in Slurm's notation.
 
@@ -228,38 +242,3 @@ def first_host(nodes: str) -> str:
     first = re.match(r"(\[[^\]]*\]|[^,\[])*", nodes)
     assert first is not None
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
-
-
-def _place(
-    launcher: str, environment: Mapping[str, str], rank_name: str, size_name: str
-) -> tuple[int, int]:
-    rank, size = (_required_number(launcher, environment, name) for name in (rank_name, size_name))
-    if not 0 <= rank < size:
-        raise ValueError(
-            f"{rank_name}={rank} and {size_name}={size} of {launcher} contradict each other;"
-            f" {_BY_HAND}"
-        )
-    return rank, size
-
-
-def _required_number(launcher: str, environment: Mapping[str, str], name: str) -> int:
-    _required(launcher, environment, name)
-    return _number(environment, name)
-
-
-def _required(launcher: str, environment: Mapping[str, str], *names: str) -> str:
-    for name in names:
-        if name in environment:
-            return environment[name]
-    raise ValueError(
-        f"{launcher} started this process, but {' or '.join(names)} is not set; {_BY_HAND}"
-    )
-
-
-def _number(environment: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environment[name])
-    except ValueError:
-        raise ValueError(
-            f"environment variable {name}={environment[name]!r} must be an integer"
-        ) from None

@@ -194,18 +194,15 @@ class Communicator(ABC):
         whose members trust each other.
         """
         self._check_rank("src", src)
-        device = self.object_device()
-        payload = torch.empty(0, dtype=torch.uint8, device=device)
-        if self._rank == src:
-            payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(device)
-        length = torch.tensor([payload.numel()], dtype=torch.int64, device=device)
+        device, is_src = self.object_device(), self._rank == src
+        pickled = bytearray(pickle.dumps(obj) if is_src else b"")
+        length = torch.tensor([len(pickled)], device=device)
         self.broadcast(length, src)
-        if self._rank != src:
-            payload = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
+        payload = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
+        if is_src:
+            payload.copy_(torch.frombuffer(pickled, dtype=torch.uint8))
         self.broadcast(payload, src)
-        if self._rank == src:
-            return obj
-        return pickle.loads(payload.cpu().numpy().tobytes())  # noqa: S301 # ranks trust each other: SECURITY.md
+        return obj if is_src else pickle.loads(payload.cpu().numpy().tobytes())  # noqa: S301 # ranks trust each other: SECURITY.md
 
     def object_device(self) -> torch.device:
         """Return the device of the bytes that `broadcast_object` sends."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -116,6 +116,9 @@ def title(group: str, rank: int, members: Sequence[int]) -> str:
     return f"rank {rank} in group {group!r} of {format_ranks(members)}"
 
 
+_numbers = itertools.count(1)
+
+
 @dataclass(eq=False)
 class _Wait:
     what: str
@@ -124,14 +127,14 @@ class _Wait:
     background thread goes on.
     """
     members: Sequence[int]
-    interrupt: Callable[[str], None]
-    is_background: bool
-    since: float
+    interrupt: Callable[..., None]
     timeout: float
-    number: int
-    """Tells it from other waits of this rank in the same collective, such as a second try."""
+    is_background: bool = True
     work: Any = None
     """The work on a device that no thread waits for."""
+    since: float = field(default_factory=time.monotonic)
+    number: int = field(default_factory=_numbers.__next__)
+    """Tells it from other waits of this rank in the same collective, such as a second try."""
 
     @property
     def patience(self) -> float:
@@ -162,7 +165,6 @@ class Peers:
         self._store = another_connection(store)  # in which no request waits for another rank
         self._waits: dict[int, _Wait] = {}
         self._works: list[_Wait] = []
-        self._numbers = itertools.count(1)
         self._foreground: set[int] = set()
         """Threads that have waited on behalf of the user's program."""
         self._lock = threading.Lock()
@@ -213,7 +215,8 @@ class Peers:
             if call := _collective_call.get():
                 what = f"in {call} ({what.removeprefix('in ')})"
         outer = self._waits.get(me)
-        wait = self._waits[me] = self._wait(what, place, members, interrupt, is_background, timeout)
+        wait = _Wait(what, place, members, interrupt, timeout, is_background)
+        self._waits[me] = wait
         self._start()
         try:
             yield
@@ -238,7 +241,7 @@ class Peers:
         what: str,
         place: str,
         members: Sequence[int],
-        interrupt: Callable[[str], None],
+        interrupt: Callable[..., None],
         timeout: float,
     ) -> None:
         """As `waiting`, for a work on a device, until it is completed; no thread waits for it.
@@ -246,9 +249,7 @@ class Peers:
         After ``timeout`` seconds it is interrupted with who is missing. Works are checked in the
         order in which they were added.
         """
-        wait = self._wait(what, place, members, interrupt, True, timeout)
-        wait.work = work
-        self._works.append(wait)
+        self._works.append(_Wait(what, place, members, interrupt, timeout, work=work))
         self._start()
         if not self._is_awake:
             self._is_awake = True
@@ -399,9 +400,10 @@ class Peers:
             f"{format_ranks(ranks)} call{'s' * (len(ranks) == 1)} {what}"
             for ranks, what in sorted((sorted(ranks), what) for what, ranks in calls.items())
         )
+        why = keys and self._why_ended(group, list(keys), ())
         return (
             f"in group {group!r} {calling}; all ranks must call the same collective with the same"
-            " arguments, sizes and dtypes"
+            " arguments, sizes and dtypes" + (f"; {why}" if why else "")
         )
 
     def who_is_missing(
@@ -516,19 +518,6 @@ class Peers:
 
     # The threads.
 
-    def _wait(self, what: str, place: str, *others: Any) -> _Wait:
-        members, interrupt, is_background, timeout = others
-        return _Wait(
-            what,
-            place,
-            members,
-            interrupt,
-            is_background,
-            time.monotonic(),
-            timeout,
-            next(self._numbers),
-        )
-
     def _start(self) -> None:
         if not self._threads and not self._stop.is_set():
             self._threads = [
@@ -608,16 +597,16 @@ class Peers:
             dead = ended.keys() & set(wait.members)
             if dead and now - max(wait.since, *(ended[rank] for rank in dead)) > _GRACE:
                 self._interrupt(wait, has_ended(dead))
-            elif wait.work is not None and now - wait.since > wait.timeout:
-                missing = "" if _is_done(wait.work) else self._missing_from(wait)
-                if missing:
-                    self._interrupt(wait, missing, CommunicationTimeoutError)
-
-    def _missing_from(self, wait: _Wait) -> str:
-        # those who have passed do not wait in it either
-        what = "may not have come"
-        missing = self.who_is_missing(wait.place, wait.members, wait.timeout, what)
-        return f"{wait.what} timed out after {wait.timeout:g} s" + (missing and f"; {missing}")
+            elif (
+                wait.work is not None
+                and now - wait.since > wait.timeout
+                and not _is_done(wait.work)
+            ):
+                # those who have passed do not wait in it either
+                what = "may not have come"
+                who = self.who_is_missing(wait.place, wait.members, wait.timeout, what)
+                late = f"{wait.what} timed out after {wait.timeout:g} s" + (who and f"; {who}")
+                self._interrupt(wait, late, CommunicationTimeoutError)
 
     def _interrupt(self, wait: _Wait, *why: Any) -> None:
         if wait.work is None:

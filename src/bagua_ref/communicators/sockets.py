@@ -19,7 +19,7 @@ import struct
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -32,7 +32,6 @@ __all__ = [
     "close_sockets",
     "connect_all",
     "receive",
-    "routes_towards",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -115,20 +114,12 @@ def connect_all(
 
 def _listen_towards(host: str) -> socket.socket:
     """Return a socket that listens on the address with which this rank would talk to ``host``."""
-    for family, address in routes_towards(host):
-        with suppress(OSError):
-            return socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
-    raise OSError(f"no route to {host!r}")
-
-
-def routes_towards(host: str) -> Iterator[tuple[socket.AddressFamily, str]]:
-    """Yield families and addresses from which this machine would talk to ``host``; raise OSError if
-    nobody knows its name.
-    """
     for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-        with socket.socket(family, kind) as probe, suppress(OSError):
+        with suppress(OSError), socket.socket(family, kind) as probe:
             probe.connect(place)  # this sends nothing, but chooses the address
-            yield family, probe.getsockname()[0]
+            address = probe.getsockname()[0], 0
+            return socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
+    raise OSError(f"no route to {host!r}")
 
 
 def _listen_locally() -> socket.socket:

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -380,28 +379,31 @@ def _join(
 
 def _make_torch_group(transport: TorchDistributedTransport, backend: str, timeout: float) -> None:
     """Make torch's default group of all ranks."""
-    rank, members = transport.rank, range(len(transport.node_of))
+    members, over_nccl = range(len(transport.node_of)), backend == "nccl"
 
     def make() -> None:
-        limit = timedelta(seconds=timeout)
-        # a store that no earlier attempt of an elastic launch has written to
-        dist.init_process_group(backend, None, limit, len(members), rank, transport.store)
+        # in a store that no earlier attempt of an elastic launch has written to
+        dist.init_process_group(
+            backend,
+            timeout=timedelta(seconds=timeout),
+            world_size=len(members),
+            rank=transport.rank,
+            store=transport.store,
+        )
+        if not over_nccl:
+            # a rank that exits at once must not make the others fail, which may be connecting yet
+            dist.barrier()
 
-    def make_and_wait() -> None:
-        make()
-        # a rank that exits at once must not make the others fail, which may still be connecting
-        dist.barrier()
-
-    over_nccl = backend == "nccl"
-    meet = partial(transport.peers.meet, "torch.distributed", members, timeout)
     try:
-        meet((lambda: None) if over_nccl else make_and_wait)
-        if over_nccl:
-            make()  # on this thread, which may have chosen its device
+        transport.peers.meet(
+            "torch.distributed", members, timeout, (lambda: None) if over_nccl else make
+        )
     except CommunicationError:
         if dist.is_initialized():
             dist.destroy_process_group()
         raise
+    if over_nccl:
+        make()  # on this thread, which may have chosen its device
 
 
 def destroy_process_group() -> None:
