@@ -37,7 +37,7 @@ LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6]
 
 
 def sampler_of(
-    rank: int = 0, replicas: int = 3, lengths: Any = LENGTHS, **options: Any
+    rank: int | None = 0, replicas: int | None = 3, lengths: Any = LENGTHS, **options: Any
 ) -> LoadBalancingDistributedSampler:
     return LoadBalancingDistributedSampler(
         range(len(lengths)), None, replicas, rank, complexities=lengths, **options
@@ -49,13 +49,17 @@ def pairs(indices: list[int]) -> list[list[int]]:
 
 
 def batches_of(
-    rank: int = 0, batch_fn: Any = pairs, drop_last: bool = False, **options: Any
+    rank: int | None = 0, batch_fn: Any = pairs, drop_last: bool = False, **options: Any
 ) -> LoadBalancingDistributedBatchSampler:
     return LoadBalancingDistributedBatchSampler(sampler_of(rank, **options), batch_fn, drop_last)
 
 
 def budget_of(
-    rank: int = 0, replicas: int = 3, costs: Any = LENGTHS, max_cost: Any = 18, **options: Any
+    rank: int | None = 0,
+    replicas: int | None = 3,
+    costs: Any = LENGTHS,
+    max_cost: Any = 18,
+    **options: Any,
 ) -> BudgetBatchSampler:
     return BudgetBatchSampler(costs, max_cost, num_replicas=replicas, rank=rank, **options)
 
@@ -804,24 +808,90 @@ def test_S7_6_damaged_stretches_are_refused(change: dict[str, Any], message: str
     assert list(sampler) == list(sampler_of(1, 4))
 
 
-def test_ranks_with_other_samplers_are_told_apart() -> None:
-    def agree(*changes: dict[str, Any]) -> Any:
-        def rank(comm: Any) -> str:
-            bagua_ref.init_process_group()
-            try:
-                budget_of(
-                    bagua_ref.get_rank(), 3, **changes[bagua_ref.get_rank()]
-                ).check_agreement()
-            except ValueError as error:
-                return str(error)
-            return ""
+def drawn_by_ranks(make: Any, ranks: int = 2, use: Any = None) -> list[Any]:
+    """Return what each rank of a simulated world draws of ``make(rank)``, or why it cannot."""
 
-        return SimulatedWorld(3).run(rank)
+    def rank(comm: Any) -> Any:
+        bagua_ref.init_process_group()
+        sampler = make(comm.rank())
+        try:
+            if use is not None:
+                return use(sampler)
+            return [(index, comm.barrier())[0] for index in sampler]  # as training does each step
+        except ValueError as error:
+            return str(error)
 
-    assert agree({}, {}, {}) == ["", "", ""]
-    for said in agree({}, {"costs": LENGTHS[::-1]}, {}):
-        assert "rank 1 has costs=" in said
-    assert "ranks 1-2 have mix=8, and rank 0 has mix=3" in agree({"mix": 3}, {}, {})[0]
+    return SimulatedWorld(ranks).run(rank)
+
+
+SAME: dict[str, Any] = {"rank": None, "replicas": None}  # those of the process group
+differences = pytest.mark.parametrize(
+    ("make", "different"),
+    [
+        (lambda rank: sampler_of(**SAME, seed=rank), "seed=1"),
+        (lambda rank: sampler_of(**SAME, shuffle=rank == 0), "shuffle=False"),
+        (lambda rank: sampler_of(**SAME, drop_last=rank == 1), "drop_last=True"),
+        (lambda rank: sampler_of(**SAME, random_level=rank / 2), "random_level=0.5"),
+        (lambda rank: sampler_of(**SAME, lengths=LENGTHS[:: 1 - 2 * rank]), "complexities="),
+        (lambda rank: sampler_of(**SAME, lengths=LENGTHS[rank:]), "length=22"),
+        (lambda rank: sampler_of(0, 2 - rank), "num_replicas=1"),
+        (lambda rank: batches_of(**SAME, seed=rank), "seed=1"),
+        (lambda rank: budget_of(**SAME, mix=8 - rank), "mix=7"),
+    ],
+)
+
+
+@differences
+def test_what_differs_between_ranks_ends_the_first_epoch_and_a_save(
+    make: Any, different: str, tmp_path: Path
+) -> None:
+    def save(**options: Any) -> None:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.with_bagua([optimizer], bagua_ref.algorithms.GradientAllReduceAlgorithm())
+        bagua_ref.checkpoint.save(tmp_path, model, optimizer, step=1, **options)
+
+    for use in (
+        None,
+        lambda sampler: sampler.check_agreement(),
+        lambda sampler: save(sampler=sampler),
+        lambda sampler: save(sampler=sampler.state_dict()),
+        lambda sampler: save(extra={"loaders": [sampler.state_dict()]}),
+    ):
+        for said in drawn_by_ranks(make, use=use):
+            assert (
+                f"samplers differ, so samples would repeat and others be left out: rank 1 has {different}"
+                in said
+            )
+
+
+def test_samplers_that_may_differ_are_drawn() -> None:
+    def one_is_looked_at(rank: int) -> Any:
+        if rank == 1:
+            list(sampler_of(**SAME, seed=5))
+        return sampler_of(**SAME)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for make, count in (
+            (lambda rank: sampler_of(**SAME), 12),
+            (one_is_looked_at, 12),
+            (lambda rank: sampler_of(1 - rank, 2), 12),
+            (lambda rank: sampler_of(0, 1, seed=rank), 23),  # of a training of its own
+        ):
+            assert [len(share) for share in drawn_by_ranks(make)] == [count] * 2
+
+
+@pytest.mark.parametrize(
+    ("replicas", "said"), [(2, "both have rank=0 of 2"), (3, "more than the 2 ranks")]
+)
+def test_shares_that_are_drawn_twice_or_never_are_warned_about(replicas: int, said: str) -> None:
+    with pytest.warns(UserWarning, match=said):
+        drawn_by_ranks(lambda rank: sampler_of(0, replicas))
+    if replicas == 2:
+        compare = LoadBalancingDistributedSampler.check_agreement
+        for error in drawn_by_ranks(lambda rank: sampler_of(0, 2), use=compare):
+            assert said in error
 
 
 def two_samplers() -> list[Any]:
@@ -872,33 +942,31 @@ def test_the_sampler_is_what_trainers_look_for() -> None:
 
 @pytest.mark.parametrize("kind", range(3))
 def test_the_checksum_of_costs_is_computed_once(kind: int, monkeypatch: Any) -> None:
-    calls = []
+    calls, sampler = [], two_samplers()[kind]
     monkeypatch.setattr(zlib, "crc32", lambda data: calls.append(len(data)) or 7)
-    sampler = two_samplers()[kind]
     for _ in range(3):
         sampler.state_dict()
     assert len(calls) == 1
 
 
 @pytest.mark.slow
-@on_every_process(3)
-def test_ranks_with_other_seeds_learn_it_in_the_first_epoch() -> None:
-    rank = bagua_ref.get_rank()
+@on_every_process(3, init=False)
+def test_processes_with_torchs_group_alone_learn_together_that_seeds_differ() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
 
-    def draw(sampler: Any) -> None:
-        for _ in sampler:
-            bagua_ref.barrier()  # as training does with each batch
+    def draw(seed: int, lengths: list[int]) -> None:
+        sampler = sampler_of(None, None, lengths, seed=seed)
+        for _ in DataLoader(lengths, sampler=sampler, batch_size=4):
+            dist.barrier()  # as training does with each batch
 
-    draw(sampler_of(rank, 3, list(range(60))))  # all alike
+    draw(0, list(range(60)))
     if rank == 0:
-        list(sampler_of(rank, 3, list(range(60)), seed=5))  # drawn on this rank alone: nobody waits
-    for make, name in (
-        (lambda: sampler_of(rank, 3, list(range(1, 50)), seed=rank), "seed"),
-        (lambda: budget_of(rank, 3, costs=[10 + rank] + LENGTHS * 5), "costs"),
-    ):
-        with pytest.raises(ValueError, match=rf"the ranks' samplers differ.* {name}="):
-            draw(make())
-        bagua_ref.barrier()
+        list(sampler_of(rank, 3, list(range(60)), seed=5))  # drawn here alone: nobody waits
+    with pytest.raises(ValueError, match=r"the ranks' samplers differ.* seed="):
+        draw(rank, list(range(60)))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 # Batches under a budget

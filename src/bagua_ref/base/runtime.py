@@ -141,6 +141,9 @@ class World:
     simulations.
     """
 
+    board: Any = None
+    """A store of torch in memory that all ranks of a simulation share; None outside of one."""
+
     meter: Any = None
     """The `bagua_ref.observe.meter.Meter` of the module that this rank wrapped last; None before
     that.

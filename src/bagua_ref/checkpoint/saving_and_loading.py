@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -71,7 +71,8 @@ def save(
 
     Raises:
         ValueError: the model is not wrapped, steps differ between ranks, or an argument is out of
-            range.
+            range. Or the ranks' balanced samplers, or their states in ``sampler`` or ``extra``, are
+            of different settings or epochs.
         TypeError: an argument, or what a state contains, is of the wrong type.
         CheckpointError: it failed on another rank; raised on all of them. Or another process, which
             is named, saves into ``folder``.
@@ -116,7 +117,7 @@ def _save(training: TrainingState, folder: Path, step: int, extra: Any, keep: in
     try:
         state: State = {}
 
-        def collect() -> tuple[int, int, dict[str, bytes]]:
+        def collect() -> tuple[int, int, dict[str, bytes], dict[str, dict[str, Any]]]:
             for key, value in training.collect(algorithm, extra).items():
                 state[key] = plain(value, key)
             place.mkdir(parents=True, exist_ok=True)
@@ -127,13 +128,19 @@ def _save(training: TrainingState, folder: Path, step: int, extra: Any, keep: in
                 number += saved[0][1].number if saved else 0
             alone = comm.nranks() == 1
             digests = {} if alone else {key: digest(value) for key, value in state.items()}
-            return step, number, digests
+            samplers = dict(_sampler_states({k: state.get(k) for k in ("sampler", "extra")}))
+            for where, each in samplers.items():
+                each["rank"] = getattr(
+                    where == "/sampler" and training.sampler, "rank", comm.rank()
+                )
+            return step, number, digests, samplers
 
-        steps, (number, *_), digests = zip(*_together(comm, step, collect), strict=True)
+        steps, (number, *_), digests, samplers = zip(*_together(comm, step, collect), strict=True)
         if len(set(steps)) > 1:
             raise ValueError(
                 f"step differs between ranks, which called save() with step={list(steps)}"
             )
+        _check_samplers(training.context.given_group.ranks, samplers)
 
         def write() -> dict[str, tuple[int, str]]:
             common: State = {}
@@ -165,6 +172,31 @@ def _save(training: TrainingState, folder: Path, step: int, extra: Any, keep: in
     finally:
         resume()
     return place
+
+
+def _sampler_states(value: Any, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the states of balanced samplers in a tree, such as the state of a DataLoader, without
+    the numbers of items that this rank has drawn.
+    """
+    if isinstance(value, Mapping) and value.keys() >= {"num_replicas", "epoch", "stretches"}:
+        yield where, {k: v for k, v in value.items() if k not in ("samples", "batches")}
+    elif isinstance(value, Mapping | list | tuple):
+        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, entry in entries:
+            yield from _sampler_states(entry, f"{where}/{name}")
+
+
+def _check_samplers(ranks: Sequence[int], found: Sequence[dict[str, dict[str, Any]]]) -> None:
+    """Raise ValueError if the ranks' samplers differ, or two of them draw the same share."""
+    for where in found[0]:
+        from bagua_ref.contrib.sampler_agreement import difference, same_share
+
+        states = {rank: of[where] for rank, of in zip(ranks, found, strict=True) if where in of}
+        # Samplers of fewer replicas may be each rank's own.
+        if any(state["num_replicas"] == len(ranks) for state in states.values()) and (
+            said := difference(states) or same_share(states)
+        ):
+            raise ValueError(f"{where[1:]}: {said}")
 
 
 def _together(comm: Communicator, step: int, function: Callable[[], Any]) -> list[Any]:

@@ -4,13 +4,12 @@
 
 from __future__ import annotations
 
-import json
+import math
 import operator
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -19,7 +18,13 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from bagua_ref.base.runtime import current_world
-from bagua_ref.contrib.sampler_agreement import SamplerAgreement, raise_difference
+from bagua_ref.contrib.sampler_agreement import (
+    call_stack,
+    callers,
+    comparison,
+    difference,
+    same_share,
+)
 from bagua_ref.groups.process_group import _get_default_group
 
 __all__ = ["EpochPlan", "ResumableSampler", "Stretch", "replica_of", "whole"]
@@ -87,6 +92,12 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
     _loaded = False  # whether a loaded position waits for the next iterator
     _first_epoch = 0  # the epoch that a trainer counts as 0 after a restart
     _compared = False  # whether this sampler has been compared with those of the other ranks
+    _made_by: int  # the statement that has made this sampler, which is the same on all ranks
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:  # noqa: D102
+        made = super().__new__(cls)
+        made._made_by = call_stack(sys._getframe(1))
+        return made
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
@@ -189,21 +200,16 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         it.
 
         Raises:
-            ValueError: they differ; on every rank.
+            ValueError: they differ, or two ranks draw the same share; on every rank.
         """
-        own = json.dumps(self._state(None)).encode()
+        own = self._state(None) | self._share()
         comm = _get_default_group().get_global_communicator()
-        sizes = torch.tensor([len(own)]).repeat(comm.nranks())
-        comm.allgather_inplace(sizes)
-        states = torch.zeros(comm.nranks(), int(sizes.max()), dtype=torch.uint8)
-        states[comm.rank(), : len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        comm.allgather_inplace(states.view(-1))
-        raise_difference(
-            {
-                rank: json.loads(bytes(row[:size].tolist()))
-                for rank, (row, size) in enumerate(zip(states, sizes.tolist(), strict=True))
-            }
-        )
+        states = dict(enumerate(comm.broadcast_object(own, rank) for rank in range(comm.nranks())))
+        said = difference(states)
+        if self.num_replicas == comm.nranks():
+            said = said or same_share(states)
+        if said:
+            raise ValueError(said)
 
     def _shown_place(self) -> str:
         ended = [
@@ -334,7 +340,7 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         # never uses.
         plan = None
         if self.num_replicas > 1:
-            self._refuse_second_sharding(sys._getframe())
+            self._refuse_second_sharding()
         if epoch != self.epoch:
             place = Place((), 0, 0)
         else:
@@ -348,15 +354,16 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         self._loaded = False
         items = plan.items(place.taken)
         del plan  # it may be as large as everything else that the sampler stores
-        agreement = self._agreement()
-        begun_at = place.taken
+        look, begun_at = self._comparison(), place.taken
         for item in items:
             place.taken += 1
-            if agreement is not None and agreement.compare(place.taken - begun_at):
-                agreement = None
+            if look is not None:
+                look(place.taken - begun_at)
             yield item
+        if look is not None:
+            look(math.inf)
 
-    def _refuse_second_sharding(self, frame: FrameType | None) -> None:
+    def _refuse_second_sharding(self) -> None:
         """Raise RuntimeError if accelerate distributes this rank's items over the ranks again.
 
         It offers no attribute by which a sampler could say that it knows its rank; so the objects
@@ -366,25 +373,25 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         if accelerate is None:
             return
         sharding = (accelerate.BatchSamplerShard, accelerate.DataLoaderDispatcher)
-        while frame is not None:
-            iterating = frame.f_locals.get("self")
-            ranks = getattr(iterating, "num_processes", None)
-            if isinstance(iterating, sharding) and ranks != 1:
+        for caller in callers(sys._getframe()):
+            if isinstance(caller, sharding) and getattr(caller, "num_processes", None) != 1:
                 raise RuntimeError(
                     f"accelerate would distribute what {type(self).__name__} draws for rank"
                     f" {self.rank} over the {self.num_replicas} ranks once more, and most samples"
                     " would never be drawn; do not pass this DataLoader to accelerator.prepare():"
                     " iterate over it as it is, and move batches to accelerator.device"
                 )
-            frame = frame.f_back
 
-    def _agreement(self) -> SamplerAgreement | None:
-        """Return the comparison with the other ranks' samplers, once."""
+    def _share(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_replicas, "rank": self.rank}
+
+    def _comparison(self) -> Callable[[float], None] | None:
+        """Begin to compare this sampler with those of the other ranks, once."""
         if self._compared:
             return None
         self._compared = True
-        kind = f"{type(self).__name__}/{self.length}"
-        return SamplerAgreement.begin(self.rank, self.num_replicas, kind, self._state(None))
+        kind = f"{type(self).__name__}/{self._made_by}"
+        return comparison(kind, self._settings() | self._share())
 
 
 def replica_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

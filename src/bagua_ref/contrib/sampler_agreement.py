@@ -1,90 +1,144 @@
-"""Comparison of the samplers of all ranks, through the store of torch's default process group.
-
-Ranks never wait for each other here: a sampler may be drawn on one rank alone.
-"""
+"""Comparison of the samplers of all ranks."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Mapping
+import math
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from bagua_ref.base.ranks import format_ranks
+from bagua_ref.base.runtime import current_world
 from bagua_ref.communicators.rendezvous import ask
 
-__all__ = ["SamplerAgreement", "raise_difference"]
-
-_drawn = Counter[str]()  # samplers that this process has begun to draw, by kind
+__all__ = ["call_stack", "callers", "comparison", "difference", "same_share"]
 
 
-def raise_difference(states: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise ValueError if the states of the ranks' samplers differ; it names ranks and values."""
+def difference(states: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return in which setting the states of the ranks' samplers differ; "" if in none."""
     first, *others = sorted(states)
     for name, value in states[first].items():
-        if different := [rank for rank in others if states[rank].get(name) != value]:
+        different = [rank for rank in others if states[rank].get(name) != value]
+        if different and name != "rank":
             theirs = states[different[0]].get(name)
-            raise ValueError(
+            return (
                 f"the ranks' samplers differ, so samples would repeat and others be left out:"
                 f" {format_ranks(different)} {'have' if len(different) > 1 else 'has'}"
                 f" {name}={theirs!r}, and rank {first} has {name}={value!r}; give all the same"
             )
+    return ""
 
 
-class SamplerAgreement:
-    """One rank's part in the comparison of a sampler with those of the other ranks.
+def same_share(states: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return which ranks' samplers draw the same share of the samples; "" if none do."""
+    drawn_by: dict[int, int] = {}
+    for rank, state in sorted(states.items()):
+        if (other := drawn_by.setdefault(state["rank"], rank)) != rank:
+            return (
+                f"the samplers of ranks {other} and {rank} both have rank={state['rank']} of"
+                f" {state['num_replicas']}, so they draw the same samples, and others are never"
+                " drawn; leave out rank=, or pass torch.distributed.get_rank()"
+            )
+    return ""
 
-    The rank publishes its sampler's state when it begins to draw, and compares those of the others
-    after 2, 4, 8, ... items, until it has seen all: so a difference is found in the first epoch, on
-    every rank that draws more than a few items.
+
+def call_stack(frame: FrameType | None) -> int:
+    """Return a checksum of the functions and lines that led to ``frame``, equal on all ranks that
+    run the same statement.
+    """
+    lines = []
+    while frame is not None:
+        lines.append((frame.f_code.co_name, frame.f_lineno))
+        frame = frame.f_back
+    return zlib.crc32(repr(lines).encode())
+
+
+def callers(frame: FrameType | None) -> Iterator[Any]:
+    """Yield the objects whose methods have led to ``frame``, the innermost first."""
+    while frame is not None:
+        yield frame.f_locals.get("self")
+        frame = frame.f_back
+
+
+def drawn_ahead() -> int:
+    """Return the number of items that a DataLoader draws before the first step, if one calls."""
+    in_batch, batches = 1, 1
+    for caller in callers(sys._getframe()):
+        if type(caller).__module__.startswith(("torch.utils.data.", "torchdata.")):
+            in_batch = max(in_batch, getattr(caller, "batch_size", None) or 1)
+            if workers := getattr(caller, "_num_workers", 0):
+                batches = 1 + workers * caller._prefetch_factor
+    return in_batch * batches
+
+
+def comparison(kind: str, state: dict[str, Any]) -> Callable[[float], None] | None:
+    """Begin to compare a sampler with those of the other ranks; return a function that raises
+    ValueError if they differ. It takes the number of items drawn, and looks from time to time.
+
+    This goes through the store of torch's default process group, or that of a simulated world;
+    without them, None is returned. Ranks never wait for each other here: a sampler may be drawn on
+    one rank alone. The first rank that begins to draw publishes its settings, and every other one
+    compares its own. All ranks look after a step whether one has found a difference, so that none
+    ends while others are in the step.
 
     Args:
         kind: samplers are compared if they are the n-th of this kind on their ranks.
-        state: the settings and the position of the sampler.
+        state: the settings and the share of the sampler.
     """
-
-    def __init__(self, store: Store, rank: int, ranks: int, kind: str, state: dict[str, Any]):
-        _drawn[kind] += 1
-        self._prefix = f"bagua_ref/sampler/{kind}/{_drawn[kind]}"
-        self._store, self._missing = store, set(range(ranks)) - {rank}
-        self._states = {rank: state}
-        self._looked = 1  # after the second item, all ranks have done a step with the first
-        key = f"{self._prefix}/{rank}"
-        ask(store, lambda store: store.set(key, json.dumps(state)), None)
-
-    @staticmethod
-    def begin(rank: int, ranks: int, kind: str, state: dict[str, Any]) -> SamplerAgreement | None:
-        """Return the comparison; None without a process group of these ranks."""
-        if ranks == 1 or not (dist.is_available() and dist.is_initialized()):
-            return None
-        # In a simulated world, torch's default group has a store of no use between processes.
+    world = current_world()
+    store, rank, ranks = world.board, world.identity.rank, world.identity.world_size
+    simulated = store is not None
+    if not simulated and dist.is_available() and dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
-        here = dist.get_rank(), dist.get_world_size()
-        if here != (rank, ranks) or not isinstance(store, Store):
-            return None
-        return SamplerAgreement(store, rank, ranks, f"{kind}/{ranks}", state)
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+    if store is None or ranks == 1:
+        return None
 
-    def compare(self, drawn: int) -> bool:
-        """Compare with the ranks that have published, after ``drawn`` items; return whether there
-        is nothing more to compare.
+    def asked(use: Callable[[Store], Any], otherwise: Any) -> Any:
+        # The store of a simulated world is in memory, and its threads are no real ones.
+        return use(store) if simulated else ask(store, use, otherwise)
 
-        Raises:
-            ValueError: the samplers of two ranks differ.
-        """
-        if drawn < 2 * self._looked:
-            return False
-        self._looked = drawn
+    def set_first(name: str, value: str) -> Any:
+        """Return the value of the rank that was the first to set one."""
+        return asked(lambda store: store.compare_set(prefix + name, "", value), value)
 
-        def published(store: Store) -> dict[int, dict[str, Any]]:
-            keys = {rank: f"{self._prefix}/{rank}" for rank in self._missing}
-            there = [rank for rank, key in keys.items() if store.check([key])]
-            return {rank: json.loads(store.get(keys[rank])) for rank in there}
+    world.names[kind] += 1
+    prefix = f"bagua_ref/{kind}/{world.names[kind]}/"
+    own = json.dumps([rank, state])
+    publisher, settings = json.loads(set_first("settings", own))
+    # Samplers of fewer replicas than ranks may be those of several trainings.
+    if ranks in (state["num_replicas"], settings["num_replicas"]):
+        wrong = difference({publisher: settings, rank: json.loads(own)[1]})
+        other = int(set_first(f"share {state['rank']}", str(rank)))
+        if said := wrong or same_share({other: state, rank: state}):
+            set_first("difference", json.dumps([bool(wrong), said]))
+    elif state["num_replicas"] > ranks:
+        warnings.warn(
+            f"num_replicas={state['num_replicas']} of the sampler is more than the {ranks} ranks,"
+            " so some samples are never drawn unless ranks draw several shares",
+            stacklevel=4,
+        )
+    look_at: float = drawn_ahead() + 1
 
-        nothing: dict[int, dict[str, Any]] = {}
-        self._states |= ask(self._store, published, nothing)
-        self._missing -= set(self._states)
-        raise_difference(self._states)
-        return not self._missing
+    def look(drawn: float) -> None:
+        nonlocal look_at
+        if drawn < look_at:
+            return
+        look_at, key = 2 * drawn, f"{prefix}difference"
+        found = asked(lambda store: store.get(key) if store.check([key]) else "", "")
+        if found:
+            look_at = math.inf
+            wrong, said = json.loads(found)
+            if wrong:
+                raise ValueError(said)
+            # A program may draw the shares of all ranks on every rank, one after the other.
+            warnings.warn(said, stacklevel=3)
+
+    return look

@@ -112,6 +112,16 @@ class BaguaCallback(TrainerCallback):
                 " use_bagua(), or begin with its weights: from_pretrained()"
             )
 
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Choose the epoch of a sampler that knows its rank; the Trainer does so only in loaders
+        that accelerate has prepared.
+        """
+        loader = kwargs["train_dataloader"]
+        if not hasattr(loader, "set_epoch"):
+            for sampler in (loader.sampler, loader.batch_sampler):
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(int(state.epoch))
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the states of all ranks into the Trainer's checkpoint."""
         if not args.save_only_model:

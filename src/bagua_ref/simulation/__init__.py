@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from bagua_ref.base.runtime import Identity, use_world
 from bagua_ref.errors import RankCall
@@ -189,12 +190,13 @@ class SimulatedWorld:
             timing = Timing(scheduler, node_of, self.link, self.compute)
             self.timeline = timing.timeline
         results: dict[int, T] = {}
+        board = HashStore()
 
         def main(rank: int) -> None:
             transport = SimulatedTransport(network, rank)
             with use_world(
                 SimulatedRankWorld(
-                    scheduler, identities[rank], transport, states[rank] if states else None
+                    scheduler, identities[rank], transport, states[rank] if states else None, board
                 )
             ) as world:
                 results[rank] = (

@@ -36,8 +36,9 @@ class SimulatedRankWorld(World):
         identity: Identity,
         transport: SimulatedTransport,
         process_state: Any = None,
+        board: Any = None,
     ) -> None:
-        self._scheduler, self._identity = scheduler, identity
+        self._scheduler, self._identity, self.board = scheduler, identity, board
         self.transport = transport
         self.process_state = process_state
         """This rank's part of the process's state, if it has one of its own."""
