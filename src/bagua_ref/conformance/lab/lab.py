@@ -187,6 +187,7 @@ class Lab:
     Attributes:
         comparisons: number of comparisons for the current input.
         reason: why inputs were left out; empty if none was.
+        drawn: what violations print in addition to what was drawn for the last call.
         messages: what ranks have sent in the last `on_ranks` with ``record``.
     """
 
@@ -227,6 +228,7 @@ class Lab:
         self._requests = 0 if self.target.requests is None else self.target.requests()
         self._seen: list[tuple[str, Tensor, Tensor]] = []
         self._last: Draws | None = None
+        self.drawn: dict[str, Any] = {}
         self.messages: list[Any] = []
 
     def end(self) -> None:
@@ -348,7 +350,7 @@ class Lab:
             call: its source.
             drawn: what was drawn for it, which violations print.
         """
-        self._last = Draws(what, drawn, call)
+        self._last = Draws(what, {**self.drawn, **drawn}, call)
         try:
             with self.journal.call((what, self._last)):
                 yield

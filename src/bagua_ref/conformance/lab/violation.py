@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Definition", "Draws", "NotProvided", "Script", "Skipped", "Violation", "literal"]
+__all__ = ["Draws", "NotProvided", "Skipped", "Violation", "literal"]
 
 
 class Skipped(Exception):  # noqa: N818 - no fault
@@ -102,41 +101,3 @@ class Draws:
     def __str__(self) -> str:
         lines = [f"{name} = {literal(value)}" for name, value in self.drawn.items()]
         return "\n".join([*lines, self.call or f"# {self.what}", ""])
-
-
-@dataclass(frozen=True)
-class Definition:
-    """A line that defines a name; the source of its value, which may be long, is written only where
-    the line is shown.
-    """
-
-    name: str
-    value: Any
-
-    def __str__(self) -> str:
-        return f"{self.name} = {literal(self.value)}"
-
-
-@dataclass
-class Script:
-    """A script under construction.
-
-    Attributes:
-        setup: lines that create the implementation under test.
-        body: lines with the input, the call and the comparison.
-    """
-
-    setup: list[str]
-    body: list[str | Definition] = field(default_factory=list)
-
-    def and_then(self, line: str) -> Script:
-        """Return the script with one more line."""
-        return Script(self.setup, [*self.body, line])
-
-    def __str__(self) -> str:
-        text = "\n".join(map(str, [*self.setup, *self.body]))
-        imports = ["import torch"]
-        names = [name for name in ("inf", "nan") if re.search(rf"[-\[ (]{name}\b", text)]
-        if names:
-            imports.insert(0, f"from math import {', '.join(names)}")
-        return "\n".join([*imports, "", text, ""])
