@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,7 +74,7 @@ def _properties(device: Any = None) -> Any:
     )
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_FUNCTIONS: dict[str, Any] = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
     "is_bf16_supported": lambda *args: True,

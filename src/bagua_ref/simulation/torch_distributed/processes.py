@@ -442,8 +442,8 @@ def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
     def popen(
         original: Callable[..., None], self: Any, args: Any, *rest: Any, **options: Any
     ) -> None:
-        words = [args] if isinstance(args, str | bytes | os.PathLike) else list(args)
-        words = [part for word in words for part in os.fsdecode(word).split()]
+        given: list[Any] = [args] if isinstance(args, str | bytes | os.PathLike) else list(args)
+        words = [part for word in given for part in os.fsdecode(word).split()]
         module = words[words.index("-m") + 1 :][:1] if "-m" in words else []
         if Path(words[0]).name.startswith(_LAUNCHERS) or any(
             name.startswith((*_LAUNCHERS, "torch.distributed")) for name in module
@@ -521,17 +521,18 @@ def separate_logging(replacements: Replacements) -> None:
         if not logger.hasHandlers():
             original(logger, record)
 
-    def remove() -> None:
+    def restore() -> None:
         for logger, handler in added:
             logger.removeHandler(handler)
+        for logger, level in levels:
+            logger.setLevel(level)
 
     levels = [
         (logger, logger.level)
         for logger in [logging.root, *logging.root.manager.loggerDict.values()]
         if isinstance(logger, logging.Logger)
     ]
-    replacements.callback(lambda: [logger.setLevel(level) for logger, level in levels])
-    replacements.callback(remove)
+    replacements.callback(restore)
     replacements.function(logging.Logger, "addHandler", add)
     replacements.function(logging.Logger, "callHandlers", call_handlers)
 
