@@ -178,13 +178,13 @@ class _Results:
     @pytest.hookimpl(optionalhook=True)  # of xdist
     def pytest_handlecrashitem(self, crashitem: str, report: Any, sched: Any) -> None:
         said = (self._folder / report.node.gateway.id).read_text(encoding="utf-8")
-        crashed = self._folder / f"crashed {crashitem}"
-        if not crashed.exists():
-            crashed.write_text(said, encoding="utf-8")
-            sched.mark_test_pending(crashitem)
-        else:
-            (self._folder / f"ended {crashitem.partition('[')[0]}").write_text(said, "utf-8")
+        # Other dtypes of the check see this file, and are not tried.
+        first = self._folder / f"ended {crashitem.partition('[')[0]}"
+        if first.exists():
             self._send({"id": crashitem, "ended": said})
+        else:
+            first.write_text(f"{crashitem}\n{said}", encoding="utf-8")
+            sched.mark_test_pending(crashitem)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if hasattr(report, "bagua_result"):

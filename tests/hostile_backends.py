@@ -197,6 +197,9 @@ class Dishonest:
 
     kernels = DishonestKernels()
 
+    def __init__(self):
+        os.write(1, b"look at me, too")
+
     @staticmethod
     def communicator(world):
         if world.world_size > 2:

@@ -376,7 +376,7 @@ def test_no_command_has_colours_with_no_color(
         "doctor",
         f"balance --lengths {tmp_path}/lengths --ranks 2 --png {tmp_path}/work.png",
         "graph ring --ranks 4",
-        "verify --backend tests.hostile_backends:Raises --check kernels.S1.add",
+        "verify --backend tests.hostile_backends:Raises --check kernels.S1.add[float32]",
         "vectors check --help",
         f"trace show {tmp_path}",
     ]

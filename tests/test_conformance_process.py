@@ -21,6 +21,7 @@ from tests.scripts import ROOT
 
 from bagua_ref.cli import main
 from bagua_ref.conformance import run_conformance
+from bagua_ref.conformance.run.runner import NamedTarget
 from bagua_ref.conformance.run.search import PROFILES
 from bagua_ref.conformance.targets import process
 from bagua_ref.conformance.targets.process import ProcessTarget
@@ -224,13 +225,11 @@ def test_what_breaks_the_protocol_is_said(fault: str, said: str) -> None:
     target.end()
 
 
-def test_a_crash_is_told_with_its_call(capsys: pytest.CaptureFixture[str]) -> None:
-    check = "kernels.S1.add[float32]"
-    assert main(["verify", "--command", faulty("crashes"), "--check", check]) == 1
-    printed = capsys.readouterr().out
-    assert "answer to add: the program has ended with signal SIGSEGV" in printed
-    assert "probably down" not in printed
-    assert "result = kernels.add_(x, y)" in printed
+def test_a_crash_is_told_with_its_call() -> None:
+    target = NamedTarget(command=faulty("crashes"))
+    (failed,) = run_conformance(target, checks=["kernels.S1.add[float32]"]).failures()
+    assert "answer to add: the program has ended with signal SIGSEGV" in failed.message
+    assert "result = kernels.add_(x, y)" in failed.counterexample
 
 
 def test_a_program_that_says_nothing_ends_the_command_at_the_time_limit(
@@ -288,6 +287,7 @@ time.sleep(600)
 """It does not read its input again, and so does not see that it has closed."""
 
 
+@pytest.mark.proof
 def test_a_program_that_hangs_ends_with_the_command(tmp_path: Path) -> None:
     program = tmp_path / "stubborn.py"
     program.write_text(STUBBORN)

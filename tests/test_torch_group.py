@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bagua_ref.cli import main
 from bagua_ref.conformance import run_conformance
+from bagua_ref.conformance.run.runner import NamedTarget
 from bagua_ref.conformance.targets.torch_group import TorchGroup, gloo
 from bagua_ref.conformance.targets.world import RankWorld, run_world
 from bagua_ref.simulation.communicator import SimulatedCommunicator
@@ -135,13 +135,7 @@ def test_real_threads_bring_what_their_ranks_return_and_raise_what_one_raises():
 
 
 @pytest.mark.usefixtures("few_inputs")
-def test_the_command_judges_a_torch_group(capsys):
-    command = [
-        "verify",
-        "--communicator",
-        "bagua_ref.conformance.targets.torch_group:gloo",
-        "--check",
-        "collectives.S3.9.barrier",
-    ]
-    assert main(command) == 0
-    assert "1 passed" in capsys.readouterr().out
+def test_a_torch_group_is_judged_by_its_name():
+    target = NamedTarget(communicator="bagua_ref.conformance.targets.torch_group:gloo")
+    report = run_conformance(target, checks=["collectives.S3.9.barrier"])
+    assert report.counts()["passed"] == 1

@@ -179,7 +179,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     )
     name = named.command or named.target or named.backend or named.communicator
     with foreign_code(f"cannot load {name}"), _output_on_stderr():
-        jobs = arguments.jobs or default_jobs(named.load(time_limit))
+        target = named.load(time_limit)
     try:
         report = run_conformance(
             named,
@@ -189,7 +189,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             arguments.fail_fast,
             checks=arguments.check,
             seed=arguments.seed,
-            jobs=jobs,
+            jobs=arguments.jobs or default_jobs(target),
             time_limit=time_limit,
             progress=_show,
         )

@@ -219,7 +219,7 @@ def run_conformance(
                 "check": [row_id(*row) for row in rows],
             },
             sorted(known),
-            jobs,
+            min(jobs, len(rows)),
             fail_fast,
         )
         by_id = {row_id(*row): row for row in rows}
@@ -276,26 +276,39 @@ class CheckRun:
     worker: str = ""
 
     def __post_init__(self) -> None:
-        """Remember calls that ended this process's work."""
-        self._ended: dict[str, str] = {}
+        """Remember checks that hang."""
+        self._hung: dict[str, str] = {}
 
     def judge(self, check: Check, dtype: str | None) -> Result:
         """Return the result of a check for one dtype."""
         name = row_id(check, dtype)
         if reason := reason_to_skip(self.target, check, dtype):
             return _result((check, dtype), "skipped", reason)
-        if ended := self._ending(check):
+        again, ended = self._ended(check.id)
+        if ended and again != name:
             return _result((check, dtype), "not tried", f"{ended}, for another dtype")
-        outcome = self._in_worker(check, dtype) if self.folder else self._on_thread(check, dtype)
+        if self.folder is None:
+            outcome = self._on_thread(check, dtype)
+        else:
+            outcome = self._in_worker(check, dtype, self.folder / self.worker, bool(again))
+        if again:
+            more = f"{outcome.message}; for another input, {ended}" if outcome.message else ""
+            outcome.message = more or f"{ended}, but not when all inputs were tried again"
         status, message = verdict(outcome, bool(self.known & {name, check.id}))
         found = outcome.snippet, outcome.examples, outcome.seconds
         return _result((check, dtype), status, message, *found)
 
-    def _ending(self, check: Check) -> str:
-        """Return how a call ended the work for another dtype of a check; empty if none did."""
-        if self.folder is not None and (said := self.folder / f"ended {check.id}").exists():
-            return last_call(said.read_text(encoding="utf-8"), self.time_limit)[0]
-        return self._ended.get(check.id, "")
+    def _ended(self, check: str) -> tuple[str, str]:
+        """Return for which dtype a check has ended its process or hung, as an id, and what is said
+        of it; empty if for none.
+        """
+        if self.folder is None:
+            return "", self._hung.get(check, "")
+        try:
+            name, _, said = (self.folder / f"ended {check}").read_text("utf-8").partition("\n")
+        except FileNotFoundError:
+            return "", ""
+        return name, last_call(said, self.time_limit)[0]
 
     def _on_thread(self, check: Check, dtype: str | None) -> Outcome:
         journal, outcomes = Journal(self.time_limit), queue.SimpleQueue[Outcome]()
@@ -309,29 +322,19 @@ class CheckRun:
                 return outcomes.get(timeout=0.05)
             except queue.Empty:
                 if overdue := journal.overdue():
-                    self._ended[check.id] = overdue
+                    self._hung[check.id] = overdue
                     return Outcome(overdue)
 
-    def _in_worker(self, check: Check, dtype: str | None) -> Outcome:
-        assert self.folder is not None
+    def _in_worker(self, check: Check, dtype: str | None, path: Path, again: bool) -> Outcome:
         prepare(check.suite)
         torch.set_num_threads(1)
-        crashed = self.folder / f"crashed {row_id(check, dtype)}"
-        again = crashed.exists()
-        journal = Journal(self.time_limit, self.folder / self.worker, records=again)
+        journal = Journal(self.time_limit, path, records=again)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                outcome = search(check, dtype, self.target, self.how, journal)
+                return search(check, dtype, self.target, self.how, journal)
         finally:
             journal.close()
-        if again:
-            ended, _ = last_call(crashed.read_text(encoding="utf-8"), self.time_limit)
-            more = f"; for another input, {ended}" if outcome.message else ""
-            outcome.message = (
-                outcome.message + more or f"{ended}, but not when all inputs were tried again"
-            )
-        return outcome
 
 
 def check_ids(checks: Iterable[Check] | None = None) -> list[str]:
