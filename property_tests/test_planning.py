@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bagua_ref
 from bagua_ref import algorithms as of
 from bagua_ref.formulas import costs
 from bagua_ref.formulas.graphs import hypercube, in_turn
-from bagua_ref.planning import Cluster, Machine, Parameters, plan_of, step_seconds
+from bagua_ref.planning import Cluster, Machine, plan_of, step_seconds
 from bagua_ref.simulation import SimulatedWorld
 
 LINK = "1Gbit,1ms,10GB,10us"
@@ -27,7 +27,6 @@ DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.flo
 ALGORITHMS: dict[str, Callable[..., Any]] = {
     # By name: of an optimizer, whether it is hierarchical, and further arguments.
     "gradient_allreduce": lambda o, h: of.GradientAllReduceAlgorithm(h),
-    "bytegrad": lambda o, h: of.ByteGradAlgorithm(h, compression="MXFP8"),
     "bytegrad with memory": lambda o, h: of.ByteGradAlgorithm(
         h, compression="OneBit", error_feedback=True
     ),
@@ -35,7 +34,6 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "decentralized": lambda o, h, graph, interval: of.DecentralizedAlgorithm(h, graph, interval),
     "low_precision_decentralized": lambda o, h: of.LowPrecisionDecentralizedAlgorithm(h, 2),
     "local_sgd": lambda o, h: of.LocalSGDAlgorithm(3, warmup_steps=2, offset=1, hierarchical=h),
-    "diloco": lambda o, h: of.DiLoCoAlgorithm(2, warmup_steps=1),
     "diloco, streaming": lambda o, h: of.DiLoCoAlgorithm(
         4, fragments=2, delay=1, compression="MinMaxUInt8"
     ),
@@ -147,6 +145,7 @@ def trained(training, steps, compute):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
+@settings(max_examples=min(20, settings.default.max_examples // 2))
 @given(data=st.data(), steps=st.integers(1, 7), compute=st.floats(0.0, 0.5))
 def test_S14_1_S14_4_a_plan_has_the_messages_and_the_time_of_simulated_ranks(
     name, data, steps, compute
@@ -155,7 +154,7 @@ def test_S14_1_S14_4_a_plan_has_the_messages_and_the_time_of_simulated_ranks(
     nodes = training.nodes
     with torch.device("meta"):
         module = Given(training.shapes)
-        plan = plan_of(training.make(module)[1], Parameters(module), nodes)
+        plan = plan_of(training.make(module)[1], module, nodes)
     nbytes, sent, seconds = trained(training, steps, compute)
     exchanges = [plan.exchanges(step) for step in range(1, steps + 1)]
     assert sent == Counter(
@@ -192,33 +191,3 @@ def test_S14_1_S14_4_a_plan_has_the_messages_and_the_time_of_simulated_ranks(
     # steps hide what streams.
     if name != "diloco, streaming" and len({dtype for _, dtype in training.shapes}) == 1:
         assert wanted * (1 - 1e-6) - 1e-9 - early <= seconds <= wanted * (1 + 1e-6) + 1e-9 + late
-
-
-@given(
-    shapes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
-    nodes=st.lists(st.integers(1, 3), min_size=2, max_size=3),
-)
-def test_S14_1_a_round_of_async_has_the_messages_of_the_plan(shapes, nodes):
-    def rank(comm):
-        bagua_ref.init_process_group()
-        module = Given([((size,), torch.float32) for size in shapes])
-        optimizer = optimizer_of("async", module)
-        module.with_bagua([optimizer], of.AsyncModelAverageAlgorithm(sync_interval_ms=1))
-        for _ in range(3):
-            optimizer.zero_grad()
-            module().backward()
-            optimizer.step()
-            bagua_ref.runtime.current_world().sleep(0.05)
-        module.bagua_algorithm.abort(module)
-        return module.bagua_metrics()["async_rounds"], module.bagua_metrics()["bytes_sent"]
-
-    (rounds, _), *_ = found = SimulatedWorld(sum(nodes), nodes, link="1Gbit,1ms").run(rank)
-    plan = plan_of(
-        of.AsyncModelAverageAlgorithm(),
-        Given([((size,), torch.float32) for size in shapes]),
-        tuple(nodes),
-    )
-    sent = sum(count.bytes_sent for own in plan.traffic(1) for count in own.values())
-    stop = 2 * 4 * (sum(nodes) - 1)  # the agreement to stop has no average
-    assert rounds > 0
-    assert abs(sum(nbytes for _, nbytes in found) - rounds * sent - stop) <= sum(nodes)

@@ -17,7 +17,7 @@ from tests.scripts import ROOT, load_script
 
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 from bagua_ref.formulas.graphs import MODES
-from bagua_ref.planning import Parameters, plan_of
+from bagua_ref.planning import plan_of
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
@@ -122,7 +122,7 @@ def bytes_per_step(name: str, options: dict[str, Any]) -> float:
     module = torch.nn.ParameterList(torch.empty(shape, device="meta") for shape in shapes)
     if name == "qadam":
         options = {**options, "q_adam_optimizer": QAdamOptimizer(module.parameters())}
-    plan = plan_of(Algorithm.init(name, **options), Parameters(module, 2**40), (1,) * 4)
+    plan = plan_of(Algorithm.init(name, **options), module, (1,) * 4, 2**40)
     steps = range(plan.warmup + 1, plan.warmup + plan.cycle + 1)
     return max(plan.traffic(step)[0]["between"].bytes_sent for step in steps)
 

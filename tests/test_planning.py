@@ -16,9 +16,9 @@ import torch
 from tests.launch import launch, run_script
 from tests.test_memory import FOR_GOOD
 
-import bagua_ref
 from bagua_ref.algorithms import (
     Algorithm,
+    AlgorithmImpl,
     AsyncModelAverageAlgorithm,
     DecentralizedAlgorithm,
     GlobalAlgorithmRegistry,
@@ -26,34 +26,42 @@ from bagua_ref.algorithms import (
     LocalSGDAlgorithm,
     QAdamOptimizer,
 )
+from bagua_ref.backends import KernelBackend
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.cli import main
 from bagua_ref.cli.advise import CANDIDATES
+from bagua_ref.cli.command import CommandError
+from bagua_ref.cli.measure import check_fits
+from bagua_ref.comm_ops import CommOp
+from bagua_ref.communicators.base import Communicator
 from bagua_ref.formulas.costs import LinkCost, LinkCosts
 from bagua_ref.formulas.graphs import MODES
 from bagua_ref.formulas.mixing import mixing
 from bagua_ref.planning import (
     Cluster,
     Estimate,
-    Exchange,
+    Fit,
     Machine,
     MeasuredMachine,
-    Parameters,
     fit_link,
     median_of,
     module_of,
     plan_of,
     predict,
 )
-from bagua_ref.planning.advice import changed, compare, first_of, turning_point
-from bagua_ref.planning.steps import own_seconds
-from bagua_ref.runtime import current_world
-from bagua_ref.simulation import SimulatedWorld
+from bagua_ref.planning.advice import compare, error_of, verdict_of
+from bagua_ref.planning.measured import exact
+from bagua_ref.planning.plans import own_seconds
 
 ROOT = Path(__file__).parents[1]
 # sums of such numbers are exact
 MACHINE = Machine(LinkCosts(LinkCost(0.5, 2**-10), LinkCost(0.125, 2**-12)), compute=3.0)
-TIMES = ("seconds_per_step", "exposed_wait_seconds_per_step", "codec_seconds_per_step")
 BASE = ["--params", "4e6", "--ranks", "4", "--bandwidth", "1Gbit", "--compute", "10ms"]
+FEW = [
+    word
+    for name in ("gradient_allreduce", "local_sgd:period=32", "bytegrad", "decentralized", "async")
+    for word in ("--algorithm", name)
+]
 
 
 def linear(inputs: int = 15, outputs: int = 16) -> torch.nn.Module:
@@ -127,16 +135,6 @@ def test_S3_3_sums_of_16_bits_or_in_order_are_gathered_and_others_reduced() -> N
     assert first_round("gradient_allreduce", torch.float32) == [(2, 0, 1024), (3, 1, 1024)]
 
 
-def test_S14_2_a_round_counts_its_heaviest_link_of_each_kind() -> None:
-    found = Exchange(
-        [[(0, 1, 4), (2, 3, 8), (1, 2, 5), (3, 4, 6)], [(0, 1, 9)]], Cluster((2, 2, 1)), 8
-    ).rounds
-    assert [sorted((wire[0] == "inside", nbytes) for wire, nbytes in loads) for loads in found] == [
-        [(False, 6), (True, 8)],
-        [(True, 9)],
-    ]
-
-
 # Times
 
 
@@ -175,13 +173,12 @@ def test_codecs_take_time_beside_links_by_their_name_or_else_the_common_rate() -
 
 def test_a_shared_processor_computes_longer_by_what_it_does_for_operations_beside() -> None:
     module = torch.nn.Sequential(*(linear() for _ in range(2)))
-    parameters = Parameters(module)
-    parameters._bucket_bytes = 1024  # two buckets, of half the bytes each
     costs: dict[str, Any] = {"operation": {"": 0.25, "OneBit": 0.5}, "codec": {"": 2**-8}}
     beside, shared = MACHINE._replace(**costs), MACHINE._replace(**costs, shared_processor=True)
     # MinMaxUInt8: 128 bytes, and 32 of its scale
     own, wires = 0.25 + 2**-8 * (3 * 256 + 128), 2 * (0.5 + 1 / 8 + 2**-10 * 32)
-    compressed = plan_of(Algorithm.init("bytegrad", hierarchical=False), parameters, (1, 1))
+    compressed = plan_of(Algorithm.init("bytegrad", hierarchical=False), module, (1, 1), 1024)
+    assert len(compressed.exchanges(1)) == 2  # of half the bytes each
     assert predict(compressed, beside).seconds == 2.0 + 2 * (own + wires)
     assert (
         predict(compressed, shared).seconds
@@ -244,35 +241,30 @@ def test_slow_ranks_delay_those_that_wait_for_them_and_rare_exchanges_less() -> 
     assert late[0] == pytest.approx(4 * late[1])
 
 
-def test_a_winner_needs_an_interval_apart_and_has_an_assumption_that_would_flip_it() -> None:
+def test_a_winner_needs_an_interval_apart_and_prefers_known_quality() -> None:
     plans = {
-        "exact": plan_of(GradientAllReduceAlgorithm(), linear(), (1, 1)),
-        "rare": plan_of(LocalSGDAlgorithm(4), linear(), (1, 1)),
+        "gradient_allreduce": plan_of(GradientAllReduceAlgorithm(), linear(), (1, 1)),
+        "local_sgd:period=32": plan_of(LocalSGDAlgorithm(32), linear(), (1, 1)),
+        "decentralized": plan_of(DecentralizedAlgorithm(False), linear(), (1, 1)),
     }
 
-    def costs(part: float) -> MeasuredMachine:
-        between, inside = (
-            tuple(Estimate.within(number, part) for number in link) for link in MACHINE.links
-        )
-        return MeasuredMachine(between, inside, Estimate.within(3.0, part))  # type: ignore[arg-type]
+    def verdict(compute: float, part: float | None) -> tuple[str | None, str]:
+        between, inside = (tuple(map(exact, link)) for link in MACHINE.links)
+        costs = MeasuredMachine(between, inside, exact(compute))  # type: ignore[arg-type]
+        ranked = compare(plans, costs, error_of(costs, part))
+        assert [c.seconds.value for c in ranked] == sorted(c.seconds.value for c in ranked)
+        found = verdict_of(ranked, next(c for c in ranked if c.name == "gradient_allreduce"))
+        return found.winner, found.text
 
-    near = compare(plans, costs(0.25))
-    assert [candidate.name for candidate in near] == ["rare", "exact"]
-    assert near[0].seconds == (2.625, 3.5, 4.375)
-    assert first_of(near) is None
-    assert (
-        first_of(compare(plans, costs(0.125))) is near[0]
-        or first_of(compare(plans, costs(0.125))).name == "rare"
-    )  # type: ignore[union-attr]
-    pair = {**plans, "decentralized": plan_of(DecentralizedAlgorithm(False), linear(), (1, 1))}
-    ranked = compare(pair, costs(0.01))
-    assert ranked[0].name == "decentralized"
-    what, factor, name = turning_point(ranked, MACHINE) or ("", 0.0, "")
-    assert (what, name) == ("compute", "rare")
-    assert (
-        predict(pair[name], changed(MACHINE, what, factor)).seconds
-        < predict(ranked[0].plan, changed(MACHINE, what, factor)).seconds
-    )
+    # steps of 5, 3.0625 and 3 s
+    winner, text = verdict(3.0, 0.5)
+    assert winner is None
+    assert text.startswith("Keep gradient_allreduce: at most 40% to gain, by decentralized")
+    assert verdict(3.0, 0.1)[0] == "decentralized"
+    # of 2.25, 0.3125 and 2 s: 1.5 x as many steps of local_sgd
+    winner, text = verdict(0.25, None)
+    assert winner == "local_sgd:period=32"
+    assert "the same loss in 20.8 % of the time of gradient_allreduce" in text
 
 
 @pytest.mark.parametrize(("name", "options", "expected"), FOR_GOOD)
@@ -285,8 +277,9 @@ def test_what_is_kept_is_what_was_measured_in_copies_of_the_weights(
         if name == "qadam"
         else options
     )
-    kept, scratch = plan_of(Algorithm.init(name, **given), module, (2,)).memory()
-    assert kept / (4 * 101 * 100) == pytest.approx(expected, abs=0.0101)
+    kept, scratch = plan_of(Algorithm.init(name, **given), module, (2,)).memory
+    # tensors of up to 1024 elements, such as the bias, do not count
+    assert kept / (4 * 101 * 100) == pytest.approx(expected, abs=0.05)
     assert scratch >= 0
 
 
@@ -339,6 +332,15 @@ def test_measured_costs_come_back_from_their_json() -> None:
         costs.machine(lambda estimate: estimate.low)
 
 
+def test_measure_refuses_links_that_the_formula_does_not_describe() -> None:
+    one = Estimate(1.0, 1.0, 1.0)
+    check_fits({"inside": Fit(one, one, [0.1, -0.3])}, 0.3)
+    with pytest.raises(
+        CommandError, match=r"between nodes.*off by up to 31%, more than 30%.*--repeat"
+    ):
+        check_fits({"between": Fit(one, one, [0.1, -0.31])}, 0.3)
+
+
 # The commands
 
 
@@ -354,33 +356,54 @@ def test_every_registered_algorithm_has_a_plan_and_is_among_the_candidates() -> 
         if name == "qadam":
             options = {"q_adam_optimizer": QAdamOptimizer(linear().parameters())}
         # of three equal buckets, and a smaller one
-        plan = plan_of(Algorithm.init(name, **options), module_of(7 * 2**20), (2, 2))
+        plan = plan_of(Algorithm.init(name, **options), module_of(4 * 2**20), (2, 2))
         steps = range(plan.warmup + 1, plan.warmup + plan.cycle + 1)
         counts = [[rank["between"][:2] for rank in plan.traffic(step)] for step in steps]
         per_rank = [tuple(map(sum, zip(*rank, strict=True))) for rank in zip(*counts, strict=True)]
-        assert plan.sent == tuple(number / plan.cycle for number in max(per_rank)), name
+        mean = [number / plan.cycle for number in max(per_rank)]
+        assert plan.sent == pytest.approx(mean, rel=1e-6), name
         assert plan.sent[0] > 0
 
 
-def test_the_table_is_ranked_and_says_why_what_is_learnt_and_what_to_know(
+def test_the_table_is_ranked_and_says_why_what_is_learnt_and_what_to_do(
     run: Any, tmp_path: Path
 ) -> None:
     picture = tmp_path / "steps.png"
-    code, printed, _ = run(*BASE, "--nodes", "2", "--png", str(picture))
+    code, printed, _ = run(*BASE, "--nodes", "2", "--png", str(picture), *FEW)
     assert code == 0
     assert picture.stat().st_size > 10_000
     assert "A training step of 4 ranks on 2 nodes" in printed
-    assert len(re.findall(r": The busiest rank sends .* a step between nodes", printed)) == len(
-        CANDIDATES
-    )
-    assert "  learnt: +0.13 ± 0.11 points of accuracy on digits" in printed
-    assert "Fastest of those with equal weights on all ranks: " in printed
-    assert "would come first if" in printed
-    assert "warning: weights differ between ranks" in printed
-    result = json.loads(run(*BASE, "--nodes", "2", "--json")[1])
+    assert len(re.findall(r": busiest rank: .* per step between nodes", printed)) == 5
+    assert "  measured: +0.13 ± 0.11 points of accuracy on digits" in printed
+    assert "warning: these let weights differ between ranks" in printed
+    assert "\n    model.with_bagua(optimizer, " in printed
+    assert "\nNext: bagua-ref measure" in printed
+    result = json.loads(run(*BASE, "--nodes", "2", "--json", *FEW)[1])
     seconds = [row["seconds"][1] for row in result["rows"]]
     assert seconds == sorted(seconds)
-    assert result["costs"]["links"]["between"]["beta"] == pytest.approx([7.2e-9, 8e-9, 8.8e-9])
+    same = {row["algorithm"]: row["time_to_same_loss"] for row in result["rows"]}
+    assert same["gradient_allreduce"] == "100 %"
+    assert same["async"] == "unknown"
+    assert result["costs"]["codec"]["MinMaxUInt8"][1] == 1.1e-9  # of a CPU
+
+
+def test_numbers_are_read_as_people_write_them_and_never_cut(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["--params", "1M", "--compute", "10ms", "--algorithm", "gradient_allreduce"]
+    monkeypatch.setenv("COLUMNS", "40")
+    code, printed, _ = run(*given, "--ranks", "2x2", "--bandwidth", "1Gbps")
+    assert code == 0
+    assert "4 ranks on 2 nodes" in printed
+    assert "…" not in printed
+    one, other = (
+        json.loads(run(*given, *words, "--json")[1])["rows"]
+        for words in (
+            ["--ranks", "2x2", "--bandwidth", "1Gbps"],
+            ["--ranks", "4", "--nodes", "2", "--bandwidth", "1Gbit"],
+        )
+    )
+    assert one == other
 
 
 def test_odd_ranks_leave_out_what_needs_pairs(run: Any) -> None:
@@ -395,8 +418,8 @@ def test_odd_ranks_leave_out_what_needs_pairs(run: Any) -> None:
     )
     assert code == 0
     assert (
-        "shift_one' is left out: peer_selection_mode='shift_one' needs an even number of ranks,"
-        " not 3" in printed
+        "shift_one' is left out: peer_selection_mode='shift_one' pairs ranks, so it needs an even"
+        in printed
     )
 
 
@@ -421,6 +444,10 @@ def test_a_model_is_made_without_memory_and_planned_by_its_own_shapes(run: Any) 
     ("arguments", "says"),
     [
         (["--ranks", "0"], "argument --ranks: '0' must be a whole number from 1"),
+        (["--ranks", "1"], "argument --ranks: '1' must be 2 to 1024 ranks"),
+        (["--ranks", "2x"], "argument --ranks: '' must be a whole number"),
+        (["--ranks", "2x2", "--nodes", "4"], "nodes=4 and --ranks 2x2 differ"),
+        (["--device", "h200"], "argument --device: invalid choice: 'h200'"),
         (["--ranks", "2.5"], "argument --ranks: '2.5' must be a whole number"),
         (["--params", "nan"], "argument --params: 'nan' must be"),
         (["--nodes", "5"], "nodes=5 must be from 1 to the number of ranks, 4"),
@@ -503,106 +530,16 @@ def test_links_that_were_not_measured_are_asked_for(run: Any, tmp_path: Path) ->
     assert code == 2
     assert "argument --bandwidth is needed, as links between nodes were not measured" in error
     result = json.loads(run(*given, "--nodes", "1")[1])
-    assert result["rows"][0]["seconds"][1] == pytest.approx(0.01 + 6 * (1e-5 + 1e4 * 1e-10))
-
-
-def metrics_of_a_job(make: Callable[[], Algorithm], late: float = 0.0) -> list[dict[str, float]]:
-    """Return the metrics of four simulated ranks on two nodes, of which the last one is ``late`` in
-    each step.
-    """
-
-    def train(comm: Any) -> dict[str, float]:
-        bagua_ref.init_process_group()
-        module = torch.nn.Linear(499, 1000)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        wrapped: Any = module.with_bagua([optimizer], make())  # type: ignore[attr-defined]
-        for _ in range(16):
-            module(torch.ones(2, 499)).sum().backward()
-            current_world().sleep(late * (comm.rank() == 3))
-            optimizer.step()
-        return wrapped.bagua_metrics()
-
-    return SimulatedWorld(
-        4, (2, 2), link=LinkCosts.parse("1Gbit,1ms,100Gbit,5us"), compute=0.03
-    ).run(train)
-
-
-JOB = ["--params", "500000", "--ranks", "4", "--nodes", "2", "--latency", "1ms", "--json"]
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "late", "said"),
-    [
-        (
-            lambda: GradientAllReduceAlgorithm(hierarchical=False),
-            0.0,
-            "gradient_allreduce:hierarchical=False",
-        ),
-        (
-            lambda: GradientAllReduceAlgorithm(hierarchical=False),
-            0.01,
-            "gradient_allreduce:hierarchical=False",
-        ),
-        (lambda: LocalSGDAlgorithm(2), 0.0, "local_sgd:period=2"),
-    ],
-    ids=["gradient_allreduce", "with a late rank", "local_sgd"],
-)
-def test_the_metrics_of_a_job_tell_compute_and_the_rate_of_its_links(
-    run: Any, tmp_path: Path, algorithm: Callable[[], Algorithm], late: float, said: str
-) -> None:
-    path, metrics = tmp_path / "metrics.json", metrics_of_a_job(algorithm, late)
-    path.write_text(json.dumps(metrics))
-    result = json.loads(run(*JOB, "--measured", str(path), "--algorithm", said)[1])
-    # 15 steps have 7 exchanges of 8
-    assert result["costs"]["compute"][1] == pytest.approx(0.03 + late, rel=0.04)
-    low, beta, high = result["costs"]["links"]["between"]["beta"]
-    assert beta == pytest.approx(8e-9, rel=0.1)
-    assert (low, high) == pytest.approx((0.9 * beta, 1.1 * beta))
     assert result["rows"][0]["seconds"][1] == pytest.approx(
-        metrics[3]["seconds_per_step"], rel=0.02
+        0.01 + 6 * (1e-5 + 1e4 * 1e-10) + 9.7e-4  # of an operation on a CPU
     )
-    path.write_text(json.dumps(metrics[3]))
-    alone = json.loads(run(*JOB, "--measured", str(path), "--algorithm", said)[1])
-    assert alone["costs"]["links"]["between"]["beta"] == [0.0, beta, high]
-    assert alone["costs"]["about"].startswith("from the metrics of 1 of 4 ranks")
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (
-            {"steps": 3},
-            (
-                "neither the costs that bagua-ref measure writes, nor what model.bagua_metrics()"
-                " returns"
-            ),
-        ),
-        (
-            [],
-            "codec_seconds_per_step, which are counted on the CPU from the second step on",
-        ),
-        ({"bytes_sent": 8, "bytes_sent_per_step": 4}, "the metrics need seconds_per_step"),
-        ({"bytes_sent": 8}, "the metrics[0] must have the key 'bytes_sent_per_step'"),
-        (
-            {"bytes_sent": 8, "bytes_sent_per_step": "4"},
-            "the metrics[0]['bytes_sent_per_step'] must be",
-        ),
-        (
-            {"bytes_sent": 8, "bytes_sent_per_step": 4} | dict.fromkeys(TIMES, 0.1),
-            "the metrics are not those of GradientAllReduce",
-        ),
-        (
-            {"bytes_sent": 8, "bytes_sent_per_step": float("nan")} | dict.fromkeys(TIMES, 0.1),
-            "the metrics are not those of GradientAllReduce",
-        ),
-        (
-            {"bytes_sent": 3e6, "bytes_sent_per_step": 3e6} | dict.fromkeys(TIMES, -0.1),
-            "the metrics need seconds_per_step",
-        ),
-        (
-            {"bytes_sent": 3e6, "bytes_sent_per_step": 3e6} | dict.fromkeys(TIMES, 0.0),
-            "argument --bandwidth is needed",
-        ),
+        ({"steps": 3}, "the measured costs must have the key"),
+        ([], "the measured costs must be"),
         ({"links": {}}, "the measured costs must have the key 'codec'"),
     ],
     ids=str,
@@ -612,13 +549,15 @@ def test_a_file_that_is_no_measurement_is_named(
 ) -> None:
     path = tmp_path / "given.json"
     path.write_text(json.dumps(given))
-    code, _, error = run(*JOB, "--measured", str(path), "--algorithm", "gradient_allreduce")
+    code, _, error = run(*BASE, "--measured", str(path), "--algorithm", "gradient_allreduce")
     assert code == 2
     assert says in error
 
 
 @pytest.mark.parametrize(
-    "command", [["advise", *BASE], ["graph", "ring", "--ranks", "4"]], ids=["advise", "graph"]
+    "command",
+    [["advise", *BASE, *FEW[:2]], ["graph", "ring", "--ranks", "4"]],
+    ids=["advise", "graph"],
 )
 def test_a_reader_that_closes_the_output_gets_no_traceback(command: list[str]) -> None:
     script = (
@@ -632,7 +571,7 @@ def test_a_reader_that_closes_the_output_gets_no_traceback(command: list[str]) -
 def test_async_without_rounds_sends_nothing(run: Any) -> None:
     code, printed, _ = run(*BASE, "--algorithm", "async:sync_interval_ms=0")
     assert code == 0
-    assert "Sends nothing between nodes." in printed
+    assert "sends nothing between nodes." in printed
 
 
 def test_graphs_say_in_how_many_rounds_and_seconds_distances_halve(run: Any) -> None:
@@ -671,7 +610,20 @@ def test_graphs_say_in_how_many_rounds_and_seconds_distances_halve(run: Any) -> 
 
 def measured(path: str) -> int:
     step = "tests.test_planning:pass_of_a_model"
-    return main(["measure", "--output", path, "--repeat", "3", "--step", step, "--json"])
+    return main(
+        [
+            "measure",
+            "--output",
+            path,
+            "--repeat",
+            "3",
+            "--step",
+            step,
+            "--residual",
+            "1e9",
+            "--json",
+        ]
+    )
 
 
 @pytest.mark.proof
@@ -684,7 +636,7 @@ def test_a_measurement_is_read_by_advise(run: Any, tmp_path: Path, nodes: tuple[
     assert (costs.between is None) == (len(nodes) == 1)
     for link in filter(None, (costs.inside, costs.between)):
         assert 0 <= link[0].low <= link[0].high < 10
-        assert 0 < link[1].value < 1e-5
+        assert 0 <= link[1].value < 1e-5
     assert len(result["residuals"]) == len(nodes)
     assert all(3 <= len(residuals) <= 6 for residuals in result["residuals"].values())
     assert costs.compute is not None
@@ -717,19 +669,72 @@ def test_shapes_refuse_what_cannot_be() -> None:
         with pytest.raises(ValueError, match="must be numbers of ranks, each at least 1"):
             Cluster(nodes)
     with pytest.raises(ValueError, match="no parameters that need a gradient"):
-        Parameters(torch.nn.ReLU())
+        plan_of(GradientAllReduceAlgorithm(), torch.nn.ReLU(), (1, 1))
     with pytest.raises(ValueError, match="params=0 must be a positive number"):
         module_of(0)
-
-    class Own(GradientAllReduceAlgorithm):
-        pass
-
-    with pytest.raises(
-        ValueError,
-        match="algorithm=Own has no plan; there are plans for GradientAllReduceAlgorithm, ",
-    ):
-        plan_of(Own(), linear(), (1, 1))
-    with pytest.raises(
-        TypeError, match="parameter 'weight' is float64, which TopKAlgorithm does not take"
-    ):
+    with pytest.raises(TypeError, match="parameter 'weight' is float64; topk takes"):
         plan_of(Algorithm.init("topk"), linear().double(), (1, 1))
+
+
+# Algorithms of users
+
+
+class Shared(CommOp):
+    """Rank 0 tells all ranks its tensor; then each passes it to the next one, or the last one does
+    not.
+    """
+
+    def __init__(self, comm: Communicator, kernels: KernelBackend, all_ranks: bool) -> None:
+        super().__init__(comm, kernels)
+        self.all_ranks = all_ranks
+
+    def __call__(self, x: torch.Tensor) -> None:
+        comm, n = self.comm, self.comm.nranks()
+        comm.broadcast(x)
+        if self.all_ranks or comm.rank() < n - 1:
+            received = torch.empty_like(x)
+            comm.exchange([(x, (comm.rank() + 1) % n)], [(received, (comm.rank() - 1) % n)])
+
+
+class Own(Algorithm):
+    """Communicates in every third step."""
+
+    period = 3
+
+    def __init__(self, all_ranks: bool = True) -> None:
+        self.all_ranks = all_ranks
+
+    def reify(self, process_group: Any) -> AlgorithmImpl:
+        return OwnImpl(process_group, self.all_ranks)
+
+
+class OwnImpl(AlgorithmImpl):
+    def __init__(self, process_group: Any, all_ranks: bool) -> None:
+        super().__init__(process_group)
+        self.all_ranks = all_ranks
+
+    def init_operations(self, bagua_ddp: Any, bucket: BaguaBucket) -> None:
+        comm = self.process_group.get_global_communicator()
+        bucket.append_op(Shared(comm, bucket.kernels, self.all_ranks), self.process_group)
+
+    def init_backward_hook(self, bagua_ddp: Any) -> Any:
+        def hook(name: str, parameter: torch.nn.Parameter) -> None:
+            if bagua_ddp.bagua_train_step_counter % 3 == 0:
+                bagua_ddp.engine.gradient_ready(name, parameter)
+
+        return hook
+
+
+def test_an_algorithm_of_a_users_has_a_plan_without_more_code() -> None:
+    plan = plan_of(Own(), linear(), (1,) * 3)
+    assert [len(plan.exchanges(step)) for step in range(1, 8)] == [0, 0, 1, 0, 0, 1, 0]
+    # a tree of two rounds, and all to the next one
+    assert plan.exchanges(3)[0].operation == [
+        [(0, 1, 1024)],
+        [(0, 2, 1024)],
+        [(0, 1, 1024), (1, 2, 1024), (2, 0, 1024)],
+    ]
+    assert plan.sent == (1024.0, 1.0)
+    assert predict(plan, MACHINE)[:2] == (3.0 + 3 * 1.5 / 3, 3 * 1.5 / 3)
+    with pytest.raises(ValueError, match="ranks of Own do not all communicate alike"):
+        plan_of(Own(all_ranks=False), linear(), (1,) * 3)

@@ -156,13 +156,6 @@ def _install(mixin: type, target: type) -> None:
             setattr(target, name, member)
 
 
-def _describe_training(training: data_parallel.training.ModuleTraining) -> None:
-    from bagua_ref.planning.plans import describe  # 20 ms to import, which only trainings need
-
-    describe(training)
-
-
-data_parallel.wrapping.wrapped.append(_describe_training)
 _install(BaguaTensor, _torch.Tensor)
 _install(BaguaModule, _torch.nn.Module)
 if _torch.distributed.is_available():

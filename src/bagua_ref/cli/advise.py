@@ -9,6 +9,7 @@ import ast
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +35,23 @@ from bagua_ref.planning import (
     Cluster,
     Estimate,
     MeasuredMachine,
-    Parameters,
     StepPlan,
-    costs_of_job,
     module_of,
     plan_of,
     predict,
 )
 from bagua_ref.planning.advice import (
     Candidate,
-    changed,
+    Verdict,
     compare,
-    first_of,
+    error_of,
     learnt,
-    turning_point,
+    verdict_of,
     warnings_of,
+    with_bandwidth,
 )
+from bagua_ref.planning.measured import exact
+from bagua_ref.planning.shapes import parameters_of
 
 __all__ = ["CANDIDATES", "add_parser", "draw"]
 
@@ -86,7 +88,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         _advise,
         tables=True,
         examples=(
-            "bagua-ref advise --params 340e6 --ranks 16 --bandwidth 1Gbit --compute 120ms",
+            "bagua-ref advise --params 124M --ranks 2x8 --bandwidth 1Gbps --compute 120ms",
             "bagua-ref advise --model mycode:make_model --ranks 64 --measured costs.json",
         ),
         help="predict which algorithm trains fastest on a given network",
@@ -103,20 +105,20 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     model.add_argument(
         "--model",
         metavar="PKG.MOD:FACTORY",
-        help="a function that returns the module, which is called without memory",
+        help="a function that returns the model; run on the meta device, so nothing is allocated",
     )
     model.add_argument(
         "--params",
         type=number(1, 1e12, whole=True),
         metavar="N",
-        help="the number of parameters, such as 340e6, in matrices of 1024 x 1024",
+        help="number of parameters, such as 124M or 7e9, modelled as 1024 x 1024 matrices",
     )
     advise.add_argument(
         "--ranks",
-        type=number(1, _MOST_WORKERS, whole=True),
+        type=_ranks,
         required=True,
-        metavar="N",
-        help="the number of ranks",
+        metavar="N|NODESxRANKS",
+        help="number of ranks, at least 2; 2x8 are 2 nodes with 8 ranks each",
     )
     advise.add_argument(
         "--nodes",
@@ -125,16 +127,16 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         help="the number of nodes (default: one for each rank)",
     )
     advise.add_argument(
-        "--measured",
-        type=Path,
-        metavar="FILE",
-        help=(
-            "costs that bagua-ref measure wrote; or model.bagua_metrics() of a job, of one rank or"
-            " a list of all ranks: it trains with the first --algorithm"
-        ),
+        "--device",
+        choices=sorted(_devices()),
+        default="cpu",
+        help="what computes codecs, by measurements of this project (default: %(default)s)",
     )
     advise.add_argument(
-        "--bandwidth", metavar="RATE", help="of each node, such as 1Gbit or 100MB a second"
+        "--measured", type=Path, metavar="FILE", help="costs that bagua-ref measure wrote"
+    )
+    advise.add_argument(
+        "--bandwidth", metavar="RATE", help="of each node, such as 1Gbps or 100MB a second"
     )
     advise.add_argument(
         "--latency",
@@ -149,17 +151,16 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         help="inside a node (default: %(default)s)",
     )
     advise.add_argument(
-        "--codec",
-        default="1ms",
-        metavar="TIME",
-        help="to compress or decompress a million elements (default: %(default)s)",
+        "--codec", metavar="TIME", help="to compress or decompress a million elements"
     )
     advise.add_argument(
         "--error",
         type=number(0, 0.99),
-        default=0.1,
         metavar="X",
-        help="how far off these may be (default: %(default)s)",
+        help=(
+            "relative uncertainty of the result, such as 0.1 for 10 %% either way (default: the"
+            " largest errors that this project has measured)"
+        ),
     )
     advise.add_argument(
         "--compute", metavar="TIME", help="of a forward and backward pass, such as 120ms"
@@ -193,80 +194,90 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_json_options(advise)
 
 
-def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    try:
-        cluster = Cluster.even(arguments.ranks, arguments.nodes or arguments.ranks)
-        parameters = Parameters(
-            module_of(arguments.params) if arguments.params else _model(arguments.model)
+def _devices() -> dict[str, Any]:
+    found: dict[str, Any] = load_json(
+        files("bagua_ref.planning").joinpath("devices.json").read_bytes()
+    )
+    return found
+
+
+def _ranks(text: str) -> tuple[int, int | None]:
+    """Return the ranks, and the nodes if ``text`` has both, as in 2x8."""
+    nodes, by, ranks = text.partition("x")
+    parse = number(1, _MOST_WORKERS, whole=True)
+    found = (parse(nodes) * parse(ranks), parse(nodes)) if by else (parse(text), None)
+    if not 2 <= found[0] <= _MOST_WORKERS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be 2 to {_MOST_WORKERS} ranks: a rank alone sends nothing"
         )
+    return found
+
+
+def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    ranks, nodes = arguments.ranks
+    try:
+        cluster = Cluster.even(ranks, nodes or arguments.nodes or ranks)
+        if nodes is not None and arguments.nodes not in (None, nodes):
+            raise ValueError(f"nodes={arguments.nodes} and --ranks {nodes}x{ranks // nodes} differ")
+        costs = _costs(arguments, len(cluster.nodes) > 1)
+        module = module_of(arguments.params) if arguments.params else _model(arguments.model)
+        parameters_of(module)
     except (ValueError, TypeError, NotImplementedError) as error:
         parser.error(str(error))
     # On nodes of one rank, hierarchical communication is the same as the other.
     default = [text for text in CANDIDATES if max(cluster.nodes) > 1 or "hierarchical" not in text]
-    algorithms = {
-        text: _algorithm(parser, text, parameters) for text in arguments.algorithm or default
-    }
+    algorithms = {text: _algorithm(parser, text, module) for text in arguments.algorithm or default}
     plans, warnings = dict[str, StepPlan](), list[str]()
     for text, algorithm in algorithms.items():
         try:
-            plans[text] = plan_of(algorithm, parameters, cluster)
+            plans[text] = plan_of(algorithm, module, cluster)
         except (ValueError, TypeError) as error:
             warnings.append(f"{text} is left out: {error}")
     if not plans:
         raise CommandError("; ".join(warnings))
-    try:
-        costs = _costs(arguments, next(iter(plans.values())))
-    except ValueError as error:
-        parser.error(str(error))
     stragglers = {"slowest": arguments.slowest, "jitter": arguments.jitter}
-    ranked = compare(plans, costs, **stragglers)
-    likely = costs.machine(**stragglers)
-    verdicts = {}
-    for who, among in (
-        ("of all", ranked),
-        ("of those with equal weights on all ranks", [c for c in ranked if c.equal_ranks]),
-    ):
-        if len(among) > 1:
-            verdicts[who] = _verdict(among, likely)
+    ranked = compare(plans, costs, error_of(costs, arguments.error), **stragglers)
     warnings += warnings_of(ranked)
+    first = next(candidate for candidate in ranked if candidate.name == next(iter(plans)))
+    verdict = verdict_of(ranked, first)
     if not arguments.json:
-        _print(ranked, costs, verdicts, warnings)
+        _print(ranked, first, costs, verdict, warnings)
     write_picture(lambda: draw(ranked, costs, **stragglers), arguments.png)
-    write_json(arguments, _as_json(arguments, ranked, costs, verdicts, warnings))
+    write_json(arguments, _as_json(arguments, ranked, first, costs, verdict, warnings))
     return 0
 
 
-def _costs(arguments: argparse.Namespace, job: StepPlan) -> MeasuredMachine:
-    """Return the costs that are measured or given; if they are a job's metrics, ``job`` is the plan
-    of its algorithm.
+def _costs(arguments: argparse.Namespace, several: bool) -> MeasuredMachine:
+    """Return the costs that are measured or given; ``several``: whether there are links between
+    nodes.
     """
-
-    def given(cost: float) -> Estimate:
-        return Estimate.within(cost, arguments.error)
 
     def link(rate_and_latency: str) -> tuple[Estimate, Estimate]:
         alpha, beta = LinkCosts.parse(rate_and_latency).between
-        return given(alpha), given(beta)
+        return exact(alpha), exact(beta)
 
-    several, inside = len(job.cluster.nodes) > 1, link(arguments.inside)
-    between = link(
-        f"{'1Gbit' if arguments.bandwidth is None else arguments.bandwidth},{arguments.latency}"
+    between = link(f"{arguments.bandwidth or '1Gbit'},{arguments.latency}")
+    device = _devices()[arguments.device]
+    codec, operation = (
+        {name: exact(cost) for name, cost in device[kind].items()}
+        for kind in ("codec", "operation")
     )
+    about = f"codecs on {arguments.device}: {device['about']}"
     found = MeasuredMachine(
-        None, inside, codec={"": given(parse_seconds(arguments.codec, 0.0) / 1e6)}
+        None, link(arguments.inside), None, codec, operation, device["shared_processor"], about
     )
     if arguments.measured is not None:
         measured = _measured(arguments.measured)
-        if isinstance(measured, MeasuredMachine):
-            found = replace(
-                measured, inside=measured.inside or inside, codec=measured.codec or found.codec
-            )
-        else:
-            found = costs_of_job(
-                measured, job, (between if several else inside)[0], found, arguments.error
-            )
+        found = replace(
+            measured,
+            inside=measured.inside or found.inside,
+            codec=measured.codec or codec,
+            operation=measured.operation or operation,
+        )
+    if arguments.codec is not None:
+        found.codec = {"": exact(parse_seconds(arguments.codec, 0.0) / 1e6)}
     if arguments.compute is not None:
-        found.compute = given(parse_seconds(arguments.compute))
+        found.compute = exact(parse_seconds(arguments.compute))
     if found.compute is None:
         raise ValueError("argument --compute is needed: the time of a forward and backward pass")
     if arguments.bandwidth is not None:
@@ -274,32 +285,16 @@ def _costs(arguments: argparse.Namespace, job: StepPlan) -> MeasuredMachine:
     if found.between is None and several:
         raise ValueError("argument --bandwidth is needed, as links between nodes were not measured")
     found.between = found.between or found.inside  # of one node, there are none
-    rest = f"what is given or assumed may be off by {arguments.error:.0%}"
-    found.about = f"{found.about}; {rest}" if found.about else rest
     return found
 
 
-def _measured(path: Path) -> Any:
-    """Return measured costs from a file, or the JSON of one rank's metrics or of a list of several
-    ranks'.
-    """
+def _measured(path: Path) -> MeasuredMachine:
     try:
-        value = load_json(path.read_bytes())
-        if isinstance(value, dict) and "links" in value:
-            return MeasuredMachine.from_json(value)
+        return MeasuredMachine.from_json(load_json(path.read_bytes()))
     except OSError as error:
         raise CommandError(f"cannot read {str(path)!r}: {error.strerror}") from None
     except ValueError as error:
         raise CommandError(f"{str(path)!r}: {error}") from None
-    if not all(
-        isinstance(rank, dict) and "bytes_sent" in rank
-        for rank in (value if isinstance(value, list) else [value])
-    ):
-        raise CommandError(
-            f"{str(path)!r} has neither the costs that bagua-ref measure writes, nor what"
-            " model.bagua_metrics() returns, of one rank or of a list of ranks"
-        )
-    return value
 
 
 def _model(path: str) -> torch.nn.Module:
@@ -317,7 +312,7 @@ def _model(path: str) -> torch.nn.Module:
     return module
 
 
-def _algorithm(parser: argparse.ArgumentParser, text: str, parameters: Parameters) -> Algorithm:
+def _algorithm(parser: argparse.ArgumentParser, text: str, module: torch.nn.Module) -> Algorithm:
     name, _, options = text.partition(":")
     try:
         call = ast.parse(f"f({options})", mode="eval").body
@@ -335,35 +330,22 @@ def _algorithm(parser: argparse.ArgumentParser, text: str, parameters: Parameter
             for key, value in named
         }
         if name == "qadam":
-            given["q_adam_optimizer"] = QAdamOptimizer(
-                [parameter for _, parameter in parameters.named]
-            )
+            given["q_adam_optimizer"] = QAdamOptimizer(module.parameters())
         return Algorithm.init(name, **given)
     except (SyntaxError, ValueError, TypeError) as error:
         parser.error(f"argument --algorithm: {text!r}: {error}")
 
 
-def _verdict(ranked: Sequence[Candidate], likely: Any) -> dict[str, Any]:
-    found, turn = first_of(ranked), turning_point(ranked, likely)
-    best = ranked[0]
-    if found is None:
-        near = [other.name for other in ranked[1:] if other.seconds.low <= best.seconds.high]
-        text = f"none can be named, as the intervals of {best.name} and {', '.join(near)} overlap"
-    else:
-        text = f"{best.name}: its interval ends before all others begin"
-    if turn is not None:
-        what, factor, other = turn
-        text += f". {other} would come first if {what} were {factor:.3g} times as large"
-    return {"winner": found and found.name, "flip": turn, "text": text}
-
-
 def _print(
-    ranked: Sequence[Candidate], costs: MeasuredMachine, verdicts: Any, warnings: Sequence[str]
+    ranked: Sequence[Candidate],
+    first: Candidate,
+    costs: MeasuredMachine,
+    verdict: Verdict,
+    warnings: Sequence[str],
 ) -> None:
-    cluster = ranked[0].plan.cluster
-    factor, unit = (
-        (1e3, "ms") if max(candidate.seconds.high for candidate in ranked) < 1 else (1.0, "s")
-    )
+    cluster = first.plan.cluster
+    slow = max(candidate.seconds.high for candidate in ranked) >= 1
+    factor, unit = (1.0, "s") if slow else (1e3, "ms")
 
     def time(*seconds: float) -> str:
         return "-".join(f"{number * factor:,.3g}" for number in seconds)
@@ -374,8 +356,9 @@ def _print(
             time(candidate.seconds.value),
             time(candidate.seconds.low, candidate.seconds.high),
             time(candidate.prediction.exposed),
-            readable_bytes(candidate.sent[0]),
-            readable_bytes(sum(candidate.plan.memory())),
+            candidate.share_of(first),
+            readable_bytes(sum(candidate.plan.memory)),
+            candidate.same_loss(first),
         )
         for candidate in ranked
     ]
@@ -384,10 +367,17 @@ def _print(
         f"step\n({unit})",
         f"interval\n({unit})",
         f"exposed\n({unit})",
-        "sent per\nstep",
+        "bytes\nsent",
         "extra\nmemory",
+        "time to the\nsame loss",
     ]
-    print_rows(f"A training step of {cluster.n} ranks on {len(cluster.nodes)} nodes", headers, rows)
+    several = len(cluster.nodes) > 1
+    print_rows(
+        f"A training step of {cluster.n} ranks on {len(cluster.nodes)} node{'s' * several}",
+        headers,
+        rows,
+    )
+    print(f"Bytes and times to the same loss are those of {first.name} = 100 %.")
     print(f"Costs: {costs.about or 'measured'}.\n")
     for candidate in ranked:
         print(f"{candidate.name}: {candidate.reason}")
@@ -398,19 +388,19 @@ def _print(
                 f" round{'s' * (rounds != 1)}, {seconds:,.3g} s"
             )
         for text in learnt(candidate.plan.algorithm):
-            print(f"  learnt: {text}")
+            print(f"  measured: {text}")
     print()
-    for who, verdict in verdicts.items():
-        print(f"Fastest {who}: {verdict['text']}.")
     for text in warnings:
         print(f"warning: {text}")
+    print(f"\n{verdict.text}\n\n    {verdict.line}\n\n{verdict.then}")
 
 
 def _as_json(
     arguments: argparse.Namespace,
     ranked: Sequence[Candidate],
+    first: Candidate,
     costs: MeasuredMachine,
-    verdicts: Any,
+    verdict: Verdict,
     warnings: Sequence[str],
 ) -> dict[str, Any]:
     rows = [
@@ -421,8 +411,9 @@ def _as_json(
             "communication_seconds": candidate.prediction.communication,
             "bytes_per_step": candidate.sent[0],
             "messages_per_step": candidate.sent[1],
-            "extra_memory_bytes": sum(candidate.plan.memory()),
+            "extra_memory_bytes": sum(candidate.plan.memory),
             "equal_ranks": candidate.equal_ranks,
+            "time_to_same_loss": candidate.same_loss(first),
             "halving": (
                 candidate.halving
                 and dict(zip(("rounds", "seconds"), candidate.halving, strict=True))
@@ -433,11 +424,11 @@ def _as_json(
         for candidate in ranked
     ]
     return {
-        "nodes": list(ranked[0].plan.cluster.nodes),
-        "parameter_bytes": ranked[0].plan.parameters.nbytes,
+        "nodes": list(first.plan.cluster.nodes),
+        "parameter_bytes": first.plan.nbytes,
         "costs": costs.as_json(),
         "rows": rows,
-        "fastest": verdicts,
+        "verdict": verdict._asdict(),
         "warnings": list(warnings),
         "picture": None if arguments.png is None else str(arguments.png),
     }
@@ -465,8 +456,7 @@ def draw(ranked: Sequence[Candidate], costs: MeasuredMachine, **stragglers: floa
         }
         factors = [2 ** (k / 2) for k in range(-14, 15)]
         times = [
-            predict(candidate.plan, changed(machine, "bandwidth", factor)).seconds
-            for factor in factors
+            predict(candidate.plan, with_bandwidth(machine, factor)).seconds for factor in factors
         ]
         left.plot([rate * factor / 1e9 for factor in factors], times, label=candidate.name, **style)
         points = []
@@ -474,7 +464,7 @@ def draw(ranked: Sequence[Candidate], costs: MeasuredMachine, **stragglers: floa
             try:
                 plan = plan_of(
                     candidate.plan.algorithm,
-                    candidate.plan.parameters,
+                    candidate.plan.module,
                     Cluster.even(n, n // per_node),
                 )
             except ValueError:  # a graph that does not take so many ranks

@@ -46,6 +46,8 @@ COLORS = ("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#00
 _PACKAGES = {"sklearn": "scikit-learn"}
 """The packages of modules that have another name."""
 
+_SUFFIXES = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+
 # argparse has no public name for the result of add_subparsers
 Commands = argparse._SubParsersAction
 
@@ -174,11 +176,13 @@ def call_object(path: str) -> Any:
 
 
 def number(least: float, most: float, whole: bool = False) -> Callable[[str], Any]:
-    """Return a type of arguments: a number from ``least`` to ``most``, such as 25 or 340e6."""
+    """Return a type of arguments: a number from ``least`` to ``most``, such as 25, 340e6 or 124M."""
 
     def parse(text: str) -> float:
         try:
-            found = float(text)
+            found = (
+                float(text[:-1]) * _SUFFIXES[text[-1:]] if text[-1:] in _SUFFIXES else float(text)
+            )
         except ValueError:
             found = math.nan
         if not least <= found <= most or (whole and found != int(found)):

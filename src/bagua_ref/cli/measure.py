@@ -39,7 +39,7 @@ from bagua_ref.cli.command import (
 )
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.data_parallel import DistributedDataParallel
-from bagua_ref.formulas.costs import LinkCost, LinkCosts, all_reduce, chunk_bytes
+from bagua_ref.formulas.costs import LinkCost, LinkCosts
 from bagua_ref.planning import (
     Cluster,
     Estimate,
@@ -54,7 +54,7 @@ from bagua_ref.planning import (
 )
 from bagua_ref.simulation import SimulatedWorld
 
-__all__ = ["add_parser", "fit_links", "time_operations", "times_of"]
+__all__ = ["add_parser", "check_fits", "fit_links", "time_operations", "times_of"]
 
 _SIZES = (1 << 6, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 """Elements of the all-reduced tensors."""
@@ -99,6 +99,13 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="times that each is run (default: %(default)s)",
     )
+    measure.add_argument(
+        "--residual",
+        type=number(0, 1e12),
+        default=0.3,
+        metavar="X",
+        help="refuse fits that are off by more than this part of a time (default: %(default)s)",
+    )
     add_json_options(measure)
 
 
@@ -113,8 +120,10 @@ def _measure(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         fits = fit_links(arguments.repeat)
         if not fits:
             raise CommandError(
-                "one rank alone has no links to measure; start two or more, by torchrun"
+                "measure needs at least 2 ranks. Run: torchrun --nproc-per-node 2 -m bagua_ref.cli"
+                " measure --output costs.json"
             )
+        check_fits(fits, arguments.residual)
         links = {kind: (fit.alpha, fit.beta) for kind, fit in fits.items()}
         likely = {kind: LinkCost(alpha.value, beta.value) for kind, (alpha, beta) in links.items()}
         first = next(iter(likely.values()))
@@ -139,6 +148,19 @@ def _measure(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     return 0
 
 
+def check_fits(fits: dict[str, Fit], most: float) -> None:
+    """Raise CommandError if fitted times are off by more than ``most`` of the measured ones."""
+    for kind, fit in fits.items():
+        residual = max(map(abs, fit.residuals))
+        if residual > most:
+            where = "inside nodes" if kind == "inside" else "between nodes"
+            raise CommandError(
+                f"latency and bandwidth do not describe the links {where}: the fit is off by up to"
+                f" {residual:.0%}, more than {most:.0%}. Try again on idle machines with a larger"
+                " --repeat, or allow it by --residual"
+            )
+
+
 def fit_links(repeat: int) -> dict[str, Fit]:
     """Return the fitted costs of the links of each kind that there is; the same on all ranks, from
     the slowest one's times.
@@ -156,8 +178,7 @@ def fit_links(repeat: int) -> dict[str, Fit]:
         n = int(size_of.item())
         if n == 1:
             continue
-        cluster = Cluster((1,) * n if kind == "between" else (n,))
-        rounds, nbytes, seconds = [], [], []
+        rounds, nbytes, seconds = list[float](), list[float](), list[float]()
         for size in _SIZES:
             x = torch.zeros(size)
             takes_part = comm.rank() >= 0 and comm.nranks() == n
@@ -165,9 +186,8 @@ def fit_links(repeat: int) -> dict[str, Fit]:
             run = partial(comm.allreduce_inplace, x) if takes_part else partial(int)
             taken = torch.tensor(median(times_of(run, repeat)), dtype=torch.float64)
             everyone.allreduce_inplace(taken, bagua_ref.ReduceOp.MAX)
-            exchange = Exchange(all_reduce(chunk_bytes(size, 4, n)), cluster, 4 * size)
-            rounds.append(exchange.rounds.total())
-            nbytes.append(sum(count * loads[0][1] for loads, count in exchange.rounds.items()))
+            rounds.append(2 * (n - 1))  # of a ring, with a chunk each (S14.1)
+            nbytes.append(rounds[-1] * 4 * size / n)
             seconds.append(taken.item())
             if taken > _LONGEST and len(seconds) >= 3:
                 break
@@ -204,7 +224,7 @@ def time_operations(
     for name, algorithm in kinds.items():
         if name:
             small, large = SimulatedWorld(1).run(partial(_alone, algorithm, repeat))[0]
-            passed = _exchange(algorithm, _LARGE, Cluster((1,))).elements
+            passed = sum(n for _, n in _exchange(algorithm, _LARGE, Cluster((1, 1))).work)
             rates[name] = _positive([(taken - median(small)) / passed for taken in large])
         exchange = _exchange(algorithm, _SMALL, nodes)
         machine = Machine(

@@ -31,6 +31,12 @@ class CommOp(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.comm.nranks()} ranks)"
 
+    def work(self) -> tuple[str, int]:
+        """Return the name and number of elements of what the next execution computes beside its
+        codec, for predictions of its time (S14.3).
+        """
+        return "", 0
+
     @abstractmethod
     def __call__(self, x: Tensor) -> None:
         """Run on ``x``, the flat contiguous tensor of a bucket, padding included."""

@@ -111,6 +111,11 @@ class LowRank(CommOp):
             round_number,
         )
 
+    def work(self) -> tuple[str, int]:
+        """Return the multiplications of the three products of each matrix, if it is compressed."""
+        compresses = self._round_number() is not None
+        return "powersgd", 3 * sum(a.n * a.m * a.r for a in self.matrices) * compresses
+
     @torch.no_grad()
     def __call__(self, x: Tensor) -> None:
         """Replace ``x`` by the approximate mean over ranks."""

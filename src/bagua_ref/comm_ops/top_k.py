@@ -56,9 +56,12 @@ def largest(x: Tensor, k: int) -> Tensor:
     share = k / _STRIDE
     likely = math.ceil(share + 4 * math.sqrt(share) + 4)
     if likely < sample.numel() // 2:
-        candidates = (
-            (size >= torch.topk(sample, likely, sorted=False).values.min()).nonzero().view(-1)
-        )
+        least = torch.topk(sample, likely, sorted=False).values.min()
+        # where most are 0, as in an embedding's gradient, all others come before the first zeros
+        candidates = (size >= least.clamp(min=1)).nonzero().view(-1)
+        if candidates.numel() < k and least == 0:
+            zeros = (size[: 2 * k] == 0).nonzero().view(-1)[: k - candidates.numel()]
+            return torch.cat([candidates, zeros]).sort().values
         if candidates.numel() >= k:
             return candidates[_largest(size[candidates], k)]
     return _largest(size, k)
@@ -129,6 +132,10 @@ class TopK(CommOp):
             error,
             compresses,
         )
+
+    def work(self) -> tuple[str, int]:
+        """Return the elements of which the largest are chosen, and those that are added up."""
+        return "topk", (self._numel + self.comm.nranks() * self.k) * self._compresses()
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> None:

@@ -4,7 +4,8 @@ and trainers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -40,11 +41,7 @@ __all__ = [
     "resynchronize",
     "train",
     "wrap",
-    "wrapped",
 ]
-
-wrapped: list[Callable[[ModuleTraining], None]] = []
-"""Called with each new training before its first step; rooms above this one append to it."""
 
 
 def wrap(
@@ -109,8 +106,22 @@ def wrap(
     training.publish()
     if before is not None:
         before.close()
-    for observe in wrapped:
-        observe(training)
+    if world.identity.rank == group.ranks[0]:
+        _warn_of_leaders(algorithm, group)
+
+
+def _warn_of_leaders(algorithm: Any, group: Group) -> None:
+    """Warn if ``hierarchical=True`` saves nothing, as all ranks are on one node."""
+    known = type(algorithm).__module__.startswith("bagua_ref.")
+    if not known or not getattr(algorithm, "hierarchical", False) or len(group.nodes) > 1:
+        return
+    exact = getattr(algorithm, "compression", None) is None and not hasattr(algorithm, "period")
+    if len(group.ranks) > 2 or (len(group.ranks) == 2 and not exact):  # two send as much either way
+        warnings.warn(
+            f"with hierarchical=True, {type(algorithm).__name__} saves no bytes on one node: ranks"
+            " send whole tensors to the first one and get them back. Pass hierarchical=False to it",
+            stacklevel=4,
+        )
 
 
 @contextmanager

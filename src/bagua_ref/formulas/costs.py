@@ -240,12 +240,14 @@ def parse_seconds(text: str, least: float = 1e-9) -> float:
 
 def _beta(text: str) -> float:
     number, unit = _split(text.removesuffix("/s"))
+    if unit.endswith("bps"):
+        unit = unit.removesuffix("bps") + "bit"  # 1Gbps, as links are sold
     name = next((name for name in _BITS if unit.endswith(name)), "")
     bits = number * _PREFIXES.get(unit.removesuffix(name), math.nan) * _BITS.get(name, math.nan)
     if not 0 < bits < math.inf:
         raise ValueError(
             f"bandwidth {text!r} must be a number above 0 of bit or B a second, with k, M, G or T,"
-            " such as 1Gbit or 10MB"
+            " such as 1Gbit, 1Gbps or 10MB"
         )
     return 8 / bits
 

@@ -6,34 +6,30 @@ from bagua_ref.planning.measured import (
     Estimate,
     Fit,
     MeasuredMachine,
-    costs_of_job,
     fit_link,
     median_of,
 )
-from bagua_ref.planning.plans import plan_of
-from bagua_ref.planning.shapes import BucketShape, Cluster, Parameters, module_of
-from bagua_ref.planning.steps import (
+from bagua_ref.planning.plans import (
     Exchange,
     Machine,
     Prediction,
     StepPlan,
     exchange_seconds,
+    plan_of,
     predict,
     step_seconds,
 )
+from bagua_ref.planning.shapes import Cluster, module_of
 
 __all__ = [
-    "BucketShape",
     "Cluster",
     "Estimate",
     "Exchange",
     "Fit",
     "Machine",
     "MeasuredMachine",
-    "Parameters",
     "Prediction",
     "StepPlan",
-    "costs_of_job",
     "exchange_seconds",
     "fit_link",
     "median_of",

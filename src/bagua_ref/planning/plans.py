@@ -1,495 +1,494 @@
-"""Plans of the registered algorithms: the operations of every step, from shapes alone (S3, S5, S9
-to S11, S14.1).
-
-`describe` says of a training that begins what its plan costs.
+"""Plans of trainings: the operations of each step, as one rank's training was counted, and what
+they cost in time (S3, S5, S14).
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import warnings
-from dataclasses import replace
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import groupby
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from bagua_ref.algorithms import (
-    AsyncModelAverageAlgorithm,
-    ByteGradAlgorithm,
-    DecentralizedAlgorithm,
-    DiLoCoAlgorithm,
-    GlobalAlgorithmRegistry,
-    GradientAllReduceAlgorithm,
-    LocalSGDAlgorithm,
-    LowPrecisionDecentralizedAlgorithm,
-    PowerSGDAlgorithm,
-    QAdamAlgorithm,
-    TopKAlgorithm,
-)
-from bagua_ref.algorithms.fragments import named_fragments
-from bagua_ref.backends import get_codec
-from bagua_ref.base.memory import by_dtype_and_device
-from bagua_ref.comm_ops.top_k import count_of
-from bagua_ref.data_parallel.training import ModuleTraining
 from bagua_ref.formulas import costs
-from bagua_ref.formulas.costs import Operation, chunk_bytes, one_round
-from bagua_ref.formulas.graphs import MODES, Graph, ring
-from bagua_ref.formulas.low_rank import matrix_shape
-from bagua_ref.planning.shapes import BucketShape, Cluster, Parameters
-from bagua_ref.planning.steps import Exchange, StepPlan
+from bagua_ref.formulas.costs import (
+    FORWARD,
+    LinkCosts,
+    Operation,
+    Traffic,
+    chunk_bytes,
+    loads_of,
+    overlap,
+)
+from bagua_ref.formulas.graphs import MODES
+from bagua_ref.planning.counting import Call, Counted, Recorded
+from bagua_ref.planning.counting import count as count_rank
+from bagua_ref.planning.shapes import Cluster, parameters_of
 
-__all__ = ["describe", "plan_of"]
+__all__ = [
+    "Exchange",
+    "Machine",
+    "Prediction",
+    "StepPlan",
+    "exchange_seconds",
+    "own_seconds",
+    "plan_of",
+    "predict",
+    "step_seconds",
+]
 
-# of `describe`; users may have set its level
-_logger = logging.getLogger("bagua_ref.planning.wrapped")
+When: TypeAlias = Literal["backward", "pass", "step", "background"]
 
 _MOST_STEPS = 10_000
-"""The longest cycle of a plan, which is added up step by step."""
-_WORD = 4
-"""Bytes of a float32, of an index of S11.2, and of the flag of S3.6."""
+"""The longest cycle of a plan, whose steps are all counted."""
 
 
-def _payload(codec: str, elements: int, dtype: torch.dtype) -> int:
-    return get_codec(codec, "reference").payload_bytes(elements, dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _turns(n: int) -> int:
-    """Return the rounds of two all-to-alls or all-gathers of n ranks but for the first of each."""
-    return 2 * max(0, n - 2)
-
-
-class _Scattered(StepPlan):
-    """Operations that scatter chunks, reduce them and gather the results, by a codec if the
-    algorithm names one.
+def _messages(call: Call, cluster: Cluster, nbytes: float | None = None) -> Operation:
+    """Return a call's messages of all ranks, by the formulas of S14.1; ``nbytes``: as if the tensor
+    had so many.
     """
 
-    def scattered(self, buckets: list[BucketShape], **about: Any) -> list[Exchange]:
-        """Return S3.2 or S3.7 of these buckets: an all-to-all of n chunks, and an all-gather of
-        them.
+    def of(n: int) -> Operation:
+        total: Any = call.nbytes if nbytes is None else nbytes
+        chunks = chunk_bytes(call.numel, call.itemsize, n) if nbytes is None else [total / n] * n
+        if call.collective == "exchange":
+            return costs.one_round(call.pairs)
+        if call.collective == "allreduce":
+            return costs.all_reduce(chunks)
+        if call.collective == "reduce_scatter":
+            return costs.reduce_scatter(chunks)
+        if call.collective == "alltoall":
+            return costs.all_to_all([chunks] * n)
+        if call.collective == "allgather":
+            return costs.all_gather([total] * n)
+        if call.collective in ("gather", "scatter"):
+            return getattr(costs, call.collective)([total] * n, call.root)  # type: ignore[no-any-return]
+        return getattr(costs, call.collective)(total, n, call.root)  # type: ignore[no-any-return]
 
-        All elements are encoded and decoded, and then one chunk and all of them; ranks with an
-        error memory decode what they have sent, too (S11.1).
-        """
-        codec, memory, n = self.algorithm.compression, self.algorithm.error_feedback, self.peers
-
-        def averaged(bucket: BucketShape) -> Operation:
-            size, dtype = bucket.numel // n, torch.float32 if memory else bucket.dtype
-            chunk = size * bucket.dtype.itemsize if codec is None else _payload(codec, size, dtype)
-            chunks = costs.all_to_all([[chunk] * n] * n) + costs.all_gather([chunk] * n)
-            return self.among(chunks, bucket, in_rank_order=True)
-
-        return self.each(
-            averaged,
-            buckets,
-            codec=codec or "",
-            elements=lambda bucket: (
-                (4 if memory else 3) * bucket.numel + bucket.numel // n if codec else 0
-            ),
-            turns=_turns(n),
-            **about,
-        )
-
-    def error_memory(self, buckets: list[BucketShape]) -> int:
-        """Return the bytes of e and f (S11.1)."""
-        return (
-            _WORD * sum(b.numel + b.numel // self.peers for b in buckets)
-            if self.algorithm.error_feedback
-            else 0
-        )
+    if call.among == "intra":
+        return cluster.inside(of)
+    return of(cluster.n) if call.among == "global" else cluster.between(of(len(cluster.nodes)))
 
 
-class _ByteGrad(_Scattered):
-    def __init__(self, algorithm: Any, parameters: Parameters, cluster: Cluster) -> None:
-        super().__init__(algorithm, parameters, cluster)
-        self.buckets = parameters.buckets(math.lcm(cluster.n, self.peers))  # S5.2
+class _Pattern(NamedTuple):
+    """A call's messages, summed up.
 
-    def after_warmup(self, step: int) -> list[Exchange]:
-        return self.scattered(self.buckets)
+    Attributes:
+        rounds: for each round, the bytes on its heaviest link inside nodes and between them, None
+            where there is none; and how often it comes.
+        sent: bytes and messages that each rank sends, inside its node and to others.
+    """
 
-    def memory(self) -> tuple[int, int]:
-        n, codec = self.peers, self.algorithm.compression
-        scratch = 2 * max(
-            n * _payload(codec, bucket.numel // n, bucket.dtype) for bucket in self.buckets
-        )
-        # those of a round, until it ends
-        own = max(self.error_memory([bucket]) for bucket in self.buckets)
-        return self.error_memory(self.buckets), scratch + own + self.gathered()
+    rounds: Counter[tuple[float | None, float | None]]
+    sent: dict[str, list[list[float]]]
 
 
-class _QAdam(_ByteGrad):
+@lru_cache(maxsize=4096)
+def _pattern(call: Call, cluster: Cluster) -> _Pattern:
+    """Return the pattern of a call of one byte; of an exchange, of its bytes."""
+    found = _Pattern(Counter(), {kind: [[0, 0] for _ in cluster.node_of] for kind in _KINDS})
+    node_of = cluster.node_of
+    for messages, alike in groupby(_messages(call, cluster, 1.0)):
+        times = len(list(alike))
+        heaviest: dict[bool, float] = {}
+        for (kind, *_), nbytes in loads_of(messages, node_of).items():
+            heaviest[kind == "inside"] = max(heaviest.get(kind == "inside", 0), nbytes)
+        found.rounds[heaviest.get(True), heaviest.get(False)] += times
+        for source, destination, nbytes in messages:
+            kind = _KINDS[node_of[source] != node_of[destination]]
+            total = found.sent[kind][source]
+            total[0] += nbytes * times
+            total[1] += times
+    return found
+
+
+_KINDS = ("inside", "between")
+
+
+def _scaled(call: Call, cluster: Cluster) -> tuple[_Pattern, float]:
+    """Return the pattern of a call, which calls of other sizes share, and its bytes."""
+    if call.pairs:
+        return _pattern(call, cluster), 1.0
+    return _pattern(call._replace(numel=1, itemsize=1), cluster), call.nbytes
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An operation on one bucket.
+
+    Attributes:
+        calls: of a rank that takes part in all of them.
+        cluster: the ranks.
+        nbytes: of the bucket, without padding.
+        when: "backward": it begins when the bucket's gradients are ready; "pass": at the start of
+            the forward pass; training waits for both at the end of the backward pass. "step": it
+            follows the optimizer step, or training waits for it at once. "background": nothing
+            waits for it.
+        work: the name of each codec, or of what computes in its place, and the elements that the
+            busiest rank passes through it.
+        delay: steps that may pass until training waits for it.
+    """
+
+    calls: tuple[Call, ...]
+    cluster: Cluster
+    nbytes: int
+    when: When = "backward"
+    work: tuple[tuple[str, int], ...] = ()
+    delay: int = 0
+
     @property
-    def warmup(self) -> int:
-        return int(self.algorithm.q_adam_optimizer.warmup_steps)
+    def operation(self) -> Operation:
+        """The messages of all ranks, in rounds."""
+        return [turn for call in self.calls for turn in _messages(call, self.cluster)]
 
-    def memory(self) -> tuple[int, int]:
-        kept, scratch = super().memory()
-        return kept, scratch + max(bucket.nbytes for bucket in self.buckets)  # the momentum
-
-
-class _Decentralized(StepPlan):
-    def __init__(self, algorithm: Any, parameters: Parameters, cluster: Cluster) -> None:
-        super().__init__(algorithm, parameters, cluster)
-        self.buckets = parameters.whole()  # S5.3
-        self._mode, n = algorithm.peer_selection_mode, self.peers
-        named = MODES.get(self._mode) if isinstance(self._mode, str) else None
-        if named is not None and not named.takes(n):
-            raise ValueError(
-                f"peer_selection_mode={self._mode!r} needs {named.sizes} of ranks, not {n}"
-            )
-        self.graphs = [] if named is None else named.graphs(n)
-
-    def _graph(self, number: int) -> Graph:
-        return (
-            self.graphs[number % len(self.graphs)]
-            if self.graphs
-            else self._mode(number, self.peers)
-        )
-
-    def after_warmup(self, step: int) -> list[Exchange]:
-        number, rest = divmod(step - 1, self.algorithm.communication_interval)
-        if rest:
-            return []
-
-        def between(bucket: BucketShape) -> Operation:
-            if self._mode == "all":
-                return costs.all_reduce(
-                    chunk_bytes(bucket.numel, bucket.dtype.itemsize, self.peers)
-                )
-            return one_round(
-                [
-                    (source, rank, bucket.nbytes)
-                    for rank, row in enumerate(self._graph(number))
-                    for source, _ in row
-                ]
-            )
-
-        if not self.hierarchical:
-            return self.each(between, self.buckets, when="pass")
-
-        def averaged(bucket: BucketShape) -> Operation:
-            return self.to_leaders(bucket, self._mode != "all") + self.cluster.between(
-                between(bucket)
-            )
-
-        return self.each(averaged, self.buckets, when="pass") + self.each(
-            self.from_leaders, self.buckets, when="step"
-        )
-
-    def memory(self) -> tuple[int, int]:
-        received = 1 if self._mode == "all" else max(len(row) - 1 for row in self._graph(0))
-        # a pair's result needs none, a node's mean does
-        copies = (received if received > 1 else 0) + int(self.hierarchical)
-        gathered = self.gathered() if self._mode != "all" else 0
-        return (
-            self.parameters.nbytes,
-            copies * max(bucket.nbytes for bucket in self.buckets) + gathered,
+    @property
+    def turns(self) -> int:
+        """Rounds of all-to-alls and all-gathers but for the first of each, which could begin with
+        it.
+        """
+        return sum(
+            max(0, self.cluster.sizes[call.among] - 2)
+            for call in self.calls
+            if call.collective in ("alltoall", "allgather")
         )
 
 
-class _Ring(StepPlan):
-    def __init__(self, algorithm: Any, parameters: Parameters, cluster: Cluster) -> None:
-        super().__init__(algorithm, parameters, cluster)
-        self.graphs = [ring(0, self.peers)]
+class StepPlan:
+    """The operations of each step of a training in which every step has one backward pass (S5).
 
-    def after_warmup(self, step: int) -> list[Exchange]:
-        if (step - 1) % self.cycle:
-            return []
-        codec, n = self.algorithm.compression, self.peers
-
-        def traded(bucket: BucketShape) -> Operation:
-            payload = _payload(codec, bucket.numel, bucket.dtype)
-            trade = one_round([(r, peer % n, payload) for r in range(n) for peer in (r - 1, r + 1)])
-            return self.among(trade, bucket, in_rank_order=True)
-
-        return self.each(
-            traded, self.buckets, when="step", codec=codec, elements=lambda bucket: 4 * bucket.numel
-        )
-
-    def memory(self) -> tuple[int, int]:
-        payload = max(
-            _payload(self.algorithm.compression, bucket.numel, bucket.dtype)
-            for bucket in self.buckets
-        )
-        return 3 * self.parameters.nbytes, 3 * payload + self.gathered()
-
-
-class _Async(StepPlan):
-    """A round of S3.6 in every step: the interval is a time, and ranks may take any number of steps
-    in it.
+    Attributes:
+        algorithm: with its options.
+        module: what is trained.
+        cluster: the ranks.
+        nbytes: of the parameters.
+        warmup: the steps, if any, in which it does what its first step does.
+        cycle: the steps after which operations repeat, after the warm-up.
+        interval: seconds from the end of a round in the background to the next; None: rounds belong
+            to steps.
+        graphs: those of a cycle along which ranks average with some others (S13).
+        memory: the bytes on the busiest rank beyond weights, gradients and optimizer state: kept,
+            and the most scratch.
     """
 
-    def __init__(self, algorithm: Any, parameters: Parameters, cluster: Cluster) -> None:
-        super().__init__(algorithm, parameters, cluster)
-        self.interval, self._whole = algorithm.sync_interval_ms / 1000, parameters.whole()
-
-    def after_warmup(self, step: int) -> list[Exchange]:
-        def averaged(bucket: BucketShape) -> Operation:
-            # the agreement on stopping, and the weights
-            parts = [(1, _WORD), (bucket.numel, _wide(bucket.dtype).itemsize)]
-            return [
-                turn
-                for part in parts
-                for turn in costs.all_reduce(chunk_bytes(*part, self.cluster.n))
-            ]
-
-        return self.each(averaged, self._whole if self.interval else [], when="background")
-
-    def memory(self) -> tuple[int, int]:
-        return (
-            sum(
-                bucket.nbytes + bucket.numel * _wide(bucket.dtype).itemsize
-                for bucket in self._whole
-            ),
-            0,
+    def __init__(
+        self,
+        algorithm: Any,
+        module: torch.nn.Module,
+        cluster: Cluster,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self.algorithm, self.module, self.cluster = algorithm, module, cluster
+        named = parameters_of(module)
+        self.nbytes = sum(parameter.nbytes for _, parameter in named)
+        self.warmup = max(
+            getattr(options, "warmup_steps", 0)
+            for options in (algorithm, *vars(algorithm).values())
         )
-
-
-class _LocalSGD(StepPlan):
-    def after_warmup(self, step: int) -> list[Exchange]:
-        def in_nodes(bucket: BucketShape) -> Operation:
-            return self.cluster.inside(
-                lambda k: costs.all_reduce(chunk_bytes(bucket.numel, bucket.dtype.itemsize, k))
+        peers = len(cluster.nodes) if getattr(algorithm, "hierarchical", False) else cluster.n
+        mode = getattr(algorithm, "peer_selection_mode", None)
+        self.cycle: int = getattr(
+            algorithm, "communication_interval", getattr(algorithm, "period", 1)
+        )
+        if isinstance(mode, str) and mode in MODES and MODES[mode].takes(peers):
+            self.cycle *= len(MODES[mode].graphs(peers))
+        if self.cycle > _MOST_STEPS:
+            raise ValueError(
+                f"{type(algorithm).__name__} repeats after {self.cycle:,} steps; plans have up to"
+                f" {_MOST_STEPS:,}"
             )
+        warm = int(self.warmup > 0)
+        # the leader of the largest node takes part in everything
+        busiest = cluster.leaders[cluster.nodes.index(max(cluster.nodes))]
+        counting = partial(count_rank, algorithm, module, cluster.node_of)
+        leader = counting(busiest, warm, self.cycle, bucket_bytes)
+        if not type(algorithm).__module__.startswith("bagua_ref."):
+            last = counting(cluster.n - 1, warm, self.cycle, bucket_bytes)
+            _check_alike(type(algorithm).__name__, leader, last, cluster)
+        self.interval, self.graphs, self.memory = leader.interval, leader.graphs, leader.memory
+        counted = [[self._exchange(known) for known in step] for step in leader.steps]
+        self._first, self._cycle = counted[0], counted[warm:]
+        if self.interval is not None:
+            self._cycle = counted[-1:]
 
-        found = self.each(in_nodes, self.buckets) if self.hierarchical else []
-        return found + (
-            self.all_reduced("step") if (step - self.algorithm.offset) % self.cycle == 0 else []
-        )
+    def _exchange(self, known: Recorded) -> Exchange:
+        (step, part), when, delay = known.began, "background", 0
+        if known.waited is not None:
+            delay = known.waited[0] - step
+            if delay or known.waited[1] == part != "backward":
+                when = "step"
+            else:
+                when = {"forward": "pass"}.get(part, part)
+            if known.key is None and not delay:
+                when = "step"
+        work = tuple((name, elements) for name, elements in known.elements.items() if elements)
+        return Exchange(tuple(known.calls), self.cluster, known.nbytes, when, work, delay)  # type: ignore[arg-type]
 
-    def memory(self) -> tuple[int, int]:
-        return 0, max(bucket.nbytes for bucket in self.buckets)
-
-
-class _DiLoCo(_Scattered):
-    def __init__(self, algorithm: Any, parameters: Parameters, cluster: Cluster) -> None:
-        super().__init__(algorithm, parameters, cluster)
-        self._schedule, self._fragments, known = (
-            algorithm.schedule(),
-            list[list[BucketShape]](),
-            dict(parameters.named),
-        )
-        for names in named_fragments(algorithm.fragments, parameters.named):
-            copies = [
-                torch.empty(known[name].shape, dtype=_wide(known[name].dtype), device="meta")
-                for name in names
-            ]
-            self._fragments.append(
-                [BucketShape.of(part, cluster.n) for part in by_dtype_and_device(copies)]
-            )
+    def exchanges(self, step: int) -> list[Exchange]:
+        """Return the operations of a step, counted from 1, in the order in which they run; with an
+        `interval`, those of a round.
+        """
+        return self._first if step <= self.warmup else self.after_warmup(step - self.warmup)
 
     def after_warmup(self, step: int) -> list[Exchange]:
-        place = self._schedule.sent_after(step)
-        return self.scattered(
-            [] if place is None else self._fragments[place], when="step", delay=self._schedule.delay
+        """Return the operations of a step after the warm-up, counted from 1."""
+        return self._cycle[(step - 1) % len(self._cycle)]
+
+    def traffic(self, step: int) -> list[dict[str, Traffic]]:
+        """Return the traffic of each rank in a step by kind of link, as communicators count it
+        (S14.1).
+
+        Agreements on a round, which communicators do not count either, are left out.
+        """
+        rounds = [messages for exchange in self.exchanges(step) for messages in exchange.operation]
+        return costs.traffic(rounds, self.cluster.node_of)
+
+    @cached_property
+    def repeated(self) -> Counter[tuple[Exchange, ...]]:
+        """The steps of a cycle after the warm-up, counted by their operations."""
+        return Counter(map(tuple, self._cycle))
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether training ever waits for other ranks after the warm-up."""
+        return any(
+            exchange.when != "background" for exchanges in self.repeated for exchange in exchanges
         )
 
-    def memory(self) -> tuple[int, int]:
-        parts = [part for fragment in self._fragments for part in fragment]
-        sent = max(sum(part.nbytes for part in fragment) for fragment in self._fragments)
-        # g, and the momentum of the default outer optimizer
-        kept = 2 * sum(part.nbytes for part in parts)
-        kept += self.error_memory(parts)
-        # the differences, and what arrives
-        return (kept + sent, sent) if self._schedule.delay else (kept, 2 * sent)
+    @cached_property
+    def sent(self) -> tuple[float, float]:
+        """Bytes and messages that the busiest rank sends in a step after the warm-up, on average;
+        between nodes if it can.
+        """
+        kind = _KINDS[len(self.cluster.nodes) > 1]
+        totals = [[0.0, 0.0] for _ in self.cluster.node_of]
+        calls = Counter(
+            call for exchanges in self._cycle for exchange in exchanges for call in exchange.calls
+        )
+        for call, times in calls.items():
+            pattern, scale = _scaled(call, self.cluster)
+            for total, (nbytes, messages) in zip(totals, pattern.sent[kind], strict=True):
+                total[0] += times * scale * nbytes
+                total[1] += times * messages
+        nbytes, messages = max(totals)
+        return nbytes / len(self._cycle), messages / len(self._cycle)
 
 
-class _PowerSGD(StepPlan):
-    def _matrices(self, bucket: BucketShape) -> list[tuple[int, int, int]]:
-        options = self.algorithm.matrix_approximation_rank, self.algorithm.min_compression_rate
+def _check_alike(name: str, leader: Counted, last: Counted, cluster: Cluster) -> None:
+    """Raise ValueError unless the last rank calls what the leader does, where both take part."""
+    both = {"global"}
+    if cluster.nodes[-1] == 1:
+        both.add("inter")
+    elif max(cluster.nodes) > 1:
+        both.add("intra")
+
+    def calls(counted: Counted) -> list[list[Call]]:
         return [
-            found for shape in bucket.shapes if (found := matrix_shape(shape, *options)) is not None
+            [call for known in step for call in known.calls if call.among in both]
+            for step in counted.steps
         ]
 
-    def after_warmup(self, step: int) -> list[Exchange]:
-        def approximated(bucket: BucketShape) -> Operation:
-            matrices, itemsize = self._matrices(bucket), _wide(bucket.dtype).itemsize
-            if not matrices:
-                return costs.all_reduce(
-                    chunk_bytes(bucket.numel, bucket.dtype.itemsize, self.cluster.n)
-                )
-            # P, and what is not compressed
-            left = bucket.filled + sum(n * r - n * m for n, m, r in matrices)
-            sizes = left, sum(m * r for _, m, r in matrices)  # S10.3, S10.4
-            return [
-                turn
-                for size in sizes
-                for turn in costs.all_reduce(chunk_bytes(size, itemsize, self.cluster.n))
-            ]
-
-        products = lambda bucket: 3 * sum(n * m * r for n, m, r in self._matrices(bucket))  # noqa: E731
-        return self.each(approximated, self.buckets, codec="powersgd", elements=products)
-
-    def memory(self) -> tuple[int, int]:
-        kept, scratch = 0, [0]
-        for bucket in self.buckets:
-            itemsize, matrices = _wide(bucket.dtype).itemsize, self._matrices(bucket)
-            compressed, right = (
-                sum(n * m for n, m, _ in matrices),
-                sum(m * r for _, m, r in matrices),
-            )
-            kept += itemsize * (right + (compressed if self.algorithm.memory is not None else 0))
-            copies = bucket.filled if itemsize != bucket.dtype.itemsize else 0
-            left = sum(n * r for n, _, r in matrices) + bucket.filled - compressed
-            scratch.append(itemsize * (left + right + copies) if matrices else 0)
-        return kept, max(scratch)
-
-
-class _TopK(StepPlan):
-    def after_warmup(self, step: int) -> list[Exchange]:
-        n = self.cluster.n
-
-        def count(bucket: BucketShape) -> int:
-            return count_of(bucket.filled, self.algorithm.ratio)
-
-        return self.each(
-            # indices, and then values
-            lambda bucket: 2 * costs.all_gather([count(bucket) * _WORD] * n),
-            self.buckets,
-            codec="topk",
-            elements=lambda bucket: bucket.filled + n * count(bucket),
-            turns=_turns(n),
+    if calls(leader) != calls(last):
+        raise ValueError(
+            f"ranks of {name} do not all communicate alike, so that two of them do not tell what"
+            " the others send, and it has no plan"
         )
-
-    def memory(self) -> tuple[int, int]:
-        kept = sum(bucket.filled for bucket in self.buckets) if self.algorithm.error_feedback else 0
-        largest = max(bucket.filled for bucket in self.buckets)
-        return _WORD * kept, _WORD * (
-            largest + 2 * self.cluster.n * count_of(largest, self.algorithm.ratio)
-        )
-
-
-_PLANS: dict[type, type[StepPlan]] = {
-    GradientAllReduceAlgorithm: StepPlan,
-    ByteGradAlgorithm: _ByteGrad,
-    QAdamAlgorithm: _QAdam,
-    DecentralizedAlgorithm: _Decentralized,
-    LowPrecisionDecentralizedAlgorithm: _Ring,
-    AsyncModelAverageAlgorithm: _Async,
-    LocalSGDAlgorithm: _LocalSGD,
-    DiLoCoAlgorithm: _DiLoCo,
-    PowerSGDAlgorithm: _PowerSGD,
-    TopKAlgorithm: _TopK,
-}
 
 
 def plan_of(
-    algorithm: Any, module: torch.nn.Module | Parameters, nodes: Cluster | tuple[int, ...]
+    algorithm: Any,
+    module: torch.nn.Module,
+    nodes: Cluster | tuple[int, ...],
+    bucket_bytes: int | None = None,
 ) -> StepPlan:
-    """Return the plan of training ``module`` by ``algorithm``; nothing is computed or sent (S14.1).
+    """Return the plan of training ``module`` by ``algorithm``; nothing is sent, and no large tensor
+    has memory (S14.1).
 
-    Bytes and messages of every step are those that communicators count, on each rank and kind of
-    link: exact integers.
+    The real algorithm runs its first step, if it has a warm-up, and its steps until operations
+    repeat: ``algorithm.period`` or ``communication_interval``, if there are such options, times the
+    number of graphs of a named ``peer_selection_mode``. Of a graph function, the first graph counts.
+    One rank runs them, and then the last one, which must do the same: the others are taken to be
+    like them.
 
     Args:
-        algorithm: with its options; one that is registered here, not a subclass, which may send
-            something else.
-        module: its parameters may be on the device "meta"; or its `Parameters`.
+        algorithm: with its options, one of this package or your own.
+        module: its parameters may be on the device "meta".
         nodes: the number of ranks on each node.
+        bucket_bytes: the size at which a bucket is closed; None:
+            `bagua_ref.env.get_default_bucket_size`.
 
     Raises:
-        ValueError: there is no plan for the algorithm, its period has more than 10,000 steps, it
-            does not take so many ranks, or the module has nothing to train.
+        ValueError: the algorithm repeats after more than 10,000 steps, does not take so many ranks,
+            or its ranks differ; or the module has nothing to train.
         TypeError: a parameter has a dtype that the algorithm does not take.
 
     >>> from bagua_ref.algorithms import ByteGradAlgorithm
     >>> plan = plan_of(ByteGradAlgorithm(hierarchical=False), torch.nn.Linear(1000, 1000, device="meta"), nodes=(1, 1))
     >>> plan.traffic(step=1)[0]["between"]
     Traffic(bytes_sent=1001088, messages_sent=2, bytes_received=1001088, messages_received=2)
-
-    Source: the operations are those of Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499), and of
-    each algorithm's own source.
     """
-    if type(algorithm) not in _PLANS:
-        name = GlobalAlgorithmRegistry.name_of(algorithm)
-        raise ValueError(
-            f"algorithm={name} has no plan; there are plans for"
-            f" {', '.join(kind.__name__ for kind in _PLANS)}"
-        )
-    parameters = module if isinstance(module, Parameters) else Parameters(module)
-    compresses = getattr(algorithm, "compression", None) is not None or isinstance(
-        algorithm, TopKAlgorithm
-    )
-    for name, parameter in parameters.named:
-        if compresses and parameter.dtype is torch.float64:
-            raise TypeError(
-                f"parameter {name!r} is float64, which {type(algorithm).__name__} does not take"
-                " here"
+    cluster = nodes if isinstance(nodes, Cluster) else Cluster(nodes)
+    return StepPlan(algorithm, module, cluster, bucket_bytes)
+
+
+class Machine(NamedTuple):
+    """Costs of a cluster and a model.
+
+    Attributes:
+        links: their alpha and beta (S14.2).
+        compute: seconds of a forward and backward pass, a third of which is forward.
+        after: seconds of what follows in each step, such as the optimizer.
+        codec: seconds for an element that passes through a codec, by its name (S14.3); "" for those
+            without an entry.
+        operation: seconds of an operation on a bucket beside its links and elements, by its codec;
+            "" for those without an entry.
+        shared_processor: whether codecs and operations take their seconds from the processor that
+            computes, as on CPUs. If not, they run beside compute.
+        slowest: the compute of the slowest rank, divided by the mean.
+        jitter: the standard deviation of a rank's compute from step to step, divided by the mean.
+        at_once: whether a rank sends to all others at once in an all-to-all or all-gather, so that
+            latencies do not add up, as communicators do over sockets; if not, in the turns of
+            S14.1.
+    """
+
+    links: LinkCosts
+    compute: float
+    after: float = 0.0
+    codec: Mapping[str, float] = {}
+    operation: Mapping[str, float] = {}
+    shared_processor: bool = False
+    slowest: float = 1.0
+    jitter: float = 0.0
+    at_once: bool = False
+
+
+class Prediction(NamedTuple):
+    """A step of a training after its warm-up, a mean over the steps of the plan's cycle.
+
+    Attributes:
+        seconds: of a step.
+        exposed: those in which training waits for communication or for slower ranks.
+        communication: seconds in which the links or codecs work, hidden or not.
+    """
+
+    seconds: float
+    exposed: float
+    communication: float
+
+
+def exchange_seconds(exchange: Exchange, machine: Machine) -> float:
+    """Return the time of an operation: its rounds (S14.2), then this rank's own work for it
+    (S14.3).
+    """
+    inside, between = machine.links.inside, machine.links.between
+    seconds = 0.0
+    for call in exchange.calls:
+        pattern, scale = _scaled(call, exchange.cluster)
+        if call.collective in ("allreduce", "reduce_scatter"):  # of the largest chunk
+            n = exchange.cluster.sizes[call.among]
+            scale = -(-call.numel // n) * n * call.itemsize
+        for heaviest, times in pattern.rounds.items():
+            seconds += times * max(
+                link.alpha + nbytes * scale * link.beta
+                for link, nbytes in zip((inside, between), heaviest, strict=True)
+                if nbytes is not None
             )
-    plan = _PLANS[type(algorithm)](
-        algorithm, parameters, nodes if isinstance(nodes, Cluster) else Cluster(nodes)
+    if machine.at_once:
+        seconds -= exchange.turns * (between if len(exchange.cluster.nodes) > 1 else inside).alpha
+    return seconds + own_seconds(exchange, machine)
+
+
+def own_seconds(exchange: Exchange, machine: Machine) -> float:
+    """Return a rank's own time for an operation: a fixed cost, and its elements' way through the
+    codec (S14.3).
+    """
+    operation, codec = machine.operation, machine.codec
+    kind = exchange.work[0][0] if exchange.work else ""
+    return operation.get(kind, operation.get("", 0.0)) + sum(
+        elements * codec.get(name, codec.get("", 0.0)) for name, elements in exchange.work
     )
-    if plan.cycle > _MOST_STEPS:
-        raise ValueError(
-            f"{type(algorithm).__name__} repeats after {plan.cycle:,} steps; plans have up to"
-            f" {_MOST_STEPS:,}"
-        )
-    return plan
 
 
-def describe(training: ModuleTraining) -> None:
-    """Warn if ``hierarchical=True`` costs bytes on one node, and log bytes and memory at INFO; on
-    the group's first rank alone.
+def step_seconds(exchanges: Sequence[Exchange], machine: Machine) -> tuple[float, float]:
+    """Return the seconds of a step, and how many of them are exposed communication (S14.4).
 
-    Bytes are those that the busiest rank sends, after the warm-up by the mean of a period. Left out
-    are trainings without a plan and graphs by a user's function, which is called for steps that are
-    trained only.
+    What begins in backward overlaps with it bucket by bucket; what begins with the forward pass
+    overlaps with all of it; what follows the optimizer step is exposed, except for the time of the
+    steps by which it may be delayed.
+
+    With a shared processor, compute takes longer by the seconds of codecs and operations that run
+    beside it: in backward those of all buckets but the last one, which is ready when backward has
+    ended.
 
     Args:
-        training: of two ranks or more.
+        exchanges: of the step.
+        machine: the costs; stragglers are left out.
+
+    >>> from bagua_ref.planning import plan_of
+    >>> from bagua_ref.algorithms import Algorithm
+    >>> plan = plan_of(Algorithm.init("gradient_allreduce"), torch.nn.Linear(999, 1000, device="meta"), nodes=(1, 1))
+    >>> seconds, exposed = step_seconds(plan.exchanges(1), Machine(LinkCosts.parse("1Gbit,20ms"), compute=0.1))
+    >>> round(seconds, 9), round(exposed, 9)
+    (0.172, 0.072)
     """
-    algorithm: Any = training.algorithm
-    if training.world.identity.rank != training.given_group.ranks[0]:
-        return
-    nodes = tuple(len(ranks) for ranks in training.given_group.nodes.values())
-    costs_bytes = len(nodes) == 1 and getattr(algorithm, "hierarchical", False)
-    asked = costs_bytes or _logger.isEnabledFor(logging.INFO)
-    if sum(nodes) < 2 or not asked or callable(getattr(algorithm, "peer_selection_mode", None)):
-        return
-    try:
-        parameters, cluster = Parameters(training.module, training.bucket_bytes), Cluster(nodes)
-        plan = plan_of(algorithm, parameters, cluster)
-        flat = (
-            plan_of(replace(algorithm, hierarchical=False), parameters, cluster)
-            if costs_bytes
-            else plan
+    forward, backward = machine.compute * FORWARD, machine.compute * (1 - FORWARD)
+    times_of = {
+        exchange: (
+            exchange_seconds(exchange, machine),
+            own_seconds(exchange, machine) * machine.shared_processor,
         )
-    except (TypeError, ValueError, NotImplementedError):
-        # an algorithm of the user's, or an odd number of ranks in pairs
-        return
-    if plan.sent[0] > flat.sent[0]:
-        warnings.warn(
-            f"with hierarchical=True, {type(algorithm).__name__} saves no bytes on one node: a rank"
-            f" sends up to {plan.sent[0]:,.0f} B per step, and {flat.sent[0]:,.0f} B if you pass"
-            " hierarchical=False to it",
-            stacklevel=5,
-        )
-    if _logger.isEnabledFor(logging.INFO):
-        _logger.info("%s", _summary(plan, parameters, cluster))
+        for exchange in dict.fromkeys(exchanges)
+    }
+    timed = [(exchange, *times_of[exchange]) for exchange in exchanges]
+    seconds, after = machine.compute, machine.after
+    hidden = [
+        (exchange.nbytes, taken, own)
+        for exchange, taken, own in timed
+        if exchange.when == "backward"
+    ]
+    if hidden:
+        nbytes, times, owns = zip(*hidden, strict=True)
+        seconds, _ = overlap(forward, backward + sum(owns[:-1]), nbytes, times)
+    passing = [(taken, own) for exchange, taken, own in timed if exchange.when == "pass"]
+    seconds = max(seconds + sum(own for _, own in passing), sum(taken for taken, _ in passing))
+    for exchange, taken, own in timed:
+        if exchange.when == "step":
+            after += max(own, taken - exchange.delay * (machine.compute + machine.after))
+    return seconds + after, seconds - machine.compute + after - machine.after
 
 
-def _summary(plan: StepPlan, parameters: Parameters, cluster: Cluster) -> str:
-    """Return the bytes of a step now and after the warm-up, the ratio to gradient_allreduce, and
-    the memory.
+def predict(plan: StepPlan, machine: Machine) -> Prediction:
+    """Return the prediction of a step after the warm-up, a mean over the plan's cycle, stragglers
+    included.
+
+    Ranks that wait for each other take the slowest rank's compute. In addition, of n ranks whose
+    compute varies with standard deviation s, the last one of each k steps comes ``s sqrt(k) sqrt(2
+    ln n)`` after the mean, the usual bound of the largest of n normal values; k are the steps from
+    one exchange to the next. Ranks that do not wait for each other take the mean compute.
+
+    Source: costs and overlap: S14; the bound: Boucheron, Lugosi and Massart, "Concentration
+    Inequalities", 2013, section 2.5.
     """
-    dense, (kept, scratch) = (
-        plan_of(GradientAllReduceAlgorithm(), parameters, cluster).sent[0],
-        plan.memory(),
+    seconds = exposed = communication = 0.0
+    meetings = 0
+    slowed = machine._replace(compute=machine.compute * machine.slowest)
+    for exchanges, count in plan.repeated.items():
+        own = step_seconds(exchanges, slowed if plan.waits_for_others else machine)
+        seconds, exposed = seconds + own[0] * count, exposed + own[1] * count
+        distinct = Counter(exchanges)
+        communication += count * sum(
+            times * exchange_seconds(exchange, machine) for exchange, times in distinct.items()
+        )
+        meetings += count * any(exchange.when != "background" for exchange in exchanges)
+    late = (
+        machine.jitter
+        * machine.compute
+        * math.sqrt(2 * math.log(plan.cluster.n) * meetings / plan.cycle)
     )
-    several = len(cluster.nodes) > 1
-    first = max(sent["between" if several else "inside"].bytes_sent for sent in plan.traffic(1))
-    unit = "step" if plan.interval is None else "round"
-    now = (
-        f"{first:,} B per {unit} now, {plan.sent[0]:,.0f} B after {plan.warmup:,} steps of warm-up"
-    )
-    return (
-        f"{GlobalAlgorithmRegistry.name_of(plan.algorithm)}, {cluster.n} ranks on"
-        f" {len(cluster.nodes)} node{'s' * several}: a rank sends {'other nodes ' * several}up to"
-        f" {now if plan.warmup else f'{plan.sent[0]:,.0f} B per {unit}'}"
-        f" ({plan.sent[0] / dense:.3f} of gradient_allreduce); extra memory: {kept:,} B, and"
-        f" {scratch:,} B during communication"
+    waits = late + (slowed.compute - machine.compute) * plan.waits_for_others
+    return Prediction(
+        seconds / plan.cycle + late, exposed / plan.cycle + waits, communication / plan.cycle
     )

@@ -1,28 +1,22 @@
-"""Shapes of a planned training: nodes of ranks, parameters, and the buckets that wrapping would
-make of them (S1, S2.1, S2.2).
-"""
+"""Shapes of a planned training: nodes of ranks, and parameters (S1, S2.1)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, zip_longest
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from bagua_ref.base.memory import by_dtype_and_device
 from bagua_ref.data_parallel.guard import TrainedParameters
 from bagua_ref.data_parallel.parameters import split_into_buckets
-from bagua_ref.env import get_default_bucket_size
 from bagua_ref.formulas import costs
 from bagua_ref.formulas.costs import Operation
 
-__all__ = ["BucketShape", "Cluster", "Parameters", "module_of"]
+__all__ = ["Cluster", "module_of", "parameters_of"]
 
 _SIDE = 1024
 """Rows and columns of the matrices of `module_of`."""
@@ -65,6 +59,11 @@ class Cluster:
         """The number of ranks."""
         return sum(self.nodes)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of all ranks, of leaders, and of the ranks of the largest node."""
+        return {"global": self.n, "inter": len(self.nodes), "intra": max(self.nodes)}
+
     @cached_property
     def places(self) -> list[list[int]]:
         """The ranks of each node."""
@@ -105,89 +104,23 @@ def _among(operation: Operation, ranks: Sequence[int]) -> Operation:
     ]
 
 
-class BucketShape(NamedTuple):
-    """A bucket's tensors by shape, their dtype, and the number of elements with padding (S2.2)."""
-
-    shapes: tuple[torch.Size, ...]
-    dtype: torch.dtype
-    numel: int
-
-    @classmethod
-    def of(cls, tensors: Iterable[Tensor], alignment: int = 1) -> BucketShape:
-        """Return the shape of a bucket of ``tensors``, which share a dtype, padded to a multiple of
-        ``alignment``.
-        """
-        found = list(tensors)
-        filled = sum(tensor.numel() for tensor in found)
-        return cls(
-            tuple(tensor.shape for tensor in found), found[0].dtype, filled + -filled % alignment
-        )
-
-    @property
-    def filled(self) -> int:
-        """The number of elements without padding."""
-        return sum(map(math.prod, self.shapes))
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes, padding included."""
-        return self.numel * self.dtype.itemsize
-
-
-class Parameters:
-    """The trained parameters of a module, by shape alone: they may be on the device "meta".
-
-    Args:
-        module: whose parameters they are; those that DDP or wrapping would ignore do not count.
-        bucket_bytes: the size at which a bucket is closed; None:
-            `bagua_ref.env.get_default_bucket_size`.
+def parameters_of(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the trained parameters of a module by name; they may be on the device "meta".
 
     Raises:
-        ValueError: none of its parameters has an element that needs a gradient.
+        ValueError: none of its parameters has an element that needs a gradient, or one is lazy.
         TypeError, NotImplementedError: it has parameters that cannot be trained.
-
-    >>> parameters = Parameters(torch.nn.Linear(3, 2))
-    >>> parameters.buckets(alignment=4)
-    [BucketShape(shapes=(torch.Size([2]), torch.Size([2, 3])), dtype=torch.float32, numel=8)]
     """
-
-    def __init__(self, module: torch.nn.Module, bucket_bytes: int | None = None) -> None:
-        if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
-            raise ValueError(
-                f"parameter {lazy[0]!r} has no shape yet; call the module once, or use one that is"
-                " not lazy"
-            )
-        self.named = TrainedParameters(module).named
-        self._in_order = [parameter for _, parameter in reversed(self.named)]
-        self._bucket_bytes = get_default_bucket_size() if bucket_bytes is None else bucket_bytes
-        split_into_buckets(self._in_order, 1)  # refuse what cannot be trained
-        if not any(parameter.numel() for _, parameter in self.named):
-            raise ValueError(
-                f"module={type(module).__name__} has no parameters that need a gradient"
-            )
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all of them."""
-        return sum(parameter.numel() * parameter.element_size() for _, parameter in self.named)
-
-    def buckets(self, alignment: int = 1) -> list[BucketShape]:
-        """Return the buckets in the order in which they become ready in a backward pass (S2.1)."""
-        return [
-            BucketShape.of(tensors, alignment)
-            for tensors in split_into_buckets(self._in_order, self._bucket_bytes)
-        ]
-
-    def whole(self) -> list[BucketShape]:
-        """Return one bucket for each dtype (S5.3), in the order in which `buckets` first have
-        it.
-        """
-        tensors = [
-            tensor
-            for bucket in split_into_buckets(self._in_order, self._bucket_bytes)
-            for tensor in bucket
-        ]
-        return [BucketShape.of(alike) for alike in by_dtype_and_device(tensors)]
+    if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
+        raise ValueError(
+            f"parameter {lazy[0]!r} has no shape yet; call the module once, or use one that is"
+            " not lazy"
+        )
+    named: list[tuple[str, Tensor]] = list(TrainedParameters(module).named)
+    split_into_buckets([parameter for _, parameter in named], 1)  # refuse what cannot be trained
+    if not any(parameter.numel() for _, parameter in named):
+        raise ValueError(f"module={type(module).__name__} has no parameters that need a gradient")
+    return named
 
 
 def module_of(elements: int) -> torch.nn.Module:

@@ -1,0 +1,589 @@
+"""Counting of a training's communication: one rank of any number runs the real algorithm, and its
+communicators record what they would send (S14.1).
+
+No other rank exists; each is taken to do what this one does. Nothing runs concurrently: a worker
+runs its jobs where they are submitted, and a thread that waits for time to pass ends there. Large
+tensors of floats are zeros that take no memory, and operations on them compute nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import math
+import mmap
+import threading
+import warnings
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from bagua_ref.backends import get_codec, list_codecs
+from bagua_ref.backends.base import KernelBackend
+from bagua_ref.backends.codec import Codec
+from bagua_ref.backends.reference import ReferenceBackend
+from bagua_ref.base.runtime import Identity, World, use_world
+from bagua_ref.communicators.base import Communicator
+from bagua_ref.data_parallel.training import Options
+from bagua_ref.data_parallel.wrapping import context_of, wrap
+from bagua_ref.formulas.graphs import Graph
+from bagua_ref.groups.process_group import init_process_group
+from bagua_ref.types import ReduceOp
+
+__all__ = ["Call", "Counted", "Recorded", "count"]
+
+_SMALL = 1024
+"""Elements up to which tensors have memory, as flags and checksums must have values."""
+
+
+class Call(NamedTuple):
+    """A call of a collective.
+
+    Attributes:
+        collective: the name of the communicator's method, such as "allreduce".
+        among: "global": all ranks; "inter": the leaders; "intra": the ranks of each node.
+        numel: elements of a rank's tensor; of all-gather and scatter, of a rank's chunk.
+        itemsize: bytes of an element.
+        root: of broadcast, reduce, gather and scatter.
+        pairs: of an exchange, (source, destination, bytes) of all ranks.
+    """
+
+    collective: str
+    among: str
+    numel: int = 0
+    itemsize: int = 1
+    root: int = 0
+    pairs: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the elements."""
+        return self.numel * self.itemsize
+
+
+@dataclasses.dataclass
+class Recorded:
+    """An operation on a bucket, as one rank ran it.
+
+    Attributes:
+        key: the run of the bucket and its operation; None: communication outside of buckets.
+        began: step from 0, and its part: "forward", "backward" or "step".
+        nbytes: of the bucket, without padding.
+        calls: its communication.
+        elements: those that this rank encodes and decodes, by codec.
+        waited: when training waited for the end, as ``began``; None: never.
+        in_background: whether it belongs to a thread that nothing waits for.
+    """
+
+    key: Any
+    began: tuple[int, str]
+    nbytes: int
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    elements: Counter[str] = dataclasses.field(default_factory=Counter)
+    waited: tuple[int, str] | None = None
+    in_background: bool = False
+
+
+class Counted(NamedTuple):
+    """A rank's training.
+
+    Attributes:
+        steps: the operations of each step.
+        graphs: those along which ranks averaged with each other, in order.
+        interval: seconds from one round in the background to the next; None: there are none.
+        memory: bytes beyond weights, gradients and optimizer state: kept, and the most scratch.
+    """
+
+    steps: list[list[Recorded]]
+    graphs: list[Graph]
+    interval: float | None
+    memory: tuple[int, int]
+
+
+class _Parked(BaseException):
+    """The end of a thread that would wait now."""
+
+
+class _World(World):
+    """The world of the only rank, and its connections to ranks that do not exist.
+
+    Attributes:
+        phase: the part of the step that is under way; "" while wrapping, when nothing is recorded.
+        live: bytes of large tensors.
+        peak: the most that there were.
+    """
+
+    has_streams = False
+
+    def __init__(self, rank: int, node_of: Sequence[int]) -> None:
+        node = node_of[rank]
+        self._identity = Identity(
+            rank, len(node_of), node_of[:rank].count(node), node_of.count(node), node
+        )
+        self.node_of, self.transport = tuple(node_of), self
+        self.phase, self.step = "", 0
+        self.live = self.peak = 0
+        self.recorded: list[Recorded] = []
+        self.graphs: dict[int, Graph] = {}
+        self.interval: float | None = None
+        self.running: Callable[[], None] | None = None
+        self.job: Any = None
+
+    # The connections.
+
+    def connect(self, name: str, ranks: Sequence[int], timeout: float) -> Communicator:
+        """Return a communicator that records."""
+        kind = name.rpartition("/")[2].rstrip("0123456789")
+        return _Communicator(self, kind, ranks.index(self._identity.rank), len(ranks))
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    # What is recorded.
+
+    @property
+    def op(self) -> Any:
+        """The operation on a bucket that is running, if any."""
+        return getattr(getattr(self.job, "bucket", None), "running", None)
+
+    def current(self) -> Recorded:
+        """Return the record of the operation under way."""
+        key, began = self.job and (id(self.job), id(self.op)), (self.step, self.phase)
+        if not self.recorded or (self.recorded[-1].key, self.recorded[-1].began) != (key, began):
+            bucket = getattr(self.job, "bucket", None)
+            self.recorded.append(Recorded(key, began, 0 if bucket is None else bucket.bytes()))
+            if self.running is None:  # the calling thread itself waits
+                self.recorded[-1].waited = began
+            if hasattr(self.op, "work"):
+                codec, elements = self.op.work()
+                self.recorded[-1].elements[codec] += elements
+        return self.recorded[-1]
+
+    def record(self, call: Call) -> None:
+        """Record a call, unless the module is being wrapped."""
+        if self.phase:
+            self.current().calls.append(call)
+
+    def waiting_for_own_thread(
+        self, interrupt: Callable[[str], None], timeout: float = 0.0
+    ) -> AbstractContextManager[None]:
+        """Note that training waits for everything that its worker has begun."""
+        for known in self.recorded:
+            if known.waited is None and not known.in_background:
+                known.waited = (self.step, self.phase)
+        return nullcontext()
+
+    # The world.
+
+    @property
+    def identity(self) -> Identity:
+        """The rank that is counted."""
+        return self._identity
+
+    def spawn(self, function: Callable[[], None], name: str) -> Any:
+        """Run ``function()`` until it waits."""
+        self.run(function)
+        return SimpleNamespace(join=lambda timeout: None)
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Run a thread's function until it waits."""
+        outer, self.running = self.running, function
+        try:
+            function()
+        except _Parked:
+            pass
+        finally:
+            self.running, self.job = outer, None
+
+    def event(self) -> Any:
+        """Return an event for which a thread waits in vain."""
+        return _Event(self)
+
+    def lock(self) -> Any:
+        """Return a lock, which there is no other thread to hold."""
+        return threading.RLock()
+
+    def queue(self) -> Any:
+        """Return a queue whose reader runs whenever something is put into it."""
+        return _Queue(self)
+
+    def sleep(self, seconds: float) -> None:
+        """Do nothing."""
+
+    def now(self) -> float:
+        """Return 0: no time passes."""
+        return 0.0
+
+
+class _Event(threading.Event):
+    """An event that no other thread will set: a thread that waits for it has done its round."""
+
+    def __init__(self, world: _World) -> None:
+        super().__init__()
+        self._world = world
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return whether it is set; if not, end the thread, which would wait ``timeout`` seconds
+        for its next round.
+        """
+        if not self.is_set() and self._world.running is not None:
+            self._world.interval = timeout
+            for known in self._world.recorded:
+                known.in_background |= known.waited is None
+            raise _Parked
+        return self.is_set()
+
+
+class _Queue(deque[Any]):
+    """A queue whose reader runs whenever something is put into it."""
+
+    def __init__(self, world: _World) -> None:
+        super().__init__()
+        self._world = world
+        self._reader: Callable[[], None] | None = None
+
+    def put(self, item: Any, block: bool = True) -> None:
+        """Append ``item``, and let the reader run."""
+        self.append(item)
+        if self._reader is not None and self._world.running is not self._reader:
+            self._world.run(self._reader)
+
+    def get(self, *, timeout: float | None = None) -> Any:
+        """Return the first item; if there is none, the reader waits for the next `put`."""
+        if not self:
+            self._reader = self._world.running
+            raise _Parked
+        self._world.job = self.popleft()
+        return self._world.job
+
+
+class _Communicator(Communicator):
+    """Records each call, and returns at once."""
+
+    def __init__(self, world: _World, among: str, rank: int, nranks: int) -> None:
+        super().__init__(rank, nranks, among)
+        self._world = world
+
+    def rank(self) -> int:
+        """Return the rank; among all ranks 0 while wrapping, when the first one's state counts."""
+        return self._rank if self._world.phase or self.name != "global" else 0
+
+    def abort(self, reason: str = "") -> None:
+        pass
+
+    def barrier(self) -> None:
+        pass
+
+    def exchange_ints(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
+        return lambda: [list(values)] * self._nranks
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    def _record(self, collective: str, tensor: Tensor, root: int = 0) -> None:
+        if self._nranks > 1:
+            self._world.record(
+                Call(collective, self.name, tensor.numel(), tensor.element_size(), root)
+            )
+
+    def _exchange(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None:
+        n, graph = self._nranks, list[Any](getattr(self._world.op, "graph", ()))
+        if self._world.phase and len(graph) == n:
+            ((tensor, _), *_) = sends or recvs or [(torch.empty(0), 0)]
+            pairs = [
+                (source, rank, tensor.nbytes)
+                for rank, row in enumerate(graph)
+                for source, _ in row
+                if source != rank
+            ]
+            self._world.graphs[self._world.step] = graph
+        else:  # the other ranks send to those that are as far from them
+            pairs = [
+                (rank, (rank + peer - self._rank) % n, tensor.nbytes)
+                for tensor, peer in sends
+                for rank in range(n)
+            ]
+        self._world.record(Call("exchange", self.name, pairs=tuple(pairs)))
+
+    def _broadcast(self, tensor: Tensor, src: int) -> None:
+        self._record("broadcast", tensor, src)
+
+    def _reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
+        self._record("reduce", tensor, dst)
+
+    def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
+        self._record("gather", send_tensor, dst)
+
+    def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
+        self._record("scatter", recv_tensor, src)
+
+    def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None:
+        self._record("allreduce", tensor)
+
+    def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
+        self._record("allgather", send_tensor)
+        if recv_tensor.numel() <= _SMALL:  # a larger one holds zeros
+            recv_tensor.view(self._nranks, -1).copy_(send_tensor.view(1, -1))
+
+    def _reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp) -> None:
+        self._record("reduce_scatter", send_tensor)
+
+    def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
+        self._record("alltoall", send_tensor)
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
+
+
+_RUN, _SKIP = object(), object()
+_known: dict[Any, Any] = {}
+"""What each operation on tensors of given shapes makes: meta tensors; or whether it runs, or writes
+floats only.
+"""
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    return tuple(map(_key, value)) if isinstance(value, (list, tuple)) else value
+
+
+class _Lazy(TorchDispatchMode):
+    """Large floats are zeros without memory: operations that write nothing else are left out."""
+
+    def __init__(self, world: _World) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._world = world
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func``, or return what it would write or make."""
+        kwargs = kwargs or {}
+        tensors = list(_tensors_in((*args, *kwargs.values())))
+        if (
+            tensors
+            and func not in _FACTORIES
+            and all(tensor.numel() <= _SMALL for tensor in tensors)
+        ):
+            return func(*args, **kwargs)
+        key = func, _key(args), _key(list(kwargs.items()))
+        made = _known.get(key)
+        if made is None:
+            made = _known[key] = _rehearsed(func, args, kwargs)
+        if made is _RUN:
+            return func(*args, **kwargs)
+        if made is not _SKIP:
+            return tree_map_only(Tensor, self._zeros, made)
+        written = _written(func, args, kwargs)
+        return None if not func._schema.returns else written[0] if len(written) == 1 else written
+
+    def _zeros(self, like: Tensor) -> Tensor:
+        if like.numel() <= _SMALL:
+            return torch.zeros_like(like, device="cpu")
+        # fresh pages, which are zeros and take no memory until they are written
+        memory = mmap.mmap(-1, like.untyped_storage().nbytes())
+        self._resize(len(memory))
+        weakref.finalize(memory, self._resize, -len(memory)).atexit = False
+        flat = torch.frombuffer(memory, dtype=like.dtype)
+        return flat.as_strided(like.shape, like.stride())
+
+    def _resize(self, nbytes: int) -> None:
+        self._world.live += nbytes
+        self._world.peak = max(self._world.peak, self._world.live)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that ``func`` writes."""
+    return [
+        kwargs.get(argument.name, args[place] if place < len(args) else None)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def _rehearsed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return what is known of ``func`` with tensors of these shapes."""
+    if written := _written(func, args, kwargs):
+        floats = all(tensor.is_floating_point() for tensor in _tensors_in(written))
+        return _SKIP if floats else _RUN
+    if any(value.alias_info is not None for value in func._schema.returns) or func in _RUNNING:
+        return _RUN
+    on_meta, options = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+    if func in _FACTORIES or options.get("device") is not None:
+        options["device"] = "meta"
+    try:
+        made = func(*on_meta, **options)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return _RUN  # the result depends on values
+    results = list(_tensors_in((made,)))
+    lazy = func in _FACTORIES or all(result.is_floating_point() for result in results)
+    if not lazy or not results or any(not result.is_meta for result in results):
+        return _RUN
+    return made
+
+
+_aten = torch.ops.aten
+_FACTORIES = (
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_zeros.default,
+    _aten.zeros.default,
+    _aten.zeros_like.default,
+)
+"""They make tensors of any dtype whose elements are 0, or need not be anything."""
+_RUNNING = (_aten._unsafe_view.default, _aten._local_scalar_dense.default)
+
+
+class _Pass(torch.autograd.Function):
+    """A forward and backward pass in which every parameter gets a gradient, all the same ones."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *ctx.gradients
+
+
+def _backend(world: _World) -> ReferenceBackend:
+    """Return a backend whose codecs count elements; its kernels do nothing."""
+
+    def counting(name: str) -> type[Codec]:
+        kind = type(get_codec(name, "reference"))
+
+        def compress(
+            self: Codec, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
+        ) -> None:
+            chunks = 1 if target_chunk is None else num_chunks
+            if world.phase:
+                world.current().elements[name] += x.numel() // chunks
+
+        def decompress(self: Codec, payload: Tensor, num_chunks: int, out: Tensor) -> None:
+            if world.phase:
+                world.current().elements[name] += out.numel()
+
+        return type(kind.__name__, (kind,), {"_compress": compress, "_decompress": decompress})
+
+    members: dict[str, Any] = dict.fromkeys(
+        KernelBackend.__abstractmethods__ - {"_order_by_complexity"}, lambda *_: None
+    )
+    members["codecs"] = {name: counting(name) for name in list_codecs("reference")}
+    kind: Any = type("CountingBackend", (ReferenceBackend,), members)
+    backend: ReferenceBackend = kind()
+    return backend
+
+
+def _shortened(algorithm: Any, parameters: Sequence[Tensor]) -> tuple[Any, list[Any]]:
+    """Return a copy of ``algorithm`` whose warm-up, if it has one, takes one step, and optimizers
+    of these parameters for it.
+    """
+    found, optimizers = copy.copy(algorithm), list[Any]()
+    for name, value in vars(algorithm).items():
+        if isinstance(value, torch.optim.Optimizer):
+            options = {**value.defaults, "warmup_steps": 1}
+            known = inspect.signature(type(value)).parameters
+            options = {key: option for key, option in options.items() if key in known}
+            optimizers.append(type(value)(parameters, **options))
+            setattr(found, name, optimizers[-1])
+        elif name == "warmup_steps" and value:
+            found.warmup_steps = 1
+    return found, optimizers or [torch.optim.SGD(parameters, lr=0.0, foreach=True)]
+
+
+def count(
+    algorithm: Any,
+    module: torch.nn.Module,
+    node_of: Sequence[int],
+    rank: int,
+    warm: int,
+    cycle: int,
+    bucket_bytes: int | None,
+) -> Counted:
+    """Return what one rank does in the first steps of a training, after one step of warm-up if
+    there is any.
+
+    Args:
+        algorithm: with its options.
+        module: its parameters may be on "meta"; a copy of it is trained.
+        node_of: the node of each rank.
+        rank: the one that is counted.
+        warm: steps of the warm-up, 0 or 1.
+        cycle: the steps that follow. Later ones are taken until training has waited for these.
+        bucket_bytes: the size at which a bucket is closed; None: the default.
+
+    Raises:
+        ValueError, TypeError: as for wrapping on these ranks.
+    """
+    world = _World(rank, node_of)
+    with (
+        use_world(world),
+        warnings.catch_warnings(),
+        torch.enable_grad(),
+        torch.device("cpu"),
+        _Lazy(world),
+    ):
+        warnings.simplefilter("ignore")
+        model: Any = copy.deepcopy(module).to_empty(device="cpu").train()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        gradients = [torch.zeros((), dtype=p.dtype).expand(p.shape) for p in parameters]
+        run: Any = lambda _: _Pass.apply(gradients, *parameters)  # type: ignore[no-untyped-call]  # noqa: E731
+        model.__class__ = type(type(module).__name__, (torch.nn.Module,), {"forward": run})
+        chosen, optimizers = _shortened(algorithm, parameters)
+        init_process_group()
+        options = Options(backend=_backend(world), bucket_bytes=bucket_bytes)
+        wrap(model, optimizers, chosen, None, options, "plan_of")
+        training: Any = context_of(model)
+        kept, scratch = -math.inf, 0
+        try:
+            for world.step in range(2 * (warm + cycle) + 1):
+                world.phase, world.peak = "forward", world.live
+                loss = model()
+                training.rounds.loaded = False  # equal, whatever was loaded
+                world.phase = "backward"
+                loss.backward()
+                world.phase = "step"
+                for optimizer in optimizers:
+                    optimizer.step()
+                if world.step:  # in the first one, gradients are made
+                    kept, scratch = max(kept, world.live), max(scratch, world.peak - world.live)
+                later = [known for known in world.recorded if known.began[0] >= warm]
+                # what is in flight counts as memory when the state that it changes exists
+                delayed = any(known.waited and known.waited[0] > known.began[0] for known in later)
+                if (
+                    later
+                    and world.step >= max(1, warm + cycle * (1 + delayed) - 1)
+                    and all(known.waited or known.in_background for known in later)
+                ):
+                    break
+            states = [state for o in optimizers for state in o.state.values()]
+            others = _tensors_in([list(state.values()) for state in states])
+            kept -= 2 * sum(p.nbytes for p in parameters) + sum(other.nbytes for other in others)
+        finally:
+            world.phase = ""
+            training.withdraw()
+            training.close()
+    found = [known for known in world.recorded if known.calls]
+    by_step = [[known for known in found if known.began[0] == s] for s in range(warm + cycle)]
+    if world.interval is not None:
+        by_step = [[known for known in found if known.in_background]] * (warm + cycle)
+    graphs = [graph for step, graph in world.graphs.items() if step < warm + cycle]
+    return Counted(by_step, graphs, world.interval, (max(0, int(kept)), scratch))
