@@ -380,6 +380,8 @@ class Workers:
 def _serve(connection: Connection, folder: str, program: Program, nodes: Sequence[int]) -> None:
     """Carry out orders until the parent has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    # a worker with a hash seed was spawned; the program's own processes start as they usually do
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     parent: Any = multiprocessing.parent_process()
     program = program.absolute()
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):

@@ -7,6 +7,7 @@ in `bagua_ref.simulation`.
 
 from __future__ import annotations
 
+import _imp
 import gc
 import math
 import sys
@@ -287,6 +288,10 @@ class Scheduler:
         """
         task = self._current
         if self._switching or task is None or task.ident != threading.get_ident():
+            return
+        if (
+            _imp.lock_held()
+        ):  # by this thread, in the midst of an import: the others may import, too
             return
         self._steps += 1
         if not task.unwinding:
