@@ -22,7 +22,7 @@ SMALL = {"cpu": 2**14, "cuda": 2**20}
 others, measured with SGD.
 """
 
-LONGEST = {"cpu": 2**19, "cuda": 2**24}
+LONGEST = {"cpu": 2**18, "cuda": 2**24}
 """About so many elements are stepped at once, as more of them fit no cache: without it, Adam takes
 2.5 times as long.
 """
