@@ -180,7 +180,7 @@ def find() -> Iterator[Row]:
         ),
     )
     for check, (otherwise, words) in CASES.items():
-        report = run_conformance(Target(), ["algorithms"], checks=[f"algorithms.{check}"], jobs=1)
+        report = run_conformance(Target(), ["algorithms"], checks=[f"algorithms.{check}"])
         failures = report.failures()
         message = f"check algorithms.{check}: {failures[0].message}" if failures else None
         clause, _, case = check.rpartition(".")

@@ -180,11 +180,12 @@ class _Results:
         said = (self._folder / report.node.gateway.id).read_text(encoding="utf-8")
         # Other dtypes of the check see this file, and are not tried.
         first = self._folder / f"ended {crashitem.partition('[')[0]}"
-        if first.exists():
-            self._send({"id": crashitem, "ended": said})
-        else:
+        if not first.exists():
             first.write_text(f"{crashitem}\n{said}", encoding="utf-8")
-            sched.mark_test_pending(crashitem)
+        elif first.read_text(encoding="utf-8").startswith(f"{crashitem}\n"):
+            self._send({"id": crashitem, "ended": said})
+            return
+        sched.mark_test_pending(crashitem)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if hasattr(report, "bagua_result"):

@@ -116,6 +116,13 @@ def check(folder: Path) -> None:
     (folder / "train.py").write_text(quick_start())
     run(folder, python, "python", "train.py")
     run(folder, python, "torchrun", "--nproc_per_node=2", "train.py")
+    step("Check a backend, by pytest and by the command")
+    install(folder, python, f"{built[0]}[conformance]")
+    options = ["--bagua-backend", "reference", "--bagua-suite", "kernels", "-p", "no:cacheprovider"]
+    printed = run(folder, python, "pytest", "--pyargs", "bagua_ref_pytest", *options)
+    if not re.search(r"\b\d\d passed", printed):
+        raise ReleaseError("pytest has run no checks")
+    run(folder, python, "bagua-ref", "verify", "--backend", "reference", "--check", "S4.1")
     step("Install what the demo asks for, and run it")
     complaint = run(folder, python, "bagua-ref", "demo", "--quick", expect=2)
     command = shlex.split(complaint.partition("install with: ")[2])

@@ -45,10 +45,10 @@ def dishonest(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("dishonest")
     (folder / "xfails").write_text(f"# known\n{XFAILED}  # in one dtype\n\n")
-    command = "-m bagua_ref.cli verify --target tests.hostile_backends:Dishonest --time-limit 5"
+    command = "-m bagua_ref.cli verify --target tests.hostile_backends:Dishonest"
     checks = ["--json", "--jobs", "1", "--junit", folder / "r.xml", "--xfails", folder / "xfails"]
     checks += ["--check", *{row[0] for row in DISHONEST.values()}]
-    ran = run_python(*command.split(), *checks, CRASHED=str(folder / "crashed"))
+    ran = run_python(*command.split(), *checks, limit=550, CRASHED=str(folder / "crashed"))
     return ran.returncode, json.loads(ran.stdout), ElementTree.parse(folder / "r.xml").getroot()
 
 
@@ -74,7 +74,7 @@ DISHONEST = {
         ONCE,
         "MXFP8.compress ended the process, but not when all inputs were tried again",
     ),
-    "hangs": ("kernels.S3.7.reduce_chunks", ONCE, "reduce_chunks_: no answer within 5 s"),
+    "hangs": ("kernels.S3.7.reduce_chunks", ONCE, "reduce_chunks_: no answer within 10 s"),
     "prints": ("kernels.S2.3.scatter_flat", PASSED, ""),
     "another dtype": ("kernels.S7.2.order_by_complexity", FAILED, "torch.int32"),
     "changes its inputs": ("codec.S12.2.payload_OneBit", FAILED, "x is only read"),
@@ -83,6 +83,7 @@ DISHONEST = {
 """What a target does -> the check, its statuses and what is said of a failure."""
 
 
+@pytest.mark.timeout(600)  # of the fixture: five workers start, one after another
 @pytest.mark.parametrize("what", DISHONEST)
 def test_a_target_that_misbehaves_gets_the_right_verdict(dishonest, what):
     check, statuses, said = DISHONEST[what]

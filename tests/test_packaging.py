@@ -47,6 +47,10 @@ def test_the_metadata_names_authors_and_addresses(metadata: dict[str, Any]) -> N
     assert all(url.startswith("https://") for url in metadata["urls"].values())
 
 
+def test_pytest_finds_the_plugin(metadata: dict[str, Any]) -> None:
+    assert metadata["entry-points"] == {"pytest11": {"bagua_ref_pytest": "bagua_ref_pytest"}}
+
+
 def test_the_release_check_takes_the_quick_start_from_the_readme() -> None:
     script = release_check.quick_start()
     compile(script, "train.py", "exec")

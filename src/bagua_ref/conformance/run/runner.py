@@ -11,8 +11,8 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -103,15 +103,6 @@ class NamedTarget:
             self._loaded = self._load(time_limit)
         return self._loaded
 
-    def options(self) -> dict[str, str | None]:
-        """Return what was given, by name."""
-        return {
-            "target": self.target,
-            "backend": self.backend,
-            "communicator": self.communicator,
-            "command": self.command,
-        }
-
     def _load(self, time_limit: float) -> Target:
         others = self.target or self.backend or self.communicator
         if bool(others) == bool(self.command) or (self.target and self.backend):
@@ -193,46 +184,15 @@ def run_conformance(
         else resolve(named)
     )
     begun, results = time.perf_counter(), dict[str, Result]()
-    failed, missing = False, ""
-
-    def add(found: Iterable[Result]) -> None:
-        nonlocal failed
-        for result in found:
-            results[result.id] = result
-            if progress is not None:
-                progress(len(results), len(plan), result)
-            failed |= result.failed
-            if fail_fast and result.status != "not tried" and failed:
-                break
-
-    reasons = {row: reason_to_skip(judged, *row) for row in plan}
-    add(_result(row, "skipped", reason) for row, reason in reasons.items() if reason)
-    rows = [row for row, reason in reasons.items() if not reason]
-    if isinstance(named, NamedTarget) and jobs and rows:
-        workers = Workers(
-            {
-                **named.options(),
-                "profile": profile,
-                "seed": seed,
-                "time-limit": time_limit,
-                "suite": sorted({check.suite for check, _ in rows}),
-                "check": [row_id(*row) for row in rows],
-            },
-            sorted(known),
-            min(jobs, len(rows)),
-            fail_fast,
-        )
-        by_id = {row_id(*row): row for row in rows}
-        add(_from_worker(said, by_id[said["id"]], known, time_limit) for said in workers.results())
-        missing = f"no worker has reported it: {workers.error()}"
-    else:
-        run = CheckRun(judged, Search(profile, seed, shrink), time_limit, known)
-        add(run.judge(*row) for row in rows)
-    stopped = fail_fast and failed
-    verdict_on_others = (
-        ("not tried", "after a failure (fail_fast)") if stopped else ("error", missing)
-    )
-    add(_result(row, *verdict_on_others) for row in rows if row_id(*row) not in results)
+    run = CheckRun(judged, Search(profile, seed, shrink), time_limit, known)
+    for result in _judge(plan, run, named, jobs):
+        results[result.id] = result
+        if progress is not None:
+            progress(len(results), len(plan), result)
+        if fail_fast and result.failed:
+            break
+    for row in plan:
+        results.setdefault(row_id(*row), _result(row, "not tried", "after a failure (fail_fast)"))
     ordered = [results[row_id(*row)] for row in plan]
     wanted = set(_listed(checks)) if checks is not None else None
     uncovered = [
@@ -241,17 +201,6 @@ def run_conformance(
     ordered += [Result(clause, "", clause, "not covered", CLAUSES[clause]) for clause in uncovered]
     seconds = time.perf_counter() - begun
     return Report(judged.name, ordered, profile, seed, _versions(), seconds, judged.max_ranks)
-
-
-def _from_worker(
-    said: dict[str, Any], row: Row, known: frozenset[str], time_limit: float
-) -> Result:
-    """Return the result that a worker has sent, or the verdict on a check that has ended it."""
-    if "ended" not in said:
-        return Result(**said)
-    message, arguments = last_call(said["ended"], time_limit)
-    status = "xfailed" if known & {said["id"], row[0].id} else "failed"
-    return _result(row, status, message, arguments)
 
 
 @dataclass
@@ -335,6 +284,40 @@ class CheckRun:
                 return search(check, dtype, self.target, self.how, journal)
         finally:
             journal.close()
+
+
+def _judge(plan: Sequence[Row], run: CheckRun, named: Any, jobs: int) -> Iterator[Result]:
+    """Yield the result of each row as it comes."""
+    if not jobs:
+        yield from (run.judge(*row) for row in plan)
+        return
+    waiting = {}
+    for row in plan:
+        if reason := reason_to_skip(run.target, *row):
+            yield _result(row, "skipped", reason)
+        else:
+            waiting[row_id(*row)] = row
+    if not waiting:
+        return
+    options = {
+        **asdict(named),
+        "profile": run.how.profile,
+        "seed": run.how.seed,
+        "time-limit": run.time_limit,
+        "suite": sorted({check.suite for check, _ in waiting.values()}),
+        "check": [*waiting],
+    }
+    workers = Workers(options, sorted(run.known), min(jobs, len(waiting)))
+    for said in workers.results():
+        row = waiting.pop(said["id"])
+        if "ended" in said:
+            message, arguments = last_call(said["ended"], run.time_limit)
+            known_failure = bool(run.known & {said["id"], row[0].id})
+            yield _result(row, *verdict(Outcome(message), known_failure), arguments)
+        else:
+            yield Result(**said)
+    for row in waiting.values():
+        yield _result(row, "error", f"no worker has reported it: {workers.error()}")
 
 
 def check_ids(checks: Iterable[Check] | None = None) -> list[str]:

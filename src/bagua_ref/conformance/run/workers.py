@@ -28,13 +28,10 @@ class Workers:
         options: the plugin's options without ``--bagua-``; None is left out.
         known: ids of known failures.
         jobs: number of workers.
-        fail_fast: end at the first failure.
     """
 
-    def __init__(
-        self, options: Mapping[str, Any], known: Sequence[str], jobs: int, fail_fast: bool
-    ) -> None:
-        self._options, self._known, self._jobs, self._fail_fast = options, known, jobs, fail_fast
+    def __init__(self, options: Mapping[str, Any], known: Sequence[str], jobs: int) -> None:
+        self._options, self._known, self._jobs = options, known, jobs
         self._printed, self._code = "", 0
 
     def results(self) -> Iterator[dict[str, Any]]:
@@ -48,7 +45,7 @@ class Workers:
             command = [sys.executable, "-m", "pytest", tests, "-c", os.devnull, "--rootdir", tests]
             command += ["-q", "-W", "ignore", "-n", self._jobs, "--maxschedchunk", 1]
             # xdist would give up after four crashes of a worker.
-            command += ["--max-worker-restart", 10**6, *["--exitfirst"] * self._fail_fast]
+            command += ["--max-worker-restart", 10**6]
             for plugin in ("xdist", "bagua_ref_pytest", "no:cacheprovider", "no:faulthandler"):
                 command += ["-p", plugin]
             command += ["--bagua-workers", f"{folder}:{writable}", "--bagua-xfails", xfails]
