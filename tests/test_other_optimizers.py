@@ -423,7 +423,7 @@ def test_ZeroRedundancyOptimizer_is_an_optimizer_as_others() -> None:
     bagua_ref.broadcast(first, 0)
     assert torch.equal(weights(module), first)
     other = wrapped("powersgd", {"warmup_steps": 10})
-    with pytest.raises(RuntimeError, match="powersgd counts the steps"):
+    with pytest.raises(RuntimeError, match="powersgd acts on the steps"):
         ZeroRedundancyOptimizer(other.parameters(), torch.optim.SGD, lr=0.1).step()
 
 
@@ -439,7 +439,7 @@ def test_shards_are_trained_parameters_too() -> None:
     module.with_bagua([optimizer], Algorithm.init("local_sgd", period=1), mesh["replicate"])
     step(module, optimizer, bagua_ref.get_rank())
     later = sgd(module)
-    with pytest.raises(RuntimeError, match="local_sgd counts the steps"):
+    with pytest.raises(RuntimeError, match="local_sgd acts on the steps"):
         step(module, later, bagua_ref.get_rank())
     module.zero_grad()
     step_in_backward(module, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
@@ -456,7 +456,7 @@ def test_a_compiled_module_knows_its_optimizers_and_compiled_steps_of_others_sta
         [optimizer], Algorithm.init("local_sgd", period=1)
     )
     step(called, optimizer, bagua_ref.get_rank())
-    with pytest.raises(RuntimeError, match="local_sgd counts the steps"):
+    with pytest.raises(RuntimeError, match="local_sgd acts on the steps"):
         step(called, sgd(module), bagua_ref.get_rank())
     other = nn.Linear(4, 1)
     of_other = sgd(other)

@@ -18,6 +18,7 @@ from bagua_ref.algorithms.local_sgd import LocalSGDAlgorithm
 from bagua_ref.algorithms.power_sgd import PowerSGDAlgorithm
 from bagua_ref.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 from bagua_ref.algorithms.topk import TopKAlgorithm
+from bagua_ref.algorithms.traits import Rounds, Traits, WithoutBatch
 
 __all__ = [
     "Algorithm",
@@ -33,8 +34,11 @@ __all__ = [
     "PowerSGDAlgorithm",
     "QAdamAlgorithm",
     "QAdamOptimizer",
+    "Rounds",
     "TopKAlgorithm",
     "TrainingContext",
+    "Traits",
+    "WithoutBatch",
     "async_model_average",
     "bytegrad",
     "decentralized",

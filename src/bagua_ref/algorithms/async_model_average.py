@@ -16,6 +16,7 @@ from torch import Tensor
 from bagua_ref.algorithms.async_rounds import AveragingThread, State, WeightLockHooks
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import implements
+from bagua_ref.algorithms.traits import Rounds, Traits, WithoutBatch
 from bagua_ref.base.memory import by_dtype_and_device
 from bagua_ref.base.untrusted import check_form
 from bagua_ref.base.utils import uncompiled
@@ -78,11 +79,21 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     name = "async"
     options: AsyncModelAverageAlgorithm
-    # ranks do not step together, and the thread moves weights back at any time
-    takes_new_strides = False
+    # the warm-up, its end, and after it
+    phases = (
+        Traits(same_replicas=True, own_optimizers=True, without_batch=WithoutBatch.ZEROS),
+        Traits(same_replicas=True, own_optimizers=True, without_batch=WithoutBatch.NO_ROUNDS),
+        Traits(
+            same_forwards=False,
+            same_steps=False,
+            own_optimizers=True,
+            without_batch=WithoutBatch.NO_ROUNDS,
+        ),
+    )
 
     def __init__(self, process_group: Group, options: AsyncModelAverageAlgorithm) -> None:
         super().__init__(process_group)
+        self.warmup = Rounds(options.warmup_steps)
         self._warming_up = options.warmup_steps > 0
         self._weight_buckets: list[BaguaBucket] = []
 
@@ -92,33 +103,15 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return self.context.bagua_train_step_counter - 1
 
     @property
-    def ranks_in_step(self) -> bool:  # type: ignore[override]
-        """Whether this is still the warm-up."""
-        return self._warming_up
-
-    replicas_are_equal = ranks_in_step
-    steps_together = ranks_in_step
-
-    def check_join(self, divide_by_initial_world_size: bool) -> bool:
-        """Return whether steps of the warm-up are to come, to which ranks without batches
-        contribute zero gradients.
-        """
-        return self.context.bagua_train_step_counter < self.options.warmup_steps
-
-    @property
-    def begins_in_forward(self) -> bool:  # type: ignore[override]
-        """Whether the warm-up is over: from then on the forward-pre hook starts rounds and holds
-        the weights (S5.6).
-        """
-        return not self._warming_up
-
-    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return the reason to refuse every other optimizer: a round would overwrite its steps."""
-        return "async holds the weights only while those step"
+    def phase(self) -> int:
+        """0 while steps of the warm-up are to come, 1 until the first step after it, then 2."""
+        if not self._warming_up:
+            return 2
+        return int(self.warmup.past_warmup(self.context.bagua_train_step_counter))
 
     def need_reset(self) -> bool:
         """Return True once, before the first step after warm-up."""
-        if self._warming_up and self.step >= self.options.warmup_steps:
+        if self._warming_up and self.warmup.past_warmup(self.step):
             self.context.end_join()
             self._warming_up = False
             # A rank that is in the warm-up still would wait for this one.
@@ -181,7 +174,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._weight_buckets.append(bucket)
         name = f"bagua_ref averaging {context.bagua_module_name}"
         meter = context.engine.meter
-        self._rounds = AveragingThread(
+        self._rounds = self.background = AveragingThread(
             context.world,
             name,
             self._weight_buckets,
@@ -192,15 +185,11 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._holder = WeightLockHooks(
             context.called_module, context.bagua_optimizers, self._rounds.ops, meter
         )
+        self.handles = [self._holder]
+        # neither the thread nor the group may keep the optimizers
+        self._rounds.release = weakref.WeakMethod(self._holder.drop)
         weakref.finalize(self, self._rounds.forget).atexit = False
-        rounds, drop = self._rounds, weakref.WeakMethod(self._holder.drop)
-
-        def end() -> None:
-            if (release := drop()) is not None:
-                release()
-            rounds.end()
-
-        cast(BaguaProcessGroup, group).before_destruction = end
+        cast(BaguaProcessGroup, group).before_destruction = self._rounds.end
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.1 to the gradients' buckets; the weights' have their operation already."""
@@ -254,7 +243,6 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             CommunicationError: a round failed, for instance because a rank died.
         """
         self._check_module("abort", bagua_ddp, bagua_module)
-        self._holder.drop()
         self._rounds.stop()
 
     def resume(self, bagua_ddp: Any = None, *, bagua_module: Any = None) -> None:
@@ -289,18 +277,6 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
                 f" {context.bagua_module_name!r}"
             )
 
-    def suspend(self) -> Callable[[], None]:
-        """Abort, unless aborted already; return a function that resumes."""
-        if self._rounds.state is State.ABORTED:
-            return super().suspend()
-        self.abort(self.context)
-        return self._rounds.resume
-
-    def close(self) -> None:
-        """Remove the hooks and close the connections of the background thread."""
-        self._holder.close()
-        self._rounds.forget()
-
     def metrics(self) -> dict[str, float | int]:
         """Return the completed rounds of averaging."""
         return {"async_rounds": self._rounds.completed}
@@ -317,11 +293,3 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def load_checked(self, state: dict[str, Any]) -> None:
         """Load whether averaging was aborted."""
         self._rounds.restore(state["aborted"])
-
-    def check_idle(self) -> None:
-        """Raise RuntimeError if averaging is under way."""
-        if self._rounds.state not in (State.IDLE, State.ABORTED):
-            raise RuntimeError(
-                "averaging is under way, so no state can be loaded; call abort(model) on every rank"
-                " before loading"
-            )

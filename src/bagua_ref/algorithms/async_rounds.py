@@ -62,6 +62,10 @@ class AveragingThread:
             too.
         interval: seconds between the end of a round and the next.
         meter: counts for the training.
+
+    Attributes:
+        release: refers to the function by which training gives up the weights, before it waits for
+            the thread.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class AveragingThread:
         self._wake = world.event()
         self._thread: Thread | None = None
         self._forgotten = False
+        self.release: Callable[[], Callable[[], None] | None] = lambda: None
 
     def _go(self, state: State) -> None:
         assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
@@ -106,6 +111,7 @@ class AveragingThread:
         Raises:
             CommunicationError: a round failed.
         """
+        self._release()
         if self.state in (State.IDLE, State.RUNNING):
             idle = self.state is State.IDLE
             for op in self.ops:
@@ -118,6 +124,21 @@ class AveragingThread:
             self._thread.join()
             self._thread = None
         self.raise_failure()
+
+    def suspend(self) -> Callable[[], None]:
+        """Stop, unless this has stopped already; return a function that undoes this."""
+        if self.state is State.ABORTED:
+            return lambda: None
+        self.stop()
+        return self.resume
+
+    def check_idle(self) -> None:
+        """Raise RuntimeError if averaging is under way."""
+        if self.state not in (State.IDLE, State.ABORTED):
+            raise RuntimeError(
+                "averaging is under way, so no state can be loaded; call abort(model) on every rank"
+                " before loading"
+            )
 
     def resume(self) -> None:
         """Let the next forward pass start averaging again after `stop`."""
@@ -163,12 +184,17 @@ class AveragingThread:
         """Stop as this rank ends: wait until the other ranks stop or end, too; a round that fails
         meanwhile is logged.
         """
+        self._release()
         if self.state in (State.RUNNING, State.FAILED) or self._forgotten:
             try:
                 self.stop()
             except CommunicationError as error:
                 # this rank's training is over, and its connections are yet to be closed
                 _logger.warning("%s", error)
+
+    def _release(self) -> None:
+        if (release := self.release()) is not None:
+            release()
 
     def _spawn(self) -> None:
         self._wake.clear()
@@ -256,7 +282,7 @@ class WeightLockHooks:
         if forward is not None and (module is None or not module.training):
             forward.release()
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """Remove the hooks and release everything."""
         for handle in self._handles:
             handle.remove()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -12,12 +12,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bagua_ref.algorithms.async_rounds import AveragingThread
 from bagua_ref.algorithms.registry import (
     GlobalAlgorithmRegistry,
     _AlgorithmRegistry,  # noqa: F401  # the original has it here
     check_options,
 )
 from bagua_ref.algorithms.state import ErrorMemories, TensorStore, check_entries, saved_by
+from bagua_ref.algorithms.traits import Traits
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import World
 from bagua_ref.base.utils import NotCopied
@@ -47,6 +49,9 @@ class TrainingContext(NotCopied):
         kernel_backend: the ``backend`` argument of wrapping.
         shards: this rank's shards of parameters that fully_shard (FSDP2) has sharded, by name.
         rounds: the rounds of communication.
+        loads: how often the state of the module, or of a part of it, was loaded.
+        unused: the parameters that no rank has used in the round under way (S2.5).
+        has_batches: False while this rank has run out of batches in `bagua_ref.join`.
         engine: ``mark_ready(tensor)`` and ``gradient_ready(name, parameter)`` schedule,
             ``wait_pending_comm_ops()`` waits.
     """
@@ -64,9 +69,13 @@ class TrainingContext(NotCopied):
     shards: dict[str, Any]
     engine: Engine
     rounds: Any
+    loads = 0
+    unused: Collection[torch.nn.Parameter] = ()
+    has_batches = True
     _module: weakref.ref[torch.nn.Module]
     _called: weakref.ref[torch.nn.Module]
     _named: list[tuple[str, torch.nn.Parameter]]
+    _post_backward_hook: Callable[[], object]
 
     @property
     def _bagua_backend(self) -> Engine:
@@ -169,56 +178,48 @@ class AlgorithmImpl(NotCopied):
     takes states without them.
     """
 
-    ranks_in_step: bool = True
-    """Whether all ranks run the same training forward passes; if not, buffers are not broadcast
-    before them.
+    phases: tuple[Traits, ...] = (Traits(),)
+    """What holds in each of its phases."""
+
+    background: AveragingThread | None = None
+    """What averages weights at any time, which training has to stop before it changes them; None:
+    rounds belong to steps.
     """
 
-    steps_together: bool = True
-    """Whether all ranks take the same optimizer steps."""
+    handles: Sequence[Any] = ()
+    """What `close` removes, as by ``handle.remove()``."""
 
-    steps_follow_backward = False
-    """Whether an optimizer step that no backward pass of the module preceded counts as none of the
-    training's.
-    """
+    @property
+    def phase(self) -> int:
+        """The present phase, an index of `phases`."""
+        return 0
 
-    replicas_are_equal: bool = False
-    """Whether weights and optimizer state are equal on all ranks; if so, they are compared after a
-    state was loaded.
-    """
+    @property
+    def traits(self) -> Traits:
+        """What holds of the algorithm now; asked anew in each round."""
+        return self.phases[self.phase]
 
-    rounds_are_alike = False
-    """Whether every round sends the same messages and changes nothing but gradients.
-
-    If so, buckets run while the ranks still compare what they are about to do, and waiting for the
-    round raises if they differ; otherwise the first bucket waits for the comparison.
-    """
-
-    takes_new_strides = True
-    """Whether buckets can be made anew during training because the strides of parameters have
-    changed (S2.3).
-    """
-
-    agrees_in_nodes = False
-    """Whether ranks compare what they are about to do inside their node first, as some rounds stay
-    there.
-    """
-
-    round_stays_in_node: bool = False
-    """Whether the round that begins communicates inside nodes only, so that nodes need not
-    compare.
-    """
-
-    delivers_error_memory = False
-    """Whether a round also makes gradients of what ranks have left out in earlier ones, be it for a
-    parameter that no rank uses.
-    """
-
-    def leave_alone(self, parameters: Sequence[torch.nn.Parameter]) -> Callable[[], None]:
-        """Return a function that undoes what the next round does to ``parameters``, which no rank
-        uses, but gradients (S2.5).
+    @property
+    def in_forward(self) -> bool:
+        """Whether it acts when a training forward pass begins, so that a backward pass alone does
+        not suffice.
         """
-        return _nothing
+        kind = type(self)
+        return (kind.need_reset, kind.init_forward_pre_hook) != (
+            AlgorithmImpl.need_reset,
+            AlgorithmImpl.init_forward_pre_hook,
+        )
+
+    @property
+    def delivers_errors(self) -> bool:
+        """Whether rounds also deliver what this rank has left out in earlier ones."""
+        return not self.rank_state.isdisjoint(self.stores)
+
+    @property
+    def given_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers among its options."""
+        options = getattr(self.options, "__dict__", {})
+        return [value for value in options.values() if isinstance(value, torch.optim.Optimizer)]
 
     def replicas(self) -> list[tuple[Tensor, list[torch.optim.Optimizer]]]:
         """Return the tensors that are equal on all ranks and compared after a state was loaded,
@@ -227,7 +228,7 @@ class AlgorithmImpl(NotCopied):
         context = self.context
         return (
             [(p, context.bagua_optimizers) for _, p in context.bagua_build_params()]
-            if self.replicas_are_equal
+            if self.traits.same_replicas
             else []
         )
 
@@ -237,57 +238,16 @@ class AlgorithmImpl(NotCopied):
         """
         return []
 
-    begins_in_forward: bool = False
-    """Whether the algorithm needs the module's training forward pass in each step; if not, a
-    backward pass alone suffices.
-    """
-
-    why_one_backward = ""
-    """Why graphs cannot be used again after a backward pass, and what to do instead; "" if they
-    can.
-    """
-
-    average = True
-    """Whether the buckets' result is the mean over all ranks of what they contribute."""
-
-    def check_join(self, divide_by_initial_world_size: bool) -> bool:
-        """Return whether ranks wait for each other, so that ranks without batches have to `shadow`
-        rounds in `bagua_ref.join`.
-
-        Raises:
-            NotImplementedError: they cannot; says why, and what to use instead.
-            ValueError: ``divide_by_initial_world_size`` must be the other value.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} cannot train inside join(): it does not say what a rank without"
-            " batches contributes. Define check_join() and shadow(), or use gradient_allreduce,"
-            " bytegrad, decentralized or low_precision_decentralized"
-        )
-
-    def shadow(self, facts: Sequence[int]) -> None:
-        """Take part, without a batch, in a round that other ranks have begun; this one contributes
-        zeros to every bucket.
-
-        Args:
-            facts: the values of `facts` on those ranks.
-        """
-        context = self.context
-        context.engine.run(lambda: [*map(BaguaBucket.shadow, context.bagua_buckets)])
-
-    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return the reason that ``optimizer``, which was not passed when wrapping, must not step
-        the parameters; "" if it may.
-        """
-        return ""
-
     def suspend(self) -> Callable[[], None]:
-        """Stop background communication, collectively, because the module is wrapped again; return
-        a function that resumes it.
-        """
-        return _nothing
+        """Stop what averages in the background, collectively; return a function that resumes it."""
+        return _nothing if self.background is None else self.background.suspend()
 
     def close(self) -> None:
         """Release everything outside the buckets; the module now has another algorithm."""
+        for handle in self.handles:
+            handle.remove()
+        if self.background is not None:
+            self.background.forget()
 
     def metrics(self) -> dict[str, float | int]:
         """Return this algorithm's part of `bagua_ref.distributed.BaguaModule.bagua_metrics`; it
@@ -351,6 +311,8 @@ class AlgorithmImpl(NotCopied):
 
     def check_idle(self) -> None:
         """Raise RuntimeError if something must be stopped before a state is loaded."""
+        if self.background is not None:
+            self.background.check_idle()
 
     def _shard(self) -> dict[str, Any]:
         """Return the number of this rank's shard of the parameters, and that of all shards; nothing
@@ -378,14 +340,6 @@ class AlgorithmImpl(NotCopied):
         for name in self.counted:
             setattr(self, name, state[name])
 
-    def begin_forward(self) -> None:
-        """Note the start of a training forward pass, also under `no_sync`; called before
-        `need_reset`.
-        """
-
-    def model_loaded(self) -> None:
-        """Note that the state of the module, or of a part of it, was loaded."""
-
     def end_unsynchronized_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the end of an optimizer step that must not communicate, as after a forward pass
         under `no_sync`.
@@ -395,7 +349,7 @@ class AlgorithmImpl(NotCopied):
 
     def need_reset(self) -> bool:
         """Return whether tensors, buckets and operations must be made again; called before each
-        training forward pass.
+        training forward pass, also under `no_sync`.
         """
         return False
 

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
-from bagua_ref.algorithms.registry import check_bool, check_join_with_memory, implements
+from bagua_ref.algorithms.registry import check_bool, implements
 from bagua_ref.algorithms.state import ErrorMemories, communicator_of
+from bagua_ref.algorithms.traits import Traits, WithoutBatch
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.types import Group
@@ -64,7 +65,10 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
     """
 
     name = "bytegrad"
-    replicas_are_equal = True  # all ranks step with the same gradients
+    # all ranks step with the same gradients
+    phases: tuple[Traits, ...] = (
+        Traits(same_replicas=True, alike_rounds=True, without_batch=WithoutBatch.ZEROS),
+    )
 
     def __init__(self, process_group: Group, options: Any) -> None:
         super().__init__(process_group)
@@ -75,19 +79,9 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
                 {"memories": self.error_memories},
                 frozenset({"memories"}),
             )
-        self.delivers_error_memory = options.error_feedback
-        self.rounds_are_alike = not options.error_feedback  # a round changes error memory, too
-
-    def check_join(self, divide_by_initial_world_size: bool) -> bool:
-        """Return True: ranks without batches contribute zero gradients, and what compression left
-        out before.
-
-        Raises:
-            ValueError: there is error memory, and a mean with divide_by_initial_world_size=False.
-        """
-        if self.options.error_feedback and self.average:
-            check_join_with_memory(self.name, divide_by_initial_world_size)
-        return True
+        # a round changes error memory, too
+        alike = not options.error_feedback
+        self.phases = (replace(self.phases[0], averages=self.average, alike_rounds=alike),)
 
     def tensors_to_buckets(
         self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool

@@ -4,15 +4,17 @@ out (S10, S11.2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bagua_ref.algorithms.base import AlgorithmImpl, TrainingContext
-from bagua_ref.algorithms.registry import check_join_with_memory
 from bagua_ref.algorithms.state import TensorStore, check_saved_here
+from bagua_ref.algorithms.traits import Rounds, Traits, WithoutBatch
 from bagua_ref.scheduling.engine import Fact
 from bagua_ref.types import Group
 
@@ -37,8 +39,11 @@ class CompressedGradientsImpl(AlgorithmImpl):
         factors: what the last round has left for the next one, equal on all ranks.
     """
 
-    steps_follow_backward = True
-    replicas_are_equal = True  # all ranks step with the same gradients
+    # all ranks step with the same gradients; steps are counted to tell when the warm-up is over
+    _compressed = Traits(
+        same_replicas=True, steps_follow_backward=True, without_batch=WithoutBatch.ZEROS
+    )
+    phases = (replace(_compressed, own_optimizers=True), _compressed)
     entries = frozenset(
         {"version", "rank", "world_size", "steps_of_optimizers", "algorithm", "factors"}
     )
@@ -47,23 +52,26 @@ class CompressedGradientsImpl(AlgorithmImpl):
 
     def __init__(self, process_group: Group, options: Any, has_memory: bool) -> None:
         super().__init__(process_group)
-        self.warmup_steps = options.warmup_steps
-        self.has_memory = self.delivers_error_memory = has_memory
+        self.warmup = Rounds(options.warmup_steps, phase="the compressed phase")
+        self.has_memory = has_memory
         self.rounds = 0
         self.memories, self.factors = TensorStore("memories"), TensorStore("factors")
         self.stores = {
             "factors": self.factors,
             **({"memories": self.memories} if has_memory else {}),
         }
-        self._shadowed: bool | None = None
-        """While this rank has no batch: whether the other ranks' round is compressed."""
 
     @property
     def compressing(self) -> bool:
         """Whether the round that begins, or is under way, is compressed."""
-        if self._shadowed is not None:
-            return self._shadowed
-        return not self.warmup_steps or self.context.steps_of_optimizers[-1] >= self.warmup_steps
+        return not self.warmup.warmup or self.warmup.past_warmup(
+            self.context.steps_of_optimizers[-1]
+        )
+
+    @property
+    def phase(self) -> int:
+        """0 in the warm-up, 1 after it."""
+        return int(self.compressing)
 
     def round_number(self) -> int | None:
         """Return the number of compressed rounds before this one, None if it is not compressed."""
@@ -76,39 +84,13 @@ class CompressedGradientsImpl(AlgorithmImpl):
     def facts(self) -> list[Fact]:
         """Return the phase, and the number of compressed rounds, which random columns depend on."""
         return [
-            Fact("{is} in {value}", int(self.compressing), ("the warm-up", "the compressed phase")),
-            Fact("{has} finished {value} compressed rounds", self.rounds),
+            self.warmup.fact(self.compressing),
+            Fact(
+                "{has} finished {value} compressed rounds",
+                self.rounds,
+                adopt=partial(setattr, self, "rounds"),
+            ),
         ]
-
-    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return the reason to refuse other optimizers in the warm-up, which would never end; ""
-        after it.
-        """
-        return (
-            ""
-            if self.compressing
-            else f"{self.name} counts the steps of those to tell when its warm-up is over"
-        )
-
-    def check_join(self, divide_by_initial_world_size: bool) -> bool:
-        """Return True: ranks without batches contribute zero gradients, and what they have left out
-        before.
-
-        Raises:
-            ValueError: there is a memory, and divide_by_initial_world_size=False.
-        """
-        if self.has_memory:
-            check_join_with_memory(self.name, divide_by_initial_world_size)
-        return True
-
-    def shadow(self, facts: Sequence[int]) -> None:
-        """Contribute zeros, and this rank's memory, in the phase in which the other ranks are."""
-        self._shadowed, self.rounds = bool(facts[0]), facts[1]
-        try:
-            super().shadow(facts)
-            self.rounds += self._shadowed
-        finally:
-            self._shadowed = None
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
         """Return a hook that waits for communication, and counts the round."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -29,13 +29,14 @@ from bagua_ref.scheduling.engine import Fact
 from bagua_ref.types import Group
 
 __all__ = [
+    "WEIGHTS_AVERAGED",
     "DecentralizedAlgorithm",
     "DecentralizedAlgorithmImpl",
     "LowPrecisionDecentralizedAlgorithm",
     "LowPrecisionDecentralizedAlgorithmImpl",
 ]
 
-_WEIGHTS_AVERAGED = (
+WEIGHTS_AVERAGED = (
     "decentralized replaces the weights by their average at the end of a backward pass (S5.3), so"
     " that forward passes that came before have no backward pass any more. Add the losses and call"
     " backward() once, or call backward() after each forward pass before the next one; or run all"
@@ -101,50 +102,41 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
     """`DecentralizedAlgorithm` at work on one module."""
 
     name = "decentralized"
-    begins_in_forward = True  # the forward-pre hook marks the weights ready (S5.3)
-    steps_together = False  # a rank may skip optimizer steps
-    why_one_backward = _WEIGHTS_AVERAGED
+    # A rank may skip optimizer steps. The steps of those that were passed tell whether weights were
+    # averaged; without any, none is needed.
+    phases = tuple(
+        replace(traits, same_steps=False, own_optimizers=own)
+        for traits in WeightAveragingImpl.phases
+        for own in (True, False)
+    )
 
     def __init__(self, process_group: Group, options: DecentralizedAlgorithm) -> None:
-        super().__init__(process_group)
+        super().__init__(process_group, options)
         self._averaging = False
         """Whether the last training forward pass marked the weights ready, and no backward pass has
         copied the result back yet.
         """
-        self._rounds = 0
+        self._averagings = 0
         """How often the weights were marked ready."""
-        self._guard = GraphGuard(_WEIGHTS_AVERAGED)
+        self._guard = GraphGuard(WEIGHTS_AVERAGED)
 
-    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return the reason to refuse other optimizers, if some were passed; without any, none is
-        needed.
-        """
-        return (
-            "decentralized tells from the steps of those whether weights were averaged"
-            if self.context.bagua_optimizers
-            else ""
-        )
+    @property
+    def phase(self) -> int:
+        """0 if optimizers were passed when wrapping, else 1."""
+        return int(not self.context.bagua_optimizers)
 
     def facts(self) -> list[Fact]:
         """Return the number of averagings, and if not every step averages, the step."""
-        step = (
-            self.context.bagua_train_step_counter - 1
-            if self.options.communication_interval > 1
-            else 0
-        )
+        step = self.context.bagua_train_step_counter - 1 if self.rounds.period > 1 else 0
         return [
-            Fact("{has} averaged weights {value} times", self._rounds),
+            Fact("{has} averaged weights {value} times", self._averagings),
             Fact("{is} at training step {value}", step),
         ]
 
-    def shadow(self, facts: Sequence[int]) -> None:
-        """Average this rank's weights with the others'."""
-        super().shadow(facts)
-        self._copy_back()
-
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
         """Return the weights, last layer first."""
-        self._guard.watch(bagua_ddp.called_module)
+        if not self.handles:
+            self.handles = [self._guard.watch(bagua_ddp.called_module)]
         return super().init_tensors(bagua_ddp)
 
     def tensors_to_buckets(
@@ -166,17 +158,16 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
             self.process_group,
         )
         # more than 0 where a failed attempt to wrap again repeats this during training
-        op.step = self._rounds
+        op.step = self._averagings
 
     def init_forward_pre_hook(self, bagua_ddp: TrainingContext) -> Callable[[Any], object]:
-        """Mark the weights ready at steps divisible by the interval."""
+        """Mark the weights ready at steps that have a round."""
 
         def hook(input: Any) -> None:
-            step = bagua_ddp.bagua_train_step_counter - 1
-            self._averaging = step % self.options.communication_interval == 0
+            self._averaging = self.rounds.kind(bagua_ddp.bagua_train_step_counter) == "round"
             if self._averaging:
                 self.mark_ready()
-                self._rounds += 1
+                self._averagings += 1
 
         return hook
 
@@ -185,20 +176,14 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
 
         def hook() -> None:
             averaging, self._averaging = self._averaging, False
-            if averaging:
+            # without batches, in the rounds of the others
+            if averaging or not bagua_ddp.has_batches:
                 bagua_ddp.engine.wait_pending_comm_ops()
-                self._copy_back()
+                for bucket in bagua_ddp.bagua_buckets:
+                    bucket._decentralized_op.copy_back_peer_weight(bucket)
+                self._guard.overwritten += 1
 
         return hook
-
-    def _copy_back(self) -> None:
-        for bucket in self.context.bagua_buckets:
-            bucket._decentralized_op.copy_back_peer_weight(bucket)
-        self._guard.overwritten += 1
-
-    def close(self) -> None:
-        """Take the hook off the module."""
-        self._guard.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the number of each bucket's averagings, which determines the next
@@ -221,7 +206,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         """Continue from the numbers that `counters` returned."""
         super().load_counters(state)
         for bucket, step in zip(self.context.bagua_buckets, state["averaging_steps"], strict=True):
-            bucket._decentralized_op.step = self._rounds = step
+            bucket._decentralized_op.step = self._averagings = step
 
 
 class GraphGuard:
@@ -238,20 +223,14 @@ class GraphGuard:
 
     def __init__(self, message: str) -> None:
         self._message = message
-        self._handle: RemovableHandle | None = None
         self.overwritten = 0
         """How often the weights were overwritten."""
 
-    def watch(self, module: torch.nn.Module) -> None:
-        """Note the forward passes of ``module``, which training calls, from now on; again: do
-        nothing.
+    def watch(self, module: torch.nn.Module) -> RemovableHandle:
+        """Note the forward passes of ``module``, which training calls, until the hook is removed
+        by what this returns.
         """
-        self._handle = self._handle or module.register_forward_hook(OwnHook(self._after_forward))
-
-    def close(self) -> None:
-        """Take the hook off."""
-        if self._handle is not None:
-            self._handle.remove()
+        return module.register_forward_hook(OwnHook(self._after_forward))
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if inside_backward():  # a checkpoint computes this forward anew

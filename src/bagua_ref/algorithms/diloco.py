@@ -26,6 +26,7 @@ from bagua_ref.algorithms.fragments import (
 from bagua_ref.algorithms.local_sgd import LocalUpdatesImpl, norms_of
 from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.algorithms.state import ErrorMemories, check_tensors
+from bagua_ref.algorithms.traits import Rounds
 from bagua_ref.base.memory import Layout
 from bagua_ref.base.untrusted import check_form
 from bagua_ref.buckets.bucket import check_compression
@@ -133,6 +134,11 @@ class DiLoCoAlgorithm(Algorithm):
         count = self.fragments if isinstance(self.fragments, int) else len(self.fragments)
         return FragmentSchedule(self.period, count, self.delay)
 
+    def rounds(self) -> Rounds:
+        """Return the steps after which a fragment is sent."""
+        gap = self.schedule().gap
+        return Rounds(self.warmup_steps, gap, -self.delay % gap)
+
     def check(
         self,
         parameters: list[tuple[str, torch.nn.Parameter]],
@@ -177,8 +183,10 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         self._fragments: list[Fragment] = []
         self._taken = False
         """Whether g has been taken from the weights, or loaded."""
-        self._model_loaded = self._state_loaded = False
-        """Since the last forward pass, in the module and here."""
+        self._loads = 0
+        """How often weights had been loaded by the last forward pass."""
+        self._state_loaded = False
+        """Since the last forward pass."""
         self._in_flight: InFlight | None = None
         self._sending = 0
         """The fragment that is sent, or was sent last."""
@@ -238,23 +246,20 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
             self._trail = Trail([parameter for _, parameter in parameters])
         return super().init_tensors(bagua_ddp)
 
-    def begin_forward(self) -> None:
-        """Take g from the weights at the start of the local phase."""
+    def need_reset(self) -> bool:
+        """Take g from the weights at the start of the local phase, or where others were loaded."""
         self._refuse_while_showing("a training forward pass")
-        model_loaded, self._model_loaded = self._model_loaded, False
+        loads = self.context.loads
+        model_loaded, self._loads = loads != self._loads, loads
         state_loaded, self._state_loaded = self._state_loaded, False
-        if self.step < self.warmup_steps:
-            return
-        if self._taken and not state_loaded:
-            self._trail.note(stepped=False)
-            if model_loaded:
-                self._trail.read()
-        if not self._taken or (model_loaded and self._trail.is_new and not state_loaded):
-            self._take()
-
-    def model_loaded(self) -> None:
-        """Note that weights were loaded, which g follows."""
-        self._model_loaded = True
+        if self.rounds.past_warmup(self.step):
+            if self._taken and not state_loaded:
+                self._trail.note(stepped=False)
+                if model_loaded:
+                    self._trail.read()
+            if not self._taken or (model_loaded and self._trail.is_new and not state_loaded):
+                self._take()
+        return super().need_reset()
 
     def _take(self) -> None:
         """g <- x, with new outer optimizers' states and without what is in flight."""
@@ -270,13 +275,14 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         self._trail.note(stepped=True)
         self.context.note_load()  # g must be equal on all ranks, whatever they have loaded
 
-    def after_local_step(self, local_step: int, communicates: bool) -> None:
+    def after_local_step(self, has_round: bool) -> None:
         """Apply the fragment that is due, and send the next one if it is its turn (S9.4)."""
         self._refuse_while_showing("an optimizer step")
         if self._in_flight is not None and self.step >= self._in_flight.due:
             self._apply()
-        fragment = self.schedule.sent_after(local_step)
-        if fragment is not None and communicates:
+        if has_round:
+            fragment = self.schedule.sent_after(self.step - self.rounds.warmup)
+            assert fragment is not None, "rounds are those of the schedule"
             self._send(fragment)
             if self.schedule.delay == 0:
                 self._apply()
@@ -452,11 +458,11 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         super().check_state(state)
         check_form(state, {"has_global_weights": bool}, "state")
         steps, taken = state["steps_of_optimizers"][-1], state["has_global_weights"]
-        if steps < self.warmup_steps if taken else steps > self.warmup_steps:
+        if steps < self.rounds.warmup if taken else steps > self.rounds.warmup:
             phase = "local phase" if taken else "warm-up"
             raise ValueError(
                 f"state was saved in the {phase}, after step {steps};"
-                f" warmup_steps={self.warmup_steps} does not fit that"
+                f" warmup_steps={self.rounds.warmup} does not fit that"
             )
         if state["fragments"] != self.fragments:
             raise ValueError(
@@ -476,7 +482,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         for flight in state["in_flight"]:
             place, due = flight["fragment"], flight["due"]
             to_come = steps < due <= steps + self.schedule.delay
-            if not to_come or self.schedule.applied_after(due - self.warmup_steps) != place:
+            if not to_come or self.schedule.applied_after(due - self.rounds.warmup) != place:
                 raise ValueError(
                     f"state has fragment {place} in flight, to be applied after step {due}, which"
                     " fits no step of this training's schedule: load it with the period,"

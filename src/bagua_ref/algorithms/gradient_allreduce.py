@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import implements
+from bagua_ref.algorithms.traits import Traits, WithoutBatch
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.types import Group
 
@@ -34,16 +35,13 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     """`GradientAllReduceAlgorithm` at work on one module."""
 
     name = "gradient_allreduce"
-    replicas_are_equal = True  # all ranks step with the same gradients
-    rounds_are_alike = True  # every round all-reduces all buckets
+    # all ranks step with the same gradients, and every round all-reduces all buckets
+    phases = (Traits(same_replicas=True, alike_rounds=True, without_batch=WithoutBatch.ZEROS),)
 
     def __init__(self, process_group: Group, options: GradientAllReduceAlgorithm) -> None:
         super().__init__(process_group)
         self.hierarchical, self.average = options.hierarchical, options.average
-
-    def check_join(self, divide_by_initial_world_size: bool) -> bool:
-        """Return True: ranks without batches contribute zero gradients."""
-        return True
+        self.phases = (replace(self.phases[0], averages=self.average),)
 
     def init_operations(self, _: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.1."""

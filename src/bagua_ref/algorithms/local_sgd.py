@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
+from bagua_ref.algorithms.traits import Rounds, Traits
 from bagua_ref.base.memory import Layout
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.storage import register, registration
@@ -72,6 +73,10 @@ class LocalSGDAlgorithm(Algorithm):
             )
         check_bool("hierarchical", self.hierarchical)
 
+    def rounds(self) -> Rounds:
+        """Return the steps after which weights are averaged."""
+        return Rounds(self.warmup_steps, self.period, self.offset)
+
     def check(
         self,
         parameters: list[tuple[str, torch.nn.Parameter]],
@@ -90,17 +95,27 @@ class LocalUpdatesImpl(AlgorithmImpl):
 
     Args:
         process_group: the group to communicate in.
-        options: of the algorithm; have ``warmup_steps``, the last step with averaged gradients.
+        options: of the algorithm; have ``rounds()``, those of the local phase.
     """
 
     entries = frozenset({"version", "steps_of_optimizers"})
-    steps_follow_backward = True
-    begins_in_forward = True  # the change of phase does
+    # after the warm-up, buffers, weights and optimizers stay local
+    phases = tuple(
+        Traits(
+            same_forwards=warmup,
+            same_replicas=warmup,
+            steps_follow_backward=True,
+            own_optimizers=True,
+            without_batch="a rank without batches would have no local steps. Give all ranks"
+            " equally many batches, or use gradient_allreduce, bytegrad or decentralized",
+        )
+        for warmup in (True, False)
+    )
     kind_of_bucket: ClassVar[type[BaguaBucket]] = BaguaBucket
 
     def __init__(self, process_group: Group, options: Any) -> None:
         super().__init__(process_group)
-        self.warmup_steps = options.warmup_steps
+        self.rounds = options.rounds()
         self._past_warmup: bool | None = None
         """Whether the buckets are those of the local phase; None before there are any."""
         self._passes_before = 0
@@ -116,39 +131,27 @@ class LocalUpdatesImpl(AlgorithmImpl):
         return self.context.steps_of_optimizers[-1]
 
     @property
-    def ranks_in_step(self) -> bool:  # type: ignore[override]
-        """Whether this is still the warm-up; buffers, weights and optimizers stay local after
-        it.
-        """
-        return not self._past_warmup
-
-    replicas_are_equal = ranks_in_step
+    def phase(self) -> int:
+        """0 in the warm-up, 1 after it."""
+        return int(bool(self._past_warmup))
 
     def facts(self) -> list[Fact]:
         """Return the phase, and the backward passes, which tell that a rank skips steps."""
         passes = self.context.backward_passes - self._passes_before if self._past_warmup else 0
         return [
-            Fact(
-                "{is} in {value}",
-                int(self._past_warmup or False),
-                ("the warm-up", "the local phase"),
-            ),
+            self.rounds.fact(bool(self._past_warmup)),
             Fact("{has} run {value} backward passes since the last round", passes),
         ]
-
-    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return the reason to refuse every other optimizer: its steps would not be counted."""
-        return f"{self.name} counts the steps of those, and communicates after them"
 
     def need_reset(self) -> bool:
         """Return whether the phase is another than that of the buckets: once after the warm-up, or
         after loading a checkpoint.
         """
-        return self._past_warmup is not (self.step >= self.warmup_steps)
+        return self._past_warmup is not self.rounds.past_warmup(self.step)
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
         """Return the gradients, last layer first."""
-        self._past_warmup = self.step >= self.warmup_steps
+        self._past_warmup = self.rounds.past_warmup(self.step)
         return super().init_tensors(bagua_ddp)
 
     def tensors_to_buckets(
@@ -171,7 +174,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
         # After the last optimizer's step w, another optimizer may still wait for a backward pass,
         # which then belongs to step w + 1.
         return lambda name, parameter: (
-            mark(name, parameter) if self.step < self.warmup_steps else None
+            None if self.rounds.past_warmup(self.step) else mark(name, parameter)
         )
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
@@ -191,15 +194,15 @@ class LocalUpdatesImpl(AlgorithmImpl):
         self._after_step(optimizer, communicates=False)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, communicates: bool) -> None:
-        if optimizer is self.context.bagua_optimizers[-1] and self.step > self.warmup_steps:
-            self.after_local_step(self.step - self.warmup_steps, communicates)
+        kind = self.rounds.kind(self.step)
+        if optimizer is self.context.bagua_optimizers[-1] and kind != "warm-up":
+            self.after_local_step(communicates and kind == "round")
 
-    def after_local_step(self, local_step: int, communicates: bool) -> None:
+    def after_local_step(self, has_round: bool) -> None:
         """Complete a step of the local phase.
 
         Args:
-            local_step: the number of the step, from 1.
-            communicates: whether communication may begin now.
+            has_round: whether its round begins now.
         """
         raise NotImplementedError
 
@@ -253,7 +256,12 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
 
     def __init__(self, process_group: Group, options: LocalSGDAlgorithm) -> None:
         super().__init__(process_group, options)
-        self.agrees_in_nodes = options.hierarchical
+        if options.hierarchical:
+            warmup, local = self.phases
+            self.phases = tuple(
+                replace(traits, in_node=in_node)
+                for traits, in_node in ((warmup, False), (local, True), (local, False))
+            )
         self._parts: list[Sequence[Tensor]] = []
         """The parameters in parts of about the size of a bucket."""
         self._averaging_weights = False
@@ -264,9 +272,9 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
         return self.options.hierarchical and bool(self._past_warmup)
 
     @property
-    def round_stays_in_node(self) -> bool:  # type: ignore[override]
-        """Whether the round is one of gradients inside nodes."""
-        return self._averages_in_nodes and not self._averaging_weights
+    def phase(self) -> int:
+        """0 in the warm-up, 1 after it; 2 in rounds of weights if others stay inside nodes."""
+        return super().phase + (self._averages_in_nodes and self._averaging_weights)
 
     def facts(self) -> list[Fact]:
         """Return the kind of round, too, and the order of weights, which may have changed since the
@@ -325,9 +333,9 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
         """Wait for the gradients, if any are averaged."""
         return bagua_ddp.engine.wait_pending_comm_ops
 
-    def after_local_step(self, local_step: int, communicates: bool) -> None:
+    def after_local_step(self, has_round: bool) -> None:
         """Average the weights if the step is due."""
-        if communicates and (local_step - self.options.offset) % self.options.period == 0:
+        if has_round:
             self._averaging_weights = True
             try:
                 self._average_weights()

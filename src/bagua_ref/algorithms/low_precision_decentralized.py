@@ -14,6 +14,7 @@ from torch import Tensor
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import check_whole, implements
 from bagua_ref.algorithms.state import check_names, check_tensors, communicator_of
+from bagua_ref.algorithms.traits import Rounds, Traits, WithoutBatch
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.buckets.storage import register, registration
 from bagua_ref.comm_ops.decentralized import trade_with_neighbours
@@ -26,25 +27,12 @@ __all__ = ["LowPrecisionDecentralizedAlgorithm", "LowPrecisionDecentralizedAlgor
 class WeightAveragingImpl(AlgorithmImpl):
     """Averaging of weights: gradients stay local, and the buckets hold weights."""
 
-    def check_join(self, divide_by_initial_world_size: bool) -> bool:
-        """Return True: ranks without batches go on averaging their weights.
+    phases: tuple[Traits, ...] = (Traits(own_optimizers=True, without_batch=WithoutBatch.WEIGHTS),)
 
-        Raises:
-            ValueError: divide_by_initial_world_size=False.
-        """
-        if not divide_by_initial_world_size:
-            raise ValueError(
-                f"divide_by_initial_world_size=False: {type(self).__name__} averages weights, and"
-                " ranks without batches have weights, too, so that they count; use"
-                " join(divide_by_initial_world_size=True)"
-            )
-        return True
-
-    def shadow(self, facts: Sequence[int]) -> None:
-        """Average this rank's weights with the others'."""
-        engine = self.context.engine
-        engine.run_round(self.context.bagua_buckets, is_open=True)
-        engine.wait_pending_comm_ops()
+    def __init__(self, process_group: Group, options: Any) -> None:
+        super().__init__(process_group)
+        interval = options.communication_interval
+        self.rounds = Rounds(period=interval, offset=1 % interval)  # the first step averages
 
     def init_backward_hook(
         self, bagua_ddp: TrainingContext
@@ -121,17 +109,11 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
     counted = ("optimizer_steps",)
 
     def __init__(self, process_group: Group, options: LowPrecisionDecentralizedAlgorithm) -> None:
-        super().__init__(process_group)
+        super().__init__(process_group, options)
         self.optimizer_steps = 0
         """Steps that the last optimizer has taken."""
         self._passes_before = 0
         """Backward passes begun before the last round."""
-
-    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return the reason to refuse every other optimizer: nothing would be sent after its
-        steps.
-        """
-        return "low_precision_decentralized sends weights after the steps of those"
 
     def facts(self) -> list[Fact]:
         """Return the optimizer steps, on which the interval hangs, and the backward passes, which
@@ -181,15 +163,13 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
     def init_post_optimizer_step_hook(
         self, bagua_ddp: TrainingContext
     ) -> Callable[[torch.optim.Optimizer], object]:
-        """Average the weights after those steps of the last optimizer, counted from 0, that the
-        interval divides.
-        """
+        """Average the weights after those steps of the last optimizer that have a round."""
 
         def hook(optimizer: torch.optim.Optimizer) -> None:
             if optimizer is not bagua_ddp.bagua_optimizers[-1]:
                 return
-            step, self.optimizer_steps = self.optimizer_steps, self.optimizer_steps + 1
-            if step % self.options.communication_interval == 0:
+            self.optimizer_steps += 1
+            if self.rounds.kind(self.optimizer_steps) == "round":
                 self.mark_ready()
                 self._passes_before = bagua_ddp.backward_passes
                 bagua_ddp.engine.wait_pending_comm_ops()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -15,6 +16,7 @@ from bagua_ref.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua_ref.algorithms.q_adam_optimizer import MomentumBucket, QAdamOptimizer
 from bagua_ref.algorithms.registry import check_bool, implements
 from bagua_ref.algorithms.state import communicator_of
+from bagua_ref.algorithms.traits import Rounds, Traits, WithoutBatch
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.buckets.optimizer_state import align_state
 from bagua_ref.buckets.storage import register
@@ -85,19 +87,16 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
 
     name = "qadam"
 
-    begins_in_forward = True  # the change of phase does (S5.5)
-
     def __init__(self, process_group: Group, options: QAdamAlgorithm) -> None:
         super().__init__(process_group, options)
         self.q_adam_optimizer, self.grad_scaler = options.q_adam_optimizer, options.grad_scaler
-        # it is one of momenta, which stay where no rank uses the parameter
-        self.delivers_error_memory = False
         # the phases send different messages, and the second one changes the momenta
-        self.rounds_are_alike = False
+        traits = Traits(
+            same_replicas=True, own_optimizers=True, without_batch=_without_batch(options)
+        )
+        self.phases = (traits, traits)
         self._compressing: bool | None = None
         """Whether the buckets hold momenta; None before there are any."""
-        self._shadows = False
-        """Whether this rank has no batch, and so not the moments of the others."""
         self._momenta: list[MomentumBucket] = []
 
     @property
@@ -113,108 +112,28 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     @property
     def _past_warmup(self) -> bool:
         """Whether the next step is past the warm-up, so that what counts for it is the momentum."""
-        return self.optimizer_step_id >= self.warmup_steps
+        return self.warmup.past_warmup(self.optimizer_step_id)
+
+    @property
+    def warmup(self) -> Rounds:
+        """The warm-up, which the optimizer knows."""
+        return Rounds(self.warmup_steps, phase="the compressed phase")
+
+    @property
+    def phase(self) -> int:
+        """0 in the warm-up, 1 after it."""
+        return int(bool(self._compressing))
 
     def facts(self) -> list[Fact]:
         """Return the phase, and the steps that decide it."""
         return [
+            self.warmup.fact(bool(self._compressing)),
             Fact(
-                "{is} in {value}", bool(self._compressing), ("the warm-up", "the compressed phase")
+                "{is} at step {value} of the QAdamOptimizer",
+                self.optimizer_step_id,
+                adopt=partial(setattr, self.q_adam_optimizer, "step_id"),
             ),
-            Fact("{is} at step {value} of the QAdamOptimizer", self.optimizer_step_id),
         ]
-
-    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return the reason to refuse every other optimizer: after the warm-up gradients are those
-        of this rank alone.
-        """
-        return (
-            ""
-            if optimizer is self.q_adam_optimizer
-            else "qadam averages the momenta of its own optimizer"
-        )
-
-    def check_join(self, divide_by_initial_world_size: bool) -> bool:
-        """Return True: ranks without batches contribute zero gradients and momenta, which the mean
-        over the others leaves out.
-
-        Raises:
-            NotImplementedError: there is a GradScaler or error memory, or the optimizer was not
-                passed when wrapping.
-            ValueError: divide_by_initial_world_size=True.
-        """
-        if self.options.error_feedback:
-            raise NotImplementedError(
-                "qadam with error_feedback=True cannot train inside join(): ranks without batches"
-                " would have to add what they have left out to a mean that does not count them. Use"
-                " error_feedback=False"
-            )
-        if self.grad_scaler is not None:
-            raise NotImplementedError(
-                "qadam with grad_scaler= cannot train inside join(): an overflow is undone in the"
-                " next round, in which a rank without batches has no momenta. Train without a"
-                " GradScaler, in bfloat16 for example"
-            )
-        if all(
-            optimizer is not self.q_adam_optimizer for optimizer in self.context.bagua_optimizers
-        ):
-            raise NotImplementedError(
-                "qadam can train inside join() only if its optimizer was passed to with_bagua(), so"
-                " that ranks that run out of batches can take over its state"
-            )
-        if divide_by_initial_world_size:
-            raise ValueError(
-                "divide_by_initial_world_size=True: qadam averages momenta after its warm-up, and a"
-                " rank without batches has none; use join(divide_by_initial_world_size=False),"
-                " which divides by the number of ranks that have batches"
-            )
-        return True
-
-    def leave_alone(self, parameters: Sequence[torch.nn.Parameter]) -> Callable[[], None]:
-        """Return a function that puts back the momenta of ``parameters``, and their errors of
-        compression (S2.5).
-        """
-        if not self._compressing:
-            return super().leave_alone(parameters)
-        unused, buckets = set(parameters), self.context.bagua_buckets
-        concerned = [bucket for bucket in buckets if unused & set(bucket.tensors)]
-        for bucket, momentum in zip(buckets, self._momenta, strict=True):
-            if bucket in concerned:
-                momentum.undo_overflow()
-        momenta = {
-            parameter: self.q_adam_optimizer.state[parameter]["exp_avg"].clone()
-            for parameter in unused
-        }
-        memories = [
-            (bucket, memory, memory.kept())
-            for bucket in concerned
-            if (memory := self.memory_of(bucket)) is not None
-        ]
-
-        def put_back() -> None:
-            for parameter, momentum in momenta.items():
-                self.q_adam_optimizer.state[parameter]["exp_avg"].copy_(momentum)
-            for bucket, memory, kept in memories:
-                if memory.kept() is None:  # this rank leads no node
-                    continue
-                start, place = (
-                    0,
-                    communicator_of(self.process_group, self.options.hierarchical).rank(),
-                )
-                for proxy in bucket.tensors:
-                    if proxy in unused:
-                        memory.put_back(kept, start, start + proxy.numel(), place)
-                    start += proxy.numel()
-
-        return put_back
-
-    def shadow(self, facts: Sequence[int]) -> None:
-        """Contribute zeros in the phase in which the other ranks are."""
-        self.q_adam_optimizer.step_id, self._shadows = facts[1], True
-        if self.need_reset():
-            self.context.reset()
-        self._shadows = False
-        super().shadow(facts)
 
     def need_reset(self) -> bool:
         """Return whether the phase is another than that of the buckets: once after the warm-up, or
@@ -242,7 +161,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
             return super().init_tensors(bagua_ddp)
         if (
             freezes
-            and not self._shadows
+            and bagua_ddp.has_batches  # else it has not the moments of the others
             and self.process_group.get_global_communicator().rank() == 0
         ):
             self._warn_of_zeros(parameters)
@@ -263,7 +182,14 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
                 hierarchical=False, average=True, group=self.process_group
             )
             return
-        momentum = MomentumBucket(self.q_adam_optimizer, self.grad_scaler, bucket)
+        momentum = MomentumBucket(
+            self.q_adam_optimizer,
+            self.grad_scaler,
+            bucket,
+            lambda: bagua_ddp.unused,
+            self.memory_of(bucket),
+            communicator_of(self.process_group, self.options.hierarchical).rank(),
+        )
         self._momenta.append(momentum)
         bucket.append_python_op(momentum.update)
         super().init_operations(bagua_ddp, bucket)
@@ -353,6 +279,21 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         )
         if comm.rank() != 0:
             self.q_adam_optimizer.load_state_dict(state)
+
+
+def _without_batch(options: QAdamAlgorithm) -> WithoutBatch | str:
+    """Return what a rank without batches does; as a text, why there can be none."""
+    if options.error_feedback:
+        return (
+            "with error_feedback=True, ranks without batches would have to add what they have left"
+            " out to a mean that does not count them. Use error_feedback=False"
+        )
+    if options.grad_scaler is not None:
+        return (
+            "with grad_scaler=, an overflow is undone in the next round, in which a rank without"
+            " batches has no momenta. Train without a GradScaler, in bfloat16 for example"
+        )
+    return WithoutBatch.ABSENT
 
 
 def _first(listed: list[str]) -> str:

@@ -5,7 +5,7 @@ bucket (S5.5).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim.adam import adam
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.optimizer_state import ensure_grad
 from bagua_ref.buckets.storage import held_by_bucket
+from bagua_ref.comm_ops import ErrorMemory
 
 __all__ = ["BLOCK", "MomentumBucket", "QAdamOptimizer"]
 
@@ -196,14 +197,30 @@ class MomentumBucket:
         optimizer: counts the steps that were taken.
         scaler: whose scale the gradients carry, if there is one.
         bucket: its effective tensors are the momenta.
+        unused: returns the parameters that no rank uses in this round; their momenta, and the
+            errors of compressing these, stay as they are (S2.5).
+        memory: the errors, if they are kept.
+        place: of this rank's chunk among the errors.
     """
 
     def __init__(
-        self, optimizer: QAdamOptimizer, scaler: torch.amp.GradScaler | None, bucket: BaguaBucket
+        self,
+        optimizer: QAdamOptimizer,
+        scaler: torch.amp.GradScaler | None,
+        bucket: BaguaBucket,
+        unused: Callable[[], Collection[Tensor]],
+        memory: ErrorMemory | None,
+        place: int,
     ) -> None:
         self._optimizer, self._scaler = optimizer, scaler
         self._bucket, self._kernels = bucket, bucket.kernels
+        self._unused, self._memory, self._place = unused, memory, place
         self._before: list[Tensor] = []
+        self._kept: list[tuple[int, int, Tensor]] = []
+        """Momenta that no rank uses before the round, each with its index in the bucket and its
+        first element there.
+        """
+        self._errors: tuple[Tensor, Tensor] | None = None
         self._undo_at: int | None = None
         """Go back to ``_before`` first if the optimizer has still taken so many steps: then the
         last one was skipped.
@@ -211,21 +228,22 @@ class MomentumBucket:
         self.overflowed = False
         """Whether the last result did."""
 
-    def undo_overflow(self) -> Tensor:
-        """Go back to the momenta before the last round if the step after it was skipped; return
-        them as one tensor.
-        """
-        momenta = self._bucket.load()[: self._bucket.bytes() // self._bucket.dtype.itemsize]
-        if self._before and self._undo_at == self._optimizer.step_id:
-            torch.cat(self._before, out=momenta)
-            self._copy_back(momenta)
-        self._undo_at = None
-        return momenta
-
     def update(self, bucket_name: str) -> None:
         """``m <- beta1*m + (1-beta1)*g`` on the local gradient (S5.5)."""
-        momenta = self.undo_overflow()
+        momenta = self._bucket.load()[: self._bucket.filled]
+        if self._before and self._undo_at == self._optimizer.step_id:
+            torch.cat(self._before, out=momenta)
+        self._undo_at = None
         self._before = [block.clone() for block in momenta.split(BLOCK)]
+        self._kept, end, unused = [], 0, self._unused()
+        for place, (proxy, layout) in enumerate(
+            zip(self._bucket.tensors, self._bucket.layouts, strict=True)
+        ):
+            start, end = end, end + proxy.numel()
+            if proxy in unused:
+                self._kept.append((place, start, layout.view(momenta[start:end].clone())))
+        if self._kept and self._memory is not None:
+            self._errors = self._memory.kept()
         beta1 = {
             p: group["betas"][0] for group in self._optimizer.param_groups for p in group["params"]
         }
@@ -247,9 +265,6 @@ class MomentumBucket:
             )
             start += len(gradients)
         assert start == len(momenta), "a gradient has as many elements as its momentum"
-        self._copy_back(momenta)
-
-    def _copy_back(self, momenta: Tensor) -> None:
         if not self._bucket.flatten:
             momenta_of = zip(self._bucket.layouts, self._bucket.effective_tensors(), strict=True)
             self._kernels.scatter_flat(
@@ -268,6 +283,11 @@ class MomentumBucket:
                 _gradient(parameter).fill_(torch.nan)
         elif self._scaler is None:
             self._before = []
+        for place, start, momentum in self._kept:
+            self._bucket.effective_tensors()[place].copy_(momentum)
+            # another rank leads the node where there are no errors
+            if self._memory is not None and self._memory.kept() is not None:
+                self._memory.put_back(self._errors, start, start + momentum.numel(), self._place)
 
     def end_round(self, overflowed: bool) -> None:
         """Forget the momenta before the round, unless some overflowed, so that the step to come may

@@ -13,7 +13,6 @@ import torch
 __all__ = [
     "GlobalAlgorithmRegistry",
     "check_bool",
-    "check_join_with_memory",
     "check_optimizers",
     "check_options",
     "check_whole",
@@ -159,16 +158,4 @@ def check_optimizers(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> 
         raise ValueError(
             f"optimizers=[]: {name} counts the steps of the last optimizer; pass the module's"
             " optimizers to with_bagua"
-        )
-
-
-def check_join_with_memory(name: str, divide_by_initial_world_size: bool) -> None:
-    """Raise ValueError if an algorithm that keeps what it left out is to divide by the ranks that
-    have batches.
-    """
-    if not divide_by_initial_world_size:
-        raise ValueError(
-            f"divide_by_initial_world_size=False: {name} also applies what ranks have left out in"
-            " earlier rounds, those without batches included; use"
-            " join(divide_by_initial_world_size=True), or train without memory"
         )

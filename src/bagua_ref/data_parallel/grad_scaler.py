@@ -60,7 +60,7 @@ class GradScaler(torch.amp.GradScaler):
                     "a GradScaler used inside join() must be among its joinables, so that ranks"
                     " without batches take over its scale: join([model, scaler])"
                 )
-            if not algorithm.steps_together or algorithm.replicas_are_equal:
+            if not algorithm.traits.same_steps or algorithm.traits.same_replicas:
                 continue
             overflows = any(found.item() for found in found_inf.values())
             if rounds.announce(STEP, overflows).flag:

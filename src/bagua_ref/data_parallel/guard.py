@@ -131,11 +131,12 @@ class StepGuard:
         if self.known and not any(map(self.holds_parameters, self.known)):
             for known in self.known:
                 self._refuse_outsiders(known, [])
-        why = training.bagua_algorithm.why_refused(optimizer)
-        if why:
+        algorithm = training.bagua_algorithm
+        if algorithm.traits.own_optimizers and optimizer not in algorithm.given_optimizers:
             raise RuntimeError(
                 f"{who} was about to step module {self._module_name!r}, but was not among the"
-                f" optimizers when it was wrapped, and {why}. Call with_bagua() again on every"
+                f" optimizers when it was wrapped, and {algorithm.name} acts on the steps of those"
+                " alone. Call with_bagua() again on every"
                 " rank, with this optimizer in its list (train(): leave the context, and enter"
                 " another one)"
             )
@@ -192,7 +193,7 @@ class StepGuard:
         self._trained.refuse_swapped(in_backward=False)
         since.check(optimizer, self._module_name)
         training = self._training()
-        if not since.late or training is None or not training.bagua_algorithm.replicas_are_equal:
+        if not since.late or training is None or not training.bagua_algorithm.traits.same_replicas:
             return
         for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if since.late.get(id(parameter)) == id(parameter.grad):
@@ -391,7 +392,7 @@ class TrainedParameters:
         """Raise RuntimeError if ``algorithm`` cannot make buckets for new strides; names a
         parameter and its strides.
         """
-        if algorithm.takes_new_strides:
+        if algorithm.background is None:
             return
         before = dict(zip(self._with_strides, self._strides, strict=True))
         name, parameter = next(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bagua_ref.algorithms.traits import WithoutBatch
 from bagua_ref.base.ranks import format_ranks
 from bagua_ref.data_parallel.rounds import BUFFERS, PLAN, ROUND, Announced
 from bagua_ref.data_parallel.state_broadcast import share_object, share_state
@@ -81,7 +82,7 @@ def join(
     joinings = [
         Joining(training, *options, others)
         for training in trainings
-        if training.bagua_algorithm.check_join(options[0])
+        if _waits(training, all_count=options[0])
     ]
     for place, joining in enumerate(joinings):
         joining.begin(takes_others=place == 0)
@@ -99,6 +100,44 @@ def join(
         raise
     for joining in joinings:
         joining.raise_if_early()
+
+
+def _waits(training: ModuleTraining, all_count: bool) -> bool:
+    """Return whether ranks wait for each other, so that ranks without batches have to take part in
+    the others' rounds.
+
+    Raises:
+        NotImplementedError: the algorithm cannot train inside `join`.
+        ValueError: ``divide_by_initial_world_size`` must not be ``all_count``.
+    """
+    algorithm = training.bagua_algorithm
+    traits = algorithm.traits
+    how, divides = traits.without_batch, f"divide_by_initial_world_size={all_count}"
+    if isinstance(how, str):
+        raise NotImplementedError(f"{type(algorithm).__name__} cannot train inside join(): {how}")
+    if any(o not in training.bagua_optimizers for o in algorithm.given_optimizers):
+        raise NotImplementedError(
+            f"{algorithm.name} can train inside join() only if its optimizer was passed to"
+            " with_bagua(), so that ranks that run out of batches can take over its state"
+        )
+    if how is WithoutBatch.WEIGHTS and not all_count:
+        raise ValueError(
+            f"{divides}: {algorithm.name} averages weights, and ranks without batches have weights,"
+            " too, so that they count; use join(divide_by_initial_world_size=True)"
+        )
+    if traits.averages and algorithm.delivers_errors and not all_count:
+        raise ValueError(
+            f"{divides}: {algorithm.name} also applies what ranks have left out in earlier rounds,"
+            " those without batches included; use join(divide_by_initial_world_size=True), or train"
+            " without memory"
+        )
+    if how is WithoutBatch.ABSENT and all_count:
+        raise ValueError(
+            f"{divides}: {algorithm.name} averages momenta after its warm-up, and a rank without"
+            " batches has none; use join(divide_by_initial_world_size=False), which divides by the"
+            " number of ranks that have batches"
+        )
+    return how is not WithoutBatch.NO_ROUNDS
 
 
 def _follow(joinings: Sequence[Joining]) -> None:
@@ -191,7 +230,7 @@ class Joining:
         if not announced.joined:
             return
         training = self.training
-        if training.bagua_algorithm.average and not self._all_count:
+        if training.bagua_algorithm.traits.averages and not self._all_count:
             share = (len(announced.active) + len(announced.joined)) / len(announced.active)
             for bucket in training.bagua_buckets:
                 torch._foreach_mul_(
@@ -211,6 +250,7 @@ class Joining:
                 f"module {training.bagua_module_name!r} was wrapped again or resynchronized inside"
                 " join(); leave the context first"
             )
+        training.has_batches = False
         while (announced := training.rounds.shadow()).active:
             if announced.act == BUFFERS:
                 training.buffers.broadcast(announced.active[0], training.engine.meter)
@@ -228,7 +268,7 @@ class Joining:
         batch in all. Collective.
         """
         self._share_state()
-        self.training.rounds.joining = None
+        self.training.rounds.joining, self.training.has_batches = None, True
 
     def _share_state(self) -> None:
         training, algorithm = self.training, self.training.bagua_algorithm
@@ -241,7 +281,7 @@ class Joining:
         if not shadowed.any():
             return
         training.rounds.steps.clear()  # those of ranks that had batches
-        if algorithm.replicas_are_equal:
+        if algorithm.traits.same_replicas:
             named = training.module.named_parameters()
             parameters = [
                 parameter for name, parameter in named if name not in training.parameters_to_ignore
@@ -258,7 +298,7 @@ class Joining:
     def abort(self, why: str) -> None:
         """End because of a failure, on all ranks."""
         if self.under_way:
-            self.training.rounds.joining = None
+            self.training.rounds.joining, self.training.has_batches = None, True
             self.training.rounds.abort(why)
 
     def raise_if_early(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from bagua_ref.algorithms.base import TrainingContext
+from bagua_ref.buckets.storage import held_by_bucket
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.errors import CommunicationError
 from bagua_ref.groups.communication import broadcast_coalesced
@@ -98,9 +99,8 @@ class UnusedParameters:
         """Parameters that no rank reached, with the gradient of each and a copy of it; None where
         there is no gradient.
         """
-        self._leave_alone: Callable[[], None] | None = None
         group.get_global_communicator()  # all ranks connect now, in the same order
-        if training.bagua_algorithm.agrees_in_nodes:
+        if training.bagua_algorithm.traits.in_node is not None:
             group.get_intra_node_communicator()
 
     def noting(
@@ -133,7 +133,7 @@ class UnusedParameters:
         ]
         for parameter in unused:
             parameter.grad = None
-        self._leave_alone = training.bagua_algorithm.leave_alone(unused) if unused else None
+        training.unused = set(unused)
 
     def agree_without_batch(self) -> None:
         """Tell the other ranks that this one has reached nothing. Collective."""
@@ -144,20 +144,19 @@ class UnusedParameters:
         """Put the gradients back that were set aside, after the round, except where an error memory
         has delivered something.
         """
-        delivers = self._training.bagua_algorithm.delivers_error_memory
+        delivers = self._training.bagua_algorithm.delivers_errors
         for parameter, before in self._set_aside:
-            if delivers and parameter.grad.any():
+            made = held_by_bucket(parameter)
+            if delivers and made is parameter.grad and made is not None and made.any():
                 if before is not None:
-                    parameter.grad.detach().add_(before[1])
+                    made.detach().add_(before[1])
             elif before is None:
                 parameter.grad = None
             else:
                 parameter.grad = before[0]
                 # it may lie in the bucket, which the round has written to
                 before[0].detach().copy_(before[1])
-        if self._leave_alone is not None:
-            self._leave_alone()
-        self._set_aside, self._leave_alone = [], None
+        self._set_aside, self._training.unused = [], ()
 
     def _on_any_rank(self, bits: Sequence[bool]) -> list[bool]:
         """Return for each place whether the bit is set on any rank."""
@@ -165,7 +164,7 @@ class UnusedParameters:
         group = self.group
         comm: Communicator = (
             group.get_intra_node_communicator()
-            if algorithm.round_stays_in_node
+            if algorithm.traits.in_node
             else group.get_global_communicator()
         )
         if comm.nranks() == 1:

@@ -19,7 +19,9 @@ import torch
 from torch.optim import Optimizer
 
 from bagua_ref.algorithms.base import TrainingContext
+from bagua_ref.algorithms.traits import WithoutBatch
 from bagua_ref.base.memory import Layout, bytes_of
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.data_parallel.parameters import UnusedParameters
 from bagua_ref.data_parallel.sharding import local, whole
@@ -66,6 +68,8 @@ _SAME_STEPS = (
     "All ranks must take the same steps: pass the mean of the loss over ranks, for instance, to a"
     " learning rate scheduler that follows the loss"
 )
+_COMMON = 3
+"""Facts of every message, whatever its sender is about to do."""
 _SHOWN = 3
 """Differences between options in a message."""
 
@@ -79,8 +83,8 @@ class Announced(NamedTuple):
         active: the ranks that have batches, as numbers within the group.
         joined: those that have run out of them, inside `bagua_ref.join`.
         flag: whether an active rank has set its flag.
-        facts: if they begin a round, the values of the algorithm's facts on them, and of what else
-            is compared.
+        facts: if they begin a round, the values on them of the algorithm's facts, and of what else
+            is compared after those that tell this.
     """
 
     act: int
@@ -348,7 +352,8 @@ class ModuleRounds(AgreedRounds):
     """
 
     def __init__(self, training: TrainingContext, unused_group: Group | None) -> None:
-        nodes, meter = training.bagua_algorithm.agrees_in_nodes, training.engine.meter
+        nodes = training.bagua_algorithm.traits.in_node is not None
+        meter = training.engine.meter
         super().__init__(
             training.process_group,
             training.bagua_module_name,
@@ -385,16 +390,21 @@ class ModuleRounds(AgreedRounds):
 
     def new_round(self) -> Round:
         """Return the round that begins now."""
-        algorithm = self._training.bagua_algorithm
+        traits = self._training.bagua_algorithm.traits
         same_plan, self._plan_of_last_round = self._plan == self._plan_of_last_round, self._plan
-        alike, in_node = algorithm.rounds_are_alike, algorithm.round_stays_in_node
         facts = self._facts(ROUND)
         self.steps.clear()
-        return AgreedRound(self, facts, alike=alike, same_plan=same_plan, stays_in_node=in_node)
+        return AgreedRound(
+            self,
+            facts,
+            alike=traits.alike_rounds,
+            same_plan=same_plan,
+            stays_in_node=bool(traits.in_node),
+        )
 
     def add_step(self, optimizer: Optimizer, trained: Container[int], passed: bool) -> None:
         """Let the next round compare a step if ranks step alike; arguments as `TakenSteps.add`."""
-        if not self.alone and self._training.bagua_algorithm.replicas_are_equal:
+        if not self.alone and self._training.bagua_algorithm.traits.same_replicas:
             self.steps.add(optimizer, trained, passed)
 
     def announce(self, act: int, flag: bool = False) -> Announced:
@@ -419,9 +429,8 @@ class ModuleRounds(AgreedRounds):
         """Announce to the other ranks that this one has no more batches, and take part in the round
         that they begin, if they do.
         """
-        training = self._training
-        algorithm, facts = training.bagua_algorithm, self._facts(JOINED)
-        alike = algorithm.rounds_are_alike
+        training, facts = self._training, self._facts(JOINED)
+        alike = training.bagua_algorithm.traits.alike_rounds
 
         def begin() -> Comparison:
             comparison = self.compare(facts)
@@ -435,10 +444,25 @@ class ModuleRounds(AgreedRounds):
             if announced.act == ROUND:
                 if self.unused is not None and announced.facts[-1]:
                     self.unused.agree_without_batch()
-                algorithm.shadow(announced.facts[: len(algorithm.facts())])
+                for fact, value in zip(facts[_COMMON:], announced.facts, strict=True):
+                    if fact.adopt is not None:
+                        fact.adopt(value)
+                self._run_without_batch()
                 if alike:
                     training.engine.run(lambda: comparison.check(self._no_digest))
         return announced
+
+    def _run_without_batch(self) -> None:
+        """Contribute zeros to every bucket, or this rank's weights where these are averaged."""
+        training, engine = self._training, self._training.engine
+        if training.bagua_algorithm.need_reset():
+            training.reset()
+        if training.bagua_algorithm.traits.without_batch is WithoutBatch.WEIGHTS:
+            engine.run_round(training.bagua_buckets, is_open=True)
+            engine.wait_pending_comm_ops()
+        else:
+            engine.run(lambda: [*map(BaguaBucket.shadow, training.bagua_buckets)])
+        training._post_backward_hook()
 
     def end_round(self) -> None:
         """Complete a round inside `bagua_ref.join`, and restore parameters that no rank has
@@ -467,6 +491,7 @@ class ModuleRounds(AgreedRounds):
         """
         training = self._training
         algorithm, optimizers = training.bagua_algorithm, training.bagua_optimizers
+        traits = algorithm.traits
         facts = [
             Fact("{is} about to {value}", act, _ACTS),
             Fact(
@@ -476,16 +501,17 @@ class ModuleRounds(AgreedRounds):
             ),
             Fact("{has} buckets of plan {value}", self._plan),
         ]
-        common = len(facts)
         facts += algorithm.facts()
-        if algorithm.steps_together:
+        if traits.same_steps:
             several = len(optimizers) > 1
             for place, (optimizer, steps) in enumerate(
                 zip(optimizers, training.steps_of_optimizers, strict=True)
             ):
                 which = f" of optimizer {place}, {type(optimizer).__name__}" if several else ""
-                facts.append(Fact(f"{{has}} taken {{value}} optimizer steps{which}", steps))
-        facts += self.steps.facts(act == ROUND and algorithm.replicas_are_equal)
+                sentence = f"{{has}} taken {{value}} optimizer steps{which}"
+                adopt = partial(training.steps_of_optimizers.__setitem__, place)
+                facts.append(Fact(sentence, steps, adopt=adopt))
+        facts += self.steps.facts(act == ROUND and traits.same_replicas)
         # then the ranks agree on unused parameters before the round ends
         if self.unused is not None:
             facts.append(
@@ -498,7 +524,7 @@ class ModuleRounds(AgreedRounds):
         return (
             facts
             if act == ROUND
-            else [*facts[:common], *(fact._replace(value=UNSAID) for fact in facts[common:])]
+            else [*facts[:_COMMON], *(fact._replace(value=UNSAID) for fact in facts[_COMMON:])]
         )
 
     def digest(self) -> Fact | None:
@@ -531,4 +557,6 @@ class ModuleRounds(AgreedRounds):
 
     def _no_digest(self) -> Fact | None:
         """As `digest`, but say nothing."""
-        return Fact(_DIGEST, UNSAID) if self._training.bagua_algorithm.replicas_are_equal else None
+        return (
+            Fact(_DIGEST, UNSAID) if self._training.bagua_algorithm.traits.same_replicas else None
+        )

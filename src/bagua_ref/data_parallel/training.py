@@ -166,7 +166,7 @@ class ModuleTraining(TrainingContext):
         self.rounds = ModuleRounds(
             self, group.sibling() if options.find_unused_parameters else None
         )
-        if self.bagua_algorithm.replicas_are_equal:
+        if self.bagua_algorithm.traits.same_replicas:
             warn_of_drift(
                 [parameter for _, parameter in self._named],
                 self.bagua_optimizers,
@@ -263,7 +263,7 @@ class ModuleTraining(TrainingContext):
         )
 
     def _module_loaded(self, *_: object) -> None:
-        self.bagua_algorithm.model_loaded()
+        self.loads += 1
         self.rounds.note_load()
 
     def _optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:
@@ -318,7 +318,6 @@ class ModuleTraining(TrainingContext):
         self._passes.begin(synchronized, in_backward)
         self.bagua_train_step_counter = self._train_steps + 1
         self.engine.meter.step = self.engine.meter.steps + 1
-        self.bagua_algorithm.begin_forward()
         if synchronized and self._parameters.have_new_strides():
             self._parameters.check_new_strides(self.bagua_algorithm)
             self.rounds.announce(PLAN)
@@ -332,7 +331,7 @@ class ModuleTraining(TrainingContext):
             self._forward_pre_hook(input)
 
     def _broadcast_buffers(self) -> None:
-        if self.bagua_algorithm.ranks_in_step:
+        if self.bagua_algorithm.traits.same_forwards:
             source = 0 if self.rounds.joining is None else self.rounds.announce(BUFFERS).active[0]
             self.buffers.broadcast(source, self.engine.meter)
 
@@ -340,7 +339,7 @@ class ModuleTraining(TrainingContext):
         """Return whether training forward passes outside `no_sync` begin with a broadcast of
         buffers.
         """
-        return self.buffers.are_broadcast() and self.bagua_algorithm.ranks_in_step
+        return self.buffers.are_broadcast() and self.bagua_algorithm.traits.same_forwards
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         refuse_in_child(self._pid)
@@ -356,7 +355,8 @@ class ModuleTraining(TrainingContext):
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         counts = self._guard.after_step(optimizer)
         before = self._guard.before
-        if not (before.gradients if self.bagua_algorithm.steps_follow_backward else counts):
+        follows = self.bagua_algorithm.traits.steps_follow_backward
+        if not (before.gradients if follows else counts):
             return
         self.steps_of_optimizers[self.bagua_optimizers.index(optimizer)] += 1
         self.rounds.add_step(optimizer, self._guard.parameters, passed=True)
@@ -450,7 +450,7 @@ class ModuleTraining(TrainingContext):
         if not self.module.training:
             return "began while the module was in eval mode"
         if self._guard.unstepped or (
-            not self.bagua_optimizers and not self.bagua_algorithm.begins_in_forward
+            not self.bagua_optimizers and not self.bagua_algorithm.in_forward
         ):
             return None
         return (

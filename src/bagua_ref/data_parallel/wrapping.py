@@ -20,6 +20,7 @@ from bagua_ref.algorithms import (
     QAdamOptimizer,
 )
 from bagua_ref.algorithms.base import Algorithm
+from bagua_ref.algorithms.decentralized import WEIGHTS_AVERAGED, DecentralizedAlgorithmImpl
 from bagua_ref.backends import get_backend
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import current_world
@@ -202,10 +203,10 @@ def train(
         context = context_of(model)
         if (
             context is not None
-            and context.bagua_algorithm.why_one_backward
+            and isinstance(context.bagua_algorithm, DecentralizedAlgorithmImpl)
             and "modified by an inplace operation" in str(error)
         ):
-            raise RuntimeError(context.bagua_algorithm.why_one_backward) from error
+            raise RuntimeError(WEIGHTS_AVERAGED) from error
         raise
     finally:
         if (context := context_of(model)) is not None:

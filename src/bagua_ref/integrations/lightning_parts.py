@@ -108,7 +108,7 @@ def _suspended(contexts: Sequence[ModuleTraining]) -> Iterator[None]:
 
 def _has_own_state(context: ModuleTraining) -> bool:
     """Return whether weights or the algorithm's state belong to single ranks."""
-    return not context.bagua_algorithm.replicas_are_equal or bool(
+    return not context.bagua_algorithm.traits.same_replicas or bool(
         context.bagua_algorithm.rank_state
     )
 

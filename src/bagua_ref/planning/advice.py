@@ -109,7 +109,8 @@ class Candidate:
     @property
     def equal_ranks(self) -> bool:
         """Whether all ranks have the same weights after every step."""
-        return getattr(self.plan.algorithm.implementation, "replicas_are_equal", False) is True
+        phases = getattr(self.plan.algorithm.implementation, "phases", ())
+        return bool(phases) and phases[-1].same_replicas
 
 
 _STEPS = r"took (\d+) steps, with gradient_allreduce (\d+)"

@@ -503,9 +503,9 @@ def _shortened(algorithm: Any, parameters: Sequence[Tensor]) -> tuple[Any, list[
             known = inspect.signature(type(value)).parameters
             options = {key: option for key, option in options.items() if key in known}
             optimizers.append(type(value)(parameters, **options))
-            setattr(found, name, optimizers[-1])
+            vars(found)[name] = optimizers[-1]  # options are frozen
         elif name == "warmup_steps" and value:
-            found.warmup_steps = 1
+            vars(found)[name] = 1
     return found, optimizers or [torch.optim.SGD(parameters, lr=0.0, foreach=True)]
 
 

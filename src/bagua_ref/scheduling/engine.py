@@ -58,6 +58,8 @@ class Fact(NamedTuple):
         names: what the values 0, 1, ... mean, if they are no quantities.
         explain: returns what the number is a checksum of, as texts by sentence, as above, and what
             follows the last one; None: it is no checksum.
+        adopt: sets the number on a rank without batches, from that of the others in
+            `bagua_ref.join`; None: such a rank need not know it.
 
     >>> Fact("{is} in {value}", 1, ("warm-up", "the compressed phase")).about([1, 3], 0)
     'ranks 1, 3 are in warm-up'
@@ -67,6 +69,7 @@ class Fact(NamedTuple):
     value: int
     names: tuple[str, ...] = ()
     explain: Callable[[], dict[tuple[str, str], str]] | None = None
+    adopt: Callable[[int], object] | None = None
 
     def about(self, ranks: Sequence[int], value: int) -> str:
         """Return the sentence about ``ranks``, on which the number is ``value``."""

@@ -1,0 +1,95 @@
+"""What an algorithm says of itself: its traits in each phase, and when its rounds come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from bagua_ref.scheduling.engine import Fact
+
+__all__ = ["Rounds", "Traits", "WithoutBatch"]
+
+
+class WithoutBatch(Enum):
+    """What a rank without batches contributes to the rounds of the others in `bagua_ref.join`."""
+
+    ZEROS = "zeros, which may count in the mean"
+    ABSENT = "zeros, which the mean over the others leaves out"
+    WEIGHTS = "its weights, which go on being averaged"
+    NO_ROUNDS = "nothing: ranks do not wait for each other"
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What holds of an algorithm in one of its phases.
+
+    Attributes:
+        averages: the buckets' result is the mean over ranks of what they contribute, not the sum.
+        same_forwards: all ranks run the same training forward passes, so that buffers can be
+            broadcast before them.
+        same_steps: all ranks take the same optimizer steps.
+        same_replicas: weights and optimizer state are equal on all ranks; if so, they are compared
+            after a state was loaded.
+        alike_rounds: every round sends the same messages and changes nothing but gradients. Then
+            buckets run while the ranks still compare what they are about to do, and waiting for
+            the round raises if they differ; otherwise the first bucket waits for the comparison.
+        in_node: whether rounds communicate inside nodes only, so that nodes need not compare; None:
+            no round of any phase does.
+        steps_follow_backward: an optimizer step that no backward pass of the module preceded counts
+            as none of the training's.
+        own_optimizers: only optimizers that were passed when wrapping, or are among the algorithm's
+            options, may step the parameters.
+        without_batch: what a rank without batches does in `bagua_ref.join`, or, as a text, why the
+            algorithm cannot train there.
+    """
+
+    averages: bool = True
+    same_forwards: bool = True
+    same_steps: bool = True
+    same_replicas: bool = False
+    alike_rounds: bool = False
+    in_node: bool | None = None
+    steps_follow_backward: bool = False
+    own_optimizers: bool = False
+    without_batch: WithoutBatch | str = (
+        "its Traits.without_batch does not say what a rank without batches contributes. Set it, or"
+        " use gradient_allreduce, bytegrad, decentralized or low_precision_decentralized"
+    )
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The steps of a training that are its warm-up, and those after which a round follows.
+
+    Steps t are counted from 1. A round follows if t > warmup and ``(t - warmup - offset) mod period
+    = 0``.
+
+    Args:
+        warmup: the steps of the warm-up.
+        period: steps from one round to the next.
+        offset: from 0 to period - 1. With 0, step ``period`` after the warm-up is the first with a
+            round; with 1, the first step is.
+        phase: the name of what follows the warm-up, for messages.
+
+    >>> [Rounds(warmup=1, period=2).kind(step) for step in range(1, 6)]
+    ['warm-up', 'local', 'round', 'local', 'round']
+    """
+
+    warmup: int = 0
+    period: int = 1
+    offset: int = 0
+    phase: str = "the local phase"
+
+    def past_warmup(self, taken: int) -> bool:
+        """Return whether the step after ``taken`` steps is past the warm-up."""
+        return taken >= self.warmup
+
+    def kind(self, step: int) -> str:
+        """Return "warm-up", "local" if nothing follows the step, or "round"."""
+        if step <= self.warmup:
+            return "warm-up"
+        return "local" if (step - self.warmup - self.offset) % self.period else "round"
+
+    def fact(self, past_warmup: bool) -> Fact:
+        """Return the phase, which ranks compare."""
+        return Fact("{is} in {value}", int(past_warmup), ("the warm-up", self.phase))
