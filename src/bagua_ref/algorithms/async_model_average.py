@@ -28,7 +28,7 @@ from bagua_ref.types import Group
 __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl", "State"]
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class AsyncModelAverageAlgorithm(Algorithm):
     """Weights are averaged in the background, at intervals of time, while every rank trains at its
     own speed (S5.6, S3.6).
@@ -78,7 +78,6 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     """
 
     name = "async"
-    options: AsyncModelAverageAlgorithm
     # the warm-up, its end, and after it
     phases = (
         Traits(same_replicas=True, own_optimizers=True, without_batch=WithoutBatch.ZEROS),
@@ -91,10 +90,17 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         ),
     )
 
-    def __init__(self, process_group: Group, options: AsyncModelAverageAlgorithm) -> None:
-        super().__init__(process_group)
-        self.warmup = Rounds(options.warmup_steps)
-        self._warming_up = options.warmup_steps > 0
+    def __init__(
+        self,
+        process_group: Group,
+        peer_selection_mode: str = "all",
+        sync_interval_ms: float = 500,
+        warmup_steps: int = 0,
+    ) -> None:
+        options = AsyncModelAverageAlgorithm(peer_selection_mode, sync_interval_ms, warmup_steps)
+        super().__init__(process_group, options)
+        self.warmup = Rounds(warmup_steps)
+        self._warming_up = warmup_steps > 0
         self._weight_buckets: list[BaguaBucket] = []
 
     @property

@@ -42,6 +42,7 @@ class TrainingContext(NotCopied):
         bagua_optimizers: as passed when wrapping.
         bagua_train_step_counter: training forward passes begun so far; the current step is one
             less.
+        algorithm: as passed when wrapping.
         bagua_algorithm: the implementation in use.
         steps_of_optimizers: the steps that each optimizer has taken.
         backward_passes: those begun outside `no_sync`.
@@ -61,6 +62,7 @@ class TrainingContext(NotCopied):
     bagua_buckets: list[BaguaBucket]
     bagua_optimizers: list[torch.optim.Optimizer]
     bagua_train_step_counter: int
+    algorithm: Algorithm
     bagua_algorithm: AlgorithmImpl
     steps_of_optimizers: list[int]
     backward_passes = 0
@@ -113,6 +115,11 @@ class TrainingContext(NotCopied):
         """
         raise NotImplementedError(f"the buckets of {self.bagua_module_name!r} cannot be made again")
 
+    def take_strides(self) -> None:
+        """Make new buckets if the strides of parameters have changed, as by
+        ``model.to(memory_format=...)``; collective where they have (S2.3).
+        """
+
     def reshard(self) -> None:
         """If the module is sharded, let its next forward pass gather the weights anew, as they have
         changed.
@@ -136,13 +143,11 @@ class AlgorithmImpl(NotCopied):
 
     Args:
         process_group: the group to communicate in.
+        options: the algorithm that it implements, with its options.
     """
 
-    def __init__(self, process_group: Group) -> None:
-        self.process_group = process_group
-
-    options: Any = None
-    """The algorithm that it implements, with its options."""
+    def __init__(self, process_group: Group, options: Any = None) -> None:
+        self.process_group, self.options = process_group, options
 
     _context: weakref.ref[TrainingContext] | None = None
     """The training that this implementation takes part in; set when a module is wrapped."""
@@ -214,12 +219,6 @@ class AlgorithmImpl(NotCopied):
     def delivers_errors(self) -> bool:
         """Whether rounds also deliver what this rank has left out in earlier ones."""
         return not self.rank_state.isdisjoint(self.stores)
-
-    @property
-    def given_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers among its options."""
-        options = getattr(self.options, "__dict__", {})
-        return [value for value in options.values() if isinstance(value, torch.optim.Optimizer)]
 
     def replicas(self) -> list[tuple[Tensor, list[torch.optim.Optimizer]]]:
         """Return the tensors that are equal on all ranks and compared after a state was loaded,
@@ -435,7 +434,11 @@ class Algorithm:
         """Return an implementation that communicates in ``process_group``."""
         if self.implementation is None:
             raise NotImplementedError(f"{type(self).__name__} must define reify(process_group)")
-        return self.implementation(process_group, self)
+        return self.implementation(process_group, **vars(self))
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers among the options."""
+        return [value for value in vars(self).values() if isinstance(value, torch.optim.Optimizer)]
 
     def settings(self) -> dict[str, Any]:
         """Return the numbers, strings and lists among the options, which must be equal on all
@@ -462,9 +465,6 @@ class Algorithm:
         check_options(name, make, kwargs)
         algorithm: Algorithm = make(**kwargs)
         return algorithm
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
 def _nothing(*_: object) -> None:

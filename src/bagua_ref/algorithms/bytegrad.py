@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +21,7 @@ from bagua_ref.types import Group
 __all__ = ["ByteGradAlgorithm", "ByteGradAlgorithmImpl"]
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class ByteGradAlgorithm(Algorithm):
     """Gradients are summed or averaged over all ranks in compressed chunks (S5.2, S3.2).
 
@@ -70,17 +69,28 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         Traits(same_replicas=True, alike_rounds=True, without_batch=WithoutBatch.ZEROS),
     )
 
-    def __init__(self, process_group: Group, options: Any) -> None:
-        super().__init__(process_group)
-        self.average = options.average
+    def __init__(
+        self,
+        process_group: Group,
+        hierarchical: bool = True,
+        average: bool = True,
+        *,
+        compression: str = "MinMaxUInt8",
+        error_feedback: bool = False,
+    ) -> None:
+        options = ByteGradAlgorithm(
+            hierarchical, average, compression=compression, error_feedback=error_feedback
+        )
+        super().__init__(process_group, options)
+        self.average = average
         self.error_memories = ErrorMemories(self.name, process_group)
-        if options.error_feedback:
+        if error_feedback:
             self.stores, self.rank_state = (
                 {"memories": self.error_memories},
                 frozenset({"memories"}),
             )
         # a round changes error memory, too
-        alike = not options.error_feedback
+        alike = not error_feedback
         self.phases = (replace(self.phases[0], averages=self.average, alike_rounds=alike),)
 
     def tensors_to_buckets(

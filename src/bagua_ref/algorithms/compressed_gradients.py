@@ -51,7 +51,7 @@ class CompressedGradientsImpl(AlgorithmImpl):
     counted = ("rounds",)
 
     def __init__(self, process_group: Group, options: Any, has_memory: bool) -> None:
-        super().__init__(process_group)
+        super().__init__(process_group, options)
         self.warmup = Rounds(options.warmup_steps, phase="the compressed phase")
         self.has_memory = has_memory
         self.rounds = 0

@@ -44,7 +44,7 @@ WEIGHTS_AVERAGED = (
 )
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class DecentralizedAlgorithm(Algorithm):
     """Each rank trains on its own gradients, and averages its weights with all ranks or along a
     graph (S5.3, S3.4, S13).
@@ -110,7 +110,14 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         for own in (True, False)
     )
 
-    def __init__(self, process_group: Group, options: DecentralizedAlgorithm) -> None:
+    def __init__(
+        self,
+        process_group: Group,
+        hierarchical: bool = True,
+        peer_selection_mode: PeerSelection = "all",
+        communication_interval: int = 1,
+    ) -> None:
+        options = DecentralizedAlgorithm(hierarchical, peer_selection_mode, communication_interval)
         super().__init__(process_group, options)
         self._averaging = False
         """Whether the last training forward pass marked the weights ready, and no backward pass has

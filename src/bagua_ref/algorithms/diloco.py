@@ -41,7 +41,7 @@ from bagua_ref.types import Group
 __all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl"]
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class DiLoCoAlgorithm(Algorithm):
     """Every rank trains on its own gradients; now and then an outer optimizer moves shared global
     weights (S9.2 to S9.6).
@@ -126,7 +126,7 @@ class DiLoCoAlgorithm(Algorithm):
                 "error_feedback=True keeps what compression leaves out, and compression is None;"
                 " name a codec"
             )
-        self.fragments = checked_fragments(self.fragments)
+        object.__setattr__(self, "fragments", checked_fragments(self.fragments))
         self.schedule()  # raises if these do not fit together
 
     def schedule(self) -> FragmentSchedule:
@@ -171,15 +171,15 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
     }
     counted = ("outer_steps",)
 
-    def __init__(self, process_group: Group, options: DiLoCoAlgorithm) -> None:
-        super().__init__(process_group, options)
+    def __init__(self, process_group: Group, **options: Any) -> None:
+        super().__init__(process_group, DiLoCoAlgorithm(**options))
         self.error_memories = ErrorMemories(self.name, process_group)
-        if options.error_feedback:
+        if self.options.error_feedback:
             self.stores, self.rank_state = (
                 {"memories": self.error_memories},
                 frozenset({"memories"}),
             )
-        self.schedule = options.schedule()
+        self.schedule = self.options.schedule()
         self._fragments: list[Fragment] = []
         self._taken = False
         """Whether g has been taken from the weights, or loaded."""

@@ -13,7 +13,7 @@ from bagua_ref.types import Group
 __all__ = ["GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class GradientAllReduceAlgorithm(Algorithm):
     """Gradients are summed or averaged over all ranks in full precision (S5.1, S3.1).
 
@@ -38,10 +38,12 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     # all ranks step with the same gradients, and every round all-reduces all buckets
     phases = (Traits(same_replicas=True, alike_rounds=True, without_batch=WithoutBatch.ZEROS),)
 
-    def __init__(self, process_group: Group, options: GradientAllReduceAlgorithm) -> None:
-        super().__init__(process_group)
-        self.hierarchical, self.average = options.hierarchical, options.average
-        self.phases = (replace(self.phases[0], averages=self.average),)
+    def __init__(
+        self, process_group: Group, hierarchical: bool = False, average: bool = True
+    ) -> None:
+        super().__init__(process_group, GradientAllReduceAlgorithm(hierarchical, average))
+        self.hierarchical, self.average = hierarchical, average
+        self.phases = (replace(self.phases[0], averages=average),)
 
     def init_operations(self, _: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.1."""

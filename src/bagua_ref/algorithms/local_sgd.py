@@ -5,7 +5,6 @@ steps; the base of diloco (S9.1).
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -16,7 +15,6 @@ from torch import Tensor
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.algorithms.traits import Rounds, Traits
-from bagua_ref.base.memory import Layout
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.storage import register, registration
 from bagua_ref.comm_ops import CentralizedFullPrecision
@@ -26,7 +24,10 @@ from bagua_ref.types import Group
 __all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl", "LocalUpdatesImpl", "norms_of"]
 
 
-@dataclass(eq=False, repr=False)
+_KINDS = ("gradients", "weights")
+
+
+@dataclass(frozen=True, eq=False)
 class LocalSGDAlgorithm(Algorithm):
     """Every rank trains on its own gradients; every ``period`` optimizer steps, weights become
     their mean over ranks (S9.1).
@@ -114,7 +115,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
     kind_of_bucket: ClassVar[type[BaguaBucket]] = BaguaBucket
 
     def __init__(self, process_group: Group, options: Any) -> None:
-        super().__init__(process_group)
+        super().__init__(process_group, options)
         self.rounds = options.rounds()
         self._past_warmup: bool | None = None
         """Whether the buckets are those of the local phase; None before there are any."""
@@ -254,9 +255,9 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
     name = "local_sgd"
     kind_of_bucket = _Averaged
 
-    def __init__(self, process_group: Group, options: LocalSGDAlgorithm) -> None:
-        super().__init__(process_group, options)
-        if options.hierarchical:
+    def __init__(self, process_group: Group, **options: Any) -> None:
+        super().__init__(process_group, LocalSGDAlgorithm(**options))
+        if self.options.hierarchical:
             warmup, local = self.phases
             self.phases = tuple(
                 replace(traits, in_node=in_node)
@@ -277,26 +278,9 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
         return super().phase + (self._averages_in_nodes and self._averaging_weights)
 
     def facts(self) -> list[Fact]:
-        """Return the kind of round, too, and the order of weights, which may have changed since the
-        last forward pass.
-        """
-        weights = (
-            [str(Layout.of(weight)) for part in self._parts for weight in part]
-            if self._averaging_weights
-            else []
-        )
-        return [
-            *super().facts(),
-            Fact(
-                "{is} about to average {value}",
-                int(self._averaging_weights),
-                ("gradients", "weights"),
-            ),
-            Fact(
-                "{has} weights with shapes and strides of checksum {value}",
-                zlib.crc32(repr(weights).encode()),
-            ),
-        ]
+        """Return the kind of round, too."""
+        kind = int(self._averaging_weights)
+        return [*super().facts(), Fact("{is} about to average {value}", kind, _KINDS)]
 
     def tensors_to_buckets(
         self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool
@@ -336,6 +320,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
     def after_local_step(self, has_round: bool) -> None:
         """Average the weights if the step is due."""
         if has_round:
+            self.context.take_strides()  # they may have changed since the last forward pass
             self._averaging_weights = True
             try:
                 self._average_weights()

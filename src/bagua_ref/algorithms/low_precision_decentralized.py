@@ -30,7 +30,7 @@ class WeightAveragingImpl(AlgorithmImpl):
     phases: tuple[Traits, ...] = (Traits(own_optimizers=True, without_batch=WithoutBatch.WEIGHTS),)
 
     def __init__(self, process_group: Group, options: Any) -> None:
-        super().__init__(process_group)
+        super().__init__(process_group, options)
         interval = options.communication_interval
         self.rounds = Rounds(period=interval, offset=1 % interval)  # the first step averages
 
@@ -65,7 +65,7 @@ def check_count(what: str, entries: Sequence[Any], buckets: Sequence[BaguaBucket
         )
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class LowPrecisionDecentralizedAlgorithm(Algorithm):
     """Averages weights with the two ring neighbours after each optimizer step, and sends changes
     compressed (S5.4).
@@ -99,6 +99,29 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
         check_whole("communication_interval", self.communication_interval, 1)
         check_compression(self.compression)
 
+    def check(
+        self,
+        parameters: list[tuple[str, torch.nn.Parameter]],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        """Refuse a fused optimizer, and parameters that no optimizer holds (S5.4)."""
+        for optimizer in optimizers:
+            if getattr(optimizer, "_bagua_fused_optimizer", None) is not None:
+                raise ValueError(
+                    f"optimizers hold a fused {type(optimizer).__name__}, which"
+                    " low_precision_decentralized does not take; pass the optimizer without"
+                    " fuse_optimizer()"
+                )
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        held = {id(parameter) for group in groups for parameter in group}
+        loose = [name for name, parameter in parameters if id(parameter) not in held]
+        if loose:
+            raise ValueError(
+                f"no optimizer passed to with_bagua holds {', '.join(map(repr, loose))};"
+                " low_precision_decentralized averages weights after their optimizer's step. Pass"
+                " that optimizer, or list the names in module._bagua_params_and_buffers_to_ignore"
+            )
+
 
 @implements(LowPrecisionDecentralizedAlgorithm)
 class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
@@ -108,7 +131,17 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
     rank_state = frozenset({"ring", "replicas"})
     counted = ("optimizer_steps",)
 
-    def __init__(self, process_group: Group, options: LowPrecisionDecentralizedAlgorithm) -> None:
+    def __init__(
+        self,
+        process_group: Group,
+        hierarchical: bool = True,
+        communication_interval: int = 1,
+        *,
+        compression: str = "MinMaxUInt8",
+    ) -> None:
+        options = LowPrecisionDecentralizedAlgorithm(
+            hierarchical, communication_interval, compression=compression
+        )
         super().__init__(process_group, options)
         self.optimizer_steps = 0
         """Steps that the last optimizer has taken."""
@@ -124,15 +157,6 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
             Fact("{has} taken {value} steps with the last optimizer", self.optimizer_steps),
             Fact("{has} run {value} backward passes since the last round", passes),
         ]
-
-    def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
-        """Return the weights, last layer first.
-
-        Raises:
-            ValueError: no optimizer holds one of them, or an optimizer is fused.
-        """
-        _check_optimizers(bagua_ddp)
-        return super().init_tensors(bagua_ddp)
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.5; the replicas are ``bucket._weight``, ``_left_peer_weight`` and
@@ -253,27 +277,3 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
 
 def _replicas(bucket: BaguaBucket) -> list[Tensor]:
     return [bucket._weight, bucket._left_peer_weight, bucket._right_peer_weight]
-
-
-def _check_optimizers(context: TrainingContext) -> None:
-    """Raise ValueError for a fused optimizer, and for parameters that no optimizer holds (S5.4)."""
-    for optimizer in context.bagua_optimizers:
-        if getattr(optimizer, "_bagua_fused_optimizer", None) is not None:
-            raise ValueError(
-                f"optimizers hold a fused {type(optimizer).__name__}, which"
-                " low_precision_decentralized does not take; pass the optimizer without"
-                " fuse_optimizer()"
-            )
-    held = {
-        id(p)
-        for optimizer in context.bagua_optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    loose = [name for name, parameter in context.bagua_build_params() if id(parameter) not in held]
-    if loose:
-        raise ValueError(
-            f"no optimizer passed to with_bagua holds {', '.join(map(repr, loose))};"
-            " low_precision_decentralized averages weights after their optimizer's step. Pass that"
-            " optimizer, or list the names in module._bagua_params_and_buffers_to_ignore"
-        )

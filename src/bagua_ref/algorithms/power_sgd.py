@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ __all__ = ["PowerSGDAlgorithm", "PowerSGDAlgorithmImpl"]
 _MEMORIES = ("local", "averaged", None)
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class PowerSGDAlgorithm(Algorithm):
     """Gradients are averaged as products of two thin matrices, and what these leave out is added to
     the next gradients (S10).
@@ -106,8 +106,9 @@ class PowerSGDAlgorithmImpl(CompressedGradientsImpl):
 
     name = "powersgd"
 
-    def __init__(self, process_group: Group, options: PowerSGDAlgorithm) -> None:
-        super().__init__(process_group, options, has_memory=options.memory is not None)
+    def __init__(self, process_group: Group, **options: Any) -> None:
+        made = PowerSGDAlgorithm(**options)
+        super().__init__(process_group, made, has_memory=made.memory is not None)
         self._places: dict[str, int] = {}
         """i of each parameter: its place in the order in which parameters enter buckets."""
 

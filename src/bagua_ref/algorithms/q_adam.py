@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import cast
@@ -21,7 +21,7 @@ from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.buckets.optimizer_state import align_state
 from bagua_ref.buckets.storage import register
 from bagua_ref.scheduling.engine import Fact
-from bagua_ref.types import Group, ReduceOp
+from bagua_ref.types import Group
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 
@@ -29,7 +29,7 @@ _LISTED = 10
 """Parameters that a warning names."""
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class QAdamAlgorithm(Algorithm):
     """Adam with exact gradients in warm-up, then with momenta averaged in compressed chunks, v
     frozen (S5.5, S3.2).
@@ -63,8 +63,6 @@ class QAdamAlgorithm(Algorithm):
     compression: str = "MinMaxUInt8"
     error_feedback: bool = False
 
-    average = True
-
     def __post_init__(self) -> None:
         check_compression(self.compression)
         check_bool("error_feedback", self.error_feedback)
@@ -78,6 +76,27 @@ class QAdamAlgorithm(Algorithm):
                 f"grad_scaler={self.grad_scaler!r} must be a torch.amp.GradScaler or None"
             )
 
+    def check(
+        self,
+        parameters: list[tuple[str, torch.nn.Parameter]],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        """Refuse parameters that the optimizer lacks, and float64, which cannot be compressed."""
+        held = {p for group in self.q_adam_optimizer.param_groups for p in group["params"]}
+        missing = [name for name, p in parameters if p not in held]
+        if missing:
+            raise ValueError(
+                f"q_adam_optimizer does not hold parameter {', '.join(map(repr, missing))} of the"
+                " module; add what is missing to it, freeze it, or list it in"
+                " module._bagua_params_and_buffers_to_ignore"
+            )
+        for name, parameter in parameters:
+            if parameter.dtype is torch.float64:
+                raise TypeError(
+                    f"parameter {name!r} is float64, which cannot be compressed; qadam takes"
+                    " float16, bfloat16 or float32"
+                )
+
 
 @implements(QAdamAlgorithm)
 class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
@@ -87,9 +106,27 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
 
     name = "qadam"
 
-    def __init__(self, process_group: Group, options: QAdamAlgorithm) -> None:
-        super().__init__(process_group, options)
-        self.q_adam_optimizer, self.grad_scaler = options.q_adam_optimizer, options.grad_scaler
+    def __init__(
+        self,
+        process_group: Group,
+        q_adam_optimizer: QAdamOptimizer,
+        hierarchical: bool = True,
+        *,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        compression: str = "MinMaxUInt8",
+        error_feedback: bool = False,
+    ) -> None:
+        super().__init__(
+            process_group, hierarchical, compression=compression, error_feedback=error_feedback
+        )
+        self.options = options = QAdamAlgorithm(
+            q_adam_optimizer,
+            hierarchical,
+            grad_scaler=grad_scaler,
+            compression=compression,
+            error_feedback=error_feedback,
+        )
+        self.q_adam_optimizer, self.grad_scaler = q_adam_optimizer, grad_scaler
         # the phases send different messages, and the second one changes the momenta
         traits = Traits(
             same_replicas=True, own_optimizers=True, without_batch=_without_batch(options)
@@ -142,16 +179,8 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         return self._compressing is not self._past_warmup
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
-        """Return the gradients in warm-up, after it the momenta, last layer first.
-
-        Raises:
-            ValueError: the optimizer lacks a parameter; raised on every rank.
-            TypeError: a float64 parameter, which cannot be compressed.
-        """
+        """Return the gradients in warm-up, after it the momenta, last layer first."""
         parameters = bagua_ddp.bagua_build_params()
-        if self._compressing is None:
-            self._check_parameters(parameters)
-            self._share_state(bagua_ddp)
         freezes = not self._compressing and self.optimizer_step_id == self.warmup_steps
         self._compressing, self._momenta = self._past_warmup, []
         for _, parameter in parameters:
@@ -214,26 +243,6 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     def _set_momentum(self, parameter: Tensor, momentum: Tensor) -> None:
         self.q_adam_optimizer.state[parameter]["exp_avg"] = momentum
 
-    def _check_parameters(self, parameters: list[tuple[str, torch.nn.Parameter]]) -> None:
-        held = {p for group in self.q_adam_optimizer.param_groups for p in group["params"]}
-        missing = [name for name, p in parameters if p not in held]
-        comm = self.process_group.get_global_communicator()
-        any_missing = torch.tensor([bool(missing)], dtype=torch.int32, device=comm.object_device())
-        comm.allreduce_inplace(any_missing, ReduceOp.MAX)
-        if any_missing.item():
-            raise ValueError(
-                "q_adam_optimizer does not hold"
-                f" {'parameter ' + ', '.join(map(repr, missing)) if missing else 'all of them'} of"
-                f" the module{'' if missing else ' on another rank'}; add what is missing to it,"
-                " freeze it, or list it in module._bagua_params_and_buffers_to_ignore"
-            )
-        for name, parameter in parameters:
-            if parameter.dtype is torch.float64:
-                raise TypeError(
-                    f"parameter {name!r} is float64, which cannot be compressed; qadam takes"
-                    " float16, bfloat16 or float32"
-                )
-
     def _warn_of_zeros(self, parameters: list[tuple[str, torch.nn.Parameter]]) -> None:
         """Warn of the elements that no longer move, as their v has frozen at 0 (S5.5)."""
         unreached: list[str] = []
@@ -266,19 +275,6 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
                 f" do not move from now on: some {'; others '.join(said)}",
                 stacklevel=2,
             )
-
-    def _share_state(self, bagua_ddp: TrainingContext) -> None:
-        """Broadcast the optimizer's state, as wrapping does for those that it was given: all ranks
-        must be in one phase.
-        """
-        if any(optimizer is self.q_adam_optimizer for optimizer in bagua_ddp.bagua_optimizers):
-            return
-        comm = self.process_group.get_global_communicator()
-        state = comm.broadcast_object(
-            self.q_adam_optimizer.state_dict() if comm.rank() == 0 else None, 0
-        )
-        if comm.rank() != 0:
-            self.q_adam_optimizer.load_state_dict(state)
 
 
 def _without_batch(options: QAdamAlgorithm) -> WithoutBatch | str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -108,30 +107,9 @@ def _close_to(given: str, allowed: Iterable[str]) -> str:
 
 
 def implements(algorithm: type[Any]) -> Callable[[type[AnyImpl]], type[AnyImpl]]:
-    """Make a class the implementation of ``algorithm``.
-
-    Its ``__init__(self, process_group, options)`` then also takes the options one by one, as in
-    Bagua.
-
-    Args:
-        algorithm: the class of ``options``.
-    """
+    """Make a class the implementation of ``algorithm``, which is that of its options."""
 
     def decorate(implementation: type[AnyImpl]) -> type[AnyImpl]:
-        init: Callable[..., None] = vars(implementation)["__init__"]
-
-        @wraps(init)
-        def with_options(self: Any, process_group: Any, *args: Any, **kwargs: Any) -> None:
-            self.options = (
-                args[0] if args and hasattr(args[0], "reify") else algorithm(*args, **kwargs)
-            )
-            init(self, process_group, self.options)
-
-        own, options = (
-            list(inspect.signature(function).parameters.values()) for function in (init, algorithm)
-        )
-        with_options.__signature__ = inspect.Signature([*own[:2], *options])  # type: ignore[attr-defined]
-        implementation.__init__ = with_options  # type: ignore[assignment]
         algorithm.implementation = implementation
         return implementation
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from bagua_ref.types import Group
 __all__ = ["TopKAlgorithm", "TopKAlgorithmImpl"]
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class TopKAlgorithm(Algorithm):
     """Each rank sends its k largest gradient elements of each bucket, and adds the others to its
     next gradients (S11.2).
@@ -84,8 +85,9 @@ class TopKAlgorithmImpl(CompressedGradientsImpl):
 
     name = "topk"
 
-    def __init__(self, process_group: Group, options: TopKAlgorithm) -> None:
-        super().__init__(process_group, options, has_memory=options.error_feedback)
+    def __init__(self, process_group: Group, **options: Any) -> None:
+        made = TopKAlgorithm(**options)
+        super().__init__(process_group, made, has_memory=made.error_feedback)
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S11.2."""

@@ -132,7 +132,8 @@ class StepGuard:
             for known in self.known:
                 self._refuse_outsiders(known, [])
         algorithm = training.bagua_algorithm
-        if algorithm.traits.own_optimizers and optimizer not in algorithm.given_optimizers:
+        own = algorithm.traits.own_optimizers
+        if own and optimizer not in training.algorithm.optimizers():
             raise RuntimeError(
                 f"{who} was about to step module {self._module_name!r}, but was not among the"
                 f" optimizers when it was wrapped, and {algorithm.name} acts on the steps of those"

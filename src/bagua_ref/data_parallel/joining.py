@@ -115,7 +115,7 @@ def _waits(training: ModuleTraining, all_count: bool) -> bool:
     how, divides = traits.without_batch, f"divide_by_initial_world_size={all_count}"
     if isinstance(how, str):
         raise NotImplementedError(f"{type(algorithm).__name__} cannot train inside join(): {how}")
-    if any(o not in training.bagua_optimizers for o in algorithm.given_optimizers):
+    if not {*training.bagua_optimizers}.issuperset(training.algorithm.optimizers()):
         raise NotImplementedError(
             f"{algorithm.name} can train inside join() only if its optimizer was passed to"
             " with_bagua(), so that ranks that run out of batches can take over its state"

@@ -159,7 +159,15 @@ class ModuleTraining(TrainingContext):
             "broadcast_buffers": str(options.broadcast_buffers),
             "find_unused_parameters": str(options.find_unused_parameters),
         }
-        broadcast_state(module, optimizers, comm, self.parameters_to_ignore, settings, group.ranks)
+        own = [given for given in algorithm.optimizers() if given not in optimizers]
+        broadcast_state(
+            module,
+            [*optimizers, *own],
+            comm,
+            self.parameters_to_ignore,
+            settings,
+            group.ranks,
+        )
         self.buffers = Buffers(module, self.parameters_to_ignore, group, options.broadcast_buffers)
         self.bagua_algorithm = algorithm.reify(self.process_group)
         self.bagua_algorithm._context = weakref.ref(self)
@@ -253,6 +261,19 @@ class ModuleTraining(TrainingContext):
         self._post_backward_hook = algorithm.init_post_backward_hook(self)
         self._post_step_hook = algorithm.init_post_optimizer_step_hook(self)
 
+    def take_strides(self) -> None:
+        """Make new buckets if the strides of parameters have changed, as by
+        ``model.to(memory_format=...)``; collective where they have (S2.3).
+
+        Raises:
+            CommunicationError: they have not on all ranks.
+            RuntimeError: the algorithm changes weights in the background, where they are.
+        """
+        if self._parameters.have_new_strides():
+            self._parameters.check_new_strides(self.bagua_algorithm)
+            self.rounds.announce(PLAN)
+            self.reset()
+
     @property
     def bucket_bytes(self) -> int:
         """The size at which a bucket is closed."""
@@ -318,10 +339,8 @@ class ModuleTraining(TrainingContext):
         self._passes.begin(synchronized, in_backward)
         self.bagua_train_step_counter = self._train_steps + 1
         self.engine.meter.step = self.engine.meter.steps + 1
-        if synchronized and self._parameters.have_new_strides():
-            self._parameters.check_new_strides(self.bagua_algorithm)
-            self.rounds.announce(PLAN)
-            self.reset()
+        if synchronized:
+            self.take_strides()
         if self.bagua_algorithm.need_reset():
             self.reset()
         self._guard.forward_begins()

@@ -109,8 +109,8 @@ class Candidate:
     @property
     def equal_ranks(self) -> bool:
         """Whether all ranks have the same weights after every step."""
-        phases = getattr(self.plan.algorithm.implementation, "phases", ())
-        return bool(phases) and phases[-1].same_replicas
+        phases: Any = getattr(self.plan.algorithm.implementation, "phases", None)
+        return phases is not None and phases[-1].same_replicas is True
 
 
 _STEPS = r"took (\d+) steps, with gradient_allreduce (\d+)"
