@@ -33,6 +33,8 @@ from bagua_ref.cli.command import Commands
 from bagua_ref.cli.demo import ALONE, RECIPES, Digits, Settings, TrainingOutcome, train
 from bagua_ref.data_parallel.wrapping import Recipe
 from bagua_ref.simulation import SimulatedWorld
+from bagua_ref_cli import COMMANDS as LISTED
+from bagua_ref_cli import main as script
 
 SOURCE = Path(__file__).parents[1] / "src"
 PARAMETERS = 38282
@@ -49,6 +51,7 @@ def digits() -> Digits:
 COMMANDS = [
     "demo",
     "doctor",
+    "selftest",
     "advise",
     "measure",
     "balance",
@@ -79,7 +82,7 @@ def test_help_fits_80_columns(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_error_prints_the_usage_of_its_subcommand(
+def test_an_error_is_two_lines_of_its_subcommand(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     required = {
@@ -97,10 +100,9 @@ def test_an_error_prints_the_usage_of_its_subcommand(
         main([*command.split(), *required.get(command, []), "--no-such-option"])
     assert ended.value.code == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith(f"usage: bagua-ref {command} [-h]")
-    assert printed.err.endswith(
-        f"bagua-ref {command}: error: unrecognized arguments: --no-such-option\n"
-    )
+    error, advice = printed.err.splitlines()
+    assert error.startswith(f"bagua-ref {command}: error: unrecognized arguments: --no-such-option")
+    assert advice == f"Help: bagua-ref {command} --help"
     assert printed.out == ""
 
 
@@ -119,7 +121,7 @@ def subcommands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPa
 
 
 def test_each_command_has_examples_that_it_takes() -> None:
-    whole = _parser()
+    whole = _parser(*LISTED)
     found = list(subcommands(whole))
     assert {parser.prog for parser in found} == {f"bagua-ref {name}" for name in COMMANDS}
     for parser in found:
@@ -136,7 +138,7 @@ def test_each_command_has_examples_that_it_takes() -> None:
     "command",
     [
         "balance --lengths {folder}/lengths --ranks 2",
-        "advise --params 4e6 --ranks 4 --bandwidth 1Gbit --compute 10ms",
+        "advise --params 4e6 --ranks 4 --bandwidth 1Gbit --compute 10ms --algorithm topk",
     ],
 )
 def test_no_number_of_a_table_is_cut(
@@ -163,19 +165,8 @@ def test_no_number_of_a_table_is_cut(
 def test_packages_are_asked_for_before_anything_is_computed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for module in ("rich", "matplotlib"):
-        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     hint = f"install with: {install_command('demo')}\n"
-    for command in (
-        "balance --lengths none --ranks 2",
-        "advise --params 9 --ranks 2",
-        "measure --output x",
-    ):
-        assert main(command.split()) == 2
-        assert (
-            capsys.readouterr().err
-            == f"bagua-ref {command.split()[0]}: error: printing tables needs rich; {hint}"
-        )
     for command in (
         "graph none --ranks 2",
         "trace diff none none",
@@ -185,17 +176,73 @@ def test_packages_are_asked_for_before_anything_is_computed(
         assert capsys.readouterr().err.endswith(f": error: --png needs matplotlib; {hint}")
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
+@pytest.mark.parametrize("run", [main, script])
+def test_version_and_help(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"bagua_ref {bagua_ref.__version__}\n"
+    assert run([]) == 0
+    printed = capsys.readouterr().out
+    assert _parser(*LISTED).format_help() == printed
+    assert all(f"    {name} " in printed for name in LISTED)
+
+
+def test_version_help_and_misspelt_commands_do_not_import_torch() -> None:
+    script = (
+        "import sys, bagua_ref_cli\n"
+        "for words in ['--version'], ['--help'], [], ['advice']:\n"
+        "    try: bagua_ref_cli.main(words)\n"
+        "    except SystemExit as ended: assert ended.code == 2\n"
+        "assert 'torch' not in sys.modules and 'bagua_ref' not in sys.modules"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Did you mean 'advise'?" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("advice", "advise"),
+        ("advise --parms 1e6", "--params"),
+        ("graph rign --ranks 4", "ring"),
+        ("demo --algorithms bytgrad", "bytegrad"),
+        ("trace shwo x", "show"),
+        ("advise --params 1 --ranks 2 --compute 1ms --bandwidth 1Gbit --device h10", "h100"),
+    ],
+)
+def test_a_misspelt_word_gets_the_nearest_one(
+    typed: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        script(typed.split())
+    assert ended.value.code == 2
+    assert f"Did you mean {meant!r}?\n" in capsys.readouterr().err
+
+
+def test_options_of_the_simulated_program_are_told_from_those_of_sim(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        script(["sim", "x.py", "--lr", "1"])
+    assert "(those of the program come last: x.py -- --lr 1)" in capsys.readouterr().err
+
+
+@pytest.mark.proof
+def test_selftest_trains_in_two_processes() -> None:
+    command = [sys.executable, "-m", "bagua_ref.cli", "selftest", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    assert result["passed"]
+    assert [row["problem"] for row in result["rows"]] == [""] * 4
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "COMMAND"),
         (["fly"], "'fly'"),
         (["demo", "--ranks", "0"], "--ranks: '0' must be a whole number from 1 to 64"),
         (["demo", "--ranks", "65"], "--ranks: '65' must be"),
@@ -284,9 +331,7 @@ def test_an_integration_without_its_library_names_the_command_that_installs_it(
 
 
 def completion(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(["--print-completion", shell])
-    assert ended.value.code == 0
+    assert main(["--print-completion", shell]) == 0
     return capsys.readouterr().out
 
 
@@ -332,9 +377,7 @@ def test_completion_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
-    with pytest.raises(SystemExit) as ended:
-        main(["--print-completion", "bash"])
-    assert ended.value.code == 2
+    assert main(["--print-completion", "bash"]) == 2
     hint = (
         "bagua-ref: error: --print-completion needs shtab; install with:"
         f" {install_command('completion')}\n"

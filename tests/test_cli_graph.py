@@ -268,8 +268,8 @@ def test_a_function_of_the_current_folder(run: Any) -> None:
         (
             ["star", "--ranks", "6"],
             (
-                "argument MODE: 'star' must be one of all, shift_one, one_peer_exponential,"
-                " hypercube, ring,"
+                "argument MODE: invalid choice: 'star' (choose from all, shift_one,"
+                " one_peer_exponential, hypercube, ring,"
             ),
         ),
         (

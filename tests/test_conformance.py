@@ -365,7 +365,7 @@ def test_verify_says_when_it_cannot_run(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             main(["verify", *arguments])
         shown = capsys.readouterr().err
-        assert shown.startswith("usage: bagua-ref verify ")
+        assert shown.startswith("bagua-ref verify: error: ")
         assert said in shown
 
 

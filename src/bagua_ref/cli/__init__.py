@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
+from importlib import import_module
 
 import bagua_ref
-from bagua_ref.cli import advise, balance, demo, doctor, graph, measure, sim, trace, vectors, verify
-from bagua_ref.cli.command import CommandError, PrintCompletion, require
+from bagua_ref.cli.command import CommandError, print_completion, require
 from bagua_ref.conformance.vectors import VectorsError
 from bagua_ref.record import RecordingError
+from bagua_ref_cli import COMMANDS, top_parser
 
 __all__ = ["main"]
 
@@ -25,17 +26,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupted.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    whole = _parser(*(words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS))
     end = words.index("--") if words[:1] == ["sim"] and "--" in words else len(words)
-    arguments, unknown = _parser().parse_known_args(words[:end])
+    arguments, unknown = whole.parse_known_args(words[:end])
+    if arguments.version:
+        print(f"bagua_ref {bagua_ref.__version__}")
+        return 0
+    if arguments.print_completion is not None:
+        arguments.command, arguments.json, arguments.parser = print_completion, False, whole
+    if not hasattr(arguments, "command"):
+        whole.print_help()
+        return 0
     arguments.after = words[end + 1 :]  # the arguments of the program that sim runs
     parser: argparse.ArgumentParser = arguments.parser
     if unknown:
-        # parse_args would print the usage of bagua-ref itself
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        # parse_args would name bagua-ref itself
+        text = f"unrecognized arguments: {' '.join(unknown)}"
+        if words[0] == "sim":
+            text += f" (those of the program come last: {arguments.program} -- {' '.join(unknown)})"
+        parser.error(text)
     arguments.stdout = sys.stdout
     try:
-        if arguments.tables and not arguments.json:
-            require("printing tables", "demo", "rich")
         if getattr(arguments, "png", None) is not None:
             require("--png", "demo", "matplotlib")
         # Other output, such as that of a tested implementation, must not get between the lines of
@@ -49,25 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has closed it
         # else flushing at exit fails again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1  # as rich's tables do
+        return 1
     except (CommandError, RecordingError, VectorsError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     return exit_code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bagua-ref", description="PyTorch training with relaxed communication."
-    )
-    parser.add_argument("--version", action="version", version=f"bagua_ref {bagua_ref.__version__}")
-    parser.add_argument(
-        "--print-completion",
-        action=PrintCompletion,
-        choices=("bash", "zsh", "tcsh", "fish"),
-        help="print a completion script for this shell and exit; needs shtab",
-    )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (demo, doctor, measure, advise, sim, balance, graph, vectors, trace, verify):
-        command.add_parser(commands)
+def _parser(*names: str) -> argparse.ArgumentParser:
+    """Return the parser of these commands, of which only the modules are imported."""
+    parser, commands = top_parser()
+    for name in names:
+        import_module(f"bagua_ref.cli.{name}").add_parser(commands)
     return parser

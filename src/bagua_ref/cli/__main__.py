@@ -2,7 +2,7 @@
 
 import sys
 
-from bagua_ref.cli import main
+from bagua_ref_cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

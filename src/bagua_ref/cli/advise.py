@@ -86,12 +86,10 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "advise",
         _advise,
-        tables=True,
         examples=(
             "bagua-ref advise --params 124M --ranks 2x8 --bandwidth 1Gbps --compute 120ms",
             "bagua-ref advise --model mycode:make_model --ranks 64 --measured costs.json",
         ),
-        help="predict which algorithm trains fastest on a given network",
         description=(
             "Predict the time of a training step with each algorithm: what it sends, from the"
             " buckets that wrapping would make, and how long that takes and how much of it compute"

@@ -44,9 +44,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "balance",
         _balance,
-        tables=True,
         examples=("bagua-ref balance --lengths lengths.txt --ranks 8 --batch-size 16",),
-        help="compare ways to distribute samples of different lengths over ranks",
         description=(
             "Distribute samples of the given lengths over ranks: with torch's DistributedSampler,"
             " with LoadBalancingDistributedSampler and with BudgetBatchSampler. Print and plot how"

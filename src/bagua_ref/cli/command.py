@@ -5,11 +5,14 @@ completion.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
 import platform
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,12 +21,12 @@ from typing import Any
 
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.conformance.targets.target import load
+from bagua_ref_cli import COMMANDS
 
 __all__ = [
     "COLORS",
     "CommandError",
     "Commands",
-    "PrintCompletion",
     "add_command",
     "add_json_options",
     "call_object",
@@ -32,6 +35,7 @@ __all__ = [
     "load_object",
     "machine",
     "number",
+    "print_completion",
     "print_rows",
     "require",
     "show_progress",
@@ -63,7 +67,7 @@ def add_command(
     *,
     examples: Sequence[str],
     epilog: str = "Exit status is 0 on success and 2 on errors.",
-    tables: bool = False,
+    help: str = "",
     **texts: Any,
 ) -> argparse.ArgumentParser:
     """Return the parser of a new subcommand, which `main` runs as ``run(parser, arguments)``.
@@ -74,14 +78,15 @@ def add_command(
         run: runs the command and returns the exit code.
         examples: command lines for the help.
         epilog: the end of the help.
-        tables: it calls `print_rows` unless it prints JSON.
-        texts: ``help`` and ``description``.
+        help: of a verb; commands have theirs in `bagua_ref_cli.COMMANDS`.
+        texts: ``description``.
     """
     lines = "\n".join(f"  {example}" for example in examples)
+    texts["help"] = COMMANDS.get(name, help)
     parser = commands.add_parser(
         name, **texts, formatter_class=_HelpFormatter, epilog=f"examples:\n{lines}\n\n{epilog}"
     )
-    parser.set_defaults(command=run, parser=parser, tables=tables)
+    parser.set_defaults(command=run, parser=parser)
     return parser
 
 
@@ -237,68 +242,42 @@ def end_progress() -> None:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def print_rows(
-    title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], console: Any = None
-) -> None:
-    """Print a table, of which the first column is never wrapped, on a ``rich.console.Console``;
-    None: standard output.
+def print_rows(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table, of which the first column is on the left.
 
-    If numbers would have to be cut, each row is printed as a paragraph.
+    Where it is wider than the terminal, or than COLUMNS, each row is a paragraph; numbers are never
+    cut.
     """
-    from rich import box
-    from rich.console import Console
-    from rich.measure import Measurement
-    from rich.padding import Padding
-    from rich.table import Table
-
-    console = console or Console(highlight=False)
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1 if console.width >= 100 else 0),
-        title_justify="left",
-        title=title,
-    )
-    for place, header in enumerate(headers):
-        table.add_column(header, justify="right" if place else "left", no_wrap=not place)
-    cells = [tuple(row) for row in rows]
-    for row in cells:
-        table.add_row(*row)
-    endless = console.options.update(max_width=10**6)
-    # its edges are not in the measurement
-    if Measurement.get(console, endless, table).minimum + 2 <= console.width:
-        console.print(table)
+    cells = [[cell.split("\n") for cell in row] for row in (headers, *rows)]
+    widths = [
+        max(len(line) for row in cells for line in row[index]) for index in range(len(headers))
+    ]
+    narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
+    print(title)
+    if narrow and sum(widths) + 2 * len(widths) > shutil.get_terminal_size().columns:
+        names = [" ".join(lines) for lines in cells[0]]
+        for first, *others in cells[1:]:
+            pairs = zip(names[1:], others, strict=True)
+            text = ", ".join(f"{name} {' '.join(cell)}".strip() for name, cell in pairs)
+            print("".join(part.strip() + " " for part in first).rstrip())
+            print(textwrap.indent(textwrap.fill(text, 60), "  "))
         return
-    console.print(title)
-    for first, *others in cells:
-        named = [
-            f"{header.replace(chr(10), ' ')} {cell}"
-            for header, cell in zip(headers[1:], others, strict=True)
-        ]
-        console.print(first, Padding(", ".join(named), (0, 0, 0, 2)))
+    for row in cells:
+        for lines in itertools.zip_longest(*row, fillvalue=""):
+            right = [line.rjust(width) for line, width in zip(lines, widths, strict=True)]
+            print("  ".join([lines[0].ljust(widths[0]), *right[1:]]).rstrip())
+        if row is cells[0]:
+            print("-" * (sum(widths) + 2 * len(widths) - 2))
 
 
-class PrintCompletion(argparse.Action):
-    """``--print-completion SHELL``: print a script that completes commands, options and paths."""
+def print_completion(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """Print a script that completes commands, options and paths in the shell that was asked for."""
+    require("--print-completion", "completion", "shtab")
+    import shtab
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        """Print the script and exit."""
-        try:
-            import shtab
-        except ModuleNotFoundError:
-            parser.exit(
-                2,
-                f"{parser.prog}: error: {option_string} needs shtab; install with:"
-                f" {install_command('completion')}\n",
-            )
-        _complete_paths(parser, shtab)
-        print(shtab.complete(parser, values))
-        parser.exit()
+    _complete_paths(parser, shtab)
+    print(shtab.complete(parser, arguments.print_completion))
+    return 0
 
 
 def _complete_paths(parser: argparse.ArgumentParser, shtab: Any) -> None:

@@ -247,7 +247,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "demo",
         _demo,
         examples=("bagua-ref demo", "bagua-ref demo --quick --algorithms bytegrad powersgd"),
-        help="train on handwritten digits with every algorithm and compare the results",
         description=(
             "Train a small network on scikit-learn's handwritten digits with every algorithm, on"
             " several processes of this machine, and compare accuracy and traffic. Writes"
@@ -277,7 +276,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     chosen = tuple(dict.fromkeys(arguments.algorithms))
     settings = Settings(arguments.ranks, arguments.epochs, arguments.seed, chosen, arguments.quick)
-    require("the demo", "demo", "sklearn", "rich", "matplotlib")
+    require("the demo", "demo", "sklearn", "matplotlib")
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:

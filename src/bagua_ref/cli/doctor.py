@@ -46,7 +46,7 @@ _PREFIXES = ("BAGUA_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_RANK", "SLURM_")
 _COLUMNS = 80
 _EXTRAS = {
     "conformance": "bagua-ref verify, vectors and trace",
-    "demo": "bagua-ref demo, tables and pictures",
+    "demo": "bagua-ref demo and pictures",
     "completion": "bagua-ref --print-completion",
     "fakeredis": "CacheLoader(backend='fakeredis')",
 }
@@ -62,7 +62,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "doctor",
         _doctor,
         examples=("bagua-ref doctor", "bagua-ref doctor --json"),
-        help="report what is installed and what can run on this machine",
         description=(
             "Report versions, kernel backends, gloo, NCCL, GPUs, Redis, extras, trainers and"
             " environment variables; where something cannot be used, say why."
@@ -78,6 +77,8 @@ def _doctor(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
         for name, finding in entries.items():
             text = f"  {name:<20} {finding}"
             print(textwrap.fill(text, columns, subsequent_indent=" " * 23, break_on_hyphens=False))
+    if not arguments.json:
+        print("Next: bagua-ref selftest trains in two processes of this machine.")
     write_json(arguments, findings)
     return 0
 

@@ -46,7 +46,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
             "bagua-ref graph ring --ranks 8",
             "bagua-ref graph mycode:my_graph --ranks 8 --period 3",
         ),
-        help="show who averages with whom in decentralized training, and how fast ranks agree",
         description=(
             "Print the graphs of a peer_selection_mode: in each round, who sends to whom, drawn as"
             " a matrix; and how fast averaging along them brings ranks to consensus."
@@ -112,8 +111,8 @@ def _graph(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         graphs = _of_function(arguments.mode, arguments.ranks, arguments.period or 1)
     else:
         parser.error(
-            f"argument MODE: {arguments.mode!r} must be one of {', '.join(MODES)}, or of the form"
-            " pkg.mod:function"
+            f"argument MODE: invalid choice: {arguments.mode!r} (choose from {', '.join(MODES)}),"
+            " nor of the form pkg.mod:function"
         )
     found = mixing(graphs, arguments.tolerance)
     if not arguments.json:

@@ -74,9 +74,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "measure",
         _measure,
-        tables=True,
         examples=("torchrun --nproc-per-node 2 -m bagua_ref.cli measure --output costs.json",),
-        help="measure links, codecs and compute, for bagua-ref advise",
         description=(
             "Fit latency and bandwidth of the links inside nodes and between them to the times of"
             " all-reduces, time codecs and a training step, and write the costs that bagua-ref"

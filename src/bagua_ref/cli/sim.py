@@ -42,10 +42,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
             "bagua-ref sim train.py --ranks 4",
             "bagua-ref sim train.py --link 100Mbit,1ms --seeds 1 -- --epochs 1",
         ),
-        help=(
-            "run a torch.distributed program on simulated ranks, under many schedules, and find its"
-            " errors"
-        ),
         description=(
             "Run an unmodified torch.distributed program on simulated ranks in one process, under"
             " many schedules, and report the first error: deadlocks, calls that do not match,"

@@ -1,0 +1,129 @@
+"""``bagua-ref selftest``: short trainings with four algorithms in two processes of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing.spawn import spawn
+
+import bagua_ref
+from bagua_ref.algorithms import Algorithm
+from bagua_ref.base.runtime import find_free_port
+from bagua_ref.cli.command import (
+    CommandError,
+    Commands,
+    add_command,
+    add_json_options,
+    print_rows,
+    write_json,
+)
+
+__all__ = ["add_parser"]
+
+_RANKS, _STEPS, _TIMEOUT = 2, 24, 60.0
+_ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gradient_allreduce": {},
+    "bytegrad": {"hierarchical": False},
+    "decentralized": {"hierarchical": False},
+    "local_sgd": {"period": 4},
+}
+_EQUAL = ("gradient_allreduce", "bytegrad", "local_sgd")
+"""After the last step, all ranks have the same weights."""
+
+
+def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add ``selftest`` to the commands of ``bagua-ref``."""
+    selftest = add_command(
+        commands,
+        "selftest",
+        _selftest,
+        examples=("bagua-ref selftest",),
+        description=(
+            "Train a small model with four algorithms in two processes that communicate over gloo,"
+            " and check that it learns and that ranks agree; takes about ten seconds."
+        ),
+        epilog="Exit status is 0 if all trainings passed, 1 if one failed and 2 on errors.",
+    )
+    add_json_options(selftest)
+
+
+def _selftest(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "results.json")
+        try:
+            spawn(_train, (find_free_port(), str(path)), nprocs=_RANKS)
+        except Exception as error:
+            raise CommandError(
+                f"a rank failed; bagua-ref doctor says what this machine has. {error}"
+            ) from None
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    failed = [row["algorithm"] for row in rows if row["problem"]]
+    if not arguments.json:
+        cells = [
+            (row["algorithm"], f"{row['first']:.3g}", f"{row['last']:.3g}", row["problem"] or "ok")
+            for row in rows
+        ]
+        seconds = time.perf_counter() - began
+        print_rows(
+            f"{_RANKS} ranks over gloo, {_STEPS} steps each, {seconds:.0f} s",
+            ("", "first loss", "last loss", ""),
+            cells,
+        )
+        print(
+            f"FAILED: {', '.join(failed)}. Next: bagua-ref doctor"
+            if failed
+            else "OK. Next: bagua-ref advise, to choose an algorithm for your network"
+        )
+    write_json(arguments, {"passed": not failed, "rows": rows})
+    return int(bool(failed))
+
+
+def _train(rank: int, port: int, path: str) -> None:
+    """Run all trainings on one rank; the first one writes what came out."""
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank)):
+        os.environ[name] = str(value)
+    os.environ.update(
+        WORLD_SIZE=str(_RANKS),
+        LOCAL_WORLD_SIZE=str(_RANKS),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(1)
+    bagua_ref.init_process_group(backend="gloo", timeout=_TIMEOUT)
+    rows = [_row(name, options, rank) for name, options in _ALGORITHMS.items()]
+    bagua_ref.destroy_process_group()
+    if rank == 0:
+        Path(path).write_text(json.dumps(rows), encoding="utf-8")
+
+
+def _row(name: str, options: dict[str, Any], rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model: Any = torch.nn.Linear(16, 4)
+    target = torch.randn(16, 4)
+    x = torch.randn(_RANKS, 64, 16)[rank]
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    model.with_bagua(sgd, Algorithm.init(name, **options))
+    losses = []
+    for _ in range(_STEPS):
+        sgd.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), x @ target)
+        loss.backward()
+        sgd.step()
+        losses.append(loss.item())
+    weights = torch.cat([p.detach().view(-1) for p in model.parameters()])
+    others = torch.empty(_RANKS * weights.numel())
+    bagua_ref.communication.allgather(weights, others)
+    problem = ""
+    if not losses[-1] < losses[0] / 2:
+        problem = "the loss has not fallen"
+    elif name in _EQUAL and not all(other.equal(weights) for other in others.view(_RANKS, -1)):
+        problem = "ranks have different weights"
+    return {"algorithm": name, "first": losses[0], "last": losses[-1], "problem": problem}
