@@ -204,8 +204,20 @@ def test_who_is_missing_from_a_collective_is_known_with_what_it_waits_for(
     assert missed(0, "gradients/3") == "rank 1 did not come, waiting in barrier/7"
     assert missed(0, "barrier/7") == ""
     elsewhere.end()
-    until(lambda: missed(0, "barrier/7"))
-    assert missed(0, "barrier/7") == "rank 1 did not come"
+    until(lambda: missed(0, "barrier/8"))
+    assert missed(0, "barrier/8") == "rank 1 did not come"
+
+
+def test_a_rank_that_has_passed_a_collective_is_not_missing_from_it(
+    ranks: list[Peers], enter: Enter
+) -> None:
+    """As the source of a broadcast may, while others still wait."""
+    enter(1, "gradients/3").end()
+    enter(1, "barrier/7")
+    until(lambda: not ranks[0].who_is_missing("gradients/3", (0, 1), 0.2))
+    said = "rank 1 did not come, waiting in barrier/7"
+    assert ranks[0].who_is_missing("gradients/4", (0, 1), 0.2) == said
+    assert ranks[0].who_is_missing("gradients/agreement 2", (0, 1), 0.2) == said
 
 
 def test_a_wait_that_has_just_timed_out_is_still_known(

@@ -90,6 +90,9 @@ _SHORT_REPLY = 0.5
 _EXIT_DELAY = 0.2
 """Seconds between the end of a rank's sockets and that of its process."""
 
+_GROUPS = 100
+"""Groups, the newest ones, of which a rank tells what it has passed."""
+
 _COMPARING = 3.0
 """Seconds in which ranks whose calls differ exchange them."""
 
@@ -172,10 +175,12 @@ class Peers:
         """The waits that this rank last published, which block it."""
         self._is_blocked = False
         """Whether they still stand in the store."""
-        self._seen: list[Any] = ["", []]
+        self._seen: list[Any] = ["", [], {}]
         """What was last published for ranks that time out: this rank's last operation if it waits
-        for nobody, and the waits that have lasted a while.
+        for nobody, the waits that have lasted a while, and what it has passed.
         """
+        self._passed: dict[str, int] = {}
+        """The number of the last collective that has ended, by the beginning of its place."""
         self._last_wait = 0.0, math.inf
         """The end of the last wait, and its patience."""
         self._failed: list[list[str]] = []
@@ -220,6 +225,7 @@ class Peers:
         self._start()
         try:
             yield
+            self._passed.update(_numbered(place))
         except BaseException:
             self._failed.append([what, place])
             raise
@@ -356,7 +362,7 @@ class Peers:
             with self.waiting(what, place, members, lambda _: None, background, timeout):
                 missing = (
                     self.who_is_missing(place, members, timeout)
-                    or "all ranks wait in it, but not all data arrived"
+                    or "all ranks have come to it, but not all data arrived"
                 )
             self.give_up(group, f"{collective} timed out after {timeout:g} s; {missing}")
             return CommunicationTimeoutError(
@@ -427,8 +433,10 @@ class Peers:
                 missing: dict[str, list[int]] = {}
                 for rank in (rank for rank in members if rank != self._rank):
                     key = f"seen/{rank}"
-                    last, seen = json.loads(store.get(key)) if store.check([key]) else ("", [])
-                    if place not in [its for _, its in seen]:
+                    found = json.loads(store.get(key)) if store.check([key]) else ("", [], {})
+                    last, seen, passed = found
+                    has_passed = any(passed.get(stem, -1) >= n for stem, n in _numbered(place))
+                    if not has_passed and place not in [its for _, its in seen]:
                         why = " and ".join(words for words, _ in seen)
                         why = f", waiting {why}" if why else last and f"; last reported: {last}"
                         if self.processes.is_stopped(rank):
@@ -589,6 +597,7 @@ class Peers:
         done = list(itertools.takewhile(lambda wait: _is_done(wait.work), self._works.copy()))
         for wait in done:
             self._works.remove(wait)
+            self._passed.update(_numbered(wait.place))
 
     def _interrupt_waits(self, ended: Mapping[int, float]) -> None:
         """Interrupt waits for ranks that have ``ended``, at the times given, and late works."""
@@ -632,32 +641,36 @@ class Peers:
         mine = self._blocked()
         self._publish(mine)
         ended, patience = self._last_wait
-        seen = ["", self._failed + [[w.what, w.place] for w in self._early() if w.place]]
+        last, waits = "", self._failed + [[w.what, w.place] for w in self._early() if w.place]
         if not self._waits and time.monotonic() - ended > patience:
-            seen[0] = str(next(reversed(current_world().operations), ""))
+            last = str(next(reversed(current_world().operations), ""))
+        for stem in list(self._passed)[:-_GROUPS]:
+            del self._passed[stem]
+        # a rank that trains on publishes nothing
+        seen = [last, waits, self._passed.copy() if last or waits else {}]
         if seen != self._seen:
             self._store.set(f"seen/{self._rank}", json.dumps(seen))
             self._seen = seen
         keys = [f"waits/{rank}" for rank in range(self._world_size)]
         if not mine or not self._store.check(keys):
             return [], ""
-        waits = [json.loads(published) for published in self._store.multi_get(keys)]
+        published = [json.loads(text) for text in self._store.multi_get(keys)]
         verdict = _verdict(self._store, self._rank, mine)
         if (
-            all(waits)
-            and waits == before
+            all(published)
+            and published == before
             and not verdict
-            and (deadlock := describe_deadlock(waits))
+            and (deadlock := describe_deadlock(published))
             # A rank that has been told of an earlier deadlock and has not heard it yet goes on soon.
             and not any(
                 its != _HAS_LEFT and _verdict(self._store, rank, its)
-                for rank, its in enumerate(waits)
+                for rank, its in enumerate(published)
             )
         ):
             verdict = "; ".join([deadlock, *_ends(self._store, range(self._world_size))])
             for rank in range(self._world_size):
-                self._store.set(f"verdict/{rank}", json.dumps([waits[rank], verdict]))
-        return waits, verdict
+                self._store.set(f"verdict/{rank}", json.dumps([published[rank], verdict]))
+        return published, verdict
 
     def _all(self) -> list[_Wait]:
         return [*self._waits.copy().values(), *self._works.copy()]
@@ -684,6 +697,12 @@ class Peers:
         ):
             return []
         return [[wait.what, wait.place, list(wait.members), wait.number] for wait in long.values()]
+
+
+def _numbered(place: str) -> list[tuple[str, int]]:
+    """Return the beginning of a collective's place and its number; none if it has no number."""
+    stem = place.rstrip("0123456789")
+    return [(stem, int(place[len(stem) :]))] if stem != place else []
 
 
 def _is_done(work: Any) -> bool:
