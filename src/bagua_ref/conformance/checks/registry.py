@@ -25,7 +25,6 @@ __all__ = [
     "checks_of",
     "nothing",
     "prepare",
-    "reason_to_skip_suite",
     "variants",
 ]
 
@@ -180,12 +179,6 @@ def all_checks() -> dict[str, Check]:
 def prepare(suite: str) -> None:
     """Let a suite import slow modules once, before its checks run in processes of their own."""
     getattr(_import_suite(suite), "prepare", lambda: None)()
-
-
-def reason_to_skip_suite(suite: str) -> str:
-    """Return why no check of a suite can run on this machine; empty if they can."""
-    reason: str = getattr(_import_suite(suite), "reason_to_skip", lambda: "")()
-    return reason
 
 
 def _import_suite(suite: str) -> ModuleType:

@@ -26,7 +26,6 @@ from bagua_ref.conformance.checks.registry import (
     all_checks,
     checks_of,
     prepare,
-    reason_to_skip_suite,
     variants,
 )
 from bagua_ref.conformance.clauses import (
@@ -351,8 +350,6 @@ def reason_to_skip(target: Target, check: Check, dtype: str | None) -> str:
         return f"the target has no {part}"
     if is_ours and (lacking := _lacking(target, dtype)):
         return f"the target's kernels have no {lacking}, which the package's own operations need"
-    if reason := reason_to_skip_suite(check.suite):
-        return reason
     codecs = getattr(target.kernels, "codecs", {})
     missing = [
         name
