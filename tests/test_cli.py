@@ -488,7 +488,7 @@ def test_doctor_names_what_an_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(doctor, "version", version)
     found = doctor.examine()["extras"]
     assert found["demo"].startswith(
-        "without matplotlib these cannot run: bagua-ref demo, tables and pictures; "
+        "without matplotlib these cannot run: bagua-ref demo and pictures; "
     )
     assert found["demo"].endswith(install_command("demo"))
     assert found["completion"] == "installed"
@@ -524,6 +524,7 @@ def test_doctor_names_the_trainers_that_the_tests_run_with(monkeypatch: pytest.M
         "transformers",
         "ray",
         "timm",
+        "torchdata",
     ]
     found = doctor.examine()["trainers"]
     assert found["lightning"] == f"2.5.0 (tested with {pinned['lightning']})"

@@ -70,7 +70,7 @@ class Candidate:
 
     def share_of(self, first: Candidate) -> str:
         """Return the bytes as a part of another candidate's."""
-        return f"{100 * self.sent[0] / first.sent[0]:.3g} %" if first.sent[0] else "-"
+        return _percent(self.sent[0] / first.sent[0]) if first.sent[0] else "-"
 
     @property
     def steps(self) -> float | None:
@@ -88,7 +88,7 @@ class Candidate:
         """
         if self.steps is None:
             return "unknown"
-        return f"{100 * self.steps * self.seconds.value / first.seconds.value:.3g} %"
+        return _percent(self.steps * self.seconds.value / first.seconds.value)
 
     @cached_property
     def halving(self) -> tuple[int, float] | None:
@@ -114,6 +114,10 @@ class Candidate:
 
 
 _STEPS = r"took (\d+) steps, with gradient_allreduce (\d+)"
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:,.0f} %" if part >= 1 else f"{100 * part:.3g} %"
 
 
 def error_of(costs: MeasuredMachine, part: float | None) -> tuple[float, float]:
