@@ -1,8 +1,8 @@
 """A program for ``verify --command`` that breaks the protocol in the way chosen; it needs no torch,
 so that it starts at once.
 
-python faulty_program.py FAULT; it answers the first request after hello as if it had been asked to
-add ones to four ones.
+python faulty_program.py FAULT; it answers the request after hello as if it had been asked to add
+ones to four ones.
 """
 
 from __future__ import annotations
@@ -10,41 +10,37 @@ from __future__ import annotations
 import json
 import os
 import signal
-import struct
 import sys
 import time
 
-RIGHT = b'{"tensors":[{"name":"x","dtype":"float32","shape":[4]}]}\n' + struct.pack(
-    "<4f", 2, 2, 2, 2
-)
+X = {"dtype": "float32", "shape": [4], "data": "AAAAQAAAAEAAAABAAAAAQA=="}
+RIGHT = {"id": 2, "tensors": {"x": X}}
 WRONG = {
-    "garbage": b"hello world\n",
-    "error": b'{"error":"no cheese","tensors":[]}\n',
-    "shape": RIGHT.replace(b"[4]", b"[1,4]"),
-    "dtype": RIGHT.replace(b"float32", b"int32"),
-    "huge": b'{"tensors":[{"name":"x","dtype":"float64","shape":[1000000000000]}]}\n',
-    "nothing": b'{"tensors":[]}\n',
+    "garbage": "hello world",
+    "list": "[1]",
+    "error": {"id": 2, "error": "no cheese"},
+    "other": {**RIGHT, "id": 1},
+    "shape": {"id": 2, "tensors": {"x": {**X, "shape": [1, 4]}}},
+    "dtype": {"id": 2, "tensors": {"x": {**X, "dtype": "int32"}}},
+    "bytes": {"id": 2, "tensors": {"x": {**X, "shape": [5]}}},
+    "sizes": {"id": 2, "tensors": {"x": {**X, "shape": [-2, -2]}}},
+    "base64": {"id": 2, "tensors": {"x": {**X, "data": "!"}}},
+    "nothing": {"id": 2},
 }
 
 
-def say(answer: bytes) -> None:
-    sys.stdout.buffer.write(answer)
-    sys.stdout.buffer.flush()
+def say(answer: object, end: str = "\n") -> None:
+    print(answer if isinstance(answer, str) else json.dumps(answer), end=end, flush=True)
 
 
 def main(fault: str) -> None:
-    first = json.loads(sys.stdin.buffer.readline())["call"]
-    if fault == "crashes" and first != "hello":
+    hello = json.loads(sys.stdin.readline())
+    if fault == "crashes" and hello["call"] != "hello":
         os.kill(os.getpid(), signal.SIGSEGV)
-    assert first == "hello"
-    hello = {
-        "protocol": 2 if fault == "version" else 1,
-        "name": fault,
-        "kernels": ["add"],
-        "tensors": [],
-    }
-    say(json.dumps(hello).encode() + b"\n")
-    if not sys.stdin.buffer.readline():
+    assert hello["call"] == "hello"
+    version = 1 if fault == "version" else 2
+    say({"id": hello["id"], "protocol": version, "name": fault, "kernels": ["add"]})
+    if not sys.stdin.readline():
         return
     if fault == "crashes":
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -55,10 +51,10 @@ def main(fault: str) -> None:
         sys.exit(3)
     if fault == "short":
         print("too short", file=sys.stderr, flush=True)
-        say(RIGHT[:-1])
+        say(json.dumps(RIGHT)[:20], end="")
         sys.exit(0)
     say(WRONG[fault])
-    sys.stdin.buffer.read()
+    sys.stdin.read()
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 
 import bagua_ref
-from bagua_ref.conformance.targets.process_link import Programs
 
 # torch looks up the name of each end of a store's connections; a name server that drops the request
 # would take five seconds.
@@ -291,24 +290,31 @@ def _run_script(script: str, folder: str, cwd: str, environment: dict[str, str])
         atexit._run_exitfuncs()
 
 
-def fork_program(programs: Programs, end: socket.socket) -> Any:
-    """Start a Python script as `Programs` does, in its place, but in a fork that has already
-    imported torch.
+def fork_program(words: Sequence[str], stdin: int, **_: Any) -> Any:
+    """Start a Python script as `subprocess.Popen` does, but in a fork that has already imported
+    torch; its standard input is also its output.
     """
-    process = _processes.Process(target=_run_program, args=(programs._words[1:], end), daemon=True)
+    connection = socket.socket(fileno=os.dup(stdin))
+    process = _processes.Process(target=_run_program, args=(words[1:], connection), daemon=True)
     process.start()
-    started: Any = SimpleNamespace(
-        pid=process.pid, wait=lambda limit=None: process.join(limit) or process.exitcode
+    connection.close()
+    return SimpleNamespace(
+        kill=process.kill, wait=lambda limit=None: process.join(limit) or process.exitcode
     )
-    programs._processes.append(started)
-    return started
 
 
-def _run_program(words: Sequence[str], ends: socket.socket) -> None:
+def start_by_fork(monkeypatch: Any) -> None:
+    """Let programs under test be started by `fork_program`."""
+    forks = SimpleNamespace(Popen=fork_program, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("bagua_ref.conformance.targets.process_link.subprocess", forks)
+
+
+def _run_program(words: Sequence[str], connection: socket.socket) -> None:
     os.setsid()
     for descriptor in (0, 1):
-        os.dup2(ends.fileno(), descriptor)
-    ends.close()
+        os.dup2(connection.fileno(), descriptor)
+    connection.close()
+    sys.stdout = open(1, "w")  # noqa: SIM115 # as long as the process lives
     sys.stdin = open(0)  # noqa: SIM115 # as long as the process lives
     sys.argv = list(words)
     runpy.run_path(words[0], run_name="__main__")

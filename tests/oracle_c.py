@@ -23,7 +23,7 @@ def need_compiler() -> None:
         pytest.skip(f"needs {', '.join(missing)}")
 
 
-def build(folder: Path, fault: tuple[str, str, str] | None = None, program: str = "oracle") -> Path:
+def build(folder: Path, fault: tuple[str, str, str] | None = None) -> Path:
     """Build in ``folder`` and return the program; ``fault`` is a file name, a text in it and its
     replacement.
     """
@@ -35,14 +35,7 @@ def build(folder: Path, fault: tuple[str, str, str] | None = None, program: str 
         assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {name}"
         (folder / name).write_text(text.replace(old, new))
     made = subprocess.run(
-        ["make", "-C", str(folder), program], capture_output=True, text=True, timeout=120
+        ["make", "-C", str(folder), "serve"], capture_output=True, text=True, timeout=120
     )
     assert made.returncode == 0, made.stderr
-    return folder / program
-
-
-def run(program: Path, vectors: Path, outputs: Path) -> subprocess.CompletedProcess[str]:
-    outputs.mkdir(exist_ok=True)
-    return subprocess.run(
-        [str(program), str(vectors), str(outputs)], capture_output=True, text=True, timeout=60
-    )
+    return folder / "serve"

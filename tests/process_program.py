@@ -7,6 +7,7 @@ of their world.
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 import time
@@ -96,7 +97,7 @@ class Program:
             codecs = ["MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8", "OneBit"]
             has = {"kernels": KERNELS, "codecs": codecs, "collectives": True, "samplers": True}
             has |= {"max_ranks": 2} if FAULT == "two_ranks" else {}
-            return {"protocol": 1, "name": "everything", **has}, {}
+            return {"protocol": 2, "name": "everything", **has}, {}
         if FAULT == "errors" and call != "world":
             return {"error": "no cheese"}, {}
         if call in KERNELS:
@@ -136,13 +137,15 @@ class Program:
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         codec = get_codec(header["codec"], BACKEND)
         if call == "payload_bytes":
-            return {"value": codec.payload_bytes(header["elements"], DTYPES[header["dtype"]])}, {}
+            return {
+                "value": codec.payload_bytes(header["num_elements"], DTYPES[header["dtype"]])
+            }, {}
         if call == "compress":
             found = codec.compress(
-                t["x"], header["num_chunks"], header["target_chunk"], t.get("payload")
+                t["x"], header["num_chunks"], header.get("target_chunk"), t.get("payload")
             )
             return {}, {"payload": found}
-        out = torch.empty(header["elements"], dtype=DTYPES[header["dtype"]])
+        out = torch.empty(header["num_elements"], dtype=DTYPES[header["dtype"]])
         codec.decompress(t["payload"], header["num_chunks"], out)
         return {}, {"x": out}
 
@@ -170,16 +173,6 @@ class Program:
             self.world, self.sent = World(header), {}
             return {}
         world, x = self.world, t.get("x", torch.empty(0))
-        if call == "send":
-            world.send(raw(x), header["dst"], self.number("to", header["dst"]))
-            return {}
-        if call == "recv":
-            return {
-                "x": tensor(
-                    world.recv(header["src"], self.number("from", header["src"])),
-                    DTYPES[header["dtype"]],
-                )
-            }
         if call == "exchange":
             for place, peer in enumerate(header["sends"]):
                 world.send(raw(t[f"send{place}"]), peer, self.number("to", peer))
@@ -205,33 +198,31 @@ class Program:
             out = out + 1
         if call in ("gather", "reduce") and root != world.rank:
             return {}
-        return {"x" if call == "broadcast" else "out": out}
+        return {"out": out}
 
 
 def main() -> None:
     torch.set_num_threads(1)
     program = Program()
-    while line := sys.stdin.buffer.readline():
-        header, t = json.loads(line), {}
-        for entry in header["tensors"]:
-            dtype = DTYPES[entry["dtype"]]
-            size = torch.Size(entry["shape"]).numel() * dtype.itemsize
-            t[entry["name"]] = tensor(sys.stdin.buffer.read(size), dtype).view(entry["shape"])
+    for line in sys.stdin:
+        header = json.loads(line)
+        t = {
+            name: tensor(base64.b64decode(x["data"]), DTYPES[x["dtype"]]).view(x["shape"])
+            for name, x in header["tensors"].items()
+        }
         try:
             members, outputs = program.answer(header, t)
         except Exception as error:
             members, outputs = {"error": f"{type(error).__name__}: {error}"}, {}
-        entries = [
-            {"name": name, "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
+        tensors = {
+            name: {
+                "dtype": str(x.dtype).removeprefix("torch."),
+                "shape": list(x.shape),
+                "data": base64.b64encode(raw(x)).decode(),
+            }
             for name, x in outputs.items()
-        ]
-        data = (
-            json.dumps({**members, "tensors": entries}).encode()
-            + b"\n"
-            + b"".join(map(raw, outputs.values()))
-        )
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
+        }
+        print(json.dumps({"id": header["id"], **members, "tensors": tensors}), flush=True)
 
 
 if __name__ == "__main__":

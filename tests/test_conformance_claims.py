@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch import fork_program
+from tests.launch import start_by_fork
 from tests.limited_targets import CODECS, COLLECTIVES, METHODS_OF, Narrow, Target, only, real
 from tests.scripts import ROOT
 
@@ -22,7 +22,7 @@ from bagua_ref.conformance.lab.journal import Journal
 from bagua_ref.conformance.run import search
 from bagua_ref.conformance.run.runner import reason_to_skip, row_id, verdict
 from bagua_ref.conformance.targets.process import ProcessTarget
-from bagua_ref.conformance.targets.process_link import Link, Programs
+from bagua_ref.conformance.targets.process_link import Program
 from bagua_ref.conformance.targets.target import resolve
 from bagua_ref.conformance.targets.world import RankWorld
 
@@ -303,14 +303,14 @@ def test_a_communicator_without_some_methods_fails_nothing(
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The requests about parts of programs."""
-    monkeypatch.setattr(Programs, "_start", fork_program)
-    seen, ask = list[str](), Link.ask
+    start_by_fork(monkeypatch)
+    seen, ask = list[str](), Program.ask
 
-    def recorded(link: Link, call: str, *arguments: Any, **options: Any) -> Any:
+    def recorded(program: Program, call: str, *arguments: Any, **options: Any) -> Any:
         seen.extend([call] if call not in ("hello", "world") else [])
-        return ask(link, call, *arguments, **options)
+        return ask(program, call, *arguments, **options)
 
-    monkeypatch.setattr(Link, "ask", recorded)
+    monkeypatch.setattr(Program, "ask", recorded)
     return seen
 
 

@@ -4,9 +4,11 @@ left behind.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,22 +18,22 @@ from typing import Any
 import pytest
 import torch
 from tests import oracle_c
-from tests.launch import fork_program, run_script
+from tests.launch import run_script, start_by_fork
 from tests.scripts import ROOT
 
+from bagua_ref.backends.base import KernelBackend
 from bagua_ref.cli import main
 from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.run.runner import NamedTarget
 from bagua_ref.conformance.run.search import PROFILES
 from bagua_ref.conformance.targets import process
 from bagua_ref.conformance.targets.process import ProcessTarget
-from bagua_ref.conformance.targets.process_link import DTYPES, ProgramError, Programs
+from bagua_ref.conformance.targets.process_link import DTYPES, ProgramError
 from bagua_ref.conformance.targets.target import resolve
 
 pytestmark = pytest.mark.slow
 
-PAGES = [ROOT / "docs" / "conformance" / name for name in ("other-languages.md", "requests.md")]
-PAGE = "".join(page.read_text() for page in PAGES)
+PAGE = (ROOT / "docs" / "conformance" / "other-languages.md").read_text()
 PYTHON = shlex.quote(sys.executable)
 CODEC = f"{PYTHON} {ROOT}/tests/outside/numpy_codec.py"
 SAMPLER = f"{PYTHON} {ROOT}/tests/outside/plain_sampler.py"
@@ -63,13 +65,13 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         None,
         ("minmax_uint8.c", "g.scale = 255.0f", "g.scale = 254.0f"),
-        ("serve.c", "payload.data + place * size)", "payload.data)"),
+        ("serve.c", "payload.data + i * size)", "payload.data)"),
     ],
     ids=str,
 )
 def test_a_program_in_C_is_judged(tmp_path: Path, fault: tuple[str, str, str] | None) -> None:
     oracle_c.need_compiler()
-    program = oracle_c.build(tmp_path, fault, "serve")
+    program = oracle_c.build(tmp_path, fault)
     report = run_conformance(
         ProcessTarget(str(program)), ["kernels", "codec"], shrink=False, time_limit=60.0
     )
@@ -107,7 +109,7 @@ def test_samplers_in_another_program_are_judged(
 
 @pytest.mark.proof
 def test_a_fault_of_ranks_in_other_programs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Programs, "_start", fork_program)
+    start_by_fork(monkeypatch)
     target = ProcessTarget(everything("planted"))
     report = run_conformance(
         target, checks=["collectives.S3.9.allreduce"], jobs=0, shrink=False, time_limit=120.0
@@ -119,7 +121,7 @@ def test_a_fault_of_ranks_in_other_programs_is_found(monkeypatch: pytest.MonkeyP
 def test_a_fault_in_another_program_is_found_with_a_script_that_repeats_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Programs, "_start", fork_program)
+    start_by_fork(monkeypatch)
     target = ProcessTarget(everything("planted"))
     checks = ["kernels.S1.add_scaled[float32]"]
     (failure,) = run_conformance(
@@ -132,46 +134,30 @@ def test_a_fault_in_another_program_is_found_with_a_script_that_repeats_it(
 
 
 @pytest.mark.parametrize(
-    ("said", "capabilities"),
-    [
-        ({}, {"external": False}),
-        ({"max_ranks": 2, "external": True}, {"external": True, "max_ranks": 2}),
-    ],
-)
-def test_a_program_may_say_how_many_ranks_it_has_and_that_it_is_external(
-    said: dict[str, Any], capabilities: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        process, "Programs", lambda *_: SimpleNamespace(hello=lambda: said, end=lambda: None)
-    )
-    target = ProcessTarget("program")
-    assert target.capabilities == {"dtypes": list(DTYPES), **capabilities}
-
-
-@pytest.mark.parametrize(
     ("said", "wrong"),
     [
-        ({"max_ranks": 0}, "'max_ranks'] must be from 1 to"),
-        ({"max_ranks": 2.0}, "'max_ranks'] must be an integer"),
-        ({"max_ranks": True}, "'max_ranks'] must be an integer"),
-        ({"external": 1}, "'external'] must be a boolean"),
+        ({"max_ranks": 0}, r"capabilities\['max_ranks'\]=0 must be at least 1"),
+        ({"max_ranks": 2.0}, r"capabilities\['max_ranks'\]=2.0 must be an int"),
+        ({"external": 1}, r"capabilities\['external'\]=1 must be a bool"),
+        ({"kernels": ["ad"]}, "must have protocol 2, and kernels of add, "),
+        ({"protocol": 1}, "must have protocol 2"),
     ],
 )
-def test_a_program_that_says_no_number_of_ranks_is_refused(
+def test_what_a_program_says_of_itself_is_checked(
     said: dict[str, Any], wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        process, "Programs", lambda *_: SimpleNamespace(hello=lambda: said, end=lambda: None)
-    )
-    with pytest.raises(
-        ProgramError, match=re.escape(f"the program's answer to hello: answer[{wrong}")
-    ):
-        ProcessTarget("program")
+    def program(*_: Any) -> Any:
+        answer = {"protocol": 2, "kernels": ["add"], **said}
+        return SimpleNamespace(ask=lambda *_, **__: (answer, {}), end=lambda: None)
+
+    monkeypatch.setattr(process, "Program", program)
+    with pytest.raises((ProgramError, TypeError, ValueError), match=wrong):
+        resolve(ProcessTarget("program"))
 
 
 @pytest.mark.usefixtures("few_inputs")
 def test_worlds_of_a_program_are_as_small_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Programs, "_start", fork_program)
+    start_by_fork(monkeypatch)
     target = ProcessTarget(everything("two_ranks"))
     report = run_conformance(target, checks=["collectives.S3.9.long"], jobs=0, time_limit=60.0)
     target.end()
@@ -191,44 +177,36 @@ def test_operations_of_the_package_need_every_kernel() -> None:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (
-            "dies",
-            "the program has ended with exit code 3; its standard error ends with:\nout of cheese",
-        ),
+        ("dies", r"the program has ended with exit code 3\n.*\n.*ends with:\nout of cheese"),
         ("crashes", "the program has ended with signal SIGSEGV"),
-        ("garbage", r"b'hello world\\n' is not the header of an answer"),
+        ("short", r"the program has ended with exit code 0\n.*\n.*ends with:\ntoo short"),
+        ("garbage", r"the answer was b'hello world\\n'"),
+        ("list", "the answer was b"),
         ("error", "answered add with an error: no cheese"),
-        (
-            "short",
-            (
-                r"the program has ended after 15 of 16 bytes of x with exit code 0; its standard"
-                r" error ends with:\ntoo short"
-            ),
-        ),
-        (
-            "shape",
-            re.escape("{'x': ('torch.float32', [1, 4])} instead of {'x': ('torch.float32', [4])}"),
-        ),
-        ("dtype", re.escape("{'x': ('torch.int32', [4])} instead of")),
-        ("huge", "announces tensors of .* where at most 16 are expected"),
-        ("nothing", re.escape("it has the tensors {} instead of")),
-        ("hangs", "no answer within 0.3 s"),
+        ("other", "its id is 1, not 2; the answer was"),
+        ("shape", re.escape("{'x': 'float32[1, 4]'}, not {'x': 'float32[4]'}")),
+        ("dtype", re.escape("{'x': 'int32[4]'}, not")),
+        ("bytes", re.escape("16 bytes are no float32 of shape [5]")),
+        ("sizes", "the answer was b"),
+        ("base64", "the answer was b"),
+        ("nothing", re.escape("it has {}, not {'x': 'float32[4]'}")),
+        ("hangs", "no answer within 1 s"),
     ],
 )
 def test_what_breaks_the_protocol_is_said(fault: str, said: str) -> None:
-    target = ProcessTarget(faulty(fault))
-    link = target.live().single().links[0]
-    link.ask("hello")  # it has started
-    link.limit(0.3 if fault == "hangs" else 30.0)
-    with pytest.raises(ProgramError, match=said):
+    target = ProcessTarget(faulty(fault), 1.0 if fault == "hangs" else 30.0)
+    with pytest.raises(ProgramError, match=said) as raised:
         target.kernels.add_(torch.ones(4), torch.ones(4))
+    if fault != "error":
+        assert 'expected one line of JSON with "id": 2 as the answer to add' in str(raised.value)
+        assert '"call": "add", "tensors": {"x": {' in str(raised.value)
     target.end()
 
 
 def test_a_crash_is_told_with_its_call() -> None:
     target = NamedTarget(command=faulty("crashes"))
     (failed,) = run_conformance(target, checks=["kernels.S1.add[float32]"]).failures()
-    assert "answer to add: the program has ended with signal SIGSEGV" in failed.message
+    assert "as the answer to add, but the program has ended with signal SIGSEGV" in failed.message
     assert "result = kernels.add_(x, y)" in failed.counterexample
 
 
@@ -238,23 +216,16 @@ def test_a_program_that_says_nothing_ends_the_command_at_the_time_limit(
     begin = time.monotonic()
     assert main(["verify", "--command", "sleep 600", "--time-limit", "1"]) == 2
     assert time.monotonic() - begin < 15
-    assert "answer to hello: no answer within 1 s" in capsys.readouterr().err
-
-
-def test_another_version_is_refused() -> None:
-    with pytest.raises(
-        ProgramError, match="speaks version 2 of the protocol, and this is version 1"
-    ):
-        ProcessTarget(faulty("version"))
+    assert "as the answer to hello, but no answer within 1 s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("command", "said"),
     [
         ("/no/such/program", "cannot be started: .*No such file"),
-        ("'", "is not a command"),
-        ("", "it is empty"),
-        ("false", "answer to hello: "),
+        ("'", "cannot be started: No closing quotation"),
+        ("", "cannot be started"),
+        ("false", "as the answer to hello, but the program has ended with exit code 1"),
     ],
 )
 def test_a_command_that_cannot_run_is_said(command: str, said: str) -> None:
@@ -281,7 +252,7 @@ STUBBORN = """
 import os, sys, time
 print(os.getpid(), os.environ["TMPDIR"], file=open(sys.argv[1] + f"/{os.getpid()}", "w"))
 sys.stdin.buffer.readline()
-print('{"protocol":1,"codecs":["OneBit"],"tensors":[]}', flush=True)
+print('{"id":1,"protocol":2,"codecs":["OneBit"]}', flush=True)
 time.sleep(600)
 """
 """It does not read its input again, and so does not see that it has closed."""
@@ -302,7 +273,7 @@ def test_a_program_that_hangs_ends_with_the_command(tmp_path: Path) -> None:
     while any(alive(int(pid)) for pid, _ in started) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(alive(int(pid)) for pid, _ in started)
-    assert not any(Path(folder).parent.exists() for _, folder in started)
+    assert not any(Path(folder).exists() for _, folder in started)
 
 
 def alive(pid: int) -> bool:
@@ -316,27 +287,22 @@ def alive(pid: int) -> bool:
 
 
 def test_the_page_describes_every_request() -> None:
-    folder = ROOT / "src/bagua_ref/conformance/targets"
-    sources = (folder / "process.py").read_text()
-    calls = set(re.findall(r'(?:\.ask|\.ask_for|_in_place|_request)\(\s*"(\w+)"', sources)) | {
-        "hello"
-    }
+    sources = (ROOT / "src/bagua_ref/conformance/targets/process.py").read_text()
+    calls = set(re.findall(r'(?:ask|_collective)\(\s*"(\w+)"', sources))
+    calls |= {name.strip("_") for name in KernelBackend.__abstractmethods__}
     assert len(calls) > 25
-    for call in calls:
-        assert f"`{call}`" in PAGE, call
-    for dtype in DTYPES:
-        assert f"`{dtype}`" in PAGE
+    assert [call for call in calls if f"`{call}`" not in PAGE] == []
+    assert [dtype for dtype in DTYPES if f"`{dtype}`" not in PAGE] == []
 
 
 def test_the_session_on_the_page_is_what_is_said() -> None:
     """The page's example: requests, and the answers of the program beside it."""
-    program = ProcessTarget(CODEC)
-    payload = resolve(program).codec("OneBit").compress(torch.tensor([1.0, -1.0]), 1)
-    program.end()
-    assert payload.numel() == 64
-    assert payload[32] == 0b10000000
-    assert (
-        '{"call":"payload_bytes","codec":"OneBit","elements":2,"dtype":"float32","tensors":[]}'
-        in PAGE
+    sent = re.findall(r"^> (.*)$", PAGE, re.MULTILINE)
+    answers = re.findall(r"^< (.*)$", PAGE, re.MULTILINE)
+    ended = subprocess.run(
+        shlex.split(CODEC), input="\n".join(sent), capture_output=True, text=True, check=True
     )
-    assert '{"call":"compress","codec":"OneBit","num_chunks":1,"target_chunk":null,' in PAGE
+    assert [json.loads(line) for line in ended.stdout.splitlines()] == list(
+        map(json.loads, answers)
+    )
+    assert len(sent) == 3

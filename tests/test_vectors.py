@@ -5,7 +5,9 @@ and the C client passes.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +30,7 @@ from bagua_ref.conformance.cases.tensor_files import (
     read_safetensors,
     write_safetensors,
 )
-from bagua_ref.conformance.vectors import Case, all_cases, check_outputs, export_vectors
+from bagua_ref.conformance.vectors import Case, all_cases, check_program, export_vectors
 
 Tensors = dict[str, torch.Tensor]
 
@@ -169,9 +171,9 @@ def check(
     # whose expected outputs are computed once for all tests
     monkeypatch.setattr("bagua_ref.conformance.vectors.files.all_cases", lambda: cases)
 
-    def run(*more: str, outputs: Path = outputs) -> tuple[int, str]:
+    def run(*more: str, outputs: Path | None = outputs) -> tuple[int, str]:
         try:
-            code = main(["vectors", "check", str(outputs), *more])
+            code = main(["vectors", "check", *([str(outputs)] if outputs else []), *more])
         except SystemExit as ended:
             code = ended.code
         captured = capsys.readouterr()
@@ -300,18 +302,21 @@ def test_json_has_every_case(check: Any, outputs: Path, cases: list[Case]) -> No
 
 def test_a_selection_asks_for_its_cases_only(check: Any, outputs: Path) -> None:
     change(outputs, "kernels", lambda t: t[CASE].zero_())
-    code, printed = check("--operation", "shift_one_peer", "average")
+    code, printed = check("--only", "shift_one_peer", "average")
     assert code == 0
     assert "not selected" in printed
-    assert check("--dtype", "float16")[0] == 0
-    assert check("--operation", "add", "--dtype", "float32")[0] == 1
+    assert check("--only", "/float16/")[0] == 0
+    assert check("--only", "/add/", "--only", "/float32/")[0] == 1
 
 
 def test_what_cannot_be_checked_is_said(check: Any, outputs: Path) -> None:
     assert check(outputs=outputs / "nowhere")[0] == 2
-    code, printed = check("--operation", "adds")
-    assert (code, "no case is of 'adds'; known are add, " in printed) == (2, True)
-    assert check("--operation", "shift_one_peer", "--dtype", "float16")[0] == 2
+    code, printed = check("--only", "adds")
+    assert (code, "no case's id contains 'adds'" in printed) == (2, True)
+    assert check("--only", "shift_one_peer", "--only", "float16")[0] == 2
+    code, printed = check("--command", "x")
+    assert (code, "name a folder of outputs, or a program" in printed) == (2, True)
+    assert check(outputs=None)[0] == 2
 
 
 def test_export_leaves_other_files_alone(
@@ -344,7 +349,7 @@ def test_ulp(check: Any, outputs: Path, steps: int, code: int) -> None:
         found |= {name: moved(x, steps) for name, x in found.items() if "/qadam_step/" in name}
 
     change(outputs, "algorithms", move)
-    assert check("--operation", "qadam_step")[0] == code
+    assert check("--only", "qadam_step")[0] == code
 
 
 @pytest.mark.parametrize(("epsilons", "code"), [(2.5, 0), (-2.5, 0), (3.6, 1), (-3.6, 1)])
@@ -352,7 +357,7 @@ def test_sum(check: Any, outputs: Path, epsilons: float, code: int) -> None:
     # of 3 ranks, up to 4 each
     error = epsilons * torch.finfo(torch.float32).eps * 4
     change(outputs, "comm_ops", lambda t: t.update({MEAN: (t[MEAN].double() + error).float()}))
-    assert check("--operation", "centralized_full_precision")[0] == code
+    assert check("--only", "centralized_full_precision")[0] == code
 
 
 def test_the_sign_of_a_zero_counts_and_the_bits_of_a_nan_do_not(check: Any, outputs: Path) -> None:
@@ -364,9 +369,9 @@ def test_the_sign_of_a_zero_counts_and_the_bits_of_a_nan_do_not(check: Any, outp
         )
 
     change(outputs, "kernels", other_nan)
-    assert check("--operation", "add")[0] == 0
+    assert check("--only", "kernels/add/")[0] == 0
     change(outputs, "kernels", lambda t: t.update({ZEROS: -t[ZEROS]}))
-    assert check("--operation", "add")[0] == 1
+    assert check("--only", "kernels/add/")[0] == 1
 
 
 # Files
@@ -399,49 +404,56 @@ def test_a_dtype_that_torch_lacks_is_named(tmp_path: Path) -> None:
         read_safetensors(path)
 
 
-# The C client
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    oracle_c.need_compiler()
-    return oracle_c.build(tmp_path_factory.mktemp("oracle_c"))
+# Programs
 
 
 @pytest.mark.proof
-def test_the_client_in_c_passes(client: Path, tmp_path: Path, cases: list[Case]) -> None:
-    ended = oracle_c.run(client, VECTORS, tmp_path / "outputs")
-    assert ended.returncode == 0, ended.stderr
-    report = check_outputs(tmp_path / "outputs")
-    answered = {
+def test_the_client_in_c_passes(tmp_path: Path, cases: list[Case]) -> None:
+    oracle_c.need_compiler()
+    program = str(oracle_c.build(tmp_path))
+    only = [["codecs/", "shift_one_peer"], ["MinMaxUInt8", "shift_one_peer"]]
+    report = check_program(program, only=only)
+    assert report.passed, report.as_json()
+    assert len(report.verdicts) > 300
+    report = check_program(program, only=[["bfloat16/plain"]])
+    assert {verdict.case.id for verdict in report.verdicts if verdict.status == "passed"} == {
         case.id
         for case in cases
-        if case.operation == "comm_ops/shift_one_peer"
-        or (case.parameters.get("codec") == "MinMaxUInt8" and case.operation.startswith("codecs/"))
+        if "bfloat16/plain" in case.id
+        and (case.operation.startswith("kernels/add") or case.id.endswith("plain-MinMaxUInt8"))
     }
-    assert {
-        verdict.case.id for verdict in report.verdicts if verdict.status == "passed"
-    } == answered
-    assert ended.stdout.startswith(f"{len(answered)} cases answered")
-    assert (report.count("failed"), report.count("missing") > 0) == (0, True)
-    assert not report.passed  # outputs of a part are not taken for the whole
+    assert (report.count("failed"), report.passed) == (0, False)
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda v: (v / "manifest.json").unlink(),
-        lambda v: (v / "manifest.json").write_text('{"vectors_version": "3", "cases": ['),
-        lambda v: cut_off(v / "codecs.inputs.safetensors", 5000),
-    ],
-    ids=["no manifest", "cut manifest", "cut safetensors"],
-)
-def test_the_client_in_c_says_what_it_cannot_read(
-    client: Path, tmp_path: Path, damage: Any
-) -> None:
-    vectors = Path(shutil.copytree(VECTORS, tmp_path / "vectors"))
-    damage(vectors)
-    ended = oracle_c.run(client, vectors, tmp_path / "outputs")
-    assert ended.returncode == 2
-    assert ended.stderr
+def test_the_program_in_javascript_passes() -> None:
+    if shutil.which("node") is None:
+        pytest.skip("needs node")
+    program = f"node {shlex.quote(str(oracle_c.ROOT / 'examples' / 'oracle_js' / 'serve.mjs'))}"
+    only = [["codecs/", "kernels/"], ["MinMaxUInt8", "kernels/"]]
+    report = check_program(program, only=only)
+    assert report.passed, report.as_json()
+    assert len(report.verdicts) > 800
+
+
+ANSWERS = """
+import json, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    x = request["tensors"]["x"]
+    answers = {"kernels/add": {"tensors": {"x": x}}, "kernels/subtract": {"error": "no cheese"}}
+    print(json.dumps({"id": request["id"], **answers[request["call"]]}), flush=True)
+"""
+
+
+def test_a_program_is_asked_for_each_case(check: Any, tmp_path: Path) -> None:
+    (tmp_path / "answers.py").write_text(ANSWERS)
+    program = ["--command", f"{shlex.quote(sys.executable)} {tmp_path}/answers.py"]
+    code, printed = check(*program, "--only", "kernels/add/", "kernels/sub", outputs=None)
+    assert (code, "FAILED: 4 passed, 24 failed, 28 missing" in printed) == (1, True), printed
+    assert "S1 kernels/add/float16/plain [valid]: x: 33 of 33 elements differ" in printed
+    _, printed = check(*program, "--only", "kernels/subtract/", outputs=None)
+    assert "answered kernels/subtract with an error: no cheese" in printed
+    code, printed = check(*program, "--only", "kernels/average/", outputs=None)
+    assert (code, "the program has ended with exit code 1" in printed) == (2, True)
+    assert "KeyError: 'kernels/average'" in printed

@@ -4,6 +4,7 @@ standard input and output.
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 from typing import Any
@@ -113,16 +114,16 @@ def answer(
     header: dict[str, Any], tensors: dict[str, tuple[Array, str]]
 ) -> tuple[dict[str, Any], dict[str, tuple[Array, str]]]:
     if header["call"] == "hello":
-        return {"protocol": 1, "name": "NumPy", "codecs": list(CODECS)}, {}
+        return {"protocol": 2, "name": "NumPy", "codecs": list(CODECS)}, {}
     codec = CODECS[header["codec"]]
     if header["call"] == "payload_bytes":
-        return {"value": codec.payload_bytes(header["elements"])}, {}
+        return {"value": codec.payload_bytes(header["num_elements"])}, {}
     chunks = header["num_chunks"]
     if header["call"] == "compress":
         x, dtype = tensors["x"]
         parts = to_float32(x, dtype).reshape(chunks, x.size // chunks)
         blocks = [codec.compress(part) if part.size else np.zeros(0, np.uint8) for part in parts]
-        if header["target_chunk"] is not None:
+        if "target_chunk" in header:
             before, target = (
                 tensors["payload"][0].reshape(chunks, -1).copy(),
                 header["target_chunk"],
@@ -130,7 +131,7 @@ def answer(
             before[target] = blocks[target]
             blocks = list(before)
         return {}, {"payload": (np.concatenate(blocks), "uint8")}
-    size, dtype = header["elements"] // chunks, header["dtype"]
+    size, dtype = header["num_elements"] // chunks, header["dtype"]
     parts = tensors["payload"][0].reshape(chunks, -1)
     values = [codec.decompress(part, size) for part in parts] if size else [np.zeros(0, np.float32)]
     return {}, {"x": (rounded(np.concatenate(values), dtype), dtype)}
@@ -138,24 +139,21 @@ def answer(
 
 def main() -> None:
     """Answer until standard input ends."""
-    while line := sys.stdin.buffer.readline():
-        header, tensors = json.loads(line), {}
-        for entry in header["tensors"]:
-            item = ITEM[entry["dtype"]]
-            data = sys.stdin.buffer.read(int(np.prod(entry["shape"])) * item.itemsize)
-            tensors[entry["name"]] = (np.frombuffer(data, item), entry["dtype"])
+    for line in sys.stdin:
+        header = json.loads(line)
+        tensors = {
+            name: (np.frombuffer(base64.b64decode(x["data"]), ITEM[x["dtype"]]), x["dtype"])
+            for name, x in header["tensors"].items()
+        }
         try:
             found, outputs = answer(header, tensors)
         except Exception as error:
             found, outputs = {"error": f"{type(error).__name__}: {error}"}, {}
-        found["tensors"] = [
-            {"name": name, "dtype": dtype, "shape": [x.size]}
-            for name, (x, dtype) in outputs.items()
-        ]
-        sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
-        for x, _ in outputs.values():
-            sys.stdout.buffer.write(x.tobytes())
-        sys.stdout.buffer.flush()
+        found |= {"id": header["id"], "tensors": {}}
+        for name, (x, dtype) in outputs.items():
+            data = base64.b64encode(x.tobytes()).decode()
+            found["tensors"][name] = {"dtype": dtype, "shape": [x.size], "data": data}
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

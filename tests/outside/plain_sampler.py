@@ -4,6 +4,7 @@ standard input and output.
 
 from __future__ import annotations
 
+import base64
 import json
 import struct
 import sys
@@ -33,31 +34,24 @@ def equal_batches(header: dict[str, Any], tensors: dict[str, list[Any]]) -> list
 
 def main() -> None:
     """Answer until standard input ends."""
-    while line := sys.stdin.buffer.readline():
-        header, tensors = json.loads(line), {}
-        for entry in header["tensors"]:
-            form = f"<{entry['shape'][0]}q"  # all of them are int64
-            tensors[entry["name"]] = list(
-                struct.unpack(form, sys.stdin.buffer.read(struct.calcsize(form)))
-            )
+    for line in sys.stdin:
+        header = json.loads(line)
+        tensors = {  # all of them are int64
+            name: list(struct.unpack(f"<{x['shape'][0]}q", base64.b64decode(x["data"])))
+            for name, x in header["tensors"].items()
+        }
         outputs = {}
         if header["call"] == "sampler_indices":
             outputs["indices"] = sampler_indices(header, tensors)
         elif header["call"] == "equal_batches":
             outputs["batches"] = equal_batches(header, tensors)
-        members: dict[str, Any] = (
-            {"protocol": 1, "name": "plain sampler", "samplers": True}
-            if header["call"] == "hello"
-            else {}
-        )
-        members["tensors"] = [
-            {"name": name, "dtype": "int64", "shape": [len(values)]}
-            for name, values in outputs.items()
-        ]
-        sys.stdout.buffer.write(json.dumps(members).encode() + b"\n")
-        for values in outputs.values():
-            sys.stdout.buffer.write(struct.pack(f"<{len(values)}q", *values))
-        sys.stdout.buffer.flush()
+        answer: dict[str, Any] = {"id": header["id"], "tensors": {}}
+        if header["call"] == "hello":
+            answer |= {"protocol": 2, "name": "plain sampler", "samplers": True}
+        for name, values in outputs.items():
+            data = base64.b64encode(struct.pack(f"<{len(values)}q", *values)).decode()
+            answer["tensors"][name] = {"dtype": "int64", "shape": [len(values)], "data": data}
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

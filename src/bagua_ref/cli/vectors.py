@@ -11,7 +11,13 @@ from pathlib import Path
 from bagua_ref.base.untrusted import one_line
 from bagua_ref.cli.command import Commands, add_command, add_json_options, write_json
 from bagua_ref.conformance.clauses import SPEC_VERSION, VECTORS_VERSION
-from bagua_ref.conformance.vectors import VectorsReport, Verdict, check_outputs, export_vectors
+from bagua_ref.conformance.vectors import (
+    VectorsReport,
+    Verdict,
+    check_outputs,
+    check_program,
+    export_vectors,
+)
 
 __all__ = ["add_parser"]
 
@@ -50,7 +56,10 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         verbs,
         "check",
         _check,
-        examples=("bagua-ref vectors check outputs --operation compress",),
+        examples=(
+            "bagua-ref vectors check outputs",
+            "bagua-ref vectors check --command ./serve --only codecs/ --only MinMaxUInt8",
+        ),
         help="compare an implementation's outputs with the expected ones",
         description=(
             "Compare an implementation's outputs with the expected ones, within the tolerance of"
@@ -58,30 +67,30 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         ),
         epilog=(
             "Exit status is 0 if all cases passed, 1 if a case failed or is missing or the outputs"
-            " contain anything else, and 2 if the outputs cannot be read."
+            " contain anything else, and 2 if the outputs cannot be read or the program broke the"
+            " protocol."
         ),
     )
     check.add_argument(
         "outputs",
+        nargs="?",
         type=Path,
         metavar="DIR",
         help="folder of the outputs: safetensors files with tensors named ID:NAME",
     )
     check.add_argument(
-        "--operation",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME",
-        help="check only these operations (default: all)",
+        "--command",
+        dest="program",
+        metavar="COMMAND",
+        help="program that answers requests for the outputs, in place of a folder",
     )
     check.add_argument(
-        "--dtype",
+        "--only",
         nargs="+",
-        action="extend",
+        action="append",
         default=[],
-        metavar="NAME",
-        help="check only these dtypes (default: all)",
+        metavar="TEXT",
+        help="check only cases whose id contains one of the texts; each --only narrows further",
     )
     add_json_options(check)
 
@@ -98,11 +107,14 @@ def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    if not arguments.outputs.is_dir():
+    if (arguments.outputs is None) == (arguments.program is None):
+        parser.error("name a folder of outputs, or a program with --command")
+    if arguments.program is not None:
+        report = check_program(arguments.program, only=arguments.only)
+    elif arguments.outputs.is_dir():
+        report = check_outputs(arguments.outputs, only=arguments.only)
+    else:
         parser.error(f"no such folder: {str(arguments.outputs)!r}")
-    report = check_outputs(
-        arguments.outputs, operations=arguments.operation, dtypes=arguments.dtype
-    )
     if not arguments.json:
         _print_report(report)
     write_json(arguments, report.as_json())

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bagua_ref.conformance.targets.process_link import WORKER
-
 __all__ = ["Workers"]
 
 
@@ -58,7 +56,6 @@ class Workers:
                 if not variable.startswith("PYTEST_")
             }
             environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-            environment[WORKER] = "1"
             environment["TMPDIR"] = name  # what a worker that dies leaves goes with the folder
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
             with printed.open("w") as out, open(readable, encoding="utf-8") as lines:

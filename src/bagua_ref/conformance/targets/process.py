@@ -1,17 +1,17 @@
 """A program in any language as a target: its kernels, codecs, samplers and collectives, each call a
-message to its process.
+request to its process.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,19 +25,24 @@ from bagua_ref.base.untrusted import check_form
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.conformance.cases.tensor_files import name_of
 from bagua_ref.conformance.expected import samplers_plain
-from bagua_ref.conformance.targets.process_link import DTYPES, Link, ProgramError, Programs
+from bagua_ref.conformance.targets.process_link import DTYPES, Program, ProgramError
 from bagua_ref.conformance.targets.world import RankWorld
 from bagua_ref.types import ReduceOp
 
-__all__ = ["ProcessTarget"]
+__all__ = ["PROTOCOL", "ProcessTarget"]
+
+PROTOCOL = 2
+"""The version of the messages."""
+
+_KERNELS = sorted(name.strip("_") for name in KernelBackend.__abstractmethods__)
 
 
 @dataclass
 class ProcessTarget:
     """A target whose parts are in another program, which says what it has.
 
-    The program is started when it is needed, and ended with this process. Arguments are checked
-    here, by the base classes, so that it gets valid ones only.
+    The program is started when it is needed, and ended with this object or its process. Arguments
+    are checked here, by the base classes, so that it gets valid ones only.
 
     Args:
         command: the program and its arguments.
@@ -49,299 +54,193 @@ class ProcessTarget:
 
     command: str
     seconds: float = 60.0
-    _live: dict[int, _Live] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Ask the program what it has."""
-        # Removed by this process, as those of checks are killed.
-        self._folder = tempfile.mkdtemp(prefix="bagua_ref-")
+        self._folder, self._lock = tempfile.mkdtemp(prefix="bagua_ref-"), threading.Lock()
         self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        programs = self.start(1)
-        try:
-            said = programs.hello()
-        finally:
-            programs.end()
-        self.name = str(said.get("name", self.command))
-        try:
-            check_form(said, _HELLO, "answer")
-        except ValueError as error:
-            raise ProgramError(f"the program's answer to hello: {error}") from None
-        defaults = {
-            "dtypes": list(DTYPES),
-            "external": False,
-            "kernels": [],
-            "codecs": [],
-        }
-        said = {
-            **defaults,
-            **{member: value for member, value in said.items() if value is not None},
-        }
-        for member, known in (("dtypes", DTYPES), ("kernels", _KERNELS)):
-            if unknown := sorted(set(said[member]) - set(known)):
-                raise ProgramError(
-                    f"the program's {member} have {unknown[0]!r}, which must be one of"
-                    f" {', '.join(known)}"
-                )
+        self._single, self._world, self._number = self._start(), None, 0
+        self._ranks: list[Program] = []
+        said, _ = self._single.ask("hello", protocol=PROTOCOL)
+        kernels, codecs = said.get("kernels") or (), said.get("codecs") or ()
+        if said.get("protocol") != PROTOCOL or not set(kernels) <= set(_KERNELS):
+            raise ProgramError(
+                f"{self.command!r}: the answer to hello must have protocol {PROTOCOL}, and kernels"
+                f" of {', '.join(_KERNELS)}; it is {said}"
+            )
+        self.name = said.get("name") or self.command
         self.capabilities = {
-            key: said[key] for key in ("dtypes", "external", "max_ranks") if key in said
+            "dtypes": said.get("dtypes") or list(DTYPES),
+            **{key: said[key] for key in ("external", "max_ranks") if said.get(key) is not None},
         }
-        self.kernels = _kernels(self._link, said["kernels"], said["codecs"])
-        self.samplers = _Samplers(self._link) if said.get("samplers") is True else None
-        self.communicator = self._join if said.get("collectives") is True else None
+        self.kernels = _kernels(self.ask, kernels, codecs)
+        self.samplers = _samplers(self.ask) if said.get("samplers") else None
+        self.communicator = self._join if said.get("collectives") else None
 
-    def _link(self) -> Link:
-        return self.live().single().links[0]
+    def _start(self) -> Program:
+        return Program(self.command, self.seconds, self._folder)
 
-    def _join(self, world: RankWorld) -> Communicator:
-        return self.live().join(world)
-
-    _join.real_threads = True  # type: ignore[attr-defined] # each with a process of its own
-
-    def start(self, ranks: int) -> Programs:
-        """Start so many processes of the program."""
-        folder = Path(tempfile.mkdtemp(dir=self._folder))
-        return Programs(self.command, folder, ranks, self.seconds)
+    def ask(self, call: str, *tensors: Any, **members: Any) -> Any:
+        """Return the answer of a process that is no rank; see `Program.ask`."""
+        with self._lock:
+            if self._single.broken:
+                self._single.end()
+                self._single = self._start()
+        return self._single.ask(call, *tensors, **members)
 
     def end(self) -> None:
-        """End the programs that belong to this process, and remove their files; none may follow."""
-        self._live.pop(os.getpid(), _Live(self)).end()
+        """End the program's processes, and remove their files; no call may follow."""
+        for program in (self._single, *self._ranks):
+            program.end()
         self._remove()
 
     def requests(self) -> int:
         """Return how many requests this process has sent to programs."""
-        return Link.sent
+        return Program.sent
 
-    def live(self) -> _Live:
-        """Return the processes that belong to this process; one that was forked starts its own."""
-        return self._live.setdefault(os.getpid(), _Live(self))
+    def _join(self, world: RankWorld) -> Communicator:
+        """Return a rank's communicator: of a process that is this rank of one world after another,
+        unless a rank of an earlier world still waits.
+        """
+        with self._lock:
+            if world.store is not self._world:
+                if any(program.busy for program in self._ranks):
+                    for program in self._ranks:
+                        program.end()
+                    self._ranks = []
+                shutil.rmtree(f"{self._folder}/{self._number}", ignore_errors=True)
+                self._world, self._number = world.store, self._number + 1
+                while len(self._ranks) < world.world_size:
+                    self._ranks.append(self._start())
+                for program in self._ranks:
+                    program.world = self._number
+            program, number = self._ranks[world.rank], self._number
+        folder = f"{self._folder}/{number}"
+        return _ProcessCommunicator(program, world, number, folder)
+
+    _join.real_threads = True  # type: ignore[attr-defined] # each with a process of its own
 
 
-_HELLO = {
-    "dtypes?": [str],
-    "external?": bool,
-    "max_ranks?": range(1, 2**31),
-    "kernels?": [str],
-    "codecs?": [str],
-}
-"""The form of an answer to hello."""
-
-
-class _Live:
-    """Processes of the program: one for what needs no other ranks, and sets of ranks, each for one
-    world at a time.
+def _collective(call: str) -> Callable[..., None]:
+    """Return a communicator's method that sends its first tensor and receives its last, where the
+    rank has them.
     """
 
-    def __init__(self, target: ProcessTarget) -> None:
-        self._target, self._lock, self._sets = target, threading.Lock(), list[_Set]()
-        self._single: Programs | None = None
+    def method(self: _ProcessCommunicator, *arguments: Any) -> None:
+        tensors = [x.view(-1) for x in arguments if isinstance(x, Tensor)]
+        members: dict[str, Any] = {}
+        for argument in arguments[len(tensors) :]:
+            if isinstance(argument, ReduceOp):
+                members["op"] = argument.name
+            else:
+                members["root"] = argument
+        other = members.get("root", self._rank) != self._rank
+        given = {} if other and call == "scatter" else {"x": tensors[0]}
+        wanted = {} if other and call in ("gather", "reduce") else {"out": tensors[-1]}
+        members |= _size(tensors[-1])
+        self._program.ask(call, given, wanted, self._number, **members)
 
-    def single(self) -> Programs:
-        """Return the process for calls without other ranks."""
-        with self._lock:
-            if self._single is not None and self._single.broken:
-                self._single.end()
-                self._single = None
-            self._single = self._single or self._target.start(1)
-            return self._single
-
-    def end(self) -> None:
-        """End all programs."""
-        for programs in [
-            *([] if self._single is None else [self._single]),
-            *(group.programs for group in self._sets),
-        ]:
-            programs.end()
-
-    def join(self, world: RankWorld) -> Communicator:
-        """Return a rank's communicator in the set of processes for its world."""
-        with self._lock:
-            mine = next((group for group in self._sets if group.store is world.store), None)
-            if mine is None:
-                mine = next((group for group in self._sets if group.is_free()), None) or _Set(
-                    self._target.start(world.world_size)
-                )
-                mine.begin(world)
-            for group in self._sets:
-                if group is not mine and group.programs.broken:
-                    group.programs.end()
-            self._sets = [
-                mine,
-                *(group for group in self._sets if group is not mine and not group.programs.broken),
-            ]
-            communicator = _ProcessCommunicator(mine, world)
-            mine.members.append(weakref.ref(communicator))
-        communicator.enter()
-        return communicator
-
-
-class _Set:
-    """Processes that are the ranks of one world after another."""
-
-    def __init__(self, programs: Programs) -> None:
-        self.programs, self.store, self.number = programs, None, 0
-        self.members: list[weakref.ref[Any]] = []
-        self.folder = programs.folder / "0"
-
-    def is_free(self) -> bool:
-        """Return whether no communicator of an earlier world is left."""
-        return not self.programs.broken and all(ref() is None for ref in self.members)
-
-    def begin(self, world: RankWorld) -> None:
-        """Start a new world."""
-        self.programs.grow(world.world_size)
-        self.store, self.members, self.number = world.store, [], self.number + 1
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder = self.programs.folder / str(self.number)
-        self.folder.mkdir()
+    return method
 
 
 class _ProcessCommunicator(Communicator):
     """The collectives of S3.9, each a request to the rank's process."""
 
-    def __init__(self, group: _Set, world: RankWorld) -> None:
+    def __init__(self, program: Program, world: RankWorld, number: int, folder: str) -> None:
         super().__init__(world.rank, world.world_size, "process")
-        self._group, self._world = group, world
-        self._link = group.programs.links[world.rank]
-
-    def enter(self) -> None:
-        """Tell the process which world begins."""
-        self._link.ask(
-            "world",
-            world=self._group.number,
-            rank=self._rank,
-            nranks=self._nranks,
-            nodes=list(self._world.nodes),
-            folder=str(self._group.folder),
-        )
+        self._program, self._number = program, number
+        os.makedirs(folder, exist_ok=True)
+        nodes = list(world.nodes)
+        program.ask("world", rank=world.rank, nranks=world.world_size, nodes=nodes, folder=folder)
 
     def abort(self, reason: str = "") -> None:
-        """End the processes of the world."""
-        self._group.programs.end()
+        """End the rank's process."""
+        self._program.end()
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
-        self._link.ask("barrier")
-
-    def _request(
-        self, call: str, given: Tensor | None, wanted: Tensor | None, **values: Any
-    ) -> None:
-        """Send ``given`` as x and receive ``wanted`` as out, both flat."""
-        self._link.ask_for(call, _flat("out", wanted), _flat("x", given), **values)
-
-    def _send(self, tensor: Tensor, dst: int) -> None:
-        self._link.ask("send", _flat("x", tensor), dst=dst)
-
-    def _recv(self, tensor: Tensor, src: int) -> None:
-        self._link.ask_for("recv", _flat("x", tensor), src=src, **_size(tensor))
+        self._program.ask("barrier", of_world=self._number)
 
     def _exchange(
         self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]
     ) -> None:
-        self._link.ask_for(
+        self._program.ask(
             "exchange",
-            {f"recv{place}": tensor.view(-1) for place, (tensor, _) in enumerate(recvs)},
-            {f"send{place}": tensor.view(-1) for place, (tensor, _) in enumerate(sends)},
+            {f"send{place}": x.view(-1) for place, (x, _) in enumerate(sends)},
+            {f"recv{place}": x.view(-1) for place, (x, _) in enumerate(recvs)},
+            self._number,
             sends=[peer for _, peer in sends],
-            recvs=[{"src": peer, **_size(tensor)} for tensor, peer in recvs],
+            recvs=[{"src": peer, **_size(x)} for x, peer in recvs],
         )
 
-    def _broadcast(self, tensor: Tensor, src: int) -> None:
-        self._link.ask_for("broadcast", _flat("x", tensor), _flat("x", tensor), root=src)
-
-    def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
-        self._request("gather", send_tensor, recv_tensor if self._rank == dst else None, root=dst)
-
-    def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
-        self._request(
-            "scatter",
-            send_tensor if self._rank == src else None,
-            recv_tensor,
-            root=src,
-            **_size(recv_tensor),
-        )
-
-    def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-        self._request("allgather", send_tensor, recv_tensor)
-
-    def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-        self._request("alltoall", send_tensor, recv_tensor)
-
-    def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None:
-        self._request("allreduce", tensor, tensor, op=op.name)
-
-    def _reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
-        self._request("reduce", tensor, tensor if self._rank == dst else None, op=op.name, root=dst)
-
-    def _reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp) -> None:
-        self._request("reduce_scatter", send_tensor, recv_tensor, op=op.name)
-
-
-def _flat(name: str, x: Tensor | None) -> dict[str, Tensor]:
-    return {} if x is None else {name: x.view(-1)}
+    _broadcast = _collective("broadcast")
+    _gather = _collective("gather")
+    _scatter = _collective("scatter")
+    _allgather = _collective("allgather")
+    _alltoall = _collective("alltoall")
+    _allreduce_inplace = _collective("allreduce")
+    _reduce_inplace = _collective("reduce")
+    _reduce_scatter = _collective("reduce_scatter")
 
 
 def _size(x: Tensor) -> dict[str, Any]:
-    return {"elements": x.numel(), "dtype": name_of(x.dtype)}
+    return {"num_elements": x.numel(), "dtype": name_of(x.dtype)}
 
 
-def _in_place(call: str, *names: str) -> Callable[..., None]:
-    """Return a kernel that changes x by a request with its other arguments by these names."""
+def _in_place(name: str) -> Callable[..., None]:
+    """Return a kernel that changes its first argument by a request, where that is called x and the
+    others have their own names.
+    """
+    _, _, *names = inspect.signature(getattr(KernelBackend, name)).parameters
 
     def kernel(self: _Backend, x: Tensor, *arguments: Any) -> None:
         given = dict(zip(names, arguments, strict=True))
-        tensors = {name: given.pop(name) for name in names if isinstance(given[name], Tensor)}
-        self._link().ask_for(call, {"x": x}, {"x": x, **tensors}, **given)
+        tensors = {key: given.pop(key) for key in names if isinstance(given[key], Tensor)}
+        self.ask(name.strip("_"), {"x": x, **tensors}, {"x": x}, **given)
 
     return kernel
 
 
 class _Backend(KernelBackend):
-    """Every kernel as a request."""
+    """Every kernel as a request; `_IN_PLACE` has the others."""
 
     name = "process"
 
-    def __init__(self, link: Any) -> None:
-        self._link = link
-
-    _add_ = _in_place("add", "y")
-    _subtract_ = _in_place("subtract", "y")
-    _add_scaled_ = _in_place("add_scaled", "y", "factor")
-    _average_ = _in_place("average", "y")
-    _divide_ = _in_place("divide", "divisor")
-    _combine_ring_ = _in_place("combine_ring", "left", "right", "weight")
-    _async_average_ = _in_place("async_average", "reduced", "snapshot", "nranks")
-    _update_momentum_ = _in_place("update_momentum", "grad", "beta1", "one_minus_beta1")
-    _reduce_chunks_ = _in_place("reduce_chunks", "num_chunks", "target_chunk", "average")
+    def __init__(self, ask: Any) -> None:
+        self.ask = ask
 
     def _gather_flat(self, tensors: Sequence[Tensor], out: Tensor) -> None:
-        self._link().ask_for(
-            "gather_flat", {"flat": out}, {f"t{place}": x for place, x in enumerate(tensors)}
-        )
+        self.ask("gather_flat", _numbered(tensors), {"flat": out})
 
     def _scatter_flat(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
-        wanted = {f"t{place}": x for place, x in enumerate(tensors)}
-        self._link().ask_for(
-            "scatter_flat", wanted, {"flat": flat}, shapes=[list(x.shape) for x in tensors]
-        )
+        shapes = [list(x.shape) for x in tensors]
+        self.ask("scatter_flat", {"flat": flat}, _numbered(tensors), shapes=shapes)
 
     def _order_by_complexity(self, keys: Tensor) -> Tensor:
         order = torch.empty(keys.numel(), dtype=torch.int64)
-        self._link().ask_for("order_by_complexity", {"order": order}, {"keys": keys})
+        self.ask("order_by_complexity", {"keys": keys}, {"order": order})
         return order
 
 
-_KERNELS = sorted(name.strip("_") for name in KernelBackend.__abstractmethods__)
+_IN_PLACE = {
+    name: _in_place(name) for name in KernelBackend.__abstractmethods__ if name.endswith("_")
+}
 
 
-def _kernels(
-    link: Any, names: Sequence[str], codecs: Sequence[str]
-) -> _Backend | SimpleNamespace | None:
-    """Return a backend, or the kernels and codecs of a program that does not have all."""
-    made: dict[str, type[Codec]] = {
-        name: type(name, (_ProcessCodec,), {"name": name, "link": staticmethod(link)})
-        for name in codecs
-    }
-    backend: _Backend = type("Backend", (_Backend,), {"codecs": made})(link)
+def _backend(ask: Any, codecs: Mapping[str, Any]) -> Any:
+    return type("Backend", (_Backend,), {**_IN_PLACE, "codecs": codecs})(ask)
+
+
+def _numbered(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {f"t{place}": x for place, x in enumerate(tensors)}
+
+
+def _kernels(ask: Any, names: Sequence[str], codecs: Sequence[str]) -> Any:
+    """Return a backend, or the kernels and codecs of a program that does not have all; None: it has
+    none.
+    """
+    made = {name: type(name, (_ProcessCodec,), {"name": name, "ask": ask}) for name in codecs}
+    backend = _backend(ask, made)
     if set(names) == set(_KERNELS) and "MinMaxUInt8" in codecs:
         return backend
     methods = [name.removeprefix("_") for name in KernelBackend.__abstractmethods__]
@@ -352,82 +251,64 @@ def _kernels(
 class _ProcessCodec(Codec):
     """A codec whose work is done by requests."""
 
-    link: Any
+    ask: Any
 
     def __init__(self, kernels: Any) -> None:
-        super().__init__(_Backend(self.link))
+        super().__init__(_backend(self.ask, {}))
 
     def payload_bytes(self, c: int, dtype: torch.dtype) -> int:
         """Return what the program says, which must be a whole number."""
         kind = name_of(dtype)
-        said, _ = self.link().ask("payload_bytes", codec=self.name, elements=c, dtype=kind)
-        value = said.get("value")
-        if not isinstance(value, int) or not 0 <= value < 1 << 40:
-            raise ProgramError(f"payload_bytes of {c} {kind}: the program answered {value!r}")
+        said, _ = self.ask("payload_bytes", codec=self.name, num_elements=c, dtype=kind)
+        try:
+            check_form(said, {"value": range(1 << 40)}, "the answer to payload_bytes")
+        except ValueError as error:
+            raise ProgramError(str(error)) from None
+        value: int = said["value"]
         return value
 
     def _compress(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
-        given = {"x": x} if target_chunk is None else {"x": x, "payload": out}
-        self.link().ask_for(
-            "compress",
-            {"payload": out},
-            given,
-            codec=self.name,
-            num_chunks=num_chunks,
-            target_chunk=target_chunk,
-        )
+        given, members = {"x": x}, {"codec": self.name, "num_chunks": num_chunks}
+        if target_chunk is not None:
+            given["payload"], members["target_chunk"] = out, target_chunk
+        self.ask("compress", given, {"payload": out}, **members)
 
     def _decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
-        self.link().ask_for(
-            "decompress",
-            {"x": out},
-            {"payload": payload},
-            codec=self.name,
-            num_chunks=num_chunks,
-            **_size(out),
-        )
+        members = {"codec": self.name, "num_chunks": num_chunks, **_size(out)}
+        self.ask("decompress", {"payload": payload}, {"x": out}, **members)
 
 
-class _Samplers:
-    """Both classes of S7: their indices and batches come from the program, all else is checked and
-    drawn here.
+def _samplers(ask: Any) -> SimpleNamespace:
+    """Return both classes of S7: their indices and batches come from the program, all else is
+    checked and drawn here.
     """
-
-    def __init__(self, link: Callable[[], Link]) -> None:
-        self.LoadBalancingDistributedSampler = type(
-            "Sampler", (_Sampler,), {"link": staticmethod(link)}
-        )
-        self.LoadBalancingDistributedBatchSampler = type(
-            "BatchSampler", (_BatchSampler,), {"link": staticmethod(link)}
-        )
+    return SimpleNamespace(
+        LoadBalancingDistributedSampler=type("Sampler", (_Sampler,), {"ask": ask}),
+        LoadBalancingDistributedBatchSampler=type("BatchSampler", (_BatchSampler,), {"ask": ask}),
+    )
 
 
 class _Sampler(contrib.LoadBalancingDistributedSampler):
-    link: Any
+    ask: Any
 
     def __init__(self, dataset: Any, complexity_fn: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(dataset, complexity_fn, *arguments, **options)
         values = [complexity_fn(dataset[place]) for place in range(len(dataset))]
-        self._complexities = [
-            value.item() if isinstance(value, Tensor) else value for value in values
-        ]
+        self._complexities = [getattr(value, "item", lambda v=value: v)() for value in values]
 
     def indices(self, rank: int) -> list[int]:
         """Return the indices that a rank draws, as the program gives them."""
-        options = {
-            name: getattr(self, name)
-            for name in ("shuffle", "drop_last", "random_level", "seed", "epoch")
-        }
+        names = ("shuffle", "drop_last", "random_level", "seed", "epoch")
+        options = {name: getattr(self, name) for name in names}
         drawn = samplers_plain.noise_and_chunks(self._complexities, self.num_replicas, **options)
         noise, order = (torch.tensor(values, dtype=torch.int64) for values in drawn)
-        values = {
-            "complexities": self._complexities,
-            "num_replicas": self.num_replicas,
-            "rank": rank,
+        _, found = self.ask(
+            "sampler_indices",
+            {"noise": noise, "chunk_order": order},
+            complexities=self._complexities,
+            num_replicas=self.num_replicas,
+            rank=rank,
             **options,
-        }
-        _, found = self.link().ask(
-            "sampler_indices", {"noise": noise, "chunk_order": order}, **values
         )
         indices: list[int] = found["indices"].tolist()
         return indices
@@ -444,14 +325,14 @@ class _Sampler(contrib.LoadBalancingDistributedSampler):
 
 
 class _BatchSampler(contrib.LoadBalancingDistributedBatchSampler):
-    link: Any
+    ask: Any
     sampler: _Sampler
 
     def batches(self) -> list[list[int]]:
         """Return the own batches that the program chooses, given how many each rank has."""
         of_ranks = [self.batch_fn(self.sampler.indices(rank)) for rank in range(self.num_replicas)]
         counts = torch.tensor([len(batches) for batches in of_ranks])
-        _, found = self.link().ask(
+        _, found = self.ask(
             "equal_batches", {"counts": counts}, rank=self.rank, drop_last=self.drop_last
         )
         return [of_ranks[self.rank][place] for place in found["batches"].tolist()]

@@ -7,6 +7,7 @@ from bagua_ref.conformance.vectors.files import (
     VectorsReport,
     Verdict,
     check_outputs,
+    check_program,
     export_vectors,
 )
 from bagua_ref.conformance.vectors.rows import all_cases
@@ -19,5 +20,6 @@ __all__ = [
     "Verdict",
     "all_cases",
     "check_outputs",
+    "check_program",
     "export_vectors",
 ]

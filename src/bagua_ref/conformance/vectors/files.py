@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tempfile
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -26,10 +27,18 @@ from bagua_ref.conformance.cases.tensor_files import (
 )
 from bagua_ref.conformance.clauses import SPEC_VERSION, VECTORS_VERSION
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, ULP, Tolerance, assert_equal
+from bagua_ref.conformance.targets.process_link import Program, ProgramError
 from bagua_ref.conformance.vectors.case import Case
 from bagua_ref.conformance.vectors.rows import all_cases
 
-__all__ = ["VectorsError", "VectorsReport", "Verdict", "check_outputs", "export_vectors"]
+__all__ = [
+    "VectorsError",
+    "VectorsReport",
+    "Verdict",
+    "check_outputs",
+    "check_program",
+    "export_vectors",
+]
 
 
 class VectorsError(Exception):
@@ -157,44 +166,80 @@ class VectorsReport:
         }
 
 
-def check_outputs(
-    outputs: Path, *, operations: Collection[str] = (), dtypes: Collection[str] = ()
-) -> VectorsReport:
+def check_outputs(outputs: Path, *, only: Collection[Collection[str]] = ()) -> VectorsReport:
     """Compare a folder's tensors with those expected, each within its case's tolerance.
 
     Args:
         outputs: a folder with nothing but safetensors files, whatever their names; their tensors are
             named as expected ones are, ``ID:NAME``.
-        operations: only these; none: all.
-        dtypes: only cases of these; none: all.
+        only: cases whose id contains one text of each of these groups.
 
     Raises:
         VectorsError: ``outputs`` cannot be read, or nothing is selected.
     """
-    cases = list(all_cases())
-    for known, wanted in (
-        ({case.operation.partition("/")[2] for case in cases}, operations),
-        ({case.dtype for case in cases}, dtypes),
-    ):
-        if unknown := sorted(set(wanted) - known):
-            raise VectorsError(
-                f"no case is of {unknown[0]!r}; known are {', '.join(sorted(known))}"
-            )
-    selected = [
-        case
-        for case in cases
-        if (not operations or case.operation.partition("/")[2] in operations)
-        and (not dtypes or case.dtype in dtypes)
-    ]
-    if not selected:
-        raise VectorsError("no case is of these operations and these dtypes at once")
+    selected, others = _select(only)
     found, problems = _read_outputs(outputs)
-    verdicts = [_judge(case, found) for case in selected]
-    others = {case.id for case in cases} - {case.id for case in selected}
+    verdicts = []
+    for case in selected:
+        named = {name: found.pop(f"{case.id}:{name}", ("", None))[1] for name in case.outputs}
+        verdicts.append(_judge(case, named))
     for name, (file, _) in found.items():  # what no case has taken
         if name.partition(":")[0] not in others:
             problems[f"{file}: {name}"] = "extra: no case has such an output"
     return VectorsReport(verdicts, problems, len(others))
+
+
+def check_program(
+    command: str, *, only: Collection[Collection[str]] = (), seconds: float = 60.0
+) -> VectorsReport:
+    """Ask a program for the outputs of each case, and compare them likewise. What it answers with an
+    error is missing.
+
+    Args:
+        command: the program and its arguments, which answers requests; their ``call`` is a case's
+            suite and operation, and they have its parameters, its ``dtype`` and its inputs.
+        only: as of `check_outputs`.
+        seconds: in which it must give each answer.
+
+    Raises:
+        VectorsError: the program ended or answered something else, or nothing is selected.
+    """
+    selected, others = _select(only)
+    verdicts = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            program = Program(command, seconds, folder)
+            for case in selected:
+                try:
+                    members = {"dtype": case.dtype, **case.parameters}
+                    _, found = program.ask(case.operation, case.inputs, **members)
+                    verdicts.append(_judge(case, found))
+                except ProgramError as error:
+                    if program.broken:
+                        raise
+                    verdicts.append(Verdict(case, "missing", str(error)))
+            program.end()
+        except ProgramError as error:
+            raise VectorsError(str(error)) from None
+    return VectorsReport(verdicts, {}, len(others))
+
+
+def _select(only: Collection[Collection[str]]) -> tuple[list[Case], set[str]]:
+    """Return the selected cases, and the ids of the others."""
+    selected, others = [], set()
+    cases = list(all_cases())
+    for texts in only:
+        for text in texts:
+            if not any(text in case.id for case in cases):
+                raise VectorsError(f"no case's id contains {text!r}; ids are such as {cases[0].id}")
+    for case in cases:
+        if all(any(text in case.id for text in texts) for texts in only):
+            selected.append(case)
+        else:
+            others.add(case.id)
+    if not selected:
+        raise VectorsError(f"no case's id contains a text of each of {[*map(list, only)]}")
+    return selected, others
 
 
 def _read_outputs(outputs: Path) -> tuple[dict[str, tuple[str, Tensor]], dict[str, str]]:
@@ -221,11 +266,11 @@ def _read_outputs(outputs: Path) -> tuple[dict[str, tuple[str, Tensor]], dict[st
     return found, problems
 
 
-def _judge(case: Case, found: dict[str, tuple[str, Tensor]]) -> Verdict:
-    """Compare a case's outputs, which are taken out of ``found``."""
+def _judge(case: Case, found: Mapping[str, Tensor | None]) -> Verdict:
+    """Compare a case's outputs with those found, by name."""
     missing, wrong = [], []
     for name, expected in case.outputs.items():
-        _, actual = found.pop(f"{case.id}:{name}", ("", None))
+        actual = found.get(name)
         if actual is None:
             missing.append(name)
             continue
