@@ -167,6 +167,8 @@ def test_codecs_take_time_beside_links_by_their_name_or_else_the_common_rate() -
         == without + 0.25 * elements
     )
     assert predict(plan, MACHINE._replace(codec={"": 0.5})).seconds == without + 0.5 * elements
+    alone = plan_of(Algorithm.init("bytegrad", hierarchical=False), linear(), (1,))
+    assert alone.exchanges(1)[0].work == (("MinMaxUInt8", 4 * 256),)
     exact = plan_of(GradientAllReduceAlgorithm(), linear(), (1, 1))
     assert predict(exact, MACHINE._replace(codec={"": 1.0})) == predict(exact, MACHINE)
 

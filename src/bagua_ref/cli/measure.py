@@ -222,7 +222,7 @@ def time_operations(
     for name, algorithm in kinds.items():
         if name:
             small, large = SimulatedWorld(1).run(partial(_alone, algorithm, repeat))[0]
-            passed = sum(n for _, n in _exchange(algorithm, _LARGE, Cluster((1, 1))).work)
+            passed = sum(n for _, n in _exchange(algorithm, _LARGE, Cluster((1,))).work)
             rates[name] = _positive([(taken - median(small)) / passed for taken in large])
         exchange = _exchange(algorithm, _SMALL, nodes)
         machine = Machine(

@@ -168,10 +168,10 @@ class _World(World):
                 self.recorded[-1].elements[codec] += elements
         return self.recorded[-1]
 
-    def record(self, call: Call) -> None:
-        """Record a call, unless the module is being wrapped."""
+    def record(self, call: Call, alone: bool = False) -> None:
+        """Record a call, unless the module is being wrapped; of a rank ``alone``, its work only."""
         if self.phase:
-            self.current().calls.append(call)
+            self.current().calls.extend([] if alone else [call])
 
     def waiting_for_own_thread(
         self, interrupt: Callable[[str], None], timeout: float = 0.0
@@ -290,10 +290,8 @@ class _Communicator(Communicator):
         return obj
 
     def _record(self, collective: str, tensor: Tensor, root: int = 0) -> None:
-        if self._nranks > 1:
-            self._world.record(
-                Call(collective, self.name, tensor.numel(), tensor.element_size(), root)
-            )
+        call = Call(collective, self.name, tensor.numel(), tensor.element_size(), root)
+        self._world.record(call, alone=self._nranks == 1)
 
     def _exchange(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None:
         n, graph = self._nranks, list[Any](getattr(self._world.op, "graph", ()))
@@ -581,7 +579,8 @@ def count(
             world.phase = ""
             training.withdraw()
             training.close()
-    found = [known for known in world.recorded if known.calls]
+    # a rank alone sends nothing, but it encodes and decodes
+    found = [k for k in world.recorded if k.calls or any(k.elements.values())]
     by_step = [[known for known in found if known.began[0] == s] for s in range(warm + cycle)]
     if world.interval is not None:
         by_step = [[known for known in found if known.in_background]] * (warm + cycle)
