@@ -40,7 +40,6 @@ from bagua_ref.conformance.lab.lab import KERNELS
 from bagua_ref.conformance.run.report import Report, Result
 from bagua_ref.conformance.run.search import PROFILES, Outcome, Search, search
 from bagua_ref.conformance.run.workers import Workers
-from bagua_ref.conformance.targets.process import ProcessTarget
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 from bagua_ref.conformance.targets.target import Target, assemble, resolve
 
@@ -109,6 +108,8 @@ class NamedTarget:
                 "name one of target, backend, communicator (also with one of these) and command"
             )
         if self.command:
+            from bagua_ref.conformance.targets.process import ProcessTarget  # imports the samplers
+
             return resolve(ProcessTarget(self.command, time_limit))
         if self.target and ":" not in self.target:
             return assemble(ReferenceTarget(self.target), self.communicator)
