@@ -378,7 +378,7 @@ def test_verify_says_what_no_worker_has_reported(tmp_path, monkeypatch, capsys):
     (tmp_path / "once.py").write_text(
         "import os\n"
         "from bagua_ref.backends.reference import ReferenceBackend as Kernels\n"
-        "assert 'BAGUA_REF_WORKER' not in os.environ, 'not here'\n"
+        "assert 'PYTEST_DISABLE_PLUGIN_AUTOLOAD' not in os.environ, 'not here'\n"
     )
     command = ["verify", "--backend", "once:Kernels", "--check", ONE, "--jobs", "1"]
     assert main([*command, "--junit", str(tmp_path / "no" / "such")]) == 2

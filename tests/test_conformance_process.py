@@ -4,6 +4,7 @@ left behind.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +57,19 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.fixture
+def program() -> Iterator[Callable[[str], ProcessTarget]]:
+    """Return a function that makes the target of a command, whose processes end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(command: str) -> ProcessTarget:
+            target = ProcessTarget(command)
+            stack.callback(target.end)
+            return target
+
+        yield make
+
+
 # Verdicts
 
 
@@ -69,25 +84,25 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_a_program_in_C_is_judged(tmp_path: Path, fault: tuple[str, str, str] | None) -> None:
+def test_a_program_in_C_is_judged(
+    tmp_path: Path, fault: tuple[str, str, str] | None, program: Any
+) -> None:
     oracle_c.need_compiler()
-    program = oracle_c.build(tmp_path, fault)
-    report = run_conformance(
-        ProcessTarget(str(program)), ["kernels", "codec"], shrink=False, time_limit=60.0
-    )
+    target = program(str(oracle_c.build(tmp_path, fault)))
+    report = run_conformance(target, ["kernels", "codec"], shrink=False, time_limit=60.0)
     assert report.passed == (fault is None), str(report)
     assert report.ran
 
 
 @pytest.mark.usefixtures("few_inputs")
-def test_a_codec_in_another_program_is_judged() -> None:
-    report = run_conformance(ProcessTarget(CODEC), ["codec"], checks=["S12.2"], time_limit=60.0)
+def test_a_codec_in_another_program_is_judged(program: Any) -> None:
+    report = run_conformance(program(CODEC), ["codec"], checks=["S12.2"], time_limit=60.0)
     assert report.passed, str(report)
     assert report.counts()["passed"] > 10
 
 
 def test_samplers_in_another_program_are_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Any
 ) -> None:
     monkeypatch.setitem(PROFILES, "quick", 4)
     options: Any = {
@@ -96,14 +111,14 @@ def test_samplers_in_another_program_are_judged(
         "time_limit": 60.0,
     }
     # tests/outside has all checks
-    assert run_conformance(ProcessTarget(SAMPLER), ["samplers"], **options).passed
-    program = tmp_path / "faulty.py"
-    program.write_text(
+    assert run_conformance(program(SAMPLER), ["samplers"], **options).passed
+    script = tmp_path / "faulty.py"
+    script.write_text(
         (ROOT / "tests" / "outside" / "plain_sampler.py")
         .read_text()
         .replace("place % mine", "min(place, mine - 1)")
     )
-    report = run_conformance(ProcessTarget(f"{PYTHON} {program}"), ["samplers"], **options)
+    report = run_conformance(program(f"{PYTHON} {script}"), ["samplers"], **options)
     assert {result.id for result in report.failures()} == {"samplers.S7.4.batches"}
 
 
@@ -165,8 +180,8 @@ def test_worlds_of_a_program_are_as_small_as_it_says(monkeypatch: pytest.MonkeyP
     assert report.max_ranks == 2
 
 
-def test_operations_of_the_package_need_every_kernel() -> None:
-    report = run_conformance(ProcessTarget(CODEC), ["comm_ops"])
+def test_operations_of_the_package_need_every_kernel(program: Any) -> None:
+    report = run_conformance(program(CODEC), ["comm_ops"])
     assert not report.ran
     assert "no add_, add_scaled_" in report.results[0].message
 

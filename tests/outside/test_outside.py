@@ -36,19 +36,15 @@ def test_gloo() -> None:
     assert report.counts()["passed"] >= 18
 
 
+def judge_program(name: str, suite: str, at_least: int) -> None:
+    target = ProcessTarget(f"{PYTHON} {HERE}/{name}")
+    judge(run_conformance(target, [suite], time_limit=60.0), at_least)
+    target.end()
+
+
 def test_a_codec_in_NumPy() -> None:
-    judge(
-        run_conformance(
-            ProcessTarget(f"{PYTHON} {HERE}/numpy_codec.py"), ["codec"], time_limit=60.0
-        ),
-        40,
-    )
+    judge_program("numpy_codec.py", "codec", 40)
 
 
 def test_a_sampler_in_plain_Python() -> None:
-    judge(
-        run_conformance(
-            ProcessTarget(f"{PYTHON} {HERE}/plain_sampler.py"), ["samplers"], time_limit=60.0
-        ),
-        5,
-    )
+    judge_program("plain_sampler.py", "samplers", 5)

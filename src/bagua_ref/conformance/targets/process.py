@@ -41,8 +41,8 @@ _KERNELS = sorted(name.strip("_") for name in KernelBackend.__abstractmethods__)
 class ProcessTarget:
     """A target whose parts are in another program, which says what it has.
 
-    The program is started when it is needed, and ended with this object or its process. Arguments
-    are checked here, by the base classes, so that it gets valid ones only.
+    The program's processes end at `end`, when Python collects the target, or with this process.
+    Arguments are checked here, by the base classes, so that it gets valid ones only.
 
     Args:
         command: the program and its arguments.
@@ -61,13 +61,17 @@ class ProcessTarget:
         self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._single, self._world, self._number = self._start(), None, 0
         self._ranks: list[Program] = []
-        said, _ = self._single.ask("hello", protocol=PROTOCOL)
-        kernels, codecs = said.get("kernels") or (), said.get("codecs") or ()
-        if said.get("protocol") != PROTOCOL or not set(kernels) <= set(_KERNELS):
-            raise ProgramError(
-                f"{self.command!r}: the answer to hello must have protocol {PROTOCOL}, and kernels"
-                f" of {', '.join(_KERNELS)}; it is {said}"
-            )
+        try:
+            said, _ = self._single.ask("hello", protocol=PROTOCOL)
+            kernels, codecs = said.get("kernels") or (), said.get("codecs") or ()
+            if said.get("protocol") != PROTOCOL or not set(kernels) <= set(_KERNELS):
+                raise ProgramError(
+                    f"{self.command!r}: the answer to hello must have protocol {PROTOCOL}, and"
+                    f" kernels of {', '.join(_KERNELS)}; it is {said}"
+                )
+        except ProgramError:
+            self.end()
+            raise
         self.name = said.get("name") or self.command
         self.capabilities = {
             "dtypes": said.get("dtypes") or list(DTYPES),
