@@ -45,7 +45,6 @@ CALLABLES = {
         "algorithms.DecentralizedAlgorithm",
         "algorithms.LocalSGDAlgorithm",
     ),
-    "sampler": ("checkpoint.load",),
     "scattergather": ("buckets.bucket.BaguaBucket.append_centralized_synchronous_op",),
     "shuffle": BALANCING,
 }

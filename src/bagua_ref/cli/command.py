@@ -254,7 +254,7 @@ def print_rows(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]
     ]
     narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
     print(title)
-    if narrow and sum(widths) + 2 * len(widths) > shutil.get_terminal_size().columns:
+    if narrow and sum(widths) + 2 * len(widths) - 2 > shutil.get_terminal_size().columns:
         names = [" ".join(lines) for lines in cells[0]]
         for first, *others in cells[1:]:
             pairs = zip(names[1:], others, strict=True)

@@ -292,7 +292,10 @@ def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
     except ProcessException as error:
         print(f"{parser.prog}: worker {error.error_index}: {error.msg.strip()}", file=sys.stderr)
         return 1
-    title = f"{settings.ranks} workers, {settings.steps} steps of {GLOBAL_BATCH} images"
+    title = (
+        f"{settings.ranks} workers, {settings.steps} steps of {GLOBAL_BATCH} images; sent by each"
+        " rank, as part of full precision"
+    )
     rows = [_cells(outcome) for outcome in outcomes]
     columns = [column for column in rows[0] if column != "warm-up\nsteps"]  # 80 characters
     print_rows(title, columns, [[row[column] for column in columns] for row in rows])
@@ -399,10 +402,10 @@ def _cells(outcome: TrainingOutcome) -> dict[str, str]:
     alone = outcome.algorithm == ALONE
     return {
         "algorithm": outcome.algorithm,
-        "test\naccuracy": f"{outcome.test_accuracy:.1%}",
+        "test\nacc.": f"{outcome.test_accuracy:.1%}",
         "final\nloss": f"{outcome.final_loss:.4f}",
-        "sent per\nstep, rank": "-" if alone else readable_bytes(outcome.bytes_per_step),
-        "of full\nprecision": "-" if outcome.ratio is None else f"{outcome.ratio:.1%}",
+        "sent per\nstep": "-" if alone else readable_bytes(outcome.bytes_per_step),
+        "of\nfull": "-" if outcome.ratio is None else f"{outcome.ratio:.1%}",
         "warm-up\nsteps": str(outcome.warmup_steps or "-"),
         "weight\ndiff.": "-" if alone else f"{outcome.weight_difference:.2g}",
         "ms per\nstep": f"{1e3 / outcome.steps_per_second:.1f}",

@@ -46,6 +46,9 @@ When: TypeAlias = Literal["backward", "pass", "step", "background"]
 _MOST_STEPS = 10_000
 """The longest cycle of a plan, whose steps are all counted."""
 
+_MOST_GRAPHS = 16
+"""The most graphs of a user's function that are looked through for their cycle."""
+
 
 def _messages(call: Call, cluster: Cluster, nbytes: float | None = None) -> Operation:
     """Return a call's messages of all ranks, by the formulas of S14.1; ``nbytes``: as if the tensor
@@ -195,6 +198,10 @@ class StepPlan:
         )
         if isinstance(mode, str) and mode in MODES and MODES[mode].takes(peers):
             self.cycle *= len(MODES[mode].graphs(peers))
+        elif callable(mode):
+            graphs = [mode(number, peers) for number in range(2 * _MOST_GRAPHS)]
+            lengths = range(1, _MOST_GRAPHS + 1)
+            self.cycle *= next((p for p in lengths if graphs[p:] == graphs[:-p]), 1)
         if self.cycle > _MOST_STEPS:
             raise ValueError(
                 f"{type(algorithm).__name__} repeats after {self.cycle:,} steps; plans have up to"
@@ -309,7 +316,8 @@ def plan_of(
 
     The real algorithm runs its first step, if it has a warm-up, and its steps until operations
     repeat: ``algorithm.period`` or ``communication_interval``, if there are such options, times the
-    number of graphs of a named ``peer_selection_mode``. Of a graph function, the first graph counts.
+    number of graphs of a named ``peer_selection_mode``. Of a graph
+    function that does not repeat itself within 16 averages, the first graph counts.
     One rank runs them, and then the last one, which must do the same: the others are taken to be
     like them.
 

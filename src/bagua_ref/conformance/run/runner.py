@@ -174,7 +174,7 @@ def run_conformance(
     if jobs and not isinstance(named, NamedTarget):
         raise TypeError(
             f"jobs={jobs} needs a target that workers can load by its name, such as"
-            f" 'pkg.mod:Class', not {target!r}; use jobs=0 to run in this process"
+            f" 'pkg.mod:Class', not {target!r}; jobs=0 runs in this process"
         )
     judged = (
         named.load(time_limit)

@@ -96,8 +96,8 @@ class Numbers:
     version of Python.
 
     >>> Numbers("a case").integers([2, 2], 100)
-    tensor([[ 7, 31],
-            [44, 67]])
+    tensor([[53, 43],
+            [11, 79]])
     """
 
     def __init__(self, *parts: str) -> None:
