@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -304,13 +305,20 @@ def serves_and_dies(training: Training) -> None:
     training.go_on()
 
 
+_held: list[socket.socket] = []
+
+
 def serve_the_store() -> None:
     """Let rank 0 serve the store, as without torchrun, at a port that it finds."""
     agents = torch.distributed.TCPStore(
         "127.0.0.1", int(os.environ["MASTER_PORT"]), wait_for_workers=False
     )
     if os.environ["RANK"] == "0":
-        agents.set("port", str(bagua_ref.env.find_free_network_port()))
+        # Held until this process ends, so that no other program gets it before the store listens.
+        _held.append(socket.socket())
+        _held[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _held[0].bind(("127.0.0.1", 0))
+        agents.set("port", str(_held[0].getsockname()[1]))
     os.environ["MASTER_PORT"] = agents.get("port").decode()
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
 

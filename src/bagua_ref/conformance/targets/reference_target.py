@@ -5,6 +5,7 @@ tested on.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class ReferenceTarget:
     name = "bagua_ref"
     communicator = staticmethod(own_communicator)
 
-    @property
+    @cached_property
     def samplers(self) -> Any:
         """The package's own samplers."""
         from bagua_ref import contrib  # which other parts do without
