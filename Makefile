@@ -88,7 +88,7 @@ $(VENV)/.peers: $(VENV)/.dev findings/requirements.txt
 	@$(pip) --no-deps --target $(VENV)/peers -r findings/requirements.txt
 	@touch $@
 
-findings: $(VENV)/.peers  ## judge living implementations (torch, torchft, Decent-DP, accelerate, hivemind), and write docs/findings.md
+findings: $(VENV)/.peers  ## judge living implementations (torch, torchft, Decent-DP, accelerate, hivemind), and write findings/results.json
 	PYTHONPATH=$(VENV)/peers $(bin)/python -m findings
 	$(bin)/python docs/_generate.py
 

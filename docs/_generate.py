@@ -1,14 +1,14 @@
-"""Tables and figures of README.md and the docs: ``python docs/_generate.py`` fills them in from
-committed results and from the code, and a test compares.
+"""Tables and figures of the docs, from committed results and from the code. It is a mkdocs hook: a line
+``<!-- table: NAME -->`` of a page becomes a table when the pages are built; NAME is one of `TABLES`, or
+that of a benchmark.
 
-A table stands between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``; its name is one of
-`TABLES` or that of a benchmark; "table" lists the checks of a suite. A number in a sentence is followed by where it
-is from, and is written with as many decimals as it has there:
+A number in a sentence is committed, in README.md too, and is followed by its source:
 
     takes 351<!-- = allreduce_step: memory, perceptron, 25e6 elements in 8: ours --> MiB
 
 names a file of benchmarks/results, a row and an entry of it, or one of its peers. ``-difference``
-changes the sign, ``ours / 1e3`` divides.
+changes the sign, ``ours / 1e3`` divides. ``python docs/_generate.py`` updates these numbers, and a test
+compares them.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import predicted_times
-from common import as_json, load, measured, number, path_of
+from common import as_json, load, measured, number
 from time_to_quality import TASKS, judged
 
 from bagua_ref.conformance.checks.registry import all_checks
-from bagua_ref.conformance.clauses import CLAUSES
+from bagua_ref.conformance.clauses import CLAUSES, SUITES
 from bagua_ref.formulas.graphs import MODES
 from bagua_ref.formulas.mixing import mixing
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"<!-- ([\w, ]+): begin -->\n.*?<!-- \1: end -->\n", re.DOTALL)
+TABLE = re.compile(r"^<!-- table: ([\w, ]+) -->$", re.MULTILINE)
 FIGURE = re.compile(
     r"([-+]?\d[\d,]*(?:\.(\d+))?)<!-- = (\w+): ([^>]+): (-?)([^>:/]+?)(?: / (\S+))? -->"
 )
@@ -206,7 +206,7 @@ def quality(task: str) -> str:
 
 
 def demo() -> str:
-    """Return the demo's table from `_demo.json`, which `bagua-ref demo --json-file` wrote."""
+    """Return the table of the demo from `_demo.json`, which `bagua-ref demo --json-file` wrote."""
     result = json.loads(Path(__file__).with_name("_demo.json").read_text(encoding="utf-8"))
     head = ["algorithm", "test accuracy", "final loss", "sent per step and rank", "ms per step"]
     lines = [
@@ -251,7 +251,7 @@ def findings() -> str:
             counts = ", ".join(f"{part} {count}" for part, count in agree.items())
             lines.append(["agrees", counts, "number of cases"])
         version = re.search(r"==(.*?)\)", " ".join(row["implementation"] for row in rows))
-        heading = f"## {peer}{f' {version[1]}' if version else ''}"
+        heading = f"### {peer}{f' {version[1]}' if version else ''}"
         parts.append(f"{heading}\n\n{grid(['verdict', 'part and case', 'what it does'], lines)}")
     return "\n\n".join(parts)
 
@@ -271,13 +271,13 @@ def clauses() -> str:
         for check in all_checks().values():
             if check.clause == clause:
                 found.setdefault(check.suite, []).append(check.id.split(".")[-1])
-        each = [f"[{suite}]({suite}.md#checks): {', '.join(ids)}" for suite, ids in found.items()]
+        each = [f"{suite}: {', '.join(ids)}" for suite, ids in found.items()]
         lines.append([_clause(clause), about, "<br>".join(each) or "not covered"])
     return grid(["clause", "about", "checks"], lines)
 
 
 def _clause(clause: str) -> str:
-    return f"[{clause}](../spec.md#{clause.lower().replace('.', '-')})"
+    return f"[{clause}](spec.md#{clause.lower().replace('.', '-')})"
 
 
 def graphs() -> str:
@@ -303,7 +303,9 @@ TABLES: dict[str, tuple[Callable[[], str], str]] = {
         for made in (gpu_kernels, fuse_step, learning, learning_compressed, slow_link)
     },
     **{f"quality, {task}": (partial(quality, task), "time_to_quality") for task in TASKS},
+    **{f"checks, {suite}": (partial(checks, suite), "") for suite in SUITES},
     "predictions": (predictions, "predicted_times"),
+    "clauses": (clauses, ""),
     "demo": (demo, ""),
     "findings": (findings, ""),
     "mixing": (graphs, ""),
@@ -311,26 +313,20 @@ TABLES: dict[str, tuple[Callable[[], str], str]] = {
 """Tables by name, each with the result that it is made from; others compare a benchmark's rows."""
 
 
-def table(name: str, page: Path) -> str | None:
-    """Return the table ``name`` of a page as it is now, None if it is not of results."""
-    if name == "table" and page.parent.name == "conformance":
-        return clauses() if page.stem == "clauses" else checks(page.stem)
+def table(name: str) -> str:
+    """Return the table ``name``, followed by when and where it was measured."""
     made, result = TABLES.get(name, (partial(comparison, name), name))
-    if not result:
-        return made()
-    return f"{made()}\n\n{measured(load(result))}" if path_of(result).exists() else None
+    return f"{made()}\n\n{measured(load(result))}" if result else made()
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill in the tables of a page that mkdocs builds."""
+    return TABLE.sub(lambda found: table(found[1]), markdown)
 
 
 def filled(page: Path) -> str:
-    """Return a page's text with the tables and figures as they are now."""
-
-    def block(found: re.Match[str]) -> str:
-        name, made = found[1], table(found[1], page)
-        if made is None:
-            return found[0]
-        return f"<!-- {name}: begin -->\n\n{made}\n\n<!-- {name}: end -->\n"
-
-    return FIGURE.sub(figure, BLOCK.sub(block, page.read_text(encoding="utf-8")))
+    """Return a page's text with the figures in its sentences as they are now."""
+    return FIGURE.sub(figure, page.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".txt")
+HOME = "bagua-ref/bagua_ref"
+"""This repository: tests/test_packaging.py looks the files up."""
 
 
 def addresses() -> list[str]:
@@ -21,7 +23,7 @@ def addresses() -> list[str]:
     found = (
         re.findall(r"\]\((https?://[^)\s#]+)", page.read_text(encoding="utf-8")) for page in pages
     )
-    return sorted({address for each in found for address in each})
+    return sorted({address for each in found for address in each if HOME not in address})
 
 
 if __name__ == "__main__":

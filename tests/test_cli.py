@@ -537,7 +537,9 @@ def test_what_is_tested_with_trainers_is_what_pip_installs_and_the_docs_name() -
         "-c src/bagua_ref/integrations/tested.txt"
         in (root / "constraints.txt").read_text().splitlines()
     )
-    pages = "".join((root / "docs" / name).read_text() for name in ("trainers.md", "engines.md"))
+    pages = "".join(
+        (root / "docs" / name).read_text() for name in ("trainers.md", "process-groups.md")
+    )
     for name, tested in doctor.tested_versions().items():
         assert f"`{name}` {tested}" in pages
 

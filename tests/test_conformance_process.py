@@ -35,7 +35,7 @@ from bagua_ref.conformance.targets.target import resolve
 
 pytestmark = pytest.mark.slow
 
-PAGE = (ROOT / "docs" / "conformance" / "other-languages.md").read_text()
+PAGE = (ROOT / "docs" / "vectors.md").read_text()
 PYTHON = shlex.quote(sys.executable)
 CODEC = f"{PYTHON} {ROOT}/tests/outside/numpy_codec.py"
 SAMPLER = f"{PYTHON} {ROOT}/tests/outside/plain_sampler.py"

@@ -20,14 +20,15 @@ from bagua_ref.conformance.run.runner import check_ids
 from bagua_ref.conformance.run.search import PROFILES
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps, ReferenceTarget
 
-DOCS = Path(__file__).parents[1] / "docs" / "conformance"
+PAGE = Path(__file__).parents[1] / "docs" / "checks.md"
 
 
 def documented(suite: str) -> dict[str, tuple[int, set[str], set[str]]]:
     """Return for each method in the suite's page how many positional arguments it takes, and what
     others it must and may take.
     """
-    text = " ".join((DOCS / f"{suite}.md").read_text().split())
+    section = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
+    (text,) = (" ".join(part.split()) for part in section if part.lower().startswith(f"{suite}\n"))
     found = {}
     for name, arguments in re.findall(r"`(\w+)\((world, [^)]*)\)`", text):
         positional, _, named = arguments.partition(" *, ")

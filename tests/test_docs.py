@@ -49,15 +49,12 @@ def test_the_python_of_a_page_runs_and_prints_what_it_says(page: Path) -> None:
         assert expected is None or actual == expected, f"after\n{code}"
 
 
-def test_a_page_of_the_guide_has_python() -> None:
-    assert sum(len(blocks(page)) for page in PAGES) >= 20
-
-
-REFERENCE = ("spec.md", "findings.md", "porting.md", "reference/")
-LEFT_OUT = re.compile(
-    r"^```.*?^```|!\[[^\]]*\]\([^)]*\)|<!-- [^>]*begin -->.*?<!-- [^>]*end -->|<!-- =.*?-->",
-    re.MULTILINE | re.DOTALL,
-)
+def test_the_pages_are_short() -> None:
+    """All words count, also those of code; tables of results and checks are filled in by the build."""
+    readme, *words = (len(page.read_text().split()) for page in PAGES)
+    assert readme <= 600, "sources of figures included"
+    assert len((ROOT / "docs/spec.md").read_text().split()) <= 10_000
+    assert sum(words) <= 50_000
 
 
 def test_the_guide_to_the_code_names_what_is_in_the_files() -> None:
@@ -67,15 +64,6 @@ def test_the_guide_to_the_code_names_what_is_in_the_files() -> None:
     source = "".join(path.read_text() for path in files)
     for name in re.findall(r"`(?:\w+\.)?([A-Za-z_]+)`", page):
         assert re.search(rf"\b{name}\b", source), name
-
-
-@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_of_the_guide_is_short(page: Path) -> None:
-    """Details are in pages of reference; code, descriptions of images and generated tables do not
-    count.
-    """
-    words = len(LEFT_OUT.sub("", page.read_text()).split())
-    assert words <= 1200 or str(page.relative_to(ROOT / "docs")).startswith(REFERENCE)
 
 
 SECTIONS = [
@@ -183,12 +171,9 @@ def registered() -> set[str]:
     )
 
 
-def test_the_readme_lists_every_registered_algorithm_and_no_other() -> None:
-    rows = re.findall(
-        r"^\| \[`(\w+)`\]\((\S+)\) \|", (ROOT / "README.md").read_text(), re.MULTILINE
-    )
-    assert {name for name, _ in rows} == registered()
-    assert all((ROOT / link).exists() for _, link in rows)
+def test_the_readme_links_to_every_registered_algorithm_and_no_other() -> None:
+    linked = re.findall(r"\[`\w+`\]\(\S+/algorithms/(\w+)\.md\)", (ROOT / "README.md").read_text())
+    assert set(linked) == registered()
     specified = (ROOT / "docs/spec.md").read_text().split("In the registry:")[1].split("\n## ")[0]
     assert set(re.findall(r"`(\w+)`", specified)) == registered()
 
@@ -259,9 +244,3 @@ def test_the_api_pages_leave_out_what_users_do_not_call() -> None:
     assert "scatter" not in package["data_parallel.distributed.DistributedDataParallel"].members
     assert package["data_parallel.joining"].members.keys() & {"Joining", "join"} == {"join"}
     assert "all_cases" not in package["conformance.vectors"].members
-
-
-def test_the_front_page_says_how_to_install_and_train() -> None:
-    page = (ROOT / "docs/index.md").read_text()
-    assert "```console\npip install .\n```" in page
-    assert "with_bagua(" in blocks(ROOT / "docs/index.md")[0][0]

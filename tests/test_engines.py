@@ -60,13 +60,6 @@ def digests(printed: str) -> dict[int, str]:
     }
 
 
-def test_the_function_that_the_page_shows_is_that_of_the_example() -> None:
-    (code,) = re.findall(
-        r"^```py\n(.*?)^```", (ROOT / "docs/engines.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    assert code in (EXAMPLES / "ray_train.py").read_text()
-
-
 # Slurm
 
 

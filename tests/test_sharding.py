@@ -360,7 +360,7 @@ def run_the_page(code: str) -> list[torch.Tensor]:
 
 
 def test_the_example_of_the_page_runs() -> None:
-    page = (Path(__file__).parents[1] / "docs/sharding.md").read_text()
+    page = (Path(__file__).parents[1] / "docs/data_parallel.md").read_text()
     (code,) = [
         block
         for block in re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)

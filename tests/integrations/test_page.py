@@ -17,9 +17,7 @@ from tests.launch import launch
 from bagua_ref.cli import doctor
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = "".join(
-    (DOCS / name).read_text() for name in ("trainers.md", "without-wrapping.md", "sharding.md")
-)
+PAGE = "".join((DOCS / name).read_text() for name in ("trainers.md", "data_parallel.md"))
 PAGE += (DOCS / "metrics.md").read_text().partition("## In a trainer's log")[2]
 SCRIPTS = re.findall(r"^```py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 

@@ -1,7 +1,7 @@
 """A program under test: its process, and one request after another with the answer to each.
 
 A message is a line of JSON with the bytes of tensors in base64;
-docs/conformance/other-languages.md describes them.
+docs/vectors.md describes them.
 """
 
 from __future__ import annotations

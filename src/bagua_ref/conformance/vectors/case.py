@@ -27,7 +27,7 @@ class Case:
     """One golden vector.
 
     Attributes:
-        operation: a suite, which names the files, and what to compute; ``docs/reference/vectors.md``
+        operation: a suite, which names the files, and what to compute; ``docs/vectors.md``
             lists them.
         clause: of the specification.
         dtype: of the numbers, by name.
