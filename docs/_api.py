@@ -77,6 +77,9 @@ API = {
 WITH_SOURCE = ("bagua_ref.comm_ops", "bagua_ref.backends.reference.backend")
 
 
+BEHIND_GUIDES = "---\nsearch: { boost: 0.1 }\n---"
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages and list them in the navigation."""
     for room, modules in (item for pages in API.values() for item in pages.items()):
@@ -84,7 +87,7 @@ def on_files(files: Any, config: Any) -> Any:
             File.generated(
                 config,
                 f"api/{room}.md",
-                content="\n\n".join([f"# {room}", *map(_section, modules)]),
+                content="\n\n".join([BEHIND_GUIDES, f"# {room}", *map(_section, modules)]),
             )
         )
     config.nav.append(

@@ -43,7 +43,7 @@ def test_links_of_the_readme_are_absolute_and_lead_to_files(metadata: dict[str, 
     ]
     assert len(own) > 20
     assert [path for path in own if not (ROOT / path).is_file()] == []
-    assert metadata["readme"] == "README.md"
+    assert metadata["readme"]["text"] == readme
 
 
 def test_the_metadata_names_authors_and_addresses(metadata: dict[str, Any]) -> None:
