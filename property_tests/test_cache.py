@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import time
 import warnings
 
-import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -23,11 +19,10 @@ from hypothesis.stateful import (
 from tests.cache_servers import Server, servers
 from tests.same import assert_same
 
-from bagua_ref.contrib import CachedDataset, CacheLoader, cache_loader
+from bagua_ref.contrib import CacheLoader, cache_loader
 
 keys = st.integers(0, 11)
 sizes = st.integers(1, 7)
-name_of_run = lambda: f"{os.getpid()} {time.monotonic_ns()}"  # noqa: E731
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -163,100 +158,3 @@ def test_S8_2_S8_3_the_cache_is_a_dict_that_may_forget(monkeypatch):
         machine = type("Machine", (CacheMachine,), {"pool": pool})
         examples = settings(max_examples=settings.default.max_examples // 2, stateful_step_count=25)
         run_state_machine_as_test(machine, settings=examples)
-
-
-@pytest.fixture(scope="module")
-def server():
-    with servers(1) as (one,):
-        yield one
-
-
-@given(indices=st.lists(st.integers(0, 30), max_size=40), batch_size=st.integers(1, 9))
-def test_S8_2_a_cached_dataset_returns_what_the_dataset_does(server, indices, batch_size):
-    samples = [{"index": i, "pixels": torch.full((i % 4,), i)} for i in range(31)]
-    dataset = CachedDataset(samples, hosts=[server.host], dataset_name=name_of_run())
-    for _ in range(2):
-        for start in range(0, len(indices), batch_size):
-            part = indices[start : start + batch_size]
-            assert_same(dataset.__getitems__(part), [samples[i] for i in part])
-    stats = dataset.stats()
-    assert stats.errors == 0
-    assert stats.hits + stats.misses == 2 * len(indices)
-    assert stats.hits >= len(indices)
-
-
-@given(made=st.lists(keys, min_size=1, max_size=6, unique=True), reads=st.lists(keys, max_size=20))
-def test_S8_2_a_value_that_waits_to_be_written_survives_being_read(server, made, reads):
-    loader = CacheLoader(hosts=[server.host], dataset_name=name_of_run(), writer_buffer_size=100)
-    server.client().flushall()
-    for key in made:
-        loader.get(key, str)
-    for key in reads:
-        if key in made:
-            assert loader.get(key, None) == loader.get_many([key, key], None)[1] == str(key)
-    assert server.client().dbsize() == 0
-    loader.flush()
-    assert sorted(server.client().keys("*")) == sorted(loader._stored_name(key) for key in made)
-
-
-@given(refused=st.lists(keys, min_size=1, max_size=6, unique=True))
-def test_S8_3_refused_writes_count_as_errors(server, refused):
-    server.client().config_set("maxmemory-policy", "noeviction")
-    server.client().config_set("maxmemory", 1)
-    try:
-        loader = CacheLoader(hosts=[server.host], dataset_name=name_of_run())
-        with pytest.warns(UserWarning, match="refuses: OutOfMemoryError"):
-            assert [loader.get(key, str) for key in refused] == list(map(str, refused))
-        assert loader.get_many(refused, lambda keys: keys) == refused  # nothing has been kept
-        stats = loader.stats()
-        assert 1 <= stats.errors <= 2 * len(refused)  # there are pauses
-        assert (stats.misses, stats.bytes_written) == (2 * len(refused), 0)
-    finally:
-        server.client().config_set("maxmemory", 0)
-
-
-class Key:
-    """An object that needs pickle, and may be a key of a dict."""
-
-    def __eq__(self, other):
-        return isinstance(other, Key)
-
-    def __hash__(self):
-        return 1
-
-
-@given(before=st.dictionaries(st.integers(), st.text()), depth=st.integers(0, 3))
-def test_S8_5_objects_as_keys_of_dicts_are_pickled_only_with_permission(server, before, depth):
-    value = {**before, Key(): 1}
-    for _ in range(depth):
-        value = {(1, "a"): [value]}
-    careful, trusting = (
-        CacheLoader(hosts=[server.host], dataset_name=name_of_run(), allow_pickle=allowed)
-        for allowed in (False, True)
-    )
-    with pytest.raises(TypeError, match="Key cannot be cached without pickle"):
-        careful.get("a", lambda key: value)
-    assert trusting.get("a", lambda key: value) == trusting.get("a", None) == value
-    assert careful.stats().bytes_written == 0
-
-
-@given(parents=st.sets(keys, max_size=5), childs=st.sets(keys, max_size=5))
-def test_S8_2_a_fork_does_not_write_its_parents_values(server, parents, childs):
-    server.client().flushall()
-    loader = CacheLoader(hosts=[server.host], dataset_name="x", writer_buffer_size=100)
-    for key in parents:
-        loader.get(key, lambda key: "the parent's")
-
-    def child() -> None:
-        for key in childs:
-            loader.get(key, lambda key: "the child's")
-
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    assert set(server.client().keys("*")) == {f"x_{key}".encode() for key in childs}
-    loader.flush()
-    assert set(server.client().keys("*")) == {f"x_{key}".encode() for key in childs | parents}
-    wanted = {key: "the parent's" if key in parents else "the child's" for key in childs | parents}
-    assert {key: loader.get(key, None) for key in wanted} == wanted

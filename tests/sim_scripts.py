@@ -545,6 +545,16 @@ RIGHT = {
 """Programs without an error that look like some with one."""
 
 
-def right(name: str) -> str:
-    """Return one of the programs without an error."""
-    return _START.lstrip() + textwrap.dedent(RIGHT[name])
+def right(*names: str) -> str:
+    """Return programs without an error, one after the other."""
+    return "".join([_START.lstrip(), *(textwrap.dedent(RIGHT[name]) for name in names)])
+
+
+def mended(ranks: int) -> str:
+    """Return all mended programs of this number of ranks, and those without an error, one after the
+    other.
+    """
+    parts = [script.text(broken=False) for script in SCRIPTS if script.ranks == ranks]
+    return right(*(RIGHT if ranks == 2 else ())) + "".join(
+        part.removeprefix(_START.strip()) for part in parts
+    )

@@ -243,7 +243,6 @@ DAMAGES: list[Callable[[Path], object]] = [
     lambda path: os.truncate(path, path.stat().st_size // 2),
     lambda path: path.write_bytes(path.read_bytes() + b"x"),
     Path.unlink,
-    lambda path: path.write_bytes(b""),
 ]
 
 
@@ -446,14 +445,11 @@ def test_a_part_of_the_ranks_can_save_and_load(tmp_path: Path) -> None:
     ("name", "belongs"),
     [
         ("gradient_allreduce", r": model/1.running_mean, model/1.running_var, rng/torch\."),
-        ("qadam", r": model/1.running_mean, model/1.running_var, rng/torch\."),
-        ("decentralized_shift_one", r"model/0.weight, .*, optimizers/0, rng/torch\."),
         ("low_precision_decentralized", r"algorithm/replicas, "),
         ("async", r"model/0.weight, .*, optimizers/0, "),
         ("local_sgd", r": model/1.\w+mean, model/1.running_var, optimizers/0, rng/"),  # averaged
         ("diloco", r"model/0.weight, .*, optimizers/0, rng/torch\. "),
         ("powersgd", r"algorithm/memories, "),
-        ("bytegrad with memory", r"algorithm/memories, "),
     ],
 )
 def test_what_belongs_to_a_rank_is_refused_by_name_or_dropped(
@@ -522,7 +518,7 @@ def test_a_model_that_is_not_wrapped_gets_the_first_ranks_weights(tmp_path: Path
 # Loading is local
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ["low_precision_decentralized", "async", "diloco", "topk"])
 def test_one_rank_alone_can_load(tmp_path: Path, name: str) -> None:
     states = trained(tmp_path, 2, name)
 
@@ -681,10 +677,10 @@ def restarted(arguments: list[str], killed: int, tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        *("low_precision_decentralized", "async", "local_sgd", "diloco", "powersgd", "topk"),
+        *("async", "powersgd"),
         *(
             pytest.param(name, marks=pytest.mark.proof)
-            for name in ("gradient_allreduce", "bytegrad", "decentralized", "qadam")
+            for name in ("low_precision_decentralized", "qadam", "local_sgd", "diloco")
         ),
     ],
 )
@@ -697,18 +693,6 @@ def test_processes_resume_after_one_was_killed(tmp_path: Path, name: str) -> Non
     if name != "async":  # which no run repeats
         arguments[3] = str(tmp_path / "undisturbed")
         assert launch(elastic, 2, arguments, init=False) == [(0, digest) for digest in digests]
-
-
-@pytest.mark.proof
-def test_torchrun_restarts_a_training(tmp_path: Path) -> None:
-    """The final weights are those of an undisturbed run."""
-    arguments = ["--algorithm", "qadam", "--folder", str(tmp_path / "killed")]
-    printed = restarted(arguments, 13, tmp_path)  # above, qadam resumes in its warm-up
-    assert printed.count("resuming from step 10") == 1
-    final = dict(re.findall(r"rank (\d): weights (\w+) after step 20", printed))
-    arguments[3] = str(tmp_path / "undisturbed")
-    undisturbed = launch(elastic, 3, arguments, init=False)
-    assert undisturbed == [(0, final[rank]) for rank in "012"]
 
 
 @pytest.mark.proof

@@ -7,11 +7,11 @@ import contextlib
 import datetime
 import errno
 import io
+import multiprocessing
 import os
 import stat
-import subprocess
-import sys
 import warnings
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from tests.launch import launch
-from tests.scripts import ROOT
 from tests.trainings import on_every_rank
 from torch import nn
 
@@ -243,34 +242,27 @@ def test_a_save_on_one_rank_only_is_named_on_all_ranks(tmp_path: Path) -> None:
         assert "rank 0 waits in bagua_ref.checkpoint.save (" in error
 
 
-OTHER_JOB = """
-import sys, time, torch, bagua_ref
-from bagua_ref import checkpoint
-bagua_ref.init_process_group()
-model = torch.nn.Linear(1, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model.with_bagua([optimizer], "gradient_allreduce")
-checkpoint.save(sys.argv[1], model, optimizer, step=1)
-print("saved", flush=True)
-time.sleep(600)
-"""
+def save_and_wait(folder: Path, pipe: Connection) -> None:
+    bagua_ref.init_process_group()
+    checkpoint.save(folder, *make(), step=1)
+    pipe.send("saved")
+    pipe.recv()
 
 
-@pytest.mark.slow
 @on_every_rank(1)
 def test_two_jobs_cannot_save_in_one_folder(r: int, tmp_path: Path) -> None:
     model, optimizer = make()
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    command = [sys.executable, "-c", OTHER_JOB, str(tmp_path)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "saved\n"
-        with pytest.raises(
-            CheckpointError,
-            match=rf"is in use by process {other.pid} on host {os.uname().nodename}",
-        ):
-            checkpoint.save(tmp_path, model, optimizer, step=2)
-        other.kill()
+    forks = multiprocessing.get_context("forkserver")  # that of tests.launch
+    here, there = forks.Pipe()
+    other = forks.Process(target=save_and_wait, args=(tmp_path, there))
+    other.start()
+    assert here.recv() == "saved"
+    with pytest.raises(
+        CheckpointError, match=rf"is in use by process {other.pid} on host {os.uname().nodename}"
+    ):
+        checkpoint.save(tmp_path, model, optimizer, step=2)
+    other.kill()
+    other.join()
     checkpoint.save(tmp_path, model, optimizer, step=2)  # its lock has gone with it
 
 

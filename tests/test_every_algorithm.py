@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.algorithms import CASES, Run, assert_same, model
-from tests.trainings import batch, network, simulate, weights
+from tests.trainings import batch, simulate, weights
 from torch import nn
 
 import bagua_ref
@@ -335,23 +335,6 @@ def test_other_dtypes_train_or_are_refused_by_name(name: str, dtype: torch.dtype
         for found in on_ranks(name, rank):
             assert found.dtype is dtype
             assert found.isfinite().all()
-
-
-@every(compresses=False)
-def test_strides_of_weights_do_not_change_results(name: str) -> None:
-    def rank(r: int, make: Any) -> torch.Tensor:
-        run = Run(name, make())
-        strides = [p.stride() for p in run.module.parameters()]
-        run.step(*range(STEPS))
-        assert (
-            [p.stride() for p in run.module.parameters()]
-            == [p.grad.stride() for p in run.module.parameters()]
-            == strides
-        )
-        return run.weights()
-
-    results = [on_ranks(name, lambda r, make=make: rank(r, make)) for make in (model, network)]
-    torch.testing.assert_close(*results, rtol=2e-6, atol=2e-6)
 
 
 # Buckets

@@ -96,19 +96,13 @@ def wrapped(
     [
         ("gradient_allreduce", True, True, True),
         ("gradient_allreduce", False, False, False),
-        ("gradient_allreduce", True, False, False),
-        ("bytegrad", False, True, False),
-        *(
-            ("decentralized", flatten, first, first)
-            for flatten in (False, True)
-            for first in (False, True)
-        ),
+        ("decentralized", False, False, False),
+        ("decentralized", True, True, True),
         ("qadam", False, True, True),
         ("qadam", True, False, False),
         ("async", True, False, True),
         ("local_sgd", True, True, False),
         ("diloco", True, False, True),
-        ("powersgd", True, True, False),
         ("topk", True, False, True),
     ],
 )
@@ -146,11 +140,8 @@ def test_S6_low_precision_decentralized_refuses_a_fused_optimizer() -> None:
         simulate(2, main)
 
 
-@pytest.mark.parametrize("bucket_size", ["200", "10000000"])
-def test_S6_gradients_and_momenta_stay_in_their_buckets(
-    monkeypatch: pytest.MonkeyPatch, bucket_size: str
-) -> None:
-    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", bucket_size)
+def test_S6_gradients_and_momenta_stay_in_their_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "200")
 
     def main(r: int) -> None:
         module = network()
@@ -158,7 +149,7 @@ def test_S6_gradients_and_momenta_stay_in_their_buckets(
         module.with_bagua([optimizer], GradientAllReduceAlgorithm())
         for set_to_none in (True, False, False):
             train(module, optimizer, r, 2, True, set_to_none)
-            assert len(module.bagua_buckets) == (2 if bucket_size == "200" else 1)
+            assert len(module.bagua_buckets) == 2
             assert all(bucket.check_flatten() for bucket in module.bagua_buckets)
 
         module = network()

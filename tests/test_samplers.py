@@ -72,32 +72,14 @@ def take(iterable: Any, count: int) -> list[Any]:
 # Order of samples
 
 
-def test_an_example_by_hand() -> None:
-    lengths = [30, 10, 40, 10, 50]  # in order: samples 1, 3, 0, 2, 4, and 1 once more
-    assert list(sampler_of(0, 2, lengths, shuffle=False)) == [1, 0, 4]
-    assert list(sampler_of(1, 2, lengths, shuffle=False)) == [3, 2, 1]
-    assert list(sampler_of(1, 2, lengths, shuffle=False, drop_last=True)) == [3, 2]
-    assert sampler_of(1, 2, lengths, shuffle=False).shuffle_chunks() == (
-        [[1, 3], [0, 2], [4, 1]],
-        [0, 1, 2],
-    )
-
-
 @pytest.mark.parametrize(
     "lengths",
     [
-        tuple(LENGTHS),
         (length for length in LENGTHS),
         [torch.tensor(length) for length in LENGTHS],
         np.array(LENGTHS, dtype=object),
-        *(
-            np.array(LENGTHS, dtype=kind)
-            for kind in ("uint8", "int16", "uint64", "float16", "float32", ">i4", ">f8")
-        ),
-        *(
-            torch.tensor(LENGTHS, dtype=kind)
-            for kind in (torch.uint8, torch.int32, torch.bfloat16, torch.float16, torch.float64)
-        ),
+        *(np.array(LENGTHS, dtype=kind) for kind in ("uint8", "float16", ">i4", ">f8")),
+        *(torch.tensor(LENGTHS, dtype=kind) for kind in (torch.uint8, torch.bfloat16)),
         torch.tensor(LENGTHS, dtype=torch.float32, requires_grad=True),
         torch.tensor([LENGTHS, LENGTHS]).T[:, 0],
     ],
@@ -108,27 +90,10 @@ def test_complexities_come_in_any_form(lengths: Any) -> None:
     sampler = LoadBalancingDistributedSampler(
         LENGTHS, None, 3, 0, random_level=0.5, complexities=lengths
     )
-    assert list(sampler) == expected
-
-
-def test_complexities_are_copied() -> None:
-    for lengths in (
-        torch.tensor(LENGTHS),
-        np.array(LENGTHS),
-        torch.tensor(LENGTHS, dtype=torch.float64),
-    ):
-        sampler = sampler_of(lengths=lengths, random_level=0.5)
-        expected = list(sampler)
+    if isinstance(lengths, (torch.Tensor, np.ndarray)):  # of which the sampler keeps a copy
+        lengths = lengths.detach() if isinstance(lengths, torch.Tensor) else lengths
         lengths[:] = 1
-        assert list(sampler) == expected
-
-
-def test_booleans_are_zeros_and_ones() -> None:
-    flags = [length > 4 for length in LENGTHS]
-    for form in (flags, np.array(flags), torch.tensor(flags)):
-        assert list(sampler_of(lengths=form)) == list(
-            sampler_of(lengths=[int(flag) for flag in flags])
-        )
+    assert list(sampler) == expected
 
 
 def test_infinity_has_a_place_without_shuffle_only() -> None:
@@ -138,20 +103,6 @@ def test_infinity_has_a_place_without_shuffle_only() -> None:
         ValueError, match="from -inf to inf are too far apart for the noise of shuffle=True"
     ):
         sampler_of(0, 1, lengths)
-
-
-def test_integers_that_no_tensor_holds_are_told_apart() -> None:
-    lengths = [2**70 + 1, 2**70, float(2**70), 2**70 - 1, 2**53 + 1, float(2**53)]
-    assert list(sampler_of(0, 1, lengths, shuffle=False)) == [5, 4, 3, 1, 2, 0]
-    assert list(sampler_of(0, 1, [2**53 + 1, 2.0**53], shuffle=False)) == [1, 0]
-    assert list(sampler_of(0, 1, [-(2**53) + 1, -(2.0**53) - 2, -(2**53) - 1], shuffle=False)) == [
-        1,
-        2,
-        0,
-    ]
-    with pytest.raises(ValueError, match=r"an integer of 20000 bits .* 64 bits"):
-        sampler_of(0, 1, [0, 2**19999], random_level=1)
-    assert sorted(sampler_of(0, 1, [0, 2**19999, 5], random_level=0.0)) == [0, 1, 2]
 
 
 def test_equal_complexities_warn_where_the_sampler_is_made() -> None:
@@ -184,14 +135,11 @@ class Untouchable:
             ValueError,
             r"random_level=-0.1 must be from 0 \(best balance\) to 1",
         ),
-        ({"random_level": 1.1}, ValueError, "random_level=1.1"),
         ({"random_level": float("nan")}, ValueError, "random_level is NaN"),
         ({"random_level": "high"}, TypeError, "random_level='high'"),
         ({"num_replicas": 0}, ValueError, "num_replicas=0 must be at least 1"),
         ({"num_replicas": 2.0}, TypeError, "num_replicas=2.0 is a float; it must be an int"),
-        ({"rank": 0.5}, TypeError, "rank=0.5 is a float"),
         ({"rank": 2}, ValueError, "rank=2 must be from 0 to num_replicas - 1 = 1"),
-        ({"rank": -1}, ValueError, "rank=-1"),
         ({"dataset": []}, ValueError, "dataset is empty"),
         ({"complexity_fn": None}, ValueError, "either complexity_fn or complexities="),
         ({"complexities": [1, 2]}, ValueError, "either complexity_fn or complexities="),
@@ -201,8 +149,6 @@ class Untouchable:
             TypeError,
             "the complexity of sample 0='1' is a str; it must be an int or a float",
         ),
-        ({"complexity_fn": complex}, TypeError, "complex"),
-        ({"complexity_fn": lambda sample: None}, TypeError, "NoneType"),
         (
             {"complexity_fn": lambda sample: float("nan")},
             ValueError,
@@ -218,7 +164,6 @@ class Untouchable:
             ValueError,
             r"shape \(1,\).* each of the 2 samples",
         ),
-        ({"complexity_fn": None, "complexities": np.ones((2, 1))}, ValueError, r"shape \(2, 1\)"),
         ({"complexity_fn": None, "complexities": torch.ones(2, 2)}, ValueError, r"shape \(2, 2\)"),
         (
             {"complexity_fn": None, "complexities": torch.tensor([1, float("nan")])},
@@ -230,20 +175,13 @@ class Untouchable:
             TypeError,
             "complexities is a dict",
         ),
-        ({"complexity_fn": None, "complexities": {3, 2}}, TypeError, "complexities is a set"),
         ({"complexity_fn": None, "complexities": "12"}, TypeError, r"complexities\[0\]='1'"),
-        (
-            {"complexity_fn": None, "complexities": torch.ones(2, dtype=torch.complex64)},
-            TypeError,
-            r"complexities\[0\]",
-        ),
         (
             {"complexity_fn": None, "complexities": [2**70, 0], "random_level": 0.5},
             ValueError,
             "does not fit into 64 bits",
         ),
         ({"seed": 2**64}, ValueError, "seed . epoch = 18446744073709551616 must fit into 64 bits"),
-        ({"seed": 0.5}, TypeError, "seed=0.5 is a float"),
         ({"backend": "abacus", "dataset": Untouchable()}, ValueError, "abacus"),
     ],
 )
@@ -269,12 +207,7 @@ def test_epochs_that_no_generator_takes_are_refused_and_the_sampler_stays() -> N
     assert sampler.epoch == 0
 
 
-@pytest.mark.parametrize(
-    "form",
-    [list, torch.tensor, lambda values: np.array(values, np.float32)],
-    ids=["floats", "tensor", "array"],
-)
-def test_S7_2_the_noise_bound_is_computed_in_float64(form: Any) -> None:
+def test_S7_2_the_noise_bound_is_computed_in_float64() -> None:
     """In float32, 2^25 + 1 rounds to 2^25, and randint with another bound draws other noise."""
     values = [0.0] * 5000 + [2.0**25]
 
@@ -287,7 +220,7 @@ def test_S7_2_the_noise_bound_is_computed_in_float64(form: Any) -> None:
     assert order(2**25 + 1) != order(2**25)
     replicas = len(values)  # a single chunk, which is the order itself
     sampler = LoadBalancingDistributedSampler(
-        values, None, replicas, 0, random_level=1.0, complexities=form(values)
+        values, None, replicas, 0, random_level=1.0, complexities=np.array(values, np.float32)
     )
     assert sampler.shuffle_chunks()[0] == [order(2**25 + 1)]
 
@@ -367,10 +300,9 @@ def test_a_backend_for_cuda_tensors_is_given_cuda_tensors() -> None:
 
 
 @pytest.mark.parametrize("random_level", [0, 0.1])
-@pytest.mark.parametrize("scale", [1, 1e-3, 10**9])
-def test_it_keeps_few_bytes_per_sample(random_level: float, scale: float) -> None:
+def test_it_keeps_few_bytes_per_sample(random_level: float) -> None:
     count = 20_000
-    lengths = [(1 + place * place % 997) * scale for place in range(count)]
+    lengths = [(1 + place * place % 997) * 1e-3 for place in range(count)]
     sampler = sampler_of(0, 1, lengths, random_level=random_level)
     take(sampler, 10)
     assert len(pickle.dumps(sampler)) < 9 * count
@@ -394,27 +326,6 @@ def test_progress_without_rich_is_a_line_for_each_tenth(
     assert capsys.readouterr().err == "".join(f"complexities: {done} %\n" for done in (30, 60, 100))
 
 
-def test_a_sampler_tells_what_it_is() -> None:
-    sampler = sampler_of(1, seed=3, random_level=0.5)
-    sampler.set_epoch(2)
-    take(sampler, 5)
-    assert (
-        repr(sampler)
-        == "LoadBalancingDistributedSampler(23 samples, rank 1 of 3, shuffle=True, seed=3,"
-        " drop_last=False, random_level=0.5; epoch 2: 5 of 8 samples drawn)"
-    )
-    batch_sampler = batches_of(1)
-    take(batch_sampler, 3)
-    assert repr(batch_sampler).startswith(
-        "LoadBalancingDistributedBatchSampler(LoadBalancingDistributedSampler(23 samples, rank 1"
-    )
-    assert repr(batch_sampler).endswith("drop_last=False; epoch 0: 3 of 4 batches drawn)")
-    assert repr(budget_of(0, 3, max_cost=20, drop_last=True)).startswith(
-        "BudgetBatchSampler(23 samples, max_cost=20, padded=True, rank 0 of 3, shuffle=True,"
-        " seed=0, mix=8, drop_last=True"
-    )
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_S7_4_what_a_consumer_does_to_a_batch_changes_no_other(drop_last: bool) -> None:
     own = [[1, 2], [3]]  # one of the replicas repeats its batches in cycle
@@ -436,11 +347,8 @@ def test_S7_4_what_a_consumer_does_to_a_batch_changes_no_other(drop_last: bool) 
 @pytest.mark.parametrize(
     ("lengths", "random_level", "warns"),
     [
-        ([0.1, 0.9, 0.5], 1, True),
         ([1, 2, 3], 0.4, True),
-        ([0.0, 1.5], 0.5, True),
         ([0.1, 0.9, 0.5], 0, False),
-        ([100.0, 900.0, 500.0], 1, False),
         ([0, 1], 1, False),
     ],
 )
@@ -472,14 +380,6 @@ def test_the_state_counts_the_iterator_that_began_last() -> None:
     next(older)
     assert sampler.state_dict()["samples"] == 3
     assert sampler.state_dict(samples=2)["samples"] == 2
-
-
-def test_a_place_among_other_numbers_that_no_tensor_holds_is_refused() -> None:
-    lengths = [2**70, 1.5, 2**80]
-    state = sampler_of(lengths=lengths, random_level=1e-6).state_dict()
-    sampler_of(lengths=lengths, random_level=1e-6).load_state_dict(state)
-    with pytest.raises(ValueError, match="other complexities"):
-        sampler_of(lengths=[2**70, 1.25, 2**80], random_level=1e-6).load_state_dict(state)
 
 
 def test_a_state_of_something_else_is_refused() -> None:
@@ -560,22 +460,6 @@ def test_batches_of_another_batch_fn_are_refused() -> None:
 
 
 # Another number of replicas
-
-
-def test_S7_6_an_example_by_hand() -> None:
-    lengths = [30, 10, 40, 10, 50]  # chunks of two: [1, 3], [0, 2], [4, 1]
-    # 1 and 3 are drawn; 0, 2, 4 are left
-    state = sampler_of(0, 2, lengths, shuffle=False).state_dict(samples=1)
-    rest = []
-    for rank in range(4):
-        sampler = sampler_of(rank, 4, lengths, shuffle=False)
-        sampler.load_state_dict(state)
-        assert len(sampler) == 1
-        assert repr(sampler).endswith(
-            "epoch 0: 1 of 3 drawn by each of 2, then 0 of 1 samples drawn)"
-        )
-        rest += list(sampler)
-    assert rest == [0, 2, 4, 0]
 
 
 def test_S7_6_a_state_of_before_has_one_stretch() -> None:
@@ -661,10 +545,7 @@ def test_S7_6_more_replicas_than_samples_are_left_and_the_end_of_an_epoch(make: 
         ({"seed": 5}, "saved with seed=5, and here it is 0"),
         ({"length": 22}, "saved with length=22, and here it is 23"),
         ({"epoch": 2**70}, "64 bits"),
-        ({"epoch": "1"}, "str"),
-        ({"unit": -1}, "=-1 must be from 0 to"),
         ({"unit": 99}, "=99 must be from 0 to"),
-        ({"unit": None}, "NoneType"),
         (
             {"stretches": [[2, 3]]},
             "stretch 1 of 2, 2 replicas that drew 1 .* each, must be of .* other ones than before",
@@ -673,12 +554,8 @@ def test_S7_6_more_replicas_than_samples_are_left_and_the_end_of_an_epoch(make: 
             {"stretches": [[3, 0]]},
             "stretch 0 of 2, 3 replicas that drew 0 .* each, .* that drew at least 1",
         ),
-        ({"stretches": [[0, 1]]}, "must be of 1 to 1048576 replicas"),
         ({"stretches": [[2**40, 1]]}, "must be of 1 to 1048576 replicas"),
-        ({"stretches": [[3, 99]]}, "=99 must be from 0 to"),
         ({"stretches": [3]}, r"stretches=\[3\] must be pairs"),
-        ({"stretches": None}, "stretches=None must be pairs"),
-        ({"stretches": [["3", 1]]}, "num_replicas='3' is a str"),
         ({"num_replicas": 1.5}, "num_replicas=1.5 is a float"),
         ({"num_unit": 99}, "=99, and here it is"),
     ],
@@ -823,10 +700,6 @@ def test_a_trainer_that_counts_epochs_from_its_restart_keeps_a_loaded_position(m
     assert restarted.epoch == 0
 
 
-def test_the_sampler_is_what_trainers_look_for() -> None:
-    assert isinstance(sampler_of(0, 2), torch.utils.data.DistributedSampler)
-
-
 @every_sampler
 def test_the_checksum_of_costs_is_computed_once(make: Any, monkeypatch: Any) -> None:
     calls, sampler = [], make(0, 2)
@@ -863,7 +736,6 @@ def test_processes_with_torchs_group_alone_learn_together_that_seeds_differ() ->
     ("options", "error", "message"),
     [
         ({"max_cost": 0.5}, ValueError, "max_cost=0.5 must be a finite number of at least 1"),
-        ({"max_cost": float("nan")}, ValueError, "max_cost is NaN"),
         ({"max_cost": float("inf")}, ValueError, "max_cost=inf"),
         ({"max_cost": "9"}, TypeError, "max_cost='9' is a str"),
         (
@@ -872,23 +744,13 @@ def test_processes_with_torchs_group_alone_learn_together_that_seeds_differ() ->
             r"costs\[5\]=9 makes a batch of sample 5 alone cost 9, over max_cost=8",
         ),
         ({"costs": []}, ValueError, "costs is empty"),
-        ({"costs": np.array([], dtype=np.uint64)}, ValueError, "costs is empty"),
         ({"costs": None}, TypeError, "costs is a NoneType; it must be a list, array or tensor"),
-        (
-            {"costs": np.array(5)},
-            ValueError,
-            r"costs has shape \(\); it must have one number for each sample",
-        ),
-        ({"costs": np.array([1.0, np.nan])}, ValueError, r"costs\[1\] is NaN"),
         ({"costs": [1, 0]}, ValueError, r"costs\[1\]=0 must be positive and finite"),
         ({"costs": [1.0, float("inf")]}, ValueError, r"costs\[1\]=inf must be positive and finite"),
         ({"costs": [1.0, float("nan")]}, ValueError, r"costs\[1\] is NaN"),
         ({"costs": [1, 10**400]}, ValueError, "too large for a float"),
         ({"costs": [[1, 2]]}, TypeError, r"costs\[0\]=\[1, 2\] is a list"),
-        ({"costs": ["1"]}, TypeError, "str"),
-        ({"costs": torch.ones(2, 2)}, ValueError, r"shape \(2, 2\)"),
         ({"mix": 0}, ValueError, "mix=0 must be at least 1"),
-        ({"mix": 1.5}, TypeError, "mix=1.5 is a float"),
         ({"padded": 1}, TypeError, "padded=1 must be True, False or a function"),
         ({"padded": lambda m, h: -m, "max_cost": 9}, ValueError, "padded must not decrease"),
         ({"padded": lambda m, h: 5 / h}, ValueError, "padded must not decrease"),
@@ -898,8 +760,6 @@ def test_processes_with_torchs_group_alone_learn_together_that_seeds_differ() ->
             "of a batch that is not longer",
         ),
         ({"padded": lambda m, h: float("nan")}, ValueError, "NaN"),
-        ({"padded": lambda m, h: "much"}, TypeError, "much"),
-        ({"seed": 2**64}, ValueError, "64 bits"),
         (
             {"costs": [5, 5], "drop_last": True},
             ValueError,
@@ -1004,11 +864,7 @@ def test_lengths_are_read_from_arrays_and_what_can_be_imported(
         ("1\ntwo\n", [], "could not convert string 'two'"),
         ("# nothing\n", [], "contains no list of lengths"),
         ("1\n0\n", [], "length 1 of 2 is 0; it must be a number above 0"),
-        ("1\nnan\n", [], "is nan"),
-        ("1\n1e400\n", [], "is inf"),
         ("1\n2\n", ["--ranks", "0"], "ranks=0 must be at least 1"),
-        ("1\n2\n", ["--batch-size", "0"], "batch_size=0"),
-        ("1\n2\n", ["--random-level", "2"], "random_level=2.0"),
         (
             "1\n2\n",
             ["--max-cost", "1.5"],
@@ -1035,21 +891,6 @@ def test_balance_names_bad_input(
     printed = capsys.readouterr()
     assert complaint in printed.err
     assert printed.out == ""
-
-
-@pytest.mark.parametrize(
-    ("cost", "of_batch"),
-    [("padded", lambda b: len(b) * max(b)), ("attention", lambda b: len(b) * max(b) ** 2)],
-)
-def test_work_is_the_cost_of_the_batches_that_ranks_draw(cost: str, of_batch: Any) -> None:
-    lengths = [1, 2, 3, 4, 50, 60, 70, 80]
-    epochs = balance.work_of_epochs(lengths, 2, 2, cost=cost)
-    assert epochs["with balancing"]["waiting"] < epochs["without balancing"]["waiting"]
-    for rank in range(2):
-        drawn = list(LoadBalancingDistributedSampler(lengths, None, 2, rank, complexities=lengths))
-        batches = [[lengths[index] for index in drawn[start : start + 2]] for start in (0, 2)]
-        work = [step[rank] for step in epochs["with balancing"]["work"]]
-        assert work == [of_batch(batch) for batch in batches]
 
 
 @pytest.mark.slow

@@ -76,13 +76,6 @@ def test_an_error_that_needs_one_interruption_is_found_with_one_deviation_and_it
     assert [lost_update(eval(lost, {"Schedule": Schedule})) for _ in range(3)] == [1, 1, 1]
 
 
-def test_the_limit_ends_the_search_and_is_said() -> None:
-    schedules = Schedules(limit=3)
-    assert len([lost_update(schedule) for schedule in schedules]) == 3
-    assert (schedules.runs, schedules.complete, schedules.exhausted) == (3, False, False)
-    assert repr(schedules) == "Schedules(3 run, not all)"
-
-
 @pytest.mark.slow
 def test_what_comes_before_the_beginning_is_not_varied() -> None:
     def program(comm: Any, schedule: Schedule) -> None:
@@ -102,19 +95,6 @@ def test_what_comes_before_the_beginning_is_not_varied() -> None:
         counts.append(schedules.runs)
     assert counts[0] < 50
     assert counts[1] > 200
-
-
-def test_ranks_that_poll_do_not_keep_the_others_from_running() -> None:
-    for schedule in Schedules(1):
-
-        def program(comm: Any, shared: dict[str, Any]) -> None:
-            event = shared.setdefault("event", current_world().event())
-            if comm.rank() == 0:
-                event.set()
-            while not event.is_set():
-                pass
-
-        SimulatedWorld(2, schedule=schedule).run(program, {})
 
 
 def test_a_schedule_of_another_program_is_an_error() -> None:

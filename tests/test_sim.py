@@ -19,13 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import launch
-from tests.sim_scripts import RIGHT, SCRIPTS, Script, right
+from tests.sim_scripts import SCRIPTS, Script, mended, right
 
 from bagua_ref.cli import main
-from bagua_ref.simulation import Schedule, Schedules, always
+from bagua_ref.simulation import Schedule, always
 from bagua_ref.simulation.judge import Exploration, Judgement, judge
 from bagua_ref.simulation.programs import Program
-from bagua_ref.simulation.schedules import Fault
 from bagua_ref_pytest import sim_world
 
 assert sim_world  # a fixture
@@ -69,15 +68,9 @@ def test_a_planted_bug_is_found_and_its_line_named(script: Script, tmp_path: Pat
         assert f"script.py:{found.line}" in found.message
 
 
-@pytest.mark.parametrize(
-    ("text", "ranks"),
-    [pytest.param(script.text(broken=False), script.ranks, id=script.name) for script in SCRIPTS]
-    + [pytest.param(right(name), 2, id=name) for name in RIGHT],
-)
-def test_a_mended_twin_and_a_right_program_are_not_reported(
-    text: str, ranks: int, tmp_path: Path
-) -> None:
-    report = judged(tmp_path, text, ranks, seeds=3)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_mended_twins_and_right_programs_are_not_reported(ranks: int, tmp_path: Path) -> None:
+    report = judged(tmp_path, mended(ranks), ranks, seeds=3)
     assert (report.verdict, report.finding, report.hints) == ("agree", None, [])
 
 
@@ -101,9 +94,7 @@ bagua_ref.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(
-    "name", ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized"]
-)
+@pytest.mark.parametrize("name", ["bytegrad", "decentralized"])
 def test_a_training_with_this_package_is_not_reported(name: str, tmp_path: Path) -> None:
     report = judged(tmp_path, BAGUA.format(name), seeds=2)
     assert (report.verdict, report.finding) == ("agree", None)
@@ -111,13 +102,12 @@ def test_a_training_with_this_package_is_not_reported(name: str, tmp_path: Path)
 
 def test_what_a_rank_overwrites_by_receiving_is_not_what_it_sends(tmp_path: Path) -> None:
     text = (
-        right(next(iter(RIGHT)))
-        + "dist.broadcast(torch.tensor(list(os.urandom(8)) if rank else [7] * 8), src=0)\n"
+        right() + "dist.broadcast(torch.tensor(list(os.urandom(8)) if rank else [7] * 8), src=0)\n"
     )
     assert judged(tmp_path, "import os\n" + text, seeds=2).finding is None
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_set_that_orders_collectives_is_found_by_another_hash_seed(tmp_path: Path) -> None:
     script = script_of("set_ordered_collectives")
     report = judged(tmp_path, script.text(broken=True), seeds=1, hash_seeds=(1,))
@@ -157,26 +147,6 @@ def test_deviations_find_what_seeds_find(tmp_path: Path) -> None:
     assert (found.kind, found.schedule.deviations()) == ("schedule", 1)
 
 
-def test_several_schedules_may_run_at_a_time() -> None:
-    schedules = Schedules(1)
-    first = schedules.take()
-    assert first is not None
-    assert schedules.take() is None
-    first.restart()
-    for ready in (2, 3):
-        first.choose(ready)
-    schedules.add_variants(first)
-    others = [schedules.take() for _ in range(4)]
-    assert sorted(map(str, filter(None, others))) == ["0:1", "1:1", "1:2"]
-    assert not schedules.complete
-    for other in filter(None, others):
-        other.restart()
-        for ready in (2, 3):
-            other.choose(ready)
-        schedules.add_variants(other)
-    assert (schedules.runs, schedules.complete) == (4, True)
-
-
 def trains(after: Callable[[], None]) -> Callable[[], None]:
     def program() -> None:
         dist.init_process_group()
@@ -200,8 +170,8 @@ def fails() -> None:
 
 
 def test_survivors_of_a_fault_may_raise_but_not_train_on(sim_world: Any) -> None:
-    report = sim_world(trains(fails), ranks=3, seeds=1, faults=("kill", "stop", "slow"))
-    assert report.planned == report.runs > 30
+    report = sim_world(trains(fails), ranks=2, seeds=1, faults=("kill", "stop", "slow"))
+    assert report.planned == report.runs > 20
     broken = judge(
         Program("swallows", function=trains(lambda: None)),
         Exploration((3,), seeds=1, faults=("kill",)),
@@ -438,7 +408,3 @@ def test_what_is_not_simulated_gives_no_verdict(tmp_path: Path, capsys: Any) -> 
     code, out = sim(capsys, str(script), "--seeds", "1")
     assert code == 3
     assert "no verdict" in out
-
-
-def test_faults_have_text() -> None:
-    assert str(Fault.parse("stop:1:12")) == "stop:1:12"

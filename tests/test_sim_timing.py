@@ -22,7 +22,6 @@ from bagua_ref.cli import main
 from bagua_ref.formulas import costs
 from bagua_ref.formulas.costs import LinkCost, LinkCosts, operation_seconds
 from bagua_ref.simulation import SimulatedWorld
-from bagua_ref.simulation.communicator import SimulatedCommunicator
 from bagua_ref.simulation.timing import Timeline
 
 # sums of such numbers are exact
@@ -107,36 +106,6 @@ def test_an_operation_takes_the_time_of_its_formula(name: str, nodes: tuple[int,
     assert timed(program, nodes).virtual_time == operation_seconds(operation, node_of, LINKS) > 0
 
 
-COMMUNICATOR: dict[str, tuple[Callable[[SimulatedCommunicator], Any], costs.Operation]] = {
-    "allreduce": (lambda comm: comm.allreduce_inplace(ones(10)), costs.all_reduce(CHUNKS)),
-    "allgather": (lambda comm: comm.allgather(ones(5), ones(20)), costs.all_gather([20] * 4)),
-    "alltoall": (lambda comm: comm.alltoall(ones(20), ones(20)), costs.all_to_all([[20] * 4] * 4)),
-    "exchange": (
-        lambda comm: comm.exchange(
-            [(ones(5), (comm.rank() + s) % 4) for s in (1, 3)],
-            [(ones(5), (comm.rank() + s) % 4) for s in (1, 3)],
-        ),
-        costs.one_round([(r, (r + s) % 4, 20) for r in range(4) for s in (1, 3)]),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", COMMUNICATOR)
-def test_our_own_communicators_take_the_same_time(name: str) -> None:
-    program, operation = COMMUNICATOR[name]
-    world = SimulatedWorld(4, (2, 2), link=LINKS)
-    world.run(program)
-    assert world.virtual_time == operation_seconds(operation, [0, 0, 1, 1], LINKS)
-
-
-def test_any_bandwidth_and_latency_give_the_formula_to_the_bit() -> None:
-    world = timed(lambda: dist.all_reduce(ones(1000)), link="1Gbit,20ms")
-    assert isinstance(world.link, LinkCosts)
-    assert world.virtual_time == operation_seconds(
-        costs.all_reduce(costs.chunk_bytes(1000, 4, 4)), [0] * 4, world.link
-    )
-
-
 def pairs_at_once(second_starts: float = 0.0) -> Callable[[], None]:
     """Let ranks 0 and 2, and ranks 1 and 3, all-reduce 256 elements each."""
 
@@ -164,15 +133,6 @@ def test_a_collective_is_slower_only_while_another_is_under_way() -> None:
     assert first.ended == pytest.approx(0.25 + 1.75 * 1.5)
     # The second has 2 rounds; 2.625 s pass for 1.75 of them, and the rest is alone.
     assert second.ended == pytest.approx(2.875 + 0.25)
-
-
-def test_collectives_of_one_group_follow_one_another() -> None:
-    def program() -> None:
-        works = [dist.all_reduce(ones(4), async_op=True) for _ in range(3)]
-        for work in works:
-            work.wait()
-
-    assert timed(program, (1, 1)).virtual_time == 3 * 2 * (0.5 + 8 * 2**-10)
 
 
 def test_a_program_sees_the_time_and_a_work_under_way_is_not_completed() -> None:
@@ -312,12 +272,6 @@ def test_the_trace_has_a_lane_for_each_rank_and_the_durations_of_spans() -> None
         "rank 0",
         "rank 1",
     }
-
-
-def test_a_program_without_steps_is_timed_as_a_whole() -> None:
-    world = timed(CASES["all_reduce"][0])
-    assert world.timeline is not None
-    assert world.timeline.per_step() == (world.virtual_time, world.virtual_time)
 
 
 @pytest.mark.parametrize(

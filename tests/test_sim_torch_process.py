@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import queue
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -66,20 +65,6 @@ def test_ranks_begin_with_generators_in_different_states_but_for_torchs():
     assert [len(set(column)) for column in zip(*drawn, strict=True)] == [3, 3, 1]
     random.seed(random.random())
     assert [row[:2] for row in run(draw, 3)] == [row[:2] for row in drawn]  # a run can be repeated
-
-
-def test_the_environment_is_that_of_torchs_launcher():
-    def main():
-        return [
-            os.environ[name]
-            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-        ]
-
-    assert run(main, 3, nodes=(1, 2)) == [
-        ["0", "3", "0", "1", "0"],
-        ["1", "3", "0", "2", "1"],
-        ["2", "3", "1", "2", "1"],
-    ]
 
 
 def test_a_script_has_its_own_main_module_and_modules_on_each_rank(
@@ -159,20 +144,6 @@ def test_executors_of_the_program_are_scheduled():
     assert run(main) == [([0.0, 2.0, 4.0], True)] * 2
 
 
-def test_a_thread_that_is_no_daemon_is_waited_for():
-    ended = []
-
-    def main():
-        def late():
-            time.sleep(5)
-            ended.append(1)
-
-        threading.Thread(target=late).start()
-
-    run(main)
-    assert ended == [1, 1]
-
-
 def test_an_exception_in_a_thread_does_not_end_the_rank(monkeypatch: pytest.MonkeyPatch):
     seen: list[str] = []
     monkeypatch.setattr(
@@ -203,27 +174,6 @@ def test_clocks_are_virtual_and_sleeping_takes_no_time():
     began = time.monotonic()
     assert run(main) == [True, True]
     assert time.monotonic() - began < 60
-
-
-class Numbers(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, i):
-        time.sleep(0.001)
-        return torch.tensor([float(i)])
-
-
-def test_workers_of_a_data_loader_are_processes():
-    def main():
-        init()
-        total = 0.0
-        for batch in torch.utils.data.DataLoader(Numbers(), 2, num_workers=2):
-            dist.all_reduce(x := batch.sum())
-            total += x.item()
-        return total
-
-    assert run(main) == [56.0, 56.0]
 
 
 def test_spawn_calls_the_function_on_the_ranks():
@@ -257,16 +207,6 @@ def test_other_launches_are_refused(launch, what):
         run(launch)
     assert error.value.kind == "unsupported"
     assert error.value.calls[0].file == __file__
-
-
-def test_signal_handlers_are_recorded():
-    def main():
-        assert signal.signal(signal.SIGTERM, print) == signal.SIG_DFL
-        return signal.getsignal(signal.SIGTERM) is print
-
-    before = signal.getsignal(signal.SIGTERM)
-    assert run(main) == [True, True]
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_exit_code_zero_is_a_normal_end():

@@ -171,19 +171,9 @@ def zero(exact: bool) -> list[Any]:
     return train(model, exact, ZeroRedundancyOptimizer(model.parameters(), kind, **options))
 
 
-def fsdp(exact: bool) -> list[Any]:
-    return _fully_sharded(exact, init_device_mesh("cpu", (dist.get_world_size(),)))
-
-
 def hsdp(exact: bool) -> list[Any]:
-    size = dist.get_world_size()
-    return _fully_sharded(
-        exact, init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-    )
-
-
-def _fully_sharded(exact: bool, mesh: Any) -> list[Any]:
-    model = small_model(exact)
+    size, model = dist.get_world_size(), small_model(exact)
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
@@ -202,18 +192,6 @@ def tensor_parallel(exact: bool) -> list[Any]:
         loss(model, torch.randint(-1, 2, (4, 4)).to(model[4].weight.dtype), exact).backward()
         optimizer.step()
     return state(model)
-
-
-def checkpointed(exact: bool) -> list[Any]:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = small_model(exact)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    return train(DistributedDataParallel(Checkpointed()), exact)
 
 
 def reentrant(exact: bool) -> list[Any]:
@@ -436,22 +414,16 @@ def functional_collectives(exact: bool) -> list[Any]:
 PROGRAMS: dict[str, Callable[[bool], Any]] = {
     "DDP": ddp,
     "DDP, static graph": lambda exact: ddp(exact, static_graph=True),
-    "DDP, unused parameters": lambda exact: ddp(exact, find_unused_parameters=True),
     "DDP, small buckets that are views": lambda exact: ddp(
         exact, bucket_cap_mb=1e-4, gradient_as_bucket_view=True
     ),
-    "DDP, checkpointed": checkpointed,
     "DDP, static graph in a reentrant checkpoint": reentrant,
     "DDP, compiled": compiled,
     "DDP, no_sync": no_sync,
     "DDP, join": joined,
-    "DDP, allreduce hook": lambda exact: hooked(
-        None, default_hooks.allreduce_hook, bucket_cap_mb=1e-4
-    ),
     "DDP, fp16 hook": lambda exact: hooked(None, default_hooks.fp16_compress_hook),
     "DDP, PowerSGD hook": power_sgd,
     "DDP, post-local SGD hook": post_local_sgd,
-    "FSDP2": fsdp,
     "HSDP": hsdp,
     "gradient hooks": gradient_hooks,
     "GPipe": pipeline,
@@ -468,6 +440,3 @@ PROGRAMS: dict[str, Callable[[bool], Any]] = {
     "coalesced collectives": coalesced,
     "functional collectives": functional_collectives,
 }
-
-INEXACT = {"DDP, allreduce hook", "DDP, fp16 hook", "DDP, PowerSGD hook"}
-"""Programs whose sums are not exact on any data."""

@@ -25,7 +25,7 @@ from tests.integrations.trainings import (
     optimizer_of,
     weights_of,
 )
-from tests.launch import launch, outcomes, preload
+from tests.launch import launch, preload
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm
@@ -167,22 +167,6 @@ def test_what_is_wrong_with_the_arguments_is_an_error_at_once(name: str) -> None
         getattr(strategies("lightning"), name)("nonsense")
 
 
-def test_the_old_arguments_are_taken() -> None:
-    strategy = strategies("lightning").BaguaStrategy(
-        algorithm="decentralized",
-        flatten=False,
-        accelerator=None,
-        parallel_devices=None,
-        cluster_environment=None,
-        checkpoint_io=None,
-        precision_plugin=None,
-        peer_selection_mode="shift_one",
-        hierarchical=False,
-    )
-    assert strategy._recipe.options == {"peer_selection_mode": "shift_one", "hierarchical": False}
-    assert (strategy._recipe.algorithm, strategy._recipe.do_flatten) == ("decentralized", False)
-
-
 def use_collectives() -> list[Any]:
     """Return what barrier, broadcast, reduce and a strategy given by its name do."""
     found: list[Any] = []
@@ -210,23 +194,6 @@ def test_a_strategy_by_name_has_the_collectives_of_lightning() -> None:
     assert (
         launch(use_collectives, 2, init=False)
         == [["BaguaStrategy", True, "of rank 1", 1.5, 3.0, [0, 1], 2]] * 2
-    )
-
-
-def refuse_qadam() -> str:
-    try:
-        trainer_of("lightning", strategies("lightning").BaguaStrategy("qadam")).fit(
-            module_of("lightning", "bytegrad")
-        )
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_qadam_without_its_optimizer_is_refused() -> None:
-    assert (
-        launch(refuse_qadam, 2, init=False)
-        == ["algorithm='qadam' needs exactly one optimizer, a QAdamOptimizer; there are: SGD"] * 2
     )
 
 
@@ -447,34 +414,6 @@ def test_the_monitor_logs_the_metrics_of_the_first_rank_whenever_the_trainer_log
     )
 
 
-def monitor_resumed(folder: Path) -> None:
-    pytorch = import_module("lightning.pytorch")
-    for epochs, of_fit in ((1, {}), (2, {"ckpt_path": folder / "epoch=0.ckpt"})):
-        logger = pytorch.loggers.CSVLogger(folder, name=str(epochs), version="")
-        callbacks = [strategies("lightning").BaguaMonitor()]
-        fit_epochs(
-            "local_sgd", folder, epochs, {"period": 2}, logger=logger, callbacks=callbacks, **of_fit
-        )
-
-
-def test_the_monitor_of_a_resumed_training_counts_anew_at_the_trainers_steps(
-    tmp_path: Path,
-) -> None:
-    launch(monitor_resumed, 2, tmp_path, init=False)
-    size = 4 * sum(p.numel() for p in network(0).parameters())
-    names = ("step", "bagua/steps", "bagua/bytes_sent", "bagua/bytes_sent_per_step")
-    assert logged(tmp_path / "1", *names) == [
-        (0, 1, 0, 0),
-        (1, 2, size, size / 2),
-        (2, 3, size, size / 3),
-    ]
-    assert logged(tmp_path / "2", *names) == [
-        (3, 1, size, size),
-        (4, 2, size, size / 2),
-        (5, 3, 2 * size, 2 * size / 3),
-    ]
-
-
 def train_async(folder: Path) -> list[Any]:
     """Return, for each of two fits, the states of averaging while a checkpoint is written, and
     before and after the end.
@@ -515,26 +454,6 @@ def test_asynchronous_averaging_ends_with_the_training_and_rests_while_a_checkpo
         launch(train_async, 2, tmp_path, init=False)
         == [["ABORTED", "RUNNING", "ABORTED", True] * 2] * 2
     )
-
-
-def fail() -> None:
-    """Train, with a failure on one rank."""
-
-    def training_step(self: Any, batch: torch.Tensor, index: int) -> torch.Tensor:
-        if rank() and index == 2:
-            raise ValueError("a bad batch")
-        return self.net(batch).square().mean()
-
-    strategy = strategies("lightning").BaguaStrategy("async", sync_interval_ms=5)
-    trainer_of("lightning", strategy, max_steps=200).fit(
-        module_of("lightning", "async", training_step=training_step)
-    )
-
-
-def test_an_error_on_one_rank_ends_the_training_on_all() -> None:
-    others, failing = outcomes(fail, 2, init=False, limit=60)
-    assert str(failing.error) == "a bad batch"
-    assert others.exitcode == 1
 
 
 def fabric_of(package: str, strategy: Any) -> Any:
@@ -590,52 +509,3 @@ def test_fabric_trains_and_resumes_to_the_weights_of_a_loop_by_hand(
     for of_rank in launch(train_in_fabric, 2, str(tmp_path), package, init=False):
         for name, (ours, theirs) in of_rank.items():
             assert torch.equal(ours, theirs), name
-
-
-def use_fabric_otherwise() -> list[str]:
-    strategies("lightning")
-    fabric = fabric_of("lightning", "bagua")
-    frozen = fabric.setup(network(0).requires_grad_(False))
-    assert frozen(batches(0)[0]).shape == (4, 3)
-    try:
-        fabric.setup(network(0))
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
-def test_fabric_trains_a_module_only_with_its_optimizers() -> None:
-    assert (
-        launch(use_fabric_otherwise, 2, init=False)
-        == [
-            [
-                (
-                    "a module is trained together with its optimizers: call fabric.setup(module,"
-                    " optimizer)"
-                )
-            ]
-        ]
-        * 2
-    )
-
-
-def average_in_fabric() -> list[Any]:
-    strategy = strategies("lightning").FabricBaguaStrategy("async", sync_interval_ms=5)
-    fabric = fabric_of("lightning", strategy)
-    net = network(rank())
-    model, optimizer = fabric.setup(net, optimizer_of("async", net))
-    states = []
-    for _ in range(2):
-        for batch in batches(rank()):
-            fabric.backward(model(batch).square().mean())
-            optimizer.step()
-            time.sleep(0.02)
-        states.append(strategy._wrapped[0].bagua_algorithm._rounds.state.name)
-        strategy.abort()
-        states.append(strategy._wrapped[0].bagua_algorithm._rounds.state.name)
-        strategy.resume()
-    return states
-
-
-def test_fabric_begins_and_ends_asynchronous_averaging() -> None:
-    assert launch(average_in_fabric, 2, init=False) == [["RUNNING", "ABORTED"] * 2] * 2

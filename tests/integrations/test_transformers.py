@@ -188,25 +188,6 @@ def test_what_report_to_names_gets_the_metrics_of_the_first_rank_with_the_loss(
     assert [written for _, written, _ in second] == [{}] * 3
 
 
-def log_resumed(folder: Path) -> list[Any]:
-    for of_train in ({}, {"resume_from_checkpoint": str(folder / f"checkpoint-{STEPS // 2}")}):
-        trainer = trainer_of(
-            "", folder, logging_steps=1, save_strategy="steps", save_steps=STEPS // 2
-        )
-        use_bagua(trainer, "local_sgd", period=2, log_metrics=True)
-        trainer.train(**of_train)
-    return [
-        (entry["step"], entry["bagua/steps"], entry["bagua/rounds"])
-        for entry in trainer.state.log_history
-        if "loss" in entry
-    ]
-
-
-def test_a_resumed_training_counts_anew_after_the_history_of_the_first(tmp_path: Path) -> None:
-    history = [(1, 1, 0), (2, 2, 1), (3, 3, 1), (4, 1, 1), (5, 2, 1), (6, 3, 2)]
-    assert launch(log_resumed, 2, tmp_path, init=False) == [history] * 2
-
-
 class Slow(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         time.sleep(0.02)
