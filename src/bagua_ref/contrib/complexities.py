@@ -235,18 +235,6 @@ def _fit_for_noise(numbers: Numbers, bound: int) -> Numbers:
             numbers.trunc(), numbers
         )
         return numbers.long() if whole else numbers  # integers sort faster
-    kinds = set(map(type, numbers))
-    if kinds == {int}:  # a constant offset does not change the order of the sums
-        low = min(numbers)
-        fits = max(numbers) - low + bound - 1 <= _LARGEST
-        return (
-            torch.tensor([number - low for number in numbers], dtype=torch.int64)
-            if fits
-            else numbers
-        )
-    largest = max((abs(number) for number in numbers if type(number) is int), default=0)
-    if largest + bound <= _EXACT_FLOAT:
-        return _fit_for_noise(_float64(torch.tensor(numbers, dtype=torch.float64)), bound)
     return numbers
 
 

@@ -16,7 +16,6 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import util
@@ -78,26 +77,24 @@ class RedisServer:
     Args:
         host: the address to listen on.
         capacity: bytes that it may use before it evicts keys at random.
-        port: the port to listen on; None: a free one.
-        arguments: further arguments of the program.
 
     Raises:
         BackendUnavailableError: there is no program, or it does not start; the message quotes its
             output.
     """
 
-    def __init__(self, host: str, capacity: int, port: int | None = None, *arguments: str) -> None:
+    def __init__(self, host: str, capacity: int) -> None:
         program = find_program()
         self.host, self.capacity = host, capacity
-        for _ in range(1 if port else _PORTS_TO_TRY):
-            self.port, self._password = port or find_free_port(), secrets.token_urlsafe(32)
+        for _ in range(_PORTS_TO_TRY):
+            self.port, self._password = find_free_port(), secrets.token_urlsafe(32)
             self._output: deque[str] = deque(maxlen=3)
             self._process: subprocess.Popen[bytes] | None = None
             # The signal is sent when the thread that started the server ends, so this one stays as long
             # as the server; then it also reaps it.
             self._thread = threading.Thread(
                 target=self._run,
-                args=(program, arguments),
+                args=(program,),
                 name="bagua_ref cache server",
                 daemon=True,
             )
@@ -138,14 +135,14 @@ class RedisServer:
             time.sleep(0.005)
         return ""
 
-    def _run(self, program: str, arguments: Sequence[str]) -> None:
+    def _run(self, program: str) -> None:
         # through a pipe, so that neither the list of processes nor a file shows the password
         settings = _settings(self.host, self.port, self.capacity) | {"requirepass": self._password}
         text = "".join(f"{name} {value or chr(34) * 2}\n" for name, value in settings.items())
         launcher = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
         try:
             self._process = subprocess.Popen(  # noqa: S603 # this interpreter, and the program found
-                [*launcher, program, "-", *arguments],
+                [*launcher, program, "-"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

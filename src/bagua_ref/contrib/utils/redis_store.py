@@ -148,9 +148,7 @@ class FakeRedisStore(RedisStore):
 
 
 class _RedisStore(Store):
-    """One Redis server. Each process opens its own connections when they are first needed; they are
-    never pickled.
-    """
+    """One Redis server. A request opens a connection and closes it; `CacheLoader` keeps its own."""
 
     def __init__(
         self, host: str = "", port: int | str = 6379, *, timeout: float = TIMEOUT, **options: Any
@@ -159,7 +157,6 @@ class _RedisStore(Store):
         if "unix_socket_path" in options:
             del self._options["host"], self._options["port"]
         self._timeout = timeout
-        self._idle: dict[int, list[Any]] = {}  # by process id
         # If a thread imports redis for the first request while another forks a worker, the worker waits
         # for ever.
         import encodings.idna  # noqa: F401
@@ -169,9 +166,6 @@ class _RedisStore(Store):
     def __repr__(self) -> str:
         options = self._options
         return f"redis at {options.get('unix_socket_path') or '{host}:{port}'.format(**options)}"
-
-    def __reduce__(self) -> Any:
-        return _unpickled, (type(self), self._options, self._timeout)
 
     def connect(self, most: float = float("inf")) -> Any:
         """Return a new client of redis-py for this server, which waits ``most`` seconds at most."""
@@ -239,40 +233,22 @@ class _RedisStore(Store):
             reason += f" (timeout={self._timeout:g})"
         return StoreError(f"{self} {'refuses' if refused else 'fails'}: {reason}", refused)
 
-    def close(self) -> None:
-        """Close this process's connections; they are opened again when needed."""
-        for client in self._idle.pop(os.getpid(), ()):
-            client.close()
-
     def _ask(self, request: Callable[[Any], _T], is_probe: bool = False) -> _T:
         """Return the answer to a request; convert redis-py's errors into `StoreError`."""
-        idle = [] if is_probe else self._idle.setdefault(os.getpid(), [])
         handled = sys.exc_info()[1]
-        try:
-            client = idle.pop()
-        except IndexError:
-            client = self.connect(_PROBE_SECONDS) if is_probe else self.connect()
-        try:
-            answer = request(client)
-        except BaseException as error:
-            client.close()  # its answer may still come, and would be taken for the next one's
-            if not isinstance(error, Exception):
-                raise
-            if (raised := of_signal_handler(error, handled)) is not None:
-                raise raised from None
-            raise self.failure(error) from error
-        idle.append(client)
-        return answer
+        with self.connect(_PROBE_SECONDS) if is_probe else self.connect() as client:
+            try:
+                return request(client)
+            except Exception as error:
+                if (raised := of_signal_handler(error, handled)) is not None:
+                    raise raised from None
+                raise self.failure(error) from error
 
 
 _IN_CLUSTER = (
     "is part of a Redis Cluster, whose servers refuse requests for several keys; name independent"
     " servers in hosts: keys are distributed over them too"
 )
-
-
-def _unpickled(kind: type[_RedisStore], options: dict[str, Any], timeout: float) -> _RedisStore:
-    return kind(**options, timeout=timeout)
 
 
 class _FakeStore(_RedisStore):
