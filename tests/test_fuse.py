@@ -179,31 +179,6 @@ def test_a_deep_copy_and_a_pickle_are_ordinary_and_leave_the_original_alone(
     assert fused._bagua_fused_count == 3
 
 
-def test_a_state_that_is_replaced_behind_its_back_counts() -> None:
-    ps, fused, qs, plain = twins(adam)
-    held: dict[str, Tensor] = {}
-    for step in range(12):
-        give_gradients(step, ps, qs)
-        if step == 2:
-            # a held entry can change later without another look-up in the state
-            held = fused.state[ps[1]]
-        if step == 6:
-            held["exp_avg"] = torch.ones_like(ps[1])
-            plain.state[qs[1]]["exp_avg"] = torch.ones_like(qs[1])
-        if step == 8:
-            held["exp_avg_sq"].data = torch.full_like(ps[1], 2.0)
-            plain.state[qs[1]]["exp_avg_sq"].fill_(2)
-        if step == 9:
-            held["step"].fill_(3)
-            plain.state[qs[1]]["step"].fill_(3)
-        if step == 10:
-            for optimizer, p in ((fused, ps[2]), (plain, qs[2])):
-                del optimizer.state[p]
-        fused.fuse_step()
-        plain.step()
-        assert_same(fused, plain)
-
-
 @pytest.mark.parametrize("do_flatten", [True, False])
 def test_weights_of_a_later_group_move_when_it_is_added_and_never_in_a_step(
     do_flatten: bool,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from findings.torch_powersgd import Bucket
 from tests.launch import launch
 from tests.trainings import Given, on_every_rank, train, wrapped
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
@@ -20,30 +21,6 @@ from bagua_ref.formulas.low_rank import orthonormalize
 
 POWERSGD = PowerSGDAlgorithm(1, warmup_steps=0, min_compression_rate=0.5)
 TOPK = TopKAlgorithm(0.2)
-
-
-# torch's own hook
-
-
-class TorchsBucket:
-    """A bucket of DDP's, as far as torch's hook uses it."""
-
-    def __init__(self, gradients: list[torch.Tensor]) -> None:
-        self._flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        self._shapes = [gradient.shape for gradient in gradients]
-
-    def buffer(self) -> torch.Tensor:
-        return self._flat
-
-    def gradients(self) -> list[torch.Tensor]:
-        parts = self._flat.split([shape.numel() for shape in self._shapes])
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return True
 
 
 SHAPES = [(5,), (24, 16), (40, 9), (3,), (16, 4, 3, 3)]
@@ -65,7 +42,7 @@ def beside_torchs(rank: int) -> list[tuple[list[torch.Tensor], list[torch.Tensor
     trend = [torch.randn(shape, generator=torch.Generator().manual_seed(99)) for shape in SHAPES]
     for number in range(8):
         gradients = [t + torch.randn(t.shape, generator=generator) for t in trend]
-        bucket = TorchsBucket(gradients)
+        bucket = Bucket(gradients)
         if number:  # in the first round, Q is random on both sides
             errors = [
                 kept.memories[name].reshape(-1)
