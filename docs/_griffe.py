@@ -30,7 +30,6 @@ INTERNAL = re.compile(
             r"runtime\.(use_world|World\.(default_group|transport|engines|known_identity|was_in_job|peers))",
             r"launch_environment\.Identity\.from_environment",
             r"contrib\.utils\.redis_store\.checked_capacity",
-            r"conformance\.vectors\.\w+\.(Case|all_cases)",
             r"data_parallel\.joining\.Joining",
             r"data_parallel\.wrapping\.(wrap|context_of|resynchronize)",
             # Methods that only say what to use instead; docs/porting.md lists them.

@@ -13,7 +13,8 @@ from _pytest.mark import ParameterSet
 from hypothesis import settings
 
 from bagua_ref.backends import available_backends, register_backend
-from bagua_ref.conformance.cases.strategies import adversarial, name_of
+from bagua_ref.conformance.cases import table
+from bagua_ref.conformance.cases.strategies import adversarial, dtype_named, name_of
 from bagua_ref.conformance.checks.registry import Check, checks_of, variants
 from bagua_ref.conformance.run.runner import CheckRun, row_id
 from bagua_ref.conformance.run.search import Search
@@ -32,8 +33,8 @@ __all__ = [
     "name_of",
 ]
 
-COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
-FLOATS = (*COMPRESSIBLE, torch.float64)
+COMPRESSIBLE = tuple(map(dtype_named, table.COMPRESSIBLE))
+FLOATS = tuple(map(dtype_named, table.FLOATS))
 
 register_backend(
     "cuda-emulated", "tests.cuda_emulation.backend:EmulatedBackend", hint="install g++"

@@ -11,14 +11,16 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from property_tests.strategies import FLOATS
 
 from bagua_ref.communicators import collectives
 from bagua_ref.conformance import EXACT, assert_equal
+from bagua_ref.conformance.cases.strategies import dtype_named
+from bagua_ref.conformance.cases.table import REDUCED
 from bagua_ref.conformance.expected import collectives_plain as plain
 from bagua_ref.types import ReduceOp
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
+INTEGERS = tuple(map(dtype_named, REDUCED))
 
 
 def rows_of(numbers):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from property_tests.strategies import COMPRESSIBLE, adversarial
 
 from bagua_ref.conformance import EXACT, assert_equal
+from bagua_ref.conformance.cases.case import canonical
 from bagua_ref.conformance.cases.tensor_files import read_safetensors, write_safetensors
-from bagua_ref.conformance.vectors.case import canonical
 
 
 @st.composite

@@ -38,8 +38,7 @@ def main(fault: str) -> None:
     if fault == "crashes" and hello["call"] != "hello":
         os.kill(os.getpid(), signal.SIGSEGV)
     assert hello["call"] == "hello"
-    version = 1 if fault == "version" else 2
-    say({"id": hello["id"], "protocol": version, "name": fault, "kernels": ["add"]})
+    say({"id": hello["id"], "protocol": 2, "name": fault, "kernels": ["add"]})
     if not sys.stdin.readline():
         return
     if fault == "crashes":

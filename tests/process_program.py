@@ -1,7 +1,7 @@
 """A program for ``verify --command`` with every part, made of the package's own, and with the fault
 chosen.
 
-python process_program.py ["planted" | "two_ranks" | "errors"]; ranks exchange files in the folder
+python process_program.py ["planted" | "errors"]; ranks exchange files in the folder
 of their world.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends import get_backend, get_codec
-from bagua_ref.conformance.expected import collectives_plain, samplers_plain
+from bagua_ref.conformance.expected import collectives_plain
 from bagua_ref.conformance.targets.process_link import DTYPES
 
 KERNELS = (
@@ -95,8 +95,7 @@ class Program:
         call = header["call"]
         if call == "hello":
             codecs = ["MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8", "OneBit"]
-            has = {"kernels": KERNELS, "codecs": codecs, "collectives": True, "samplers": True}
-            has |= {"max_ranks": 2} if FAULT == "two_ranks" else {}
+            has = {"kernels": KERNELS, "codecs": codecs, "collectives": True}
             return {"protocol": 2, "name": "everything", **has}, {}
         if FAULT == "errors" and call != "world":
             return {"error": "no cheese"}, {}
@@ -104,8 +103,6 @@ class Program:
             return {}, self.kernel(call, header, t)
         if call in ("payload_bytes", "compress", "decompress"):
             return self.codec(call, header, t)
-        if call in ("sampler_indices", "equal_batches"):
-            return {}, self.samplers(call, header, t)
         return {}, self.collective(call, header, t)
 
     def kernel(self, call: str, header: dict[str, Any], t: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -149,27 +146,10 @@ class Program:
         codec.decompress(t["payload"], header["num_chunks"], out)
         return {}, {"x": out}
 
-    def samplers(
-        self, call: str, header: dict[str, Any], t: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        if call == "equal_batches":
-            places = [[[place] for place in range(count)] for count in t["counts"].tolist()]
-            mine = samplers_plain.equal_batches(places, header["drop_last"])[header["rank"]]
-            return {"batches": torch.tensor([place for (place,) in mine])}
-        options = {
-            name: header[name] for name in ("shuffle", "seed", "epoch", "drop_last", "random_level")
-        }
-        drawn = samplers_plain.indices(
-            header["complexities"], header["num_replicas"], header["rank"], **options
-        )
-        return {"indices": torch.tensor(drawn, dtype=torch.int64)}
-
     def collective(
         self, call: str, header: dict[str, Any], t: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         if call == "world":
-            if FAULT == "two_ranks" and header["nranks"] > 2:
-                raise ValueError(f"no world of {header['nranks']} ranks")
             self.world, self.sent = World(header), {}
             return {}
         world, x = self.world, t.get("x", torch.empty(0))

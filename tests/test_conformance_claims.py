@@ -356,7 +356,7 @@ def test_what_a_program_or_its_adapter_refuses_is_not_passed(
         for name, (_, message) in found.items()
         if "capabilities exclude" not in message
     }
-    # positions are no requests
-    adapters = ("refuses", "inputs_unchanged", "position", "other_settings", "S7.6", "S7.7")
-    refused = {name for name in why if any(word in name for word in adapters) and "codec" in suites}
+    refused = {name for name in why if "refuses" in name and "codec" in suites}
+    refused |= {name for name in why if name.startswith("samplers.")}
     assert {name for name, message in why.items() if message} == refused
+    assert all(why[name].startswith("cannot be asked: ") for name in refused)

@@ -27,18 +27,15 @@ from bagua_ref.backends.base import KernelBackend
 from bagua_ref.cli import main
 from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.run.runner import NamedTarget
-from bagua_ref.conformance.run.search import PROFILES
 from bagua_ref.conformance.targets import process
 from bagua_ref.conformance.targets.process import ProcessTarget
 from bagua_ref.conformance.targets.process_link import DTYPES, ProgramError
-from bagua_ref.conformance.targets.target import resolve
 
 pytestmark = pytest.mark.slow
 
 PAGE = (ROOT / "docs" / "vectors.md").read_text()
 PYTHON = shlex.quote(sys.executable)
 CODEC = f"{PYTHON} {ROOT}/tests/outside/numpy_codec.py"
-SAMPLER = f"{PYTHON} {ROOT}/tests/outside/plain_sampler.py"
 
 
 def everything(fault: str = "") -> str:
@@ -94,56 +91,16 @@ def test_a_program_in_C_is_judged(
     assert report.ran
 
 
-@pytest.mark.usefixtures("few_inputs")
-def test_a_codec_in_another_program_is_judged(program: Any) -> None:
-    report = run_conformance(program(CODEC), ["codec"], checks=["S12.2"], time_limit=60.0)
-    assert report.passed, str(report)
-    assert report.counts()["passed"] > 10
-
-
-def test_samplers_in_another_program_are_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Any
-) -> None:
-    monkeypatch.setitem(PROFILES, "quick", 4)
-    options: Any = {
-        "checks": ["samplers.S7.3.indices", "samplers.S7.4.batches"],
-        "shrink": False,
-        "time_limit": 60.0,
-    }
-    # tests/outside has all checks
-    assert run_conformance(program(SAMPLER), ["samplers"], **options).passed
-    script = tmp_path / "faulty.py"
-    script.write_text(
-        (ROOT / "tests" / "outside" / "plain_sampler.py")
-        .read_text()
-        .replace("place % mine", "min(place, mine - 1)")
-    )
-    report = run_conformance(program(f"{PYTHON} {script}"), ["samplers"], **options)
-    assert {result.id for result in report.failures()} == {"samplers.S7.4.batches"}
-
-
 @pytest.mark.proof
-def test_a_fault_of_ranks_in_other_programs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_in_another_program_are_found(monkeypatch: pytest.MonkeyPatch, program: Any) -> None:
     start_by_fork(monkeypatch)
-    target = ProcessTarget(everything("planted"))
+    checks = ["collectives.S3.9.allreduce", "kernels.S1.add_scaled[float32]"]
     report = run_conformance(
-        target, checks=["collectives.S3.9.allreduce"], jobs=0, shrink=False, time_limit=120.0
+        program(everything("planted")), checks=checks, shrink=False, time_limit=120.0
     )
-    target.end()
-    assert report.failures()
-
-
-def test_a_fault_in_another_program_is_found_with_a_script_that_repeats_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    start_by_fork(monkeypatch)
-    target = ProcessTarget(everything("planted"))
-    checks = ["kernels.S1.add_scaled[float32]"]
-    (failure,) = run_conformance(
-        target, checks=checks, jobs=0, shrink=False, time_limit=60.0
-    ).failures()
-    target.end()
-    ended = run_script(failure.counterexample)
+    kernel, ranks, *_ = report.failures()
+    assert (kernel.id, ranks.suite) == (checks[1], "collectives")
+    ended = run_script(kernel.counterexample)
     assert ended.returncode != 0
     assert "AssertionError" in ended.stderr
 
@@ -151,9 +108,6 @@ def test_a_fault_in_another_program_is_found_with_a_script_that_repeats_it(
 @pytest.mark.parametrize(
     ("said", "wrong"),
     [
-        ({"max_ranks": 0}, r"capabilities\['max_ranks'\]=0 must be at least 1"),
-        ({"max_ranks": 2.0}, r"capabilities\['max_ranks'\]=2.0 must be an int"),
-        ({"external": 1}, r"capabilities\['external'\]=1 must be a bool"),
         ({"kernels": ["ad"]}, "must have protocol 2, and kernels of add, "),
         ({"protocol": 1}, "must have protocol 2"),
     ],
@@ -161,29 +115,27 @@ def test_a_fault_in_another_program_is_found_with_a_script_that_repeats_it(
 def test_what_a_program_says_of_itself_is_checked(
     said: dict[str, Any], wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its capabilities are, like those of any target."""
+
     def program(*_: Any) -> Any:
         answer = {"protocol": 2, "kernels": ["add"], **said}
         return SimpleNamespace(ask=lambda *_, **__: (answer, {}), end=lambda: None)
 
     monkeypatch.setattr(process, "Program", program)
-    with pytest.raises((ProgramError, TypeError, ValueError), match=wrong):
-        resolve(ProcessTarget("program"))
-
-
-@pytest.mark.usefixtures("few_inputs")
-def test_worlds_of_a_program_are_as_small_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    start_by_fork(monkeypatch)
-    target = ProcessTarget(everything("two_ranks"))
-    report = run_conformance(target, checks=["collectives.S3.9.long"], jobs=0, time_limit=60.0)
-    target.end()
-    assert report.passed, str(report)
-    assert report.max_ranks == 2
+    with pytest.raises(ProgramError, match=wrong):
+        ProcessTarget("program")
 
 
 def test_operations_of_the_package_need_every_kernel(program: Any) -> None:
     report = run_conformance(program(CODEC), ["comm_ops"])
     assert not report.ran
     assert "no add_, add_scaled_" in report.results[0].message
+    report = run_conformance(program(CODEC), ["collectives", "codec"], checks=["S3.9", "S12.1"])
+    lacks = "the program lacks {}: its answer to hello does not name it"
+    of = {result.suite: result.message for result in report.results}
+    assert of["collectives"] == lacks.format("collectives")
+    assert of["codec"] == lacks.format("MXINT8")
+    assert report.not_tried() == ["codec", "collectives"]
 
 
 # Faults of the protocol
@@ -246,18 +198,6 @@ def test_a_program_that_says_nothing_ends_the_command_at_the_time_limit(
 def test_a_command_that_cannot_run_is_said(command: str, said: str) -> None:
     with pytest.raises(ProgramError, match=said):
         ProcessTarget(command)
-
-
-def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--command", "/no/such/program"]) == 2
-    assert "cannot load /no/such/program: ProgramError" in capsys.readouterr().err
-    for arguments in (
-        [],
-        ["--command", "x", "--backend", "reference"],
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(["verify", *arguments])
-        assert ended.value.code == 2
 
 
 # What is left behind

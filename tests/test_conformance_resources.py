@@ -104,7 +104,7 @@ def test_without_a_limit_the_report_says_nothing() -> None:
 
 def test_a_communicator_of_the_command_line_has_capabilities() -> None:
     target = assemble("reference", f"{__name__}:small")
-    assert (target.max_ranks, target.external, target.factory) == (2, False, f"{__name__}:small")
+    assert (target.max_ranks, target.external) == (2, False)
 
 
 @pytest.mark.parametrize(

@@ -254,4 +254,3 @@ def test_the_api_pages_leave_out_what_users_do_not_call() -> None:
     } == {"ByteGradAlgorithm"}
     assert "scatter" not in package["data_parallel.distributed.DistributedDataParallel"].members
     assert package["data_parallel.joining"].members.keys() & {"Joining", "join"} == {"join"}
-    assert "all_cases" not in package["conformance.vectors"].members

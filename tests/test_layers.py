@@ -108,7 +108,7 @@ HOUSE = (
             "conformance.clauses",
             "conformance.expected",
             "conformance.expected.*",
-            "conformance.vectors.answers",
+            "conformance.cases.answers",
         ),
         layers(11),
     ),

@@ -20,17 +20,15 @@ from safetensors.torch import load_file, save_file
 from tests import oracle_c
 from tests.oracle_c import VECTORS
 
-from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.cli import main
-from bagua_ref.conformance import EXACT, assert_equal
+from bagua_ref.conformance.cases.case import Case
+from bagua_ref.conformance.cases.table import all_cases
 from bagua_ref.conformance.cases.tensor_files import (
-    CODES,
     DamagedFileError,
-    name_of,
     read_safetensors,
     write_safetensors,
 )
-from bagua_ref.conformance.vectors import Case, all_cases, check_program, export_vectors
+from bagua_ref.conformance.vectors import check_program, export_vectors
 
 Tensors = dict[str, torch.Tensor]
 
@@ -103,50 +101,10 @@ def test_the_page_lists_every_operation(manifest: dict[str, Any]) -> None:
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
 
 
-def by_the_package(case: Case) -> Tensors:
-    kernels, parameters = get_backend("reference"), case.parameters
-    suite, _, operation = case.operation.partition("/")
-    dtype, x = getattr(torch, case.dtype), {name: x.clone() for name, x in case.inputs.items()}
-    if operation == "order_by_complexity":
-        return {"order": kernels.order_by_complexity(x["keys"])}
-    if operation == "gather_flat":
-        flat = torch.empty(sum(t.numel() for t in x.values()), dtype=dtype)
-        kernels.gather_flat(list(x.values()), flat)
-        return {"flat": flat}
-    if operation == "scatter_flat":
-        parts = [torch.empty(shape, dtype=dtype) for shape in parameters["shapes"]]
-        kernels.scatter_flat(x["flat"], parts)
-        return {f"t{place}": part for place, part in enumerate(parts)}
-    if suite == "kernels":
-        first, *others = x.values()
-        getattr(kernels, f"{operation}_")(first, *others, **parameters)
-        return {"x": first}
-    codec, num_chunks = get_codec(parameters["codec"], "reference"), parameters["num_chunks"]
-    if operation == "compress":
-        target = parameters.get("target_chunk")
-        return {"payload": codec.compress(x["x"], num_chunks, target, x.get("payload"))}
-    restored = torch.empty(parameters["num_elements"], dtype=dtype)
-    codec.decompress(x["payload"], num_chunks, restored)
-    return {"x": restored}
-
-
-@pytest.mark.parametrize("suite", ["kernels", "codecs"])
-def test_kernels_and_codecs_give_the_expected_values(suite: str, cases: list[Case]) -> None:
-    for case in cases:
-        if case.operation.startswith(f"{suite}/"):
-            found = by_the_package(case)
-            for name, expected in case.outputs.items():
-                try:
-                    assert_equal(found[name], expected, EXACT)
-                except AssertionError as error:
-                    pytest.fail(f"{case.id}: {error}")
-
-
 # Verdicts
 
 CASE = "kernels/add/float32/plain:x"
 CODEC = "codecs/compress/float32/nan-last-MinMaxUInt8:payload"
-MEAN = "comm_ops/centralized_full_precision/float32/flat-plain-2:x"
 SPECIAL, ZEROS = "kernels/add/float32/special:x", "kernels/add/float32/zeros:x"
 
 
@@ -255,32 +213,19 @@ def test_a_wrong_output_fails(
     assert "FAILED" in printed
 
 
-def cut_off(path: Path, count: int) -> None:
-    path.write_bytes(path.read_bytes()[:-count])
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (
-            lambda o: cut_off(o / "codecs.expected.safetensors", 1),
-            "codecs.expected.safetensors: not a complete safetensors file",
-        ),
-        (
-            lambda o: (o / "notes.txt").write_text("hello"),
-            "notes.txt: foreign: only *.safetensors files",
-        ),
-        (lambda o: [path.unlink() for path in o.iterdir()], "FAILED: 0 passed, 0 failed,"),
-    ],
-    ids=["truncated", "foreign", "nothing"],
-)
-def test_a_file_that_has_no_place_fails(
-    check: Any, outputs: Path, damage: Any, message: str
-) -> None:
-    damage(outputs)
+def test_files_that_have_no_place_and_damaged_ones_fail(check: Any, outputs: Path) -> None:
+    path = outputs / "codecs.expected.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    (outputs / "notes.txt").write_text("hello")
     code, printed = check()
     assert code == 1
-    assert message in printed
+    assert "codecs.expected.safetensors: not a complete safetensors file" in printed
+    assert "notes.txt: foreign: only *.safetensors files" in printed
+    for found in outputs.iterdir():
+        found.unlink()
+    code, printed = check()
+    assert code == 1
+    assert "FAILED: 0 passed, 0 failed," in printed
 
 
 def test_json_has_every_case(check: Any, outputs: Path, cases: list[Case]) -> None:
@@ -335,31 +280,6 @@ def test_export_leaves_other_files_alone(
     assert printed == {"directory": str(new), "vectors_version": "3", "cases": 0}
 
 
-# Tolerances
-
-
-def moved(x: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return positive numbers moved by the given number of steps between neighbouring floats."""
-    return (x.view(torch.int32 if x.dtype is torch.float32 else torch.int64) + steps).view(x.dtype)
-
-
-@pytest.mark.parametrize(("steps", "code"), [(4, 0), (-4, 0), (5, 1), (-5, 1)])
-def test_ulp(check: Any, outputs: Path, steps: int, code: int) -> None:
-    def move(found: Tensors) -> None:
-        found |= {name: moved(x, steps) for name, x in found.items() if "/qadam_step/" in name}
-
-    change(outputs, "algorithms", move)
-    assert check("--only", "qadam_step")[0] == code
-
-
-@pytest.mark.parametrize(("epsilons", "code"), [(2.5, 0), (-2.5, 0), (3.6, 1), (-3.6, 1)])
-def test_sum(check: Any, outputs: Path, epsilons: float, code: int) -> None:
-    # of 3 ranks, up to 4 each
-    error = epsilons * torch.finfo(torch.float32).eps * 4
-    change(outputs, "comm_ops", lambda t: t.update({MEAN: (t[MEAN].double() + error).float()}))
-    assert check("--only", "centralized_full_precision")[0] == code
-
-
 def test_the_sign_of_a_zero_counts_and_the_bits_of_a_nan_do_not(check: Any, outputs: Path) -> None:
     def other_nan(found: Tensors) -> None:
         x = found[SPECIAL]
@@ -375,16 +295,6 @@ def test_the_sign_of_a_zero_counts_and_the_bits_of_a_nan_do_not(check: Any, outp
 
 
 # Files
-
-
-def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
-    written = {name_of(dtype): torch.arange(6).to(dtype).view(2, 3) for dtype in CODES}
-    written |= {"empty": torch.zeros(0, 5), "scalar": torch.tensor(2.5)}
-    write_safetensors(tmp_path / "x.safetensors", written)
-    found = load_file(tmp_path / "x.safetensors")
-    assert found.keys() == written.keys()
-    for name, x in found.items():
-        assert_equal(x, written[name], EXACT)
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
@@ -411,7 +321,7 @@ def test_a_dtype_that_torch_lacks_is_named(tmp_path: Path) -> None:
 def test_the_client_in_c_passes(tmp_path: Path, cases: list[Case]) -> None:
     oracle_c.need_compiler()
     program = str(oracle_c.build(tmp_path))
-    only = [["codecs/", "shift_one_peer"], ["MinMaxUInt8", "shift_one_peer"]]
+    only = [["codecs/"], ["MinMaxUInt8"]]
     report = check_program(program, only=only)
     assert report.passed, report.as_json()
     assert len(report.verdicts) > 300

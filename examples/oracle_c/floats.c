@@ -1,4 +1,4 @@
-#include "floats.h"
+#include "oracle.h"
 
 #include <float.h>
 #include <math.h>

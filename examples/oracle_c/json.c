@@ -1,4 +1,4 @@
-#include "json.h"
+#include "oracle.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -93,7 +93,7 @@ static json *read_value(const char **at) {
         case '"': value->kind = JSON_STRING; value->string = read_string(at); break;
         case 'n': take(at, "null"); break;
         case 'f': value->kind = JSON_BOOL; take(at, "false"); break;
-        case 't': value->kind = JSON_BOOL; take(at, "true"); value->boolean = true; break;
+        case 't': value->kind = JSON_BOOL; take(at, "true"); break;
         default: {
             char *end; /* strtod knows Infinity and NaN, too */
             value->kind = JSON_NUMBER;

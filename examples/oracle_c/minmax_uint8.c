@@ -1,7 +1,6 @@
-#include "minmax_uint8.h"
+#include "oracle.h"
 
 #include <math.h>
-#include <stdbool.h>
 #include <string.h>
 
 enum { HEADER = 32 };

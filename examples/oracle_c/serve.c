@@ -1,4 +1,4 @@
-/* Answers requests of bagua_ref, each a line of JSON: the codec MinMaxUInt8, two kernels, and the peers of shift_one. */
+/* Answers requests of bagua_ref, each a line of JSON: the codec MinMaxUInt8 and two kernels. */
 #define _POSIX_C_SOURCE 200809L /* getline */
 #include <stdint.h>
 #include <stdio.h>
@@ -6,8 +6,7 @@
 #include <string.h>
 #include <sys/types.h>
 
-#include "json.h"
-#include "minmax_uint8.h"
+#include "oracle.h"
 
 typedef struct {
     const char *dtype;
@@ -51,8 +50,7 @@ static dtype type_of(const char *name) {
 }
 
 static size_t size_of(const char *dtype) {
-    if (strcmp(dtype, "uint8") == 0) return 1;
-    return strcmp(dtype, "int64") == 0 ? 8 : item_size(type_of(dtype));
+    return strcmp(dtype, "uint8") == 0 ? 1 : item_size(type_of(dtype));
 }
 
 static size_t count_of(const json *request, const char *name) {
@@ -74,12 +72,8 @@ static tensor made(const char *dtype, size_t elements) {
     return (tensor){dtype, need_memory(size), elements, size};
 }
 
-/* Print a tensor of these rows, or of one dimension. */
-static void answer(const char *name, tensor t, size_t rows) {
-    printf(",\"tensors\":{\"%s\":{\"dtype\":\"%s\",\"shape\":[", name, t.dtype);
-    if (rows) printf("%zu,%zu", rows, t.elements / rows);
-    else printf("%zu", t.elements);
-    printf("],\"data\":\"");
+static void answer(const char *name, tensor t) {
+    printf(",\"tensors\":{\"%s\":{\"dtype\":\"%s\",\"shape\":[%zu],\"data\":\"", name, t.dtype, t.elements);
     print_base64(t.data, t.size);
     printf("\"}}");
 }
@@ -95,7 +89,7 @@ static void compress(const json *request) {
         last = first + 1;
     }
     for (size_t i = first; i < last; i++) compress_chunk(type, x.data + i * count * item_size(type), count, payload.data + i * size);
-    answer("payload", payload, 0);
+    answer("payload", payload);
 }
 
 static void decompress(const json *request) {
@@ -105,7 +99,7 @@ static void decompress(const json *request) {
     size_t chunks = count_of(request, "num_chunks"), count = x.elements / chunks;
     for (size_t i = 0; i < chunks; i++)
         decompress_chunk(type, payload.data + i * block_size(count), count, x.data + i * count * item_size(type));
-    answer("x", x, 0);
+    answer("x", x);
 }
 
 /* x + y, or x + f * y, each operation rounded to float32 and the result to the dtype (S1). */
@@ -117,26 +111,7 @@ static void add(const json *request, bool scaled) {
         volatile float product = scaled ? factor * load(type, y.data + at) : load(type, y.data + at);
         store(type, x.data + at, load(type, x.data + at) + product);
     }
-    answer("x", x, 0);
-}
-
-static int64_t load_int64(const unsigned char *place) {
-    uint64_t value = 0;
-    for (int i = 7; i >= 0; i--) value = value << 8 | place[i];
-    return (int64_t)value;
-}
-
-/* S3.4, for each of some ranks at each of some steps. */
-static void shift_one_peer(const json *request) {
-    tensor ranks = find(request, "rank"), steps = find(request, "step"), peers = made("int64", ranks.elements * steps.elements);
-    int64_t half = (int64_t)count_of(request, "nranks") / 2;
-    for (size_t i = 0; i < peers.elements; i++) {
-        int64_t rank = load_int64(ranks.data + i / steps.elements * 8), step = load_int64(steps.data + i % steps.elements * 8);
-        int64_t place = rank < half ? (step + rank) % half : (rank - half - step) % half; /* has the sign of the dividend */
-        uint64_t peer = (uint64_t)(rank < half ? place + half : place < 0 ? place + half : place);
-        for (int b = 0; b < 8; b++) peers.data[i * 8 + (size_t)b] = (unsigned char)(peer >> (8 * b));
-    }
-    answer("peer", peers, ranks.elements);
+    answer("x", x);
 }
 
 /* Print the members that follow the id. */
@@ -154,7 +129,6 @@ static void reply(const json *request) {
     else if (known && strcmp(call, "decompress") == 0) decompress(request);
     else if (known && strcmp(call, "add") == 0) add(request, false);
     else if (known && strcmp(call, "add_scaled") == 0) add(request, true);
-    else if (strcmp(call, "shift_one_peer") == 0) shift_one_peer(request);
     else printf(",\"error\":\"there is no such %s here\"", call);
 }
 

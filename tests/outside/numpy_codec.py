@@ -1,4 +1,4 @@
-"""MXINT8 and OneBit in NumPy, written from S12 alone, as a program that answers requests on
+"""OneBit in NumPy, written from S12 alone, as a program that answers requests on
 standard input and output.
 """
 
@@ -72,42 +72,7 @@ class OneBit:
         return np.where(np.unpackbits(block[32:])[:c] == 1, scale, -scale)
 
 
-class MXINT8:
-    @staticmethod
-    def payload_bytes(c: int) -> int:
-        return padded(-(-c // 32) + c)
-
-    @staticmethod
-    def compress(x: Array) -> Array:
-        block, scales = np.zeros(MXINT8.payload_bytes(x.size), np.uint8), -(-x.size // 32)
-        rows = np.pad(x, (0, scales * 32 - x.size)).reshape(scales, 32)
-        for place, row in enumerate(rows.astype(np.float64)):
-            if not np.isfinite(row).all():
-                block[place] = 255
-                continue
-            largest = np.abs(row).max()
-            exponent = int(np.clip(np.frexp(largest)[1] - 1, -127, 127)) if largest else -127
-            whole = (
-                np.clip(np.rint(row * 2.0 ** (6 - exponent)), -127, 127)
-                .astype(np.int8)
-                .view(np.uint8)
-            )
-            block[place] = exponent + 127
-            start = 32 * place
-            block[scales + start : scales + min(start + 32, x.size)] = whole[: x.size - start]
-        return block
-
-    @staticmethod
-    def decompress(block: Array, c: int) -> Array:
-        scales = -(-c // 32)
-        exponent = np.repeat(block[:scales].astype(np.int64), 32)[:c]
-        found = np.ldexp(
-            block[scales : scales + c].view(np.int8).astype(np.float64), exponent - 127 - 6
-        )
-        return np.where(exponent == 255, np.nan, found)
-
-
-CODECS: dict[str, Any] = {"OneBit": OneBit, "MXINT8": MXINT8}
+CODECS: dict[str, Any] = {"OneBit": OneBit}
 
 
 def answer(

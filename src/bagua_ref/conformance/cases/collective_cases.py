@@ -10,16 +10,17 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.cases.strategies import FLOATS, Draw
+from bagua_ref.conformance.cases.strategies import Draw
+from bagua_ref.conformance.cases.table import FLOATS, REDUCED
 from bagua_ref.conformance.expected import collectives_plain as plain
 from bagua_ref.types import ReduceOp
 
 __all__ = [
     "BITWISE",
     "FLOATS",
-    "INTEGERS",
     "METHODS",
     "MOVABLE",
+    "REDUCED",
     "REDUCING",
     "REDUCTIONS",
     "CollectiveCall",
@@ -31,12 +32,11 @@ __all__ = [
     "values",
 ]
 
-INTEGERS = ("uint8", "int8", "int32", "int64")
-MOVABLE = (*FLOATS, *INTEGERS, "bool")
+MOVABLE = (*FLOATS, *REDUCED, "bool")
 BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 REDUCTIONS = (
     *((op, name) for op in ReduceOp if op not in BITWISE for name in FLOATS),
-    *((op, name) for op in ReduceOp if op is not ReduceOp.AVG for name in INTEGERS),
+    *((op, name) for op in ReduceOp if op is not ReduceOp.AVG for name in REDUCED),
 )
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
 METHODS = (*REDUCING, "broadcast", "allgather", "gather", "scatter", "alltoall")

@@ -17,6 +17,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bagua_ref.conformance.cases.table import COMPRESSIBLE, FLOATS
 from bagua_ref.conformance.cases.tensor_files import dtype_named, name_of
 from bagua_ref.conformance.expected.codecs_scalar import BLOCK, FORMATS, MINMAX, payload_size
 
@@ -44,9 +45,6 @@ __all__ = [
 
 Draw = Callable[[Any], Any]
 """Takes a Hypothesis strategy and returns a value."""
-
-COMPRESSIBLE = ("float16", "bfloat16", "float32")
-FLOATS = (*COMPRESSIBLE, "float64")
 
 KINDS = (
     "tame",

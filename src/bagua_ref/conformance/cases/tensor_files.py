@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bagua_ref.base import memory
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.base.untrusted import one_line
 
@@ -23,7 +24,6 @@ __all__ = [
     "dtype_named",
     "name_of",
     "read_safetensors",
-    "read_tensors",
     "write_safetensors",
 ]
 
@@ -57,9 +57,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 def bytes_of(x: Tensor) -> bytes:
     """Return the bytes of a tensor's elements, row-major."""
-    # a single element may have any stride
-    flat = x.detach().cpu().contiguous().as_strided((x.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().tobytes() if x.numel() else b""
+    return memory.bytes_of(x.cpu().contiguous()).numpy().tobytes()
 
 
 class DamagedFileError(ValueError):
@@ -114,15 +112,3 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         raise DamagedFileError(f"not a complete safetensors file: {one_line(str(error))}") from None
     except KeyError as error:  # safetensors looks the name up among torch's dtypes
         raise DamagedFileError(f"a tensor is of dtype {error}, which this torch lacks") from None
-
-
-def read_tensors(path: Path, error: type[Exception]) -> dict[str, Tensor]:
-    """Return a file's tensors by name; raise ``error`` with the path and the reason if that
-    fails.
-    """
-    try:
-        return read_safetensors(path)
-    except OSError as reason:
-        raise error(f"{str(path)!r} cannot be read: {reason.strerror}") from None
-    except (DamagedFileError, ModuleNotFoundError) as reason:
-        raise error(f"{str(path)!r}: {reason}") from None

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bagua_ref.conformance.cases.strategies import Draw, bulk, seeds
+from bagua_ref.conformance.cases.table import GRAPHS
 
 __all__ = [
     "BOUNDARY",
@@ -309,8 +310,6 @@ def schedules(
 # Graphs.
 
 Graph = list[list[tuple[int, float]]]
-
-GRAPHS = ("one_peer_exponential", "hypercube", "ring", "exponential")
 
 
 def worlds_of(between: bool, sizes: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, ...]]:

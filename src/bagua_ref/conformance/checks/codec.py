@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bagua_ref.conformance.cases.case import Case
 from bagua_ref.conformance.cases.strategies import (
     COMPRESSIBLE,
     Draw,
@@ -24,6 +25,7 @@ from bagua_ref.conformance.cases.strategies import (
     seeds,
     tensors,
 )
+from bagua_ref.conformance.cases.table import rows_of
 from bagua_ref.conformance.checks.registry import check
 from bagua_ref.conformance.expected import codecs_scalar
 from bagua_ref.conformance.expected.codecs_scalar import (
@@ -53,6 +55,7 @@ def for_each(
     minmax: tuple[str, str, float] | None = None,
     dtypes: tuple[str, ...] = COMPRESSIBLE,
     effort: float = 1.0,
+    walk: Callable[..., None] | None = None,
 ) -> Callable[[Property], Property]:
     """Return a decorator that enters a property of codecs into the table, once for each.
 
@@ -63,15 +66,22 @@ def for_each(
         minmax: clause, name and effort of the check of MinMaxUInt8, if it has the property, too.
         dtypes: names of dtypes.
         effort: factor of the number of inputs.
+        walk: judges the codec's rows of the case table.
     """
 
     def enter(function: Property) -> Property:
         rows = [(codec, clause or _LAYOUT[codec], f"{name}_{codec}", effort) for codec in codecs]
         for codec, of, what, factor in [*([(MINMAX, *minmax)] if minmax else []), *rows]:
             sentence = f"{codec}: {function.__doc__}"
-            check(of, what, dtypes=dtypes, needs=(codec,), effort=factor, sentence=sentence)(
-                partial(function, codec=codec)
-            )
+            check(
+                of,
+                what,
+                dtypes=dtypes,
+                needs=(codec,),
+                effort=factor,
+                sentence=sentence,
+                walk=walk and partial(walk, codec=codec),
+            )(partial(function, codec=codec))
         return function
 
     return enter
@@ -164,7 +174,27 @@ def _check_values(lab: Lab, codec: str, payload: Tensor, num_chunks: int, size: 
         raise
 
 
-@for_each("payload", effort=0.5, minmax=("S4.2", "levels", 2))
+def _rows(lab: Lab, codec: str, verb: str) -> list[Case]:
+    """Return a codec's rows of the case table."""
+    cases = [case for case in rows_of("codecs", lab.dtype_name) if case.operation.endswith(verb)]
+    return [case for case in cases if case.parameters["codec"] == codec]
+
+
+def _walk_payloads(lab: Lab, codec: str) -> None:
+    for case in _rows(lab, codec, "/compress"):
+        chunks, target = case.parameters["num_chunks"], case.parameters.get("target_chunk")
+        call = _compress(lab, codec, case.inputs["x"], chunks, target, case.inputs.get("payload"))
+        compare_payload(lab, codec, call, "result", case.outputs["payload"], chunks)
+
+
+def _walk_values(lab: Lab, codec: str) -> None:
+    for case in _rows(lab, codec, "/decompress"):
+        chunks, count = case.parameters["num_chunks"], case.parameters["num_elements"]
+        call = _decompress(lab, codec, case.inputs["payload"], chunks, count)
+        lab.compare(call, "out", case.outputs["x"])
+
+
+@for_each("payload", effort=0.5, minmax=("S4.2", "levels", 2), walk=_walk_payloads)
 def payload(lab: Lab, draw: Draw, codec: str) -> None:
     """every byte of the payload is as specified, the padding included; other payloads do not change
     it.
@@ -244,7 +274,7 @@ def round_trip(lab: Lab, draw: Draw, codec: str) -> None:
     )
 
 
-@for_each("any_payload", effort=0.5, minmax=("S4.3", "any_levels", 1))
+@for_each("any_payload", effort=0.5, minmax=("S4.3", "any_levels", 1), walk=_walk_values)
 def any_bytes(lab: Lab, draw: Draw, codec: str) -> None:
     """any payload decompresses as specified: foreign scales, codes, ends, NaNs and padding."""
     _check_values(lab, codec, *draw(payloads(codec, lab.dtype)))

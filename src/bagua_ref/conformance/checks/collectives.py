@@ -17,9 +17,9 @@ from torch import Tensor
 from bagua_ref.conformance.cases.collective_cases import (
     BITWISE,
     FLOATS,
-    INTEGERS,
     METHODS,
     MOVABLE,
+    REDUCED,
     REDUCING,
     REDUCTIONS,
     CollectiveCall,
@@ -38,7 +38,7 @@ from bagua_ref.conformance.lab.violation import Violation
 from bagua_ref.types import ReduceOp
 
 _MOVING = tuple(name for name in METHODS if name not in REDUCING)
-_REDUCIBLE = (*FLOATS, *INTEGERS)
+_REDUCIBLE = (*FLOATS, *REDUCED)
 
 
 def _dtype(lab: Lab, draw: Draw, names: Sequence[str] = MOVABLE) -> torch.dtype:
@@ -185,7 +185,7 @@ def wraps_around(lab: Lab, draw: Draw) -> None:
         [draw(st.integers(0, 5)) if draw(st.booleans()) else 0 for _ in range(sum(nodes))],
     )
     calls = []
-    for name, op in itertools.product(lab.dtypes(INTEGERS), (ReduceOp.SUM, ReduceOp.PRODUCT)):
+    for name, op in itertools.product(lab.dtypes(REDUCED), (ReduceOp.SUM, ReduceOp.PRODUCT)):
         dtype = getattr(torch, name)
         most, least = torch.iinfo(dtype).max, torch.iinfo(dtype).min
         extremes = torch.tensor(
@@ -394,7 +394,7 @@ def refuses(lab: Lab, draw: Draw) -> None:
             )
         )
     for name in dtypes:
-        op = ReduceOp.AVG if name in INTEGERS else draw(st.sampled_from(BITWISE))
+        op = ReduceOp.AVG if name in REDUCED else draw(st.sampled_from(BITWISE))
         wrong.append(("allreduce_inplace", [torch.zeros(2, dtype=dtype_named(name)), op]))
     method, arguments = draw(st.sampled_from(wrong))
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bagua_ref.conformance.cases.case import Case
 from bagua_ref.conformance.cases.strategies import (
     FLOATS,
     Draw,
@@ -22,6 +23,7 @@ from bagua_ref.conformance.cases.strategies import (
     seeds,
     tensors,
 )
+from bagua_ref.conformance.cases.table import INTEGERS, rows_of
 from bagua_ref.conformance.checks.registry import check
 from bagua_ref.conformance.expected import kernels_scalar
 from bagua_ref.conformance.expected.algorithms_numpy import wide
@@ -130,12 +132,39 @@ def _elementwise(lab: Lab, draw: Draw, name: str) -> None:
     smallest(judge, wanted.numel())
 
 
+def _rows(lab: Lab, name: str) -> list[Case]:
+    """Return a kernel's rows of the case table, of the dtype, or of all that the target has."""
+    dtypes = [lab.dtype_name] if lab.dtype_name else lab.dtypes((*FLOATS, *INTEGERS))
+    cases = [case for dtype in dtypes for case in rows_of("kernels", dtype)]
+    return [case for case in cases if case.operation == f"kernels/{name}"]
+
+
+def _walk(lab: Lab, name: str) -> None:
+    """Judge the rows of a kernel that changes its first argument, x."""
+    for case in _rows(lab, name):
+        call = lab.call(f"{name}_", {**case.inputs, **case.parameters}, ("x",))
+        lab.compare(call, "x", case.outputs["x"])
+
+
 for _name, (_clause, _, _sentence) in _ELEMENTWISE.items():
-    run = partial(_elementwise, name=_name)
-    check(_clause, _name, dtypes=FLOATS, needs=(f"{_name}_",), sentence=_sentence)(run)
+    check(
+        _clause,
+        _name,
+        dtypes=FLOATS,
+        needs=(f"{_name}_",),
+        sentence=_sentence,
+        walk=partial(_walk, name=_name),
+    )(partial(_elementwise, name=_name))
 
 
-@check("S3.7", "reduce_chunks", dtypes=FLOATS, needs=("reduce_chunks_",), effort=1.5)
+@check(
+    "S3.7",
+    "reduce_chunks",
+    dtypes=FLOATS,
+    needs=("reduce_chunks_",),
+    effort=1.5,
+    walk=partial(_walk, name="reduce_chunks"),
+)
 def reduce_chunks(lab: Lab, draw: Draw) -> None:
     """Chunks are added in order, starting from +0, and only one chunk changes."""
     x, num_chunks = draw(chunked(lab.dtype))
@@ -214,7 +243,7 @@ def _check_reduction(lab: Lab, chunks: Tensor, target: int, mean: bool) -> None:
     smallest(judge, chunks.shape[1])
 
 
-_MOVED = (*FLOATS, "int64", "uint8", "int8", "int16", "int32", "bool", "complex64")
+_MOVED = (*FLOATS, *INTEGERS, "bool", "complex64")
 
 
 def _pieces(lab: Lab, draw: Draw) -> tuple[list[Tensor], torch.dtype]:
@@ -267,7 +296,17 @@ def _scatter(lab: Lab, flat: Tensor, pieces: list[Tensor]) -> None:
         lab.compare(call, f"tensors[{number}]", part.view(piece.shape))
 
 
-@check("S2.3", "gather_flat", needs=("gather_flat",), effort=3)
+def _walk_gathering(lab: Lab) -> None:
+    for case in _rows(lab, "gather_flat"):
+        _gather(lab, [*case.inputs.values()], case.outputs["flat"])
+
+
+def _walk_scattering(lab: Lab) -> None:
+    for case in _rows(lab, "scatter_flat"):
+        _scatter(lab, case.inputs["flat"], [*case.outputs.values()])
+
+
+@check("S2.3", "gather_flat", needs=("gather_flat",), effort=3, walk=_walk_gathering)
 def gather_flat(lab: Lab, draw: Draw) -> None:
     """Tensors of any strides are copied one after another in row-major order."""
     pieces, dtype = _pieces(lab, draw)
@@ -280,7 +319,7 @@ def gather_flat(lab: Lab, draw: Draw) -> None:
     )
 
 
-@check("S2.3", "scatter_flat", needs=("scatter_flat",), effort=3)
+@check("S2.3", "scatter_flat", needs=("scatter_flat",), effort=3, walk=_walk_scattering)
 def scatter_flat(lab: Lab, draw: Draw) -> None:
     """Flat elements are copied into tensors of any strides in row-major order."""
     pieces, dtype = _pieces(lab, draw)
@@ -306,10 +345,21 @@ def long_flat(lab: Lab, draw: Draw) -> None:
     _scatter(lab, flat.roll(1), pieces)
 
 
-_KEYS = (*FLOATS, "int64", "uint8", "int8", "int16", "int32")
+_KEYS = (*FLOATS, *INTEGERS)
 
 
-@check("S7.2", "order_by_complexity", dtypes=_KEYS, needs=("order_by_complexity",))
+def _walk_orders(lab: Lab) -> None:
+    for case in _rows(lab, "order_by_complexity"):
+        _check_order(lab, case.inputs["keys"])
+
+
+@check(
+    "S7.2",
+    "order_by_complexity",
+    dtypes=_KEYS,
+    needs=("order_by_complexity",),
+    walk=_walk_orders,
+)
 def order_by_complexity(lab: Lab, draw: Draw) -> None:
     """The order is ascending and stable, -0 equals 0, NaN comes last."""
     if lab.dtype.is_floating_point:

@@ -51,6 +51,7 @@ class Check:
         dtypes: names of dtypes; the check runs separately for each of them. Empty: once.
         needs: attributes that the target's part must have, or codecs of the target's kernels.
         effort: factor of the number of inputs.
+        walk: judges the rows of the case table that every run walks, after the drawn inputs.
     """
 
     id: str
@@ -61,6 +62,7 @@ class Check:
     dtypes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     effort: float = 1.0
+    walk: Callable[[Lab], None] | None = field(default=None, compare=False)
 
 
 def check(
@@ -72,6 +74,7 @@ def check(
     effort: float = 1.0,
     sentence: str = "",
     module: str = "",
+    walk: Callable[[Lab], None] | None = None,
 ) -> Callable[[Callable[[Lab, Draw], None]], Callable[[Lab, Draw], None]]:
     """Return a decorator that enters a property into the table.
 
@@ -83,6 +86,7 @@ def check(
         effort: factor of the number of inputs.
         sentence: the property; by default the first paragraph of the function's docstring.
         module: the module of the suite that has the check; by default the caller's.
+        walk: judges its rows of the case table.
     """
     module = (module or sys._getframe(1).f_globals["__name__"]).rpartition(".")[2]
     suite = next(suite for suite in SUITES if module.startswith(suite))
@@ -95,7 +99,9 @@ def check(
 
         paragraph = sentence or (function.__doc__ or "").partition("\n\n")[0]
         said = " ".join(paragraph.split())
-        row = Check(f"{suite}.{clause}.{name}", suite, clause, said, judge, dtypes, needs, effort)
+        row = Check(
+            f"{suite}.{clause}.{name}", suite, clause, said, judge, dtypes, needs, effort, walk
+        )
         rows = _rows.setdefault(module, {})
         assert row.id not in rows, row.id
         rows[row.id] = row

@@ -204,9 +204,7 @@ class Lab:
         self.dtype: torch.dtype = getattr(torch, dtype) if dtype else torch.float32
         self.resources = ExitStack()
         """Resources that all inputs of the check share; closed when it ends."""
-        self.long_sizes = (
-            sizes_beyond(target.tile_sizes, [*target.parts.values()]) if large else LONG
-        )
+        self.long_sizes = sizes_beyond(target.tile_sizes) if large else LONG
         """Numbers of elements of long inputs; each input of a check about these has all of them."""
         self._most_ranks, self._smallest_world = most_ranks, 0
         self._chances: float = _CHANCES

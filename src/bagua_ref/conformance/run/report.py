@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from xml.etree import ElementTree  # XML is written here, never read
 
 __all__ = ["STATUSES", "Report", "Result"]
@@ -125,7 +124,9 @@ class Report:
         """Return the suites of which nothing was tried, as the target lacks their part."""
         suites: dict[str, list[bool]] = {}
         for result in self.results:
-            lacks = result.status == "skipped" and result.message.startswith("the target has no ")
+            lacks = result.message.startswith(
+                ("the target has no ", "the program lacks ", "cannot be asked: verify")
+            )
             suites.setdefault(result.suite, []).append(lacks)
         return [suite for suite, lacks in suites.items() if all(lacks)]
 
@@ -235,14 +236,6 @@ class Report:
                     message=_printable(f"{result.status}: {result.message}".rstrip(": ")),
                 )
         return ElementTree.tostring(suite, encoding="unicode") + "\n"
-
-    def write(
-        self, *, json_path: str | Path | None = None, junit_path: str | Path | None = None
-    ) -> None:
-        """Write the report into files."""
-        for path, text in ((json_path, self.to_json), (junit_path, self.to_junit)):
-            if path is not None:
-                Path(path).write_text(text(), encoding="utf-8")
 
 
 def _clipped(script: str, width: int = 400, lines: int = 40) -> str:

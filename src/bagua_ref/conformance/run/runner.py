@@ -348,7 +348,9 @@ def reason_to_skip(target: Target, check: Check, dtype: str | None) -> str:
     if is_ours:
         part = "kernels"  # the package's own operations and algorithms are run with them
     if part not in target.parts:
-        return f"the target has no {part}"
+        if part in target.cannot_be_asked:
+            return f"cannot be asked: verify has no request for {part}; vectors check has"
+        return _lack(target, "target", [part])
     if is_ours and (lacking := _lacking(target, dtype)):
         return f"the target's kernels have no {lacking}, which the package's own operations need"
     codecs = getattr(target.kernels, "codecs", {})
@@ -358,10 +360,19 @@ def reason_to_skip(target: Target, check: Check, dtype: str | None) -> str:
         if not (is_ours or name in codecs or _has(target.parts[part], name))
     ]
     if missing:
-        return f"the target's {part} has no {', '.join(missing)}"
+        return _lack(target, f"target's {part}", missing)
     if dtype is not None and target.dtypes is not None and dtype not in target.dtypes:
         return f"the target's capabilities exclude {dtype}"
     return ""
+
+
+def _lack(target: Target, owner: str, names: Sequence[str]) -> str:
+    """Return that a target, or its part, or a program does not have what a check needs."""
+    if target.requests is None:
+        return f"the {owner} has no {', '.join(names)}"
+    # as the protocol calls them
+    said = ["collectives" if name == "communicator" else name.strip("_") for name in names]
+    return f"the program lacks {', '.join(said)}: its answer to hello does not name it"
 
 
 def _lacking(target: Target, dtype: str | None) -> str:

@@ -7,7 +7,9 @@ from __future__ import annotations
 import time
 import traceback
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from bagua_ref.conformance.checks.registry import Check
@@ -70,11 +72,11 @@ def search(
     lab = Lab(target, dtype, journal, how.profile == "large", MOST_RANKS.get(check.suite))
     begun, attempts = time.perf_counter(), _Attempts()
 
-    def run(data: Any) -> None:
+    def attempt(judge: Callable[[], None]) -> None:
         journal.mark()
         lab.begin()
         try:
-            check.function(lab, data.draw)
+            judge()
         except Violation as violation:
             if not violation.not_provided():
                 attempts.outcomes.append(violation)
@@ -86,6 +88,9 @@ def search(
             attempts.outcomes.append(None)
             attempts.called |= lab.calls > 0
             attempts.compared |= lab.calls > 0 and lab.comparisons > 0
+
+    def run(data: Any) -> None:
+        attempt(lambda: check.function(lab, data.draw))
 
     configured = settings(
         max_examples=max(1, round(PROFILES[how.profile] * check.effort)),
@@ -103,6 +108,8 @@ def search(
     try:
         with lab.resources:
             seed(own_seed)(configured(given(st.data())(run)))()
+            if check.walk is not None:  # at last, as drawn failures are made small
+                attempt(partial(check.walk, lab))
     except Violation as violation:
         message, snippet = str(violation), violation.snippet
     except Flaky:
@@ -114,7 +121,10 @@ def search(
         message = f"raised {type(error).__name__}: {error}"
         snippet = traceback.format_exc()
     if not message:
-        skipped = skipped or attempts.reason_to_skip(lab.reason)
+        unreached = "no call reached the target"
+        if target.requests is not None:
+            unreached = "cannot be asked: requests have valid arguments, so that none was sent"
+        skipped = skipped or attempts.reason_to_skip(lab.reason, unreached)
     return Outcome(message, snippet, attempts.count, time.perf_counter() - begun, skipped)
 
 
@@ -134,11 +144,12 @@ class _Attempts:
     compared: bool = False
     not_provided: str = ""
 
-    def reason_to_skip(self, left_out: str) -> str:
+    def reason_to_skip(self, left_out: str, unreached: str) -> str:
         """Return why the target is not judged although no input was a violation; empty if it is.
 
         Args:
             left_out: why inputs were left out.
+            unreached: what is said if no call has reached it.
         """
         if self.not_provided:
             others = f"; {len(self.outcomes)} other inputs passed" if self.outcomes else ""
@@ -147,7 +158,7 @@ class _Attempts:
             return left_out
         if self.compared:
             return ""
-        return "nothing was compared" if self.called else "no call reached the target"
+        return "nothing was compared" if self.called else unreached
 
     @property
     def count(self) -> int:

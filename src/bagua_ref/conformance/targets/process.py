@@ -1,4 +1,4 @@
-"""A program in any language as a target: its kernels, codecs, samplers and collectives, each call a
+"""A program in any language as a target: its kernels, codecs and collectives, each call a
 request to its process.
 """
 
@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref import contrib
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.codec import Codec
 from bagua_ref.base.untrusted import check_form
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.conformance.cases.tensor_files import name_of
-from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.conformance.targets.process_link import DTYPES, Program, ProgramError
 from bagua_ref.conformance.targets.world import RankWorld
 from bagua_ref.types import ReduceOp
@@ -55,6 +53,8 @@ class ProcessTarget:
     command: str
     seconds: float = 60.0
 
+    cannot_be_asked = ("samplers",)
+
     def __post_init__(self) -> None:
         """Ask the program what it has."""
         self._folder, self._lock = tempfile.mkdtemp(prefix="bagua_ref-"), threading.Lock()
@@ -78,7 +78,6 @@ class ProcessTarget:
             **{key: said[key] for key in ("external", "max_ranks") if said.get(key) is not None},
         }
         self.kernels = _kernels(self.ask, kernels, codecs)
-        self.samplers = _samplers(self.ask) if said.get("samplers") else None
         self.communicator = self._join if said.get("collectives") else None
 
     def _start(self) -> Program:
@@ -280,73 +279,3 @@ class _ProcessCodec(Codec):
     def _decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
         members = {"codec": self.name, "num_chunks": num_chunks, **_size(out)}
         self.ask("decompress", {"payload": payload}, {"x": out}, **members)
-
-
-def _samplers(ask: Any) -> SimpleNamespace:
-    """Return both classes of S7: their indices and batches come from the program, all else is
-    checked and drawn here.
-    """
-    return SimpleNamespace(
-        LoadBalancingDistributedSampler=type("Sampler", (_Sampler,), {"ask": ask}),
-        LoadBalancingDistributedBatchSampler=type("BatchSampler", (_BatchSampler,), {"ask": ask}),
-    )
-
-
-class _Sampler(contrib.LoadBalancingDistributedSampler):
-    ask: Any
-
-    def __init__(self, dataset: Any, complexity_fn: Any, *arguments: Any, **options: Any) -> None:
-        super().__init__(dataset, complexity_fn, *arguments, **options)
-        values = [complexity_fn(dataset[place]) for place in range(len(dataset))]
-        self._complexities = [getattr(value, "item", lambda v=value: v)() for value in values]
-
-    def indices(self, rank: int) -> list[int]:
-        """Return the indices that a rank draws, as the program gives them."""
-        names = ("shuffle", "drop_last", "random_level", "seed", "epoch")
-        options = {name: getattr(self, name) for name in names}
-        drawn = samplers_plain.noise_and_chunks(self._complexities, self.num_replicas, **options)
-        noise, order = (torch.tensor(values, dtype=torch.int64) for values in drawn)
-        _, found = self.ask(
-            "sampler_indices",
-            {"noise": noise, "chunk_order": order},
-            complexities=self._complexities,
-            num_replicas=self.num_replicas,
-            rank=rank,
-            **options,
-        )
-        indices: list[int] = found["indices"].tolist()
-        return indices
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.indices(self.rank))
-
-    def __len__(self) -> int:
-        return len(self.indices(self.rank))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise NotImplementedError."""
-        raise NotImplementedError("programs are not asked for what is left of an epoch (S7.6)")
-
-
-class _BatchSampler(contrib.LoadBalancingDistributedBatchSampler):
-    ask: Any
-    sampler: _Sampler
-
-    def batches(self) -> list[list[int]]:
-        """Return the own batches that the program chooses, given how many each rank has."""
-        of_ranks = [self.batch_fn(self.sampler.indices(rank)) for rank in range(self.num_replicas)]
-        counts = torch.tensor([len(batches) for batches in of_ranks])
-        _, found = self.ask(
-            "equal_batches", {"counts": counts}, rank=self.rank, drop_last=self.drop_last
-        )
-        return [of_ranks[self.rank][place] for place in found["batches"].tolist()]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches())
-
-    def __len__(self) -> int:
-        return len(self.batches())
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise NotImplementedError."""
-        self.sampler.load_state_dict(state_dict)

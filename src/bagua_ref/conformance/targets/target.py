@@ -5,10 +5,8 @@ check; and long inputs for them.
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
-from types import CodeType
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ __all__ = ["LONG", "PARTS", "TAIL", "Target", "assemble", "load", "resolve", "si
 PARTS = ("kernels", "communicator", "comm_ops", "algorithms", "samplers")
 """The attributes of a target that suites check."""
 
-_NOT_HERE = "<locals>"
 _KERNELS = ("codecs", *(name[1:] for name in KernelBackend.__abstractmethods__))
 
 TAIL = 7
@@ -30,18 +27,6 @@ TAIL = 7
 
 LONG = (2**17 + TAIL,)
 """Numbers of elements of long inputs in all profiles but "large"."""
-
-_SHORTEST, _LONGEST = 65, 2**20
-_OURS = tuple(
-    f"bagua_ref.{name}"
-    for name in (
-        "backends.codec",
-        "backends.reference",
-        "comm_ops",
-        "communicators",
-        "contrib.complexities",
-    )
-)
 
 
 @dataclass
@@ -52,8 +37,6 @@ class Target:
         name: name for reports.
         parts: the target's parts by name; parts that it lacks are missing.
         setup: lines of a script that create ``kernels``.
-        origin: lines of a script that create ``target``, the object with the parts; empty if the
-            target is a backend.
         dtypes: names of the dtypes that its capabilities allow; None: all.
         device: device of its kernels' tensors.
         max_ranks: the largest world that its capabilities allow; None: any.
@@ -62,6 +45,7 @@ class Target:
         requests: returns how many requests this process has sent to a program, for parts that may
             refuse without asking it;
             None: every call reaches the target.
+        cannot_be_asked: what a program cannot be asked for, as there is no such request.
         tile_sizes: numbers of elements that it works on at once.
     """
 
@@ -70,11 +54,10 @@ class Target:
     setup: list[str] = field(default_factory=list)
     dtypes: tuple[str, ...] | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    origin: list[str] = field(default_factory=list)
-    factory: str = ""
     max_ranks: int | None = None
     external: bool = False
     requests: Callable[[], int] | None = None
+    cannot_be_asked: tuple[str, ...] = ()
     tile_sizes: tuple[int, ...] = ()
 
     @property
@@ -104,17 +87,10 @@ def resolve(target: Any) -> Target:
         ImportError, AttributeError: ``"pkg.mod:Class"`` is not there.
         TypeError: the object has no part that a suite checks, or a capability is of the wrong type.
     """
-    if isinstance(target, str) and ":" not in target:
-        kernels: Any = get_backend(target)
-        return Target(
-            target,
-            {"kernels": kernels},
-            _setup_of_backend(target),
-            device=_device(kernels),
-            **_capabilities(kernels),
-        )
     if isinstance(target, str):
-        named = resolve(load(target))
+        named = resolve(load(target) if ":" in target else get_backend(target))
+        if ":" not in target:
+            named.setup = _setup(target)
         named.name = target
         return named
     if isinstance(target, type):
@@ -125,18 +101,12 @@ def resolve(target: Any) -> Target:
     parts = {
         part: getattr(target, part) for part in PARTS if getattr(target, part, None) is not None
     }
+    setup = _setup(parts.get("kernels")) if isinstance(parts.get("kernels"), str) else []
     # Kernels need not be a KernelBackend: those of a program or in C are not.
     is_backend = isinstance(target, KernelBackend)
     if is_backend or (not parts and any(hasattr(target, name) for name in _KERNELS)):
-        name = getattr(target, "name", type(target).__name__)
-        return Target(
-            name,
-            {"kernels": target},
-            _setup(target),
-            device=_device(target),
-            **_capabilities(target),
-        )
-    if not parts:
+        parts, setup = {"kernels": target}, _setup(target)
+    elif not parts:
         raise TypeError(
             f"target={target!r} must be a backend's name, have a kernel or one of"
             f" {', '.join(PARTS)}"
@@ -144,22 +114,17 @@ def resolve(target: Any) -> Target:
     kernels = parts.get("kernels")
     if isinstance(kernels, str):
         kernels = parts["kernels"] = get_backend(kernels)
-    name = getattr(target, "name", type(target).__name__)
-    capabilities = {**_capabilities(kernels), **_capabilities(target)}
-    *imports, last = _setup(target)
-    setup = [*imports, last if kernels is None else last + ".kernels"]
-    if isinstance(getattr(target, "kernels", None), str):
-        setup = _setup_of_backend(target.kernels)
-    origin = [*imports, last.replace("kernels", "target", 1)]
-    requests = getattr(target, "requests", None)
+    if not setup:
+        *imports, last = _setup(target)
+        setup = [*imports, f"{last}.kernels"]
     return Target(
-        str(name),
+        str(getattr(target, "name", type(target).__name__)),
         parts,
         setup,
         device=_device(kernels),
-        origin=origin,
-        requests=requests,
-        **capabilities,
+        requests=getattr(target, "requests", None),
+        cannot_be_asked=getattr(target, "cannot_be_asked", ()),
+        **{**_capabilities(kernels), **_capabilities(target)},
     )
 
 
@@ -173,8 +138,8 @@ def assemble(backend: Any, communicator: str | None) -> Target:
         raise ValueError("name a backend, a communicator or both")
     target = Target(str(communicator), {}) if backend is None else resolve(backend)
     if communicator is not None:
-        target.parts["communicator"], target.factory = load(communicator), communicator
-        target = replace(target, **_capabilities(target.parts["communicator"]))
+        target.parts["communicator"] = factory = load(communicator)
+        target = replace(target, **_capabilities(factory))
     return target
 
 
@@ -196,19 +161,16 @@ def load(path: str) -> Any:
 
 
 def _setup(target: Any) -> list[str]:
+    """Return lines that create ``kernels``: a backend of this name, or an object like this one."""
+    if isinstance(target, str):
+        return ["from bagua_ref.backends import get_backend", f"kernels = get_backend({target!r})"]
     kind = type(target)
-    if _NOT_HERE in kind.__qualname__ or kind.__module__ == "__main__":
-        return [f"kernels = {kind.__qualname__.rpartition('.')[2]}()"]
-    top = kind.__qualname__.partition(".")[0]
-    call = f"{kind.__qualname__}()"
+    name = kind.__qualname__
     # its repr is the call that creates it, unless a field has none
-    if is_dataclass(target) and "<" not in repr(target):
-        call = repr(target)
-    return [f"from {kind.__module__} import {top}", "", f"kernels = {call}"]
-
-
-def _setup_of_backend(name: str) -> list[str]:
-    return ["from bagua_ref.backends import get_backend", "", f"kernels = get_backend({name!r})"]
+    call = repr(target) if is_dataclass(target) and "<" not in repr(target) else f"{name}()"
+    if "<locals>" in name or kind.__module__ == "__main__":
+        return [f"kernels = {call.rpartition('>.')[2]}"]
+    return [f"from {kind.__module__} import {name.partition('.')[0]}", f"kernels = {call}"]
 
 
 def _capabilities(part: Any) -> dict[str, Any]:
@@ -256,37 +218,12 @@ def _device(kernels: Any) -> torch.device:
     return torch.device("cpu" if not types or "cpu" in types else types[0])
 
 
-def sizes_beyond(tile_sizes: Sequence[int], parts: Sequence[Any]) -> tuple[int, ...]:
-    """Return sizes that end `TAIL` elements beyond a tile.
+def sizes_beyond(tile_sizes: Iterable[int]) -> tuple[int, ...]:
+    """Return sizes that end `TAIL` elements beyond a tile: those that a target declares, and powers
+    of two up to 2^20.
 
-    Tiles are those that a target declares, and as many elements as any integer from 65 to 2^20 in
-    the code of the reference or of the modules of a target's parts says, as any of them may be one.
-
-    >>> 262_151 in sizes_beyond([], [])
-    True
+    >>> sizes_beyond([1000])[3:6]
+    (519, 1007, 1031)
     """
-    modules = {getattr(part, "__module__", None) or type(part).__module__ for part in parts}
-    loaded = [name for name in list(sys.modules) if name in modules or name.startswith(_OURS)]
-    integers = {number for name in loaded for number in _integers_of(name)}
-    found = {
-        *tile_sizes,
-        *(number for number in integers if _SHORTEST <= number <= _LONGEST),
-        *(size - TAIL for size in LONG),
-        _LONGEST,
-    }
+    found = {*tile_sizes, *(2**power for power in range(6, 21))}
     return tuple(size + TAIL for size in sorted(found))
-
-
-def _integers_of(name: str) -> Iterator[int]:
-    loader = getattr(sys.modules[name], "__loader__", None)
-    try:
-        code = loader.get_code(name)  # type: ignore[union-attr]
-    except (AttributeError, ImportError, OSError):  # it has none, as a module in C
-        return
-    waiting = [code]
-    while waiting:
-        for constant in getattr(waiting.pop(), "co_consts", ()):
-            if isinstance(constant, CodeType):
-                waiting.append(constant)
-            elif type(constant) is int:
-                yield constant

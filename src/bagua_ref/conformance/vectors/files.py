@@ -20,6 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
+from bagua_ref.conformance.cases.case import Case
+from bagua_ref.conformance.cases.table import all_cases
 from bagua_ref.conformance.cases.tensor_files import (
     DamagedFileError,
     read_safetensors,
@@ -28,8 +30,6 @@ from bagua_ref.conformance.cases.tensor_files import (
 from bagua_ref.conformance.clauses import SPEC_VERSION, VECTORS_VERSION
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, ULP, Tolerance, assert_equal
 from bagua_ref.conformance.targets.process_link import Program, ProgramError
-from bagua_ref.conformance.vectors.case import Case
-from bagua_ref.conformance.vectors.rows import all_cases
 
 __all__ = [
     "VectorsError",

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bagua_ref.conformance.cases.answers import answer
 from bagua_ref.conformance.expected.codecs_scalar import grid
-from bagua_ref.conformance.vectors.answers import answer
 
 __all__ = ["KINDS", "Case", "Numbers", "canonical", "tensor_of"]
 

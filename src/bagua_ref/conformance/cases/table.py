@@ -1,4 +1,5 @@
-"""The golden vectors: every case of the rows in ``rows.json``.
+"""The case table, ``table.json``: lists of dtypes and modes that checks, properties and golden vectors
+draw from, and rows, whose cases are the golden vectors and the fixed inputs of checks.
 
 A row has an ``operation``, its ``clause``, and the ``dtypes`` and ``kinds`` of numbers that it is
 written for. ``parameters`` are lists of which every combination is a case; those in capitals are
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from importlib import resources
 from itertools import product
 from typing import Any
@@ -19,31 +21,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bagua_ref.conformance.cases.answers import stretches
+from bagua_ref.conformance.cases.case import KINDS, Case, Numbers, canonical, tensor_of
 from bagua_ref.conformance.expected.compression_numpy import fresh
 from bagua_ref.conformance.expected.samplers_plain import Draws
-from bagua_ref.conformance.vectors.answers import stretches
-from bagua_ref.conformance.vectors.case import KINDS, Case, Numbers, canonical, tensor_of
 
-__all__ = ["all_cases"]
+__all__ = ["COMPRESSIBLE", "FLOATS", "GRAPHS", "INTEGERS", "REDUCED", "all_cases", "rows_of"]
+
+_TABLE = json.loads(resources.files(__package__).joinpath("table.json").read_text("utf-8"))
+
+COMPRESSIBLE: tuple[str, ...] = tuple(_TABLE["compressible"])
+FLOATS: tuple[str, ...] = tuple(_TABLE["floats"])
+INTEGERS: tuple[str, ...] = tuple(_TABLE["integers"])
+REDUCED: tuple[str, ...] = tuple(_TABLE["reduced integers"])
+"""The integers that collectives add and compare."""
+GRAPHS: tuple[str, ...] = tuple(_TABLE["graphs"])
 
 
-def all_cases() -> Iterator[Case]:
-    """Yield every golden vector."""
-    file = resources.files("bagua_ref.conformance.vectors").joinpath("rows.json")
-    table = json.loads(file.read_text("utf-8"))
+def all_cases(operations: str = "", of: str = "") -> Iterator[Case]:
+    """Yield every case, of operations that begin with this text, and of this dtype."""
 
     def listed(found: Any) -> Any:
-        return table[found] if isinstance(found, str) else found
+        return _TABLE[found] if isinstance(found, str) else found
 
-    for row in table["rows"]:
+    for row in _TABLE["rows"]:
+        if not row["operation"].startswith(operations):
+            continue
         choices = product(*map(listed, row.get("parameters", ())))
         merged = [{key: x for part in chosen for key, x in part.items()} for chosen in choices]
         kinds, dtypes = listed(row.get("kinds", [""])), listed(row["dtypes"])
         for dtype, kind, (place, given) in product(dtypes, kinds, enumerate(merged)):
+            if of not in ("", dtype):
+                continue
             words = [row.get("name"), kind, *(x for x in given.values() if isinstance(x, str))]
             words += [str(place)] if len(merged) > 1 else []
             name = "-".join(filter(None, words)).replace(" ", "") or "plain"
             yield from _cases(row, dtype, kind, name, given)
+
+
+@cache
+def rows_of(suite: str, dtype: str) -> tuple[Case, ...]:
+    """Return a suite's cases for a dtype, which every run of a check walks."""
+    return tuple(all_cases(f"{suite}/", dtype))
 
 
 def _cases(
