@@ -140,6 +140,7 @@ class Import:
     in_function: bool
 
 
+@cache
 def floor_of(module: str) -> Floor | None:
     """Return the layer of ``module`` (a full name); the most specific pattern decides."""
     inner = module.removeprefix(PACKAGE).removeprefix(".")

@@ -208,7 +208,7 @@ def test_worlds_may_be_nested():
     assert SimulatedWorld(2).run(program) == [([(3, 2)] * 3, 2)] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_1024_ranks():
     n, chunk = 1024, 96
 
