@@ -461,17 +461,6 @@ def test_S8_4_the_password_is_in_no_process_list_environment_or_file():
             connect(port=address["port"], password=guess).get("_a")
 
 
-def test_loaders_of_a_process_share_one_server_until_it_is_shut_down():
-    first, second = (CacheLoader(dataset_name=name) for name in ("first", "second"))
-    assert first.store.stores[0]._options == second.store.stores[0]._options
-    with pytest.warns(UserWarning, match="capacity_per_node=12345 has no effect"):
-        CacheLoader(capacity_per_node=12345)
-    first.get("a", str)
-    first.store.shutdown()
-    assert not first.store.status()
-    assert CacheLoader().num_keys() == 0
-
-
 def test_a_worker_that_is_forked_while_a_thread_starts_a_server_does_not_wait(monkeypatch):
     begun, end = threading.Event(), threading.Event()
 

@@ -215,43 +215,6 @@ def test_ranks_that_differ_are_an_error_on_every_rank_for_good(what: str, messag
         assert re.search(message, error), error
 
 
-def share_a_hook() -> list[torch.Tensor]:
-    """Return gradients under two modules with hooks of their own, which are trained in turn, in
-    bfloat16 and float32.
-    """
-    group = dist.new_group([0, 1])
-    modules = [
-        DistributedDataParallel(network().to(dtype), process_group=group)
-        for dtype in (torch.bfloat16, torch.float32)
-    ]
-    for module in modules:
-        module.register_comm_hook(
-            *bagua_ref.ddp_comm_hook(
-                "powersgd", process_group=group, warmup_steps=0, min_compression_rate=1.0
-            )
-        )
-    seen = []
-    for number in range(3):
-        for module in modules:
-            dtype = module.module[0].weight.dtype
-            module.zero_grad()
-            x = torch.randn(
-                8,
-                16,
-                generator=torch.Generator().manual_seed(10 * number + dist.get_rank()),
-                dtype=dtype,
-            )
-            module(x).square().mean().backward()
-            seen.append(torch.cat([p.grad.float().reshape(-1) for p in module.parameters()]))
-    return seen
-
-
-def test_modules_have_hooks_of_their_own_also_in_a_group_of_torch() -> None:
-    for ours, theirs in zip(*launch(share_a_hook, 2), strict=True):
-        assert_equal(ours, theirs, EXACT)
-        assert ours.abs().max() > 0
-
-
 @pytest.mark.parametrize("name", ["qadam", "decentralized", "PowerSGD"])
 def test_an_unknown_hook_is_an_error_that_lists_those_that_exist(name: str) -> None:
     with pytest.raises(

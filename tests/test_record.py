@@ -220,20 +220,6 @@ def test_a_closure_is_recorded_when_it_has_run(right: Path, tmp_path: Path) -> N
     assert report.records == diff_records(right, right).records
 
 
-def test_a_pass_without_gradients_is_not_recorded(right: Path, tmp_path: Path) -> None:
-    training = Training()
-
-    def validate(k: int) -> None:
-        training.model.eval()
-        with torch.no_grad():
-            training.model(torch.ones(2, 6))
-        training.model.train()
-
-    training.before = validate  # type: ignore[method-assign]
-    training.run(tmp_path)
-    assert diff_records(right, tmp_path).first is None
-
-
 def test_a_restart_without_momentum_is_found(right: Path, tmp_path: Path) -> None:
     Training().run(tmp_path, stop=AT)
     second, saved = Training(), Training()

@@ -224,22 +224,6 @@ def test_abort_ends_operations_under_way_and_later_ones():
     assert SimulatedWorld(4).run(program) == [["rank 3 aborted group 'g'"] * 2] * 4
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_abort_at_any_point_leaves_nobody_waiting(seed):
-    def program(comm):
-        group = current_world().transport.connect("g", range(2), timeout=300.0)
-        if comm.rank() == 0:
-            current_world().event().set()
-            group.abort()
-            return
-        with pytest.raises(CommunicationError, match="rank 0 aborted"):
-            group.barrier()
-        with pytest.raises(CommunicationError, match="rank 0 aborted"):
-            group.recv(one(), 0)
-
-    SimulatedWorld(2, seed=seed).run(program)
-
-
 def test_a_closed_transport_can_connect_anew():
     def program(comm):
         transport = current_world().transport

@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import importlib.util
 import os
-import time
 import warnings
 from importlib import import_module
 from pathlib import Path
@@ -165,36 +164,6 @@ def test_what_is_wrong_with_the_arguments_is_an_error_at_once(name: str) -> None
         ValueError, match="'nonsense' is not a registered algorithm; there are 'async', 'bytegrad'"
     ):
         getattr(strategies("lightning"), name)("nonsense")
-
-
-def use_collectives() -> list[Any]:
-    """Return what barrier, broadcast, reduce and a strategy given by its name do."""
-    found: list[Any] = []
-
-    def at_start(self: Any) -> None:
-        strategy = self.trainer.strategy
-        strategy.barrier()
-        found.append(type(strategy).__name__)
-        found.append(strategy.model.bagua_algorithm.average)
-        found.append(strategy.broadcast(f"of rank {rank()}", src=1))
-        found.append(strategy.reduce(torch.tensor([1.0 + rank()])).item())
-        found.append(strategy.reduce(torch.tensor([1.0 + rank()]), reduce_op="sum").item())
-        found.append(strategy.all_gather(torch.tensor([rank()])).flatten().tolist())
-        found.append(bagua_ref.get_world_size())
-
-    strategies("lightning")
-    module = module_of("lightning", "gradient_allreduce", on_train_start=at_start)
-    trainer = trainer_of("lightning", "bagua")
-    trainer.fit(module)
-    trainer.validate(module)
-    return found
-
-
-def test_a_strategy_by_name_has_the_collectives_of_lightning() -> None:
-    assert (
-        launch(use_collectives, 2, init=False)
-        == [["BaguaStrategy", True, "of rank 1", 1.5, 3.0, [0, 1], 2]] * 2
-    )
 
 
 def train_two() -> tuple[torch.Tensor, torch.Tensor]:
@@ -411,48 +380,6 @@ def test_the_monitor_logs_the_metrics_of_the_first_rank_whenever_the_trainer_log
     assert (
         "this Trainer's strategy is DDPStrategy; call Trainer(strategy=BaguaStrategy(...))"
         in second[0]
-    )
-
-
-def train_async(folder: Path) -> list[Any]:
-    """Return, for each of two fits, the states of averaging while a checkpoint is written, and
-    before and after the end.
-    """
-    states: list[Any] = []
-    module = module_of("lightning", "async", on_train_batch_end=lambda self, *_: time.sleep(0.02))
-
-    class Seeing(strategies("lightning").BaguaStrategy):  # type: ignore[misc]
-        def see(self) -> None:
-            states.append(self.model.bagua_algorithm._rounds.state.name)
-
-        def on_train_end(self) -> None:
-            self.see()
-            super().on_train_end()
-            self.see()
-            states.append(self.model.bagua_algorithm._rounds.completed > 0)
-
-    class Written(import_module("lightning.pytorch").plugins.io.TorchCheckpointIO):  # type: ignore[misc]
-        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-            strategy.see()
-            super().save_checkpoint(*args, **kwargs)
-
-    for _ in range(2):
-        strategy = Seeing("async", sync_interval_ms=5, checkpoint_io=Written())
-        checkpoint = import_module("lightning.pytorch").callbacks.ModelCheckpoint(
-            folder, every_n_train_steps=4
-        )
-        trainer_of("lightning", strategy, callbacks=[checkpoint], enable_checkpointing=True).fit(
-            module
-        )
-    return states
-
-
-def test_asynchronous_averaging_ends_with_the_training_and_rests_while_a_checkpoint_is_written(
-    tmp_path: Path,
-) -> None:
-    assert (
-        launch(train_async, 2, tmp_path, init=False)
-        == [["ABORTED", "RUNNING", "ABORTED", True] * 2] * 2
     )
 
 
