@@ -102,7 +102,7 @@ def read(path: Path) -> Any:
 
 
 def map_leaves(function: Callable[[Any, str], Any], value: Any, where: str) -> Any:
-    """Return a copy of a tree with ``function(leaf, its name)`` in place of each leaf."""
+    """Map the leaves of a tree by ``function(leaf, its name)``; return the copy."""
     if isinstance(value, dict) and not isinstance(value, Counter):
         items = {
             function(key, f"a key of {where}"): map_leaves(function, item, f"{where}[{key!r}]")

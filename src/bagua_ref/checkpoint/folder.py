@@ -77,7 +77,7 @@ def is_step_folder(path: Path) -> bool:
 
 
 def write_part(place: Path, name: str, state: Any) -> tuple[int, str]:
-    """Write ``state`` durably into a new file at ``place``; return its size and SHA-256."""
+    """Write ``state`` durably into a new file in the folder ``place``; return size and SHA-256."""
     path = place / name
     with _naming(path), open(path, "wb") as file:
         try:
@@ -115,8 +115,8 @@ def commit(place: Path, manifest: Manifest) -> None:
 
 
 def read_manifests(places: Iterable[Path]) -> tuple[list[tuple[Path, Manifest]], list[str]]:
-    """Return the complete checkpoints among ``places``, the one that was saved last first, and what
-    is wrong with damaged manifests.
+    """Return the complete checkpoints in the folders ``places``, newest first, and the errors of
+    damaged manifests.
     """
     found, damages = [], []
     for place in places:

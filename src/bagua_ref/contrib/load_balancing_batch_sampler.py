@@ -87,7 +87,7 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iterator continue at the saved batch, as
+        """Continue at the saved batch, as
         `LoadBalancingDistributedSampler.load_state_dict` does (S7.6).
 
         Raises:

@@ -171,7 +171,7 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         return self._state(batches)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iterator continue at the saved position; later iterators begin the epoch
+        """Continue at the saved position with the next iterator; later ones begin the epoch
         anew.
 
         With the number of replicas that saved, it continues item by item; with another, what is

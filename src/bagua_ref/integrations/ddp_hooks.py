@@ -32,7 +32,7 @@ from bagua_ref.types import Group
 __all__ = ["DDPHookState", "ddp_comm_hook"]
 
 _NAMES = ("gradient_allreduce", "bytegrad", "powersgd", "topk")
-"""Algorithms that replace gradients by something like their mean, and do nothing else."""
+"""Algorithms that only average gradients, exactly or nearly."""
 
 
 def ddp_comm_hook(
@@ -113,7 +113,7 @@ class DDPHookState(TrainingContext):
         self.bagua_module_name = f"DDP with {name}"
         self.bagua_optimizers, self.bagua_train_step_counter, self.shards = [], 0, {}
         self.steps_of_optimizers = [0]
-        """The finished reductions, in the place of the steps that algorithms count."""
+        """Finished reductions, which algorithms count as steps."""
         self.world = current_world()
         self.bagua_algorithm = algorithm.reify(group)
         self.bagua_algorithm._context = weakref.ref(self)
@@ -237,7 +237,7 @@ class _HookRounds(AgreedRounds):
         return AgreedRound(self, facts)
 
     def digest(self) -> Fact | None:
-        """Return a checksum of what is equal on all ranks; weights are DDP's business."""
+        """Return a checksum of the factors, which all ranks share; DDP sees to the weights."""
         algorithm, checksum = self._state.bagua_algorithm, 0
         if not isinstance(algorithm, CompressedGradientsImpl):
             return None
@@ -279,7 +279,7 @@ class _DDPBucket:
         )
 
     def receive(self, bucket: Any) -> None:
-        """Let the gradients be those of DDP's ``bucket``."""
+        """Take the gradients of DDP's ``bucket``."""
         self._gradients = dict(zip(self.names, _gradients(bucket), strict=True))
 
     def store(self, flat: Tensor, gradients: list[Tensor]) -> None:

@@ -24,9 +24,7 @@ _KEY = "bagua"
 
 
 class CalledModule(torch.nn.Module):
-    """The module that a trainer calls in place of the user's, whose methods may call the user's
-    module several times in a step.
-    """
+    """A wrapper that trainers call, as the user's module may be called several times in a step."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -172,12 +170,12 @@ class TrainerPart(_Part):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Let gradients accumulate without communication."""
+        """Accumulate gradients without communication."""
         with self.model.no_sync():
             yield
 
     def on_train_start(self) -> None:
-        """Let asynchronous averaging begin, also after a checkpoint of its end."""
+        """Begin asynchronous averaging, also after a checkpoint of its end."""
         super().on_train_start()
         call_if_there("resume", self.model)
 
@@ -290,7 +288,7 @@ class FabricPart(_Part):
         optimizers: list[torch.optim.Optimizer],
         scheduler: Any = None,
     ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer], Any]:
-        """Wrap the module; Fabric calls it in place of the user's."""
+        """Wrap the module; return the wrapper, which Fabric calls."""
         called = CalledModule(module)
         self._recipe.wrap(called, optimizers)
         self._wrapped.append(called)
@@ -311,7 +309,7 @@ class FabricPart(_Part):
             call_if_there("abort", module)
 
     def resume(self) -> None:
-        """Let asynchronous averaging begin again after `abort`."""
+        """Begin asynchronous averaging again after `abort`."""
         for module in self._wrapped:
             call_if_there("resume", module)
 

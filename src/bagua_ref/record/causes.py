@@ -62,7 +62,7 @@ CAUSES = {
         " options and state"
     ),
 }
-"""Names of causes and what they mean."""
+"""Explanations of causes, by name."""
 
 _COMPUTED = {
     "output": "forward",

@@ -84,7 +84,7 @@ class Pair:
             )
 
     def at(self, run: int, rank: int, step: int) -> dict[str, Entry]:
-        """Return a run's entries of a step, of which there may be none."""
+        """Return a run's entries of a step; empty if it has none."""
         found = self.runs[run][rank].steps.get(step)
         return {} if found is None else found.entries
 

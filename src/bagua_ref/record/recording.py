@@ -30,7 +30,7 @@ from bagua_ref.record.files import FORMAT, INDEX, MANIFEST
 
 _SAMPLE = 1024  # elements that tell whether values have been rounded to 16 bits
 _ROUNDED = ("input", "output", "local", "grad")
-"""Kinds of which it is stored whether all values have been rounded to 16 bits."""
+"""Record kinds that also tell whether all values fit 16 bits."""
 
 
 class Recording:
@@ -448,9 +448,7 @@ def _norm(x: Tensor) -> float:
 
 
 def _narrow(x: Tensor) -> str | None:
-    """Return the 16-bit format that holds all values, of which some are not zero, of a wider dtype;
-    or None.
-    """
+    """Return the 16-bit dtype that all values of a wider dtype fit, or None; None for zeros."""
     if x.element_size() < 4 or not bool(x.any()):
         return None
     return next(

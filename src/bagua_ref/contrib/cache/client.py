@@ -35,7 +35,7 @@ def connect(options: Mapping[str, Any], timeout: float) -> Any:
 
 
 def of_signal_handler(error: BaseException | None, handled: object) -> BaseException | None:
-    """Return the exception of a signal handler that is ``error``, or of which redis-py made it, or None.
+    """Return the signal handler's exception that ``error`` is or wraps, or None.
 
     redis-py takes every OSError for one of its socket, such as the TimeoutError that the handler of an
     alarm raises.

@@ -326,8 +326,8 @@ def read_tensor(view: memoryview, at: int) -> tuple[Tensor, int]:
 
 
 def reduced_tensor(tensor: Tensor) -> Any:
-    """Return a reduction of a tensor without the rest of its storage, of which torch pickles all: 8
-    MB for a row of 4 kB.
+    """Return a reduction of a tensor with its own elements only; torch would pickle all of its
+    storage: 8 MB for a row of 4 kB.
     """
     if type(tensor) is torch.Tensor and is_plain_tensor(tensor):
         return _tensor_of, (b"".join(tensor_parts(tensor)),)

@@ -26,7 +26,7 @@ from bagua_ref.contrib.fuse.plan import (
 
 @dataclass(eq=False)
 class Fuser(NotCopied):
-    """Steps one optimizer with a flat parameter in place of each run.
+    """Steps one optimizer, with a flat parameter for each run of small ones.
 
     It calls the optimizer's own ``step``, so that hooks, schedulers and locks around it work. The
     groups are exchanged after the last pre-step hook, and restored before the first post-step hook.

@@ -18,14 +18,10 @@ from bagua_ref.base.utils import flatten, unflatten
 from bagua_ref.buckets.storage import held_by_bucket
 
 SMALL = {"cpu": 2**14, "cuda": 2**20}
-"""Up to so many elements, an operation's launch costs more than copying a new gradient beside
-others, measured with SGD.
-"""
+"""Tensors up to this size are cheaper to copy into the flat buffer than to launch separately."""
 
 LONGEST = {"cpu": 2**18, "cuda": 2**24}
-"""About so many elements are stepped at once, as more of them fit no cache: without it, Adam takes
-2.5 times as long.
-"""
+"""Elements of a run; longer ones leave the cache, and Adam takes 2.5 times as long."""
 
 data_ptr, is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 get_grad = attrgetter("grad")
@@ -89,9 +85,7 @@ def fusable(group: dict[str, Any], allow_inexact: bool) -> dict[str, tuple[torch
 def kind_of(
     parameter: Tensor, group: dict[str, Any], allow_inexact: bool
 ) -> tuple[torch.dtype, torch.device] | None:
-    """Return what a run's parameters have in common, None if ``parameter`` must be stepped by
-    itself (S6).
-    """
+    """Return dtype and device, equal in a run; None if ``parameter`` must be stepped alone (S6)."""
     dtype, device = parameter.dtype, parameter.device
     # Without dimensions, an operation with another number uses the wider dtype, one of a vector and
     # a number does not; and state does not show whether an entry is per element.
@@ -105,8 +99,7 @@ def kind_of(
 
 
 def flat_view(tensors: Sequence[Tensor], flats: Sequence[Tensor] = ()) -> Tensor | None:
-    """Return the flat tensor of which row-major, non-empty ``tensors`` are the consecutive parts,
-    None if there is none.
+    """Return one flat view of row-major, non-empty ``tensors`` if they are adjacent, else None.
 
     They must lie in one storage or in one of ``flats``: neighbours by chance may be separated at
     any time.
@@ -158,7 +151,7 @@ def _state_signature(parameter: Tensor, state: Any) -> list[Any] | None:
 
 
 class Run:
-    """Adjacent parameters and the flat one, whose parts they are, that is stepped in their place.
+    """Adjacent parameters, and the flat parameter of the same memory that is stepped for them.
 
     ``states`` are their entries of the optimizer's state, if there are any; the tensors in them are
     put beside each other.
