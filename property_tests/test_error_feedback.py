@@ -81,6 +81,6 @@ def test_S9_5_diloco_sends_what_compression_left_out_of_the_fragment_before(
             for r, seen in enumerate(results):
                 _, copies, state = seen[sent + delay]
                 assert_equal(copies[place].reshape(-1), torch.from_numpy(g), EXACT)
-                kept = state["memories"]["buckets"][place]
+                kept = state["memories"][place]
                 assert_equal(kept["worker"], torch.from_numpy(workers[r]), EXACT)
                 assert_equal(kept["server"], torch.from_numpy(servers[r]), EXACT)

@@ -315,52 +315,43 @@ UNFIT: dict[str, list[tuple[Any, str]]] = {
             lambda s: s.update(ring=(s["ring"][0] + 1, 9)),
             r"=\(\d, 9\) of a ring, this is \(\d, 2\)",
         ),
+        (lambda s: s["replicas"].popitem(), r"it lacks \['bucket 0, right'\]"),
         (
-            lambda s: s["replicas"].append(s["replicas"][0]),
-            "replicas of 2 buckets, this module has 1",
-        ),
-        (
-            lambda s: s.update(replicas=[[t[:12] for t in s["replicas"][0]]]),
+            lambda s: s.update(replicas={name: t[:12] for name, t in s["replicas"].items()}),
             r"is \(12,\) torch.float32 there and \(83,\)",
         ),
         (
-            lambda s: s.update(replicas=[[t.half() for t in s["replicas"][0]]]),
+            lambda s: s.update(replicas={name: t.half() for name, t in s["replicas"].items()}),
             r"is \(83,\) torch.float16 there",
         ),
     ],
     "decentralized": [
-        (lambda s: s.update(averaging_steps=[]), "averaging_steps of 0 buckets, this module has 1")
+        (lambda s: s.pop("averagings"), "state is not one of decentralized: it lacks averagings")
     ],
     "bytegrad with memory": [
-        (lambda s: s["memories"].update(version=9), VERSION[1]),
+        VERSION,
         (
-            lambda s: s["memories"].pop("buckets"),
-            r"state\['memories'\] must have the key 'buckets'",
+            lambda s: s["memories"][0].pop("chunks"),
+            r"\['memories'\]\[0\] must have the key 'chunks'",
         ),
         (
-            lambda s: s["memories"]["buckets"][0].pop("chunks"),
-            r"\['buckets'\]\[0\] must have the key 'chunks'",
-        ),
-        (
-            lambda s: s["memories"].update(algorithm="qadam"),
+            lambda s: s.update(algorithm="qadam"),
             "state was saved by qadam, and this training uses bytegrad",
         ),
         (
-            lambda s: s["memories"]["buckets"].pop(),
+            lambda s: s["memories"].pop(),
             r"memories of another model: it lacks \['0.bias \(8,\)'",
         ),
         (
-            lambda s: s["memories"]["buckets"][0]["tensors"].append("3.bias (3,)"),
+            lambda s: s["memories"][0]["tensors"].append("3.bias (3,)"),
             r"memories of another model: it lacks none, and \['3.bias \(3,\)'\] are new",
         ),
         (
-            lambda s: s["memories"]["buckets"][0].update(worker=torch.zeros(3)),
+            lambda s: s["memories"][0].update(worker=torch.zeros(3)),
             r"'worker' is \(3,\) torch.float32 there and",
         ),
         (
-            lambda s: s["memories"]["buckets"][0].update(
-                server=torch.zeros(42, dtype=torch.float64)
-            ),
+            lambda s: s["memories"][0].update(server=torch.zeros(42, dtype=torch.float64)),
             r"'server' is \(42,\) torch.float64 there and \(42,\) torch.float32 here",
         ),
     ],

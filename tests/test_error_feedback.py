@@ -42,7 +42,7 @@ def kept(module: Any) -> list[torch.Tensor]:
     """Return copies of this rank's e and f, bucket by bucket."""
     return [
         entry[name]
-        for entry in module.bagua_algorithm.state_dict()["memories"]["buckets"]
+        for entry in module.bagua_algorithm.state_dict()["memories"]
         for name in ("worker", "server")
     ]
 
@@ -186,6 +186,10 @@ def test_without_error_memory_states_hold_none_and_those_of_a_training_with_it_l
         assert module.bagua_algorithm.rank_state == frozenset()
         module.bagua_algorithm.load_state_dict(saved[r][2])
         assert module.bagua_algorithm.state_dict().keys() == {
+            "version",
+            "algorithm",
+            "rank",
+            "world_size",
             "train_step_counter",
             "steps_of_optimizers",
         }

@@ -165,8 +165,8 @@ def memories(run: Run) -> list[torch.Tensor]:
     """Return what this rank remembers."""
     kept = run.algorithm.state_dict()["memories"]
     return (
-        [b[key] for b in kept["buckets"] for key in ("worker", "server")]
-        if "buckets" in kept
+        [b[key] for b in kept for key in ("worker", "server")]
+        if isinstance(kept, list)
         else list(kept.values())
     )
 

@@ -421,6 +421,6 @@ def test_S13_a_failed_attempt_to_wrap_again_does_not_restart_the_graphs(r: int) 
     train(module, optimizer, r, range(4))
     with pytest.raises(ValueError, match="hypercube"):
         module.with_bagua([optimizer], DecentralizedAlgorithm(False, "hypercube"))
-    assert module.bagua_algorithm.state_dict()["averaging_steps"] == [4]
+    assert module.bagua_algorithm.state_dict()["averagings"] == 4
     train(module, optimizer, r, range(4, 7))
-    assert module.bagua_algorithm.state_dict()["averaging_steps"] == [7]
+    assert module.bagua_algorithm.state_dict()["averagings"] == 7

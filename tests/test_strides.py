@@ -354,7 +354,7 @@ def test_S11_1_memories_of_former_strides_are_dropped(rank: int) -> None:
         module(batch(step)).square().mean().backward()
         made.step()
         module.to(memory_format=torch.channels_last)
-    (memory,) = module.bagua_algorithm.state_dict()["memories"]["buckets"]
+    (memory,) = module.bagua_algorithm.state_dict()["memories"]
     assert memory["tensors"] == ["weight (3, 2, 3, 3) with strides (18, 1, 6, 2)"]
 
 

@@ -192,7 +192,7 @@ def test_S2_5_what_an_error_memory_delivers_is_a_gradient(name: str, do_flatten:
                 applied += module.c.weight.grad
         algorithm = module.bagua_algorithm
         if name.startswith("bytegrad"):
-            (bucket,) = algorithm.error_memories.state()["buckets"]
+            (bucket,) = algorithm.error_memories.state()
             places = [tensor.split()[0] for tensor in bucket["tensors"]]
             start = sum(
                 module.get_parameter(place).numel() for place in places[: places.index("c.weight")]
@@ -228,7 +228,7 @@ def test_S2_5_qadam_leaves_the_momentum_and_memory_of_what_no_rank_reaches(
 
     def kept(layer: nn.Module) -> list[torch.Tensor]:
         found = [x for p in layer.parameters() for x in (p, optimizer.state[p]["exp_avg"])]
-        for bucket in algorithm_of.error_memories.state()["buckets"]:
+        for bucket in algorithm_of.error_memories.state():
             start = 0
             for name in [tensor.split()[0] for tensor in bucket["tensors"]]:
                 end = start + module.get_parameter(name).numel()

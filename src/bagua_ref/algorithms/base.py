@@ -18,7 +18,13 @@ from bagua_ref.algorithms.registry import (
     _AlgorithmRegistry,  # noqa: F401  # the original has it here
     check_options,
 )
-from bagua_ref.algorithms.state import ErrorMemories, TensorStore, check_entries, saved_by
+from bagua_ref.algorithms.state import (
+    ErrorMemories,
+    TensorStore,
+    check_counters,
+    check_origin,
+    origin,
+)
 from bagua_ref.algorithms.traits import Traits
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import World
@@ -45,7 +51,6 @@ class TrainingContext(NotCopied):
         algorithm: as passed when wrapping.
         bagua_algorithm: the implementation in use.
         steps_of_optimizers: the steps that each optimizer has taken.
-        backward_passes: those begun outside `no_sync`.
         world: this rank's; starts threads.
         kernel_backend: the ``backend`` argument of wrapping.
         shards: this rank's shards of parameters that fully_shard (FSDP2) has sharded, by name.
@@ -65,7 +70,6 @@ class TrainingContext(NotCopied):
     algorithm: Algorithm
     bagua_algorithm: AlgorithmImpl
     steps_of_optimizers: list[int]
-    backward_passes = 0
     world: World
     kernel_backend: str | KernelBackend | None
     shards: dict[str, Any]
@@ -166,9 +170,7 @@ class AlgorithmImpl(NotCopied):
     """The algorithm's name in messages and states."""
 
     entries: frozenset[str] = frozenset()
-    """Entries of `state_dict` that every state has, besides `counters`; if "version" is one, states
-    also say who saved them.
-    """
+    """Entries of `state_dict` that every state must have, besides those that all algorithms save."""
 
     stores: Mapping[str, TensorStore | ErrorMemories] = MappingProxyType({})
     """Stores of tensors kept from round to round, by the entry of `state_dict` that holds
@@ -190,6 +192,9 @@ class AlgorithmImpl(NotCopied):
     """What averages weights at any time, which training has to stop before it changes them; None:
     rounds belong to steps.
     """
+
+    passes = 0
+    """Backward passes begun outside `no_sync`; where rounds follow steps, since the last round."""
 
     handles: Sequence[Any] = ()
     """What `close` removes, as by ``handle.remove()``."""
@@ -260,12 +265,8 @@ class AlgorithmImpl(NotCopied):
 
         Each rank saves its own. Subclasses add to it.
         """
-        state = {
-            **self.counters(),
-            **self._shard(),
-            **(saved_by(self.process_group) if "version" in self.entries else {}),
-        }
-        return state | {entry: store.state() for entry, store in self.stores.items()}
+        kept = {entry: store.state() for entry, store in self.stores.items()}
+        return {**self._origin(), **self.counters(), **kept}
 
     def load_state_dict(self, state: dict[str, Any], drop_local: bool = False) -> None:
         """Continue from ``state``; call it on every rank, after wrapping and after loading the
@@ -298,27 +299,36 @@ class AlgorithmImpl(NotCopied):
         """Raise ValueError unless `load_state_dict` can load ``state``; change nothing. Subclasses
         check what they add.
         """
-        check_entries(state, self.name, self.entries, self.counters(), self._shard())
+        here, counters = self._origin(), self.counters()
+        needed = {*here, *counters, *self.entries} - {"shard"}
+        if missing := sorted(needed - state.keys()):
+            raise ValueError(f"state is not one of {self.name}: it lacks {', '.join(missing)}")
+        check_origin(state, here, self.rank_state)
+        check_counters(state, counters)
         for entry, store in self.stores.items():
             if entry in state:
                 store.check(state[entry])
 
     def load_checked(self, state: dict[str, Any]) -> None:
-        """Load the entries of ``state``, which `check_state` has passed, besides `counters`."""
+        """Load the entries of ``state``, which `check_state` has passed, besides `counters`; the
+        next round compares what must be equal on all ranks.
+        """
         for entry, store in self.stores.items():
             store.load(state.get(entry, {}))
+        self.context.note_load()
 
     def check_idle(self) -> None:
         """Raise RuntimeError if something must be stopped before a state is loaded."""
         if self.background is not None:
             self.background.check_idle()
 
-    def _shard(self) -> dict[str, Any]:
-        """Return the number of this rank's shard of the parameters, and that of all shards; nothing
-        if they are whole.
+    def _origin(self) -> dict[str, Any]:
+        """Return the entries of a state that say what it is; if parameters are sharded, also the
+        number of this rank's shard, and that of all shards.
         """
         meshes = [shard.sharded.device_mesh for shard in self.context.shards.values()]
-        return {"shard": [meshes[0].get_local_rank(), meshes[0].size()]} if meshes else {}
+        shard = {"shard": [meshes[0].get_local_rank(), meshes[0].size()]} if meshes else {}
+        return origin(self.name, self.process_group) | shard
 
     def counters(self) -> dict[str, Any]:
         """Return the numbers of `state_dict` that say how far training has come."""
@@ -333,9 +343,8 @@ class AlgorithmImpl(NotCopied):
         """Continue from the numbers that `counters` returned."""
         context = self.context
         context.bagua_train_step_counter = state["train_step_counter"]
-        context.steps_of_optimizers[:] = state.get(
-            "steps_of_optimizers", context.steps_of_optimizers
-        )
+        context.steps_of_optimizers[:] = state["steps_of_optimizers"]
+        self.passes = 0
         for name in self.counted:
             setattr(self, name, state[name])
 

@@ -83,7 +83,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         )
         super().__init__(process_group, options)
         self.average = average
-        self.error_memories = ErrorMemories(self.name, process_group)
+        self.error_memories = ErrorMemories()
         if error_feedback:
             self.stores, self.rank_state = (
                 {"memories": self.error_memories},
@@ -122,7 +122,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
     def memory_of(self, bucket: BaguaBucket) -> ErrorMemory | None:
         """Return the memory of a bucket's compression errors; None without error feedback."""
         return (
-            self.error_memories.of_bucket(bucket, self.options.hierarchical)
+            self.error_memories.of_bucket(bucket, self.process_group, self.options.hierarchical)
             if self.options.error_feedback
             else None
         )

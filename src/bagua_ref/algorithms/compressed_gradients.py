@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.algorithms.base import AlgorithmImpl, TrainingContext
-from bagua_ref.algorithms.state import TensorStore, check_saved_here
+from bagua_ref.algorithms.state import TensorStore
 from bagua_ref.algorithms.traits import Rounds, Traits, WithoutBatch
 from bagua_ref.scheduling.engine import Fact
 from bagua_ref.types import Group
@@ -44,9 +44,7 @@ class CompressedGradientsImpl(AlgorithmImpl):
         same_replicas=True, steps_follow_backward=True, without_batch=WithoutBatch.ZEROS
     )
     phases = (replace(_compressed, own_optimizers=True), _compressed)
-    entries = frozenset(
-        {"version", "rank", "world_size", "steps_of_optimizers", "algorithm", "factors"}
-    )
+    entries = frozenset({"factors"})
     rank_state = frozenset({"memories"})
     counted = ("rounds",)
 
@@ -101,22 +99,3 @@ class CompressedGradientsImpl(AlgorithmImpl):
             self.rounds += self.compressing
 
         return hook
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counters, the factors, which are equal on all ranks, and this rank's
-        memories.
-        """
-        return {**super().state_dict(), "algorithm": self.name}
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless `load_state_dict` can load ``state``."""
-        super().check_state(state)
-        if self.has_memory and state.get("memories"):
-            check_saved_here(state, self.process_group)
-
-    def load_checked(self, state: dict[str, Any]) -> None:
-        """Load the factors and memories; the next round compares what must be equal on all
-        ranks.
-        """
-        super().load_checked(state)
-        self.context.note_load()

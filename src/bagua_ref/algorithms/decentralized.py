@@ -17,7 +17,6 @@ from bagua_ref.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
     WeightAveragingImpl,
-    check_count,
 )
 from bagua_ref.algorithms.registry import check_whole, implements
 from bagua_ref.base.memory import by_dtype_and_device
@@ -102,6 +101,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
     """`DecentralizedAlgorithm` at work on one module."""
 
     name = "decentralized"
+    counted = ("averagings",)
     # A rank may skip optimizer steps. The steps of those that were passed tell whether weights were
     # averaged; without any, none is needed.
     phases = tuple(
@@ -123,8 +123,8 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         """Whether the last training forward pass marked the weights ready, and no backward pass has
         copied the result back yet.
         """
-        self._averagings = 0
-        """How often the weights were marked ready."""
+        self.averagings = 0
+        """How often the weights were marked ready: the step t of the next graph."""
         self._guard = GraphGuard(WEIGHTS_AVERAGED)
 
     @property
@@ -136,7 +136,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         """Return the number of averagings, and if not every step averages, the step."""
         step = self.context.bagua_train_step_counter - 1 if self.rounds.period > 1 else 0
         return [
-            Fact("{has} averaged weights {value} times", self._averagings),
+            Fact("{has} averaged weights {value} times", self.averagings),
             Fact("{is} at training step {value}", step),
         ]
 
@@ -165,7 +165,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
             self.process_group,
         )
         # more than 0 where a failed attempt to wrap again repeats this during training
-        op.step = self._averagings
+        op.step = self.averagings
 
     def init_forward_pre_hook(self, bagua_ddp: TrainingContext) -> Callable[[Any], object]:
         """Mark the weights ready at steps that have a round."""
@@ -174,7 +174,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
             self._averaging = self.rounds.kind(bagua_ddp.bagua_train_step_counter) == "round"
             if self._averaging:
                 self.mark_ready()
-                self._averagings += 1
+                self.averagings += 1
 
         return hook
 
@@ -192,28 +192,11 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
 
         return hook
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the step and the number of each bucket's averagings, which determines the next
-        graph.
-        """
-        self.context.engine.wait_pending_comm_ops()
-        return super().state_dict()
-
-    def counters(self) -> dict[str, Any]:
-        """Return the step and the number of each bucket's averagings."""
-        steps = [bucket._decentralized_op.step for bucket in self.context.bagua_buckets]
-        return {**super().counters(), "averaging_steps": steps}
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless `load_state_dict` can load ``state``."""
-        super().check_state(state)
-        check_count("averaging_steps", state["averaging_steps"], self.context.bagua_buckets)
-
     def load_counters(self, state: dict[str, Any]) -> None:
         """Continue from the numbers that `counters` returned."""
         super().load_counters(state)
-        for bucket, step in zip(self.context.bagua_buckets, state["averaging_steps"], strict=True):
-            bucket._decentralized_op.step = self._averagings = step
+        for bucket in self.context.bagua_buckets:
+            bucket._decentralized_op.step = self.averagings
 
 
 class GraphGuard:

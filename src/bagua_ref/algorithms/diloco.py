@@ -162,18 +162,14 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
     """`DiLoCoAlgorithm` at work on one module; x are the weights, g their global copy."""
 
     name = "diloco"
-    entries = LocalUpdatesImpl.entries | {
-        "fragments",
-        "global_weights",
-        "has_global_weights",
-        "outer_optimizers",
-        "in_flight",
-    }
+    entries = frozenset(
+        {"fragments", "global_weights", "has_global_weights", "outer_optimizers", "in_flight"}
+    )
     counted = ("outer_steps",)
 
     def __init__(self, process_group: Group, **options: Any) -> None:
         super().__init__(process_group, DiLoCoAlgorithm(**options))
-        self.error_memories = ErrorMemories(self.name, process_group)
+        self.error_memories = ErrorMemories()
         if self.options.error_feedback:
             self.stores, self.rank_state = (
                 {"memories": self.error_memories},
@@ -269,7 +265,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         for fragment in self._fragments:
             fragment.take()
             fragment.optimizer.state.clear()
-        self.error_memories.load({})
+        self.error_memories.load([])
         self._taken = True
         self._trail.clear()
         self._trail.note(stepped=True)

@@ -99,7 +99,6 @@ class LocalUpdatesImpl(AlgorithmImpl):
         options: of the algorithm; have ``rounds()``, those of the local phase.
     """
 
-    entries = frozenset({"version", "steps_of_optimizers"})
     # after the warm-up, buffers, weights and optimizers stay local
     phases = tuple(
         Traits(
@@ -119,8 +118,6 @@ class LocalUpdatesImpl(AlgorithmImpl):
         self.rounds = options.rounds()
         self._past_warmup: bool | None = None
         """Whether the buckets are those of the local phase; None before there are any."""
-        self._passes_before = 0
-        """Backward passes begun before the last round that `run_round` began."""
         self._drifts: dict[int, Sequence[Tensor]] = {}
         """For each part of the model that was exchanged, the norms of what its weights differed
         from the result then.
@@ -138,7 +135,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
 
     def facts(self) -> list[Fact]:
         """Return the phase, and the backward passes, which tell that a rank skips steps."""
-        passes = self.context.backward_passes - self._passes_before if self._past_warmup else 0
+        passes = self.passes if self._past_warmup else 0
         return [
             self.rounds.fact(bool(self._past_warmup)),
             Fact("{has} run {value} backward passes since the last round", passes),
@@ -209,23 +206,12 @@ class LocalUpdatesImpl(AlgorithmImpl):
 
     def run_round(self, buckets: Sequence[BaguaBucket]) -> None:
         """Begin a round that runs ``buckets`` in the background."""
-        context = self.context
-        context.engine.run_round(buckets)
-        self._passes_before = context.backward_passes
+        self.context.engine.run_round(buckets)
+        self.passes = 0
 
     def new_bucket(self, tensors: Sequence[Tensor], name: str, flatten: bool) -> BaguaBucket:
         """Return a bucket for one round."""
         return self.kind_of_bucket(tensors, name, flatten, backend=self.context.kernel_backend)
-
-    def load_checked(self, state: dict[str, Any]) -> None:
-        """Load the stores; the next round compares everything that must be equal on all ranks."""
-        super().load_checked(state)
-        self.context.note_load()
-
-    def load_counters(self, state: dict[str, Any]) -> None:
-        """Continue from the numbers that `counters` returned."""
-        super().load_counters(state)
-        self._passes_before = self.context.backward_passes
 
     def metrics(self) -> dict[str, float | int]:
         """Return the L2 norm of the difference between this rank's weights and the shared ones in

@@ -54,17 +54,6 @@ class WeightAveragingImpl(AlgorithmImpl):
             self.context.engine.mark_ready(tensor)
 
 
-def check_count(what: str, entries: Sequence[Any], buckets: Sequence[BaguaBucket]) -> None:
-    """Raise ValueError unless a state's ``entries`` are one for each bucket; ``what`` they are is
-    for the message.
-    """
-    if len(entries) != len(buckets):
-        raise ValueError(
-            f"state holds {what} of {len(entries)} buckets, this module has {len(buckets)}; it was"
-            " saved for other weights"
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class LowPrecisionDecentralizedAlgorithm(Algorithm):
     """Averages weights with the two ring neighbours after each optimizer step, and sends changes
@@ -129,7 +118,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
 
     name = "low_precision_decentralized"
     rank_state = frozenset({"ring", "replicas"})
-    counted = ("optimizer_steps",)
+    counted = ("optimizer_steps", "passes")
 
     def __init__(
         self,
@@ -145,17 +134,17 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         super().__init__(process_group, options)
         self.optimizer_steps = 0
         """Steps that the last optimizer has taken."""
-        self._passes_before = 0
-        """Backward passes begun before the last round."""
 
     def facts(self) -> list[Fact]:
         """Return the optimizer steps, on which the interval hangs, and the backward passes, which
         tell that a rank skips steps.
         """
-        passes = self.context.backward_passes - self._passes_before
         return [
             Fact("{has} taken {value} steps with the last optimizer", self.optimizer_steps),
-            Fact("{has} run {value} backward passes since the last round", passes),
+            Fact(
+                "{has} run {value} backward passes since the last round",
+                self.passes,
+            ),
         ]
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
@@ -195,23 +184,17 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
             self.optimizer_steps += 1
             if self.rounds.kind(self.optimizer_steps) == "round":
                 self.mark_ready()
-                self._passes_before = bagua_ddp.backward_passes
+                self.passes = 0
                 bagua_ddp.engine.wait_pending_comm_ops()
 
         return hook
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step, the number of optimizer steps, the place on the ring and the replicas,
-        in order of buckets.
-        """
-        replicas = [
-            [replica.clone() for replica in _replicas(bucket)]
-            for bucket in self.context.bagua_buckets
-        ]
+        """Return the counters, the place on the ring and the replicas, in order of buckets."""
         return {
             **super().state_dict(),
             "ring": self._place_on_ring(),
-            "replicas": replicas,
+            "replicas": {name: replica.clone() for name, replica in self._replicas().items()},
             "tensors": self._tensors(),
         }
 
@@ -237,43 +220,33 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
                 f" is {self._place_on_ring()}; each rank must load the state that it saved itself,"
                 " in a ring of the same size"
             )
-        check_count("replicas", state["replicas"], self.context.bagua_buckets)
         check_names("replicas", list(state["tensors"]), self._tensors())
-        for bucket, saved in zip(self.context.bagua_buckets, state["replicas"], strict=True):
-            wanted = dict(zip(("own", "left", "right"), _replicas(bucket), strict=True))
-            check_tensors(
-                f"replicas of bucket {bucket.name!r}", dict(zip(wanted, saved, strict=True)), wanted
-            )
+        check_tensors("replicas", state["replicas"], self._replicas())
 
     def load_checked(self, state: dict[str, Any]) -> None:
         """Load the replicas; without any, they begin as copies of this rank's weights, which are
         then equal on all ranks.
         """
-        buckets = self.context.bagua_buckets
-        for bucket, saved in zip(
-            buckets, state.get("replicas", [None] * len(buckets)), strict=True
-        ):
-            for replica, value in zip(
-                _replicas(bucket), saved or [bucket.flattened_tensor()] * 3, strict=True
-            ):
-                replica.copy_(value)
-
-    def counters(self) -> dict[str, Any]:
-        """Return the step, the number of optimizer steps, and that of backward passes since the
-        last round.
-        """
-        passes = self.context.backward_passes - self._passes_before
-        return {**super().counters(), "passes": passes}
-
-    def load_counters(self, state: dict[str, Any]) -> None:
-        """Continue from the numbers that `counters` returned."""
-        super().load_counters(state)
-        self._passes_before = self.context.backward_passes - state.get("passes", 0)
+        super().load_checked(state)
+        saved = state.get("replicas")
+        weights = [bucket.flattened_tensor() for bucket in self.context.bagua_buckets]
+        for place, (name, replica) in enumerate(self._replicas().items()):
+            replica.copy_(saved[name] if saved else weights[place // 3])
 
     def _place_on_ring(self) -> tuple[int, int]:
         ring = communicator_of(self.process_group, self.options.hierarchical)
         return ring.rank(), ring.nranks()
 
-
-def _replicas(bucket: BaguaBucket) -> list[Tensor]:
-    return [bucket._weight, bucket._left_peer_weight, bucket._right_peer_weight]
+    def _replicas(self) -> dict[str, Tensor]:
+        """Return the three replicas of each bucket, of the weights of this rank and of its
+        neighbours.
+        """
+        return {
+            f"bucket {bucket.name}, {whose}": replica
+            for bucket in self.context.bagua_buckets
+            for whose, replica in (
+                ("own", bucket._weight),
+                ("left", bucket._left_peer_weight),
+                ("right", bucket._right_peer_weight),
+            )
+        }

@@ -19,35 +19,16 @@ from bagua_ref.buckets.storage import registration
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.types import Group
 
-__all__ = [
-    "ErrorMemories",
-    "TensorStore",
-    "check_entries",
-    "check_names",
-    "check_saved_here",
-    "check_tensors",
-    "communicator_of",
-    "saved_by",
-]
-
 _VERSION = 1
-"""Of the states that `saved_by` signs."""
+"""Of all states."""
 _COUNT = range(10**18)
 """Values that a counter may have, so that it can go on and still be sent as an int64."""
-_OPTIONAL = {"steps_of_optimizers", "passes"}
 _BUCKET = {
     "tensors": [str],
     "numel": NATURAL,
     "chunks": range(1, 2**63),
     "worker": object,
     "server": object,
-}
-_MEMORIES = {
-    "version": object,
-    "rank": object,
-    "world_size": object,
-    "algorithm": object,
-    "buckets": [_BUCKET],
 }
 
 _Key = tuple[tuple[str, ...], int, int]
@@ -61,81 +42,62 @@ def communicator_of(group: Group, hierarchical: bool) -> Any:
     return group.get_inter_node_communicator() if hierarchical else group.get_global_communicator()
 
 
-def saved_by(group: Group) -> dict[str, int]:
-    """Return the version, and who saves a state in ``group``: the rank in it, and the number of
-    ranks.
+def origin(name: str, group: Group) -> dict[str, Any]:
+    """Return the entries of a state that say what it is: its version, the algorithm ``name``, and
+    the rank in ``group`` that saves it, of how many.
     """
     return {
         "version": _VERSION,
+        "algorithm": name,
         "rank": group.ranks.index(current_world().identity.rank),
         "world_size": len(group.ranks),
     }
 
 
-def check_saved_here(state: Mapping[str, Any], group: Group) -> None:
-    """Raise ValueError unless ``state``, which has memories, was saved by this rank of as many
-    ranks.
-    """
-    here, saved = saved_by(group), state
-    if any(saved[name] != here[name] for name in ("rank", "world_size")):
-        raise ValueError(
-            f"state has memories of rank {saved['rank']} of {saved['world_size']}, and this is rank"
-            f" {here['rank']} of {here['world_size']}: each rank must load the state that it saved"
-            " itself, or call load_state_dict(state, drop_local=True) to start with memories of"
-            " zero"
-        )
+def check_origin(state: Mapping[str, Any], here: Mapping[str, Any], local: Collection[str]) -> None:
+    """Raise ValueError unless this rank can load ``state``.
 
-
-def check_origin(state: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError if ``state`` says that it has another version or is that of another
-    algorithm than ``name``.
+    Args:
+        state: to be loaded.
+        here: the `origin` of a state that this rank saves, and its shard, if parameters are
+            sharded.
+        local: the entries that only the rank that saved them can load.
     """
-    if state.get("version", _VERSION) != _VERSION:
+    if state["version"] != _VERSION:
         raise ValueError(
             f"state has version {state['version']!r}; this version of bagua_ref reads version"
             f" {_VERSION}"
         )
-    if state.get("algorithm", name) != name:
-        raise ValueError(f"state was saved by {state['algorithm']}, and this training uses {name}")
-
-
-def check_entries(
-    state: Mapping[str, Any],
-    name: str,
-    entries: Collection[str],
-    counters: Mapping[str, Any],
-    shard: Mapping[str, Any],
-) -> None:
-    """Raise ValueError unless ``state`` has what every state of an algorithm has, for this shard of
-    parameters.
-
-    Args:
-        state: to be loaded.
-        name: the algorithm's, for messages.
-        entries: names of what it must hold.
-        counters: of this training: numbers, and lists of numbers; it must hold numbers like these,
-            too.
-        shard: of this rank, empty if parameters are whole.
-    """
-    if missing := sorted({*entries, *(counters.keys() - _OPTIONAL)} - state.keys()):
-        raise ValueError(f"state is not one of {name}: it lacks {', '.join(missing)}")
-    check_origin(state, name)
-    saved = {"shard": state["shard"]} if "shard" in state else {}
-    if saved != shard:
+    if state["algorithm"] != here["algorithm"]:
         raise ValueError(
-            f"state was saved for {saved or 'whole parameters'}, and this rank has"
-            f" {shard or 'whole ones'}"
+            f"state was saved by {state['algorithm']}, and this training uses {here['algorithm']}"
         )
-    for counter, here in counters.items():
-        if counter not in state:
-            continue
-        check_form(
-            state[counter], [_COUNT] if isinstance(here, list) else _COUNT, f"state[{counter!r}]"
+    if state.get("shard") != here.get("shard"):
+        saved, own = (
+            f"shard {origin['shard']}" if "shard" in origin else "whole parameters"
+            for origin in (state, here)
         )
-        if counter == "steps_of_optimizers" and len(state[counter]) != len(here):
+        raise ValueError(f"state was saved for {saved}, and this rank has {own}")
+    kept = sorted(entry for entry in local if state.get(entry))
+    if kept and any(state[name] != here[name] for name in ("rank", "world_size")):
+        raise ValueError(
+            f"state has {' and '.join(kept)} of rank {state['rank']} of {state['world_size']}, and"
+            f" this is rank {here['rank']} of {here['world_size']}: each rank must load the state"
+            " that it saved itself, or call load_state_dict(state, drop_local=True) to load it"
+            " without them"
+        )
+
+
+def check_counters(state: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
+    """Raise ValueError unless ``state`` has numbers, and lists of as many numbers, like
+    ``counters`` of this training.
+    """
+    for name, here in counters.items():
+        saved, is_list = state[name], isinstance(here, list)
+        check_form(saved, [_COUNT] if is_list else _COUNT, f"state[{name!r}]")
+        if is_list and len(saved) != len(here):
             raise ValueError(
-                f"state was saved with {len(state[counter])} optimizers, and this training has"
-                f" {len(here)}"
+                f"state was saved with {len(saved)} optimizers, and this training has {len(here)}"
             )
 
 
@@ -303,30 +265,21 @@ class ErrorMemories:
     A bucket of the same tensors in the same order and the same chunks finds its memory again, also
     after buckets were rebuilt. A memory whose tensors enter another bucket, or get other strides,
     is dropped.
-
-    Args:
-        algorithm: its name, for states.
-        group: the algorithm's.
     """
 
-    def __init__(self, algorithm: str, group: Group) -> None:
-        self._algorithm, self._group = algorithm, group
+    def __init__(self) -> None:
         self._memories: dict[_Key, ErrorMemory] = {}
 
-    def of_bucket(self, bucket: BaguaBucket, hierarchical: bool) -> ErrorMemory:
+    def of_bucket(self, bucket: BaguaBucket, group: Group, hierarchical: bool) -> ErrorMemory:
         """Return the memory of a bucket that is compressed between all ranks (hierarchical: between
-        leaders).
+        leaders) of ``group``.
         """
-        tensors = bucket.effective_tensors()
-        names = [registration(proxy).name for proxy in bucket.tensors]
-        filled = sum(tensor.numel() for tensor in tensors)
-        numel = filled + (bucket.padding_tensor.numel() if bucket.padding_tensor is not None else 0)
-        group = self._group
-        comm = communicator_of(group, hierarchical)
+        chunks = communicator_of(group, hierarchical).nranks()
         if hierarchical and group.get_intra_node_communicator().rank() != 0:
             # only leaders use theirs
-            return ErrorMemory(filled, numel, comm.nranks(), bucket.device)
-        return self.claim(names, tensors, numel, comm.nranks())
+            return ErrorMemory(bucket.filled, bucket.numel, chunks, bucket.device)
+        names = [registration(proxy).name for proxy in bucket.tensors]
+        return self.claim(names, bucket.effective_tensors(), bucket.numel, chunks)
 
     def claim(
         self, names: Sequence[str], tensors: Sequence[Tensor], numel: int, chunks: int
@@ -340,90 +293,62 @@ class ErrorMemories:
             numel: their elements, with padding.
             chunks: the number of chunks into which the elements are cut.
         """
-        key = (
-            tuple(
-                f"{name} {Layout.of(tensor)}" for name, tensor in zip(names, tensors, strict=True)
-            ),
-            numel,
-            chunks,
-        )
-        device, starts = tensors[0].device, tuple(f"{name} (" for name in names)
-        known = self._memories.get(key)
-        if known is None:
-            for other in [
-                other
-                for other in self._memories
-                if any(tensor.startswith(starts) for tensor in other[0])
-            ]:
-                del self._memories[other]
-            known = self._memories[key] = ErrorMemory(numel, numel, chunks, device)
+        texts = tuple(f"{name} {Layout.of(t)}" for name, t in zip(names, tensors, strict=True))
+        key, starts = (texts, numel, chunks), tuple(f"{name} (" for name in names)
+        if key not in self._memories:
+            self._memories = {
+                other: memory
+                for other, memory in self._memories.items()
+                if not any(text.startswith(starts) for text in other[0])
+            }
+            self._memories[key] = ErrorMemory(numel, numel, chunks, tensors[0].device)
+        known = self._memories[key]
         known.filled = sum(tensor.numel() for tensor in tensors)
-        if known.device != device:
-            known.device, kept = device, known.kept()
-            known.restore(None if kept is None else (kept[0].to(device), kept[1].to(device)))
+        known.move(tensors[0].device)
         return known
 
-    def state(self) -> dict[str, Any]:
-        """Return copies of all of them, and whose they are."""
+    def state(self) -> list[dict[str, Any]]:
+        """Return copies of all of them."""
         buckets = []
         for (tensors, numel, chunks), memory in self._memories.items():
             worker, server = memory.kept() or (torch.zeros(numel), torch.zeros(numel // chunks))
             about = {"tensors": list(tensors), "numel": numel, "chunks": chunks}
             buckets.append({**about, "worker": worker.clone(), "server": server.clone()})
-        return {**saved_by(self._group), "algorithm": self._algorithm, "buckets": buckets}
+        return buckets
 
-    def check(self, saved: Mapping[str, Any]) -> None:
-        """Raise ValueError unless ``saved`` are memories of this algorithm, rank and model, which
-        `load` can load.
-        """
-        what = "state['memories']"
-        check_form(saved, {**_MEMORIES, "buckets": object}, what)
-        check_origin(saved, self._algorithm)
-        check_form(saved, _MEMORIES, what)
-        check_saved_here(saved, self._group)
-        if here := sorted({tensor for tensors, _, _ in self._memories for tensor in tensors}):
-            check_names(
-                "memories",
-                sorted({tensor for bucket in saved["buckets"] for tensor in bucket["tensors"]}),
-                here,
-            )
-        for bucket in saved["buckets"]:
+    def check(self, saved: Any) -> None:
+        """Raise ValueError unless ``saved`` are memories of this model, which `load` can load."""
+        check_form(saved, [_BUCKET], "state['memories']")
+        if here := sorted({text for texts, _, _ in self._memories for text in texts}):
+            there = sorted({text for bucket in saved for text in bucket["tensors"]})
+            check_names("memories", there, here)
+        for bucket in saved:
             sizes = {"worker": bucket["numel"], "server": bucket["numel"] // bucket["chunks"]}
             check_tensors(
                 f"memories of {', '.join(bucket['tensors'])}",
                 {name: bucket[name] for name in sizes},
-                {
-                    name: torch.empty((), dtype=torch.float32).expand(size)
-                    for name, size in sizes.items()
-                },
+                {name: torch.empty(()).expand(size) for name, size in sizes.items()},
             )
 
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Load copies of ``saved``, which `check` has passed; all others become zero, and all if it
-        is empty.
-        """
-        buckets = saved.get("buckets", [])
+    def load(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Load copies of ``saved``, which `check` has passed; all others become zero."""
         for memory in self._memories.values():
             memory.restore(None)
-        lost = []
-        for bucket in buckets:
-            key: _Key = tuple(bucket["tensors"]), bucket["numel"], bucket["chunks"]
-            known = self._memories.get(key)
-            if known is None and any(set(other[0]) & set(key[0]) for other in self._memories):
-                lost.append(key)
+        here, lost = {text for texts, _, _ in self._memories for text in texts}, 0
+        for bucket in saved:
+            numel, chunks, device = bucket["numel"], bucket["chunks"], bucket["worker"].device
+            key: _Key = tuple(bucket["tensors"]), numel, chunks
+            if key not in self._memories and here.intersection(key[0]):
+                lost += 1
                 continue
-            if known is None:  # its bucket is not there yet
-                known = ErrorMemory(
-                    bucket["numel"], bucket["numel"], bucket["chunks"], bucket["worker"].device
-                )
-                self._memories[key] = known
-            known.restore(
-                tuple(bucket[name].to(known.device, copy=True) for name in ("worker", "server"))
-            )
+            # its bucket may come later
+            known = self._memories.setdefault(key, ErrorMemory(numel, numel, chunks, device))
+            known.restore((bucket["worker"].clone(), bucket["server"].clone()))
+            known.move(known.device)
         if lost:
             warnings.warn(
-                f"{len(lost)} of {len(buckets)} error memories were saved for buckets that this"
-                " training does not have, and are dropped; use the same bucket size and options to"
-                " continue exactly",
+                f"{lost} of {len(saved)} error memories were saved for buckets that this training"
+                " does not have, and are dropped; use the same bucket size and options to continue"
+                " exactly",
                 stacklevel=4,
             )

@@ -146,6 +146,12 @@ class ErrorMemory:
         """Restore the memories that `kept` returned."""
         self._kept = kept
 
+    def move(self, device: torch.device) -> None:
+        """Move the memories to ``device``."""
+        self.device = device
+        if self._kept is not None:
+            self._kept = self._kept[0].to(device), self._kept[1].to(device)
+
     def put_back(
         self, before: tuple[Tensor, Tensor] | None, start: int, end: int, place: int
     ) -> None:

@@ -451,7 +451,7 @@ class ModuleTraining(TrainingContext):
 
     def _begin_round(self) -> None:
         self._in_backward = True
-        self.backward_passes += 1
+        self.bagua_algorithm.passes += 1
         self.engine.meter.count_step(not self.bagua_optimizers)
         self.engine.begin_backward()
         call_after_backward(_BackwardEnd(self))
