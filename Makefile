@@ -106,7 +106,7 @@ bench: $(VENV)/.dev  ## every comparison with a peer; one table and one JSON fil
 has_gpu = $(1) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
 # Only what imports with pytest, torch, CuPy and hypothesis alone; the samplers also want what contrib is installed with.
 gpu_tests = tests/test_cuda_gpu.py tests/test_nccl.py tests/test_streams.py tests/test_backends.py tests/test_gloo.py tests/test_ddp.py \
-	property_tests/test_suites.py property_tests/test_qadam.py property_tests/test_comm_ops.py
+	property_tests/test_suites.py
 gpu:  ## on a machine with a CUDA device: its tests, CUDA's own checkers where present, benchmarks/gpu_*.py; the log is gpu.log
 	@if $(call has_gpu,$(bin)/python); then python=$(bin)/python; \
 	elif $(call has_gpu,$(PYTHON)); then python=$(PYTHON); \

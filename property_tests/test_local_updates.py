@@ -1,5 +1,5 @@
-"""Properties of the parts of DiLoCo beyond the suite: fragments of any sizes, schedules, and mixing
-of any numbers (S9).
+"""Properties of the parts of DiLoCo beyond the suite: fragments of any sizes, and mixing of any
+numbers (S9).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from property_tests.strategies import FLOATS, adversarial, inputs, name_of
 from tests.trainings import network, simulate, train, wrap
 
 from bagua_ref.algorithms import DiLoCoAlgorithm
-from bagua_ref.algorithms.fragments import Fragment, FragmentSchedule, split_into_fragments
+from bagua_ref.algorithms.fragments import Fragment, split_into_fragments
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.conformance.expected import local_updates_numpy as oracle
 
@@ -28,32 +28,6 @@ def test_S9_3_fragments_are_in_order_and_none_is_empty(sizes, data):
     assert found == oracle.fragment_of(sizes, count)
     assert found == sorted(found)
     assert set(found) == set(range(count))
-
-
-@given(count=st.integers(1, 6), gap=st.integers(1, 6), data=st.data())
-def test_S9_4_a_period_sends_and_applies_each_fragment_once_and_at_most_one_is_in_flight(
-    count, gap, data
-):
-    schedule = FragmentSchedule(
-        period=count * gap, count=count, delay=data.draw(st.integers(0, gap - 1))
-    )
-    in_flight, applied = None, []
-    for step in range(1, 3 * schedule.period + 1):
-        for p in range(count):  # as S9.4 prints it
-            assert (schedule.sent_after(step) == p) == (
-                (step - ((p + 1) * gap - schedule.delay)) % schedule.period == 0
-            )
-            assert (schedule.applied_after(step) == p) == (
-                (step - (p + 1) * gap) % schedule.period == 0
-            )
-        if (sent := schedule.sent_after(step)) is not None:
-            assert in_flight is None
-            in_flight = sent
-        if (now := schedule.applied_after(step)) is not None:
-            assert in_flight == now
-            applied.append(now)
-            in_flight = None
-    assert applied == list(range(count)) * 3
 
 
 @given(

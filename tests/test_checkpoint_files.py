@@ -201,7 +201,7 @@ def test_what_is_equal_on_all_ranks_is_written_once(tmp_path: Path) -> None:
         path.name.split("-")[0]: torch.load(path, weights_only=True).keys()
         for path in tmp_path.glob("step_00000004/*.pt")
     }
-    own = {"model/1.running_mean", "model/1.running_var", "rng/torch"}
+    own = {"model/1.running_mean", "model/1.running_var", "rng/torch", "algorithm/rank"}
     assert all(parts.pop(f"rank{r}") == own for r in range(3))
     (common,) = parts.values()
     assert {"extra", "sampler", "optimizers/0", "model/0.weight", "rng/python"} < common

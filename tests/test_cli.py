@@ -578,12 +578,6 @@ def test_doctor_names_what_is_set_but_cannot_work(
 # Training
 
 
-def test_every_registered_algorithm_has_a_recipe() -> None:
-    assert list(RECIPES) == GlobalAlgorithmRegistry.available_algorithms(), (
-        "one line in cli/demo.py"
-    )
-
-
 @pytest.mark.slow
 def test_the_shares_of_a_batch_make_the_whole(digits: Digits) -> None:
     settings = Settings(ranks=4, epochs=2)

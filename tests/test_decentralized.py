@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -87,15 +86,6 @@ def test_S3_4_the_result_waits_in_peer_weight_and_steps_are_counted(r: int, flat
         [1, 1.5, 1.5, 1.5],
         [2, 1.5, 1.5, 1.5],
     ][r]
-
-
-@on_every_rank(4, nodes=(2, 2))
-def test_S3_4_node_means_are_sums_that_start_at_plus_zero(r: int) -> None:
-    bucket, tensor = one_bucket(-0.0)
-    op = bucket.append_decentralized_synchronous_op(like(bucket), peer_selection_mode="shift_one")
-    bucket.execute()
-    op.copy_back_peer_weight(bucket)
-    assert math.copysign(1.0, tensor[0].item()) == 1.0
 
 
 @on_every_rank(2)
@@ -236,57 +226,7 @@ def test_S3_3_before_pairs_and_rings_the_leader_gathers_instead_of_letting_the_l
     )
 
 
-@on_every_rank(2)
-def test_clear_ops_starts_anew(r: int) -> None:
-    bucket, _ = one_bucket(1.0)
-    for _ in range(2):
-        op = bucket.clear_ops().append_decentralized_synchronous_op(
-            like(bucket), False, "shift_one"
-        )
-        bucket.execute()
-        assert op.step == 1
-    assert "'shift_one'" in repr(op)
-
-
 # Algorithms: rounds of communication
-
-
-@on_every_rank(2)
-def test_registered_under_their_names_with_their_attributes(r: int) -> None:
-    module = network()
-    module.with_bagua(
-        [], Algorithm.init("decentralized", hierarchical=False, peer_selection_mode="shift_one")
-    )
-    (bucket,) = module.bagua_buckets
-    assert bucket._peer_weight.shape == (83,)
-    assert bucket._decentralized_op.peer_selection_mode == "shift_one"
-    assert [t.bagua_backend_tensor().name for t in bucket.tensors] == [
-        "2.bias",
-        "2.weight",
-        "0.bias",
-        "0.weight",
-    ]
-    assert bucket.tensors[0] is module[2].bias
-    module.with_bagua(
-        [sgd(module)], Algorithm.init("low_precision_decentralized", communication_interval=2)
-    )
-    (bucket,) = module.bagua_buckets
-    for replica in (bucket._weight, bucket._left_peer_weight, bucket._right_peer_weight):
-        assert torch.equal(replica, bucket.flattened_tensor())
-
-
-@on_every_rank(2)
-def test_S5_3_the_weights_do_not_change_between_forward_and_the_end_of_backward(r: int) -> None:
-    module = Scalar()
-    module.with_bagua([], DecentralizedAlgorithm())
-    with torch.no_grad():
-        module.w.fill_(r)
-    loss = module(1.0)
-    module._bagua.engine.wait_pending_comm_ops()
-    assert module.w.item() == r
-    assert module.bagua_buckets[0]._decentralized_op.step == 1
-    loss.backward(retain_graph=True)
-    assert module.w.item() == 0.5
 
 
 def twice(module: nn.Module, forward: Callable[[int], torch.Tensor]) -> None:
@@ -397,31 +337,6 @@ def test_S5_3_no_sync_and_evaluation_do_not_average_but_no_sync_counts_steps(r: 
     step()  # 3
     step()  # 4: averages
     assert seen == [1, 1, 1, 1, 1, 2]
-
-
-@on_every_rank(4)
-def test_S5_3_two_forwards_before_one_backward_average_the_last_ones_weights(r: int) -> None:
-    module = Scalar()
-    module.with_bagua(
-        [], DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="shift_one")
-    )
-    with torch.no_grad():
-        module.w.fill_(r)
-    (module(1.0) + module(2.0)).backward()
-    assert module.w.grad.item() == 3
-    assert module.bagua_buckets[0]._decentralized_op.step == 2
-    assert module.w.item() == 1.5  # step 1 pairs 0 with 3 and 1 with 2
-
-
-@pytest.mark.parametrize("do_flatten", [True, False])
-@on_every_rank(3)
-def test_S2_3_weights_that_have_moved_are_averaged_where_they_are(r: int, do_flatten: bool) -> None:
-    module = Scalar()
-    module.with_bagua([], DecentralizedAlgorithm(), do_flatten=do_flatten)
-    nn.utils.vector_to_parameters(torch.tensor([float(r), 0.0])[:1], module.parameters())
-    module(1.0).backward()
-    assert module.bagua_buckets[0].check_flatten()
-    assert module.w.item() == 1.0
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -13,136 +13,15 @@ import torch
 from tests.test_decentralized import like, one_bucket
 from tests.trainings import network, on_every_rank, sgd, simulate, train, wrapped
 
-import bagua_ref
 from bagua_ref.algorithms import DecentralizedAlgorithm
-from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError
 from bagua_ref.formulas import graphs
 from bagua_ref.formulas.graphs import MODES, checked_graph, in_turn
-from bagua_ref.formulas.mixing import mixing
-
-GRAPHS = ("one_peer_exponential", "hypercube", "ring", "exponential")
 
 
 def lazy_ring(t: int, n: int) -> graphs.Graph:
     """A directed ring on which each rank keeps three quarters; it turns round at every step."""
     return [[((r - (-1) ** t) % n, 0.25), (r, 0.75)] for r in range(n)] if n > 1 else [[(0, 1.0)]]
-
-
-def average(
-    x: list[Any],
-    mode: Any,
-    rounds: int = 1,
-    hierarchical: bool = False,
-    nodes: tuple[int, ...] | None = None,
-) -> list[Any]:
-    """Return every rank's tensor after some rounds without training between them."""
-
-    def rank(r: int) -> torch.Tensor:
-        tensor = x[r].clone().ensure_bagua_tensor("t")
-        bucket = BaguaBucket([tensor], "0", flatten=True)
-        op = bucket.append_decentralized_synchronous_op(like(bucket), hierarchical, mode)
-        for _ in range(rounds):
-            bucket.execute()
-            op.copy_back_peer_weight(bucket)
-        return tensor
-
-    return simulate(len(x), rank, nodes=nodes)
-
-
-def numbers(*values: float, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [torch.tensor([value], dtype=dtype) for value in values]
-
-
-def found(results: list[torch.Tensor]) -> list[float]:
-    return [x.item() for x in results]
-
-
-# Formulas
-
-
-@pytest.mark.parametrize("n", [2, 4, 8, 64])
-@pytest.mark.parametrize("first", [0, 1, 5])
-@pytest.mark.parametrize("mode", ["one_peer_exponential", "hypercube"])
-def test_S13_1_S13_2_log2_n_rounds_are_exact_from_any_step(mode: str, n: int, first: int) -> None:
-    rounds = n.bit_length() - 1
-    of_these = mixing([MODES[mode].graph(t, n) for t in range(first, first + rounds)])
-    assert (of_these.rounds, of_these.exact) == (rounds, True)
-    if rounds > 1:
-        assert (
-            mixing([MODES[mode].graph(t, n) for t in range(first, first + rounds - 1)]).contraction
-            > 0
-        )
-
-
-@pytest.mark.parametrize("n", [3, 5, 6, 7, 9, 12, 24])
-def test_S13_1_for_no_other_n(n: int) -> None:
-    assert not mixing(
-        [graphs.one_peer_exponential(t, n) for t in range(MODES["one_peer_exponential"].period(n))],
-        1e-12,
-    ).exact
-
-
-def test_S13_1_shift_one_never_is_exact_from_8_ranks_on() -> None:
-    assert mixing([graphs.shift_one(t, 4) for t in range(2)]).exact
-    for n in (8, 16):
-        assert not mixing([graphs.shift_one(t, n) for t in range(n // 2)], 1e-12).exact
-    start = [torch.tensor([float(r == 0)]) for r in range(16)]
-    away = max(abs(x - 1 / 16) for x in found(average(start, "shift_one", rounds=40)))
-    assert 0.004 < away < 0.006
-
-
-@pytest.mark.parametrize(
-    ("mode", "sign"),
-    [
-        ("one_peer_exponential", -1),
-        ("hypercube", -1),
-        ("ring", -1),
-        ("exponential", 1),
-        (lazy_ring, 1),
-    ],
-)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_S13_which_sums_start_from_plus_zero(mode: Any, sign: int, ranks: int) -> None:
-    for result in average(numbers(*[-0.0] * ranks), mode):
-        assert math.copysign(1, result.item()) == sign
-
-
-@pytest.mark.parametrize(
-    ("mode", "n"),
-    [
-        (mode, n)
-        for mode in (*GRAPHS, lazy_ring)
-        for n in (1, 2, 3, 5, 8)
-        if mode != "hypercube" or MODES[mode].takes(n)
-    ],
-)
-def test_S13_a_round_is_one_exchange_of_so_many_bytes(
-    mode: Any, n: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from bagua_ref.simulation.communicator import SimulatedCommunicator
-
-    calls = []
-    exchange = SimulatedCommunicator.exchange
-    monkeypatch.setattr(
-        SimulatedCommunicator,
-        "exchange",
-        lambda *args: (calls.append(args[0].rank()), exchange(*args)),
-    )
-
-    def rank(r: int) -> int:
-        bucket, _ = one_bucket(float(r))
-        group = bagua_ref.groups.communication._get_default_group().for_background()
-        bucket.append_decentralized_synchronous_op(like(bucket), False, mode, group)
-        before = group.get_global_communicator().bytes_sent
-        bucket.execute()
-        return group.get_global_communicator().bytes_sent - before
-
-    receivers = {"ring": min(n - 1, 2), "exponential": (n - 1).bit_length()}.get(
-        mode, min(n - 1, 1)
-    )
-    assert simulate(n, rank) == [12 * receivers] * n
-    assert sorted(calls) == (list(range(n)) if n > 1 else [])
 
 
 # Checks

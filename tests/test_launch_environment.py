@@ -4,12 +4,7 @@ one (S1).
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
 import pytest
-from tests.launch import run_script
 
 import bagua_ref
 from bagua_ref.base.launch_environment import FIRST_PORT, PORTS, Identity, first_host, read_launch
@@ -292,71 +287,3 @@ def test_ports_of_a_job_and_its_neighbours_differ_and_stay_in_the_documented_ran
     ports = [port(job, step) for job in range(10**6, 10**6 + 50) for step in range(10)]
     assert len(set(ports)) == len(ports)
     assert all(20_000 <= p < 28_000 for p in ports)
-
-
-@pytest.fixture
-def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in inherited():
-        monkeypatch.delenv(name)
-    return monkeypatch
-
-
-def inherited() -> list[str]:
-    prefixes = (
-        "SLURM_",
-        "OMPI_",
-        "PMI_",
-        "PMIX_",
-        "MPI_LOCAL",
-        "MASTER_",
-        "LOCAL_",
-        "GROUP_RANK",
-        "NODE_RANK",
-    )
-    return [
-        name for name in os.environ if name.startswith(prefixes) or name in ("RANK", "WORLD_SIZE")
-    ]
-
-
-SCRIPT = """
-import logging, torch, bagua_ref
-logging.basicConfig(level=logging.INFO)
-def who():
-    env = bagua_ref.env
-    local = env.get_local_rank(), env.get_local_size()
-    return (env.get_rank(), env.get_world_size(), *local, env.get_node_rank(), env.get_master_addr())
-before = who()
-bagua_ref.init_process_group(timeout=60)
-x = torch.tensor([10.0 ** bagua_ref.get_rank()])
-bagua_ref.allreduce_inplace(x)
-print(before, who(), int(x))
-bagua_ref.destroy_process_group()
-"""
-
-
-def run_two(variables: Any) -> list[tuple[str, str]]:
-    """Return what two processes that run SCRIPT with ``variables(rank)`` print and log."""
-    environment = {name: value for name, value in os.environ.items() if name not in inherited()}
-    with ThreadPoolExecutor(2) as pool:
-        ended = list(
-            pool.map(lambda rank: run_script(SCRIPT, environment | variables(rank)), range(2))
-        )
-    assert [rank.returncode for rank in ended] == [0, 0], ended
-    return [(rank.stdout, rank.stderr) for rank in ended]
-
-
-@pytest.mark.parametrize("launcher", ["Open MPI", "PMI", "Slurm"])
-def test_S1_two_processes_of_a_launcher_train_together(launcher: str) -> None:
-    port = {"MASTER_PORT": str(bagua_ref.env.find_free_network_port())}
-    variables = {
-        "Open MPI": lambda rank: open_mpi(rank, 2, rank, 2) | port,
-        "PMI": lambda rank: hydra(rank, 2, rank, 2) | port,
-        "Slurm": lambda rank: slurm(rank, 2, rank, 0, "2") | port,
-    }[launcher]
-    for rank, (printed, logged) in enumerate(run_two(variables)):
-        me = (rank, 2, rank, 2, 0, "127.0.0.1")
-        assert printed == f"{me} {me} 11\n"
-        assert (
-            f"INFO:bagua_ref.communicators.job_store:rank {rank} of 2; the variables of"
-            f" {launcher} say" in logged
-        )

@@ -5,21 +5,17 @@ while a bucket runs.
 from __future__ import annotations
 
 import gc
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from tests.test_decentralized import like, one_bucket
 from tests.trainings import simulate
 from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 from bagua_ref.backends import get_backend, get_codec
-from bagua_ref.comm_ops import ErrorMemory, LowRank, TopK
-from bagua_ref.comm_ops.low_rank import Matrix
 
 
 @pytest.fixture(autouse=True)
@@ -124,99 +120,6 @@ def test_memory_over_plain_training_in_copies_of_the_weights(
     simulate(2, rank)
 
 
-def peak_of(function: Callable[[], object]) -> int:
-    """Return the peak of torch's allocations on this thread, above the initial amount."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        function()
-    used = most = 0
-    for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
-        if event.name() == "[memory]":
-            used += event.nbytes()
-            most = max(most, used)
-    return most
-
-
-def append_topk(bucket: Any) -> None:
-    # Equal elements would all be candidates; with other numbers, there are a few more or fewer.
-    bucket.effective_tensors()[0].normal_(generator=torch.Generator().manual_seed(0))
-    error, group = (
-        torch.zeros(bucket.effective_tensors()[0].numel()),
-        bagua_ref.groups.communication.new_group().for_background(),
-    )
-    comm = group.get_global_communicator()
-    bucket.append_op(
-        TopK(comm, bucket.kernels, len(error), 0.01, lambda: error, lambda: True, bucket.dtype),
-        group,
-    )
-
-
-def append_with_memory(bucket: Any) -> None:
-    numel = bucket.effective_tensors()[0].numel()
-    memory = ErrorMemory(numel, numel, 1, bucket.device)
-    bucket.append_centralized_synchronous_op(
-        scattergather=True, compression="MinMaxUInt8", error_memory=memory
-    )
-
-
-def append_low_rank(bucket: Any) -> None:
-    size, group = (
-        math.isqrt(bucket.effective_tensors()[0].numel()),
-        bagua_ref.groups.communication.new_group().for_background(),
-    )
-    factors, errors = {"t": torch.zeros(size, 1)}, {"t": torch.zeros(size, size)}
-    matrices, options = (
-        [Matrix("t", 0, size, size, 1, 0)],
-        {"memory": "local", "seed": 0, "warm_start": True},
-    )
-    comm = group.get_global_communicator()
-    bucket.append_op(
-        LowRank(comm, bucket.kernels, matrices, factors, errors, **options, round_number=lambda: 0),
-        group,
-    )
-
-
-Append = Callable[[Any], object]
-WHILE_RUNNING: dict[str, tuple[Append, float]] = {
-    "gradient_allreduce": (lambda bucket: bucket.append_centralized_synchronous_op(), 0),
-    "bytegrad": (
-        lambda bucket: bucket.append_centralized_synchronous_op(
-            scattergather=True, compression="MinMaxUInt8"
-        ),
-        0.5,
-    ),
-    # the next e and f, here of one chunk, and payloads
-    "bytegrad with error memory": (append_with_memory, 2.5),
-    "decentralized": (
-        lambda bucket: bucket.append_decentralized_synchronous_op(like(bucket), hierarchical=False),
-        0,
-    ),
-    "low_precision_decentralized": (
-        lambda bucket: bucket.append_low_precision_decentralized_synchronous_op(
-            like(bucket), like(bucket), like(bucket), hierarchical=False
-        ),
-        0.75,
-    ),
-    "async": (lambda bucket: bucket.append_asynchronous_model_average_op("all"), 0),
-    "diloco": (lambda bucket: bucket.append_centralized_synchronous_op(scattergather=True), 1),
-    "powersgd": (append_low_rank, 0.01),  # P and Q are a 512th each
-    "topk": (append_topk, 1.28),  # sort keys and a mask, or the sum; and what is sent and received
-}
 """Function that appends the operation, and its scratch: payloads of a byte per element are a
 quarter of a copy each.
 """
-
-
-@pytest.mark.parametrize("name", WHILE_RUNNING)
-def test_scratch_of_a_bucket_in_copies_of_its_weights(name: str) -> None:
-    append, expected = WHILE_RUNNING[name]
-    numel = 2**18
-    bagua_ref.init_process_group()
-    try:
-        bucket, _ = one_bucket(1.0, count=numel)
-        append(bucket)
-        bucket.execute()
-        assert peak_of(bucket.execute) / (4 * numel) == pytest.approx(expected, abs=0.01)
-    finally:
-        bagua_ref.destroy_process_group()

@@ -227,55 +227,6 @@ def test_S5_5_without_a_scaler_an_overflow_makes_nan_on_every_rank(r: int) -> No
     assert flat(module.parameters()).isnan().all()
 
 
-@on_every_rank(2)
-def test_lr_schedulers_closures_and_groups(r: int) -> torch.Tensor:
-    module = network()
-    optimizer = QAdamOptimizer(module[0].parameters(), lr=0.01, warmup_steps=WARMUP)
-    optimizer.add_param_group({"params": module[2].parameters(), "lr": 0.0, "betas": (0.5, 0.9)})
-    module.with_bagua([optimizer], QAdamAlgorithm(optimizer))
-    # it changes beta1, too
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.0], total_steps=20)
-    still = flat(module[2].parameters())
-    losses = []
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = module(batch(r, 0)).square().mean()
-        loss.backward()
-        return loss
-
-    betas = set()
-    for _ in range(WARMUP + 8):
-        losses.append(optimizer.step(closure).item())
-        scheduler.step()
-        betas.add(optimizer.param_groups[0]["betas"][0])
-    assert len(betas) > 3
-    assert losses[-1] < losses[WARMUP] < losses[0]
-    assert optimizer.step_id == WARMUP + 8
-    torch.testing.assert_close(flat(module[2].parameters()), still, atol=1e-6, rtol=0)
-    return flat(module.parameters())
-
-
-@on_every_rank(1)
-def test_S5_5_each_group_has_its_own_beta1(r: int) -> None:
-    modules = nn.ModuleList(nn.Linear(4, 1, bias=False) for _ in range(2))
-    groups = [
-        {"params": modules[0].parameters(), "betas": (0.0, 0.9)},
-        {"params": modules[1].parameters(), "betas": (0.9, 0.9)},
-    ]
-    optimizer = QAdamOptimizer(groups, warmup_steps=2)
-    parent = nn.Sequential(*modules)
-    parent.with_bagua([optimizer], QAdamAlgorithm(optimizer))
-    parent.forward = lambda x: sum(layer(x) for layer in modules)
-    for _ in range(3):
-        optimizer.zero_grad()
-        parent(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-    m = torch.cat([optimizer.state[layer.weight]["exp_avg"] for layer in modules])
-    expected = torch.tensor([[1.0] * 4, [0.19] * 4])  # 0.9 * 0.1 + 0.1
-    torch.testing.assert_close(m, expected, atol=0.81 / 255, rtol=0)  # half a level twice
-
-
 def test_S5_5_float16_weights_without_gradient_stay_in_the_compressed_phase() -> None:
     """eps = 1e-8 is zero in float16, where torch's Adam divides 0 by 0."""
     parameter = nn.Parameter(torch.ones(3, dtype=torch.float16))
@@ -305,45 +256,7 @@ def test_S5_5_large_parameters_step_block_by_block_without_a_difference(
         assert_equal(block_by_block, at_once, EXACT)
 
 
-@on_every_rank(2)
-def test_two_modules_share_an_optimizer(r: int) -> torch.Tensor:
-    modules = [network(0), network(1)]
-    optimizer = QAdamOptimizer(
-        [p for m in modules for p in m.parameters()], lr=0.01, warmup_steps=WARMUP
-    )
-    for module in modules:
-        module.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical=False))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(WARMUP + 3):
-            optimizer.zero_grad()
-            for module in modules:
-                module(batch(r, step)).square().mean().backward()
-            optimizer.step()
-    return torch.cat([flat(module.parameters()) for module in modules])
-
-
 # The optimizer alone
-
-
-def test_a_step_returns_what_its_closure_does() -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = QAdamOptimizer([parameter], warmup_steps=2)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = parameter.square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 2.0
-    assert optimizer.step() is None
-    assert (
-        QAdamOptimizer([torch.nn.Parameter(torch.ones(2))], lr=0.0, warmup_steps=2).step(
-            lambda: 7.0
-        )
-        == 7.0
-    )
 
 
 def test_a_copy_or_pickle_of_the_optimizer_keeps_its_phase() -> None:
@@ -503,12 +416,6 @@ def test_S5_5_one_warning_counts_where_v_froze_at_zero() -> None:
         " weights' dtype (24 of 48 in 'rows.weight'); keep these weights in float32 instead of"
         " 16 bits"
     )
-
-
-@pytest.mark.filterwarnings("error")
-@on_every_rank(2)
-def test_S5_5_where_v_is_not_zero_nothing_is_said(r: int) -> None:
-    train(*wrapped(), r, range(WARMUP + 2))
 
 
 def test_the_algorithm_wants_its_own_optimizer() -> None:

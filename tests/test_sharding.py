@@ -344,7 +344,7 @@ def test_a_state_belongs_to_a_shard() -> None:
         saved.append(module.bagua_algorithm.state_dict())
         assert saved[-1]["shard"] == [dist.get_rank() % 2, 2]
     module.bagua_algorithm.load_state_dict(saved[0])
-    with pytest.raises(ValueError, match=r"'shard': \[2, 3\].*this rank has"):
+    with pytest.raises(ValueError, match=r"shard \[2, 3\], and this rank has shard"):
         module.bagua_algorithm.load_state_dict({**saved[0], "shard": [2, 3]})
     whole = network()
     whole.with_bagua([made(whole)], Algorithm.init("diloco", period=2), mesh["replicate"])

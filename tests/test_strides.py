@@ -12,18 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch import on_every_process
 from tests.trainings import by_name, on_every_rank, simulate
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
-from bagua_ref.algorithms.fragments import Fragment
 from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.checkpoint.contents import plain
 from bagua_ref.errors import CommunicationError
-from bagua_ref.simulation import SimulatedWorld
 
 FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda p: torch.optim.Adam(p, lr=0.05, fused=True),
@@ -126,50 +121,7 @@ def make_run(
     return module.with_bagua([made_for], algorithm, do_flatten=flatten), made_for  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(
-    ("name", "flatten"),
-    [*((name, True) for name in COMPRESSED), ("bytegrad", False), ("powersgd", False)],
-)
-def test_S2_3_a_single_chunk_is_compressed_as_if_it_was_row_major(name: str, flatten: bool) -> None:
-    def train(rank: int, row_major: bool) -> list[Tensor]:
-        module, made = make_run(name, row_major, flatten)
-        for step in range(4):
-            step_on(module, made, batch(step))
-        return weights(module)
-
-    (ours,), (theirs,) = (
-        simulate(1, partial(train, row_major=row_major)) for row_major in (False, True)
-    )
-    # MXFP8's blocks are of 32 elements in the order of memory.
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=0.1 if name == "diloco" else 2e-6)
-
-
 # its buckets are always flat
-@pytest.mark.parametrize("name", [name for name in (*AS_PLAIN, *COMPRESSED) if name != "async"])
-def test_S2_3_flat_or_not_the_order_on_the_wire_is_that_of_memory(name: str) -> None:
-    seen: dict[bool, list[Tensor]] = {}
-
-    def train(flatten: bool) -> list[Tensor]:
-        flats: list[Tensor] = []
-        run = BaguaBucket._run
-
-        def spy(bucket: BaguaBucket, op: Any, flat: Tensor, label: str) -> None:
-            flats.append(flat.clone())
-            run(bucket, op, flat, label)
-
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(BaguaBucket, "_run", spy)
-            module, made = make_run(name, flatten=flatten)
-            for step in range(4):
-                step_on(module, made, batch(step))
-        return flats
-
-    for flatten in (True, False):
-        (seen[flatten],) = simulate(1, lambda rank, flatten=flatten: train(flatten))
-    assert len(seen[True]) == len(seen[False]) > 0
-    for flat, gathered in zip(seen[True], seen[False], strict=True):
-        torch.testing.assert_close(flat, gathered, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("flatten", [True, False])
@@ -400,24 +352,6 @@ def test_S9_2_global_weights_of_other_strides_are_loaded(rank: int) -> None:
     assert_close(weights(again), weights(module))
 
 
-def test_S9_5_fragments_are_sent_in_the_order_of_memory() -> None:
-    module = Layers()
-    fragment = Fragment(
-        [*dict(module.named_parameters())],
-        [*module.parameters()],
-        lambda p: torch.optim.SGD(p, lr=1.0),
-    )
-    with torch.no_grad():
-        for place, parameter in enumerate(module.parameters()):
-            parameter.copy_(-torch.arange(parameter.numel()).view(parameter.shape) - 100 * place)
-        for g in fragment.copies:
-            g.zero_()
-    (flat,) = fragment.differences(1)
-    assert torch.equal(
-        -flat, torch.cat([p.detach().as_strided((p.numel(),), (1,)) for p in module.parameters()])
-    )
-
-
 @pytest.mark.parametrize("flatten", [True, False])
 @on_every_rank(2)
 def test_S2_3_gradients_that_are_there_when_wrapping_get_the_strides_of_the_weights(
@@ -437,20 +371,6 @@ def test_S2_3_gradients_that_are_there_when_wrapping_get_the_strides_of_the_weig
     assert module.turned.grad is kept
     ours = weights(module)
     assert_close(ours, train_plainly(FUSED["Adam"]))
-
-
-def test_S9_1_the_drift_does_not_depend_on_strides() -> None:
-    def train(rank: int, row_major: bool) -> float:
-        module = Layers(row_major)
-        made = torch.optim.SGD(module.parameters(), lr=0.05)
-        module.with_bagua([made], Algorithm.init("local_sgd", period=2))
-        for step in range(2):
-            step_on(module, made, batch(step)[rank::2])
-        return module.bagua_metrics()["drift"]
-
-    ours, theirs = (simulate(2, partial(train, row_major=row_major)) for row_major in (False, True))
-    assert ours == pytest.approx(theirs, rel=1e-4)
-    assert min(ours) > 0
 
 
 def test_S2_3_gradients_accumulated_before_strides_changed_stay() -> None:
@@ -536,18 +456,6 @@ def test_S2_3_new_strides_before_backward_or_in_train_reach_the_gradients(
 
 
 @on_every_rank(2)
-def test_S9_1_weights_of_other_strides_on_one_rank_are_never_averaged(rank: int) -> None:
-    module = Layers(row_major=True)
-    made = torch.optim.SGD(module.parameters(), lr=0.05)
-    module.with_bagua([made], Algorithm.init("local_sgd", period=1))
-    module(batch(0)).backward()
-    if rank == 1:
-        module.conv.to(memory_format=torch.channels_last)
-    with pytest.raises(CommunicationError, match="rank 1 is about to make new buckets"):
-        made.step()
-
-
-@on_every_rank(2)
 def test_S2_3_a_rank_without_batches_follows_new_strides(rank: int) -> list[Tensor]:
     module, made = make_run("gradient_allreduce", row_major=True, optimizer="Adam")
     with bagua_ref.join([module]):
@@ -602,19 +510,6 @@ def test_S2_5_gradients_of_parameters_that_a_rank_does_not_use_have_their_stride
         assert_close(ours, [alone.turned.detach(), alone.bias.detach()])
 
 
-def test_S2_3_checkpoint_folders_keep_the_strides_of_views() -> None:
-    assert plain(torch.arange(9.0)[3:].view(2, 3).t(), "x").stride() == (1, 3)
-
-
-def test_S3_9_a_broadcast_takes_any_strides_of_axes_of_length_1() -> None:
-    def run(comm: Any) -> list[float]:
-        x = torch.full((2,), float(comm.rank())).as_strided((1, 2), (1, 1))
-        comm.broadcast(x, 1)
-        return x.flatten().tolist()
-
-    assert SimulatedWorld(2).run(run) == [[1.0, 1.0]] * 2
-
-
 @pytest.mark.parametrize(
     "name", ["bytegrad", "topk", "qadam", "low_precision_decentralized", "diloco"]
 )
@@ -632,29 +527,3 @@ def test_S2_3_memories_of_other_strides_are_refused_by_name(rank: int, name: str
     ):
         again.bagua_algorithm.load_state_dict(saved)
     assert repr(again.bagua_algorithm.state_dict()) == repr(before)
-
-
-def train_with_hook(
-    name: str, options: dict[str, Any], row_major: bool, in_bucket: bool
-) -> list[Tensor]:
-    module = DistributedDataParallel(Layers(row_major), gradient_as_bucket_view=in_bucket)
-    state, hook = bagua_ref.ddp_comm_hook(name, **options)
-    module.register_comm_hook(state, hook)
-    made = FUSED["SGD"](module.parameters())  # Adam would make large steps of rounding
-    for step in range(4):
-        step_on(module, made, batch(step)[bagua_ref.get_rank() :: 2])
-    return weights(module)
-
-
-@pytest.mark.slow
-@on_every_process(2)
-def test_S2_3_ddp_hooks_compute_the_same_for_any_strides() -> None:
-    for in_bucket in (True, False):
-        expected = train_plainly(FUSED["SGD"], steps=4)
-        assert_close(train_with_hook("gradient_allreduce", {}, False, in_bucket), expected)
-        for name in ("topk", "powersgd"):
-            ours, theirs = (
-                train_with_hook(name, COMPRESSED[name], row_major, in_bucket)
-                for row_major in (False, True)
-            )
-            assert_close(ours, theirs)

@@ -49,14 +49,3 @@ __all__ = [
     "q_adam",
     "topk",
 ]
-
-GlobalAlgorithmRegistry.register("gradient_allreduce", GradientAllReduceAlgorithm)
-GlobalAlgorithmRegistry.register("bytegrad", ByteGradAlgorithm)
-GlobalAlgorithmRegistry.register("decentralized", DecentralizedAlgorithm)
-GlobalAlgorithmRegistry.register("low_precision_decentralized", LowPrecisionDecentralizedAlgorithm)
-GlobalAlgorithmRegistry.register("qadam", QAdamAlgorithm)
-GlobalAlgorithmRegistry.register("async", AsyncModelAverageAlgorithm)
-GlobalAlgorithmRegistry.register("local_sgd", LocalSGDAlgorithm)
-GlobalAlgorithmRegistry.register("diloco", DiLoCoAlgorithm)
-GlobalAlgorithmRegistry.register("powersgd", PowerSGDAlgorithm)
-GlobalAlgorithmRegistry.register("topk", TopKAlgorithm)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bagua_ref.algorithms.async_rounds import AveragingThread, State, WeightLockHooks
-from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
-from bagua_ref.algorithms.registry import implements
+from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext, nothing
+from bagua_ref.algorithms.registry import check_number, check_whole, implements
 from bagua_ref.algorithms.traits import Rounds, Traits, WithoutBatch
 from bagua_ref.base.memory import by_dtype_and_device
 from bagua_ref.base.untrusted import check_form
@@ -44,6 +44,7 @@ class AsyncModelAverageAlgorithm(Algorithm):
 
     Raises:
         ValueError: another peer_selection_mode, a negative interval or number of steps.
+        TypeError: an interval that is no number, or steps that are no int.
 
     Source: asynchronous model average of Bagua 0.9.
     """
@@ -53,20 +54,10 @@ class AsyncModelAverageAlgorithm(Algorithm):
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        interval = self.sync_interval_ms
         if self.peer_selection_mode != "all":
             raise ValueError(f"peer_selection_mode={self.peer_selection_mode!r} must be 'all'")
-        if isinstance(interval, bool) or not 0 <= interval < math.inf:
-            raise ValueError(
-                f"sync_interval_ms={interval!r} must be 0 (no rounds) or a positive number of"
-                " milliseconds"
-            )
-        if (
-            not isinstance(self.warmup_steps, int)
-            or isinstance(self.warmup_steps, bool)
-            or self.warmup_steps < 0
-        ):
-            raise ValueError(f"warmup_steps={self.warmup_steps!r} must be an int, 0 or more")
+        check_number("sync_interval_ms", self.sync_interval_ms, 0, math.inf)
+        check_whole("warmup_steps", self.warmup_steps, 0)
 
 
 @implements(AsyncModelAverageAlgorithm)
@@ -129,17 +120,20 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
         """Return the gradients in warm-up, the weights after it; last layer first in both."""
-        if self._warming_up:
-            return super().init_tensors(bagua_ddp)
-        # Proxies of the parameters, which may be registered for their gradients at the same time.
+        return super().init_tensors(bagua_ddp) if self._warming_up else self._weights()
+
+    def _weights(self) -> list[Tensor]:
+        """Return proxies of the parameters, which may be registered for their gradients at the same
+        time.
+        """
         return [
             register(
                 parameter.detach(),
                 name,
-                bagua_ddp.bagua_module_name,
+                self.context.bagua_module_name,
                 lambda _, parameter=parameter: parameter,  # type: ignore[misc]
             )
-            for name, parameter in reversed(bagua_ddp.bagua_build_params())
+            for name, parameter in reversed(self.context.bagua_build_params())
         ]
 
     def tensors_to_buckets(
@@ -165,12 +159,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         )
 
     def _prepare_rounds(self) -> None:
-        context, warming_up = self.context, self._warming_up
-        self._warming_up = False
-        weights = self.init_tensors(context)
-        self._warming_up = warming_up
-        group = self.process_group.sibling()
-        for place, proxies in enumerate(by_dtype_and_device(weights)):
+        context, group = self.context, self.process_group.sibling()
+        for place, proxies in enumerate(by_dtype_and_device(self._weights())):
             bucket = BaguaBucket(proxies, str(place), flatten=True, backend=context.kernel_backend)
             for proxy, weight in zip(proxies, bucket.effective_tensors(), strict=True):
                 proxy.data = weight.detach()  # or it would keep the weight's former storage
@@ -178,16 +168,12 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
                 self.options.peer_selection_mode, group=group
             )
             self._weight_buckets.append(bucket)
-        name = f"bagua_ref averaging {context.bagua_module_name}"
-        meter = context.engine.meter
-        self._rounds = self.background = AveragingThread(
-            context.world,
-            name,
-            self._weight_buckets,
-            group,
-            self.options.sync_interval_ms / 1000,
-            meter,
+        interval = self.options.sync_interval_ms / 1000
+        meter, name = context.engine.meter, context.bagua_module_name
+        self._rounds = AveragingThread(
+            context.world, meter, name, self._weight_buckets, group, interval
         )
+        self.background = self._rounds
         self._holder = WeightLockHooks(
             context.called_module, context.bagua_optimizers, self._rounds.ops, meter
         )
@@ -218,11 +204,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self, bagua_ddp: TrainingContext
     ) -> Callable[[str, torch.nn.Parameter], object]:
         """Mark gradients ready during the warm-up only."""
-        return (
-            super().init_backward_hook(bagua_ddp)
-            if self._warming_up
-            else lambda name, parameter: None
-        )
+        return super().init_backward_hook(bagua_ddp) if self._warming_up else nothing
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
         """Wait for the gradients and release the weights, whatever the output was."""
@@ -244,11 +226,10 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             bagua_module: the same, under the name in Bagua's documentation.
 
         Raises:
-            TypeError: both are given, or neither.
             ValueError: it is not the module that this algorithm trains.
             CommunicationError: a round failed, for instance because a rank died.
         """
-        self._check_module("abort", bagua_ddp, bagua_module)
+        self._check_module(bagua_ddp if bagua_module is None else bagua_module)
         self._rounds.stop()
 
     def resume(self, bagua_ddp: Any = None, *, bagua_module: Any = None) -> None:
@@ -260,27 +241,22 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             bagua_module: the same, under the name in Bagua's documentation.
 
         Raises:
-            TypeError: both are given, or neither.
             ValueError: it is not the module that this algorithm trains.
         """
-        self._check_module("resume", bagua_ddp, bagua_module)
+        self._check_module(bagua_ddp if bagua_module is None else bagua_module)
         self._rounds.resume()
 
-    def _check_module(self, method: str, bagua_ddp: Any, bagua_module: Any) -> None:
-        if (bagua_ddp is None) == (bagua_module is None):
-            given = "neither is" if bagua_ddp is None else "both are"
-            raise TypeError(
-                f"{method}() takes the module as bagua_ddp or as bagua_module; {given} given"
-            )
-        module, context = bagua_module if bagua_ddp is None else bagua_ddp, self.context
-        inside = getattr(module, "module", None)
+    def _check_module(self, given: Any) -> None:
+        context = self.context
         modules = [
-            uncompiled(given) for given in (module, inside) if isinstance(given, torch.nn.Module)
+            uncompiled(module)
+            for module in (given, getattr(given, "module", None))
+            if isinstance(module, torch.nn.Module)
         ]
-        if module is not context and context.module not in modules:
+        if given is not context and context.module not in modules:
             raise ValueError(
-                f"{type(module).__name__} is not the module that this algorithm trains,"
-                f" {context.bagua_module_name!r}"
+                f"{type(given).__name__} is not the module that this algorithm trains,"
+                f" {context.bagua_module_name!r}; pass it"
             )
 
     def metrics(self) -> dict[str, float | int]:

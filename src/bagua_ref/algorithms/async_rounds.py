@@ -25,8 +25,6 @@ from bagua_ref.observe.flight_recorder import explain
 from bagua_ref.observe.meter import Meter, use_meter
 from bagua_ref.types import Group
 
-__all__ = ["TRANSITIONS", "AveragingThread", "State", "WeightLockHooks"]
-
 _logger = logging.getLogger(__name__)
 
 
@@ -56,12 +54,12 @@ class AveragingThread:
 
     Args:
         world: starts the thread.
-        name: of the thread.
+        meter: counts for the training.
+        name: the module's.
         buckets: of weights, each with one asynchronous operation.
         group: used by this thread only; closed when training ends, so that a waiting thread ends,
             too.
         interval: seconds between the end of a round and the next.
-        meter: counts for the training.
 
     Attributes:
         release: refers to the function by which training gives up the weights, before it waits for
@@ -71,25 +69,20 @@ class AveragingThread:
     def __init__(
         self,
         world: World,
+        meter: Meter,
         name: str,
         buckets: list[BaguaBucket],
         group: Group,
         interval: float,
-        meter: Meter,
     ) -> None:
-        self._world, self._name, self._buckets, self._group, self._interval = (
-            world,
-            name,
-            buckets,
-            group,
-            interval,
-        )
-        self._meter = meter
+        self._world, self._meter = world, meter
+        self._name = f"bagua_ref averaging {name}"
+        self._buckets, self._group, self._interval = buckets, group, interval
         self.ops: list[AsynchronousModelAverage] = [bucket._async_op for bucket in buckets]
         self.state = State.IDLE
         self.error: BaseException | None = None
         self.completed = 0
-        self._wake = world.event()
+        self._wake = self._world.event()
         self._thread: Thread | None = None
         self._forgotten = False
         self.release: Callable[[], Callable[[], None] | None] = lambda: None

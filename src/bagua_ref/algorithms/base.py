@@ -186,10 +186,10 @@ class AlgorithmImpl(NotCopied):
     """
 
     phases: tuple[Traits, ...] = (Traits(),)
-    """What holds in each of its phases."""
+    """The traits of each phase."""
 
     background: AveragingThread | None = None
-    """What averages weights at any time, which training has to stop before it changes them; None:
+    """The background averaging of weights, which training has to stop before it changes them; None:
     rounds belong to steps.
     """
 
@@ -197,7 +197,7 @@ class AlgorithmImpl(NotCopied):
     """Backward passes begun outside `no_sync`; where rounds follow steps, since the last round."""
 
     handles: Sequence[Any] = ()
-    """What `close` removes, as by ``handle.remove()``."""
+    """Hooks that `close` removes by ``handle.remove()``."""
 
     @property
     def phase(self) -> int:
@@ -206,7 +206,7 @@ class AlgorithmImpl(NotCopied):
 
     @property
     def traits(self) -> Traits:
-        """What holds of the algorithm now; asked anew in each round."""
+        """The traits of the present phase; asked anew in each round."""
         return self.phases[self.phase]
 
     @property
@@ -222,7 +222,7 @@ class AlgorithmImpl(NotCopied):
 
     @property
     def delivers_errors(self) -> bool:
-        """Whether rounds also deliver what this rank has left out in earlier ones."""
+        """Whether rounds also deliver error memories: parts of earlier contributions."""
         return not self.rank_state.isdisjoint(self.stores)
 
     def replicas(self) -> list[tuple[Tensor, list[torch.optim.Optimizer]]]:
@@ -243,8 +243,8 @@ class AlgorithmImpl(NotCopied):
         return []
 
     def suspend(self) -> Callable[[], None]:
-        """Stop what averages in the background, collectively; return a function that resumes it."""
-        return _nothing if self.background is None else self.background.suspend()
+        """Stop background averaging, collectively; return a function that resumes it."""
+        return nothing if self.background is None else self.background.suspend()
 
     def close(self) -> None:
         """Release everything outside the buckets; the module now has another algorithm."""
@@ -297,7 +297,7 @@ class AlgorithmImpl(NotCopied):
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``; change nothing. Subclasses
-        check what they add.
+        check their own entries.
         """
         here, counters = self._origin(), self.counters()
         needed = {*here, *counters, *self.entries} - {"shard"}
@@ -310,8 +310,8 @@ class AlgorithmImpl(NotCopied):
                 store.check(state[entry])
 
     def load_checked(self, state: dict[str, Any]) -> None:
-        """Load the entries of ``state``, which `check_state` has passed, besides `counters`; the
-        next round compares what must be equal on all ranks.
+        """Load the entries of ``state``, which `check_state` has passed, besides `counters`, and
+        have the next round compare the replicas.
         """
         for entry, store in self.stores.items():
             store.load(state.get(entry, {}))
@@ -323,8 +323,8 @@ class AlgorithmImpl(NotCopied):
             self.background.check_idle()
 
     def _origin(self) -> dict[str, Any]:
-        """Return the entries of a state that say what it is; if parameters are sharded, also the
-        number of this rank's shard, and that of all shards.
+        """Return the `origin` of this rank's states; if parameters are sharded, also the number of
+        this rank's shard, and that of all shards.
         """
         meshes = [shard.sharded.device_mesh for shard in self.context.shards.values()]
         shard = {"shard": [meshes[0].get_local_rank(), meshes[0].size()]} if meshes else {}
@@ -390,7 +390,7 @@ class AlgorithmImpl(NotCopied):
 
     def init_forward_pre_hook(self, bagua_ddp: TrainingContext) -> Callable[[Any], object]:
         """Return ``hook(input)``, called before each training forward."""
-        return _nothing
+        return nothing
 
     def init_backward_hook(
         self, bagua_ddp: TrainingContext
@@ -410,7 +410,7 @@ class AlgorithmImpl(NotCopied):
         self, bagua_ddp: TrainingContext
     ) -> Callable[[torch.optim.Optimizer], object]:
         """Return ``hook(optimizer)``, called after each optimizer's step."""
-        return _nothing
+        return nothing
 
 
 class Algorithm:
@@ -476,7 +476,7 @@ class Algorithm:
         return algorithm
 
 
-def _nothing(*_: object) -> None:
+def nothing(*_: object) -> None:
     """Do nothing."""
 
 

@@ -59,8 +59,8 @@ class ByteGradAlgorithm(Algorithm):
 
 @implements(ByteGradAlgorithm)
 class ByteGradAlgorithmImpl(AlgorithmImpl):
-    """`ByteGradAlgorithm` at work on one module; ``error_memories`` are what compression has left
-    out on this rank.
+    """`ByteGradAlgorithm` at work on one module; ``error_memories`` keep this rank's
+    compression errors.
     """
 
     name = "bytegrad"

@@ -1,5 +1,5 @@
-"""The base of powersgd and topk: exact means in the warm-up, then rounds that keep what was left
-out (S10, S11.2).
+"""The base of powersgd and topk: exact means in the warm-up, then compressed rounds with error
+memory (S10, S11.2).
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from bagua_ref.algorithms.state import TensorStore
 from bagua_ref.algorithms.traits import Rounds, Traits, WithoutBatch
 from bagua_ref.scheduling.engine import Fact
 from bagua_ref.types import Group
-
-__all__ = ["CompressedGradientsImpl"]
 
 
 class CompressedGradientsImpl(AlgorithmImpl):

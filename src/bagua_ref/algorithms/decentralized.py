@@ -217,9 +217,7 @@ class GraphGuard:
         """How often the weights were overwritten."""
 
     def watch(self, module: torch.nn.Module) -> RemovableHandle:
-        """Note the forward passes of ``module``, which training calls, until the hook is removed
-        by what this returns.
-        """
+        """Note the forward passes of ``module``, which training calls; return the hook's handle."""
         return module.register_forward_hook(OwnHook(self._after_forward))
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:

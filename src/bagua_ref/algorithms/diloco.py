@@ -1,5 +1,5 @@
-"""DiLoCo: local steps, and an outer optimizer on the mean of what they changed; streaming in
-fragments (S9.2 to S9.6).
+"""DiLoCo: local steps, and an outer optimizer on the mean of their changes; streaming in fragments
+(S9.2 to S9.6).
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,19 +16,25 @@ from torch import Tensor
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.fragments import (
     Fragment,
-    FragmentSchedule,
     InFlight,
     Trail,
     checked_fragments,
     named_fragments,
 )
 from bagua_ref.algorithms.local_sgd import LocalUpdatesImpl, norms_of
-from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
+from bagua_ref.algorithms.registry import (
+    check_bool,
+    check_compressible,
+    check_number,
+    check_optimizers,
+    check_whole,
+    implements,
+)
 from bagua_ref.algorithms.state import ErrorMemories, check_tensors
 from bagua_ref.algorithms.traits import Rounds
 from bagua_ref.base.memory import Layout
 from bagua_ref.base.untrusted import check_form
-from bagua_ref.buckets.bucket import check_compression
+from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.buckets.optimizer_state import check_optimizer_state
 from bagua_ref.buckets.storage import register
 from bagua_ref.comm_ops import ErrorMemory
@@ -88,8 +93,8 @@ class DiLoCoAlgorithm(Algorithm):
         TypeError: an argument is of another type; on wrapping: float64 parameters with compression,
             an ``outer_optimizer`` that returns something else.
 
-    >>> DiLoCoAlgorithm(period=32, fragments=4, delay=2, mix=0.5).schedule()
-    FragmentSchedule(period=32, count=4, delay=2)
+    >>> DiLoCoAlgorithm(period=32, fragments=4, delay=2, mix=0.5).gap
+    8
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
     2023 (arXiv:2311.08105), and "Streaming DiLoCo with overlapping communication", 2025
@@ -115,10 +120,7 @@ class DiLoCoAlgorithm(Algorithm):
                 f"outer_optimizer={self.outer_optimizer!r} must be None, or make an optimizer of a"
                 " list of tensors"
             )
-        if not isinstance(self.mix, (int, float)) or isinstance(self.mix, bool):
-            raise TypeError(f"mix={self.mix!r} must be a number from 0 to 1")
-        if not 0 <= self.mix <= 1:
-            raise ValueError(f"mix={self.mix} must be from 0 to 1")
+        check_number("mix", self.mix, 0, 1)
         check_compression(self.compression, optional=True)
         check_bool("error_feedback", self.error_feedback)
         if self.error_feedback and self.compression is None:
@@ -127,17 +129,36 @@ class DiLoCoAlgorithm(Algorithm):
                 " name a codec"
             )
         object.__setattr__(self, "fragments", checked_fragments(self.fragments))
-        self.schedule()  # raises if these do not fit together
+        if self.period % self.count:
+            raise ValueError(
+                f"period={self.period} must be a multiple of the number of fragments, {self.count}"
+            )
+        if self.delay >= self.gap:
+            raise ValueError(
+                f"delay={self.delay} must be less than gap={self.gap}, the period={self.period}"
+                " divided by the number of fragments"
+            )
 
-    def schedule(self) -> FragmentSchedule:
-        """Return the schedule by which fragments are sent and applied."""
-        count = self.fragments if isinstance(self.fragments, int) else len(self.fragments)
-        return FragmentSchedule(self.period, count, self.delay)
+    @property
+    def count(self) -> int:
+        """The number P of fragments."""
+        return self.fragments if isinstance(self.fragments, int) else len(self.fragments)
+
+    @property
+    def gap(self) -> int:
+        """The steps from sending one fragment to sending the next."""
+        return self.period // self.count
+
+    def fragment_applied_after(self, step: int) -> int | None:
+        """Return the fragment that is applied after a step of the local phase, counted from 1; None
+        if none is (S9.4).
+        """
+        number, rest = divmod(step, self.gap)
+        return None if rest or number < 1 else (number - 1) % self.count
 
     def rounds(self) -> Rounds:
         """Return the steps after which a fragment is sent."""
-        gap = self.schedule().gap
-        return Rounds(self.warmup_steps, gap, -self.delay % gap)
+        return Rounds(self.warmup_steps, self.gap, -self.delay % self.gap)
 
     def check(
         self,
@@ -149,12 +170,8 @@ class DiLoCoAlgorithm(Algorithm):
         """
         check_optimizers("diloco", optimizers)
         named_fragments(self.fragments, parameters)
-        for name, parameter in parameters:
-            if self.compression is not None and parameter.dtype is torch.float64:
-                raise TypeError(
-                    f"parameter {name!r} is float64, which compression={self.compression!r} does"
-                    " not take; use compression=None"
-                )
+        if self.compression is not None:
+            check_compressible(parameters, f"compression={self.compression!r}")
 
 
 @implements(DiLoCoAlgorithm)
@@ -175,7 +192,6 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
                 {"memories": self.error_memories},
                 frozenset({"memories"}),
             )
-        self.schedule = self.options.schedule()
         self._fragments: list[Fragment] = []
         self._taken = False
         """Whether g has been taken from the weights, or loaded."""
@@ -238,7 +254,8 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
                 for names in named_fragments(self.options.fragments, parameters)
             ]
             for fragment in self._fragments:
-                self._memories_of(fragment)
+                for part in fragment.parts:
+                    self._memory_of(part)
             self._trail = Trail([parameter for _, parameter in parameters])
         return super().init_tensors(bagua_ddp)
 
@@ -258,7 +275,9 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         return super().need_reset()
 
     def _take(self) -> None:
-        """g <- x, with new outer optimizers' states and without what is in flight."""
+        """Set g to x, clear the outer optimizers' states and the error memories, and drop the fragment
+        in flight.
+        """
         if self._in_flight is not None:
             self._in_flight.wait(self.context.engine)
             self._in_flight = None
@@ -277,15 +296,16 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         if self._in_flight is not None and self.step >= self._in_flight.due:
             self._apply()
         if has_round:
-            fragment = self.schedule.sent_after(self.step - self.rounds.warmup)
+            due = self.step + self.options.delay
+            fragment = self.options.fragment_applied_after(due - self.rounds.warmup)
             assert fragment is not None, "rounds are those of the schedule"
-            self._send(fragment)
-            if self.schedule.delay == 0:
+            self._send(fragment, due)
+            if due == self.step:
                 self._apply()
         self._trail.note(stepped=True)
 
-    def _send(self, place: int) -> None:
-        """Begin averaging ``g - x`` of a fragment over ranks."""
+    def _send(self, place: int, due: int) -> None:
+        """Begin averaging ``g - x`` of a fragment over ranks, to be applied after step ``due``."""
         assert self._taken
         assert self._in_flight is None
         self._trail.read()
@@ -297,41 +317,39 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
                 " weights back by model.load_state_dict()"
             )
         fragment, context = self._fragments[place], self.context
-        flats = fragment.differences(self.process_group.get_global_communicator().nranks())
-        self._drifts[place] = norms_of(flats)
-        names = [
-            f"fragment{place}" if len(flats) == 1 else f"fragment{place}.{part}"
-            for part in range(len(flats))
-        ]
-        memories = self._memories_of(fragment)
-        flight = InFlight(
-            place, self.step + self.schedule.delay, fragment.by_name(flats), names, memories
-        )
+        flight = self._in_flight = InFlight(place, due, {}, len(fragment.parts))
         buckets = []
-        for name, flat, memory in zip_longest(names, flats, memories):
-            tensor = register(flat, name, context.bagua_module_name)
-            bucket = self.new_bucket([tensor], name, flatten=True)
+        for number, part in enumerate(fragment.parts):
+            differences = fragment.differences(part)
+            tensors = [register(d, n, context.bagua_module_name) for n, d in differences.items()]
+            name = f"fragment{place}" if len(fragment.parts) == 1 else f"fragment{place}.{number}"
+            bucket = BaguaBucket(tensors, name, True, self._ranks, backend=context.kernel_backend)
+            memory = self._memory_of(part)
+            if memory is not None:
+                flight.memories.append((memory, memory.kept()))
             bucket.append_centralized_synchronous_op(
                 scattergather=True,
                 compression=self.options.compression,
                 group=self.process_group,
                 error_memory=memory,
             )
+            flight.mean |= differences
             buckets.append(bucket.append_python_op(flight.note_arrival))
-        self._in_flight, self._sending = flight, place
+        self._drifts[place] = norms_of(bucket.load() for bucket in buckets)
+        self._sending = place
         self.run_round(buckets)
 
-    def _memories_of(self, fragment: Fragment) -> list[ErrorMemory]:
-        """Return the error memory of each of a fragment's flat tensors; none without error
-        feedback.
-        """
-        n, found = self.process_group.get_global_communicator().nranks(), []
-        for part in fragment.parts if self.options.error_feedback else ():
-            filled = sum(g.numel() for g in part.values())
-            found.append(
-                self.error_memories.claim(list(part), list(part.values()), filled + -filled % n, n)
-            )
-        return found
+    @property
+    def _ranks(self) -> int:
+        return len(self.process_group.ranks)
+
+    def _memory_of(self, part: dict[str, torch.nn.Parameter]) -> ErrorMemory | None:
+        """Return the error memory of a part of a fragment; None without error feedback."""
+        if not self.options.error_feedback:
+            return None
+        filled = sum(g.numel() for g in part.values())
+        numel = filled + -filled % self._ranks
+        return self.error_memories.claim(list(part), list(part.values()), numel, self._ranks)
 
     def _apply(self) -> None:
         """Let the outer optimizer step with the mean that was in flight, and move the weights to
@@ -404,7 +422,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters, g, the outer optimizers' states, and what is in flight, after
+        """Return the counters, g, the outer optimizers' states, and the mean in flight, after
         waiting for it.
 
         All of it is equal on all ranks, and loads into any number of them; with error feedback,
@@ -432,7 +450,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         }
 
     def load_checked(self, state: dict[str, Any]) -> None:
-        """Load g, the outer optimizers, what is in flight, and the error memories."""
+        """Load g, the outer optimizers, the mean in flight, and the error memories."""
         if self._in_flight is not None:
             self.context.engine.wait_pending_comm_ops()
         super().load_checked(state)
@@ -477,8 +495,8 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
                 ) from error
         for flight in state["in_flight"]:
             place, due = flight["fragment"], flight["due"]
-            to_come = steps < due <= steps + self.schedule.delay
-            if not to_come or self.schedule.applied_after(due - self.rounds.warmup) != place:
+            fits = self.options.fragment_applied_after(due - self.rounds.warmup) == place
+            if not (fits and steps < due <= steps + self.options.delay):
                 raise ValueError(
                     f"state has fragment {place} in flight, to be applied after step {due}, which"
                     " fits no step of this training's schedule: load it with the period,"

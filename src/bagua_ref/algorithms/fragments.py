@@ -7,10 +7,11 @@ from __future__ import annotations
 import copy
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -23,70 +24,10 @@ from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.scheduling.engine import Engine
 
-__all__ = [
-    "Fragment",
-    "FragmentSchedule",
-    "InFlight",
-    "Trail",
-    "checked_fragments",
-    "named_fragments",
-    "split_into_fragments",
-]
-
 _SAMPLED = 8
 """Elements of the weights: eight that a clip has moved to its bounds are unlikely."""
 _REMEMBERED = 10**5
 """Samples of earlier weights, about 10 MB."""
-
-
-@dataclass(frozen=True)
-class FragmentSchedule:
-    """Steps of the local phase, counted from 1, after which fragments are sent and applied (S9.4).
-
-    Args:
-        period: steps after which every fragment has been sent once.
-        count: P, the number of fragments.
-        delay: steps from sending a fragment to applying it.
-
-    Raises:
-        ValueError: ``period / count`` is not whole, or delay is not less than it.
-
-    >>> schedule = FragmentSchedule(period=6, count=3, delay=1)
-    >>> [(schedule.sent_after(step), schedule.applied_after(step)) for step in range(1, 8)]
-    [(0, None), (None, 0), (1, None), (None, 1), (2, None), (None, 2), (0, None)]
-    """
-
-    period: int
-    count: int
-    delay: int
-
-    def __post_init__(self) -> None:
-        if self.period % self.count:
-            raise ValueError(
-                f"period={self.period} must be a multiple of the number of fragments, {self.count}"
-            )
-        if self.delay >= self.gap:
-            raise ValueError(
-                f"delay={self.delay} must be less than gap={self.gap}, the period={self.period}"
-                " divided by the number of fragments"
-            )
-
-    @property
-    def gap(self) -> int:
-        """Steps from sending one fragment to sending the next."""
-        return self.period // self.count
-
-    def applied_after(self, local_step: int) -> int | None:
-        """Return the fragment that is applied after a step."""
-        return (
-            None
-            if local_step < 1 or local_step % self.gap
-            else (local_step // self.gap - 1) % self.count
-        )
-
-    def sent_after(self, local_step: int) -> int | None:
-        """Return the fragment that is sent after a step."""
-        return self.applied_after(local_step + self.delay)
 
 
 def checked_fragments(fragments: int | Sequence[Sequence[str]]) -> int | list[list[str]]:
@@ -236,28 +177,12 @@ class Fragment:
         torch._foreach_copy_(list[torch.Tensor](self.copies), list[torch.Tensor](self._parameters))
 
     @torch.no_grad()
-    def differences(self, alignment: int) -> list[Tensor]:
-        """Return new flat tensors of ``g - x``, one for each of the parts, zero-padded to a
-        multiple of ``alignment``.
-        """
-        weights, flats = dict(zip(self.names, self._parameters, strict=True)), []
-        for part in self.parts:
-            filled, first = sum(g.numel() for g in part.values()), next(iter(part.values()))
-            flat = torch.empty(filled + -filled % alignment, dtype=first.dtype, device=first.device)
-            flat[filled:] = 0
-            for (name, g), view in zip(part.items(), _views(flat, part.values()), strict=True):
-                torch.sub(g, weights[name], out=view)
-            flats.append(flat)
-        return flats
-
-    def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the parts of flat tensors that `differences` made, in the parameters' shapes, by
-        name.
-        """
-        found: dict[str, Tensor] = {}
-        for flat, part in zip(flats, self.parts, strict=True):
-            found |= zip(part, _views(flat, part.values()), strict=True)
-        return {name: found[name] for name in self.names}
+    def differences(self, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``g - x`` of one of the parts, in the strides of g."""
+        weights = dict(zip(self.names, self._parameters, strict=True))
+        return {
+            name: torch.sub(g, weights[name], out=torch.empty_like(g)) for name, g in part.items()
+        }
 
     def update(self, mean: Mapping[str, Tensor]) -> None:
         """Let the outer optimizer step with ``mean``, by name, as the gradient of g."""
@@ -322,7 +247,7 @@ class Trail:
         samples = _SAMPLED if filled else 0  # weights without elements go nowhere
         self._sampled = [filled[number * len(filled) // _SAMPLED] for number in range(samples)]
         self._places = [
-            _index(w.shape, w.numel() * number // _SAMPLED)
+            np.unravel_index(w.numel() * number // _SAMPLED, w.shape)
             for number, w in enumerate(self._sampled)
         ]
         self.clear()
@@ -360,7 +285,7 @@ class Trail:
         self._unread.clear()
 
     def exchanged(self) -> None:
-        """Note that g has changed: what came before is an earlier state from now on."""
+        """Note that g has changed, so that samples so far are of earlier weights."""
         self.read()
         self._earlier |= dict.fromkeys(self._since_exchange)
         self._since_exchange.clear()
@@ -368,29 +293,24 @@ class Trail:
             del self._earlier[oldest]
 
 
+@dataclass
 class InFlight:
     """A fragment's differences, sent and not yet applied; once they have arrived, their mean over
     ranks.
 
-    Args:
+    Attributes:
         fragment: its place.
         due: t of the step after which it is applied.
-        mean: views of what is sent, by name.
-        missing: names of the buckets that have not arrived.
-        memories: error memories that sending changes.
+        mean: what is sent, by name.
+        missing: the number of buckets that have not arrived.
+        memories: the error memories that sending changes, and what they held before.
     """
 
-    def __init__(
-        self,
-        fragment: int,
-        due: int,
-        mean: dict[str, Tensor],
-        missing: Sequence[str] = (),
-        memories: Sequence[ErrorMemory] = (),
-    ) -> None:
-        self.fragment, self.due, self.mean = fragment, due, mean
-        self._missing = set(missing)
-        self._before = [(memory, memory.kept()) for memory in memories]
+    fragment: int
+    due: int
+    mean: dict[str, Tensor]
+    missing: int = 0
+    memories: list[tuple[ErrorMemory, tuple[Tensor, Tensor] | None]] = field(default_factory=list)
 
     def note_arrival(self, bucket_name: str) -> None:
         """Note that a bucket has its mean; the last operation of each bucket.
@@ -398,13 +318,11 @@ class InFlight:
         If the fragment's mean is not finite, so that it will not be applied, its memories are what
         they were before.
         """
-        self._missing.discard(bucket_name)
-        if self._missing or not self._before:
+        self.missing -= 1
+        if self.missing or all(mean.isfinite().all() for mean in self.mean.values()):
             return
-        if not all(mean.isfinite().all() for mean in self.mean.values()):
-            for memory, kept in self._before:
-                memory.restore(kept)
-        self._before = []
+        for memory, before in self.memories:
+            memory.restore(before)
 
     def state(self) -> dict[str, Any]:
         """Return the entry of a checkpoint, once the mean has arrived."""
@@ -418,33 +336,14 @@ class InFlight:
             CommunicationError: it will not come, also if an earlier wait has said so.
         """
         engine.wait_pending_comm_ops()
-        if self._missing:
+        if self.missing:
             raise CommunicationError(
                 f"the mean of fragment {self.fragment} has not arrived because an earlier operation"
                 " failed"
             )
 
 
-def _index(shape: Sequence[int], element: int) -> tuple[int, ...]:
-    """Return the index of an ``element``, counted in row-major order."""
-    index = []
-    for size in reversed(shape):
-        index.append(element % size)
-        element //= size
-    return tuple(reversed(index))
-
-
 def _copy(parameter: Tensor) -> Tensor:
     """Return a copy in the dtype of g, in the strides of flat storage (S2.3)."""
     dtype = torch.float64 if parameter.dtype is torch.float64 else torch.float32
     return Layout.of(parameter).copy_of(parameter, dtype)
-
-
-def _views(flat: Tensor, part: Collection[Tensor]) -> list[Tensor]:
-    """Return the parts of ``flat`` that belong to the tensors of ``part``, in their shapes and
-    strides.
-    """
-    sizes = [g.numel() for g in part]
-    return [
-        Layout.of(g).view(own) for own, g in zip(flat[: sum(sizes)].split(sizes), part, strict=True)
-    ]

@@ -7,12 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
+from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext, nothing
 from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.algorithms.traits import Rounds, Traits
 from bagua_ref.buckets.bucket import BaguaBucket
@@ -21,8 +21,7 @@ from bagua_ref.comm_ops import CentralizedFullPrecision
 from bagua_ref.scheduling.engine import Fact
 from bagua_ref.types import Group
 
-__all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl", "LocalUpdatesImpl", "norms_of"]
-
+__all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl"]
 
 _KINDS = ("gradients", "weights")
 
@@ -83,7 +82,7 @@ class LocalSGDAlgorithm(Algorithm):
         parameters: list[tuple[str, torch.nn.Parameter]],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Refuse a training without optimizers, whose steps count."""
+        """Raise ValueError if no optimizer was passed: local_sgd counts its steps."""
         check_optimizers("local_sgd", optimizers)
 
 
@@ -111,7 +110,6 @@ class LocalUpdatesImpl(AlgorithmImpl):
         )
         for warmup in (True, False)
     )
-    kind_of_bucket: ClassVar[type[BaguaBucket]] = BaguaBucket
 
     def __init__(self, process_group: Group, options: Any) -> None:
         super().__init__(process_group, options)
@@ -167,7 +165,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
     ) -> Callable[[str, torch.nn.Parameter], object]:
         """Mark gradients ready in the warm-up only."""
         if self._past_warmup:
-            return lambda name, parameter: None
+            return nothing
         mark = super().init_backward_hook(bagua_ddp)
         # After the last optimizer's step w, another optimizer may still wait for a backward pass,
         # which then belongs to step w + 1.
@@ -176,10 +174,10 @@ class LocalUpdatesImpl(AlgorithmImpl):
         )
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
-        """Wait for the gradients in the warm-up; after it, nothing may wait for what is in
-        flight.
+        """Wait for the gradients in the warm-up; later, fragments in flight must not be waited
+        for.
         """
-        return (lambda: None) if self._past_warmup else super().init_post_backward_hook(bagua_ddp)
+        return nothing if self._past_warmup else super().init_post_backward_hook(bagua_ddp)
 
     def init_post_optimizer_step_hook(
         self, bagua_ddp: TrainingContext
@@ -209,10 +207,6 @@ class LocalUpdatesImpl(AlgorithmImpl):
         self.context.engine.run_round(buckets)
         self.passes = 0
 
-    def new_bucket(self, tensors: Sequence[Tensor], name: str, flatten: bool) -> BaguaBucket:
-        """Return a bucket for one round."""
-        return self.kind_of_bucket(tensors, name, flatten, backend=self.context.kernel_backend)
-
     def metrics(self) -> dict[str, float | int]:
         """Return the L2 norm of the difference between this rank's weights and the shared ones in
         the last exchange, if any.
@@ -221,25 +215,11 @@ class LocalUpdatesImpl(AlgorithmImpl):
         return {"drift": math.hypot(*norms)} if norms else {}
 
 
-class _Averaged(BaguaBucket):
-    """A bucket that notes how far its tensors are from what replaces them."""
-
-    drift: Sequence[Tensor] = ()
-
-    def copy_from_flat(self, flat: Tensor) -> None:
-        """Copy ``flat`` into the tensors."""
-        self.drift = norms_of(
-            mean - x for mean, x in zip(self.views_of(flat), self.effective_tensors(), strict=True)
-        )
-        super().copy_from_flat(flat)
-
-
 @implements(LocalSGDAlgorithm)
 class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
     """`LocalSGDAlgorithm` at work on one module."""
 
     name = "local_sgd"
-    kind_of_bucket = _Averaged
 
     def __init__(self, process_group: Group, **options: Any) -> None:
         super().__init__(process_group, LocalSGDAlgorithm(**options))
@@ -274,9 +254,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
         """Return the gradients' buckets where gradients are averaged."""
         self._parts = list(tensors)
         if self._averages_in_nodes:
-            return [
-                self.new_bucket(part, str(place), do_flatten) for place, part in enumerate(tensors)
-            ]
+            return AlgorithmImpl.tensors_to_buckets(self, tensors, do_flatten)
         return super().tensors_to_buckets(tensors, do_flatten)
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
@@ -315,7 +293,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
 
     def _average_weights(self) -> None:
         """Average a copy of a part of the weights at a time: they stay where they are, and scratch
-        is a bucket's size.
+        is a few buckets' size.
         """
         engine = self.context.engine
         for place, part in enumerate(self._parts):
@@ -323,12 +301,13 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
                 register(p.detach(), registration(p).name, registration(p).module_name)
                 for p in part
             ]
-            bucket = self.new_bucket(weights, f"weights{place}", flatten=False)
+            before = [weight.clone() for weight in weights]
+            backend = self.context.kernel_backend
+            bucket = BaguaBucket(weights, f"weights{place}", flatten=False, backend=backend)
             bucket.append_centralized_synchronous_op(group=self.process_group)
             self.run_round([bucket])
             engine.wait_pending_comm_ops()
-            assert isinstance(bucket, _Averaged)
-            self._drifts[place] = bucket.drift
+            self._drifts[place] = norms_of(torch._foreach_sub(weights, before))
 
 
 def norms_of(tensors: Iterable[Tensor]) -> list[Tensor]:

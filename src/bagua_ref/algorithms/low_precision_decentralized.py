@@ -1,5 +1,5 @@
-"""Decentralized averaging on a ring, of which compressed differences are sent (S5.4), and the base
-of what averages weights.
+"""Decentralized averaging on a ring, with compressed differences (S5.4), and the base of the
+algorithms that average weights.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
+from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext, nothing
 from bagua_ref.algorithms.registry import check_whole, implements
 from bagua_ref.algorithms.state import check_names, check_tensors, communicator_of
 from bagua_ref.algorithms.traits import Rounds, Traits, WithoutBatch
@@ -38,7 +38,7 @@ class WeightAveragingImpl(AlgorithmImpl):
         self, bagua_ddp: TrainingContext
     ) -> Callable[[str, torch.nn.Parameter], object]:
         """Return a hook that does nothing; gradients stay local."""
-        return lambda name, parameter: None
+        return nothing
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
         """Return the weights, last layer first."""
@@ -171,7 +171,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
         """Return a hook that does nothing; communication follows the optimizer step."""
-        return lambda: None
+        return nothing
 
     def init_post_optimizer_step_hook(
         self, bagua_ddp: TrainingContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,13 @@ from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
-from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
+from bagua_ref.algorithms.registry import (
+    check_bool,
+    check_number,
+    check_optimizers,
+    check_whole,
+    implements,
+)
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.storage import registration
 from bagua_ref.comm_ops import LowRank
@@ -27,8 +33,8 @@ _MEMORIES = ("local", "averaged", None)
 
 @dataclass(frozen=True, eq=False)
 class PowerSGDAlgorithm(Algorithm):
-    """Gradients are averaged as products of two thin matrices, and what these leave out is added to
-    the next gradients (S10).
+    """Gradients are averaged as products of two thin matrices, whose errors are added to the next
+    gradients (S10).
 
     For a gradient of two or more dimensions as a matrix M of n rows, n its first dimension, and m
     columns, with e added: ``P = orthonormalized sum over ranks of M Q``, ``Q = mean over ranks of
@@ -74,11 +80,7 @@ class PowerSGDAlgorithm(Algorithm):
     def __post_init__(self) -> None:
         check_whole("matrix_approximation_rank", self.matrix_approximation_rank, 1)
         check_whole("warmup_steps", self.warmup_steps, 0)
-        rate = self.min_compression_rate
-        if not isinstance(rate, (int, float)) or isinstance(rate, bool):
-            raise TypeError(f"min_compression_rate={rate!r} must be a number above 0")
-        if not (rate > 0 and isfinite(rate)):
-            raise ValueError(f"min_compression_rate={rate} must be a finite number above 0")
+        check_number("min_compression_rate", self.min_compression_rate, 0, inf, excluded=True)
         if self.memory not in _MEMORIES:
             raise ValueError(
                 f"memory={self.memory!r} must be one of {', '.join(map(repr, _MEMORIES))}"
@@ -93,7 +95,7 @@ class PowerSGDAlgorithm(Algorithm):
         parameters: list[tuple[str, torch.nn.Parameter]],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Refuse a warm-up without optimizers, whose steps it counts."""
+        """Raise ValueError if there is a warm-up and no optimizer, whose steps it counts."""
         if self.warmup_steps:
             check_optimizers("powersgd with warmup_steps > 0", optimizers)
 

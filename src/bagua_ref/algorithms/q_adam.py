@@ -14,7 +14,7 @@ from torch import Tensor
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua_ref.algorithms.q_adam_optimizer import MomentumBucket, QAdamOptimizer
-from bagua_ref.algorithms.registry import check_bool, implements
+from bagua_ref.algorithms.registry import check_bool, check_compressible, implements
 from bagua_ref.algorithms.state import communicator_of
 from bagua_ref.algorithms.traits import Rounds, Traits, WithoutBatch
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
@@ -90,12 +90,7 @@ class QAdamAlgorithm(Algorithm):
                 " module; add what is missing to it, freeze it, or list it in"
                 " module._bagua_params_and_buffers_to_ignore"
             )
-        for name, parameter in parameters:
-            if parameter.dtype is torch.float64:
-                raise TypeError(
-                    f"parameter {name!r} is float64, which cannot be compressed; qadam takes"
-                    " float16, bfloat16 or float32"
-                )
+        check_compressible(parameters, "qadam")
 
 
 @implements(QAdamAlgorithm)
@@ -148,7 +143,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
 
     @property
     def _past_warmup(self) -> bool:
-        """Whether the next step is past the warm-up, so that what counts for it is the momentum."""
+        """Whether the next step is past the warm-up, so that momenta are exchanged for it."""
         return self.warmup.past_warmup(self.optimizer_step_id)
 
     @property
@@ -278,7 +273,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
 
 
 def _without_batch(options: QAdamAlgorithm) -> WithoutBatch | str:
-    """Return what a rank without batches does; as a text, why there can be none."""
+    """Return the contribution of a rank without batches, or the reason that there can be none."""
     if options.error_feedback:
         return (
             "with error_feedback=True, ranks without batches would have to add what they have left"

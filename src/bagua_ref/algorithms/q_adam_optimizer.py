@@ -1,4 +1,4 @@
-"""The optimizer of QAdam, Adam whose second moment freezes after a warm-up, and its momenta as a
+"""QAdamOptimizer, Adam whose second moment freezes after a warm-up, and its momenta as a
 bucket (S5.5).
 """
 

@@ -1,22 +1,14 @@
-"""The registry of algorithms by name (S5.7), and what the options of several of them share."""
+"""The registry of algorithms by name (S5.7), and checks of their options."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-
-__all__ = [
-    "GlobalAlgorithmRegistry",
-    "check_bool",
-    "check_optimizers",
-    "check_options",
-    "check_whole",
-    "implements",
-]
 
 AnyImpl = TypeVar("AnyImpl")
 
@@ -107,10 +99,13 @@ def _close_to(given: str, allowed: Iterable[str]) -> str:
 
 
 def implements(algorithm: type[Any]) -> Callable[[type[AnyImpl]], type[AnyImpl]]:
-    """Make a class the implementation of ``algorithm``, which is that of its options."""
+    """Make a class the implementation of ``algorithm``, the class of its options, and register this
+    under the implementation's name.
+    """
 
-    def decorate(implementation: type[AnyImpl]) -> type[AnyImpl]:
+    def decorate(implementation: type[Any]) -> type[Any]:
         algorithm.implementation = implementation
+        GlobalAlgorithmRegistry.register(implementation.name, algorithm)
         return implementation
 
     return decorate
@@ -124,6 +119,31 @@ def check_whole(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name}={value} must be {least} or more")
 
 
+def check_number(
+    name: str, value: float, least: float, most: float, excluded: bool = False
+) -> None:
+    """Raise unless the argument ``name`` is a finite number from ``least``, which may be excluded,
+    to ``most``.
+    """
+    words = f"above {least:g}" if excluded else f"at least {least:g}"
+    words += " and finite" if most == math.inf else f" and at most {most:g}"
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be a number {words}")
+    if not least <= value <= most or abs(value) == math.inf or (excluded and value == least):
+        raise ValueError(f"{name}={value!r} must be {words}")
+
+
+def check_compressible(parameters: Iterable[tuple[str, torch.Tensor]], what: str) -> None:
+    """Raise TypeError if one of ``parameters``, by name, is float64, which ``what`` does not
+    take.
+    """
+    for name, parameter in parameters:
+        if parameter.dtype is torch.float64:
+            raise TypeError(
+                f"parameter {name!r} is float64; {what} takes float16, bfloat16 or float32"
+            )
+
+
 def check_bool(name: str, value: bool) -> None:
     """Raise TypeError unless the argument ``name`` is a bool."""
     if not isinstance(value, bool):
@@ -131,7 +151,7 @@ def check_bool(name: str, value: bool) -> None:
 
 
 def check_optimizers(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ValueError unless there are optimizers, whose steps the algorithm ``name`` counts."""
+    """Raise ValueError if no optimizer was passed: the algorithm ``name`` counts its steps."""
     if not optimizers:
         raise ValueError(
             f"optimizers=[]: {name} counts the steps of the last optimizer; pass the module's"

@@ -1,6 +1,4 @@
-"""State of algorithms: tensors that they keep from round to round, by key, and checks of what a
-checkpoint holds of it.
-"""
+"""State of algorithms: tensors that they keep from round to round, and checks of saved states."""
 
 from __future__ import annotations
 
@@ -43,8 +41,8 @@ def communicator_of(group: Group, hierarchical: bool) -> Any:
 
 
 def origin(name: str, group: Group) -> dict[str, Any]:
-    """Return the entries of a state that say what it is: its version, the algorithm ``name``, and
-    the rank in ``group`` that saves it, of how many.
+    """Return the head of a state: its version, the algorithm ``name``, this rank in ``group``, and
+    the number of ranks.
     """
     return {
         "version": _VERSION,

@@ -12,7 +12,14 @@ import torch
 
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
-from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
+from bagua_ref.algorithms.registry import (
+    check_bool,
+    check_compressible,
+    check_number,
+    check_optimizers,
+    check_whole,
+    implements,
+)
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.storage import registration
 from bagua_ref.comm_ops import TopK
@@ -57,10 +64,7 @@ class TopKAlgorithm(Algorithm):
     takes_shards = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ratio, (int, float)) or isinstance(self.ratio, bool):
-            raise TypeError(f"ratio={self.ratio!r} must be a number above 0 and at most 1")
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"ratio={self.ratio} must be above 0 and at most 1")
+        check_number("ratio", self.ratio, 0, 1, excluded=True)
         check_bool("error_feedback", self.error_feedback)
         check_whole("warmup_steps", self.warmup_steps, 0)
 
@@ -69,12 +73,8 @@ class TopKAlgorithm(Algorithm):
         parameters: list[tuple[str, torch.nn.Parameter]],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Refuse float64 parameters, and a warm-up without optimizers, whose steps it counts."""
-        for name, parameter in parameters:
-            if parameter.dtype is torch.float64:
-                raise TypeError(
-                    f"parameter {name!r} is float64; topk takes float16, bfloat16 or float32"
-                )
+        """Raise TypeError for float64 parameters, ValueError for a warm-up without an optimizer."""
+        check_compressible(parameters, "topk")
         if self.warmup_steps:
             check_optimizers("topk with warmup_steps > 0", optimizers)
 

@@ -1,4 +1,4 @@
-"""What an algorithm says of itself: its traits in each phase, and when its rounds come."""
+"""Traits of an algorithm in a phase, and the schedule of its rounds."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from enum import Enum
 
 from bagua_ref.scheduling.engine import Fact
 
-__all__ = ["Rounds", "Traits", "WithoutBatch"]
-
 
 class WithoutBatch(Enum):
-    """What a rank without batches contributes to the rounds of the others in `bagua_ref.join`."""
+    """The contribution of a rank without batches to the others' rounds in `bagua_ref.join`."""
 
     ZEROS = "zeros, which may count in the mean"
     ABSENT = "zeros, which the mean over the others leaves out"
@@ -21,7 +19,7 @@ class WithoutBatch(Enum):
 
 @dataclass(frozen=True)
 class Traits:
-    """What holds of an algorithm in one of its phases.
+    """Traits of an algorithm in one of its phases, by which training treats it.
 
     Attributes:
         averages: the buckets' result is the mean over ranks of what they contribute, not the sum.

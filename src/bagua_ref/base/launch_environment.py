@@ -10,8 +10,6 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Identity", "Launch", "read_launch"]
-
 FIRST_PORT, PORTS = 20_000, 8_000
 """The range from which MASTER_PORT is derived."""
 

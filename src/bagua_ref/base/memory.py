@@ -15,22 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Layout",
-    "by_dtype_and_device",
-    "bytes_of",
-    "check_beside",
-    "check_flat",
-    "check_parts",
-    "chunk_size_of",
-    "effective_strides",
-    "integer_in",
-    "is_dense",
-    "memory_span",
-    "overlapping",
-    "rounded",
-]
-
 AnyTensor = TypeVar("AnyTensor", bound="Tensor")
 
 

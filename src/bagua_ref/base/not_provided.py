@@ -12,14 +12,6 @@ from pathlib import Path
 
 from bagua_ref.errors import NotProvidedError
 
-__all__ = [
-    "NOT_PROVIDED",
-    "explain_missing",
-    "install_command",
-    "require",
-    "requirements_of",
-]
-
 _EXPERTS = (
     "use a library of expert layers, such as DeepSpeed's deepspeed.moe or Tutel, and list the"
     " experts' parameters in module._bagua_params_and_buffers_to_ignore before wrapping"

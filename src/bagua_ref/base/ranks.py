@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["USE_JOIN", "describe_ends", "format_ranks"]
-
 USE_JOIN = "if ranks have different numbers of batches, use bagua_ref.join"
 
 

@@ -217,7 +217,7 @@ class World:
 
     @property
     def peers(self) -> Any:
-        """What this rank knows of the others (`bagua_ref.communicators.missing.Peers`); None in a
+        """The state of the other ranks (`bagua_ref.communicators.missing.Peers`); None in a
         simulation, and before this process has joined a job.
         """
         return getattr(self.transport, "peers", None)

@@ -9,8 +9,6 @@ import json
 import sys
 from typing import Any
 
-__all__ = ["NATURAL", "SCALAR", "check_form", "load_json", "one_line"]
-
 SCALAR = (str, int, float, bool, type(None))
 """The form of a value that is neither a list nor an object."""
 

@@ -4,34 +4,16 @@ and replaces no user's tensor.
 
 from __future__ import annotations
 
-import math
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bagua_ref.base.memory import Layout
+from bagua_ref.base.untrusted import check_form
 
-__all__ = [
-    "align",
-    "align_state",
-    "check_optimizer_state",
-    "ensure_grad",
-    "take_over",
-    "with_aligned_grad",
-]
-
-_ADAM = {"step", "exp_avg", "exp_avg_sq"}
-_STATE = {
-    "Adam": _ADAM,
-    "AdamW": _ADAM,
-    "QAdamOptimizer": _ADAM,
-    "Adagrad": {"step", "sum"},
-    "SGD": set[str](),
-}
-"""State that optimizers keep for each parameter that has been stepped; their kernels read as many
-elements as it has.
-"""
+_KNOWN = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
 _LIKE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
 
 
@@ -89,11 +71,11 @@ def align_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """Raise ValueError unless `take_over` can load ``state``; of torch's Adam, AdamW, Adagrad and
-    SGD, also the shapes are checked.
+    """Raise ValueError unless ``state`` has the groups of ``optimizer`` and, for torch's Adam,
+    AdamW, Adagrad and SGD, momenta of its parameters' shapes.
 
-    torch checks neither: the kernels of ``fused=True`` read beyond the end of momenta that are too
-    short.
+    torch does not check shapes: the kernels of ``fused=True`` read beyond the end of momenta that
+    are too short.
     """
     kind = type(optimizer)
     if (
@@ -101,112 +83,34 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
         or optimizer._optimizer_load_state_dict_pre_hooks
     ):
         return  # only they know the form
-    if (
-        not isinstance(state, dict)
-        or not isinstance(state.get("state"), dict)
-        or type(state.get("param_groups")) is not list
-    ):
+    check_form(state, {"state": dict, "param_groups": [{"params": [int]}]}, "it")
+    here, saved = (
+        [group["params"] for group in groups]
+        for groups in (optimizer.param_groups, state["param_groups"])
+    )
+    if [*map(len, here)] != [*map(len, saved)]:
         raise ValueError(
-            f"it is not a state_dict() of {kind.__name__}: it lacks 'state' or 'param_groups'"
+            f"its groups have {[*map(len, saved)]} parameters, this {kind.__name__}'s"
+            f" {[*map(len, here)]}"
         )
-    groups = state["param_groups"]
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if not all(
-        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-    ):
-        raise ValueError("a parameter group has no list of parameters")
-    if [len(group["params"]) for group in groups] != sizes:
-        raise ValueError(
-            f"its groups have {[len(g['params']) for g in groups]} parameters, this"
-            f" {kind.__name__}'s {sizes}"
-        )
-    numbers = [number for group in groups for number in group["params"]]
-    if not all(type(number) is int for number in numbers) or len(set(numbers)) < len(numbers):
-        raise ValueError("the parameters of its groups are not numbered")
-    for place, (mine, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        for name, value in group.items():
-            if not isinstance(name, str):
-                raise ValueError(
-                    f"group {place} has the option {name!r}, whose name must be a string"
-                )
-            known = [
-                options[name]
-                for options in (mine, optimizer.defaults)
-                if name in options and name != "params"
-            ]
-            if known and not any(_fits(option, value) for option in known):
-                raise ValueError(
-                    f"option {name!r} of group {place} is {_shown(value)}, but {_shown(known[0])}"
-                    " in this optimizer"
-                )
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    kept = next((_STATE[of] for of in _kinds(optimizer) if of in _STATE), None)
-    for number, parameter in zip(numbers, parameters, strict=True):
+    if not isinstance(optimizer, _KNOWN):
+        return
+    for number, parameter in zip(chain(*saved), chain(*here), strict=True):
         entry = state["state"].get(number, {})
-        if not isinstance(entry, dict):
-            raise ValueError(f"the state of parameter {number} is {_shown(entry)}, not a dict")
-        if kept is not None and entry:
-            _check_entry(number, parameter, entry, kept)
-
-
-def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of those of its classes that are torch's or ours."""
-    return [
-        kind.__name__
-        for kind in type(optimizer).__mro__
-        if kind.__module__.startswith(("torch.optim.", "bagua_ref."))
-    ]
-
-
-def _check_entry(
-    number: int, parameter: torch.Tensor, entry: dict[str, Any], kept: set[str]
-) -> None:
-    if missing := sorted(kept - entry.keys()):
-        raise ValueError(f"the state of parameter {number} lacks {', '.join(missing)}")
-    for name, value in entry.items():
-        if name == "step" and not (_is_number(value) and math.isfinite(value) and value >= 0):
-            raise ValueError(f"the step of parameter {number} is {_shown(value)}")
-        if name in _LIKE_PARAMETER and value is not None:
-            alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            if not alike or not (value.is_floating_point() or value.dtype == parameter.dtype):
+        for name in _LIKE_PARAMETER & entry.keys():
+            value = entry[name]
+            fits = isinstance(value, Tensor) and value.shape == parameter.shape
+            fits = fits and (value.is_floating_point() or value.dtype is parameter.dtype)
+            if value is not None and not fits:
+                shown = (
+                    f"a tensor of {tuple(value.shape)} {value.dtype}"
+                    if isinstance(value, Tensor)
+                    else f"a {type(value).__name__}"
+                )
                 raise ValueError(
-                    f"{name} of parameter {number} is {_shown(value)}, and the parameter has"
+                    f"{name} of parameter {number} is {shown}, and the parameter has"
                     f" {tuple(parameter.shape)} {parameter.dtype}"
                 )
-
-
-def _fits(mine: Any, theirs: Any) -> bool:
-    """Return whether ``theirs`` is a valid value of an option that has the value ``mine``."""
-    if mine is None:
-        return theirs is None or type(theirs) in (bool, int, float, str)
-    if type(mine) is bool:
-        return theirs is None or type(theirs) is bool
-    if _is_number(mine):
-        return _is_number(theirs)
-    if isinstance(mine, (list, tuple)):
-        return (
-            isinstance(theirs, (list, tuple))
-            and len(mine) == len(theirs)
-            and all(map(_fits, mine, theirs))
-        )
-    return type(mine) is type(theirs)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and value.dtype is not torch.bool and not value.is_complex()
-    return type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
-
-
-def _shown(value: Any) -> str:
-    """Describe a value in a few words."""
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of {tuple(value.shape)} {value.dtype}"
-    return (
-        repr(value)
-        if value is None or type(value) is bool or _is_number(value)
-        else f"a {type(value).__name__}"
-    )
 
 
 def take_over(

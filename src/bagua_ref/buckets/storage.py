@@ -22,19 +22,6 @@ from bagua_ref.base.memory import Layout, check_beside
 from bagua_ref.base.utils import NotCopied, check_contiguous, overlapping
 from bagua_ref.types import ReadinessSink
 
-__all__ = [
-    "FlatStorage",
-    "Getter",
-    "Registration",
-    "Setter",
-    "check_apart",
-    "effective_tensor",
-    "effective_tensors",
-    "held_by_bucket",
-    "register",
-    "registration",
-]
-
 Getter: TypeAlias = Callable[[Tensor], Tensor | None]
 Setter: TypeAlias = Callable[[Tensor, Tensor], object]
 

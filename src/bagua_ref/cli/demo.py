@@ -73,7 +73,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "powersgd": {"matrix_approximation_rank": 4, "warmup_steps": 10},
     "topk": {"ratio": 0.05, "warmup_steps": 10},
 }
-RECIPES = {name: Recipe(name, options, "the demo") for name, options in _OPTIONS.items()}
+RECIPES = {
+    name: Recipe(name, _OPTIONS.get(name, {}), "the demo")
+    for name in dict.fromkeys((*_OPTIONS, *GlobalAlgorithmRegistry))
+}
 
 
 @dataclass(frozen=True)

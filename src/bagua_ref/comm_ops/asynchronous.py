@@ -17,8 +17,6 @@ from bagua_ref.communicators.base import Communicator
 from bagua_ref.observe.meter import profiled
 from bagua_ref.types import ReduceOp
 
-__all__ = ["AsynchronousModelAverage", "WeightLock"]
-
 _GLANCE = 0.01
 """Seconds between two checks, by a round that waits for the weights, whether training has released
 them.

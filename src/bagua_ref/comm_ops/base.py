@@ -14,8 +14,6 @@ from bagua_ref.backends.base import KernelBackend
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.types import ReduceOp
 
-__all__ = ["CommOp", "Hierarchical", "PythonOp", "reduce_to_leader"]
-
 
 class CommOp(ABC):
     """One operation of S3: ``kernels`` compute, ``comm`` moves data. It knows nothing of buckets.
@@ -32,8 +30,8 @@ class CommOp(ABC):
         return f"{type(self).__name__}({self.comm.nranks()} ranks)"
 
     def work(self) -> tuple[str, int]:
-        """Return the name and number of elements of what the next execution computes beside its
-        codec, for predictions of its time (S14.3).
+        """Return the name of the computation of the next execution besides its codec, and its
+        number of elements, for predictions of its time (S14.3).
         """
         return "", 0
 

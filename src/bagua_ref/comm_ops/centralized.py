@@ -14,14 +14,6 @@ from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.pipelining import Overlap
 from bagua_ref.types import ReduceOp
 
-__all__ = [
-    "CentralizedErrorFeedback",
-    "CentralizedFullPrecision",
-    "CentralizedLowPrecision",
-    "CentralizedScatterGather",
-    "ErrorMemory",
-]
-
 
 class _Centralized(CommOp):
     """A sum over all ranks, or with ``average`` the mean."""
@@ -198,7 +190,7 @@ class ErrorMemory:
 
 
 class CentralizedErrorFeedback(CentralizedLowPrecision):
-    """Sum or mean over all ranks in compressed chunks, which remembers what compression leaves out
+    """Sum or mean over all ranks in compressed chunks, with memory of the compression errors
     (S11.1).
 
     With C the codec, D its decoder, e the memory of all chunks and f that of the rank's own chunk:

@@ -27,8 +27,6 @@ from bagua_ref.formulas.graphs import (
 from bagua_ref.observe.meter import profiled
 from bagua_ref.types import ReduceOp
 
-__all__ = ["Decentralized", "LowPrecisionDecentralized", "trade_with_neighbours"]
-
 
 def _with_receivers(graph: Graph) -> tuple[Graph, list[list[int]]]:
     """Return a graph and, for each rank, the other ranks that receive from it."""

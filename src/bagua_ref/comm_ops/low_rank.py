@@ -19,8 +19,6 @@ from bagua_ref.formulas.low_rank import orthonormalize, starting_columns
 from bagua_ref.observe.meter import codec_phase
 from bagua_ref.types import ReduceOp
 
-__all__ = ["LowRank", "Matrix"]
-
 
 @dataclass(frozen=True)
 class Matrix:
@@ -156,8 +154,8 @@ class LowRank(CommOp):
     def _sum_left_factors(
         self, x: Tensor, gradients: Sequence[Tensor], queries: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[bool]]:
-        """Return each P, summed over ranks, and whether it is finite; average in the same message
-        what else is in ``x``.
+        """Return each P, summed over ranks, and whether it is finite; average the rest of ``x`` in
+        the same message.
         """
         ends = [0, *(a.end for a in self.matrices)]
         starts = [*(a.start for a in self.matrices), x.numel()]

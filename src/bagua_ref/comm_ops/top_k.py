@@ -16,8 +16,6 @@ from bagua_ref.communicators.base import Communicator
 from bagua_ref.observe.meter import codec_phase
 from bagua_ref.types import ReduceOp
 
-__all__ = ["TopK", "count_of", "largest"]
-
 _STRIDE = 64
 """Of so many elements, one is looked at to tell how large the largest are; sorting them all takes
 longer than all the rest.
@@ -139,7 +137,7 @@ class TopK(CommOp):
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> None:
-        """Replace ``x`` by the mean over ranks of what they send."""
+        """Replace ``x`` by the mean over ranks of the elements that they send."""
         if not self._compresses():
             self.comm.allreduce_inplace(x, ReduceOp.AVG)
             return

@@ -20,8 +20,6 @@ from bagua_ref.errors import CommunicationError
 from bagua_ref.observe.meter import Meter
 from bagua_ref.scheduling.worker import BucketRun, Errors, RoundCall, Worker
 
-__all__ = ["UNSAID", "Engine", "Fact", "Readiness", "Round", "describe_differences"]
-
 UNSAID = -(2**63)
 """The value of a fact about which a rank says nothing, so that it differs from no other."""
 

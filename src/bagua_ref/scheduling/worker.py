@@ -18,8 +18,6 @@ from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.observe.meter import Meter, use_meter
 
-__all__ = ["BucketRun", "Errors", "Job", "RoundCall", "Worker"]
-
 
 class Errors:
     """Errors shared by all jobs of an engine.
@@ -34,8 +32,8 @@ class Errors:
 
 
 class Job(Protocol):
-    """Something to run; it stores its error instead of raising it. ``awaited`` says what it waits for
-    other ranks to do, as in "timed out waiting for other ranks to start step 3".
+    """Job of a worker, which stores its error instead of raising it. ``awaited`` completes the
+    message "timed out waiting for other ranks to ...".
     """
 
     def __call__(self) -> None: ...  # noqa: D102
@@ -100,7 +98,7 @@ class BucketRun:
         return f"bucket {self.bucket.name!r}, operation {self.bucket.running!r}"
 
     def awaited(self, step: int) -> str:
-        """Return what other ranks must do in ``step``, for messages."""
+        """Return the act of other ranks in ``step`` that this waits for, for messages."""
         return (
             f"reach bucket {self.bucket.name!r} of step {step}, operation {self.bucket.running!r}"
         )
@@ -139,7 +137,7 @@ class RoundCall:
                 errors.fatal = error
 
     def awaited(self, step: int) -> str:
-        """Return what other ranks must do in ``step``, for messages."""
+        """Return the act of other ranks in ``step`` that this waits for, for messages."""
         return f"reach the end of step {step}" if self._ends else f"start step {step}"
 
 
