@@ -123,9 +123,19 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         """Whether the last training forward pass marked the weights ready, and no backward pass has
         copied the result back yet.
         """
-        self.averagings = 0
-        """How often the weights were marked ready: the step t of the next graph."""
+        self._averagings = 0
         self._guard = GraphGuard(WEIGHTS_AVERAGED)
+
+    @property
+    def averagings(self) -> int:
+        """The number of averagings begun, which is the step t of the next graph."""
+        return self._averagings
+
+    @averagings.setter
+    def averagings(self, value: int) -> None:
+        self._averagings = value
+        for bucket in self.context.bagua_buckets:
+            bucket._decentralized_op.step = value
 
     @property
     def phase(self) -> int:
@@ -136,7 +146,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         """Return the number of averagings, and if not every step averages, the step."""
         step = self.context.bagua_train_step_counter - 1 if self.rounds.period > 1 else 0
         return [
-            Fact("{has} averaged weights {value} times", self.averagings),
+            Fact("{has} averaged weights {value} times", self._averagings),
             Fact("{is} at training step {value}", step),
         ]
 
@@ -165,7 +175,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
             self.process_group,
         )
         # more than 0 where a failed attempt to wrap again repeats this during training
-        op.step = self.averagings
+        op.step = self._averagings
 
     def init_forward_pre_hook(self, bagua_ddp: TrainingContext) -> Callable[[Any], object]:
         """Mark the weights ready at steps that have a round."""
@@ -174,7 +184,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
             self._averaging = self.rounds.kind(bagua_ddp.bagua_train_step_counter) == "round"
             if self._averaging:
                 self.mark_ready()
-                self.averagings += 1
+                self._averagings += 1
 
         return hook
 
@@ -191,12 +201,6 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
                 self._guard.overwritten += 1
 
         return hook
-
-    def load_counters(self, state: dict[str, Any]) -> None:
-        """Continue from the numbers that `counters` returned."""
-        super().load_counters(state)
-        for bucket in self.context.bagua_buckets:
-            bucket._decentralized_op.step = self.averagings
 
 
 class GraphGuard:

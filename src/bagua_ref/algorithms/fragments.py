@@ -319,7 +319,11 @@ class InFlight:
         they were before.
         """
         self.missing -= 1
-        if self.missing or all(mean.isfinite().all() for mean in self.mean.values()):
+        if (
+            self.missing
+            or not self.memories
+            or all(mean.isfinite().all() for mean in self.mean.values())
+        ):
             return
         for memory, before in self.memories:
             memory.restore(before)
