@@ -7,6 +7,8 @@ from enum import Enum
 
 from bagua_ref.scheduling.engine import Fact
 
+__all__ = ["Rounds", "Traits", "WithoutBatch"]
+
 
 class WithoutBatch(Enum):
     """The contribution of a rank without batches to the others' rounds in `bagua_ref.join`."""
