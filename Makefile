@@ -90,7 +90,6 @@ $(VENV)/.peers: $(VENV)/.dev findings/requirements.txt
 
 findings: $(VENV)/.peers  ## judge living implementations (torch, torchft, Decent-DP, accelerate, hivemind), and write findings/results.json
 	PYTHONPATH=$(VENV)/peers $(bin)/python -m findings
-	$(bin)/python docs/_generate.py
 
 # Needs nothing of .venv: what it builds and installs is in folders of its own.
 release-check:  ## build what would be released and try it as a user would, outside of this folder
@@ -100,7 +99,7 @@ bench: $(VENV)/.dev  ## every comparison with a peer; one table and one JSON fil
 	@missed=0; for script in $(filter-out benchmarks/namespaces.py,$(shell grep -l '^if __name__' benchmarks/*.py)); do \
 		echo "== $$script"; $(bin)/python "$$script" || missed=1; \
 	done; \
-	$(bin)/python docs/_generate.py && exit $$missed
+	$(bin)/python docs/_generate.py && $(bin)/python docs/_plot.py && exit $$missed
 
 # On a machine with a GPU the environment is often someone else's, so this takes the Python at hand unless .venv sees the GPU.
 has_gpu = $(1) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
