@@ -104,7 +104,7 @@ bench: $(VENV)/.dev  ## every comparison with a peer; one table and one JSON fil
 # On a machine with a GPU the environment is often someone else's, so this takes the Python at hand unless .venv sees the GPU.
 has_gpu = $(1) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
 # Only what imports with pytest, torch, CuPy and hypothesis alone; the samplers also want what contrib is installed with.
-gpu_tests = tests/test_cuda_gpu.py tests/test_nccl.py tests/test_streams.py tests/test_backends.py tests/test_gloo.py tests/test_ddp.py \
+gpu_tests = tests/test_cuda_gpu.py tests/test_nccl.py tests/test_streams.py tests/test_backends.py tests/test_contract.py tests/test_ddp.py \
 	property_tests/test_suites.py
 gpu:  ## on a machine with a CUDA device: its tests, CUDA's own checkers where present, benchmarks/gpu_*.py; the log is gpu.log
 	@if $(call has_gpu,$(bin)/python); then python=$(bin)/python; \

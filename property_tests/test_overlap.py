@@ -16,7 +16,7 @@ from property_tests.strategies import COMPRESSIBLE, inputs
 
 from bagua_ref.backends import get_backend, get_codec, list_codecs
 from bagua_ref.backends.reference.backend import BLOCK
-from bagua_ref.comm_ops import CentralizedErrorFeedback, CentralizedLowPrecision, ErrorMemory
+from bagua_ref.comm_ops import CentralizedLowPrecision
 from bagua_ref.communicators.pipelining import Overlap
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.simulation import SimulatedWorld
@@ -136,32 +136,6 @@ def test_S3_2_every_bucket_has_the_bits_of_the_plain_operation_however_its_bytes
             assert_equal(x, wanted, EXACT)
 
 
-@inputs(12)
-@given(
-    n=st.integers(1, 4),
-    name=st.sampled_from(CODECS),
-    size=st.integers(1, 300) | st.just(LONG),
-    seed=seeds,
-)
-def test_S11_1_error_memories_are_the_same_however_bytes_move(n, name, size, seed):
-    def rank(comm):
-        memory = ErrorMemory(n * size, n * size, n, torch.device("cpu"))
-        op = CentralizedErrorFeedback(comm, get_backend("reference"), get_codec(name), True, memory)
-        results = []
-        for step in range(2):
-            x = numbers(n * size, torch.float32, seed + 11 * comm.rank() + step)
-            op(x)
-            results += [x, memory.worker, memory.server]
-        return results
-
-    whole = SimulatedWorld(n).run(rank)
-    with InPieces(seed).patch():
-        pieces = SimulatedWorld(n).run(rank)
-    for one, other in zip(whole, pieces, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert_equal(a, b, EXACT)
-
-
 @every_codec
 @pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
 @pytest.mark.parametrize(
@@ -191,19 +165,6 @@ def test_S4_S12_bytes_that_are_final_stay_and_bytes_beyond_those_needed_do_not_m
     assert_equal(result, out, EXACT)
 
 
-def test_long_chunks_take_several_steps_and_all_chunks_advance_together():
-    size = 2 * BLOCK + 77
-    codec, x = get_codec("MinMaxUInt8"), torch.randn(2 * size)
-    ends = [32 + BLOCK, 32 + 2 * BLOCK, 32 + size]
-    payload = torch.full_like(codec.compress(x, 2), GARBAGE)
-    steps = codec.compress_in_steps(x, 2, out=payload)
-    assert next(steps) == ends[0]
-    assert (payload.view(2, -1)[:, ends[0] : ends[2]] == GARBAGE).all()
-    assert list(steps) == [*ends[1:], len(payload) // 2]
-    needed = list(codec.decompress_in_steps(payload, 2, out=x))
-    assert needed == sorted([32, *ends, *ends])
-
-
 @pytest.mark.parametrize("collective", ["alltoall", "allgather_inplace"])
 def test_steps_that_ask_for_more_bytes_than_there_are_run_when_all_have_come(collective):
     def steps(found):
@@ -219,25 +180,3 @@ def test_steps_that_ask_for_more_bytes_than_there_are_run_when_all_have_come(col
         return filled, read
 
     assert SimulatedWorld(2).run(rank) == [([collective], [collective])] * 2
-
-
-def test_a_step_is_taken_as_soon_as_its_last_byte_has_come():
-    taken = []
-
-    def steps():
-        for needed in (0, 2, 3):
-            yield needed
-            taken.append(needed)
-
-    overlap = Overlap(iter(()), steps())
-    for size, expected in [(0, [0]), (1, [0]), (2, [0, 2]), (3, [0, 2, 3])]:
-        overlap.read(size)
-        assert taken == expected
-
-
-def test_arguments_of_steps_are_checked_before_the_first_one():
-    codec, x = get_codec("MinMaxUInt8"), torch.zeros(4)
-    with pytest.raises(TypeError, match=r"x is torch\.float64"):
-        codec.compress_in_steps(x.double(), 2, out=torch.empty(128, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="payload has 5 elements"):
-        codec.decompress_in_steps(torch.empty(5, dtype=torch.uint8), 2, out=x)

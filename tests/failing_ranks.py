@@ -367,6 +367,19 @@ def is_interrupted_in_backward(training: Training) -> None:
         training.step()
 
 
+def handles_ctrl_c(training: Training) -> None:
+    """Rank 1 gets Ctrl-C between two steps, and stays in the handler until the others gave up."""
+    if training.rank != 1:
+        training.go_on()
+        return
+    store = torch.distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        store.wait(["0", "2"])
+
+
 def ends_by_an_uncaught_exception(training: Training) -> None:
     """Rank 1's interpreter ends by an exception, as a script's."""
     if training.rank == 1:

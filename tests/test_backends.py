@@ -8,14 +8,12 @@ import sys
 import threading
 from importlib.metadata import EntryPoint
 
-import numpy as np
 import pytest
 import torch
 from tests.threads import assert_right_on_threads
 
 import bagua_ref.backends as registry
 from bagua_ref.backends import (
-    KernelBackend,
     available_backends,
     get_backend,
     get_codec,
@@ -384,60 +382,6 @@ def test_a_backend_for_one_kind_of_device_refuses_the_others():
         OnlyCuda().add_(torch.zeros(1), torch.zeros(1))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
-)
-@pytest.mark.parametrize("size", [BLOCK - 1, BLOCK, 3 * BLOCK + 7])
-def test_sizes_that_cross_a_block(size, dtype):
-    """Kernels equal torch's separate operations on float32 (float64) copies, each of which rounds
-    once.
-    """
-    generator = torch.Generator().manual_seed(1)
-    x, y, z = (torch.randn(size, generator=generator).to(dtype) for _ in range(3))
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
-    a, b, c = x.to(wide), y.to(wide), z.to(wide)
-
-    def check(kernel, expected: torch.Tensor) -> None:
-        actual = x.clone()
-        kernel(actual)
-        assert_equal(actual, expected.to(dtype), EXACT)
-
-    check(lambda t: kernels.add_(t, y), a + b)
-    check(lambda t: kernels.subtract_(t, y), a - b)
-    check(lambda t: kernels.add_scaled_(t, y, 0.1), a + b * torch.tensor(0.1, dtype=wide))
-    check(lambda t: kernels.average_(t, y), (a + b) / 2)
-    check(lambda t: kernels.divide_(t, 3), a / 3)
-    check(lambda t: kernels.async_average_(t, b, z, 3), a + (b / 3 - c))
-    keep, gain = torch.tensor(0.9, dtype=wide), torch.tensor(1 - 0.9, dtype=wide)
-    check(lambda t: kernels.update_momentum_(t, y, 0.9), a * keep + b * gain)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    ("num_chunks", "size"),
-    [
-        (9, 1),
-        (1024, 1),
-        (1024, 2),
-        (1024, 3),
-        (100, 65),
-        (3, BLOCK + 1),
-        (1024, 65),
-        (BLOCK + 1, 2),
-    ],
-)
-@pytest.mark.parametrize("average", [False, True])
-def test_S3_7_many_chunks_are_added_in_order(num_chunks, size, average, dtype):
-    x = torch.randn(num_chunks * size, generator=torch.Generator().manual_seed(2)).to(dtype)
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
-    chunks = x.view(num_chunks, size).to(wide)
-    total = torch.from_numpy(np.add.accumulate(chunks.numpy())[-1])
-    expected = x.clone().view(num_chunks, size)
-    expected[num_chunks // 2] = (total / num_chunks if average else total).to(dtype)
-    kernels.reduce_chunks_(x, num_chunks, num_chunks // 2, average)
-    assert_equal(x.view(num_chunks, size), expected, EXACT)
-
-
 def run_every_kernel(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return the results of every kernel on fixed numbers on ``device``, moved to the CPU."""
     numbers = (
@@ -521,17 +465,6 @@ def test_kernels_on_many_threads_do_not_share_buffers():
         lambda index: get_codec("MinMaxUInt8", kernels).compress(inputs[index], 3),
         expected,
         rounds=10,
-    )
-
-
-def test_every_kernel_is_abstract_behind_its_checks():
-    public = {
-        name
-        for name in vars(KernelBackend)
-        if not name.startswith("_") and callable(getattr(KernelBackend, name))
-    }
-    assert {f"_{name}" for name in public - {"unavailable_reason"}} == set(
-        KernelBackend.__abstractmethods__
     )
 
 

@@ -20,18 +20,13 @@ from tests.trainings import by_name, network, on_every_rank, simulate, train, we
 
 import bagua_ref
 import bagua_ref.backends as registry
-from bagua_ref.backends import Codec, get_backend, get_codec, list_codecs, register_codec
-from bagua_ref.backends.codec import COMPRESSIBLE
+from bagua_ref.backends import Codec, get_codec, list_codecs, register_codec
 from bagua_ref.backends.reference import ReferenceBackend
-from bagua_ref.backends.reference.backend import BLOCK
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
-from bagua_ref.comm_ops import CentralizedLowPrecision
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.conformance.expected import codecs_scalar
 from bagua_ref.conformance.expected.codecs_scalar import MINMAX
-from bagua_ref.conformance.expected.kernels_scalar import float32_of_bits
 from bagua_ref.errors import BackendUnavailableError
-from bagua_ref.simulation import SimulatedWorld
 
 MX = ("MXFP8", "MXFP4", "MXINT8")
 S12 = (*MX, "OneBit")
@@ -100,36 +95,6 @@ def test_S4_S12_payload_bytes(name, counts, sizes):
     assert [codecs_scalar.payload_size(name, c) for c in counts] == sizes
 
 
-@pytest.mark.parametrize("name", [*S12, MINMAX])
-@pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
-@pytest.mark.parametrize(
-    ("num_chunks", "size"), [(1, BLOCK + 5), (3, BLOCK + 7), (4, BLOCK // 2), (9000, 1)]
-)
-def test_tiles_change_nothing(name, num_chunks, size, dtype):
-    x = torch.randn(num_chunks * size, generator=torch.Generator().manual_seed(1)).to(dtype)
-    payload, restored = (
-        codec(name).compress(x, num_chunks).view(num_chunks, -1),
-        round_trip(name, x, num_chunks).view(num_chunks, -1),
-    )
-    if num_chunks > 1:
-        for row in (0, num_chunks // 2, num_chunks - 1):
-            alone = x.view(num_chunks, size)[row].clone()
-            assert_equal(payload[row], codec(name).compress(alone, 1), EXACT)
-            assert_equal(restored[row], round_trip(name, alone), EXACT)
-    elif name != "OneBit":  # whose scale depends on the whole chunk; levels depend on its ends only
-        ends = x[[int(x.argmin()), int(x.argmax())]] if name == MINMAX else x[:0]
-        tail = x[size // 32 * 32 - 64 :]
-        assert_equal(
-            restored[0][-len(tail) :], round_trip(name, torch.cat([ends, tail]))[len(ends) :], EXACT
-        )
-
-
-def test_S12_1_the_exponent_is_exact_just_below_a_power_of_two():
-    below = torch.nextafter(torch.tensor([2.0**k for k in range(-120, 120, 7)]), torch.tensor(0.0))
-    for value, k in zip(below, range(-120, 120, 7), strict=True):
-        assert codec("MXINT8").compress(value.view(1), 1)[0].item() == k - 1 + 127
-
-
 # MinMaxUInt8 (S4)
 
 
@@ -167,38 +132,6 @@ def test_S4_pinned_vectors(values, dtype, header, levels):
     ) == minmax_block(header, levels)
 
 
-def test_S4_3_what_lies_beyond_float16_is_its_largest_number():
-    # Levels 0 and 255 decode to -127 and 128 steps of 513.8; the upper one, 65760, would round to
-    # infinity.
-    x = torch.tensor([-65504.0, 65504.0], dtype=torch.float16)
-    assert_equal(
-        round_trip(MINMAX, x), torch.tensor([-65248.0, 65504.0], dtype=torch.float16), EXACT
-    )
-
-
-def test_S4_3_what_lies_beyond_float32_is_its_largest_number():
-    largest = torch.finfo(torch.float32).max
-    x = torch.tensor([-largest / 2, largest / 2])
-    restored = round_trip(MINMAX, x)
-    assert restored.isfinite().all()
-    payload = torch.zeros(64, dtype=torch.uint8)
-    # no compressor writes this: the difference overflows
-    payload[:8] = torch.tensor([-largest, largest]).view(torch.uint8)
-    payload[32:34] = torch.tensor([0, 200])
-    out = torch.zeros(2)
-    minmax.decompress(payload, 1, out)
-    assert_equal(out, torch.tensor([-largest, -largest]), EXACT)
-
-
-def test_S4_6_the_pinned_vector_needs_one_and_a_half_steps():
-    low, high = float32_of_bits(0xC018B111), float32_of_bits(0x4027C5B4)
-    x = torch.tensor([high, low])
-    errors = (round_trip(MINMAX, x).double() - x.double()).abs()
-    scale = codecs_scalar.grid(low, high)[0]
-    assert errors.max() > 0.5 / scale + 2.0**-22 * high
-    assert errors.max() <= codecs_scalar.error_bound(MINMAX, low, [low, high], 0.0, "float32")
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -207,18 +140,12 @@ def test_S4_6_the_pinned_vector_needs_one_and_a_half_steps():
             ValueError,
             "num_chunks=3 must divide the number of elements, which is 4",
         ),
-        ({"num_chunks": 0}, ValueError, "num_chunks=0 must be at least 1"),
         ({"num_chunks": -2}, ValueError, "num_chunks=-2 must be at least 1"),
         ({"num_chunks": 2.0}, TypeError, "num_chunks=2.0 must be an integer"),
         (
             {"num_chunks": 2, "target_chunk": 2},
             ValueError,
             "target_chunk=2 must be from 0 to num_chunks - 1 = 1",
-        ),
-        (
-            {"num_chunks": 2, "target_chunk": -1},
-            ValueError,
-            "target_chunk=-1 must be from 0 to num_chunks - 1 = 1",
         ),
         ({"num_chunks": 2, "target_chunk": "a"}, TypeError, "target_chunk='a' must be an integer"),
         (
@@ -270,12 +197,6 @@ def test_the_benchmark_runs_and_its_three_forms_of_S4_agree(tmp_path):
     assert {"machine", "versions", "date"} <= set(result)
 
 
-def test_payload_and_tensor_must_lie_apart():
-    memory = torch.zeros(128, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="out overlaps x in memory"):
-        minmax.compress(memory[:64].view(torch.float32)[:8], 1, out=memory[16:80])
-
-
 # A second opinion (S12.4)
 
 
@@ -320,16 +241,6 @@ def test_S12_4_ml_dtypes_rounds_alike_at_every_code_and_decodes_every_scale(name
         assert_equal(out, torch.from_numpy(np.clip(wanted, -largest, largest)).float(), EXACT)
 
 
-@pytest.mark.parametrize("name", MX)
-def test_S12_4_ml_dtypes_has_the_same_scales(name):
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    form = codecs_scalar.FORMATS[name]
-    for k in range(-149, 128):
-        scale = codec(name).compress(torch.tensor([2.0**k]), 1)[0].item()
-        power = np.float64(2.0) ** min(127, max(-127, k - form.emax))
-        assert scale == np.array(power).astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
-
-
 # Bounds are attained (S12.3)
 
 
@@ -354,30 +265,17 @@ def test_S12_3_bounds_are_attained():
 # Operations and algorithms
 
 
-@pytest.mark.parametrize("name", [*S12, MINMAX])
-def test_S3_2_with_every_codec_all_ranks_end_with_the_bytes_of_the_sentence(name):
-    n, size = 3, 35
-    inputs = [
-        torch.randn(n * size, generator=torch.Generator().manual_seed(rank)) for rank in range(n)
-    ]
-
-    def rank(comm: Any) -> torch.Tensor:
-        x = inputs[comm.rank()].clone()
-        CentralizedLowPrecision(comm, get_backend("reference"), codec(name), True)(x)
-        return x
-
-    received = torch.stack([round_trip(name, x, n).view(n, size) for x in inputs])
-    total = torch.zeros(n, size)
-    for part in received:
-        total = total + part
-    wanted = torch.cat([round_trip(name, row) for row in total / n])
-    for x in SimulatedWorld(n).run(rank):
-        assert_equal(x, wanted, EXACT)
-
-
 @pytest.mark.filterwarnings("ignore:compression='OneBit' without error memory")
-@pytest.mark.parametrize("name", [*S12, MINMAX])
-@pytest.mark.parametrize("kind", ["bytegrad", "qadam", "low_precision_decentralized", "diloco"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("MXFP8", "bytegrad"),
+        ("OneBit", "qadam"),
+        ("MXINT8", "low_precision_decentralized"),
+        ("MXFP4", "diloco"),
+        (MINMAX, "diloco"),
+    ],
+)
 def test_every_algorithm_trains_alike_on_all_ranks_with_every_codec(name, kind):
     def rank(r: int) -> torch.Tensor:
         module = network()
@@ -448,14 +346,6 @@ def test_S4_5_S12_other_dtypes_are_refused_by_name_when_appended(name, dtype):
     simulate(2, rank)
 
 
-@pytest.mark.parametrize("name", [*S12, MINMAX])
-def test_a_payload_of_the_wrong_size_is_refused_and_out_stays(name):
-    out = torch.ones(64)
-    with pytest.raises(ValueError, match="payload has 31 elements; with out of 64 it must have"):
-        codec(name).decompress(torch.zeros(31, dtype=torch.uint8), 1, out)
-    assert_equal(out, torch.ones(64), EXACT)
-
-
 # The registry
 
 
@@ -519,7 +409,6 @@ def test_a_registered_codec_works_with_every_backend_and_algorithm():
     out = torch.zeros(3)
     found.decompress(found.compress(x, 3), 3, out)
     assert out.tolist() == [1.0, 1.0, 70.0]
-    test_S3_2_with_every_codec_all_ranks_end_with_the_bytes_of_the_sentence("Halves")
     test_every_algorithm_trains_alike_on_all_ranks_with_every_codec("Halves", "bytegrad")
 
 

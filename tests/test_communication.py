@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import os
-import time
 from functools import partial
 
 import pytest
@@ -28,8 +27,6 @@ from bagua_ref.groups.communication import (
 )
 from bagua_ref.simulation import SimulatedWorld
 
-WORLDS = {"one": (1,), "uneven": (1, 2)}
-
 
 @pytest.fixture
 def world_of_one():
@@ -49,17 +46,6 @@ def simulate(function, nodes=(2, 1)):
             bagua_ref.destroy_process_group()
 
     return SimulatedWorld(sum(nodes), nodes=nodes).run(main)
-
-
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("nodes", WORLDS.values(), ids=WORLDS)
-def test_S3_9_collectives_in_a_simulated_world(case, nodes):
-    simulate(lambda: case(_get_default_group().get_global_communicator()), nodes)
-
-
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.__name__)
-def test_S3_9_collectives_of_a_process_alone(case, world_of_one):
-    case(_get_default_group().get_global_communicator())
 
 
 def test_S1_without_comm_the_default_group_is_meant():
@@ -420,18 +406,3 @@ def test_no_communicator_of_its_own_pretends_to_be_one():
     assert (outside.rank(), outside.nranks(), outside.bytes_sent) == (-1, 3, 0)
     with pytest.raises(AttributeError):
         outside.allredcue  # noqa: B018
-
-
-def test_the_time_to_broadcast_many_small_tensors_grows_with_their_number() -> None:
-    def seconds(count: int) -> float:
-        def main() -> float:
-            tensors = [torch.zeros(2) for _ in range(count)]
-            began = time.thread_time()
-            bagua_ref.broadcast_coalesced(tensors, 0)
-            return time.thread_time() - began
-
-        return max(simulate(main, (2,)))
-
-    seconds(100)
-    # 64 times if each looked at all
-    assert min(seconds(4_000) for _ in range(3)) < 30 * max(seconds(500) for _ in range(3))

@@ -215,7 +215,7 @@ def test_indices_beyond_2_to_the_31(dtype):
     x, y = sparse(FAR, dtype), sparse(FAR, dtype)
     per_block = 16 // x.element_size() * BLOCK
     x[-9:], y[-9:] = 3, 4
-    (launch,) = plans.element_wise(DeviceProperties(2), "add", x, y).launches
+    (launch,) = plans.element_wise(DeviceProperties(2), x, y, name="add").launches
     run_ends(launch, -(-FAR // per_block))
     assert x[-10:].tolist() == [0.0] + [7.0] * 9
 

@@ -4,11 +4,12 @@ harmless things stay allowed.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -38,25 +39,57 @@ GRADIENTS = ["gradient_allreduce", "bytegrad", "qadam in warm-up", "qadam", "asy
 WEIGHTS = ["decentralized", "decentralized, interval 2", "low_precision_decentralized"]
 
 
-def run(fault: Any, algorithms: list[str], options: dict[str, Any]) -> Any:
+IN_WARM_UP = ["local_sgd in warm-up", "diloco in warm-up"]
+TO_RUN: list[tuple[Any, list[str]]] = [
+    (faults.abandons_a_backward, [*GRADIENTS, "decentralized", "low_precision_decentralized"]),
+    (
+        faults.skips_an_optimizer_step,
+        [*GRADIENTS, "async at the end of its warm-up", "low_precision_decentralized"],
+    ),
+    (faults.looks_at_a_batch, [*GRADIENTS, "async at the end of its warm-up"]),
+    (faults.forgets_a_batch, GRADIENTS),
+    (faults.loads_another_checkpoint, [*GRADIENTS, *WEIGHTS]),
+    (faults.loads_other_weights, [*GRADIENTS, *IN_WARM_UP]),
+    (faults.makes_other_buckets, ["gradient_allreduce", "bytegrad"]),
+    (faults.skips_an_optimizer_step, [*COUNTED]),
+    (faults.loads_another_checkpoint, [*COUNTED]),
+    (faults.abandons_a_backward, [*COUNTED]),
+]
+"""Faults after which ranks go on, and the algorithms that are tried."""
+
+
+def run() -> dict[tuple[str, str], tuple[list[str], float]]:
+    """Return this rank's errors and the seconds for each fault and algorithm."""
     os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = "4096"
     faults.ALGORITHMS.update(COUNTED)
-    return faults.run(fault, algorithms, options)
+    return {
+        (fault.__name__, algorithm): (errors, seconds)
+        for fault, algorithms in TO_RUN
+        for algorithm, (errors, seconds, _) in faults.run(fault, algorithms, {}).items()
+    }
 
 
-def texts(fault: Any, algorithms: list[str], **options: Any) -> dict[str, list[list[str]]]:
-    """Return the errors of both ranks for each algorithm, after checking that there was no long
-    wait.
+@functools.cache
+def texts() -> dict[tuple[str, str], list[list[str]]]:
+    """Return the errors of both ranks for each fault and algorithm, after checking that there was
+    no long wait.
     """
-    ranks = launch(run, 2, fault, algorithms, options)
+    ranks = launch(run, 2, limit=240)
     for results in ranks:
-        for algorithm, (_, seconds, _) in results.items():
-            assert seconds < 15, algorithm
-    return {algorithm: [results[algorithm][0] for results in ranks] for algorithm in algorithms}
+        for place, (_, seconds) in results.items():
+            assert seconds < 15, place
+    return {place: [results[place][0] for results in ranks] for place in ranks[0]}
+
+
+def each(
+    fault: Any, algorithms: Iterable[str] = GRADIENTS
+) -> Iterator[tuple[str, list[list[str]]]]:
+    for algorithm in algorithms:
+        yield algorithm, texts()[fault.__name__, algorithm]
 
 
 def test_a_backward_abandoned_half_way_is_an_error_on_all_ranks_at_once() -> None:
-    for algorithm, (innocent, guilty) in texts(faults.abandons_a_backward, GRADIENTS).items():
+    for algorithm, (innocent, guilty) in each(faults.abandons_a_backward):
         assert len(guilty) == 3, algorithm
         assert all(
             "cannot train on: one of its backward passes failed" in text for text in guilty
@@ -67,43 +100,48 @@ def test_a_backward_abandoned_half_way_is_an_error_on_all_ranks_at_once() -> Non
         ), (algorithm, innocent)
 
 
-def test_abandoning_a_backward_is_harmless_where_it_communicates_nothing() -> None:
-    assert texts(faults.abandons_a_backward, WEIGHTS[:1]) == {"decentralized": [[], []]}
+def test_what_mixes_or_communicates_nothing_stays_allowed() -> None:
+    allowed = [
+        (faults.abandons_a_backward, ["decentralized"]),
+        (faults.forgets_a_batch, GRADIENTS),
+        (faults.looks_at_a_batch, GRADIENTS),
+    ]
+    for fault, algorithms in allowed:
+        for algorithm, ranks in each(fault, algorithms):
+            assert ranks == [[], []], (fault, algorithm)
 
 
 def test_a_skipped_optimizer_step_is_an_error_in_the_next_round() -> None:
-    for algorithm, ranks in texts(faults.skips_an_optimizer_step, GRADIENTS).items():
+    for algorithm, ranks in each(faults.skips_an_optimizer_step):
         for errors in ranks:
             assert (
                 "rank 0 has taken 4 optimizer steps, rank 1 has taken 3 optimizer steps"
                 in errors[0]
             ), algorithm
+    for algorithm, ranks in each(
+        faults.skips_an_optimizer_step, ["async at the end of its warm-up"]
+    ):
+        assert all(ranks), algorithm
 
 
 @pytest.mark.parametrize("fault", [faults.skips_an_optimizer_step, faults.abandons_a_backward])
 def test_a_backward_without_a_step_is_an_error_where_steps_communicate(fault: Any) -> None:
-    for errors in texts(fault, ["low_precision_decentralized"])["low_precision_decentralized"]:
-        assert (
-            "rank 0 has run 1 backward passes since the last round, rank 1 has run 2 backward"
-            " passes" in errors[0]
-        )
-
-
-def test_the_end_of_a_warm_up_after_a_skipped_step_does_not_make_ranks_wait() -> None:
-    for name in ("qadam", "async at the end of its warm-up"):
-        for errors in texts(faults.skips_an_optimizer_step, [name])[name]:
-            assert errors, name
+    for _, ranks in each(fault, ["low_precision_decentralized"]):
+        for errors in ranks:
+            assert (
+                "rank 0 has run 1 backward passes since the last round, rank 1 has run 2 backward"
+                " passes" in errors[0]
+            )
 
 
 def test_a_rank_that_leaves_the_warm_up_early_does_not_make_the_others_wait() -> None:
-    algorithm = "async at the end of its warm-up"
-    early, late = texts(faults.looks_at_a_batch, [algorithm])[algorithm]
-    assert not early
-    assert "rank 0 gave up: it has left the warm-up, of 5 steps" in late[0]
+    for _, (early, late) in each(faults.looks_at_a_batch, ["async at the end of its warm-up"]):
+        assert not early
+        assert "rank 0 gave up: it has left the warm-up, of 5 steps" in late[0]
 
 
 def test_checkpoints_of_different_steps_are_an_error_in_the_next_round() -> None:
-    for algorithm, ranks in texts(faults.loads_another_checkpoint, [*GRADIENTS, *WEIGHTS]).items():
+    for algorithm, ranks in each(faults.loads_another_checkpoint, [*GRADIENTS, *WEIGHTS]):
         for errors in ranks:
             assert len(errors) >= 3, (algorithm, errors)
             assert "disagree: " in errors[0], algorithm
@@ -115,7 +153,7 @@ def test_checkpoints_of_different_steps_are_an_error_in_the_next_round() -> None
     [faults.skips_an_optimizer_step, faults.loads_another_checkpoint, faults.abandons_a_backward],
 )
 def test_S9_a_rank_that_loses_count_of_steps_is_an_error_on_every_rank(fault: Any) -> None:
-    for name, ranks in texts(fault, list(COUNTED)).items():
+    for name, ranks in each(fault, COUNTED):
         for errors in ranks:
             assert errors, name
             assert all(
@@ -125,8 +163,7 @@ def test_S9_a_rank_that_loses_count_of_steps_is_an_error_on_every_rank(fault: An
 
 
 def test_weights_that_one_rank_loads_are_an_error_where_replicas_are_equal() -> None:
-    in_warm_up = ["local_sgd in warm-up", "diloco in warm-up"]
-    for algorithm, ranks in texts(faults.loads_other_weights, [*GRADIENTS, *in_warm_up]).items():
+    for algorithm, ranks in each(faults.loads_other_weights, [*GRADIENTS, *IN_WARM_UP]):
         for errors in ranks:
             assert "rank 0 has weights and optimizer state of checksum" in errors[0], (
                 algorithm,
@@ -135,17 +172,9 @@ def test_weights_that_one_rank_loads_are_an_error_where_replicas_are_equal() -> 
 
 
 def test_other_buckets_than_before_are_an_error_before_any_is_sent() -> None:
-    for algorithm, ranks in texts(
-        faults.makes_other_buckets, ["gradient_allreduce", "bytegrad"]
-    ).items():
+    for algorithm, ranks in each(faults.makes_other_buckets, ["gradient_allreduce", "bytegrad"]):
         for errors in ranks:
             assert "disagree: rank 0 has buckets of plan" in errors[0], (algorithm, errors)
-
-
-@pytest.mark.parametrize("fault", [faults.forgets_a_batch, faults.looks_at_a_batch])
-def test_what_mixes_nothing_stays_allowed(fault: Any) -> None:
-    for algorithm, ranks in texts(fault, GRADIENTS).items():
-        assert ranks == [[], []], algorithm
 
 
 @dataclass
@@ -172,7 +201,6 @@ MESSAGES = {"algorithm": "low_precision_decentralized"}
 """Ranks exchange messages with two others, which gloo cannot interrupt, and no collective."""
 ENDED = "the process of rank 1 has ended"
 SCENARIOS = {
-    "is killed, gloo": killed(lambda: None),
     "is killed in backward, memory": Scenario(faults.dies_in_backward, ENDED),
     "is killed; a process that C forked lives on, gloo": killed(faults.fork_unseen),
     "is killed; a process that C forked lives on, messages over gloo": killed(
@@ -181,7 +209,6 @@ SCENARIOS = {
     "is killed; a process that C forked lives on, messages in memory": killed(
         faults.fork_unseen, **MESSAGES
     ),
-    "is killed; a process that it forked lives on, memory": killed(faults.fork),
     "is killed; workers of its DataLoader are busy, gloo": killed(faults.workers),
     "is killed; a program that it started lives on, gloo": killed(faults.start_a_program),
     "serves the store and is killed, memory": Scenario(
@@ -189,6 +216,9 @@ SCENARIOS = {
     ),
     "is interrupted in backward, and lives on, gloo": Scenario(
         faults.is_interrupted_in_backward, "rank 1 gave up: one of its backward passes failed"
+    ),
+    "is interrupted between steps, and stays in the handler, memory": Scenario(
+        faults.handles_ctrl_c, "rank 1 did not .*, while it handles KeyboardInterrupt", timeout=3.0
     ),
     "gives up, and lives on, messages in memory": Scenario(
         faults.gives_up, "rank 1 gave up: it has had enough$", **MESSAGES

@@ -387,7 +387,7 @@ def come_late(folder: str, timeout: float | None) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_in_the_files_of_the_others(tmp_path: Path) -> None:
-    ended = outcomes(come_late, 3, str(tmp_path), None, collective_timeout=4.0)
+    ended = outcomes(come_late, 3, str(tmp_path), None, collective_timeout=2.0)
     assert all(isinstance(outcome.error, CommunicationError) for outcome in ended)
     for r in (0, 1):
         assert isinstance(ended[r].error, CommunicationTimeoutError)
@@ -399,7 +399,7 @@ def test_a_rank_that_does_not_come_is_in_the_files_of_the_others(tmp_path: Path)
         [o["started"] for o in one["operations"] if o["kind"] == "agreement"] for one in written
     ]
     assert [len(one) for one in started] == [3, 3, 3]
-    assert started[2][2] - started[0][2] > 4  # the clocks of a machine's ranks can be compared
+    assert started[2][2] - started[0][2] > 2  # the clocks of a machine's ranks can be compared
     unfinished = [
         [(o["kind"], o["round"]) for o in one["operations"] if o["ended"] is None]
         for one in written
@@ -414,8 +414,8 @@ def test_a_rank_that_does_not_come_is_in_the_files_of_the_others(tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_files_say_what_a_rank_still_waits_for(tmp_path: Path) -> None:
-    ended = outcomes(come_late, 3, str(tmp_path), 4.0, collective_timeout=30.0)
-    assert "timed out after 4 s" in str(ended[0].error)
+    ended = outcomes(come_late, 3, str(tmp_path), 2.0, collective_timeout=30.0)
+    assert "timed out after 2 s" in str(ended[0].error)
     (wait,) = json.loads((tmp_path / "rank0.json").read_text())["waits"]
     assert wait["for"].startswith("in allreduce of group")
     assert wait["ranks"] == [0, 1, 2]

@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -65,7 +64,7 @@ def ranks(
     yield made
     for waits in made:
         if not waits._stop.is_set():
-            waits.close()
+            waits.leave()
 
 
 @pytest.fixture
@@ -88,24 +87,11 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_ranks_that_wait_in_different_collectives_are_all_interrupted_with_the_same_words(
-    enter: Enter,
-) -> None:
-    waits = [enter(0, "gradients/3"), enter(1, "barrier/7")]
-    until(lambda: all(wait.reasons for wait in waits))
-    assert {wait.reasons[0] for wait in waits} == {
-        (
-            "deadlock: every rank is waiting for another: rank 0 waits in gradients/3; rank 1 waits in"
-            " barrier/7"
-        )
-    }
-
-
 def test_a_rank_that_is_told_late_hears_of_the_first_deadlock(
     enter: Enter, ranks: list[Peers], store: dist.Store
 ) -> None:
     ours, late = enter(0, "save/1"), enter(1, "gradients/3")
-    until(lambda: store.check(["waits/1"]))
+    until(lambda: json.loads(store.get("waits/1"))[:1] == [True])
     with ranks[1]._lock:  # its watch is behind
         until(lambda: ours.reasons)
         ours.end()
@@ -135,14 +121,6 @@ def test_a_collective_may_take_its_time_and_a_rank_that_does_not_wait_may_still_
     assert not any(wait.reasons for wait in waits)
 
 
-def test_a_rank_that_has_left_never_comes(enter: Enter, ranks: list[Peers]) -> None:
-    enter(1, "earlier/1").end()
-    ranks[1].close()
-    wait = enter(0, "gradients/3")
-    until(lambda: wait.reasons)
-    assert wait.reasons[0].endswith("rank 0 waits in gradients/3; rank 1 has left")
-
-
 def test_a_wait_in_a_group_that_a_rank_has_given_up_ends_once_it_is_long(
     enter: Enter, ranks: list[Peers]
 ) -> None:
@@ -158,7 +136,8 @@ def test_a_wait_in_a_group_that_a_rank_has_given_up_ends_once_it_is_long(
 def test_a_wait_that_ends_is_taken_back_at_once(enter: Enter, store: dist.Store) -> None:
     wait = enter(0, "gradients/3")
     until(lambda: store.check(["waits/0"]))
-    (published,) = json.loads(store.get("waits/0"))
+    until(lambda: json.loads(store.get("waits/0"))[:1] == [True])
+    _, (published,), _, _ = json.loads(store.get("waits/0"))
     assert published[:3] == ["in gradients/3", "gradients/3", [0, 1]]
     wait.end()
     assert json.loads(store.get("waits/0")) == []
@@ -184,8 +163,7 @@ def test_a_store_that_does_not_answer_keeps_no_wait_from_ending(
     waits = Peers(Hangs(), 0, 2, Processes([], 0))
     with waits.waiting("in barrier", "barrier/7", (0, 1), print):
         assert asked.wait(10)
-    waits.report_exit(ValueError("no data"))
-    waits.close()
+    waits.leave(ValueError("no data"))
     answer.set()
     assert waits._threads
     waits._threads[0].join(10)
@@ -228,17 +206,8 @@ def test_a_wait_that_has_just_timed_out_is_still_known(
         ranks[1].waiting("in gradients/3", "gradients/3", (0, 1), print, timeout=0.1),
     ):
         raise RuntimeError
-    until(lambda: store.check(["seen/1"]))
+    until(lambda: store.check(["waits/1"]))
     time.sleep(0.2)
-    assert ranks[0].who_is_missing("gradients/3", (0, 1), 0.2) == ""
-
-
-def test_a_wait_with_a_short_timeout_is_published_before_it_ends(
-    ranks: list[Peers], store: dist.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(missing, "_PATIENCE", 60)
-    with ranks[1].waiting("in gradients/3", "gradients/3", (0, 1), print, timeout=0.6):
-        until(lambda: store.check(["seen/1"]))
     assert ranks[0].who_is_missing("gradients/3", (0, 1), 0.2) == ""
 
 
@@ -263,7 +232,7 @@ def test_the_exception_that_ends_a_rank_is_told(ranks: list[Peers]) -> None:
         " died or left (closed by peer)"
     )
     assert why(ranks[0], (1,)).endswith("failed; rank 1 has died or left")
-    ranks[1].report_exit(ValueError("no data"))
+    ranks[1].leave(ValueError("no data"))
     assert why(ranks[0], (1,)).endswith("failed; rank 1 ended with ValueError: no data")
 
 
@@ -279,9 +248,9 @@ def test_a_connection_that_closes_because_none_could_go_on_is_known_for_that(
 def test_a_wait_that_ends_while_it_is_being_published_is_taken_back(
     enter: Enter, store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocked, ending = Peers._blocked, []
+    blocked, ending = Peers._is_blocked, []
 
-    def blocked_and_ends(waits: Peers) -> list[Any]:
+    def blocked_and_ends(waits: Peers) -> bool:
         found = blocked(waits)
         if found and not ending:
             monkeypatch.setattr(missing, "_INTERVAL", 60)
@@ -291,7 +260,7 @@ def test_a_wait_that_ends_while_it_is_being_published_is_taken_back(
             time.sleep(0.2)
         return found
 
-    monkeypatch.setattr(Peers, "_blocked", blocked_and_ends)
+    monkeypatch.setattr(Peers, "_is_blocked", blocked_and_ends)
     wait = enter(0, "gradients/3")
     until(lambda: ending)
     ending[0].join()

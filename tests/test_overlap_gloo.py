@@ -166,7 +166,7 @@ def test_S2_5_a_codec_that_fails_in_the_middle_of_a_payload_is_an_error_on_every
 def train_beside_a_rank_that_hangs() -> str:
     pipelining.PIECE = 4099
     shared_memory._LARGEST = 4096
-    Failing.pause = 12
+    Failing.pause = 5
     module, optimizer = wrap(
         torch.nn.Linear(1200, 1200), ByteGradAlgorithm(hierarchical=False), lr=0.1, timeout=1
     )

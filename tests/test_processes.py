@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import threading
@@ -41,7 +40,7 @@ def test_the_end_of_a_process_is_noticed_at_once_even_if_its_parent_has_not(
     program: subprocess.Popen[bytes],
 ) -> None:
     found = watched(program)
-    assert len(found) == 1
+    assert found.are_watched([1])
     assert found.ended([1]) == set()
     threading.Timer(0.2, program.kill).start()
     assert found.ended([0, 1], 20) == {1}  # this process is never among them
@@ -65,7 +64,7 @@ def test_a_process_may_have_ended_before(
 def test_processes_elsewhere_are_not_watched(program: subprocess.Popen[bytes]) -> None:
     for where in ("another machine", ""):
         found = watched(program, where=where)
-        assert not found
+        assert not found.are_watched([1])
         found.close()
 
 
@@ -78,19 +77,16 @@ def test_waiting_can_be_ended(program: subprocess.Popen[bytes]) -> None:
     found.close()
 
 
-@pytest.mark.parametrize(
-    ("said", "interrupted"), [([], True), (missing._HAS_LEFT, False)], ids=["killed", "left"]
-)
+@pytest.mark.parametrize("interrupted", [True, False], ids=["killed", "left"])
 def test_waits_for_a_rank_whose_process_has_ended_are_interrupted_unless_it_has_left(
     program: subprocess.Popen[bytes],
-    said: list[Any],
     interrupted: bool,
     monkeypatch: pytest.MonkeyPatch,
     no_thread_is_left: None,
 ) -> None:
     store, reasons, others = dist.HashStore(), list[str](), list[str]()
-    if said:
-        store.set("waits/1", json.dumps(said))
+    if not interrupted:
+        store.set("left/1", "")
     found, looks = watched(program), list[float]()
     look = found.ended
     monkeypatch.setattr(
@@ -104,7 +100,19 @@ def test_waits_for_a_rank_whose_process_has_ended_are_interrupted_unless_it_has_
             time.sleep(0.01)
     with waits.waiting("in recv", "all/exchange", (0, 2), others.append):
         time.sleep(3 * missing._GRACE)
-    waits.close()
+    waits.leave()
     assert set(reasons) == ({"the process of rank 1 has ended"} if interrupted else set())
     assert not others
     assert len(looks) < 200  # it sleeps in between
+
+
+def test_a_process_that_ends_a_while_after_its_sockets_is_known_to_have_ended(
+    program: subprocess.Popen[bytes], no_thread_is_left: None
+) -> None:
+    """As on a busy machine."""
+    peers = Peers(dist.HashStore(), 0, 2, watched(program))
+    threading.Timer(3 * missing._EXIT_DELAY, program.kill).start()
+    closed = RuntimeError("closed by peer")
+    error = peers.failure("allreduce", "a", (0, 1), "a/1", closed, 20.0, (1,))
+    assert str(error).endswith("failed; the process of rank 1 has ended")
+    peers.leave()

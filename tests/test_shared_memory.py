@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.launch import launch, on_every_process
+from tests.launch import launch
 from tests.ranks_in_threads import Ranks
 
 import bagua_ref
@@ -279,11 +279,11 @@ def test_ranks_in_different_collectives_are_told(
 
 
 @pytest.mark.parametrize("broken", [0, 1, 2])
-@pytest.mark.parametrize("function", ["_listen_locally", "_share_slots"])
+@pytest.mark.parametrize("function", ["_listen", "_share_slots"])
 def test_where_a_rank_cannot_share_memory_no_rank_does(
     broken: int, function: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module = sockets if function == "_listen_locally" else shared_memory
+    module = sockets if function == "_listen" else shared_memory
     original, place = getattr(module, function), threading.local()
 
     def maybe(*args: Any) -> Any:
@@ -319,14 +319,6 @@ def test_memory_that_nobody_refers_to_is_given_back_with_its_sockets() -> None:
         assert "memfd:bagua_ref" not in maps.read()
 
 
-@pytest.mark.parametrize(("value", "allowed"), [("0", False), ("1", True)])
-def test_a_variable_turns_it_off(
-    value: str, allowed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BAGUA_REF_SHARED_MEMORY", value)
-    assert bool(shared_memory.shared_by()) is allowed
-
-
 def test_another_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAGUA_REF_SHARED_MEMORY", "no")
     with pytest.raises(ValueError, match=r"BAGUA_REF_SHARED_MEMORY='no' must be 0 or 1"):
@@ -341,46 +333,31 @@ def test_a_system_that_hides_its_name_shares_no_memory(monkeypatch: pytest.Monke
 # Between processes.
 
 
-def use() -> bool:
-    """Communicate; return whether memory was shared."""
-    x = torch.full((1000,), float(bagua_ref.get_rank()))
-    bagua_ref.allreduce_inplace(x)
-    assert torch.all(x == sum(range(bagua_ref.get_world_size())))
-    connection: Any = _get_default_group().get_global_communicator()._connection
-    return connection.memory is not None
-
-
-def use_with_one_that_may_not() -> bool:
-    if os.environ["RANK"] == "1":
-        os.environ["BAGUA_REF_SHARED_MEMORY"] = "0"
-    bagua_ref.init_process_group()
-    return use()
-
-
-def use_with_one_in_another_network() -> bool:
-    if os.environ["RANK"] == "1":
-        stat = os.stat
-        os.stat = lambda path, **options: stat(
-            "/proc/self/ns/uts" if path == "/proc/self/ns/net" else path, **options
-        )  # type: ignore[assignment]
-    bagua_ref.init_process_group()
-    return use()
+def sharing_in_turn() -> list[bool]:
+    """Return whether memory was shared: by all ranks; with one on another node; one that may not;
+    one in another network.
+    """
+    found, stat, node = [], os.stat, os.environ["GROUP_RANK"]
+    for obstacle in ("", "node", "variable", "network"):
+        os.environ["BAGUA_REF_SHARED_MEMORY"], os.environ["GROUP_RANK"] = "1", node
+        if os.environ["RANK"] == "1":
+            if obstacle == "variable":
+                os.environ["BAGUA_REF_SHARED_MEMORY"] = "0"
+            elif obstacle == "node":
+                os.environ["GROUP_RANK"] = "1"
+            elif obstacle == "network":
+                os.stat = lambda path, **options: stat(
+                    "/proc/self/ns/uts" if path == "/proc/self/ns/net" else path, **options
+                )  # type: ignore[assignment]
+        bagua_ref.init_process_group()
+        x = torch.full((1000,), float(bagua_ref.get_rank()))
+        bagua_ref.allreduce_inplace(x)
+        assert torch.all(x == sum(range(bagua_ref.get_world_size())))
+        connection: Any = _get_default_group().get_global_communicator()._connection
+        found.append(connection.memory is not None)
+        bagua_ref.destroy_process_group()
+    return found
 
 
 def test_ranks_share_memory_if_all_are_on_one_node_of_one_machine_and_may() -> None:
-    assert launch(use, 3) == [True] * 3
-    assert launch(use, 3, nodes=[2, 1]) == [False] * 3
-    assert launch(use_with_one_that_may_not, 3, init=False) == [False] * 3
-    assert launch(use_with_one_in_another_network, 2, init=False) == [False] * 2
-
-
-@on_every_process(2)
-def test_a_forked_child_leaves_the_memory_to_its_parent() -> None:
-    x = torch.ones(5)
-    bagua_ref.allreduce_inplace(x)
-    if (child := os.fork()) == 0:
-        gc.collect()
-        os._exit(0)
-    os.waitpid(child, 0)
-    bagua_ref.allreduce_inplace(x)
-    assert torch.all(x == 4)
+    assert launch(sharing_in_turn, 3, init=False) == [[True, False, False, False]] * 3

@@ -236,7 +236,7 @@ def peers(no_thread_is_left: None) -> Any:
     """The only rank of a job, whose threads end with the test."""
     made = Peers(dist.HashStore(), 0, 1, Processes([], 0))
     yield made
-    made.close()
+    made.leave()
 
 
 class Work:
@@ -274,17 +274,13 @@ def test_S2_5_what_is_done_in_time_is_not_given_up_and_what_is_not_is_once(peers
     assert given_up == ["late"]
 
 
-def test_works_that_are_done_are_not_kept_and_those_behind_one_under_way_not_asked(
-    peers, monkeypatch
-):
-    monkeypatch.setattr(missing, "_LINGER", 0.1)
+def test_works_that_are_done_are_not_kept_and_those_behind_one_under_way_not_asked(peers):
     for _ in range(2):
         work = Work(completed=True)
         watch(peers, work, 60, pytest.fail)
         kept = weakref.ref(work)
         del work
         wait_until(lambda: kept() is None)  # noqa: B023
-        wait_until(lambda: not peers._is_awake)  # the next one wakes the thread
     slow, behind = Work(completed=False), Work(completed=True)
     watch(peers, slow, 60, pytest.fail)
     watch(peers, behind, 60, pytest.fail)
@@ -355,8 +351,8 @@ def test_S2_5_work_on_a_device_with_a_rank_that_has_died_or_given_up_is_given_up
         program.kill()
         wait_until(lambda: len(whys) == 2)
         assert whys == ["rank 1 gave up: enough", "the process of rank 1 has ended"]
-        ours.close()
-        other.close()
+        ours.leave()
+        other.leave()
 
 
 def test_S2_5_where_nccl_refuses_ranks_that_share_a_card_the_error_names_gloo(peers, monkeypatch):

@@ -16,7 +16,46 @@ from pathlib import Path
 
 import pytest
 
-from bagua_ref.backends.cuda.launch import KERNELS, source_of
+from bagua_ref.backends.cuda.launch import source_of
+
+_FLOATS = ("float32", "float64", "float16", "bfloat16")
+_ELEMENTWISE = (
+    "add",
+    "subtract",
+    "add_scaled",
+    "average",
+    "divide",
+    "combine_ring",
+    "async_average",
+    "update_momentum",
+)
+_CODECS = {
+    "codec": ("find_ends", "quantise", "compress_on_chip", "decompress"),
+    "microscaling": tuple(
+        f"{way}_{codec}"
+        for way in ("compress", "decompress")
+        for codec in ("MXFP8", "MXFP4", "MXINT8")
+    ),
+    "one_bit": ("sum_squares", "write_signs", "restore_signs"),
+}
+
+KERNELS: dict[str, tuple[str, ...]] = {
+    "elementwise": tuple(f"{name}_{dtype}" for name in _ELEMENTWISE for dtype in _FLOATS),
+    "chunks": tuple(f"reduce_chunks_{dtype}" for dtype in _FLOATS),
+    **{
+        source: tuple(
+            f"{name}_{dtype}" for name in names for dtype in _FLOATS if dtype != "float64"
+        )
+        for source, names in _CODECS.items()
+    },
+    "movement": (
+        "gather_segments",
+        "scatter_segments",
+        *(f"{way}_strided_{size}" for way in ("gather", "scatter") for size in (1, 2, 4, 8, 16)),
+        *(f"order_keys_{dtype}" for dtype in _FLOATS),
+    ),
+}
+"""The names of the kernels in each source ``kernels/<source>.cu``."""
 
 HERE = Path(__file__).parent
 CACHE = Path(

@@ -11,9 +11,9 @@ import os
 import re
 
 import pytest
+from tests.cuda_emulation.build import KERNELS
 
 from bagua_ref.backends.cuda import launcher
-from bagua_ref.backends.cuda.launch import KERNELS
 
 try:
     VERSION = ".".join(map(str, launcher._nvrtc().getVersion()))

@@ -10,12 +10,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.cuda_emulation import build
+from tests.cuda_emulation.build import KERNELS
 from tests.cuda_emulation.replay import Recorder, program, replay
 from torch import Tensor
 
 from bagua_ref.backends import get_codec
 from bagua_ref.backends.cuda import launch
-from bagua_ref.backends.cuda.launch import KERNELS, DeviceProperties, KernelLaunch
+from bagua_ref.backends.cuda.launch import DeviceProperties, KernelLaunch
 
 pytestmark = build.proofs
 

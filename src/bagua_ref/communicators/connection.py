@@ -9,7 +9,7 @@ import traceback
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 from bagua_ref.base.runtime import is_background_thread
 from bagua_ref.communicators import shared_memory
 from bagua_ref.communicators.gloo_sockets import GlooSockets, open_sockets
-from bagua_ref.communicators.missing import Peers, place_of, title
+from bagua_ref.communicators.missing import Peers, title
 from bagua_ref.communicators.pipelining import ComputingError, OtherCallError
 from bagua_ref.communicators.processes import keep_forever
 from bagua_ref.communicators.rendezvous import Prefixed, another_connection, first_sentence, host_of
@@ -69,11 +69,10 @@ class Connection:
         self._collectives = self._exchanges = 0
         self._begun: list[Any] = []
         """The works of the exchange of integers that is under way."""
-        self._sockets: IntSockets | None = None
-        self._has_tried_sockets = False
-        self._shares_memory = shares_memory and len(ranks) > 1
         self.memory: SharedMemory | None = None
-        """Replaces gloo for tensors on the host, once `share_memory` has succeeded."""
+        """Replaces gloo for tensors on the host, if all ranks share some."""
+        self._ints: IntSockets | None = None
+        """Replaces gloo for integers, if all ranks can reach each other."""
         self._seconds, self._timeout = timeout, timedelta(seconds=timeout)
         self._turn = threading.Lock()
         self._closed = ""
@@ -82,18 +81,24 @@ class Connection:
         self._gloo_sockets: GlooSockets | None = None
         self._nccl: Any = None
         self._place = ""
-        """The collective of the last wait, as `place_of` names it."""
+        """The collective of the last wait."""
         before = open_sockets()
         make = partial(
             dist.ProcessGroupGloo, Prefixed("gloo", store), rank, len(ranks), self._timeout
         )
         self._gloo = peers.meet(name, ranks, timeout, make)
-        self._gloo_sockets = GlooSockets(before)
+        found = GlooSockets(before)
         # The rank that serves the store must not exit before all are connected, so every rank waits
         # for all.
-        self._gloo_sockets.find(
-            self._exchange_over_gloo(self._gloo_sockets.listening, "connect")(), rank
-        )
+        found.find(self._share(found.listening), rank)
+        self._gloo_sockets = found
+        if shares_memory and len(ranks) > 1:
+            self.memory = shared_memory.connect(rank, len(ranks), self._share, timeout)
+        host = "" if self.memory is not None else host_of(store)
+        otherwise = "ranks compare their calls over gloo, which takes a step a little longer"
+        sockets = connect_all(rank, len(ranks), host, self._share, timeout, otherwise)
+        if sockets is not None:
+            self._ints = IntSockets(sockets, timeout)
 
     def exchange_ints(
         self, values: Sequence[int], collective: str = "agreement"
@@ -103,35 +108,9 @@ class Connection:
 
         One exchange can be under way at a time; errors as `run`.
         """
-        self.share_memory(collective)
-        if not self._has_tried_sockets:
-            host = "" if self.memory is not None else host_of(self._store)
-            share = partial(self._share, collective)
-            sockets = connect_all(
-                self.rank,
-                len(self.ranks),
-                host,
-                share,
-                self._seconds,
-                "ranks compare their calls over gloo, which takes a step a little longer",
-            )
-            self._sockets = None if sockets is None else IntSockets(sockets, self._seconds)
-            self._has_tried_sockets = True
-        if (ints := self._sockets) is None:
+        if (ints := self._ints) is None:
             return self._exchange_over_gloo(values, collective)
-        return self._begin(
-            lambda _: ints.send(values), ints.received, collective, ints.are_complete
-        )
-
-    def share_memory(self, collective: str) -> None:
-        """Let the ranks share memory before their first ``collective``, if they can. Collective;
-        errors as `run`.
-        """
-        if self._shares_memory:
-            self.memory = shared_memory.connect(
-                self.rank, len(self.ranks), partial(self._share, collective), self._seconds
-            )
-            self._shares_memory = False
+        return self._begin(lambda _: ints.send(values), ints.received, collective, ints.is_complete)
 
     def compare(self, collective: str, call: str) -> None:
         """Raise CommunicationError, on all ranks, if they do not make the same ``call``.
@@ -143,8 +122,8 @@ class Connection:
             self.abort(why)
             raise CommunicationError(why)
 
-    def _share(self, collective: str, values: Sequence[int]) -> list[list[int]]:
-        return self._exchange_over_gloo(values, collective)()
+    def _share(self, values: Sequence[int]) -> list[list[int]]:
+        return self._exchange_over_gloo(values, "connect")()
 
     def _exchange_over_gloo(
         self, values: Sequence[int], collective: str = "agreement"
@@ -174,8 +153,10 @@ class Connection:
         self.run(collective, lambda group: [start(group)], waits=False)
 
         def finish() -> list[list[int]]:
-            if self._closed or not is_complete():  # mostly it is, and this takes half the time
-                self.run(collective, lambda _: self._begun, place=place)
+            with suppress(RuntimeError):
+                if not self._closed and is_complete():  # mostly it is, and this takes half the time
+                    return result()
+            self.run(collective, lambda _: self._begun, place=place)
             return result()
 
         return finish
@@ -238,7 +219,7 @@ class Connection:
                         collective,
                         self._next_place(peers),
                         self._members(peers),
-                        partial(Connection.give_up_work, weakref.proxy(self)),
+                        partial(Connection.interrupt, weakref.proxy(self)),
                         self._seconds,
                     )
                 return
@@ -295,14 +276,18 @@ class Connection:
         """
         if reason and not self._closed:
             self._peers.give_up(self.name, reason)
-        self._closed = self._closed or reason or "it was aborted or its process group destroyed"
-        # A collective in progress notices this within a tick and drops the groups itself, unless
-        # gloo waits for a message.
+        self.interrupt(reason or "it was aborted or its process group destroyed")
+
+    def interrupt(self, reason: str, kind: type[CommunicationError] = CommunicationError) -> None:
+        """Let the collective in progress and later ones raise an error of this ``kind``."""
+        if not self._closed:
+            self._closed, self._kind_of_end = reason, kind
+        if self._gloo_sockets is not None:  # gloo itself cannot be interrupted in send and recv
+            self._gloo_sockets.shut_down()
+        # A collective in progress notices this within a tick, and drops the groups itself.
         if self._turn.acquire(timeout=5 * _TICK.total_seconds()):
             self._drop()
             self._turn.release()
-        elif self._gloo_sockets is not None:
-            self._gloo_sockets.shut_down()
 
     def _check_open(self, collective: str) -> None:
         if self._closed:
@@ -314,26 +299,20 @@ class Connection:
     def _next_place(self, peers: Collection[int] | None) -> str:
         if peers is None:
             self._collectives += 1
-        return place_of(self.name, self._collectives if peers is None else "exchange")
+        return f"{self.name}/{self._collectives if peers is None else 'exchange'}"
 
     def _waiting(
         self, collective: str, peers: Collection[int] | None, place: str
     ) -> AbstractContextManager[None]:
-        self._place = place_of(self.name, place) if place else self._next_place(peers)
+        self._place = f"{self.name}/{place}" if place else self._next_place(peers)
         return self._peers.waiting(
             f"in {collective} of group {self.name!r}",
             self._place,
             self._members(peers),
-            self._interrupt,
+            self.interrupt,
             is_background_thread(),
             self._seconds,
         )
-
-    def _interrupt(self, reason: str) -> None:
-        """Let the collective in progress raise."""
-        self._closed = self._closed or reason
-        if self._gloo_sockets is not None:  # gloo itself cannot be interrupted in send and recv
-            self._gloo_sockets.shut_down()
 
     def _wait_in_ticks(self, work: Any) -> None:
         while True:
@@ -360,15 +339,7 @@ class Connection:
             self._gloo_sockets.close_in_child()
 
     def _direct(self) -> list[Sockets]:
-        return [direct for direct in (self._sockets, self.memory) if direct is not None]
-
-    def give_up_work(
-        self, reason: str, kind: type[CommunicationError] = CommunicationError
-    ) -> None:
-        """Abort the connection for the ``reason`` that a work over NCCL will not be completed."""
-        if not self._closed:
-            self._closed, self._kind_of_end = reason, kind
-        self._drop()
+        return [direct for direct in (self._ints, self.memory) if direct is not None]
 
     def _nccl_group(self) -> Any:
         if self._nccl is None:

@@ -139,7 +139,6 @@ class TorchDistributedTransport:
         """Abort every communicator, and serve the store a little longer to ranks that have not
         ended.
         """
-        self.peers.close()
         for communicator in list(self._communicators):
             communicator.abort()
         if sockets_of_server(self.store):

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,25 +35,24 @@ from bagua_ref.communicators.rendezvous import (
 )
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
-__all__ = ["Peers", "collective_call", "describe_deadlock", "has_ended", "place_of", "title"]
+__all__ = ["Peers", "collective_call", "describe_deadlock", "has_ended", "title"]
 
 T = TypeVar("T")
 _collective_call: ContextVar[str] = ContextVar("bagua_ref.collective_call", default="")
 
 _PATIENCE = 5.0
-"""Seconds after which a wait is published, or half of its timeout if that is less."""
+"""Seconds after which a wait may be part of a deadlock, or half of its timeout if that is less."""
 
 _EARLY = 1.0
-"""Seconds after which a wait is named to ranks that time out, and ends if a rank has given up; a
-quarter of its patience if that is less.
+"""Seconds after which a wait is published, and ends if a rank has given up; a quarter of its
+patience if that is less.
 """
 
 _CONNECTING = 0.5
 """The patience of ranks that connect: they may wait inside a library that cannot be interrupted."""
 
-_LEFT = "has left"
-_HAS_LEFT = [[_LEFT, "", [], 0]]
-"""The published waits of a rank that has left."""
+_HAS_LEFT = [True, [], {}, ""]
+"""What a rank that has left has published."""
 
 _LONGEST = 1000
 """Characters of an exception's text that are reported to the other ranks."""
@@ -75,11 +75,6 @@ _GRACE = 0.3
 
 _TICK = 0.1
 """Seconds between two checks of works, and of processes some of which have ended."""
-
-_LINGER = 10.0
-"""Seconds after the last work for which works are checked: waking the thread in each step would
-take a training longer.
-"""
 
 _REPLY = 5.0
 """Seconds to wait for the store when a rank has left."""
@@ -109,11 +104,6 @@ def collective_call(name: str) -> Iterator[None]:
         _collective_call.reset(token)
 
 
-def place_of(group: str, which: object) -> str:
-    """Return the name, among all waits, of a collective of ``group``."""
-    return f"{group}/{which}"
-
-
 def title(group: str, rank: int, members: Sequence[int]) -> str:
     """Return the words for ``rank`` as one of the ``members`` of ``group``, all global ranks."""
     return f"rank {rank} in group {group!r} of {format_ranks(members)}"
@@ -126,13 +116,10 @@ _numbers = itertools.count(1)
 class _Wait:
     what: str
     place: str
-    """The collective, as `place_of` names it; "" for a wait that only ends when this rank's
-    background thread goes on.
-    """
     members: Sequence[int]
     interrupt: Callable[..., None]
+    is_background: bool
     timeout: float
-    is_background: bool = True
     work: Any = None
     """The work on a device that no thread waits for."""
     since: float = field(default_factory=time.monotonic)
@@ -147,6 +134,9 @@ class _Wait:
     def group(self) -> str:
         return self.place.rpartition("/")[0]
 
+    def lasts(self, seconds: float) -> bool:
+        return time.monotonic() - self.since > seconds
+
 
 class Peers:
     """The ranks of a job, as one of them knows them.
@@ -155,6 +145,12 @@ class Peers:
     all waits are interrupted, on every rank. A wait in a collective of a group that another rank has
     given up is interrupted, too, and one for a rank whose process has ended, unless that rank has
     left.
+
+    Each rank publishes a record of its waits once they have lasted a while: whether all of its
+    threads wait, the waits, the collectives that it has passed, and its last operation if it waits
+    for nobody. While it trains, it publishes nothing.
+
+    A collective's place is ``group/number``; a place without a number comes only once.
 
     Args:
         store: the job's store.
@@ -171,24 +167,20 @@ class Peers:
         self._foreground: set[int] = set()
         """Threads that have waited on behalf of the user's program."""
         self._lock = threading.Lock()
-        self._published: list[Any] = []
-        """The waits that this rank last published, which block it."""
-        self._is_blocked = False
-        """Whether they still stand in the store."""
-        self._seen: list[Any] = ["", [], {}]
-        """What was last published for ranks that time out: this rank's last operation if it waits
-        for nobody, the waits that have lasted a while, and what it has passed.
+        self._record: list[Any] = []
+        """What is published."""
+        self._blocked: list[Any] = []
+        """The part of the last record in which all threads waited that is compared."""
+        self._passed: dict[str, float] = {}
+        """The number of the last collective that has ended, by the beginning of its place; infinite
+        after one that has failed, whose group is not used any more.
         """
-        self._passed: dict[str, int] = {}
-        """The number of the last collective that has ended, by the beginning of its place."""
         self._last_wait = 0.0, math.inf
         """The end of the last wait, and its patience."""
-        self._failed: list[list[str]] = []
-        """The waits that ended with an error; the other ranks may ask for them a little later."""
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._is_awake = False
-        """Whether the thread that checks works does so without being woken."""
+        self._has_works = False
+        """Whether there have been works, so that a thread checks them from time to time."""
 
     # Waits, of threads and of works on a device.
 
@@ -220,14 +212,14 @@ class Peers:
             if call := _collective_call.get():
                 what = f"in {call} ({what.removeprefix('in ')})"
         outer = self._waits.get(me)
-        wait = _Wait(what, place, members, interrupt, timeout, is_background)
-        self._waits[me] = wait
+        wait = self._waits[me] = _Wait(what, place, members, interrupt, is_background, timeout)
         self._start()
         try:
             yield
-            self._passed.update(_numbered(place))
+            self._pass(place)
         except BaseException:
-            self._failed.append([what, place])
+            if place:
+                self._passed[_split(place)[0]] = math.inf
             raise
         finally:
             with self._with_store() as reached:
@@ -236,10 +228,10 @@ class Peers:
                     del self._waits[me]
                 else:
                     self._waits[me] = outer
-                if reached and self._is_blocked and not self._stop.is_set():
+                if reached and self._record[:1] == [True]:
                     # By this thread and now: the watch may be late, and other ranks would rely on
                     # what it last published.
-                    self._publish([])
+                    self._publish()
 
     def watch_work(
         self,
@@ -255,10 +247,12 @@ class Peers:
         After ``timeout`` seconds it is interrupted with who is missing. Works are checked in the
         order in which they were added.
         """
-        self._works.append(_Wait(what, place, members, interrupt, timeout, work=work))
+        self._works.append(_Wait(what, place, members, interrupt, True, timeout, work))
         self._start()
-        if not self._is_awake:
-            self._is_awake = True
+        if not (
+            self._has_works or self._stop.is_set()
+        ):  # waking the thread in each step would take a training longer
+            self._has_works = True
             self.processes.wake()
 
     def under_way(self) -> list[dict[str, Any]]:
@@ -280,52 +274,46 @@ class Peers:
                 interrupted.
         """
         who, keys = title(group, self._rank, members), {r: f"here/{group}/{r}" for r in members}
-        mine, reasons, given_up = keys[self._rank], list[str](), threading.Event()
-        place, deadline = place_of(group, "come"), time.monotonic() + timeout
+        reasons, given_up, place = list[str](), threading.Event(), f"{group}/come"
+        deadline = time.monotonic() + timeout
 
         def come() -> None:
             pause = 0.001
-            self._store.set(mine, "")
+            self._store.set(keys[self._rank], "")
             while not self._store.check(list(keys.values())) and not given_up.wait(pause):
                 pause = min(1.5 * pause, 0.1)
 
         def check() -> None:
             if reasons:
                 raise CommunicationError(f"connect on {who}: {reasons[0]}")
+            if place.endswith("come") and time.monotonic() > deadline:
+                missing: list[int] = self._ask(
+                    lambda store: [rank for rank in members if not store.check([keys[rank]])], []
+                )
+                why = "the job's store does not answer"
+                if missing:
+                    why = self.who_is_missing(place, missing, timeout)
+                raise CommunicationTimeoutError(
+                    f"connect on {who}: timed out after {timeout:g} s; {why}"
+                )
 
-        def check_time() -> None:
-            check()
-            if time.monotonic() < deadline:
-                return
-            missing: list[int] = self._ask(
-                lambda store: [rank for rank in members if not store.check([keys[rank]])], []
-            )
-            why = "the job's store does not answer"
-            if missing:
-                why = self.who_is_missing(place, missing, timeout)
-            raise CommunicationTimeoutError(
-                f"connect on {who}: timed out after {timeout:g} s; {why}"
-            )
-
-        def wait(place: str) -> Any:
+        def wait(function: Callable[[], Any]) -> Any:
             what, limit = f"in connect of group {group!r}", min(timeout, 2 * _CONNECTING)
-            return self.waiting(what, place, members, reasons.append, is_background_thread(), limit)
+            with self.waiting(what, place, members, reasons.append, is_background_thread(), limit):
+                return interruptible(function, check, min(0.2, timeout))
 
         try:
-            try:
-                with wait(place):
-                    interruptible(come, check_time, min(0.2, timeout))
-            except BaseException:
+            wait(come)
+            place = f"{group}/connect"
+            made: T = wait(make)
+            return made
+        except BaseException as error:
+            if place.endswith("come"):
                 given_up.set()
                 # Otherwise a later rank would wait for this one inside the library.
-                self._ask(lambda store: store.delete_key(mine), False)
+                self._ask(lambda store: store.delete_key(keys[self._rank]), False)
+            if isinstance(error, CommunicationError) or not isinstance(error, RuntimeError):
                 raise
-            place = place_of(group, "connect")
-            with wait(place):
-                return interruptible(make, check, 0.2)
-        except CommunicationError:
-            raise
-        except RuntimeError as error:
             # This rank may be out of descriptors; the others wait inside the library.
             self.give_up(group, first_sentence(error))
             raise self.failure("connect", group, members, place, error, timeout) from None
@@ -349,7 +337,7 @@ class Peers:
             collective: its name.
             group: the communicator's name.
             members: its ranks.
-            place: the collective's, as `place_of` names it.
+            place: the collective's.
             error: the library's.
             timeout: seconds without progress after which it fails.
             hung_up: the ranks whose sockets are closed.
@@ -375,15 +363,16 @@ class Peers:
         return CommunicationError(f"{collective} on {who} failed; {reason}")
 
     def give_up(self, group: str, why: str) -> None:
-        """Publish the reason ``why`` this rank gives ``group`` up."""
+        """Publish the reason ``why`` this rank gives ``group`` up; the first rank's counts."""
+        report = f"rank {self._rank} gave up: {why}"
+        self._ask(lambda store: store.compare_set(f"gave up/{group}", "", report), b"")
 
-        def write(store: Store) -> None:
-            store.set(f"gave up/{group}/{self._rank}", why)
-            store.set(
-                f"gave up/{group}", ""
-            )  # one request, instead of one per rank, while nobody has
-
-        self._ask(write, None)
+    def _who_gave_up(self, group: str) -> str:
+        """Return the report of the rank that gave ``group`` up; "" if it was this one, or none."""
+        if not self._store.check([key := f"gave up/{group}"]):
+            return ""
+        report = self._store.get(key).decode()
+        return "" if report.startswith(f"rank {self._rank} ") else report
 
     def different_calls(self, group: str, members: Sequence[int], call: str) -> str:
         """Publish this rank's ``call``, from which others differ; return a sentence that lists all
@@ -427,17 +416,17 @@ class Peers:
             what: the words after "rank 3 ".
         """
         until = time.monotonic() + min(_PATIENCE, timeout / 2) / 2
+        stem, number = _split(place)
 
         def read(store: Store) -> str:
             while True:
                 missing: dict[str, list[int]] = {}
                 for rank in (rank for rank in members if rank != self._rank):
-                    key = f"seen/{rank}"
-                    found = json.loads(store.get(key)) if store.check([key]) else ("", [], {})
-                    last, seen, passed = found
-                    has_passed = any(passed.get(stem, -1) >= n for stem, n in _numbered(place))
-                    if not has_passed and place not in [its for _, its in seen]:
-                        why = " and ".join(words for words, _ in seen)
+                    key = f"waits/{rank}"
+                    record = json.loads(store.get(key)) if store.check([key]) else []
+                    _, waits, passed, last = record or [False, [], {}, ""]
+                    if passed.get(stem, -1) < number and place not in [its for _, its, *_ in waits]:
+                        why = " and ".join(words for words, *_ in waits)
                         why = f", waiting {why}" if why else last and f"; last reported: {last}"
                         if self.processes.is_stopped(rank):
                             why += "; its process is stopped"
@@ -468,19 +457,22 @@ class Peers:
         """Return why a connection to the ``others`` in ``group`` has ended, "" if it is unknown."""
 
         def read(store: Store) -> str:
-            return _who_gave_up(store, group, self._world_size, self._rank) or "; ".join(
-                filter(None, [_verdict(store, self._rank, self._published), *_ends(store, others)])
+            return self._who_gave_up(group) or "; ".join(
+                filter(None, [self._deadlock()[1], *_ends(store, others)])
             )
 
-        # sockets close a little before a last report is in the store and the process has ended
-        until = time.monotonic() + _EXIT_DELAY
+        # sockets close a little before a last report is in the store and the process has ended;
+        # longer on a busy machine, but there it is known of processes whether they have ended
+        suspects = hung_up or others
+        watched = self.processes.are_watched(suspects)
+        until = time.monotonic() + (_LIMIT if watched else _EXIT_DELAY)
         while True:
             ended = self.processes.ended(others)
             # the store may have ended with the rank that served it
             reported = self._ask(read, "", _SHORT_REPLY if ended else _REPLY)
             if reported or ended or time.monotonic() > until:
                 break
-            self.processes.ended(hung_up or others, _TICK / 2)
+            self.processes.ended(suspects, _TICK / 2)
         if reported or ended:
             return reported or has_ended(ended)
         closed = sorted(hung_up)
@@ -489,20 +481,25 @@ class Peers:
 
     # The end of this rank.
 
-    def report_exit(self, error: BaseException | None, steps: int | None = None) -> None:
-        """Report the end of this rank to the others; may be called while the interpreter ends.
+    def leave(self, error: BaseException | None = None, steps: int | None = None) -> None:
+        """Report the end of this rank to the others, and end the threads; may be called while the
+        interpreter ends.
 
         Args:
             error: the exception that ends it; None: it ends normally.
             steps: its optimizer steps; None: it trained nothing.
         """
-        end = json.dumps(
-            ["" if error is None else f"{type(error).__name__}: {error}"[:_LONGEST], steps]
-        )
+        end = "" if error is None else f"{type(error).__name__}: {error}"[:_LONGEST]
+        self._stop.set()
         # `ask` would start a thread, which newer Pythons refuse by then
         with self._with_store() as reached:
             if reached:
-                self._store.set(f"left/{self._rank}", end)
+                self._store.set(f"left/{self._rank}", json.dumps([end, steps]))
+                self._store.set(f"waits/{self._rank}", json.dumps(_HAS_LEFT))
+        self.processes.wake()
+        for thread in self._threads:
+            thread.join(_LIMIT)
+        self.processes.close()
 
     def await_exits(self) -> None:
         """Wait until all ranks have reported their ends, at most five seconds: the store ends with
@@ -512,17 +509,6 @@ class Peers:
             if reached:
                 keys = [f"left/{rank}" for rank in range(self._world_size)]
                 self._store.wait(keys, timedelta(seconds=_LAST))
-
-    def close(self) -> None:
-        """Let the other ranks know that this one has left, and end the threads."""
-        self._stop.set()
-        with self._with_store() as reached:
-            if reached:
-                self._store.set(f"waits/{self._rank}", json.dumps(_HAS_LEFT))
-        self.processes.wake()
-        for thread in self._threads:
-            thread.join(_LIMIT)
-        self.processes.close()
 
     # The threads.
 
@@ -551,36 +537,90 @@ class Peers:
             if reached:
                 self._lock.release()
 
-    def _publish(self, waits: list[Any]) -> None:
-        """Publish ``waits``; the caller holds the lock, so that no wait ends between being seen and
-        being published.
+    def _pass(self, place: str) -> None:
+        stem, number = _split(place)
+        if number < math.inf:
+            self._passed[stem] = number
+
+    def _publish(self) -> None:
+        """Publish the record; the caller holds the lock, so that no wait ends between being seen
+        and being published.
         """
-        if waits or self._is_blocked:
-            self._store.set(f"waits/{self._rank}", json.dumps(waits))
-            self._published, self._is_blocked = waits or self._published, bool(waits)
+        waits = [[w.what, w.place, list(w.members), w.number] for w in self._early() if w.place]
+        (ended, patience), last = self._last_wait, ""
+        if not self._waits and time.monotonic() - ended > patience:
+            last = str(next(reversed(current_world().operations), "")) + _handled()
+        for stem in list(self._passed)[:-_GROUPS]:
+            del self._passed[stem]
+        record: list[Any] = []
+        if waits or last or math.inf in self._passed.values():
+            record = [self._is_blocked(), waits, self._passed.copy(), last]
+        if record != self._record and not self._stop.is_set():
+            self._store.set(f"waits/{self._rank}", json.dumps(record))
+            self._record = record
+            if record[:1] == [True]:
+                self._blocked = record[:2]
+
+    def _is_blocked(self) -> bool:
+        """Return whether all threads of this rank have long waited, so that none may go on."""
+        alive = {thread.ident for thread in threading.enumerate()}
+        long = {me: wait for me, wait in self._waits.copy().items() if wait.lasts(wait.patience)}
+        in_background = [wait.is_background for wait in long.values()]
+        return (
+            self._foreground & alive <= long.keys()
+            and not all(in_background)
+            # the background thread, for which another one waits, does, too
+            and (any(in_background) or all(wait.place for wait in long.values()))
+        )
 
     def _watch(self) -> None:
-        before = None
+        before: list[Any] = []
         # the store ended with the rank that served it, which the collectives notice
         with suppress(RuntimeError):
             while not self._stop.wait(min([_INTERVAL, *(w.patience / 4 for w in self._all())])):
                 with self._lock:
-                    before, verdict = self._check(before)
+                    self._publish()
+                    before, verdict = self._find_deadlock(before)
                 for wait in self._waits.copy().values() if verdict else self._early():
-                    if why := verdict or (
-                        wait.place
-                        and _who_gave_up(self._store, wait.group, self._world_size, self._rank)
-                    ):
+                    if why := verdict or (wait.place and self._who_gave_up(wait.group)):
                         self._interrupt(wait, why)
+
+    def _find_deadlock(self, before: list[Any]) -> tuple[list[Any], str]:
+        """Return what all ranks publish, if this one is blocked, and the deadlock in words, if that
+        has not changed since ``before``.
+        """
+        keys = [f"waits/{rank}" for rank in range(self._world_size)]
+        if self._record[:1] != [True] or not self._store.check(keys):
+            return [], ""
+        records = [json.loads(text)[:2] for text in self._store.multi_get(keys)]
+        told, verdict = self._deadlock()
+        if (
+            not verdict
+            and records == before
+            and all(record[:1] == [True] for record in records)
+            and (found := describe_deadlock([waits for _, waits in records]))
+            # A rank that has been told of an earlier deadlock and has not heard it yet goes on soon.
+            and not any(
+                old == new != _HAS_LEFT[:2] for old, new in zip(told, records, strict=False)
+            )
+        ):
+            verdict = "; ".join([found, *_ends(self._store, range(self._world_size))])
+            self._store.set("deadlock", json.dumps([records, verdict]))
+        return records, verdict
+
+    def _deadlock(self) -> tuple[list[Any], str]:
+        """Return what all ranks had published when the last deadlock was found, and its words if
+        this rank is in it.
+        """
+        if not self._store.check(["deadlock"]):
+            return [], ""
+        records, words = json.loads(self._store.get("deadlock"))
+        return records, words if records[self._rank] == self._blocked else ""
 
     def _watch_here(self) -> None:
         others, ended = set(range(self._world_size)) - {self._rank}, dict[int, float]()
-        last_work = -math.inf
         while not self._stop.is_set():
-            self._is_awake = time.monotonic() - last_work < _LINGER
-            if self._works:  # perhaps since a moment ago
-                self._is_awake, last_work = True, time.monotonic()
-            pause = _TICK if ended or self._is_awake else math.inf
+            pause = _TICK if ended or self._has_works else math.inf
             for rank in self.processes.ended(others, pause):
                 others.remove(rank)
                 if not self._has_left(rank):
@@ -588,16 +628,16 @@ class Peers:
             self._forget_works()
             self._interrupt_waits(ended)
 
-    def _forget_works(self) -> None:
-        """Forget works that are completed.
+    def _has_left(self, rank: int) -> bool:
+        key = f"left/{rank}"
+        return self._ask(lambda store: bool(store.check([key])), False, _GRACE)
 
-        Works mostly end in order, and asking one costs a training time: those after the first that
-        is under way are not asked.
-        """
-        done = list(itertools.takewhile(lambda wait: _is_done(wait.work), self._works.copy()))
-        for wait in done:
+    def _forget_works(self) -> None:
+        # Works mostly end in order, and asking one costs a training time: those after the first
+        # that is under way are not asked.
+        for wait in itertools.takewhile(lambda wait: _is_done(wait.work), self._works.copy()):
             self._works.remove(wait)
-            self._passed.update(_numbered(wait.place))
+            self._pass(wait.place)
 
     def _interrupt_waits(self, ended: Mapping[int, float]) -> None:
         """Interrupt waits for ranks that have ``ended``, at the times given, and late works."""
@@ -606,11 +646,7 @@ class Peers:
             dead = ended.keys() & set(wait.members)
             if dead and now - max(wait.since, *(ended[rank] for rank in dead)) > _GRACE:
                 self._interrupt(wait, has_ended(dead))
-            elif (
-                wait.work is not None
-                and now - wait.since > wait.timeout
-                and not _is_done(wait.work)
-            ):
+            elif wait.work is not None and wait.lasts(wait.timeout) and not _is_done(wait.work):
                 # those who have passed do not wait in it either
                 what = "may not have come"
                 who = self.who_is_missing(wait.place, wait.members, wait.timeout, what)
@@ -626,83 +662,29 @@ class Peers:
             with suppress(ReferenceError, RuntimeError):
                 wait.interrupt(*why)
 
-    def _has_left(self, rank: int) -> bool:
-        key = f"waits/{rank}"
-        return self._ask(
-            lambda store: store.check([key]) and json.loads(store.get(key)) == _HAS_LEFT,
-            False,
-            _GRACE,
-        )
-
-    def _check(self, before: list[Any] | None) -> tuple[list[Any], str]:
-        """Publish this rank's waits; return those of all ranks and, if they have not changed, their
-        deadlock in words.
-        """
-        mine = self._blocked()
-        self._publish(mine)
-        ended, patience = self._last_wait
-        last, waits = "", self._failed + [[w.what, w.place] for w in self._early() if w.place]
-        if not self._waits and time.monotonic() - ended > patience:
-            last = str(next(reversed(current_world().operations), ""))
-        for stem in list(self._passed)[:-_GROUPS]:
-            del self._passed[stem]
-        # a rank that trains on publishes nothing
-        seen = [last, waits, self._passed.copy() if last or waits else {}]
-        if seen != self._seen:
-            self._store.set(f"seen/{self._rank}", json.dumps(seen))
-            self._seen = seen
-        keys = [f"waits/{rank}" for rank in range(self._world_size)]
-        if not mine or not self._store.check(keys):
-            return [], ""
-        published = [json.loads(text) for text in self._store.multi_get(keys)]
-        verdict = _verdict(self._store, self._rank, mine)
-        if (
-            all(published)
-            and published == before
-            and not verdict
-            and (deadlock := describe_deadlock(published))
-            # A rank that has been told of an earlier deadlock and has not heard it yet goes on soon.
-            and not any(
-                its != _HAS_LEFT and _verdict(self._store, rank, its)
-                for rank, its in enumerate(published)
-            )
-        ):
-            verdict = "; ".join([deadlock, *_ends(self._store, range(self._world_size))])
-            for rank in range(self._world_size):
-                self._store.set(f"verdict/{rank}", json.dumps([published[rank], verdict]))
-        return published, verdict
-
     def _all(self) -> list[_Wait]:
         return [*self._waits.copy().values(), *self._works.copy()]
 
     def _early(self) -> list[_Wait]:
         """Return the waits that have lasted for a while."""
-        now, waits = time.monotonic(), self._all()
+        waits = self._all()
         a_while = min([_EARLY, *(wait.patience / 4 for wait in waits)])
-        return [wait for wait in waits if now - wait.since > a_while]
-
-    def _blocked(self) -> list[Any]:
-        """Return this rank's long waits, as lists that JSON can hold; none if one of its threads
-        may still go on.
-        """
-        now, alive = time.monotonic(), {thread.ident for thread in threading.enumerate()}
-        waits = self._waits.copy()
-        long = {me: wait for me, wait in waits.items() if now - wait.since > wait.patience}
-        in_background = [wait.is_background for wait in long.values()]
-        if (
-            not self._foreground & alive <= long.keys()
-            or all(in_background)
-            # the background thread, for which another one waits, does not
-            or not (any(in_background) or all(wait.place for wait in long.values()))
-        ):
-            return []
-        return [[wait.what, wait.place, list(wait.members), wait.number] for wait in long.values()]
+        return [wait for wait in waits if wait.lasts(a_while)]
 
 
-def _numbered(place: str) -> list[tuple[str, int]]:
-    """Return the beginning of a collective's place and its number; none if it has no number."""
+def _split(place: str) -> tuple[str, float]:
+    """Return the beginning of a collective's place and its number; infinity if it has none."""
     stem = place.rstrip("0123456789")
-    return [(stem, int(place[len(stem) :]))] if stem != place else []
+    return stem, int(place[len(stem) :]) if stem != place else math.inf
+
+
+def _handled() -> str:
+    """Name the exception that the main thread handles, such as Ctrl-C between two steps, in which
+    a program may stay for long; "" if it handles none.
+    """
+    found = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
+    return "" if error is None else f", while it handles {type(error).__name__}"
 
 
 def _is_done(work: Any) -> bool:
@@ -711,25 +693,6 @@ def _is_done(work: Any) -> bool:
         return bool(work.is_completed())
     except RuntimeError:
         return False
-
-
-def _who_gave_up(store: Store, group: str, world_size: int, rank: int) -> str:
-    """Return the reports of ranks other than ``rank`` that gave ``group`` up; "" if none has."""
-    reports: dict[int, str] = {}
-    for other in range(world_size) if store.check([f"gave up/{group}"]) else ():
-        if other != rank and store.check([key := f"gave up/{group}/{other}"]):
-            reports[other] = store.get(key).decode()
-    # the others followed
-    first = {other: why for other, why in reports.items() if "gave up" not in why}
-    return "; ".join(f"rank {other} gave up: {why}" for other, why in (first or reports).items())
-
-
-def _verdict(store: Store, rank: int, waits: list[Any]) -> str:
-    """Return the deadlock that has been found with these waits of ``rank``; "" if none."""
-    if not store.check([f"verdict/{rank}"]):
-        return ""
-    its, verdict = json.loads(store.get(f"verdict/{rank}"))
-    return str(verdict) if its == waits else ""
 
 
 def _ends(store: Store, ranks: Iterable[int]) -> list[str]:
@@ -770,13 +733,13 @@ def describe_deadlock(waits: Sequence[Sequence[Any]]) -> str:
     >>> describe_deadlock([[ours], [ours]])
     ''
     """
-    where = [{place for _, place, *_ in mine if place} for mine in waits]
+    where = [{place for _, place, *_ in mine} for mine in waits]
     for mine in waits:
         for _, place, members, _ in mine:
-            if place and all(place in where[member] for member in members):
+            if all(place in where[member] for member in members):
                 return ""
     sentences = []
     for rank, mine in enumerate(waits):
-        what = [what for what, place, *_ in mine if place] or [_LEFT]
-        sentences.append(f"rank {rank} {'' if what == [_LEFT] else 'waits '}{' and '.join(what)}")
+        what = " and ".join(what for what, *_ in mine)
+        sentences.append(f"rank {rank} waits {what}" if what else f"rank {rank} has left")
     return f"deadlock: every rank is waiting for another: {'; '.join(sentences)}"

@@ -10,7 +10,7 @@ import math
 import os
 import select
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, NoReturn
@@ -93,8 +93,9 @@ class Processes:
                 error,
             )
 
-    def __len__(self) -> int:
-        return len(self._files.keys() | self._ended)
+    def are_watched(self, ranks: Collection[int]) -> bool:
+        """Return whether the end of each of ``ranks`` is noticed."""
+        return set(ranks) <= self._files.keys() | self._ended
 
     def ended(self, ranks: Iterable[int], seconds: float = 0.0) -> set[int]:
         """Return those of ``ranks`` whose processes have ended, waiting at most ``seconds`` for the

@@ -26,7 +26,14 @@ from bagua_ref.base.memory import bytes_of
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.pipelining import OtherCallError, compute
 from bagua_ref.communicators.processes import machine
-from bagua_ref.communicators.sockets import Sockets, Until, close_sockets, connect_all, receive
+from bagua_ref.communicators.sockets import (
+    Sockets,
+    Until,
+    close_sockets,
+    connect_all,
+    receive,
+    send,
+)
 from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.types import ReduceOp
@@ -112,9 +119,11 @@ class _Pipe:
 
     def read(self) -> None:
         """Read the peer's messages, without waiting."""
-        received, why = receive(self.socket, 4096)
-        self.end_reason = why or self.end_reason
-        whole = self._received + received
+        whole = self._received
+        try:
+            whole += receive(self.socket, 4096)
+        except RuntimeError as error:
+            self.end_reason = str(error)
         end = len(whole) - len(whole) % _MESSAGE.size
         self._received = whole[end:]
         for message in _MESSAGE.iter_unpack(whole[:end]):
@@ -125,10 +134,8 @@ class _Pipe:
 
     def _send(self, message: tuple[int, int]) -> None:
         try:
-            # there is room for hundreds; a few are under way
-            if self.socket.send(_MESSAGE.pack(*message)) < _MESSAGE.size:
-                raise BlockingIOError("a rank does not read its messages")
-        except OSError as error:
+            send([self.socket], _MESSAGE.pack(*message))
+        except RuntimeError as error:
             self.end_reason = self.end_reason or str(error)
 
 
@@ -270,7 +277,15 @@ class SharedMemory(Sockets):
         if not holds():
             pipe.read()
             if not holds():
-                yield Until(holds, lambda: pipe.end_reason, self._listen, self._timeout)
+
+                def step(seconds: float) -> bool:
+                    if seconds:
+                        self._listen(seconds)
+                    if not holds() and pipe.end_reason:
+                        raise RuntimeError(pipe.end_reason)
+                    return holds()
+
+                yield Until(step, self._timeout)
 
 
 def shared_by() -> str:

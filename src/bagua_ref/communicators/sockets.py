@@ -15,45 +15,32 @@ import os
 import secrets
 import select
 import socket
-import struct
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import Any
 
-__all__ = [
-    "IntSockets",
-    "Sockets",
-    "Until",
-    "close_sockets",
-    "connect_all",
-    "receive",
-]
+__all__ = ["IntSockets", "Sockets", "Until", "close_sockets", "connect_all", "receive"]
 
 _logger = logging.getLogger(__name__)
 _LIMIT = 5.0
 """Seconds in which all sockets must be connected, or half of the group's timeout if that is
 less.
 """
-_STRANGERS = 64
-"""Connections beyond one for each rank that may be open before they have authenticated
-themselves.
-"""
+_GREETING = 0.5
+"""Seconds in which a process that connects must authenticate itself."""
 _HANG_UP = getattr(select, "POLLRDHUP", 0)
 """Linux reports a closed connection before its data have been read; elsewhere there is no such
 flag.
 """
-_PAUSE = 0.005
-"""Seconds between two attempts to connect to a rank whose backlog is full."""
 _LONGEST = 256
 """Bytes of the message with which a rank announces its address."""
 _TOKEN = 16
-"""Bytes of the group's secret, with which a rank authenticates itself; its number follows, in four
-bytes.
+"""Bytes of a rank's secret, with which the others authenticate themselves; their number follows, in
+four bytes.
 """
 
 
@@ -68,22 +55,20 @@ def connect_all(
     """Connect all ranks of a group; return this one's socket to each other rank, or None, on every
     rank, if some were not connected within five seconds, or half of ``timeout``.
 
-    Any process may connect to a rank that listens. Over Unix sockets, only processes of the same
-    user are accepted; over TCP, only those with the group's secret. Others are disconnected and
-    delay no rank.
+    Any process may connect to a rank that listens; those without its secret are disconnected.
 
     Args:
         rank: this rank.
         nranks: the number of ranks.
         host: a machine that all ranks reach; this rank listens on the address from which it would
-            connect to it. "": all ranks are on one machine.
+            connect to it. "": all ranks are on one machine, and use Unix sockets.
         share: exchanges equally many int64 with every rank; its exceptions are raised here, too.
         timeout: seconds that the other ranks wait in ``share``.
         otherwise: the words that say, in the log, what happens without the sockets.
     """
     token, server, place, why = secrets.token_bytes(_TOKEN), None, [], ""
     try:
-        server = _listen_towards(host) if host else _listen_locally()
+        server = _listen(host)
         name = server.getsockname()
         address = [name.decode()] if isinstance(name, bytes) else name[:2]
         place = [int(server.family), *address, token.hex()]
@@ -96,10 +81,22 @@ def connect_all(
         try:
             if server is not None and all(places):
                 for peer in range(rank):
-                    *where, secret = places[peer]
-                    greeting = bytes.fromhex(secret) + rank.to_bytes(4, "big")
-                    sockets[peer] = opened.enter_context(_greet(where, greeting, deadline))
-                _welcome(server, token, set(range(rank + 1, nranks)), sockets, opened, deadline)
+                    family, *address, secret = places[peer]
+                    connected = opened.enter_context(socket.socket(family))
+                    connected.settimeout(_left(deadline))
+                    connected.connect(tuple(address) if len(address) > 1 else address[0])
+                    connected.sendall(bytes.fromhex(secret) + rank.to_bytes(4, "big"))
+                    sockets[peer] = connected
+                missing = set(range(rank + 1, nranks))
+                while missing:
+                    server.settimeout(_left(deadline))
+                    connected = opened.enter_context(server.accept()[0])
+                    peer = _authenticate(connected, token)
+                    if peer in missing:
+                        missing.remove(peer)
+                        sockets[peer] = connected
+                    else:
+                        connected.close()
         except OSError as error:
             why = f": {error}"
         if not all(all_of_them for (all_of_them,) in share([int(len(sockets) == nranks - 1)])):
@@ -112,8 +109,17 @@ def connect_all(
     return sockets
 
 
-def _listen_towards(host: str) -> socket.socket:
-    """Return a socket that listens on the address with which this rank would talk to ``host``."""
+def _listen(host: str) -> socket.socket:
+    """Return a socket that listens on the address with which this rank would talk to ``host``; on a
+    new name that belongs to no file (Linux) if that is "".
+    """
+    with ExitStack() as opened:
+        if not host:
+            server = opened.enter_context(socket.socket(socket.AF_UNIX))
+            server.bind(f"\0bagua_ref/{secrets.token_hex(8)}")
+            server.listen(socket.SOMAXCONN)
+            opened.pop_all()
+            return server
     for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         with suppress(OSError), socket.socket(family, kind) as probe:
             probe.connect(place)  # this sends nothing, but chooses the address
@@ -122,18 +128,14 @@ def _listen_towards(host: str) -> socket.socket:
     raise OSError(f"no route to {host!r}")
 
 
-def _listen_locally() -> socket.socket:
-    """Return a socket that listens for processes of this machine, under a new name that belongs to
-    no file (Linux).
-    """
-    server = socket.socket(socket.AF_UNIX)
-    try:
-        server.bind(f"\0bagua_ref/{secrets.token_hex(8)}")
-        server.listen(socket.SOMAXCONN)
-    except OSError:
-        server.close()
-        raise
-    return server
+def _authenticate(connected: socket.socket, token: bytes) -> int:
+    """Return the rank of the process at the other end; -1 if it does not know the ``token``."""
+    connected.settimeout(_GREETING)
+    with suppress(OSError):
+        greeting = connected.recv(_TOKEN + 4)
+        if hmac.compare_digest(greeting[:_TOKEN], token):
+            return int.from_bytes(greeting[_TOKEN:], "big")
+    return -1
 
 
 def close_sockets(sockets: Mapping[int, socket.socket], pid: int) -> None:
@@ -166,10 +168,8 @@ class Sockets:
 
     def hung_up(self) -> list[int]:
         """Return the ranks that have closed their ends."""
-        poll, peers = (
-            select.poll(),
-            {one.fileno(): peer for peer, one in self._sockets.items() if one.fileno() >= 0},
-        )
+        poll = select.poll()
+        peers = {one.fileno(): peer for peer, one in self._sockets.items() if one.fileno() >= 0}
         for file in peers:
             poll.register(file, _HANG_UP)
         return [peers[file] for file, _ in poll.poll(0)]
@@ -179,30 +179,20 @@ class Until:
     """A wait for messages; `wait` and `is_completed` are those of a torch.distributed work.
 
     Args:
-        holds: reads messages, without waiting, and returns whether the wait is over.
-        end_reason: returns the reason that it never will be; "" while it may.
-        listen: waits for messages, for some seconds at most.
+        step: reads messages, after waiting for the first for some seconds at most; returns whether
+            the wait is over, and raises RuntimeError if it never will be.
         timeout: seconds, from the first `wait` on, after which it has failed.
     """
 
-    def __init__(
-        self,
-        holds: Callable[[], bool],
-        end_reason: Callable[[], str],
-        listen: Callable[[float], object],
-        timeout: float,
-    ) -> None:
-        self._holds, self._end_reason, self._listen, self._timeout = (
-            holds,
-            end_reason,
-            listen,
-            timeout,
-        )
-        self._deadline = math.inf
+    def __init__(self, step: Callable[[float], bool], timeout: float) -> None:
+        self._step, self._timeout, self._deadline = step, timeout, math.inf
 
     def is_completed(self) -> bool:
         """Return whether `wait` would return or raise at once."""
-        return self._holds() or bool(self._end_reason()) or time.monotonic() >= self._deadline
+        try:
+            return self._step(0) or time.monotonic() >= self._deadline
+        except RuntimeError:
+            return True
 
     def wait(self, limit: timedelta = timedelta.max) -> None:
         """Wait until it is over, for ``limit`` at most.
@@ -213,12 +203,10 @@ class Until:
         now = time.monotonic()
         self._deadline = min(self._deadline, now + self._timeout)
         until = min(self._deadline, now + limit.total_seconds())
-        while not self._holds():
-            if why := self._end_reason():
-                raise RuntimeError(why)
+        left = 0.0
+        while not self._step(left):
             if (left := until - time.monotonic()) <= 0:
                 raise RuntimeError("timed out")
-            self._listen(left)
 
 
 class IntSockets(Sockets):
@@ -235,8 +223,6 @@ class IntSockets(Sockets):
         self._values: Sequence[int] = []
         self._bytes: dict[int, bytes] = {}
         self._missing: dict[socket.socket, int] = {}
-        self._failed = ""
-        """The reason that the exchange will never be complete."""
 
     def send(self, values: Sequence[int]) -> Until:
         """Send ``values``, a few int64, to every other rank; return the wait for theirs.
@@ -247,41 +233,31 @@ class IntSockets(Sockets):
         if self._missing:
             raise RuntimeError("the last exchange has not been waited for")
         self._values = values
-        self._bytes, self._missing = (
-            dict.fromkeys(self._sockets, b""),
-            {one: peer for peer, one in self._sockets.items()},
-        )
-        message = array("q", [len(values), *values]).tobytes()
-        try:
-            for connected in self._sockets.values():
-                # there is room for hundreds, and no rank is two ahead
-                if connected.send(message) < len(message):
-                    raise RuntimeError("a rank does not read its messages")
-        except OSError as error:
-            raise RuntimeError(str(error)) from None
-        return Until(
-            self.are_complete,
-            lambda: self._failed,
-            lambda left: wait(list(self._missing), left),
-            self._timeout,
-        )
+        self._bytes = dict.fromkeys(self._sockets, b"")
+        self._missing = {one: peer for peer, one in self._sockets.items()}
+        send(self._sockets.values(), array("q", [len(values), *values]).tobytes())
+        return Until(self.is_complete, self._timeout)
 
-    def are_complete(self) -> bool:
-        """Read without waiting; return whether the exchange is complete."""
+    def is_complete(self, seconds: float = 0.0) -> bool:
+        """Read, waiting at most ``seconds``; return whether the exchange is complete.
+
+        Raises:
+            RuntimeError: it will never be.
+        """
+        if seconds:
+            wait(list(self._missing), seconds)
         size = 8 * (1 + len(self._values))
-        for connected, peer in [] if self._failed else list(self._missing.items()):
-            more, self._failed = receive(connected, size - len(self._bytes[peer]))
-            self._bytes[peer] += more
+        for connected, peer in list(self._missing.items()):
+            if (left := size - len(self._bytes[peer])) > 0:
+                self._bytes[peer] += receive(connected, left)
             if len(self._bytes[peer]) == size:
-                del self._missing[connected]
                 if (length := array("q", self._bytes[peer])[0]) != len(self._values):
-                    self._failed = (
+                    raise RuntimeError(
                         f"rank {peer} of the group sent {length} numbers, this rank"
                         f" {len(self._values)}"
                     )
-            if self._failed:
-                break
-        return not self._failed and not self._missing
+                del self._missing[connected]
+        return not self._missing
 
     def received(self) -> list[list[int]]:
         """Return the values of all ranks, once the exchange is complete."""
@@ -292,101 +268,35 @@ class IntSockets(Sockets):
         ]
 
 
-def _greet(where: Sequence[Any], greeting: bytes, deadline: float) -> socket.socket:
-    """Return a socket connected to ``where``, an address family and an address."""
-    family, *address = where
-    while True:
-        connected = socket.socket(family)
-        try:
-            connected.settimeout(_left(deadline))
-            connected.connect(tuple(address) if len(address) > 1 else address[0])
-            _check_user(connected)
-            connected.sendall(greeting)
-            return connected
-        except BlockingIOError:
-            # a Unix socket whose backlog is full, perhaps of strangers, which the rank disconnects
-            connected.close()
-            time.sleep(_PAUSE)
-        except OSError:
-            connected.close()
-            raise
+def send(sockets: Collection[socket.socket], message: bytes) -> None:
+    """Send a small ``message`` without waiting: there is room for hundreds, and no rank is two
+    ahead.
 
-
-def _welcome(
-    server: socket.socket,
-    token: bytes,
-    missing: set[int],
-    sockets: dict[int, socket.socket],
-    opened: ExitStack,
-    deadline: float,
-) -> None:
-    """Accept connections until all ranks ``missing`` have connected, in any order; close those that
-    do not come from them.
-    """
-    server.setblocking(False)
-    greetings: dict[socket.socket, bytes] = {}  # bytes received so far, in the order of connecting
-    try:
-        while missing:
-            ready = wait([server, *greetings], _left(deadline))
-            if server in ready:
-                with suppress(BlockingIOError, ConnectionError):  # it has already disconnected
-                    _accept(server, greetings)
-            for connected in list(greetings):
-                more, ended = (
-                    receive(connected, _TOKEN + 4 - len(greetings[connected]))
-                    if connected in ready
-                    else (b"", "")
-                )
-                greetings[connected] += more
-                if len(greetings[connected]) == _TOKEN + 4:
-                    greeting = greetings.pop(connected)
-                    peer = int.from_bytes(greeting[_TOKEN:], "big")
-                    if hmac.compare_digest(greeting[:_TOKEN], token) and peer in missing:
-                        missing.remove(peer)
-                        sockets[peer] = opened.enter_context(connected)
-                    else:
-                        connected.close()
-                elif ended or len(greetings) > len(missing) + _STRANGERS:
-                    del greetings[connected]
-                    connected.close()
-    finally:
-        for connected in greetings:
-            connected.close()
-
-
-def _accept(server: socket.socket, greetings: dict[socket.socket, bytes]) -> None:
-    connected, _ = server.accept()
-    try:
-        _check_user(connected)
-    except OSError:
-        connected.close()
-    else:
-        connected.setblocking(False)
-        greetings[connected] = b""
-
-
-def receive(connected: socket.socket, size: int) -> tuple[bytes, str]:
-    """Return up to ``size`` bytes that have come, without waiting, and the reason that no more
-    will; "" while they may.
+    Raises:
+        RuntimeError: a rank has left.
     """
     try:
-        received = connected.recv(size)
-    except BlockingIOError:
-        return b"", ""
+        for connected in sockets:
+            if connected.send(message) < len(message):
+                raise RuntimeError("a rank does not read its messages")
     except OSError as error:
-        return b"", str(error)
-    return received, "" if received else "connection closed by peer"
+        raise RuntimeError(str(error)) from None
 
 
-def _check_user(connected: socket.socket) -> None:
-    """Raise OSError if a process of another user is at the other end of a Unix socket."""
-    # Linux; others do not listen on Unix sockets
-    if hasattr(socket, "SO_PEERCRED") and connected.family == socket.AF_UNIX:
-        _, user, _ = struct.unpack(
-            "3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        )
-        if user != os.geteuid():
-            raise PermissionError(f"a process of user {user} is at the other end")
+def receive(connected: socket.socket, size: int) -> bytes:
+    """Return up to ``size`` bytes that have come, without waiting.
+
+    Raises:
+        RuntimeError: no more will come.
+    """
+    try:
+        if received := connected.recv(size):
+            return received
+    except BlockingIOError:
+        return b""
+    except OSError as error:
+        raise RuntimeError(str(error)) from None
+    raise RuntimeError("connection closed by peer")
 
 
 def _left(deadline: float) -> float:

@@ -144,10 +144,7 @@ class TorchDistributedCommunicator(Communicator):
             for tensor, peer in sends
         ]
         landings = [(torch.empty(_LABEL, dtype=torch.uint8), peer) for _, peer in recvs]
-        move = lambda group: exchange_pipelined(  # noqa: E731
-            group, labels, landings, (self._sent_to, self._received_from)
-        )
-        self._connection.run(call, move, peers={peer for _, peer in (*sends, *recvs)})
+        self._exchange(labels, landings, f"{call}()")
         for (tensor, peer), (landing, _) in zip(recvs, landings, strict=True):
             sent = bytes(landing.tolist()).decode(errors="replace").rstrip()
             if sent != (expected := describe(tensor)):
@@ -173,7 +170,7 @@ class TorchDistributedCommunicator(Communicator):
         call = self._agree(f"broadcast(src={src})", tensor)
         if not tensor.numel():
             return
-        if self._shared_memory(tensor, "broadcast") is not None:
+        if self._shared_memory(tensor) is not None:
             peers = [peer for peer in range(self._nranks) if peer != src]
             sends, recvs = (
                 ([(tensor, peer) for peer in peers], [])
@@ -232,7 +229,6 @@ class TorchDistributedCommunicator(Communicator):
         """Exchange a tensor with every other rank, both lists in rank order; ``how`` as for
         `_exchange`. Collective.
         """
-        self._shared_memory(incoming[0], _name(call))
         peers = [peer for peer in range(self._nranks) if peer != self._rank]
         self._exchange(
             [(outgoing[peer], peer) for peer in peers],
@@ -277,9 +273,7 @@ class TorchDistributedCommunicator(Communicator):
         call = self._agree(f"reduce(dst={dst}, op={op.name})", tensor)
         if not tensor.numel():
             return
-        if self._shared_memory(tensor, "reduce") is not None or not self._library_reduces(
-            tensor, op
-        ):
+        if self._shared_memory(tensor) is not None or not self._library_reduces(tensor, op):
             inputs = tensor.new_empty(self._nranks * tensor.numel() if self._rank == dst else 0)
             self._gather(tensor, inputs, dst, call)
             if self._rank == dst:
@@ -297,7 +291,7 @@ class TorchDistributedCommunicator(Communicator):
         call = self._agree(f"allreduce(op={op.name})", tensor)
         if not tensor.numel():
             return
-        if (memory := self._shared_memory(tensor, "allreduce")) is not None:
+        if (memory := self._shared_memory(tensor)) is not None:
             here = self._reachable(tensor.detach())
             self._connection.run(
                 "allreduce", lambda _: memory.allreduce(_flat(here), op), call=call
@@ -379,7 +373,6 @@ class TorchDistributedCommunicator(Communicator):
             and self._nranks > 1
             and (tensor is None or not self._over_nccl(tensor))
         ):
-            self._connection.share_memory(_name(call))
             if (memory := self._connection.memory) is None:
                 self._connection.compare(_name(call), call)
             elif tensor is None or tensor.numel() < self._nranks**2:
@@ -388,14 +381,9 @@ class TorchDistributedCommunicator(Communicator):
                 )
         return call
 
-    def _shared_memory(self, tensor: Tensor, collective: str) -> SharedMemory | None:
-        """Return the memory through which ``tensor`` moves in ``collective``, if the ranks share
-        some. Collective.
-        """
-        if self._over_nccl(tensor):
-            return None
-        self._connection.share_memory(collective)
-        return self._connection.memory
+    def _shared_memory(self, tensor: Tensor) -> SharedMemory | None:
+        """Return the memory through which ``tensor`` moves, if the ranks share some."""
+        return None if self._over_nccl(tensor) else self._connection.memory
 
     def _library_reduces(self, tensor: Tensor, op: ReduceOp) -> bool:
         if self._over_nccl(tensor):

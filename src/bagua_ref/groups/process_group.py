@@ -440,7 +440,7 @@ def _close(
     world: World, job: _Job, groups: list[BaguaProcessGroup], error: BaseException | None
 ) -> None:
     if job.owns_transport:
-        cast(TorchDistributedTransport, job.transport).peers.report_exit(
+        cast(TorchDistributedTransport, job.transport).peers.leave(
             error, None if world.meter is None else world.meter.steps
         )
     world.default_group = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,63 +32,50 @@ class PlannedCodec(Codec):
     """A codec in terms of plans."""
 
     kernels: PlannedBackend
-    plan_compress: Callable[[DeviceProperties, Tensor, int, int | None, Tensor], Plan]
-    plan_decompress: Callable[[DeviceProperties, Tensor, int, Tensor], Plan]
+    plan_compress: Callable[..., Plan]
+    decompressing: tuple[str, str]
+    """Source and name of the kernel that decompresses."""
 
     def _compress(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
-        self.kernels._submit(
-            self.plan_compress(
-                self.kernels._properties(x.device), x, num_chunks, target_chunk, out
-            ),
-            x.device,
-        )
+        self.kernels._launch(self.plan_compress, x, num_chunks, target_chunk, out)
 
     def _decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
-        self.kernels._submit(
-            self.plan_decompress(self.kernels._properties(out.device), payload, num_chunks, out),
-            out.device,
-        )
+        self.kernels._launch(codec_plans.decompress, out, payload, num_chunks, *self.decompressing)
 
 
 class MinMaxUInt8(PlannedCodec, codec.MinMaxUInt8):
     """S4 in ``codec.cu``."""
 
     plan_compress = staticmethod(codec_plans.compress_minmax)
-    plan_decompress = staticmethod(partial(codec_plans.decompress, "codec", "decompress"))
+    decompressing = "codec", "decompress"
 
 
 class MXFP8(PlannedCodec, codec.MXFP8):
     """S12.1 in ``microscaling.cu``."""
 
     plan_compress = staticmethod(partial(codec_plans.compress_blocks, "MXFP8"))
-    plan_decompress = staticmethod(
-        partial(codec_plans.decompress, "microscaling", "decompress_MXFP8")
-    )
+    decompressing = "microscaling", "decompress_MXFP8"
 
 
 class MXFP4(PlannedCodec, codec.MXFP4):
     """S12.1 in ``microscaling.cu``."""
 
     plan_compress = staticmethod(partial(codec_plans.compress_blocks, "MXFP4"))
-    plan_decompress = staticmethod(
-        partial(codec_plans.decompress, "microscaling", "decompress_MXFP4")
-    )
+    decompressing = "microscaling", "decompress_MXFP4"
 
 
 class MXINT8(PlannedCodec, codec.MXINT8):
     """S12.1 in ``microscaling.cu``."""
 
     plan_compress = staticmethod(partial(codec_plans.compress_blocks, "MXINT8"))
-    plan_decompress = staticmethod(
-        partial(codec_plans.decompress, "microscaling", "decompress_MXINT8")
-    )
+    decompressing = "microscaling", "decompress_MXINT8"
 
 
 class OneBit(PlannedCodec, codec.OneBit):
     """S12.2 in ``one_bit.cu``."""
 
     plan_compress = staticmethod(codec_plans.compress_signs)
-    plan_decompress = staticmethod(partial(codec_plans.decompress, "one_bit", "restore_signs"))
+    decompressing = "one_bit", "restore_signs"
 
 
 class PlannedBackend(KernelBackend):
@@ -106,57 +93,41 @@ class PlannedBackend(KernelBackend):
     def _submit(self, plan: Plan, device: torch.device) -> None:
         """Queue the launches, in order, on the current stream."""
 
+    def _launch(self, plan: Callable[..., Plan], x: Tensor, *args: Any, **options: Any) -> None:
+        """Submit ``plan(properties of x's device, x, *args, **options)``."""
+        self._submit(plan(self._properties(x.device), x, *args, **options), x.device)
+
+    def _element_wise(self, name: str, x: Tensor, *operands: Tensor, numbers: Any = ()) -> None:
+        self._launch(launch.element_wise, x, *operands, name=name, numbers=numbers)
+
     def _add_(self, x: Tensor, y: Tensor) -> None:
-        self._submit(launch.element_wise(self._properties(x.device), "add", x, y), x.device)
+        self._element_wise("add", x, y)
 
     def _subtract_(self, x: Tensor, y: Tensor) -> None:
-        self._submit(launch.element_wise(self._properties(x.device), "subtract", x, y), x.device)
+        self._element_wise("subtract", x, y)
 
     def _add_scaled_(self, x: Tensor, y: Tensor, factor: float) -> None:
-        self._submit(
-            launch.element_wise(self._properties(x.device), "add_scaled", x, y, numbers=(factor,)),
-            x.device,
-        )
+        self._element_wise("add_scaled", x, y, numbers=(factor,))
 
     def _average_(self, x: Tensor, y: Tensor) -> None:
-        self._submit(launch.element_wise(self._properties(x.device), "average", x, y), x.device)
+        self._element_wise("average", x, y)
 
     def _divide_(self, x: Tensor, divisor: float) -> None:
-        self._submit(
-            launch.element_wise(self._properties(x.device), "divide", x, numbers=(divisor,)),
-            x.device,
-        )
+        self._element_wise("divide", x, numbers=(divisor,))
 
     def _combine_ring_(self, x: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> None:
-        self._submit(
-            launch.element_wise(self._properties(x.device), "combine_ring", x, left, right, weight),
-            x.device,
-        )
+        self._element_wise("combine_ring", x, left, right, weight)
 
     def _async_average_(self, x: Tensor, reduced: Tensor, snapshot: Tensor, nranks: int) -> None:
-        self._submit(
-            launch.element_wise(
-                self._properties(x.device), "async_average", x, reduced, snapshot, numbers=(nranks,)
-            ),
-            x.device,
-        )
+        self._element_wise("async_average", x, reduced, snapshot, numbers=(nranks,))
 
     def _update_momentum_(
         self, m: Tensor, grad: Tensor, beta1: float, one_minus_beta1: float
     ) -> None:
-        numbers = (beta1, one_minus_beta1)
-        self._submit(
-            launch.element_wise(
-                self._properties(m.device), "update_momentum", m, grad, numbers=numbers
-            ),
-            m.device,
-        )
+        self._element_wise("update_momentum", m, grad, numbers=(beta1, one_minus_beta1))
 
     def _reduce_chunks_(self, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> None:
-        self._submit(
-            launch.reduce_chunks(self._properties(x.device), x, num_chunks, target_chunk, average),
-            x.device,
-        )
+        self._launch(launch.reduce_chunks, x, num_chunks, target_chunk, average)
 
     def _gather_flat(self, tensors: Sequence[Tensor], out: Tensor) -> None:
         self._copy(out, tensors, gather=True)
@@ -170,9 +141,7 @@ class PlannedBackend(KernelBackend):
         # documented.
         if keys.dtype in _KEYS:
             floats, keys = keys.detach(), torch.empty_like(keys, dtype=_KEYS[keys.dtype])
-            self._submit(
-                launch.order_keys(self._properties(keys.device), floats, keys), keys.device
-            )
+            self._launch(launch.order_keys, floats, keys)
         return torch.sort(keys, stable=True).indices
 
     def _copy(self, flat: Tensor, tensors: Sequence[Tensor], *, gather: bool) -> None:
@@ -186,6 +155,4 @@ class PlannedBackend(KernelBackend):
                 target, source = (here, tensor) if gather else (tensor, here)
                 target.detach().copy_(source.detach())
             start += tensor.numel()
-        self._submit(
-            movement.copy(self._properties(flat.device), flat, plain, gather=gather), flat.device
-        )
+        self._launch(movement.copy, flat, plain, gather=gather)

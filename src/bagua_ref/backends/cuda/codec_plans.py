@@ -78,7 +78,8 @@ def compress_blocks(
     if size == 0:
         return Plan()
     start, payload, num_chunks = _chosen(x, num_chunks, target_chunk, out)
-    parts, part_size = _short_parts(size, _COMPRESSED // x.element_size())
+    part_size = _COMPRESSED // x.element_size()
+    parts = -(-size // part_size)
     args = (start, long(size), long(parts), long(part_size), payload)
     return one_launch("microscaling", f"compress_{codec}_{name_of(x)}", num_chunks * parts, args)
 
@@ -101,12 +102,12 @@ def compress_signs(
 
 
 def decompress(
-    source: str,
-    kernel: str,
     device: DeviceProperties,
+    out: Tensor,
     payload: Tensor,
     num_chunks: int,
-    out: Tensor,
+    source: str,
+    kernel: str,
 ) -> Plan:
     """Restore all chunks with one kernel, given by its source and its name without the dtype (S4.3,
     S12).
@@ -114,7 +115,8 @@ def decompress(
     size = out.numel() // num_chunks
     if size == 0:
         return Plan()
-    parts, part_size = _short_parts(size, _RESTORED // out.element_size())
+    part_size = _RESTORED // out.element_size()
+    parts = -(-size // part_size)
     args = (pointer(payload), long(size), long(parts), long(part_size), pointer(out))
     return one_launch(source, f"{kernel}_{name_of(out)}", num_chunks * parts, args)
 
@@ -145,7 +147,8 @@ def _two_passes(
     many, part_size = map(long, first)
     begin, end = (f"{kernel}_{name_of(x)}" for kernel in kernels)
     args = (start, long(size), many, part_size, WORKSPACE)
-    parts, short = _short_parts(size, _COMPRESSED // x.element_size())
+    short = _COMPRESSED // x.element_size()
+    parts = -(-size // short)
     return (
         KernelLaunch(source, begin, num_chunks * first[0], args),
         KernelLaunch(
@@ -177,11 +180,4 @@ def _parts(size: int, wanted: int) -> tuple[int, int]:
     """Return the number of parts of a chunk, and the number of elements of each but the last."""
     parts = max(1, min(wanted, -(-size // _MIN_PART)))
     part_size = -(-size // (parts * _PART_STEP)) * _PART_STEP
-    return -(-size // part_size), part_size
-
-
-def _short_parts(size: int, part_size: int) -> tuple[int, int]:
-    """Return the number of parts of a chunk, each with a block of its own, and the number of
-    elements of each but the last.
-    """
     return -(-size // part_size), part_size

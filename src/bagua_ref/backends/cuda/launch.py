@@ -12,7 +12,6 @@ from torch import Tensor
 
 __all__ = [
     "BLOCK",
-    "KERNELS",
     "PACK",
     "WAVES",
     "WORKSPACE",
@@ -35,44 +34,6 @@ BLOCK = 256
 """Threads per block, the same for all kernels and in the sources (``vector.cuh``)."""
 
 _FOLDER = Path(__file__).parent / "kernels"
-_FLOATS = ("float32", "float64", "float16", "bfloat16")
-_ELEMENTWISE = (
-    "add",
-    "subtract",
-    "add_scaled",
-    "average",
-    "divide",
-    "combine_ring",
-    "async_average",
-    "update_momentum",
-)
-_CODECS = {
-    "codec": ("find_ends", "quantise", "compress_on_chip", "decompress"),
-    "microscaling": tuple(
-        f"{way}_{codec}"
-        for way in ("compress", "decompress")
-        for codec in ("MXFP8", "MXFP4", "MXINT8")
-    ),
-    "one_bit": ("sum_squares", "write_signs", "restore_signs"),
-}
-
-KERNELS: dict[str, tuple[str, ...]] = {
-    "elementwise": tuple(f"{name}_{dtype}" for name in _ELEMENTWISE for dtype in _FLOATS),
-    "chunks": tuple(f"reduce_chunks_{dtype}" for dtype in _FLOATS),
-    **{
-        source: tuple(
-            f"{name}_{dtype}" for name in names for dtype in _FLOATS if dtype != "float64"
-        )
-        for source, names in _CODECS.items()
-    },
-    "movement": (
-        "gather_segments",
-        "scatter_segments",
-        *(f"{way}_strided_{size}" for way in ("gather", "scatter") for size in (1, 2, 4, 8, 16)),
-        *(f"order_keys_{dtype}" for dtype in _FLOATS),
-    ),
-}
-"""The names of the kernels in each source ``kernels/<source>.cu``."""
 
 
 class _Workspace:
@@ -193,9 +154,9 @@ def pointer(x: Tensor) -> ctypes.c_void_p:
 
 def element_wise(
     device: DeviceProperties,
-    name: str,
     x: Tensor,
     *operands: Tensor,
+    name: str,
     numbers: tuple[float, ...] = (),
 ) -> Plan:
     """x <- f(x, operands, numbers), one of the kernels in ``elementwise.cu``."""

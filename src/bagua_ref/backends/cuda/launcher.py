@@ -166,7 +166,7 @@ def compile_source(name: str, architecture: int) -> tuple[bytes, str]:
     """Compile ``kernels/<name>.cu`` with NVRTC; needs neither driver nor device.
 
     Args:
-        name: a key of `bagua_ref.backends.cuda.launch.KERNELS`.
+        name: one of the sources.
         architecture: the compute capability, such as 90. If NVRTC does not support it, the result
             is PTX for the next older one, which the driver translates.
 
