@@ -9,7 +9,6 @@ import pytest
 from tests.launch import launch, preload, run_script
 from tests.scripts import ROOT, load_script
 
-from bagua_ref.algorithms import GlobalAlgorithmRegistry
 from bagua_ref.simulation import SimulatedWorld
 
 pytestmark = pytest.mark.slow
@@ -39,8 +38,8 @@ def test_processes_train_with_bytegrad() -> None:
     assert second == ""
 
 
-@pytest.mark.parametrize("name", GlobalAlgorithmRegistry.available_algorithms())
-def test_every_algorithm_trains(name: str) -> None:
+@pytest.mark.parametrize("name", ["gradient_allreduce", "qadam", "async", "diloco", "topk"])
+def test_the_script_trains_with_options_of_its_own(name: str) -> None:
     main = load_script("examples/train_digits.py").main
     reached = SimulatedWorld(2).run(lambda comm: main(["--algorithm", name, "--epochs", "3"]))
     assert reached[0] == reached[1]
