@@ -279,13 +279,20 @@ def test_a_rank_that_does_not_yield_is_reported_with_its_stack(monkeypatch: pyte
 
 def test_a_rank_that_computes_for_long_is_no_hang(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scheduler, "_SIGNALS", 0.25)
-    monkeypatch.setattr(scheduler, "_UNYIELDING", 0.25)
+    monkeypatch.setattr(scheduler, "_UNYIELDING", 0.5)
+    monkeypatch.setattr(scheduler, "_IDLE", 0.001)  # a busy machine may give it little time
+
+    def compute(turns):
+        for _ in range(turns):  # without a look at a clock, which would let other ranks go on
+            pass
+
+    began = time.thread_time()
+    compute(10**6)
+    seconds = time.thread_time() - began
 
     def main():
         if init() == 1:
-            end = time.thread_time() + 1.0
-            while time.thread_time() < end:
-                pass
+            compute(int(1.5e6 / seconds))
         dist.barrier()
 
     assert run(main) == [None, None]
