@@ -63,6 +63,7 @@ class RankCall(NamedTuple):
         file: of the user's code; empty if there is none.
         line: in that file.
         waits_for: the global ranks that have not done their part.
+        module: the module whose parameters FSDP2 gathers or reduces by it, or empty.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class RankCall(NamedTuple):
     file: str
     line: int
     waits_for: tuple[int, ...] = ()
+    module: str = ""
 
 
 class SimulationError(BaguaError):

@@ -8,6 +8,12 @@ from itertools import zip_longest
 
 from bagua_ref.base.ranks import USE_JOIN, format_ranks
 from bagua_ref.errors import RankCall
+from bagua_ref.simulation.call_sites import (
+    different_counts,
+    joined_calls,
+    meetings,
+    shifted,
+)
 from bagua_ref.simulation.observation import Observation, Step
 from bagua_ref.simulation.schedules import Fault, Schedule
 from bagua_ref.simulation.tasks import place
@@ -19,6 +25,7 @@ __all__ = [
     "depends_on_hash_seed",
     "first_difference",
     "not_repeatable",
+    "notes",
     "nothing_communicates",
     "own_error",
     "used_early",
@@ -61,7 +68,13 @@ def own_error(seen: Observation) -> Finding | None:
     """Return the error that one run shows by itself."""
     calls = seen.calls
     if not seen.kind:
-        finding = _different_replicas(seen.steps) or _different_counts(seen.steps)
+        finding = (
+            _other_modules(seen.log)
+            or _different_replicas(seen.steps)
+            or _different_counts(seen.steps)
+        )
+        if finding is not None and finding.kind == "replicas":
+            _name_shift(finding, seen)
     elif not calls:
         finding = Finding(seen.kind, seen.message)
     else:
@@ -95,9 +108,91 @@ def own_error(seen: Observation) -> Finding | None:
             else:
                 text += f"; {'; '.join(each)}"
         finding = Finding(seen.kind, text, call.rank, call.file, call.line)
+        if seen.kind in ("deadlock", "ended", "mismatch"):
+            _name_shift(finding, seen)
     if finding is not None:
         finding.schedule = seen.order.schedule
     return finding
+
+
+def notes(seen: Observation) -> list[str]:
+    """Return what is odd in a run beside its hints: calls of different lines that met, and steps on
+    gradients that nothing has reduced.
+    """
+    found = meetings(seen.log)
+    return found if seen.kind else found + _unreduced(seen.steps, seen.largest)
+
+
+def _unreduced(steps: Sequence[Sequence[Step]], largest: Sequence[int]) -> list[str]:
+    """Return the first step after which a parameter that was equal on two ranks differs, as its
+    gradients did: they were not communicated, or others' were.
+
+    Training that averages weights from time to time communicates them later, or makes them equal
+    again.
+    """
+    first = steps[0]
+    for rank, own in enumerate(steps[1:], 1):
+        pairs = list(zip(first, own, strict=False))
+        later = [max(largest[0], largest[rank])] + [
+            max(one.largest, two.largest) for one, two in reversed(pairs)
+        ]
+        before = pairs and (pairs[0][0].before, pairs[0][1].before)
+        for number, (one, two) in enumerate(pairs):
+            equal = {name for name, value in before[0].items() if before[1].get(name) == value}
+            reduced = [
+                name
+                for name, value in one.gradients.items()
+                if two.gradients.get(name) == value
+                and one.elements[name] <= min(one.largest, two.largest)
+            ]
+            apart = [
+                name
+                for name in one.gradients
+                if name in equal & two.gradients.keys()
+                and name not in one.replicas
+                and name not in reduced
+                and one.parameters[name] != two.parameters[name]
+                and (reduced or one.elements[name] > max(later[: len(pairs) - number + 1]))
+                and all(a.parameters.get(name) != b.parameters.get(name) for a, b in pairs[number:])
+            ]
+            before = one.parameters, two.parameters
+            if apart:
+                others = f" and {len(apart) - 1} more" * (len(apart) > 1)
+                text = (
+                    f"optimizer step {number} uses gradients that no collective has reduced: ranks"
+                    f" 0 and {rank} have the same parameter {apart[0]!r}{others} before it, and"
+                    " different ones after it"
+                )
+                return [f"{text}, at {place(two.file, two.line)}: is every backward in no_sync()?"]
+    return []
+
+
+def _name_shift(finding: Finding, seen: Observation) -> None:
+    """Make the collective from which on the ranks' lines differ the headline of an error."""
+    shift, counts = shifted(seen.log), different_counts(seen.log, seen.calls)
+    if shift is not None:
+        text, call = shift
+        finding.message = (
+            f"{text}: from there on, the ranks are not at the same lines; {finding.message}"
+        )
+        finding.rank, finding.file, finding.line = call.rank, call.file, call.line
+    elif counts:
+        finding.message += f"; {counts}"
+
+
+def _other_modules(log: Sequence[Sequence[RankCall]]) -> Finding | None:
+    """Return the first collective in which FSDP2 mixes the parameters of several modules."""
+    for row in joined_calls(log):
+        first, *others = row
+        for other in others:
+            if first.module and other.module and first.module != other.module:
+                text = (
+                    "FSDP2 mixes the parameters of different modules: rank"
+                    f" {first.rank}'s {first.operation} is for module {first.module!r}, but rank"
+                    f" {other.rank}'s is for {other.module!r}"
+                )
+                return _at("mismatch", text, other.rank, other)
+    return None
 
 
 def _at(kind: str, text: str, rank: int, at: Step | RankCall, step: int | None = None) -> Finding:

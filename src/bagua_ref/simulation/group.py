@@ -57,7 +57,7 @@ class Call:
             recv,
             alike,
         )
-        self.file, self.line = "", 0
+        self.file, self.line, self.module = "", 0, ""
         self.error: Exception | None = None
         self.done = self.awaited = False
         self.source: int | None = None
@@ -132,7 +132,14 @@ class Call:
         """Return the call for an error's report."""
         rank = self.group.ranks[self.rank]
         return RankCall(
-            rank, "", str(self), self.group.name, self.file, self.line, tuple(self.missing())
+            rank,
+            "",
+            str(self),
+            self.group.name,
+            self.file,
+            self.line,
+            tuple(self.missing()),
+            self.module,
         )
 
 

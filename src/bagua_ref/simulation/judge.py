@@ -27,6 +27,7 @@ from bagua_ref.simulation.findings import (
     depends_on_hash_seed,
     first_difference,
     not_repeatable,
+    notes,
     nothing_communicates,
     own_error,
     sends_otherwise,
@@ -160,7 +161,7 @@ class _Judge:
         self._first = first = self._one(
             Order(self._search.schedule or Schedule(), shows=True, fault=fault)
         )
-        self._report.hints = first.hints
+        self._report.hints = first.hints + notes(first)
         if fault is not None:
             return after_fault(self._one(Order()), first)
         self._hash_seed_orders = [Order(hash_seed=seed) for seed in self._search.hash_seeds]
@@ -173,6 +174,7 @@ class _Judge:
             for number in range(1 if kind == "slow" else len(calls))
         ]
         if error := own_error(first) or nothing_communicates(first):
+            self._report.hints = [hint for hint in self._report.hints if hint not in error.message]
             return error
         again = self._one(replace(first.order, shows=False, again=True))
         if error := own_error(again):

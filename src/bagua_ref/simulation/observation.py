@@ -4,13 +4,17 @@ the run ended.
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import inspect
+import io
+import os
 import re
 import sys
-from collections import Counter
+import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -19,10 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_pre_hook,
+    register_module_module_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from bagua_ref.base.ranks import format_ranks
 from bagua_ref.errors import RankCall, SimulationError
 from bagua_ref.simulation import SimulatedWorld
 from bagua_ref.simulation.group import Call
@@ -32,6 +40,10 @@ from bagua_ref.simulation.schedules import Fault, Schedule
 from bagua_ref.simulation.tasks import call_site, is_called_directly, place
 from bagua_ref.simulation.timing import Timeline, after_steps
 from bagua_ref.simulation.torch_distributed.cpu import replace_cuda
+from bagua_ref.simulation.torch_distributed.in_flight import (
+    WatchedOperations,
+    replace_readers,
+)
 from bagua_ref.simulation.torch_distributed.processes import Replacements
 from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward
 from bagua_ref.simulation.torch_distributed.work import promptly
@@ -84,6 +96,9 @@ class Step:
         reduced: the ranks that must have equal parameters if all their gradients are equal.
         joined: whether the ranks may make different numbers of steps.
         is_finite: whether all parameters are.
+        before: the digest of each parameter before a rank's first step; empty for later ones.
+        elements: the number of elements of each parameter.
+        largest: the most elements of a communication of the rank since its last step.
     """
 
     file: str
@@ -94,6 +109,9 @@ class Step:
     reduced: tuple[int, ...]
     joined: bool
     is_finite: bool
+    before: dict[str, str]
+    elements: dict[str, int]
+    largest: int
 
 
 @dataclass
@@ -108,6 +126,7 @@ class Observation:
         stdout: what each rank printed.
         returned: the digest of each rank's return value.
         hints: what is odd, but no error.
+        largest: the most elements of each rank's communications after its last step.
         kind: of the error that ended the run; empty: all ranks returned.
         message: of that error.
         calls: what the ranks concerned were doing.
@@ -123,6 +142,7 @@ class Observation:
     exceptions: list[str] = field(default_factory=list)
     returned: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
+    largest: list[int] = field(default_factory=list)
     kind: str = ""
     message: str = ""
     calls: tuple[RankCall, ...] = ()
@@ -145,7 +165,7 @@ def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation
         stdout=output.written,
         exceptions=[""] * n,
     )
-    watch = _RunWatch(seen, n, order.fault, program)
+    watch = _RunWatch(seen, n, program)
     compute = "measured" if order.measures else program.compute
     world = SimulatedWorld(
         n,
@@ -165,6 +185,7 @@ def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation
         ):
             seen.returned = world.run(watch.run, program)
         seen.hints = watch.hints()
+        seen.largest = watch.largest()
     except SimulationError as error:
         seen.kind, seen.message, seen.calls = error.kind or "error", str(error), error.calls
     except (Exception, SystemExit) as error:  # the program's
@@ -202,10 +223,16 @@ def _sends_objects() -> bool:
 class _RunWatch:
     """The hooks of one run, which fill in its record."""
 
-    def __init__(self, seen: Observation, n: int, fault: Fault | None, program: Program) -> None:
-        self._seen, self._fault, self._program = seen, fault, program
+    def __init__(self, seen: Observation, n: int, program: Program) -> None:
+        order = seen.order
+        self._seen, self._fault, self._program = seen, order.fault, program
+        self._watches = order.shows
         self._hints: dict[str, None] = {}
         self._calls: list[Call] = []
+        self._writes: dict[str, list[tuple[int, Counter[str], str]]] = defaultdict(list)
+        """Of each file: the rank that opens it, its calls before by group, and its line."""
+        self._parents = weakref.WeakKeyDictionary[torch.nn.Module, Any]()
+        """The parent of each module, as a weak reference, and the module's name in it."""
         self._ranks = [_RankWatch(rank) for rank in range(n)]
 
     @contextmanager
@@ -217,7 +244,13 @@ class _RunWatch:
                     lambda module, args: self._here().before_forward(module)
                 ).remove
             )
-            hooks.enter_context(after_steps(lambda optimizer: None, self._after_step))
+            hooks.callback(register_module_module_registration_hook(self._name).remove)
+            hooks.enter_context(after_steps(self._before_step, self._after_step))
+            for owner, name in ((builtins, "open"), (io, "open")):
+                hooks.function(owner, name, self._open)
+            hooks.function(torch, "save", self._save)
+            if self._watches:
+                replace_readers(hooks)
             if self._program.loads_in_process:
                 hooks.function(DataLoader, "__iter__", self._load)
             if self._program.cpu:
@@ -227,7 +260,9 @@ class _RunWatch:
     def run(self, program: Program) -> str:
         """Run the program on the calling rank; return a digest of its result."""
         if self._fault is None:
-            return _digest(program.run())
+            with WatchedOperations() if self._watches else nullcontext():
+                result = program.run()
+            return _digest(result)
         rank, result = rank_world().identity.rank, None
         try:
             result = program.run()
@@ -256,10 +291,16 @@ class _RunWatch:
         source = _SOURCE.match(call.operation)
         if source and int(source[1]) != call.rank:  # where it receives, there may be anything
             sends = []
+        call.module = self._module_of_fsdp()
+        if any(s.is_floating_point() and s.isnan().any() for s in sends):
+            self._hints.setdefault(f"NaN is sent in {_place(call)}")
         self._calls.append(call)
         self._seen.log[rank].append(call.facts())
         self._seen.sent[rank].append(
             _digest((call.operation, call.file, call.line, [] if _sends_objects() else sends))
+        )
+        self._ranks[rank].largest = max(
+            self._ranks[rank].largest, sum(send.numel() for send in sends)
         )
         if call.operation.startswith("all_reduce("):
             self._ranks[rank].reductions.append(
@@ -273,6 +314,10 @@ class _RunWatch:
             self._fault.strike(
                 call, rank, len(self._seen.log[rank]) - 1, {call.group for call in self._calls}
             )
+
+    def largest(self) -> list[int]:
+        """Return the most elements of each rank's communications since its last step."""
+        return [rank.largest for rank in self._ranks]
 
     def hints(self) -> list[str]:
         """Return the oddities of the run that are no errors."""
@@ -302,6 +347,24 @@ class _RunWatch:
                 found[f"{text}run all but the last of them in no_sync()"] = None
         return list(found)
 
+    def _name(self, parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
+        if module is not None:
+            self._parents[module] = weakref.ref(parent), name
+
+    def _module_of_fsdp(self) -> str:
+        """Return the path of the module whose parameters FSDP2 is gathering or reducing, if any."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not frame.f_code.co_filename.endswith("_fsdp_param_group.py"):
+            frame = frame.f_back
+        group = None if frame is None else frame.f_locals.get("self")
+        module = next(iter(getattr(group, "modules", ())), None)
+        path: list[str] = []
+        while module in self._parents:
+            parent, name = self._parents[module]
+            path.insert(0, name)
+            module = parent()
+        return ".".join(path)
+
     def _load(self, original: Callable[[Any], Any], loader: Any) -> Any:
         if loader.num_workers:
             self._hints[
@@ -313,6 +376,35 @@ class _RunWatch:
 
     def _here(self) -> _RankWatch:
         return self._ranks[rank_world().identity.rank]
+
+    def _open(self, original: Any, file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if isinstance(file, str | bytes | os.PathLike) and set("wax+") & set(mode):
+            self._write(file)
+        return original(file, mode, *args, **options)
+
+    def _save(self, original: Any, obj: Any, f: Any, *args: Any, **options: Any) -> None:
+        if isinstance(f, str | os.PathLike):
+            self._write(f)
+        original(obj, f, *args, **options)
+
+    def _write(self, path: Any) -> None:
+        """Hint at a file that two ranks write with no collective between, which orders them."""
+        path, rank = os.fsdecode(os.path.realpath(path)), rank_world().identity.rank
+        if path.startswith(("/dev/", "/proc/")):
+            return
+        log, where = self._seen.log, place(*call_site(sys._getframe(1)))
+        counts = Counter(call.group for call in log[rank])
+        for other, before, line in self._writes[path]:
+            if other != rank and counts == before:
+                who = format_ranks(sorted((other, rank)))
+                self._hints[
+                    f"{who} write {os.path.relpath(path)!r} with no collective between:"
+                    f" {line}, {where}"
+                ] = None
+        self._writes[path].append((rank, counts, where))
+
+    def _before_step(self, optimizer: Any) -> None:
+        self._here().before_step(optimizer)
 
     def _after_step(self, optimizer: Any) -> None:
         here = self._here()
@@ -329,7 +421,10 @@ class _RankWatch:
         """The elements and ranks of each all-reduce since the last step."""
         self.backwards: dict[int, tuple[str, int]] = {}
         """The line of each backward pass since the last step that communicated."""
+        self.largest = 0
+        """The most elements of a communication since the last step."""
         self.backwards_by_step: list[dict[int, tuple[str, int]]] = []
+        self._before: dict[str, str] = {}
         self._names: dict[int, tuple[str, Tensor]] = {}
         self._modules: dict[int, torch.nn.Module] = {}
         self._synchronizes: dict[DistributedDataParallel, bool] = {}
@@ -340,17 +435,26 @@ class _RankWatch:
         """
         if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
             self._synchronizes[module] = module.require_backward_grad_sync
+        if not self._modules:  # what was communicated before belongs to no step
+            self.largest = 0
         if id(module) not in self._modules:
             for name, parameter in module.named_parameters():
                 self._names.setdefault(id(parameter), (name.removeprefix("module."), parameter))
             self._modules.update({id(inner): inner for inner in module.modules()})
 
+    def before_step(self, optimizer: Any) -> None:
+        """Note the values with which training starts."""
+        if not self.backwards_by_step:
+            self._before = {name: _digest(_local(p)) for name, p in self._named(optimizer).items()}
+
+    def _named(self, optimizer: Any) -> dict[str, Tensor]:
+        owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return {self._names.get(id(p), (f"parameter {i}", None))[0]: p for i, p in enumerate(owned)}
+
     def after_step(self, optimizer: Any) -> Step:
         """Return the result of an optimizer step."""
-        owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        named = {
-            self._names.get(id(p), (f"parameter {i}", None))[0]: p for i, p in enumerate(owned)
-        }
+        named = self._named(optimizer)
+        owned = list(named.values())
         replicas, reduced, joined = self._replicas()
         reduced = self._reduced([p.numel() for p in owned if p.grad is not None]) or reduced
         values = {name: _local(p) for name, p in named.items()}
@@ -359,6 +463,8 @@ class _RankWatch:
             name: _holders(p) if isinstance(p, DTensor) else replicas.get(id(p), ())
             for name, p in named.items()
         }
+        before, self._before = self._before, {}
+        largest, self.largest = self.largest, 0
         self.backwards_by_step.append(dict(self.backwards))
         self.backwards.clear()
         self.reductions.clear()
@@ -374,6 +480,9 @@ class _RankWatch:
             reduced,
             joined,
             all(bool(torch.isfinite(value).all()) for value in values.values()),
+            before,
+            {name: value.numel() for name, value in values.items()},
+            largest,
         )
 
     def _replicas(self) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], bool]:

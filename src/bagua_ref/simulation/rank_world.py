@@ -5,6 +5,7 @@ controls.
 from __future__ import annotations
 
 import queue
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,8 @@ class SimulatedRankWorld(World):
         """The threads that the rank's program has started by `threading`, if it may."""
         self.signal_handlers: dict[Any, Any] = {}
         """The handlers that the rank's program has set."""
+        self.works = weakref.WeakSet[Any]()
+        """The operations of `torch.distributed` under way, whose handles the program keeps."""
         self.invariants: list[Callable[[], Any]] = []
         """What the rank gave to `always`."""
 

@@ -289,7 +289,9 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             tensors[0],
         )
         self.group.post_send(call, dst, tag)
-        return self._track(SimulatedWork(call, [], [], []))
+        work = SimulatedWork(call, [], [], [])
+        work.watch([tensors[0].data])
+        return self._track(work)
 
     def recv(self, tensors: Any, src: int | None, tag: int = 0) -> SimulatedWork:  # noqa: D102
         self._check_devices("recv", tensors)

@@ -19,7 +19,7 @@ from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.scheduler import Scheduler
 from bagua_ref.simulation.torch_distributed.processes import Replacements
-from bagua_ref.simulation.torch_distributed.work import works_of_backward
+from bagua_ref.simulation.torch_distributed.work import wait_first, works_of_backward
 
 __all__ = [
     "WORLD",
@@ -164,6 +164,8 @@ def replace(
     # With a static graph, the reducer starts all operations of the first backward in a callback,
     # and waits for them there.
     replacements.function(_c10d.Reducer, "_delay_all_reduce", works_of_backward.run_at_end)
+    for name in ("collect_all", "wait_all"):
+        replacements.function(torch.futures, name, wait_first)
     for owner in (dist, distributed_c10d):
         replacements.function(owner, "split_group", split_group)
     replacements.function(distributed_c10d, "_new_process_group_helper", new_group)

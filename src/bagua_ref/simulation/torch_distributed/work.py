@@ -7,11 +7,13 @@ that a program that reads it too early computes NaN.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,7 +22,8 @@ from torch import Tensor
 
 from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.group import Call
-from bagua_ref.simulation.tasks import call_site
+from bagua_ref.simulation.rank_world import rank_world
+from bagua_ref.simulation.tasks import call_site, is_user_code
 
 __all__ = [
     "SimulatedFuture",
@@ -28,6 +31,7 @@ __all__ = [
     "is_prompt",
     "promptly",
     "seconds_of",
+    "wait_first",
     "works_of_backward",
 ]
 
@@ -48,6 +52,8 @@ class SimulatedWork(dist.Work):
         super().__init__()
         self.call, self._outputs, self._values, self._result = call, outputs, values, result
         self._parts: Sequence[SimulatedWork] = ()
+        self._inputs: Sequence[Tensor] = ()
+        self._readable: Sequence[Tensor] = ()
         self._delivered = False
         self._future: SimulatedFuture | None = None
         works_of_backward.note(self)
@@ -70,7 +76,7 @@ class SimulatedWork(dist.Work):
                 copies.
             result: the value of the future; None: ``outputs``.
         """
-        outputs = [output.data for output in outputs]
+        outputs, inputs = [output.data for output in outputs], list(sends or ())
         if is_prompt():
             if sends is not None:
                 sends[:] = [send.clone() for send in sends]
@@ -84,14 +90,18 @@ class SimulatedWork(dist.Work):
             sends[i] = send.clone()  # type: ignore[index]
         for output in outputs:
             _spoil(output)
+        readable = []
         if (
             not sends
             or len(shared) != len(outputs)
             or any(s.numel() != o.numel() for (_, s), o in zip(shared, outputs, strict=True))
         ):
+            readable = [send for _, send in shared]
             for i, send in shared:  # a part of an output that is an input, too, stays readable
                 send.copy_(sends[i])  # type: ignore[index]
-        return cls(make_call(values), outputs, values, list(outputs) if result is None else result)
+        work = cls(make_call(values), outputs, values, list(outputs) if result is None else result)
+        work.watch(inputs, readable)
+        return work
 
     @classmethod
     def joined(cls, parts: Sequence[SimulatedWork]) -> SimulatedWork | None:
@@ -101,6 +111,25 @@ class SimulatedWork(dist.Work):
         work = cls(parts[-1].call, [], [], [tensor for part in parts for tensor in part._result])
         work._parts = parts
         return work
+
+    def watch(self, inputs: Sequence[Tensor], readable: Sequence[Tensor] = ()) -> None:
+        """Note this work as under way on its rank until it is delivered or dropped.
+
+        Args:
+            inputs: what it sends.
+            readable: the inputs that are parts of its outputs.
+        """
+        self._inputs, self._readable = list(inputs), readable
+        rank_world().works.add(self)
+
+    def is_touched_by(self, tensor: Tensor, is_written: bool) -> bool:
+        """Return whether reading or writing a tensor now is an error, as this work uses its
+        memory.
+        """
+        if not is_written and any(overlap(tensor, own) for own in self._readable):
+            return False
+        tensors = [*self._outputs, *self._inputs] if is_written else self._outputs
+        return any(overlap(tensor, own) for own in tensors)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation is complete, at most ``timeout`` of virtual time, and deliver
@@ -150,48 +179,69 @@ class SimulatedWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> SimulatedFuture:
-        """Return the future of the results. Inside a backward it may be pending until the
-        backward's end; else it is complete.
+        """Return the future of the results, which is complete when it is waited for: by `wait`,
+        by `then`, or at the end of the backward that is under way. C++ code gets a complete one.
         """
         if self._future is None:
-            if not works_of_backward.will_wait(self):
+            self._future = SimulatedFuture(self)
+            if self._delivered or not (self.is_awaited() or _is_kept_by_user()):
                 self.wait()
-            self._future = SimulatedFuture(self.wait)
-            if self._delivered:
-                self._future.set_result(self._result)
+                self._set_future()
         return self._future
+
+    def is_awaited(self) -> bool:
+        """Return whether the end of a backward that is under way will wait for this work."""
+        return works_of_backward.will_wait(self)
 
     def _deliver(self) -> None:
         if self._delivered:
             return
         self._delivered = self.call.awaited = True
+        rank_world().works.discard(self)
         if self._outputs:
             torch._foreach_copy_(list(self._outputs), list(self._values))
-        self._outputs = self._values = ()
-        if self._future is not None and not self._future.done():
+        self._outputs = self._values = self._inputs = ()
+        self._set_future()
+
+    def _set_future(self) -> None:
+        if self._future is not None and not self._future.has_value():
             self._future.set_result(self._result)
 
 
 class SimulatedFuture(torch.futures.Future[Any]):
-    """A future whose `wait` lets other simulated ranks go on.
+    """A future that lets other simulated ranks go on while it is waited for.
 
     Args:
-        complete: waits until the future has a value.
+        source: the work or future on whose end it depends.
     """
 
-    def __init__(self, complete: Callable[[], Any]) -> None:
+    def __init__(self, source: SimulatedWork | SimulatedFuture) -> None:
         super().__init__()
-        self._complete = complete
+        self._source = source
 
     def wait(self) -> Any:
         """Wait for the value, and return it."""
-        if not self.done():
-            self._complete()
+        if not self.has_value():
+            self._source.wait()
         return super().wait()
+
+    def done(self) -> bool:
+        """Return whether the value is there, or can be now."""
+        return self.has_value() or self._source.is_completed()
+
+    is_completed = done
+
+    def has_value(self) -> bool:
+        """Return whether the value has been set."""
+        return super().done()
+
+    def is_awaited(self) -> bool:
+        """Return whether the end of a backward that is under way will wait for it."""
+        return self._source.is_awaited()
 
     def then(self, callback: Callable[[Any], Any]) -> SimulatedFuture:
         """Return the future of ``callback(self)``, which is called when this one is complete."""
-        following = SimulatedFuture(self.wait)
+        following = SimulatedFuture(self)
 
         def run(future: Any) -> None:
             try:
@@ -201,6 +251,36 @@ class SimulatedFuture(torch.futures.Future[Any]):
 
         self.add_done_callback(run)
         return following
+
+    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        """Call ``callback(self)`` when this future is complete, which is now unless a backward is
+        under way.
+        """
+        super().add_done_callback(callback)
+        if not self.is_awaited():
+            self.wait()
+
+
+_REDUCER = os.path.join("torch", "nn", "parallel", "distributed.py")
+
+
+def _is_kept_by_user() -> bool:
+    """Return whether the user's code asks for a future, and surely not as a hook whose result a
+    reducer takes in C++.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    is_user = frame is not None and is_user_code(frame.f_code.co_filename)
+    while frame is not None and not frame.f_code.co_filename.endswith(_REDUCER):
+        frame = frame.f_back
+    return is_user and frame is None and threading.get_ident() not in works_of_backward.at_end
+
+
+def wait_first(original: Callable[..., Any], futures: Sequence[Any]) -> Any:
+    """Call a function of torch that waits for futures in C++, once those of works are complete."""
+    for future in futures:
+        if isinstance(future, SimulatedFuture) and not future.is_awaited():
+            future.wait()
+    return original(futures)
 
 
 class _WorksOfBackward:
@@ -214,7 +294,7 @@ class _WorksOfBackward:
 
     def __init__(self) -> None:
         self._works: dict[Any, list[SimulatedWork]] = {}
-        self._at_end: set[Any] = set()
+        self.at_end: set[Any] = set()
         """The threads in a callback of autograd's engine in which the reducer starts operations and
         waits for them.
         """
@@ -226,11 +306,11 @@ class _WorksOfBackward:
     def run_at_end(self, callback: Callable[[Any], None], reducer: Any) -> None:
         """Call a reducer's callback; futures that it takes are complete."""
         thread = threading.get_ident()
-        self._at_end.add(thread)
+        self.at_end.add(thread)
         try:
             callback(reducer)
         finally:
-            self._at_end.discard(thread)
+            self.at_end.discard(thread)
 
     def note(self, work: SimulatedWork) -> None:
         """Queue the callback, if a backward is calling one of its nodes."""
@@ -238,7 +318,7 @@ class _WorksOfBackward:
             torch._C._current_graph_task_id() != -1
             and torch._C._current_autograd_node() is not None
         )
-        if in_backward and threading.get_ident() not in self._at_end:
+        if in_backward and threading.get_ident() not in self.at_end:
             key = (work.call.group.scheduler.calling(), torch._C._current_graph_task_id())
             if key not in self._works:
                 self._works[key] = []
@@ -283,6 +363,37 @@ def is_prompt() -> bool:
 def seconds_of(timeout: timedelta | float | None) -> float | None:
     """Return a timeout in seconds."""
     return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+
+
+def overlap(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors share memory, element by element."""
+    storage = first.untyped_storage()
+    if storage.data_ptr() != second.untyped_storage().data_ptr() or not storage.nbytes():
+        return False
+    (start, end), (other_start, other_end) = _extent(first), _extent(second)
+    if end <= other_start or other_end <= start:
+        return False
+    if first.is_contiguous() and second.is_contiguous():
+        return True
+    marks = torch.zeros(storage.nbytes(), dtype=torch.uint8)
+    _bytes_of(first, marks).fill_(1)
+    return bool(_bytes_of(second, marks).any())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and that after the last."""
+    size = tensor.element_size()
+    start = tensor.storage_offset() * size
+    if not tensor.numel():
+        return start, start
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return start, start + (sum((n - 1) * stride for n, stride in steps) + 1) * size
+
+
+def _bytes_of(tensor: Tensor, memory: Tensor) -> Tensor:
+    size = tensor.element_size()
+    shape, strides = (*tensor.shape, size), (*(stride * size for stride in tensor.stride()), 1)
+    return memory.as_strided(shape, strides, tensor.storage_offset() * size)
 
 
 def _spoil(tensor: Tensor) -> None:

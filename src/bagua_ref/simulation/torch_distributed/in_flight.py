@@ -1,0 +1,120 @@
+"""Tensors of operations under way: every read and write that comes before ``wait()`` is an error at
+its line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bagua_ref
+from bagua_ref.errors import RankCall, SimulationError
+from bagua_ref.simulation.rank_world import rank_world
+from bagua_ref.simulation.tasks import call_site, place
+from bagua_ref.simulation.torch_distributed.processes import Replacements
+
+__all__ = ["WatchedOperations", "replace_readers"]
+
+_METADATA = ("empty", "zeros", "ones", "rand", "full", "new_", "lift_fresh", "_unsafe_view", "sym_")
+"""How the names of operations begin that read no elements of their arguments, beside views."""
+
+_TRANSPARENT = (DTensor, AsyncCollectiveTensor)
+"""Subclasses whose operations are seen once more, on their parts: an AsyncCollectiveTensor waits
+first.
+"""
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+_OWN, _TORCH = (str(Path(file).parent) + os.sep for file in (bagua_ref.__file__, torch.__file__))
+
+
+class WatchedOperations(TorchDispatchMode):
+    """Ends the run where the calling thread touches a tensor of one of its rank's works too early.
+
+    What an operation sends must not be written, and what it receives neither read nor written, from
+    its start until its work is waited for, is found completed or is dropped.
+    """
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return True: `torch.compile` compiles as without this mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, _TRANSPARENT) for kind in types):
+            return NotImplemented
+        works = rank_world().works
+        if works and not _only_metadata(func) and not _is_own():
+            for tensor, is_written in _touched(func, args, kwargs or {}):
+                _check(tensor, is_written, func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def _is_own() -> bool:
+    """Return whether the simulator, or an algorithm of this package, is at work."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_OWN)
+
+
+def _only_metadata(func: Any) -> bool:
+    namespace, _, name = func.name().partition("::")
+    return namespace != "aten" or func.is_view or name.startswith(_METADATA) or "_like" in name
+
+
+def _touched(
+    func: Any, args: Sequence[Any], options: dict[str, Any]
+) -> Iterator[tuple[Tensor, bool]]:
+    """Yield the tensors among an operation's arguments, and whether it writes them."""
+    for number, argument in enumerate(func._schema.arguments):
+        value = args[number] if number < len(args) else options.get(argument.name)
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if type(tensor) in _PLAIN and tensor.layout == torch.strided:
+                yield tensor, is_written
+
+
+def _check(tensor: Tensor, is_written: bool, operation: str) -> None:
+    for work in rank_world().works:
+        if work.is_touched_by(tensor, is_written):
+            _refuse(operation, work.call, is_written)
+
+
+def replace_readers(replacements: Replacements) -> None:
+    """Check also what reads tensors without operations of torch."""
+
+    def read(original: Any, tensor: Any, *args: Any, **options: Any) -> Any:
+        if type(tensor) in _PLAIN:
+            _check(tensor, False, original.__name__)
+        return original(tensor, *args, **options)
+
+    for name in ("__repr__", "tolist", "numpy"):
+        replacements.function(Tensor, name, read)
+
+
+def _refuse(operation: str, call: Any, is_written: bool) -> None:
+    file, line = call_site(sys._getframe(1))
+    rank, does = call.group.ranks[call.rank], "changes" if is_written else "reads"
+    scheduler = call.group.scheduler
+    text = (
+        f"a tensor of an operation under way is used before wait(): rank {rank} {does} a tensor of"
+        f" {call} at {place(file, line)} ({operation}), and started that operation at"
+        f" {place(call.file, call.line)}"
+    )
+    task = scheduler.calling()
+    scheduler.end(
+        SimulationError(
+            text, "early_use", (RankCall(rank, task.thread, str(call), "", file, line),)
+        )
+    )
