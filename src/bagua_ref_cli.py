@@ -24,6 +24,7 @@ COMMANDS = {
     "measure": "measure links, codecs and compute, for bagua-ref advise",
     "advise": "predict which algorithm trains fastest on a given network",
     "sim": "find errors of a torch.distributed program on simulated ranks",
+    "same": "compare a training step on several ranks with that of one process",
     "balance": "show how much time balanced batches save",
     "graph": "show who averages with whom in decentralized training",
     "vectors": "export golden vectors, or check another implementation's outputs against them",

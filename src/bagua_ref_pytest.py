@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Generator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,38 +22,102 @@ if TYPE_CHECKING:
     from bagua_ref.conformance.run.report import Result
     from bagua_ref.conformance.run.runner import CheckRun
 
-__all__ = ["conclude", "sim_world"]
+__all__ = ["SimWorld", "conclude", "sim_world"]
+
+
+class SimWorld:
+    """Runs functions of torch.distributed on simulated ranks for a test.
+
+    Args:
+        nodeid: of the test, for the line that repeats a failure.
+        config: pytest's.
+    """
+
+    report: Any = None
+    """The `bagua_ref.simulation.judge.Judgement` of the last call."""
+
+    def __init__(self, nodeid: str, config: pytest.Config) -> None:
+        self._nodeid, self._config = nodeid, config
+
+    def __call__(
+        self, function: Callable[..., Any], ranks: int = 2, *args: Any, **options: Any
+    ) -> list[Any]:
+        """Call ``function(*args)`` on every rank, in forks of this process, under many schedules;
+        return what each rank returned. The test fails with the first error.
+
+        Args:
+            function: the program; what it returns must be picklable.
+            ranks: the number of ranks.
+            args: of the function.
+            options: those of `bagua_ref.simulation.judge.Exploration`, such as ``seeds=20`` or
+                ``faults=("kill",)``; ``cpu=True`` lets devices that it names be the CPU.
+        """
+        from bagua_ref.simulation.judge import Exploration, judge
+        from bagua_ref.simulation.programs import Program
+        from bagua_ref.simulation.schedules import Fault, Schedule
+
+        if schedule := self._config.getoption("--sim-schedule", None):
+            options["schedule"] = Schedule.parse(schedule)
+        if fault := self._config.getoption("--sim-fault", None):
+            options["fault"] = Fault.parse(fault)
+        name, cpu = getattr(function, "__qualname__", repr(function)), options.pop("cpu", False)
+        search = Exploration(options.pop("nodes", (ranks,)), **options)
+        self.report = judge(Program(name, function=partial(function, *args), cpu=cpu), search)
+        if self.report.verdict == "agree":
+            return list(self.report.values)
+        found = self.report.finding
+        if found is None:
+            pytest.fail(f"no verdict after {self.report.runs} runs", pytrace=False)
+        words = ["pytest", self._nodeid, "--sim-schedule", str(found.schedule)]
+        words += ["--sim-fault", str(found.fault)] if found.fault else []
+        lines = [found.message, *(f"hint: {hint}" for hint in self.report.hints)]
+        pytest.fail("\n".join([*lines, f"replay: {shlex.join(words)}"]), pytrace=False)
+
+    def same_as_one(
+        self, step: Callable[..., Any], batch: Any, *layouts: Any, **options: Any
+    ) -> None:
+        """Fail the test unless a training step on several ranks is that of one process; see
+        `bagua_ref.simulation.same_as_one`.
+        """
+        from bagua_ref.simulation.same_as_one import LAYOUTS, same_as_one
+
+        self.report = same_as_one(step, batch, layouts or LAYOUTS, **options)
+        if self.report.differences or not self.report.is_comparable:
+            pytest.fail(str(self.report), pytrace=False)
 
 
 @pytest.fixture
-def sim_world() -> Callable[..., Any]:
-    """Return ``check(function, ranks=2, **options)``, which runs a program of torch.distributed
-    under many schedules.
+def sim_world(request: pytest.FixtureRequest) -> SimWorld:
+    """Return a `SimWorld`: ``sim_world(train, 4, seeds=20)`` runs ``train()`` on 4 simulated ranks."""
+    return SimWorld(request.node.nodeid, request.config)
 
-    ``function()`` is called on every rank, in forks of this process. The test fails with the first
-    error; else the report is returned. ``options`` are those of `Exploration`, such as ``seeds=20``
-    or ``faults=("kill",)``.
-    """
-    from bagua_ref.simulation.judge import Exploration, judge
-    from bagua_ref.simulation.programs import Program
 
-    def check(function: Callable[[], Any], ranks: int = 2, **options: Any) -> Any:
-        name = getattr(function, "__qualname__", repr(function))
-        report = judge(
-            Program(name, function=function),
-            Exploration(options.pop("nodes", (ranks,)), **options),
-        )
-        if report.verdict != "agree":
-            found = report.finding
-            pytest.fail(
-                f"{found.message}\nschedule: {found.schedule}"
-                if found
-                else f"no verdict after {report.runs} runs",
-                pytrace=False,
-            )
-        return report
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a test of ``@pytest.mark.sim(ranks=[2, 4])`` one for each number of ranks."""
+    mark = metafunc.definition.get_closest_marker("sim")
+    ranks = mark.kwargs.get("ranks", 2) if mark else 2
+    if isinstance(ranks, list | tuple):
+        metafunc.fixturenames.append("sim_ranks")
+        metafunc.parametrize("sim_ranks", ranks, ids=[f"{n} ranks" for n in ranks])
 
-    return check
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the body of a test of ``@pytest.mark.sim`` on every simulated rank."""
+    mark = pyfuncitem.get_closest_marker("sim")
+    if mark is None:
+        return None
+    options = {"ranks": 2, **mark.kwargs}
+    if isinstance(options["ranks"], list | tuple):
+        options["ranks"] = pyfuncitem.callspec.params["sim_ranks"]
+    names = pyfuncitem._fixtureinfo.argnames
+    function = partial(pyfuncitem.obj, **{name: pyfuncitem.funcargs[name] for name in names})
+    SimWorld(pyfuncitem.nodeid, pyfuncitem.config)(partial(_no_result, function), **options)
+    return True
+
+
+def _no_result(function: Callable[[], Any]) -> None:
+    function()
 
 
 def conclude(result: Result) -> None:
@@ -95,6 +161,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--bagua-time-limit", type=float, default=10.0, help="time limit of a call in seconds"
     )
+    sim = parser.getgroup("bagua_ref simulated ranks")
+    sim.addoption("--sim-schedule", metavar="SCHEDULE", help="run only this schedule of a test")
+    sim.addoption("--sim-fault", metavar="FAULT", help="run only with this fault")
     # `bagua-ref verify` passes a folder for notes of workers, and a file descriptor for results.
     group.addoption("--bagua-workers", metavar="FOLDER:FD")
 
@@ -161,7 +230,10 @@ def _folder(config: pytest.Config) -> Path | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the process that has the workers pass their results on."""
+    """Declare the mark, and let the process that has the workers pass their results on."""
+    config.addinivalue_line(
+        "markers", "sim(ranks=2, **options): run the test's body on simulated ranks, see sim_world"
+    )
     if (folder := _folder(config)) is not None and not hasattr(config, "workerinput"):
         fd = int(config.getoption("--bagua-workers").rpartition(":")[2])
         config.pluginmanager.register(_Results(folder, fd))

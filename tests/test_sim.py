@@ -170,8 +170,8 @@ def fails() -> None:
 
 
 def test_survivors_of_a_fault_may_raise_but_not_train_on(sim_world: Any) -> None:
-    report = sim_world(trains(fails), ranks=2, seeds=1, faults=("kill", "stop", "slow"))
-    assert report.planned == report.runs > 20
+    sim_world(trains(fails), ranks=2, seeds=1, faults=("kill", "stop", "slow"))
+    assert sim_world.report.planned == sim_world.report.runs > 20
     broken = judge(
         Program("swallows", function=trains(lambda: None)),
         Exploration((3,), seeds=1, faults=("kill",)),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -90,6 +91,7 @@ class Judgement:
         planned: the number of runs that the search would have made; None: unknown.
         is_complete: whether the search came to its end.
         timeline: with a link, the times of a run in the default schedule without an error.
+        values: what each rank of a function returned in that run.
     """
 
     finding: Finding | None = None
@@ -98,6 +100,7 @@ class Judgement:
     planned: int | None = None
     is_complete: bool = False
     timeline: Timeline | None = None
+    values: list[Any] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
@@ -162,6 +165,7 @@ class _Judge:
             Order(self._search.schedule or Schedule(), shows=True, fault=fault)
         )
         self._report.hints = first.hints + notes(first)
+        self._report.values = [pickle.loads(value) for _, value in sorted(first.values.items())]  # noqa: S301 # of our own fork
         if fault is not None:
             return after_fault(self._one(Order()), first)
         self._hash_seed_orders = [Order(hash_seed=seed) for seed in self._search.hash_seeds]

@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import io
 import os
+import pickle
 import re
 import sys
 import weakref
@@ -125,6 +126,7 @@ class Observation:
         sent: of each rank, a digest of each communication and what it sent.
         stdout: what each rank printed.
         returned: the digest of each rank's return value.
+        values: what each rank returned in the first run of a function, pickled.
         hints: what is odd, but no error.
         largest: the most elements of each rank's communications after its last step.
         kind: of the error that ended the run; empty: all ranks returned.
@@ -141,6 +143,7 @@ class Observation:
     stdout: list[str] = field(default_factory=list)
     exceptions: list[str] = field(default_factory=list)
     returned: list[str] = field(default_factory=list)
+    values: dict[int, bytes] = field(default_factory=dict)
     hints: list[str] = field(default_factory=list)
     largest: list[int] = field(default_factory=list)
     kind: str = ""
@@ -262,6 +265,8 @@ class _RunWatch:
         if self._fault is None:
             with WatchedOperations() if self._watches else nullcontext():
                 result = program.run()
+            if self._watches and program.function is not None:
+                self._seen.values[rank_world().identity.rank] = pickle.dumps(result)
             return _digest(result)
         rank, result = rank_world().identity.rank, None
         try:

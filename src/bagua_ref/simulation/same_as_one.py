@@ -1,0 +1,442 @@
+"""Whether a training step on several ranks is that of one process: a sample or token must weigh the
+same on whichever rank, and in whichever microbatch, it lands.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from bagua_ref.simulation import SimulatedWorld
+from bagua_ref.simulation.rank_world import rank_world
+from bagua_ref.simulation.timing import after_steps
+
+__all__ = ["IGNORED", "LAYOUTS", "Layout", "SameAsOne", "same_as_one", "split"]
+
+IGNORED = -100
+"""The label of a token that does not count, as in `torch.nn.functional.cross_entropy`."""
+
+SUMS_IN_ANOTHER_ORDER = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 2e-4}
+"""The largest difference that the order of sums makes, in parts of a tensor's largest magnitude;
+1e-9 for other dtypes.
+"""
+
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+"""What names of parameters begin with in wrapped models."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the global batch of one step is divided.
+
+    Args:
+        ranks: the number of ranks.
+        microbatches: the number of parts of each rank's share.
+        tokens: ``"equal"``; ``"unequal"``: labels are ignored so that shares have different numbers
+            of tokens; ``"none"``: so that the last rank has none.
+    """
+
+    ranks: int = 1
+    microbatches: int = 1
+    tokens: str = "equal"
+
+    def __str__(self) -> str:
+        more = {"unequal": ", unequal tokens", "none": ", a rank without tokens"}
+        return f"{self.ranks} x {self.microbatches}{more.get(self.tokens, '')}"
+
+
+LAYOUTS = (
+    Layout(2),
+    Layout(4),
+    Layout(1, 2),
+    Layout(2, 2),
+    Layout(1, 2, "unequal"),
+    Layout(2, 1, "unequal"),
+    Layout(2, 2, "unequal"),
+    Layout(2, 1, "none"),
+)
+"""Those that `same_as_one` tries: ranks x microbatches."""
+
+
+@dataclass
+class SameAsOne:
+    """The result of `same_as_one`.
+
+    Attributes:
+        layouts: those that were compared with one rank and one microbatch.
+        differences: of those that differ, the first tensor and the kind of difference in words.
+        notes: what was left out or changed, and why.
+        is_comparable: whether anything could be compared.
+    """
+
+    layouts: list[Layout] = field(default_factory=list)
+    differences: dict[Layout, str] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)
+    is_comparable: bool = True
+
+    def __str__(self) -> str:
+        same = "the same" if self.is_comparable else "not compared"
+        rows = [f"{layout}: {self.differences.get(layout, same)}" for layout in self.layouts]
+        return "\n".join(["ranks x microbatches", *rows, *(f"note: {note}" for note in self.notes)])
+
+
+@dataclass
+class _Step:
+    """One rank's tensors in a step, by the parameter's name: gradients after the last backward,
+    those that the optimizer used, and the weights after it.
+    """
+
+    raw: dict[str, Tensor] = field(default_factory=dict)
+    used: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def split(batch: Any, n: int) -> list[Any]:
+    """Return ``n`` equal parts of a batch: of its tensors along their first dimension, in dicts,
+    lists and tuples.
+
+    >>> split({"x": torch.arange(4)}, 2)
+    [{'x': tensor([0, 1])}, {'x': tensor([2, 3])}]
+    """
+    if isinstance(batch, Tensor):
+        if len(batch) % n:
+            raise ValueError(f"batch: its {len(batch)} samples must be a multiple of {n}")
+        return list(batch.chunk(n))
+    if isinstance(batch, Mapping):
+        parts = zip(*(split(value, n) for value in batch.values()), strict=True)
+        return [dict(zip(batch, part, strict=True)) for part in parts]
+    if isinstance(batch, list | tuple):
+        return [type(batch)(part) for part in zip(*(split(v, n) for v in batch), strict=True)]
+    raise TypeError(
+        f"batch={type(batch).__name__} must be a tensor, or a dict, list or tuple of such"
+    )
+
+
+def same_as_one(
+    step: Callable[..., Any],
+    batch: Any,
+    layouts: Sequence[Layout] = LAYOUTS,
+    *,
+    model: Callable[[], torch.nn.Module] | None = None,
+    labels: str | int = "labels",
+) -> SameAsOne:
+    """Compare a training step in several layouts of one global batch with that of one process:
+    gradients, their norm and the updated weights must agree up to sums in another order.
+
+    Args:
+        step: ``step(model, microbatches)``, which makes one optimizer step on a rank's list of
+            microbatches, or only the backward passes, or returns the loss of them all. With one
+            parameter, ``step(microbatches)`` makes the model, and returns it.
+        batch: a tensor, or a dict, list or tuple of them, with samples along the first dimension;
+            their number must be a multiple of 4 for the default layouts.
+        layouts: to compare.
+        model: makes the model on each rank, inside `DistributedDataParallel`, FSDP2 or
+            ``with_bagua`` if it is to be trained so; all start from the same seed.
+        labels: the key or index of integer labels, of which -100 counts for nothing. Without them,
+            layouts with other numbers of tokens are left out.
+
+    Returns:
+        the differences by layout.
+
+    Raises:
+        ValueError: a layout does not divide the batch.
+        TypeError: ``step`` needs a model that is not given.
+
+    >>> def step(model, microbatches):
+    ...     for x in microbatches:
+    ...         (model(x).sum() / len(x) / len(microbatches)).backward()
+    >>> def model():
+    ...     return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    >>> print(same_as_one(step, torch.ones(8, 2), [Layout(2), Layout(2, 2)], model=model))
+    ranks x microbatches
+    2 x 1: the same
+    2 x 2: the same
+    """
+    needs_model = len(inspect.signature(step).parameters) > 1
+    if needs_model and model is None:
+        raise TypeError("model=None: step takes a model, so model must be a function that makes it")
+    report, alone = SameAsOne(), dict[str, _Step]()
+    run = _Run(step, model if needs_model else None, report)
+    integers = _labels(batch, labels)
+    for layout in layouts:
+        if layout.tokens != "equal" and integers is None:
+            report.notes[
+                f"no integer labels {labels!r}: layouts with other tokens are left out"
+            ] = None
+            continue
+        masked = batch if layout.tokens == "equal" else _masked(batch, labels, layout)
+        shares = split(masked, layout.ranks * layout.microbatches)
+        key = f"{layout.tokens} {len(shares)}" if layout.tokens != "equal" else ""
+        if key not in alone:
+            [alone[key]] = run([[masked]])
+        report.layouts.append(layout)
+        n = layout.microbatches
+        try:
+            steps = run([shares[rank * n : (rank + 1) * n] for rank in range(layout.ranks)])
+        except Exception as error:
+            report.differences[layout] = f"fails: {type(error).__name__}: {error}"
+            continue
+        if report.is_comparable:
+            difference = _difference(
+                alone[key], steps, layout, partial(_by_share, run, shares, labels)
+            )
+            report.differences |= {layout: difference} if difference else {}
+    return report
+
+
+class _Run:
+    """Makes steps on simulated ranks, and notes what cannot be compared."""
+
+    def __init__(self, step: Any, model: Any, report: SameAsOne) -> None:
+        self._step, self._model, self._report = step, model, report
+
+    def __call__(self, shares: Sequence[Any]) -> list[_Step]:
+        """Return each rank's step on its microbatches."""
+        steps = [_Step() for _ in shares]
+        with self._observed(steps) as finish:
+
+            def main() -> None:
+                rank = rank_world().identity.rank
+                torch.manual_seed(0)
+                random.seed(0)
+                np.random.seed(0)  # noqa: NPY002 # the generator that programs use
+                if self._model is None:
+                    finish(self._step(shares[rank]))
+                    return
+                if not dist.is_initialized():
+                    dist.init_process_group("gloo")
+                model = self._model()
+                loss = self._step(model, shares[rank])
+                is_left = isinstance(loss, Tensor) and loss.requires_grad
+                if is_left and all(p.grad is None for p in model.parameters()):
+                    loss.backward()
+                finish(model)
+
+            SimulatedWorld(len(shares), torch_distributed=True).run(main)
+        return steps
+
+    @contextmanager
+    def _observed(self, steps: list[_Step]) -> Iterator[Callable[[Any], None]]:
+        """Note gradients by parameter as a step goes on; give what turns them into a `_Step`."""
+        raw: list[dict[int, Tensor]] = [{} for _ in steps]
+        used: list[dict[int, Tensor]] = [{} for _ in steps]
+        touched: list[dict[int, Tensor]] = [{} for _ in steps]
+        backward = Tensor.backward
+
+        def before_forward(module: torch.nn.Module, args: Any) -> None:
+            touched[rank_world().identity.rank] |= {id(p): p for p in module.parameters()}
+            if isinstance(module, _DropoutNd) and module.training and module.p:
+                module.p = 0.0
+                self._report.notes["dropout is switched off"] = None
+            is_local = isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
+            if is_local and module.training:
+                self._report.is_comparable = False
+                self._report.notes[
+                    "not compared: BatchNorm's statistics are those of each rank's microbatch"
+                ] = None
+
+        def after_backward(loss: Tensor, *args: Any, **options: Any) -> None:
+            backward(loss, *args, **options)
+            rank = rank_world().identity.rank
+            raw[rank] = {key: p.grad for key, p in touched[rank].items() if p.grad is not None}
+            raw[rank] = {key: grad.detach().clone() for key, grad in raw[rank].items()}
+
+        def before_step(optimizer: Any) -> None:
+            own = used[rank_world().identity.rank]
+            for p in [p for group in optimizer.param_groups for p in group["params"]]:
+                if p.grad is not None and id(p) not in own:
+                    own[id(p)] = _full(p.grad)
+
+        def finish(model: Any) -> None:
+            if not isinstance(model, torch.nn.Module):
+                raise TypeError(
+                    f"step returned {type(model).__name__}: with one parameter it must return the model"
+                )
+            rank = rank_world().identity.rank
+            for name, p in model.named_parameters():
+                while name.startswith(_WRAPPERS):
+                    name = name.partition(".")[2]
+                steps[rank].weights[name] = _full(p)
+                if p.grad is not None and not used[rank]:
+                    steps[rank].used[name] = _full(p.grad)
+                if id(p) in used[rank]:
+                    steps[rank].used[name] = used[rank][id(p)]
+                if id(p) in raw[rank]:
+                    steps[rank].raw[name] = _full(raw[rank][id(p)])
+
+        hook = register_module_forward_pre_hook(before_forward)
+        try:
+            with (
+                after_steps(before_step, lambda optimizer: None),
+                mock.patch.object(Tensor, "backward", after_backward),
+            ):
+                yield finish
+        finally:
+            hook.remove()
+
+
+def _full(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def _labels(batch: Any, labels: str | int) -> Tensor | None:
+    try:
+        found = batch[labels]
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+    is_one = isinstance(found, Tensor) and not isinstance(batch, Tensor)
+    return found if is_one and found.dtype == torch.int64 else None
+
+
+def _masked(batch: Any, labels: str | int, layout: Layout) -> Any:
+    """Return the batch with labels ignored as a layout says."""
+    own = batch[labels].clone()
+    if layout.tokens == "none":
+        own[len(own) - len(own) // layout.ranks :] = IGNORED
+    else:
+        for number, part in enumerate(own.chunk(layout.ranks * layout.microbatches)):
+            part.view(-1)[max(1, part.numel() // (1 + 2 * number)) :] = IGNORED
+    if isinstance(batch, Mapping):
+        return {**batch, labels: own}
+    return type(batch)(own if i == labels else value for i, value in enumerate(batch))
+
+
+def _by_share(run: _Run, shares: Sequence[Any], labels: str | int) -> list[_Step | None]:
+    """Return the step of one process on each share alone; None for one without tokens."""
+    alone: list[_Step | None] = []
+    for share in shares:
+        own = _labels(share, labels)
+        alone.append(
+            None if own is not None and bool((own == IGNORED).all()) else run([[share]])[0]
+        )
+    return alone
+
+
+def _is_close(actual: Tensor, expected: Tensor, scale: float) -> bool:
+    limit = SUMS_IN_ANOTHER_ORDER.get(expected.dtype, 1e-9) * scale
+    return bool(((actual - expected).abs() <= limit).all())
+
+
+def _scale(tensors: Mapping[str, Tensor], name: str) -> float:
+    """Return a tensor's largest magnitude, or a thousandth of the largest of all."""
+    largest = max(float(t.abs().max()) for t in tensors.values() if t.numel())
+    return max(float(tensors[name].abs().max()), largest / 1000)
+
+
+def _difference(
+    one: _Step,
+    steps: Sequence[_Step],
+    layout: Layout,
+    by_share: Callable[[], Sequence[_Step | None]],
+) -> str:
+    """Return the first tensor that differs from one process's, and why; empty if none does."""
+    for rank, own in enumerate(steps):
+        for name in one.used.keys() - own.used.keys():
+            return f"there is no gradient of {name!r} on rank {rank}"
+    wrong = [
+        (name, rank)
+        for name in one.used
+        for rank, own in enumerate(steps)
+        if not _is_close(own.used[name], one.used[name], _scale(one.used, name))
+    ]
+    if wrong:
+        name, rank = wrong[0]
+        kind = _kind(one, steps, layout, {name for name, _ in wrong}, rank, by_share)
+        return f"the gradient of {name!r} on rank {rank} differs: {kind}"
+    for name, weight in one.weights.items():
+        for rank, own in enumerate(steps):
+            gradient = one.used.get(name, torch.zeros(()))
+            # an optimizer such as Adam makes large steps of gradients that are only rounding
+            counts = gradient.abs() > 1e-2 * gradient.abs().max()
+            actual, expected = (torch.where(counts, w, 0 * w) for w in (own.weights[name], weight))
+            if not _is_close(actual, expected, float(weight.abs().max())):
+                return (
+                    f"the weight {name!r} on rank {rank} differs after the step, though gradients"
+                    " agree: the optimizer's options or state depend on the layout"
+                )
+    return ""
+
+
+def _kind(
+    one: _Step,
+    steps: Sequence[_Step],
+    layout: Layout,
+    wrong: set[str],
+    rank: int,
+    by_share: Callable[[], Sequence[_Step | None]],
+) -> str:
+    own, names = steps[rank].used, list(one.used)
+    if not all(bool(own[name].isfinite().all()) for name in names):
+        return "it is not finite; is a loss divided by a rank's own number of tokens, which is 0?"
+    flat, expected = (torch.cat([t[n].double().flatten() for n in names]) for t in (own, one.used))
+    ratio = float(flat @ expected / (expected @ expected))
+    if _is_close((flat / ratio).float(), expected.float(), float(expected.abs().max())):
+        return _ratio_text(ratio, one, steps[rank], layout)
+    if wrong != set(names) and any(
+        not torch.equal(step.used[name], own[name]) for step in steps for name in wrong
+    ):
+        rest = f" and {len(wrong) - 1} more" * (len(wrong) > 1)
+        return f"only {min(wrong)!r}{rest} differ, also between ranks: not synchronised"
+    if any(not torch.equal(step.used[name], own[name]) for step in steps for name in names):
+        return "the ranks' gradients differ from each other: not synchronised"
+    shares = by_share()
+    columns = [
+        torch.cat([s.used[n].double().flatten() for n in names]) for s in shares if s is not None
+    ]
+    matrix = torch.stack(columns, 1)
+    weights, due = (torch.linalg.lstsq(matrix, v[:, None]).solution[:, 0] for v in (flat, expected))
+    fits = all(
+        _is_close((matrix @ w).float(), v.float(), 5 * float(v.abs().max()))
+        for w, v in ((weights, flat), (due, expected))
+    )
+    if fits and bool((due.abs() > 1e-3).all()):
+        ratios = (weights / due).tolist()
+        places = [i for i, share in enumerate(shares) if share is not None]
+        texts = []
+        for place, value in zip(places, ratios, strict=True):
+            where = f"rank {place // layout.microbatches}"
+            where += f"'s microbatch {place % layout.microbatches}" * (layout.microbatches > 1)
+            texts.append(f"{where}: {value:.3g} x")
+        return f"tokens do not weigh as in one process ({', '.join(texts)})"
+    return (
+        f"by up to {float((flat - expected).abs().max() / expected.abs().max()):.2g} of the largest"
+    )
+
+
+def _ratio_text(ratio: float, one: _Step, own: _Step, layout: Layout) -> str:
+    n, k = layout.ranks, layout.microbatches
+    if own.raw and all(
+        name in own.raw and _is_close(own.raw[name], value, _scale(one.raw, name))
+        for name, value in one.raw.items()
+    ):
+        return f"it agrees before clipping, and is {ratio:.3g} x after: the norm is another one"
+    parts = [("ranks", n), ("microbatches", k), ("ranks and microbatches", n * k)]
+    names = " or ".join(
+        name for name, count in parts if count > 1 and abs(ratio / count - 1) < 1e-3
+    )
+    divided = " or ".join(
+        name for name, count in parts if count > 1 and abs(ratio * count - 1) < 1e-3
+    )
+    if layout.tokens == "none" and abs(ratio * n / (n - 1) - 1) < 1e-3:
+        why = ": the mean over ranks counts the one that has no tokens"
+    elif names:
+        why = f": summed over {names}, not averaged"
+    else:
+        why = f": divided once too often by the number of {divided}" * bool(divided)
+    return f"all gradients are {ratio:.3g} x those of one process{why}"
