@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 TESTS = """
 import pytest, torch, torch.distributed as dist
@@ -65,3 +68,10 @@ def test_bodies_and_functions_run_on_simulated_ranks_and_failures_can_be_replaye
     again = run(tmp_path, *shlex.split(replay[1]))
     assert "AssertionError: in order" in again
     assert "1 failed" in again
+
+
+@pytest.mark.proof
+def test_the_example_project_passes(tmp_path: Path) -> None:
+    source = Path(__file__).parents[1] / "examples" / "sim_ci"
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    assert "4 passed" in run(tmp_path)

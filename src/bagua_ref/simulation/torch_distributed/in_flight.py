@@ -17,7 +17,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import bagua_ref
 from bagua_ref.errors import RankCall, SimulationError
 from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.tasks import call_site, place
@@ -35,7 +34,8 @@ first.
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
-_OWN, _TORCH = (str(Path(file).parent) + os.sep for file in (bagua_ref.__file__, torch.__file__))
+_OWN = str(Path(__file__).parents[2]) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 class WatchedOperations(TorchDispatchMode):
