@@ -62,6 +62,7 @@ COMMANDS = [
     "trace diff",
     "trace show",
     "sim",
+    "same",
 ]
 
 

@@ -26,7 +26,7 @@ EQUAL, ACCUMULATED = Layout(2), Layout(1, 2)
 UNEQUAL, NONE = Layout(2, 2, "unequal"), Layout(2, 1, "none")
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, WORDS))
 
 
@@ -38,7 +38,8 @@ def sharded() -> nn.Module:
     model = net()
     for layer in list(model)[1:]:
         fully_shard(layer) if list(layer.parameters()) else None
-    return fully_shard(model)
+    fully_shard(model)
+    return model
 
 
 def loss_of(model: nn.Module, part: Any, reduction: str = "mean") -> torch.Tensor:
@@ -146,8 +147,8 @@ def with_bagua(parts: list[Any]) -> nn.Module:
     bagua_ref.init_process_group()
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))  # type: ignore[operator]
-    by_tokens(model, parts)
+    wrapped = model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))  # type: ignore[operator]
+    by_tokens(wrapped, parts)
     optimizer.step()
     return model
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests import launch
 
 from bagua_ref.simulation.findings import notes, own_error
 from bagua_ref.simulation.observation import Order, observe
 from bagua_ref.simulation.programs import Program
-
-assert launch  # whose server forks
 
 START = """
 import torch, torch.distributed as dist

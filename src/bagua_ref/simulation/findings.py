@@ -136,7 +136,7 @@ def _unreduced(steps: Sequence[Sequence[Step]], largest: Sequence[int]) -> list[
         later = [max(largest[0], largest[rank])] + [
             max(one.largest, two.largest) for one, two in reversed(pairs)
         ]
-        before = pairs and (pairs[0][0].before, pairs[0][1].before)
+        before = (pairs[0][0].before, pairs[0][1].before) if pairs else ({}, {})
         for number, (one, two) in enumerate(pairs):
             equal = {name for name, value in before[0].items() if before[1].get(name) == value}
             reduced = [

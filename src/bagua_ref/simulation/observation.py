@@ -362,7 +362,7 @@ class _RunWatch:
         while frame is not None and not frame.f_code.co_filename.endswith("_fsdp_param_group.py"):
             frame = frame.f_back
         group = None if frame is None else frame.f_locals.get("self")
-        module = next(iter(getattr(group, "modules", ())), None)
+        module: Any = next(iter(getattr(group, "modules", ())), None)
         path: list[str] = []
         while module in self._parents:
             parent, name = self._parents[module]

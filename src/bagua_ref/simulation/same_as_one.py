@@ -236,7 +236,7 @@ class _Run:
         raw: list[dict[int, Tensor]] = [{} for _ in steps]
         used: list[dict[int, Tensor]] = [{} for _ in steps]
         touched: list[dict[int, Tensor]] = [{} for _ in steps]
-        backward = Tensor.backward
+        backward: Any = Tensor.backward
 
         def before_forward(module: torch.nn.Module, args: Any) -> None:
             touched[rank_world().identity.rank] |= {id(p): p for p in module.parameters()}

@@ -45,6 +45,9 @@ class WatchedOperations(TorchDispatchMode):
     its start until its work is waited for, is found completed or is dropped.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Return True: `torch.compile` compiles as without this mode."""

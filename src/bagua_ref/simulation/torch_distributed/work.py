@@ -382,8 +382,8 @@ def overlap(first: Tensor, second: Tensor) -> bool:
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage, and that after the last."""
-    size = tensor.element_size()
-    start = tensor.storage_offset() * size
+    size: int = tensor.element_size()
+    start = int(tensor.storage_offset()) * size
     if not tensor.numel():
         return start, start
     steps = zip(tensor.shape, tensor.stride(), strict=True)
