@@ -96,6 +96,7 @@ def test_an_error_is_two_lines_of_its_subcommand(
         "trace show": ["x"],
         "trace diff": ["x", "y"],
         "sim": ["x"],
+        "same": ["x:y", "--batch", "z"],
     }
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), *required.get(command, []), "--no-such-option"])
