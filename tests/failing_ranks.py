@@ -406,6 +406,19 @@ def gives_up(training: Training) -> None:
         training.go_on()
 
 
+def steps_without_a_forward(training: Training) -> None:
+    """Rank 1 differentiates its layers instead of the module, is refused the step, and does nothing
+    more.
+    """
+    if training.rank == 1:
+        training.optimizer.zero_grad()
+        training.module[2](training.module[0](torch.ones(1, WIDTH))).sum().backward()
+        with suppress(RuntimeError):
+            training.optimizer.step()
+    else:
+        training.go_on()
+
+
 def waits_in_a_barrier(training: Training) -> None:
     """Rank 1 waits in a barrier, to which the others do not come."""
     training.try_to(bagua_ref.barrier if training.rank == 1 else training.step)

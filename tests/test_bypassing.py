@@ -69,38 +69,17 @@ def test_a_step_after_a_method_was_called_instead_of_the_module_raises(
         with pytest.raises(
             RuntimeError,
             match=(
-                r"gradients of this rank alone.*'body.\w+' followed no training forward.*model\(x\)"
+                r"gradients of this rank alone.*'head.bias' followed no training forward.*model\(x\)"
             ),
         ):
             optimizer.step()
     assert torch.equal(weights(module), before)
+    module.bagua_resynchronize()  # as after any error
     optimizer.zero_grad()
     module(batch(r)).sum().backward()
     optimizer.step()
     if algorithm == "async":
         module.bagua_algorithm.abort(module)
-
-
-@on_every_rank(2)
-def test_a_step_after_children_were_called_instead_of_the_module_raises(r: int) -> None:
-    module, optimizer = wrapped()
-    module.head(module.body(batch(r))).sum().backward()
-    with pytest.raises(RuntimeError, match="children"):
-        optimizer.step()
-
-
-@on_every_rank(2)
-def test_a_step_on_gradients_of_eval_mode_raises_unless_they_were_dropped(r: int) -> None:
-    module, optimizer = wrapped()
-    module.eval()
-    module(batch(r)).sum().backward()
-    with pytest.raises(RuntimeError, match="eval mode"):
-        optimizer.step()
-    optimizer.zero_grad()
-    module.train()
-    with module.no_sync():
-        module(batch(r)).sum().backward()
-    optimizer.step()
 
 
 @on_every_rank(2)

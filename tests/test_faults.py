@@ -223,6 +223,10 @@ SCENARIOS = {
     "gives up, and lives on, messages in memory": Scenario(
         faults.gives_up, "rank 1 gave up: it has had enough$", **MESSAGES
     ),
+    "is refused a step, and lives on, gloo": Scenario(
+        faults.steps_without_a_forward,
+        "rank 1 gave up: SGD was about to step module 'Sequential' with gradients of this rank alone",
+    ),
     "is stopped, gloo": Scenario(
         faults.is_stopped, "rank 1 did not .*; its process is stopped", timeout=2.0, stops=True
     ),

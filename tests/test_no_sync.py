@@ -14,26 +14,21 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import on_every_process
-from tests.trainings import FailsInBackward, by_name, on_every_rank, simulate, weights, wrap
+from tests.trainings import by_name, on_every_rank, simulate, weights, wrap
 from tests.trainings import small_batch as batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm
+from bagua_ref.algorithms import AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm
 from bagua_ref.data_parallel import DistributedDataParallel
 
 ALGORITHMS = {
     "gradient_allreduce": {},
-    "bytegrad": {},
     "decentralized": {},
     "low_precision_decentralized": {},
-    "qadam": {},
     "local_sgd": {"period": 1},
-    "diloco": {"period": 1},
-    "powersgd": {"warmup_steps": 1},
-    "topk": {"warmup_steps": 1},
 }
 
 
@@ -187,51 +182,6 @@ def both(
     return [local(), synchronized()] if first_no_sync else [synchronized(), local()]
 
 
-@pytest.mark.parametrize(
-    ("first_no_sync", "in_checkpoint"), [(False, False), (True, False), (True, True)]
-)
-def test_S5_a_backward_pass_of_a_forward_pass_under_no_sync_stays_local_and_the_other_one_reduces_both(
-    first_no_sync: bool, in_checkpoint: bool
-) -> None:
-    def rank(r: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        module = Net().with_bagua([], GradientAllReduceAlgorithm())
-        losses = both(module, r, first_no_sync, in_checkpoint=in_checkpoint)
-        local, synchronized = losses if first_no_sync else losses[::-1]
-        local.backward()
-        before = gradients(module)
-        synchronized.backward()
-        return before, gradients(module)
-
-    (before, after), (other_before, other_after) = simulate(2, rank)
-    assert not any(map(torch.equal, before, other_before))
-    assert all(map(torch.equal, after, other_after))
-    torch.testing.assert_close(after, mean_gradients(lambda module, r: both(module, r, True)))
-
-
-@pytest.mark.parametrize("first_no_sync", [False, True])
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd", "decentralized"])
-def test_S5_a_backward_pass_that_reaches_both_is_synchronized_whole(
-    algorithm: str, first_no_sync: bool
-) -> None:
-    # If the forward pass under no_sync came last, the gradients of the second half, which the other
-    # one does not use, arrive first.
-    def rank(r: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-        model, optimizer = wrapped(algorithm, wrapper=False)
-        sum(both(model, r, first_no_sync, whole=False)).backward()  # type: ignore[union-attr]
-        found = gradients(model)
-        optimizer.step()
-        return found, weights(model)
-
-    (found, first), (other, second) = simulate(2, rank)
-    if algorithm != "decentralized":
-        assert torch.equal(first, second)
-    if algorithm == "gradient_allreduce":
-        assert all(map(torch.equal, found, other))
-        torch.testing.assert_close(
-            found, mean_gradients(lambda module, r: both(module, r, True, whole=False))
-        )
-
-
 @dataclass
 class Output:
     value: torch.Tensor
@@ -283,42 +233,6 @@ def test_S5_outputs_that_hide_their_tensors_are_taken_as_by_torchs_class(kind: A
     assert all(map(torch.equal, all_, other_all))
 
 
-@pytest.mark.parametrize("before", [nothing, without_gradients])
-@pytest.mark.parametrize("no_sync", [False, True])
-def test_S5_a_reentrant_checkpoint_around_the_module_is_one_training_forward_pass(
-    no_sync: bool, before: Any
-) -> None:
-    def rank(r: int) -> tuple[list[list[torch.Tensor]], int]:
-        module, _ = wrapped("gradient_allreduce", wrapper=False)
-        seen = []
-        for step in range(2):  # without an optimizer step between
-            if step == 0:
-                before(module, batch(r, 50))
-                loss_of(module(batch(r, 60))).backward()
-            with module.no_sync() if no_sync else nullcontext():
-                output = checkpoint(module, batch(r, step).requires_grad_(), use_reentrant=True)
-                module.zero_grad()
-                loss_of(output).backward()
-            seen.append(gradients(module))
-        return seen, module.bagua_train_step_counter
-
-    (first, steps), (second, _) = simulate(2, rank)
-    assert steps == 3
-    for found, other in zip(first, second, strict=True):
-        assert any(map(torch.equal, found, other)) != no_sync
-
-
-@on_every_rank(2)
-def test_S5_a_forward_pass_without_gradients_counts_no_step_and_sends_nothing(r: int) -> None:
-    module = Net()
-    module.register_buffer("extra", torch.zeros(1))
-    model = DistributedDataParallel(module, algorithm=Algorithm.init("decentralized"))
-    sent = model.bagua_metrics()["bytes_sent"]
-    for _ in range(3):
-        without_gradients(model, batch(r))
-    assert (model.bagua_train_step_counter, model.bagua_metrics()["bytes_sent"] - sent) == (0, 0)
-
-
 @on_every_rank(2)
 def test_S5_6_a_forward_pass_without_gradients_lets_no_round_in_before_the_backward_pass(
     r: int,
@@ -336,52 +250,3 @@ def test_S5_6_a_forward_pass_without_gradients_lets_no_round_in_before_the_backw
         assert holder._forward is None
         optimizer.step()
     module.bagua_algorithm.abort(module)
-
-
-@on_every_rank(2)
-def test_S5_what_a_backward_pass_has_reached_is_forgotten_at_its_end_though_an_engines_thread_may_still_hold_it(
-    r: int,
-) -> None:
-    module = Net().with_bagua([], GradientAllReduceAlgorithm())
-    held: list[Any] = []
-    handle = module.first.weight.register_post_accumulate_grad_hook(
-        lambda p: held.append(module._bagua._passes.reached)
-    )
-    loss_of(module(batch(r))).backward()
-    assert held[0].synchronized
-    assert module._bagua._passes.reached is None
-    handle.remove()
-
-
-@on_every_rank(1)
-def test_S5_a_backward_pass_that_failed_half_way_does_not_disturb_a_reentrant_checkpoint_around_the_module(
-    r: int,
-) -> None:
-    module, alone = Net().with_bagua([], GradientAllReduceAlgorithm()), Net()
-    x = FailsInBackward.apply(batch(r).requires_grad_())  # type: ignore[no-untyped-call]
-    with pytest.raises(ArithmeticError):
-        loss_of(module(x)).backward()
-    module.zero_grad()
-    around(module, batch(r)).backward()
-    assert module.bagua_train_step_counter == 2
-    loss_of(alone(batch(r))).backward()
-    torch.testing.assert_close(gradients(module), gradients(alone))
-
-
-@on_every_rank(2)
-def test_S5_a_backward_pass_that_failed_leaves_nothing_to_the_next_one(
-    r: int,
-) -> list[torch.Tensor]:
-    module = Net().with_bagua([], GradientAllReduceAlgorithm())
-    with module.no_sync():
-        x = FailsInBackward.apply(batch(r).requires_grad_())  # type: ignore[no-untyped-call]
-        failing = loss_of(module(x))
-    synchronized = loss_of(module(batch(r, 1)))
-    with pytest.raises(ArithmeticError):
-        failing.backward()
-    module.zero_grad()
-    synchronized.backward()
-    torch.testing.assert_close(
-        gradients(module), mean_gradients(lambda module, r: [loss_of(module(batch(r, 1)))])
-    )
-    return gradients(module)

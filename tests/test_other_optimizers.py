@@ -113,7 +113,8 @@ def test_an_optimizer_made_after_wrapping_is_refused_where_steps_count_or_weight
         act,
         r"not among the optimizers when it was wrapped.*Call with_bagua\(\) again",
     )
-    known[0].step()
+    module.bagua_resynchronize()  # type: ignore[operator]
+    step(module, known[0], r)
     if algorithm in ("local_sgd", "diloco", "powersgd", "topk"):
         options = {**NEEDING[algorithm]}
         module.with_bagua([sgd(module)], Algorithm.init(algorithm, **options))  # type: ignore[operator]
@@ -305,6 +306,7 @@ def test_a_backward_pass_that_bypasses_the_module_stops_any_optimizer(r: int) ->
         module[2](module[0](batch(r))).square().mean().backward()
         refused_without_change(module, optimizer, optimizer.step, "gradients of this rank alone")
         optimizer.zero_grad()
+        module.bagua_resynchronize()
 
 
 # Steps inside backward
@@ -441,6 +443,7 @@ def test_shards_are_trained_parameters_too() -> None:
     later = sgd(module)
     with pytest.raises(RuntimeError, match="local_sgd acts on the steps"):
         step(module, later, bagua_ref.get_rank())
+    module.bagua_resynchronize()
     module.zero_grad()
     step_in_backward(module, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     with pytest.raises(RuntimeError, match="inside backward"):

@@ -120,38 +120,6 @@ def test_S2_5_what_no_rank_reaches_keeps_its_gradient_and_does_not_move(
         assert torch.equal(mine, neighbours)
 
 
-@on_every_rank(2)
-def test_S2_5_a_gradient_in_the_bucket_keeps_its_values(r: int) -> None:
-    """With set_to_none=False, gradients are views of the bucket, which the round writes to."""
-
-    module = Partly()
-    module.with_bagua([], ByteGradAlgorithm(hierarchical=False), find_unused_parameters=True)
-    module(batch(r, 0), "abc").square().mean().backward()
-    before = module.c.weight.grad.clone()
-    module(batch(r, 1), "ab").square().mean().backward()
-    assert torch.equal(module.c.weight.grad, before)
-    module(batch(r, 2), "abc").square().mean().backward()
-    assert not torch.equal(module.c.weight.grad, before)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_S2_5_what_was_reached_under_no_sync_counts(ranks: int) -> None:
-    def rank(r: int) -> None:
-        module = Partly()
-        module.with_bagua([], GradientAllReduceAlgorithm(), find_unused_parameters=True)
-        for _ in range(2):
-            module.zero_grad()
-            with module.no_sync():
-                module(torch.ones(1, 6), "ab" if r == 0 else "a").sum().backward()
-            module(torch.ones(1, 6), "a").sum().backward()
-            assert (module.b.weight.grad == 1 / ranks).all()
-            assert module.c.weight.grad is None
-            module(torch.ones(1, 6), "a").sum().backward()
-            assert (module.b.weight.grad == 1 / ranks).all()
-
-    simulate(ranks, rank)
-
-
 WITH_MEMORY: dict[str, Any] = {
     "topk": lambda: TopKAlgorithm(0.1),
     "bytegrad": lambda: ByteGradAlgorithm(hierarchical=False, error_feedback=True),

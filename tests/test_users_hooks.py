@@ -160,9 +160,15 @@ def _in_another_dtype(module: nn.Module) -> None:
     _wrapped_again(module.double())
 
 
-@pytest.mark.parametrize("reentrant", [None, True, False])
 @pytest.mark.parametrize(
-    "change", [lambda module: None, _frozen_and_back, _wrapped_again, _in_another_dtype]
+    ("change", "reentrant"),
+    [
+        (lambda module: None, True),
+        (lambda module: None, False),
+        (_frozen_and_back, None),
+        (_wrapped_again, True),
+        (_in_another_dtype, None),
+    ],
 )
 @pytest.mark.parametrize("late", [False, True])
 @on_every_rank(2)

@@ -274,11 +274,11 @@ class DistributedDataParallel(torch.nn.Module):
         """Whether training forward passes that begin now communicate; can be set, as `no_sync` does
         temporarily.
         """
-        return not self.inner.skipping
+        return not self.inner.machine.skipping
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self.inner.skipping = not value
+        self.inner.machine.skipping = not value
 
     def will_sync_module_buffers(self) -> bool:
         """Return whether a training forward pass that begins now first broadcasts buffers."""

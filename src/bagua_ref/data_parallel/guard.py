@@ -33,116 +33,74 @@ _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 class StepGuard:
-    """Record of the gradients since each optimizer's last step: synchronized ones, and ones that
-    bypassed communication.
-
-    Between `watch` and `unwatch` it checks the steps of all optimizers that hold the module's
-    parameters, also of those that were not passed when the module was wrapped.
+    """Guard of the steps of all optimizers that hold a module's parameters, also of those that were
+    not passed when the module was wrapped, between `watch` and `unwatch`.
 
     Args:
-        training: of the module; held weakly.
+        training: of the module, a `bagua_ref.data_parallel.training.ModuleTraining`; held weakly.
         trained: the module's parameters.
     """
 
-    def __init__(self, training: TrainingContext, trained: TrainedParameters) -> None:
+    def __init__(self, training: Any, trained: TrainedParameters) -> None:
         self._training, self._trained = weakref.ref(training), trained
         self.parameters = frozenset(map(id, trained.whole))
         """The ids of the module's parameters."""
         self._module_name, self._world = training.bagua_module_name, training.world
-        self.known = frozenset(training.bagua_optimizers)
+        self._known = frozenset(training.bagua_optimizers)
         self._checked: dict[Any, tuple[list[int], list[torch.Tensor]]] = {}
         """The ids of parameters that an optimizer had when it was checked, and those of them that
         were frozen and belong to no wrapped module.
         """
-        self._since = {optimizer: _Since() for optimizer in (None, *training.bagua_optimizers)}
-        """Events since each optimizer's last step; under None, of one that was not passed when
-        wrapping.
-        """
-        self.unstepped: set[torch.optim.Optimizer | None] = set()
-        """The optimizers whose steps have yet to follow a training forward pass; if none is known,
-        None for a backward pass.
-        """
-        self._communicates = self._stepping = False
         self._inner: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that others consist of."""
-        self.before = _Since()
-        """Events before the last step, or if gradients came from the step's own closure, in it."""
 
     def watch(self) -> None:
-        """Check the steps of all optimizers from now on."""
+        """Begin to check the steps of all optimizers."""
         _watch.add(self, id(self._world))
 
     def unwatch(self) -> None:
-        """Check no steps any more."""
+        """Stop checking steps."""
         _watch.discard(id(self._world), self)
 
-    def forward_begins(self) -> None:
-        """Note the start of a training forward pass, which a backward pass should follow."""
-        self.unstepped = {*(self.known or (None,))}
-
-    def gradient_arrives(self, parameter: torch.Tensor) -> None:
-        """Note a gradient of ``parameter`` that stays local, as under `no_sync`."""
-        for since in self._since.values():
-            since.gradients = True
-            if since.synchronized:
-                since.late[id(parameter)] = id(parameter.grad)
-
-    def synchronized(self) -> None:
-        """Note the end of a synchronized backward pass."""
-        for since in self._since.values():
-            since.gradients = since.synchronized = True
-            since.late.clear()  # gradients that have arrived before are synchronized, too
-        self.unstepped.discard(None)
-
-    def bypassed(self, reason: str, parameter: torch.Tensor) -> None:
-        """Note a gradient of ``parameter`` that bypassed communication unintentionally, and the
-        reason.
-        """
-        self.gradient_arrives(parameter)
-        for since in self._since.values():
-            since.bypassed = reason, parameter, parameter.grad
-
-    def check_unexpected_step(self, optimizer: torch.optim.Optimizer, inside: bool) -> None:
-        """Check a step that is about to begin, of an optimizer that has parameters of the module.
-
-        Args:
-            optimizer: one that was not passed when wrapping, unless it steps inside a backward
-                pass.
-            inside: whether it steps inside a backward pass.
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that a known ``optimizer`` may step.
 
         Raises:
-            RuntimeError: it steps inside a backward pass, or the algorithm must know it, or as
+            RuntimeError: it holds parameters of no wrapped module; or a parameter was swapped; or
+                as `bagua_ref.data_parallel.backward.Backward.step_begins`.
+        """
+        training: Any = self._training()
+        with training.rounds.aborting(RuntimeError):
+            self._check_outsiders(optimizer)
+            self._check_gradients(optimizer, known=True, inside=False)
+
+    def before_unexpected_step(self, optimizer: torch.optim.Optimizer, inside: bool) -> None:
+        """Check a step that is about to begin, if it is of an optimizer that was not passed when
+        wrapping, or inside a backward pass.
+
+        Raises:
+            RuntimeError: it is inside a backward pass, or the algorithm must know it, or as
                 `before_step`.
         """
-        who = type(optimizer).__name__
-        if inside:
-            raise RuntimeError(
-                f"{who} was about to step module {self._module_name!r} inside backward(), as from a"
-                " hook of a parameter, with gradients of this rank alone. Call step() after"
-                " backward() has returned"
-            )
         training = self._training()
-        # A step with lr=0 changes no weights: torch.distributed.checkpoint lets an optimizer make
-        # its state by one.
-        idle = all(group.get("lr") == 0 for group in optimizer.param_groups)
-        # the step of a known optimizer may consist of another one's
-        if self._stepping or idle or training is None:
+        if (
+            (optimizer in self._known and not inside)
+            or training is None
+            or not self._holds_parameters(optimizer)
+        ):
             return
-        if self.known and not any(map(self.holds_parameters, self.known)):
-            for known in self.known:
-                self._refuse_outsiders(known, [])
-        algorithm = training.bagua_algorithm
-        own = algorithm.traits.own_optimizers
-        if own and optimizer not in training.algorithm.optimizers():
-            raise RuntimeError(
-                f"{who} was about to step module {self._module_name!r}, but was not among the"
-                f" optimizers when it was wrapped, and {algorithm.name} acts on the steps of those"
-                " alone. Call with_bagua() again on every"
-                " rank, with this optimizer in its list (train(): leave the context, and enter"
-                " another one)"
-            )
-        self._check_gradients(optimizer, self._since[None])
-        self._since[None] = _Since()
+        # A step with lr=0 changes no weights: torch.distributed.checkpoint lets an optimizer make
+        # its state by one. The step of a known optimizer may consist of another one's.
+        idle = all(group.get("lr") == 0 for group in optimizer.param_groups)
+        if not inside and (idle or training.machine.stepping):
+            return
+        with training.rounds.aborting(RuntimeError):
+            if not inside:
+                if self._known and not any(map(self._holds_parameters, self._known)):
+                    for known in self._known:
+                        self._refuse_outsiders(known, [])
+                self._check_own(optimizer, training)
+            self._check_gradients(optimizer, known=False, inside=inside)
         # as ZeRO's step consists of that of an optimizer with the rank's share of parameters
         self._inner.update(
             o for o in vars(optimizer).values() if isinstance(o, torch.optim.Optimizer)
@@ -150,62 +108,38 @@ class StepGuard:
         if optimizer not in self._inner:
             training.rounds.add_step(optimizer, self.parameters, passed=False)
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that ``optimizer`` may step.
+    def _check_own(self, optimizer: torch.optim.Optimizer, training: Any) -> None:
+        algorithm = training.bagua_algorithm
+        own = algorithm.traits.own_optimizers
+        if own and optimizer not in training.algorithm.optimizers():
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was about to step module {self._module_name!r}, but"
+                " was not among the optimizers when it was wrapped, and"
+                f" {algorithm.name} acts on the steps of those alone. Call with_bagua() again on"
+                " every rank, with this optimizer in its list (train(): leave the context, and"
+                " enter another one)"
+            )
 
-        Raises:
-            RuntimeError: it holds parameters of no wrapped module; or there are gradients since
-                its last step, and all of them bypassed communication; or one of a parameter that
-                was swapped.
-        """
-        self._check_outsiders(optimizer)
-        since = self._since[optimizer]
-        self._check_gradients(optimizer, since)
-        self._since[optimizer] = _Since()
-        self.before, self._stepping = since, True
-        # Without gradients and with lr=0: torch.distributed.checkpoint lets an optimizer make its
-        # state by such a step.
-        self._communicates = since.gradients or any(
-            group.get("lr") != 0 for group in optimizer.param_groups
-        )
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Note the end of a step; return whether it counts as one of the training's."""
-        since, after = self._since[optimizer], _Since()
-        if since.gradients:  # of the step's own closure
-            self.before = since
-        if not since.synchronized:
-            after.bypassed = since.bypassed
-        self._since[optimizer], self._stepping = after, False
-        self.unstepped.discard(optimizer)
-        return self._communicates or self.before.gradients
-
-    def holds_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _holds_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether ``optimizer`` has parameters of the module."""
         return any(
             not self.parameters.isdisjoint(map(id, group["params"]))
             for group in optimizer.param_groups
         )
 
-    def _check_gradients(self, optimizer: torch.optim.Optimizer, since: _Since) -> None:
-        """Raise RuntimeError if gradients of ``optimizer`` are of this rank alone and should not
-        be.
-        """
+    def _check_gradients(self, optimizer: torch.optim.Optimizer, known: bool, inside: bool) -> None:
+        """Raise RuntimeError if the step must not use the gradients."""
         self._trained.refuse_swapped(in_backward=False)
-        since.check(optimizer, self._module_name)
-        training = self._training()
-        if not since.late or training is None or not training.bagua_algorithm.traits.same_replicas:
-            return
-        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            if since.late.get(id(parameter)) == id(parameter.grad):
-                name = next(n for n, p in self._trained.named if whole(p) is parameter)
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} was about to step module {self._module_name!r}"
-                    " with gradients of this rank alone: after the synchronized backward pass of"
-                    f" this step, parameter {name!r} got another gradient, under no_sync() or in"
-                    " eval mode. The last backward pass before step() must be the one whose forward"
-                    " pass began outside no_sync()"
-                )
+        training: Any = self._training()
+
+        def gradients() -> dict[str, Any]:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            named = {name: whole(p) for name, p in self._trained.named}
+            return {name: p.grad for name, p in named.items() if id(p) in held}
+
+        training.machine.step_begins(
+            optimizer if known else None, gradients, inside, type(optimizer).__name__
+        )
 
     def _check_outsiders(self, optimizer: torch.optim.Optimizer) -> None:
         """Check, when the optimizer's parameters have changed, that it trains none that belongs to
@@ -470,41 +404,6 @@ def refuse_inside(module: torch.nn.Module, group: Group) -> None:
             _refuse(inside, group, "inside")
 
 
-class _Since:
-    """Events since an optimizer's last step."""
-
-    gradients = synchronized = False
-    bypassed: tuple[str, torch.Tensor, torch.Tensor | None] | None = None
-    """The reason why a gradient bypassed communication, its parameter, and the gradient."""
-
-    def __init__(self) -> None:
-        self.late: dict[int, int] = {}
-        """The ids of local gradients that arrived after the last synchronized one, by those of
-        their parameters.
-        """
-
-    def check(self, optimizer: torch.optim.Optimizer, module_name: str) -> None:
-        """Raise if there are gradients, and all of them bypassed communication."""
-        if self.bypassed is not None and not self.synchronized:
-            self._refuse(optimizer, module_name, *self.bypassed)
-
-    def _refuse(
-        self,
-        optimizer: torch.optim.Optimizer,
-        module_name: str,
-        reason: str,
-        parameter: torch.Tensor,
-        gradient: Any,
-    ) -> None:
-        if parameter.grad is gradient:  # else zero_grad() has dropped it
-            raise RuntimeError(
-                f"{type(optimizer).__name__} was about to step module {module_name!r} with"
-                f" gradients of this rank alone: {reason}. Call the wrapped module itself,"
-                " model(x), in training mode for each step; model.no_sync() keeps gradients local"
-                " on purpose"
-            )
-
-
 def _refuse(ddp: DistributedDataParallel, group: Group, where: str) -> None:
     shared = sorted({*group.ranks} & {*dist.get_process_group_ranks(ddp.process_group)})
     if len(shared) > 1:
@@ -562,8 +461,7 @@ class _StepWatch:
             return
         inside = inside_backward()
         for guard in self.guards(id(current_world())):
-            if (inside or optimizer not in guard.known) and guard.holds_parameters(optimizer):
-                guard.check_unexpected_step(optimizer, inside)
+            guard.before_unexpected_step(optimizer, inside)
 
 
 _watch = _StepWatch()

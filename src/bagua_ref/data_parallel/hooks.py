@@ -8,27 +8,24 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from types import FrameType
 from typing import Any
 
 import torch
-from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_dynamo_compiling
-from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.utils.stateless import _functional_call
 from torch.utils.hooks import RemovableHandle
 
-from bagua_ref.base.utils import NotCopied, OwnHook, inside_backward, untraced
+from bagua_ref.base.utils import NotCopied, inside_backward, untraced
+from bagua_ref.data_parallel.backward import State
 
 __all__ = [
-    "ForwardPasses",
     "GradientHook",
-    "Reached",
     "are_for_a_call",
     "call_after_backward",
+    "queue_callback",
     "swapped",
     "trainings_of",
     "trains",
@@ -59,7 +56,7 @@ class GradientHook(NotCopied):
             return
         wrapped = self.training()
         if wrapped is not None and (
-            wrapped._in_backward or wrapped._begin_backward(self.name, parameter)
+            wrapped.machine.state is _BACKWARD or wrapped.first_gradient(self.name, parameter)
         ):
             wrapped._backward_hook(
                 self.name,
@@ -134,144 +131,6 @@ def trainings_of(parameter: torch.nn.Parameter) -> list[Any]:
     return [training for training in found if training is not None]
 
 
-@dataclass(eq=False)
-class Reached:
-    """The forward passes that a backward pass has reached; the autograd engine keeps it until the
-    backward pass ends or fails.
-
-    Attributes:
-        synchronized: whether one of them began outside `no_sync`.
-        over: whether the backward pass has ended.
-        waiting: the parameters whose gradients arrived before one was, by name.
-    """
-
-    synchronized: bool = False
-    over: bool = False
-    waiting: list[tuple[str, Any]] = field(default_factory=list)
-
-    def __call__(self) -> None:
-        """Note that the backward pass has ended."""
-        self.over = True
-
-
-class ForwardPasses:
-    """Whether the forward passes that a backward pass reaches began outside `no_sync`.
-
-    The nodes of the graph behind each output say so when a backward pass comes to them. A backward
-    pass that comes to none of them, as when outputs hide their tensors, is synchronized as by
-    torch's DistributedDataParallel: if it is the first one after a forward pass outside `no_sync`.
-
-    Args:
-        synchronize: called if a backward pass turns out to be synchronized after some of its
-            gradients have arrived, with these.
-        synchronizing: whether a backward pass that follows no forward pass is synchronized.
-    """
-
-    def __init__(
-        self, synchronize: Callable[[list[tuple[str, Any]]], object], synchronizing: bool
-    ) -> None:
-        self._synchronize = weakref.WeakMethod(synchronize)
-        self._reach = OwnHook(self.reach)
-        self.synchronizing = synchronizing
-        """Whether a backward pass that comes to no known node is synchronized."""
-        self.awaited = False
-        """Whether no backward pass has been synchronized since the last forward pass outside
-        `no_sync`.
-        """
-        self._expected = False
-        """Whether no gradient has arrived since the last forward pass."""
-        self._first_run: bool | None = None
-        """Whether the last forward pass, if it had gradients disabled, began outside `no_sync`;
-        None after its first gradient.
-        """
-        self._reached: Callable[[], Reached | None] = lambda: None
-        self.is_functional = False
-        """Whether the last forward pass had other tensors in place of parameters, as of
-        `torch.func.functional_call`.
-
-        Only a backward pass shows whether it is part of training: if it reaches parameters, as that
-        of MAML's outer loss.
-        """
-        self._functional: bool | None = None
-        """Whether a functional forward pass since the last step began outside `no_sync`; None:
-        there was none.
-        """
-
-    @property
-    def reached(self) -> Reached | None:
-        """The forward passes that the backward pass under way has reached; None: none yet, or there
-        is no backward pass.
-        """
-        reached = self._reached()
-        return None if reached is None or reached.over else reached
-
-    def begin(self, synchronized: bool, in_backward: bool) -> None:
-        """Note the beginning of a forward pass, outside `no_sync` or not, or of a backward pass
-        that stands in for one.
-        """
-        self._expected, self._first_run, self._functional = not in_backward, None, None
-        if synchronized:
-            self.synchronizing = self.awaited = True
-        elif not self.awaited:
-            self.synchronizing = False
-
-    def begin_without_gradients(self, synchronized: bool) -> None:
-        """Note the beginning of a forward pass with gradients disabled, outside `no_sync` or
-        not.
-        """
-        self._first_run = synchronized
-
-    def begin_functional(self, synchronized: bool) -> None:
-        """Note the beginning of a functional forward pass, outside `no_sync` or not."""
-        self._functional = bool(self._functional) or synchronized
-
-    def forget_functional(self) -> bool | None:
-        """Forget the functional forward passes; return whether one of them began outside `no_sync`,
-        None if there were none.
-        """
-        synchronized, self._functional = self._functional, None
-        return synchronized
-
-    def gradient_arrives(self) -> bool | None:
-        """Note a gradient; if it belongs to a forward pass that had gradients disabled, return
-        whether that was outside `no_sync`.
-
-        Only the first run of a reentrant checkpoint around the module is such a forward pass: no
-        other one comes before it.
-        """
-        expected, self._expected = self._expected, False
-        if self.reached is not None:
-            return None
-        first_run, self._first_run = self._first_run, None
-        return None if expected else first_run
-
-    def end(self, output: Any, synchronized: bool) -> None:
-        """Mark the graph behind the ``output`` of a forward pass, unless it is functional or in a
-        transform.
-        """
-        if self.is_functional or peek_interpreter_stack() is not None:
-            return
-        mark = partial(self._reach, synchronized)
-        for tensor in _find_tensors(output):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(mark)
-
-    def reach(self, synchronized: bool, gradients: Any) -> None:
-        """Note that the backward pass under way has come to the output of a forward pass: a hook of
-        the nodes behind it.
-        """
-        reached = self.reached
-        if reached is None:
-            reached = Reached()
-            torch.autograd.Variable._execution_engine.queue_callback(reached)
-            self._reached = weakref.ref(reached)
-        if synchronized and not reached.synchronized:
-            reached.synchronized = True
-            synchronize = self._synchronize()
-            if reached.waiting and synchronize is not None:
-                synchronize(reached.waiting)
-
-
 def trains(module: torch.nn.Module) -> bool:
     """Return whether a forward pass of ``module`` that begins now may be part of a training
     step.
@@ -281,13 +140,20 @@ def trains(module: torch.nn.Module) -> bool:
     return module.training and not inside_backward() and not torch.compiler.is_compiling()
 
 
+def queue_callback(callback: Callable[[], object]) -> None:
+    """Let the autograd engine call ``callback`` at the end of the task under way; it drops it if the
+    task fails.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]
+
+
 def call_after_backward(callback: Callable[[], object]) -> None:
     """Call ``callback`` at the end of the outermost backward pass under way.
 
     A reentrant checkpoint runs a backward pass inside another one: a node of the outer one is still
     being evaluated at its end, so the call waits until that node is done.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(partial(_graph_task_ended, callback))
+    queue_callback(partial(_graph_task_ended, callback))
 
 
 def are_for_a_call(tensors: Sequence[torch.Tensor]) -> bool:
@@ -311,6 +177,7 @@ def _graph_task_ended(callback: Callable[[], object]) -> None:
         node.register_hook(lambda *_: call_after_backward(callback))
 
 
+_BACKWARD = State.BACKWARD
 _hook_of = attrgetter("_bagua_hook")
 _kind_of = attrgetter("dtype", "device", "shape")
 

@@ -7,25 +7,32 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.parallel.distributed import _find_tensors
+from torch.utils.weak import TensorWeakRef
 
 from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry, TrainingContext
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import World, use_world
-from bagua_ref.base.utils import OwnHook, OwnList, OwnName, inside_backward, uncompiled
+from bagua_ref.base.utils import OwnHook, OwnList, OwnName, uncompiled
 from bagua_ref.buckets.optimizer_state import align_state
 from bagua_ref.communicators.processes import refuse_in_child
-from bagua_ref.data_parallel.guard import StepGuard, TrainedParameters, refuse_both, refuse_inside
-from bagua_ref.data_parallel.hooks import (
-    ForwardPasses,
-    Reached,
-    call_after_backward,
-    trains,
+from bagua_ref.data_parallel.backward import (
+    AbandonRound,
+    Action,
+    Backward,
+    BeginForward,
+    BeginRound,
+    Deliver,
+    State,
 )
+from bagua_ref.data_parallel.guard import StepGuard, TrainedParameters, refuse_both, refuse_inside
+from bagua_ref.data_parallel.hooks import call_after_backward, queue_callback, trains
 from bagua_ref.data_parallel.parameters import Buffers, split_into_buckets
 from bagua_ref.data_parallel.rounds import BUFFERS, PLAN, ModuleRounds
 from bagua_ref.data_parallel.sharding import reshard
@@ -97,8 +104,7 @@ class ModuleTraining(TrainingContext):
         parameters_to_ignore: names of parameters and buffers that are neither communicated nor
             broadcast.
         rounds: the rounds of communication, and what the ranks agree on before each.
-        skipping: whether training forward passes that begin now skip communication, as in
-            `no_sync`.
+        machine: which gradients are synchronized, and which steps may follow.
     """
 
     rounds: ModuleRounds
@@ -134,10 +140,9 @@ class ModuleTraining(TrainingContext):
         self.steps_of_optimizers = [0] * len(optimizers)
         self._train_steps, self._pid = 0, os.getpid()
         self.kernel_backend = options.backend
-        self.skipping = self._in_backward = False
-        self._backward_begun = -1
-        """The last backward pass that stood in for a forward pass."""
-        self._passes = ForwardPasses(self._synchronize, synchronizing=not self.bagua_optimizers)
+        self._marks = False
+        """Whether the output of the last forward pass is that of a training step."""
+        self._reach = OwnHook(self._output_reached)
         timeout = group.timeout if options.timeout is None else options.timeout
         self.engine = Engine(
             world, self.bagua_module_name, timeout, GlobalAlgorithmRegistry.name_of(algorithm)
@@ -171,6 +176,12 @@ class ModuleTraining(TrainingContext):
         self.buffers = Buffers(module, self.parameters_to_ignore, group, options.broadcast_buffers)
         self.bagua_algorithm = algorithm.reify(self.process_group)
         self.bagua_algorithm._context = weakref.ref(self)
+        self.machine = Backward(
+            self.bagua_module_name,
+            self.bagua_optimizers,
+            stands_alone=not self.bagua_algorithm.in_forward,
+            without_forward=options.without_forward,
+        )
         self.rounds = ModuleRounds(
             self, group.sibling() if options.find_unused_parameters else None
         )
@@ -297,62 +308,101 @@ class ModuleTraining(TrainingContext):
         refuse_both(self.given_group)
         if self.options.without_forward:
             return
-        with self.rounds.aborting(RuntimeError):
-            if self._parameters.hook_again():
-                self.rounds.note_load()  # a rank alone may have other values now
         # Tensors made in a transform end with it.
         with (
             temporarily_clear_interpreter_stack()
             if peek_interpreter_stack() is not None
             else nullcontext()
         ):
-            if torch.is_grad_enabled():
-                self._begin_forward(input, not self.skipping)
+            with self.rounds.aborting(RuntimeError):
+                if self._parameters.hook_again():
+                    self.rounds.note_load()  # a rank alone may have other values now
+                own = not torch.is_grad_enabled() or self._parameters.check()
+            self._marks = own and torch.is_grad_enabled()
+            if not own:
+                self.machine.functional_forward_begins()
+            elif not torch.is_grad_enabled():
+                self._perform(self.machine.forward_without_gradients_begins())
             else:
-                if self._in_backward:
-                    self._abandon_failed_backward()
-                self._passes.begin_without_gradients(not self.skipping)
+                self._perform(self.machine.forward_begins(not self.machine.skipping), input)
 
     def _forward_returned(self, module: torch.nn.Module, input: Any, output: Any) -> None:
-        if not self.options.without_forward and trains(module) and torch.is_grad_enabled():
-            self._passes.end(output, not self.skipping)
+        if (
+            not self.options.without_forward
+            and trains(module)
+            and self._marks
+            and peek_interpreter_stack() is None
+        ):
+            mark = partial(self._reach, not self.machine.skipping)
+            for tensor in _find_tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(mark)
 
-    def _abandon_failed_backward(self) -> None:
-        self._in_backward = False
-        self.engine.abandon_round()
-        if self.engine.half_done:
-            self.rounds.abort(_FAILED)
+    def _output_reached(self, synchronized: bool, gradients: Any) -> None:
+        """Tell the machine that a backward pass has come to the output of a forward pass: a hook of
+        the nodes behind it.
+        """
+        self._perform(self.machine.output_reached(synchronized, queue_callback))
 
-    def _begin_forward(self, input: Any, synchronized: bool, in_backward: bool = False) -> None:
+    def first_gradient(self, name: str, parameter: Any) -> bool:
+        """Return whether the backward pass that delivers a gradient now is synchronized; called
+        only while none is known to be.
+        """
         refuse_in_child(self._pid)
-        with self.rounds.aborting(RuntimeError):
-            if in_backward:
+        if self.rounds.unused is not None:
+            self.rounds.unused.reached.add(name)
+        actions = self.machine.gradient(
+            name,
+            parameter,
+            lambda: TensorWeakRef(parameter.grad),
+            training=self.module.training,
+            task=torch._C._current_graph_task_id(),
+            alike=self.bagua_algorithm.traits.same_replicas,
+        )
+        self._perform(actions)
+        return self.machine.state is State.BACKWARD
+
+    def _perform(self, actions: Sequence[Action], input: Any = ()) -> None:
+        for action in actions:
+            match action:
+                case BeginForward(synchronized, in_backward):
+                    self._begin_forward(input, synchronized, in_backward)
+                case AbandonRound():
+                    self.engine.abandon_round()
+                    if self.engine.half_done:
+                        self.rounds.abort(_FAILED)
+                case BeginRound():
+                    self.bagua_algorithm.passes += 1
+                    self.engine.meter.count_step(not self.bagua_optimizers)
+                    self.engine.begin_backward()
+                    call_after_backward(_BackwardEnd(self))
+                case Deliver(gradients):
+                    for name, parameter in gradients:
+                        self._backward_hook(name, self.shards.get(name, parameter))
+
+    def _begin_forward(self, input: Any, synchronized: bool, in_backward: bool) -> None:
+        refuse_in_child(self._pid)
+        if in_backward:
+            with self.rounds.aborting(RuntimeError):
                 self._parameters.refuse_swapped(in_backward)
-            self._passes.is_functional = not self._parameters.check()
-        if self._passes.is_functional:
-            if not self._guard.unstepped:
-                self._passes.begin_functional(synchronized)
-            return
-        if self._in_backward:
-            self._abandon_failed_backward()
+                self._parameters.check()
         self.rounds.check_usable()
-        self._passes.begin(synchronized, in_backward)
         self.bagua_train_step_counter = self._train_steps + 1
         self.engine.meter.step = self.engine.meter.steps + 1
         if synchronized:
             self.take_strides()
         if self.bagua_algorithm.need_reset():
             self.reset()
-        self._guard.forward_begins()
         if synchronized:
-            if self.buffers.group is not None and not in_backward:
-                self._broadcast_buffers()
+            if (
+                self.buffers.group is not None
+                and not in_backward
+                and self.bagua_algorithm.traits.same_forwards
+            ):
+                joins = self.rounds.joining is not None
+                source = self.rounds.announce(BUFFERS).active[0] if joins else 0
+                self.buffers.broadcast(source, self.engine.meter)
             self._forward_pre_hook(input)
-
-    def _broadcast_buffers(self) -> None:
-        if self.bagua_algorithm.traits.same_forwards:
-            source = 0 if self.rounds.joining is None else self.rounds.announce(BUFFERS).active[0]
-            self.buffers.broadcast(source, self.engine.meter)
 
     def will_broadcast_buffers(self) -> bool:
         """Return whether training forward passes outside `no_sync` begin with a broadcast of
@@ -362,131 +412,36 @@ class ModuleTraining(TrainingContext):
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         refuse_in_child(self._pid)
-        if self.options.without_forward and self._in_backward and not inside_backward():
-            raise RuntimeError(
-                "a backward pass failed inside train(), so gradients are of this rank alone; leave"
-                " the context"
-            )
         self.rounds.check_usable()
-        self._passes.forget_functional()
         self._guard.before_step(optimizer)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        counts = self._guard.after_step(optimizer)
-        before = self._guard.before
+        # With lr=0: torch.distributed.checkpoint lets an optimizer make its state by such a step.
+        changes = any(group.get("lr") != 0 for group in optimizer.param_groups)
+        stepped = self.machine.step_ends(optimizer, changes, self.module.training)
         follows = self.bagua_algorithm.traits.steps_follow_backward
-        if not (before.gradients if follows else counts):
+        if not (stepped.followed if follows else stepped.counts):
             return
         self.steps_of_optimizers[self.bagua_optimizers.index(optimizer)] += 1
         self.rounds.add_step(optimizer, self._guard.parameters, passed=True)
         self.engine.meter.count_step(optimizer is self.bagua_optimizers[-1])
-        synchronizing = before.synchronized
-        if not before.gradients:  # as where they did not come through backward()
-            synchronizing = self.module.training and self._passes.synchronizing
         with self.rounds.aborting():
-            (
-                self._post_step_hook
-                if synchronizing
-                else self.bagua_algorithm.end_unsynchronized_step
-            )(optimizer)
-        if synchronizing:
+            if stepped.synchronized:
+                self._post_step_hook(optimizer)
+            else:
+                self.bagua_algorithm.end_unsynchronized_step(optimizer)
+        if stepped.synchronized:
             self.rounds.end_round()
 
-    def _begin_backward(self, name: str, parameter: Any) -> bool:
-        """Return whether the backward pass that delivers a gradient now is synchronized; if it is,
-        begin its round.
-        """
-        refuse_in_child(self._pid)
-        if self.rounds.unused is not None:
-            self.rounds.unused.reached.add(name)
-        reached, first_run = self._passes.reached, self._passes.gradient_arrives()
-        if first_run is not None or self.options.without_forward or not self._guard.unstepped:
-            self._stand_in_for_forward(first_run)
-        if self._synchronizes_any_other() if reached is None else reached.synchronized:
-            self._begin_round()
-            return True
-        self._keep_local(name, parameter, reached)
-        return False
-
-    def _keep_local(self, name: str, parameter: Any, reached: Reached | None) -> None:
-        """Note a gradient that is not synchronized, or not yet."""
-        bypassed = self._why_bypassed() if reached is None else None
-        if reached is not None:
-            reached.waiting.append((name, parameter))
-        if bypassed is None or self.skipping:
-            self._guard.gradient_arrives(parameter)
-        else:
-            self._guard.bypassed(
-                f"the backward that reached parameter {name!r} {bypassed}", parameter
-            )
-
-    def _synchronizes_any_other(self) -> bool:
-        """Return whether a backward pass that has come to no output of a forward pass is
-        synchronized.
-        """
-        # Whether it runs under no_sync counts only if there was no forward pass.
-        return (
-            self._why_bypassed() is None
-            and self._passes.synchronizing
-            and (bool(self._guard.unstepped) or not self.skipping)
-        )
-
-    def _stand_in_for_forward(self, first_run: bool | None) -> None:
-        """Begin a training forward pass that only a backward pass shows; ``first_run`` as from
-        `ForwardPasses.gradient_arrives`.
-        """
-        if first_run is not None:
-            self._begin_forward((), first_run, in_backward=True)
-        elif self.options.without_forward and self.module.training:
-            backward = torch._C._current_graph_task_id()
-            if backward != self._backward_begun:
-                self._backward_begun = backward
-                self._begin_forward((), not self.skipping, in_backward=True)
-        if (
-            self.module.training
-            and not self._guard.unstepped
-            and (synchronized := self._passes.forget_functional()) is not None
-        ):
-            self._begin_forward((), synchronized, in_backward=True)
-
-    def _begin_round(self) -> None:
-        self._in_backward = True
-        self.bagua_algorithm.passes += 1
-        self.engine.meter.count_step(not self.bagua_optimizers)
-        self.engine.begin_backward()
-        call_after_backward(_BackwardEnd(self))
-
-    def _synchronize(self, gradients: list[tuple[str, Any]]) -> None:
-        """Synchronize a backward pass of which ``gradients`` have arrived."""
-        self._begin_round()
-        for name, parameter in gradients:
-            self._backward_hook(name, self.shards.get(name, parameter))
-
-    def _why_bypassed(self) -> str | None:
-        """Return the reason that a backward pass that begins now cannot be synchronized; None if it
-        can, or is not meant to be.
-        """
-        if not self.module.training:
-            return "began while the module was in eval mode"
-        if self._guard.unstepped or (
-            not self.bagua_optimizers and not self.bagua_algorithm.in_forward
-        ):
-            return None
-        return (
-            "followed no training forward of the module, as when one of its children or methods is"
-            " called instead of it"
-        )
-
     def _post_backward(self) -> None:
-        self._in_backward = False
+        self.machine.backward_ends()
         with self.rounds.aborting():
             if self.rounds.unused is not None and self.engine.round_begun:
                 self.rounds.unused.agree()
             self.engine.end_backward(self.options.find_unused_parameters)
             self._post_backward_hook()
         self._parameters.align_gradients()
-        self._guard.synchronized()
-        self._passes.awaited = False
+        self.machine.round_ends()
         self.rounds.end_round()
 
     def reshard(self) -> None:
@@ -501,11 +456,12 @@ class ModuleTraining(TrainingContext):
         """Skip all communication of training forward passes that begin in this context, and of
         their backward passes (S5).
         """
-        before, self.skipping = self.skipping, True
+        machine = self.machine
+        before, machine.skipping = machine.skipping, True
         try:
             yield
         finally:
-            self.skipping = before
+            machine.skipping = before
 
     def metrics(self) -> dict[str, float | int]:
         """Return the metrics of `bagua_ref.distributed.BaguaModule.bagua_metrics`."""
