@@ -4,6 +4,8 @@ one (S1).
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 import bagua_ref
@@ -287,3 +289,27 @@ def test_ports_of_a_job_and_its_neighbours_differ_and_stay_in_the_documented_ran
     ports = [port(job, step) for job in range(10**6, 10**6 + 50) for step in range(10)]
     assert len(set(ports)) == len(ports)
     assert all(20_000 <= p < 28_000 for p in ports)
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in inherited():
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def inherited() -> list[str]:
+    prefixes = (
+        "SLURM_",
+        "OMPI_",
+        "PMI_",
+        "PMIX_",
+        "MPI_LOCAL",
+        "MASTER_",
+        "LOCAL_",
+        "GROUP_RANK",
+        "NODE_RANK",
+    )
+    return [
+        name for name in os.environ if name.startswith(prefixes) or name in ("RANK", "WORLD_SIZE")
+    ]

@@ -1,5 +1,5 @@
-"""Mean over all ranks of low-rank approximations, with what they leave out added to the next
-round's gradients (S10).
+"""Mean over all ranks of low-rank approximations, with their errors added to the next round's
+gradients (S10).
 """
 
 from __future__ import annotations
