@@ -395,7 +395,7 @@ def follow_qadam(
                 for mass, old, new in zip(rounded, before, after, strict=True)
             ]
         before = after
-        mass = [training.shaped(p, torch.from_numpy(mass)) for p, mass in enumerate(rounded)]
+        mass = [*map(torch.from_numpy, rounded)]
         training.step([after] * training.n, SUM(4), mass)
 
 

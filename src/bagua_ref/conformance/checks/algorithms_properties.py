@@ -354,7 +354,7 @@ check_trainings(
         ),
     ),
     (restart, DILOCO, 1, "S9.restart", (), _in_flight, f"{_AS_IF}, whatever was in flight."),
-    (restart, POWERSGD, 0.6, "S10.1.restart", (), _some_warm_up, f"{_AS_IF}."),
+    (restart, POWERSGD, 0.6, "S10.1.restart", (), _with_memory, f"{_AS_IF}."),
     (
         restart,
         TOPK,
@@ -402,7 +402,15 @@ check_trainings(
     ),
     (unused_parameters, DECENTRALIZED, 0.1, "S5.3.unused_parameters", (), nothing, _UNUSED),
     (unused_parameters, RING, 0.1, "S5.4.unused_parameters", (), nothing, _UNUSED),
-    (unused_parameters, LOCAL_SGD, 0.3, "S9.1.unused_parameters", (), nothing, _UNUSED),
+    (
+        unused_parameters,
+        LOCAL_SGD,
+        0.3,
+        "S9.1.unused_parameters",
+        (),
+        lambda lab, draw: {"warmup_steps": draw(st.integers(0, 3)), "momentum": 0.5},
+        f"{_UNUSED} In the warm-up, one that no rank has used gets no gradient.",
+    ),
     (
         unused_parameters,
         DILOCO,

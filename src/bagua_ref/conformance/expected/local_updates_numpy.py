@@ -75,13 +75,16 @@ def fragment_due(
     return due[0] if due else None
 
 
-def averaged(ranks: Sequence[Sequence[Any]], dtypes: list[str]) -> list[Weights]:
-    """Return the mean over the ranks, for each of them."""
-    means = [
-        library_mean(list(column), dtype)
-        for column, dtype in zip(zip(*ranks, strict=True), dtypes, strict=True)
-    ]
-    return [[x.copy() for x in means] for _ in ranks]
+def averaged(ranks: Sequence[Sequence[Any]], dtypes: list[str]) -> list[Any]:
+    """Return the mean over the ranks, for each of them; None counts as 0, and is the mean where no
+    rank has a number (S2.5).
+    """
+    means: list[Any] = []
+    for column, dtype in zip(zip(*ranks, strict=True), dtypes, strict=True):
+        zero = next((np.zeros_like(x) for x in column if x is not None), None)
+        numbers: list[Any] = [zero if x is None else x for x in column]
+        means.append(zero if zero is None else library_mean(numbers, dtype))
+    return [list(means) for _ in ranks]
 
 
 class InnerSGD:

@@ -9,12 +9,12 @@ import faulthandler
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bagua_ref.conformance.lab.violation import literal
+from bagua_ref.conformance.lab.violation import assignments
 
 __all__ = ["Journal", "last_call"]
 
@@ -45,15 +45,19 @@ class Journal:
         self.mark()
 
     @contextmanager
-    def call(self, what: tuple[str, Any]) -> Iterator[None]:
-        """Note that ``what`` is running until the block ends; blocks may be nested, also by threads.
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+        """Note that a call is running until the block ends; blocks may be nested, also by threads.
 
         Args:
-            what: the name of a call, and its arguments by name or a text.
+            name: what is called.
+            arguments: what it is called with, by name.
         """
-        self._last = name = what[0]
+        self._last = name
         if self._file is not None:
-            said = _text(what[1]) if self._records else ""
+            said = ""
+            if self._records:
+                with contextlib.suppress(Exception):  # what cannot be written down is left out
+                    said = assignments(arguments)
             self._file.seek(0)
             self._file.truncate()
             self._file.write(f"{name}\n{said}{_END}")
@@ -101,11 +105,3 @@ def last_call(said: str, time_limit: float) -> tuple[str, str]:
 
 def _no_answer(name: str, time_limit: float) -> str:
     return f"{name or 'a check'}: no answer within {time_limit:g} s"
-
-
-def _text(arguments: Any) -> str:
-    with contextlib.suppress(Exception):  # what cannot be written down is left out
-        if isinstance(arguments, dict):
-            return "\n".join(f"{name} = {literal(value)}" for name, value in arguments.items())
-        return "" if arguments is None else str(arguments)
-    return ""

@@ -6,12 +6,13 @@ Kernels are called between canaries: margins that show writes beside tensors.
 
 from __future__ import annotations
 
-import math
+import copy
+import functools
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,11 +22,17 @@ from torch import Tensor
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance, assert_equal
 from bagua_ref.conformance.lab.journal import Journal
-from bagua_ref.conformance.lab.violation import Draws, NotProvided, Skipped, Violation, literal
+from bagua_ref.conformance.lab.violation import (
+    NotProvided,
+    Skipped,
+    Violation,
+    assignments,
+    literal,
+)
+from bagua_ref.conformance.targets import world as worlds
 from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.conformance.targets.target import LONG, Target, sizes_beyond
-from bagua_ref.conformance.targets.world import RankWorld, run_world
 from bagua_ref.simulation import SimulatedWorld
 
 __all__ = [
@@ -35,7 +42,6 @@ __all__ = [
     "KernelCall",
     "Lab",
     "copies_of",
-    "script_of_call",
     "smallest",
     "tensors_in",
 ]
@@ -66,60 +72,40 @@ class Canary:
     Attributes:
         tensor: the copy.
 
-    >>> canary = Canary(torch.zeros(3)); canary.tensor[0] = 1; canary.changed_inside(), canary.changed_outside()
+    >>> canary = Canary(torch.zeros(3)); canary.tensor[0] = 1; canary.changes()
     ([0], [])
     """
 
     def __init__(self, values: Tensor, shift: int = 0, device: torch.device | str = "cpu") -> None:
-        before = _MARGIN + shift % 8
+        self._start = _MARGIN + shift % 8
+        place = (values.shape, values.stride(), self._start)
         extent = 1 + sum(
             (size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True)
         )
-        total = before + (extent if values.numel() else 0) + _MARGIN
-        item = values.element_size()
-        storage = torch.full((total * item,), _PATTERN, dtype=torch.uint8).view(values.dtype)
-        inside = torch.zeros(total, dtype=torch.bool)
-        inside.as_strided(values.shape, values.stride(), before).fill_(True)
-        storage.as_strided(values.shape, values.stride(), before).copy_(values.detach())
-        self._item, self._inside, self._start = item, inside, before
+        total = self._start + (extent if values.numel() else 0) + _MARGIN
+        self._item = values.element_size()
+        storage = torch.full((total * self._item,), _PATTERN, dtype=torch.uint8).view(values.dtype)
+        storage.as_strided(*place).copy_(values.detach())
+        self._inside = torch.zeros(total, dtype=torch.bool)
+        self._inside.as_strided(*place).fill_(True)
         self._storage = storage.to(device)
-        self.settle()
-        self.tensor: Tensor = self._storage.as_strided(values.shape, values.stride(), before)
+        self._was = storage.view(torch.uint8).clone()
+        self.tensor: Tensor = self._storage.as_strided(*place)
 
-    def settle(self) -> None:
-        """Take the memory as it is now for what later changes are compared with."""
-        self._was = self._storage.cpu().view(torch.uint8).clone()
-
-    def changed_inside(self) -> list[int]:
-        """Return the places in the tensor's memory whose bits have changed."""
-        return self._changed(self._inside)
-
-    def changed_outside(self) -> list[int]:
-        """Return the places outside the tensor that were written, relative to its first element."""
-        return self._changed(~self._inside)
-
-    def _changed(self, where: Tensor) -> list[int]:
+    def changes(self) -> tuple[list[int], list[int]]:
+        """Return the places in memory that were written since the last call of this: those of the
+        tensor's elements, and those beside them, relative to its start.
+        """
         now = self._storage.cpu().view(torch.uint8)
         if torch.equal(now, self._was):
-            return []
-        changed = (now != self._was).view(-1, self._item).any(dim=1) & where
-        return (changed.nonzero().view(-1) - self._start).tolist()
-
-    def assert_unchanged(self, name: str = "tensor") -> None:
-        """Raise AssertionError if anything was written, in the tensor or beside it."""
-        self.assert_only_inside_changed(name)
-        if places := self.changed_inside():
-            raise AssertionError(
-                f"{name} is only read, but element {places[0]} was changed ({len(places)} in all)"
-            )
-
-    def assert_only_inside_changed(self, name: str = "tensor") -> None:
-        """Raise AssertionError if anything outside the tensor was written."""
-        if places := self.changed_outside():
-            first = f"first {places[0]:+} elements from its start"
-            raise AssertionError(
-                f"memory beside {name} was written, {first} ({len(places)} in all)"
-            )
+            return [], []
+        changed = (now != self._was).view(-1, self._item).any(dim=1)
+        self._was = now.clone()
+        inside, outside = (
+            ((changed & where).nonzero().view(-1) - self._start).tolist()
+            for where in (self._inside, ~self._inside)
+        )
+        return inside, outside
 
 
 @dataclass
@@ -165,13 +151,9 @@ class CountedPart:
             self._count()
         return found
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Return what the part returns; a communicator's calls are counted, too."""
-        returned = self._part(*arguments, **options)
-        if self._name == "communicator":
-            return CountedPart(returned, self._name, self._count)
-        self._count()
-        return returned
+    def __call__(self, world: worlds.RankWorld) -> CountedPart:
+        """Return a rank's communicator."""
+        return CountedPart(self._part(world), self._name, self._count)
 
 
 class Lab:
@@ -206,10 +188,8 @@ class Lab:
         """Resources that all inputs of the check share; closed when it ends."""
         self.long_sizes = sizes_beyond(target.tile_sizes) if large else LONG
         """Numbers of elements of long inputs; each input of a check about these has all of them."""
-        self._most_ranks, self._smallest_world = most_ranks, 0
-        self._chances: float = _CHANCES
-        self._counts_kernels = False
-        self._inputs = 0
+        self._most_ranks, self._too_many, self._inputs = most_ranks, list[int](), 0
+        self._fits = False
         self._kept: list[KernelCall] = []
         """The last calls of kernels, whose tensors must not change any more."""
         self.reason = ""
@@ -225,15 +205,18 @@ class Lab:
         self._calls = self.comparisons = 0
         self._requests = 0 if self.target.requests is None else self.target.requests()
         self._seen: list[tuple[str, Tensor, Tensor]] = []
-        self._last: Draws | None = None
+        self._last: tuple[str, dict[str, Any]] = ("", {})
         self.drawn: dict[str, Any] = {}
         self.messages: list[Any] = []
 
     def end(self) -> None:
         """Raise `Violation` if anything that was returned has changed since it was compared."""
         for where, now, then in self._seen:
-            if not torch.equal(_bits(now), _bits(then)):
-                raise self.violation(f"{where} changed after it had been returned")
+            try:
+                assert_equal(now, then, EXACT)
+            except AssertionError as error:
+                said = f"{where} changed after it had been returned: {error}"
+                raise self.violation(said) from None
         self._look_again()
 
     @property
@@ -254,27 +237,18 @@ class Lab:
         if name in self.target.parts:
             return CountedPart(self.target.parts[name], name, self._count)
         if name == "comm_ops":
-            return ReferenceCommOps(self.kernels())
-        return ReferenceAlgorithms(self.kernels(), device=self.target.device)
+            return ReferenceCommOps(self.kernels)
+        return ReferenceAlgorithms(self.kernels, device=self.target.device)
 
+    @functools.cached_property
     def kernels(self) -> Any:
-        """Return the target's kernels, for the package's own operations; their calls are counted
-        until the check ends.
-        """
-        kernels = self.target.kernels
-        for name in () if self._counts_kernels else KERNELS:
-            original = getattr(kernels, name)
-            own = vars(kernels).get(name)
-            # its class stays: operations ask for a KernelBackend
-            vars(kernels)[name] = partial(self._call_kernel, original)
-            restore = (
-                partial(vars(kernels).pop, name)
-                if own is None
-                else partial(vars(kernels).__setitem__, name, own)
+        """The target's kernels, for the package's own operations; their calls are counted."""
+        counted = copy.copy(self.target.kernels)  # operations ask for a KernelBackend
+        for name in KERNELS:
+            vars(counted)[name] = functools.partial(
+                self._call_kernel, getattr(self.target.kernels, name)
             )
-            self.resources.callback(restore)
-        self._counts_kernels = True
-        return kernels
+        return counted
 
     def _call_kernel(self, kernel: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self._count()
@@ -307,16 +281,15 @@ class Lab:
         assert self._most_ranks is None or ranks <= self._most_ranks, (
             f"a world of {ranks} ranks: MOST_RANKS and the pages say less"
         )
-        if self.target.max_ranks is None or ranks <= self.target.max_ranks:
-            self._chances = math.inf
+        most = self.target.max_ranks
+        if most is None or ranks <= most:
+            self._fits = True
             return
-        self._smallest_world = min(ranks, self._smallest_world or ranks)
-        self.reason = (
-            f"needs {self._smallest_world} ranks, the target has at most {self.target.max_ranks}"
-        )
-        self._chances -= 1
-        if self._chances < 0:
-            self.skip(self.reason)
+        self._too_many.append(ranks)
+        needed = f"needs {min(self._too_many)} ranks, the target has at most {most}"
+        if not self._fits and len(self._too_many) > _CHANCES:
+            self.skip(needed)
+        self.reason = self.reason or needed
         reject()
 
     def need_dtypes(self, tensors: Iterable[Tensor]) -> None:
@@ -340,21 +313,20 @@ class Lab:
     # Calls.
 
     @contextmanager
-    def calling(self, what: str, call: str = "", **drawn: Any) -> Iterator[None]:
+    def calling(self, what: str, **drawn: Any) -> Iterator[None]:
         """Make calls of the target: any exception is a violation.
 
         Args:
             what: what is called, for messages until the next call.
-            call: its source.
             drawn: what was drawn for it, which violations print.
         """
-        self._last = Draws(what, {**self.drawn, **drawn}, call)
+        self._last = what, {**self.drawn, **drawn}
         try:
-            with self.journal.call((what, self._last)):
+            with self.journal.call(*self._last):
                 yield
         except BaseException as error:  # whatever an implementation does, there is a verdict
             said = f"{what} raised {type(error).__name__}: {error}"
-            raise Violation(said[:1000], str(self._last)) from error
+            raise Violation(said[:1000], self._source()) from error
 
     def on_ranks(
         self,
@@ -392,7 +364,7 @@ class Lab:
             self.messages = simulated.record()
 
         def program(comm: Any) -> Any:
-            world = RankWorld(comm.rank(), sum(nodes), nodes, comm)
+            world = worlds.RankWorld(comm.rank(), sum(nodes), nodes, comm)
             mine = copies_of([of_ranks[world.rank] for of_ranks in arguments.values()])
             try:
                 return getattr(owner, method)(world, *mine, **copies_of(options))
@@ -400,15 +372,8 @@ class Lab:
                 return error
 
         shown = ", ".join(f"{name}={value}" for name, value in options.items())
-        call = ", ".join(["world", *(f"{name}[world.rank]" for name in arguments), "**options"])
-        with self.calling(
-            f"{method}({shown}) on nodes {nodes}",
-            f"{part}.{method}({call})  # on every rank",
-            nodes=nodes,
-            seed=seed,
-            **arguments,
-            options=options,
-        ):
+        given = {"nodes": nodes, "seed": seed, **arguments, "options": options}
+        with self.calling(f"{method}({shown}) on nodes {nodes}", **given):
             return simulated.run(program)
 
     def with_communicators(
@@ -435,7 +400,7 @@ class Lab:
         self.need_dtypes(tensors_in([*drawn.values()]))
         factory = self.part("communicator")
         with self.calling(f"{what} on nodes {nodes}", nodes=nodes, seed=seed, **drawn):
-            return run_world(factory, nodes, program, seed)
+            return worlds.run_world(factory, nodes, program, seed)
 
     def call(
         self, method: str, arguments: dict[str, Any], writes: tuple[str, ...] = ()
@@ -448,17 +413,17 @@ class Lab:
             arguments: arguments in order; target_chunk, average and out are passed by keyword.
             writes: the arguments, tensors or lists of tensors, that the kernel may write.
         """
-        call, passed = KernelCall(method, arguments), dict(arguments)
+        call, passed = KernelCall(method, arguments), dict[str, Any]()
         for place, (name, value) in enumerate(arguments.items()):
-            if tensors := _tensors_of(value):
-                call.canaries[name] = made = [
-                    Canary(x, 3 * place + number + x.numel(), self.target.device)
-                    for number, x in enumerate(tensors)
-                ]
-                passed[name] = [c.tensor for c in made] if value is tensors else made[0].tensor
+            call.canaries[name] = made = [
+                Canary(x, 3 * place + number + x.numel(), self.target.device)
+                for number, x in enumerate(tensors_in(value))
+            ]
+            tensors = [canary.tensor for canary in made]
+            passed[name] = tensors if isinstance(value, list) else tensors[0] if made else value
         keywords = {name: passed.pop(name) for name in _KEYWORDS if name in passed}
         try:
-            with self.journal.call((method, arguments)):
+            with self.journal.call(method, arguments):
                 codec, _, verb = method.rpartition(".")
                 owner = self.target.codec(codec) if codec else self.target.kernels
                 self._count()
@@ -466,21 +431,20 @@ class Lab:
         except BaseException as error:  # whatever an implementation does, there is a verdict
             said = f"raised {type(error).__name__}: {error}"
             raise Violation(f"{method} {said}", self.script(call, comment=said)) from error
-        for name, group in call.canaries.items():
-            for number, canary in enumerate(group):
-                shown = name if len(group) == 1 else f"{name}[{number}]"
-                try:
-                    if name in writes:
-                        canary.assert_only_inside_changed(shown)
-                    else:
-                        canary.assert_unchanged(shown)
-                except AssertionError as error:
-                    script = script_of_call(self.target.setup, method, arguments, canaries=writes)
-                    raise Violation(f"{method}: {error}", script) from None
-                canary.settle()
-        for name in writes:
-            found = [canary.tensor.detach().cpu().clone() for canary in call.canaries.get(name, [])]
-            call.results[name] = found if isinstance(arguments[name], list) else found[0]
+        for name, made in call.canaries.items():
+            for inside, outside in (canary.changes() for canary in made):
+                said = ""
+                if outside:
+                    said = (
+                        f"memory beside {name} was written, {outside[0]:+} elements from its start"
+                    )
+                elif inside and name not in writes:
+                    said = f"{name} is only read, but element {inside[0]} was changed"
+                if said:
+                    raise Violation(f"{method}: {said}", self.script(call, comment=said))
+            if name in writes:
+                found = [canary.tensor.detach().cpu().clone() for canary in made]
+                call.results[name] = found if isinstance(arguments[name], list) else found[0]
         call.results["result"] = result.detach().cpu() if isinstance(result, Tensor) else result
         if isinstance(result, Tensor):
             call.results["result is out"] = result is keywords.get("out")
@@ -492,8 +456,8 @@ class Lab:
     def _look_again(self) -> None:
         """Raise `Violation` if a tensor of an earlier call of a kernel has changed since."""
         for call in self._kept:
-            for name, group in call.canaries.items():
-                if any(canary.changed_inside() + canary.changed_outside() for canary in group):
+            for name, made in call.canaries.items():
+                if any(any(canary.changes()) for canary in made):
                     self._kept = []
                     said = f"{call.method}: {name} was written after the call had returned"
                     raise Violation(said, self.script(call, comment="and then another call"))
@@ -539,9 +503,12 @@ class Lab:
 
     def violation(self, message: str) -> Violation:
         """Return a violation by the last call."""
-        if self._last is None:
-            return Violation(message)
-        return Violation(f"{self._last.what}: {message}", str(self._last))
+        what = self._last[0]
+        return Violation(f"{what}: {message}" if what else message, self._source())
+
+    def _source(self) -> str:
+        what, drawn = self._last
+        return f"{assignments(drawn)}# {what}\n" if what else ""
 
     def _watch(self, where: str, tensor: Tensor) -> None:
         self._seen.append((where or "the result", tensor, tensor.detach().clone()))
@@ -552,7 +519,6 @@ class Lab:
         name: str,
         expected: Tensor,
         tolerance: Tolerance = EXACT,
-        magnitude: Tensor | None = None,
         field: str = "",
     ) -> None:
         """Raise `Violation` unless ``name`` equals ``expected`` after the call of a kernel;
@@ -562,80 +528,29 @@ class Lab:
         try:
             if not isinstance(actual, Tensor):
                 raise AssertionError(f"{type(actual).__name__} instead of a tensor")
-            assert_equal(actual, expected, tolerance, magnitude=magnitude)
+            assert_equal(actual, expected, tolerance)
         except AssertionError as error:
             line = f"assert_equal({name}, {literal(expected)}, {tolerance.name})"
             shown = f"{name.partition('.')[0]}, {field}" if field else name
             raise Violation(f"{call.method}: {shown}: {error}", self.script(call, line)) from None
 
     def script(self, call: KernelCall, *lines: str, comment: str = "") -> str:
-        """Return a script that repeats the call of a kernel and ends with ``lines``."""
-        return script_of_call(self.target.setup, call.method, call.arguments, comment, lines)
-
-    def script_of_refusal(self, method: str, arguments: dict[str, Any]) -> str:
-        """Return a script that fails unless a call raises a TypeError that names the dtype."""
-        *before, call = script_of_call(self.target.setup, method, arguments).splitlines()
-        said = f"{method} must raise a TypeError that says {self.dtype_name}"
-        refused = (
-            f"try:\n    {call}\nexcept TypeError as error:\n    assert {self.dtype_name!r} in"
-            f" str(error), error\nelse:\n    raise AssertionError({said!r})\n"
-        )
-        return "\n".join([*before, refused])
-
-
-def script_of_call(
-    setup: list[str],
-    method: str,
-    arguments: dict[str, Any],
-    comment: str = "",
-    lines: Sequence[str] = (),
-    canaries: tuple[str, ...] | None = None,
-) -> str:
-    """Return a script that calls a kernel.
-
-    Args:
-        setup: lines that make ``kernels``.
-        method: the kernel, as for `Lab.call`.
-        arguments: arguments by name, in order.
-        comment: comment on the line of the call.
-        lines: lines after the call.
-        canaries: if given, tensors are put between canaries, and those not named here must not
-            change.
-    """
-    codec, _, verb = method.rpartition(".")
-    body: list[str] = [f"codec = kernels.codecs[{codec!r}](kernels)"] if codec else []
-    passed, after, imports = [], list(lines), []
-    for name, value in arguments.items():
-        source = name
-        if canaries is None or not _tensors_of(value):
-            body.append(f"{name} = {literal(value)}")
-        else:
-            rule = "assert_only_inside_changed" if name in canaries else "assert_unchanged"
-            many = isinstance(value, list)
-            body.append(f"{name} = [Canary(x) for x in {literal(value if many else [value])}]")
-            after.append(f"for canary in {name}:\n    canary.{rule}({name!r})")
-            source = f"[canary.tensor for canary in {name}]" if many else f"{name}[0].tensor"
-        passed.append(f"{name}={source}" if name in _KEYWORDS else source)
-    if canaries is not None:
-        imports = ["from bagua_ref.conformance.lab.lab import Canary"]
-    if names := [name for name in ("EXACT", "SUM", "ULP", "assert_equal") if name in str(lines)]:
-        imports = [f"from bagua_ref.conformance import {', '.join(names)}"]
-    call = f"result = {'codec' if codec else 'kernels'}.{verb}({', '.join(passed)})"
-    said = f"  # {comment}".splitlines()[0] if comment else ""
-    numbers = "from math import inf, nan\nimport torch"
-    return "\n".join([numbers, *imports, *setup, "", *body, call + said, *after, ""])
-
-
-def _tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors of a kernel's argument: the tensor, or the list of tensors itself."""
-    if isinstance(value, Tensor):
-        return [value]
-    return value if isinstance(value, list) and all(isinstance(x, Tensor) for x in value) else []
-
-
-def _bits(x: Tensor) -> Tensor:
-    # one element may have any stride, and none 0
-    return x.detach().cpu().contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
+        """Return a script that repeats the call of a kernel, with a comment beside it, and ends
+        with ``lines``.
+        """
+        codec, _, verb = call.method.rpartition(".")
+        passed = (f"{name}={name}" if name in _KEYWORDS else name for name in call.arguments)
+        before = [
+            "from math import inf, nan",
+            "import torch",
+            "from bagua_ref.conformance import EXACT, SUM, ULP, assert_equal",
+            *self.target.setup,
+            f"codec = kernels.codecs[{codec!r}](kernels)" if codec else "",
+            assignments(call.arguments),
+        ]
+        owner = "codec" if codec else "kernels"
+        made = f"result = {owner}.{verb}({', '.join(passed)})  # {comment}".splitlines()[0]
+        return "\n".join([*before, made.removesuffix("  # "), *lines, ""])
 
 
 def smallest(judge: Callable[[int, int], None], size: int) -> None:
@@ -658,17 +573,10 @@ def smallest(judge: Callable[[int, int], None], size: int) -> None:
             return True
         return False
 
-    if not fails(0, size):
-        return
-    low, end, start = 1, size, 0
-    while low < end:
-        middle = (low + end) // 2
-        low, end = (low, middle) if fails(0, middle) else (middle + 1, end)
-    high = end - 1
-    while start < high:
-        middle = (start + high + 1) // 2
-        start, high = (middle, high) if fails(middle, end) else (start, middle - 1)
-    raise found[-1]
+    if fails(0, size):
+        end = 1 + bisect_left(range(1, size), True, key=lambda end: fails(0, end))
+        bisect_left(range(1, end), True, key=lambda start: not fails(start, end))
+        raise found[-1]
 
 
 def copies_of(arguments: Any) -> Any:

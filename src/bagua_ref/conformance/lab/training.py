@@ -134,18 +134,17 @@ class Training:
         """Return the numbers of a parameter, or its gradient, in the order of the parameter's
         memory (S2.3).
         """
-        return array(x.permute(self._axes(place))).ravel()
+        return array(self._in_memory(place, x))
 
-    def shaped(self, place: int, numbers: Tensor) -> Tensor:
-        """Return numbers in the order of a parameter's memory in its shape."""
-        axes = self._axes(place)
-        in_memory = numbers.reshape([self.weights[place].shape[axis] for axis in axes])
-        return in_memory.permute([axes.index(axis) for axis in range(len(axes))])
-
-    def _axes(self, place: int) -> list[int]:
-        """Return a parameter's axes in the order of its memory."""
+    def _in_memory(self, place: int, x: Any) -> Any:
+        """Return what is shaped like a parameter in the order of the parameter's memory, all else
+        as it is.
+        """
         w = self.weights[place]
-        return sorted(range(w.dim()), key=lambda axis: -w.stride()[axis])
+        if not isinstance(x, Tensor) or x.shape != w.shape:
+            return x
+        axes = sorted(range(w.dim()), key=lambda axis: -w.stride()[axis])
+        return x.permute(axes).reshape(-1)
 
     def by_place(self, flat: Any, bucket: list[int]) -> dict[int, Any]:
         """Return each parameter's part of a bucket's numbers."""
@@ -260,28 +259,26 @@ class Training:
         For ``("memories",)`` and ``("factors",)`` it may also return None for a weight; they have
         the dtype of the arithmetic, and factors are matrices.
         """
-        unseen = ["restart", "new buckets"] if self.method in _COMPRESSED else []
-        found, weights = self.results[rank], self.starts[rank]
 
         def expect(right: bool, value: Any, wanted: str) -> None:
             if not right:
                 raise self.lab.violation(f"rank {rank} returned {_form(value)}{wanted}")
 
+        found, weights = self.results[rank], self.starts[rank]
         expect(_is_list(found, len(actions)), found, f", not a list of {len(actions)}")
         for entry, (tensors, action) in enumerate(zip(found, actions, strict=True)):
             name = action[0] if isinstance(action, tuple) else "step"
-            if name in unseen:
-                continue
+            if self.method in _COMPRESSED and name in ("restart", "new buckets"):
+                continue  # what they return is not seen
             said = f" as entry {entry}, not {len(weights)} tensors"
             expect(_is_list(tensors, len(weights)), tensors, said)
-            for place, (tensor, w) in enumerate(zip(tensors, weights, strict=True)):
+            for place, (x, w) in enumerate(zip(tensors, weights, strict=True)):
                 dtype = wide(w.dtype) if name in _STATE else w.dtype
-                right = isinstance(tensor, Tensor) and tensor.dtype is dtype
-                shape = "two dimensions" if name == "factors" else f"shape {tuple(w.shape)}"
-                if right:
-                    right = tensor.dim() == 2 if name == "factors" else tensor.shape == w.shape
-                said = f" as parameter {place} in entry {entry}, not {dtype} of {shape}"
-                expect(right or (tensor is None and name in _STATE), tensor, said)
+                like = x is None if name in _STATE else False
+                if isinstance(x, Tensor) and x.dtype is dtype:
+                    like = x.dim() == 2 if name == "factors" else x.shape == w.shape
+                said = f" as parameter {place} in entry {entry}, not {dtype} of {tuple(w.shape)}"
+                expect(like, x, said)
 
     def _largest(self) -> float:
         seen = [
@@ -303,25 +300,19 @@ class Training:
         magnitude: Tensor | float | None = None,
         where: str = "",
     ) -> None:
-        """Raise `Violation` unless a rank returned ``want`` for a parameter as entry ``index``."""
+        """Raise `Violation` unless a rank returned ``want`` for a parameter as entry ``index``;
+        numbers and arrays are in the order of the parameter's memory.
+        """
+        if want is ANYTHING:
+            return
         found, where = self.results[rank][index][place], f"rank {rank}, {where}, parameter {place}"
         if want is None:
             self.lab.assert_that(found is None, f"{where}: there is one")
-        elif want is not ANYTHING:
-            wanted = self._tensor(want, index, place)
-            self.lab.assert_equal(found, wanted, tolerance, magnitude=magnitude, where=where)
-
-    def _tensor(self, want: Any, index: int, place: int) -> Tensor:
-        """Return the expected numbers as a tensor like the parameter, or like its memory."""
-        if isinstance(want, Tensor):
-            return want
-        w, action = self.weights[place], self._programs[0][index][0] if self._programs[0] else ""
-        numbers = (
-            torch.from_numpy(np.ascontiguousarray(want))
-            if isinstance(want, np.ndarray)
-            else torch.tensor(want, dtype=torch.float64)
-        )
-        return self.shaped(place, numbers.to(wide(w.dtype) if action in _STATE else w.dtype))
+            return
+        found, want, magnitude = (self._in_memory(place, x) for x in (found, want, magnitude))
+        if not isinstance(want, Tensor) and isinstance(found, Tensor):
+            want = torch.from_numpy(np.array(want, np.float64)).to(found.dtype)
+        self.lab.assert_equal(found, want, tolerance, magnitude=magnitude, where=where)
 
     # What a rank returned for an action after a step.
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Draws", "NotProvided", "Skipped", "Violation", "literal"]
+__all__ = ["NotProvided", "Skipped", "Violation", "assignments", "literal"]
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Skipped(Exception):  # noqa: N818 - no fault
@@ -24,7 +26,8 @@ class Violation(AssertionError):  # noqa: N818 - a finding, not an error
     """An implementation violates a clause.
 
     Attributes:
-        snippet: a script that shows the violation.
+        snippet: the input as Python source; for kernels and codecs a script that shows the
+            violation.
     """
 
     def __init__(self, message: str, snippet: str = "") -> None:
@@ -43,6 +46,11 @@ class Violation(AssertionError):  # noqa: N818 - a finding, not an error
         return error is not None
 
 
+def assignments(values: Mapping[str, Any]) -> str:
+    """Return a line of Python source for each value: ``name = literal``."""
+    return "".join(f"{name} = {literal(value)}\n" for name, value in values.items())
+
+
 def literal(value: Any) -> str:
     """Return Python source of a value: numbers, strings, None, tensors, and lists, tuples and dicts
     of them.
@@ -50,54 +58,24 @@ def literal(value: Any) -> str:
     >>> literal(torch.tensor([1.0, -0.0], dtype=torch.float16))
     'torch.tensor([1.0, -0.0], dtype=torch.float16)'
     >>> literal([torch.zeros(2, 1, dtype=torch.uint8), None])
-    '[torch.tensor([0, 0], dtype=torch.uint8).view(2, 1), None]'
+    '[torch.tensor([[0], [0]], dtype=torch.uint8), None]'
     """
     if isinstance(value, Tensor):
-        flat = value.detach().cpu().reshape(-1)
-        source = f"torch.tensor({flat.tolist()!r}, dtype={value.dtype})"
-        if value.is_floating_point() and (flat.isnan() & flat.signbit()).any():
-            bits = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-            source = f"{literal(bits)}.view({value.dtype})"
-        if value.dim() != 1:
-            source = f"{source}.view({', '.join(map(str, value.shape)) or '()'})"
-        if not value.is_contiguous():
-            return (
-                f"torch.empty_strided({tuple(value.shape)}, {value.stride()},"
-                f" dtype={value.dtype}).copy_({source})"
-            )
-        return source
-    if isinstance(value, torch.dtype):
-        return str(value)
-    if isinstance(value, list | tuple):
-        inner = ", ".join(map(literal, value))
-        return (
-            f"[{inner}]"
-            if isinstance(value, list)
-            else f"({inner},)"
-            if len(value) == 1
-            else f"({inner})"
-        )
+        x = value.detach().cpu()
+        if x.is_floating_point() and (x.isnan() & x.signbit()).any():
+            source = f"{literal(x.contiguous().view(_BITS[x.element_size()]))}.view({x.dtype})"
+        else:
+            source = f"torch.tensor({x.tolist()!r}, dtype={x.dtype})"
+        shape = tuple(x.shape)
+        if not x.numel() and x.dim() > 1:
+            return f"torch.empty({shape}, dtype={x.dtype})"
+        if x.is_contiguous():
+            return source
+        return f"torch.empty_strided({shape}, {x.stride()}, dtype={x.dtype}).copy_({source})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(literal, value))}]"
+    if isinstance(value, tuple):
+        return f"({''.join(f'{literal(item)}, ' for item in value)})"
     if isinstance(value, dict):
-        return (
-            "{" + ", ".join(f"{literal(key)}: {literal(item)}" for key, item in value.items()) + "}"
-        )
+        return f"{{{', '.join(f'{key!r}: {literal(item)}' for key, item in value.items())}}}"
     return str(int(value)) if isinstance(value, IntEnum) else repr(value)
-
-
-@dataclass(frozen=True)
-class Draws:
-    """What a check has drawn for a call; its source, which may be long, is made where it is shown.
-
-    Attributes:
-        what: what is called, for messages.
-        drawn: values by name.
-        call: source of the call.
-    """
-
-    what: str
-    drawn: dict[str, Any]
-    call: str = ""
-
-    def __str__(self) -> str:
-        lines = [f"{name} = {literal(value)}" for name, value in self.drawn.items()]
-        return "\n".join([*lines, self.call or f"# {self.what}", ""])
