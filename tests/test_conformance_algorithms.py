@@ -69,7 +69,7 @@ def each_weight(change):
             returns(lambda history: [tensors[1:] for tensors in history]),
             "rank 0 returned a list of ",
         ),
-        (each_weight(lambda w: w.reshape(-1)[:, None]), "in entry 0, not torch.float32 of shape"),
+        (each_weight(lambda w: w.reshape(-1)[:, None]), "in entry 0, not torch.float32 of ("),
         (each_weight(lambda w: w.to(torch.complex64)), "rank 0 returned torch.complex64 of shape"),
         (each_weight(torch.Tensor.tolist), "as parameter 0 in entry 0"),
         (each_weight(lambda w: w * torch.nan), "nan instead of"),
@@ -80,4 +80,4 @@ def test_a_trainer_that_misbehaves_gets_a_verdict(trainer, said):
     (failed,) = on(trainer).failures()
     assert said in failed.message
     assert failed.message.startswith("gradient_allreduce(lr=")
-    assert "algorithms.gradient_allreduce(world, " in failed.counterexample
+    assert "weights = [[torch.tensor(" in failed.counterexample

@@ -10,18 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import find
-from hypothesis import strategies as st
 
 from bagua_ref import contrib
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.cases.strategies import worlds
 from bagua_ref.conformance.cases.training_cases import graph_cases, sizes_of, worlds_of
-from bagua_ref.conformance.checks.registry import Check, all_checks
-from bagua_ref.conformance.lab.journal import Journal
-from bagua_ref.conformance.run import runner, search
+from bagua_ref.conformance.checks.registry import all_checks
+from bagua_ref.conformance.run import runner
 from bagua_ref.conformance.run.search import PROFILES
 from bagua_ref.conformance.targets.target import assemble, resolve
 from bagua_ref.conformance.targets.world import MOST_RANKS, RankWorld, own_communicator
@@ -68,38 +65,6 @@ def test_a_check_that_needs_more_ranks_is_skipped() -> None:
     }
     tried = round(PROFILES["quick"] * all_checks()["comm_ops.S3.5.ring"].effort)
     assert report.results[1].examples == tried  # larger worlds do not count
-
-
-@pytest.mark.parametrize(("smallest", "inputs"), [(1, 40), (2, 0)])
-def test_worlds_that_are_too_large_are_drawn_again_until_none_has_fitted_for_long(
-    smallest: int, inputs: int
-) -> None:
-    """A check that no world fits is left after some inputs; one that few worlds fit gets as many
-    inputs as others.
-    """
-    drawn: list[int] = []
-
-    def function(lab: Any, draw: Any) -> None:
-        draw(st.integers(0, 2**40))  # so that inputs differ
-        drawn.append(draw(st.sampled_from([*range(2, 7), smallest])))
-        lab.need_ranks(drawn[-1])
-        lab.call("add_", {"x": torch.ones(1), "y": torch.ones(1)}, ("x",))
-        lab.comparisons += 1
-
-    check = Check("kernels.S1.new", "kernels", "S1", "", function)
-    target = resolve(at_most(1, kernels="reference"))
-    found = search.search(check, None, target, search.Search(shrink=False), Journal())
-    assert (found.examples, found.skipped) == (
-        inputs,
-        "" if inputs else "needs 2 ranks, the target has at most 1",
-    )
-    assert (len(drawn) > 150) == (inputs > 0), len(drawn)
-
-
-def test_without_a_limit_the_report_says_nothing() -> None:
-    report = run_conformance("reference", checks=["kernels.S1.add[float16]"])
-    assert report.max_ranks is None
-    assert "worlds" not in str(report)
 
 
 def test_a_communicator_of_the_command_line_has_capabilities() -> None:
@@ -150,14 +115,6 @@ def test_there_are_worlds_of_so_many_ranks() -> None:
     assert sum(nodes) == MOST_RANKS["comm_ops"]
     _, nodes, _ = find(graph_cases(6), lambda case: sum(case[1]) >= MOST_RANKS["algorithms"])
     assert sum(nodes) == MOST_RANKS["algorithms"]
-
-
-def test_larger_worlds_than_the_pages_say_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MOST_RANKS, "collectives", 8)
-    report = run_conformance(
-        SimpleNamespace(communicator=own_communicator), checks=["collectives.S3.9.allgather"]
-    )
-    assert "MOST_RANKS and the pages say less" in report.failures()[0].message
 
 
 # One job

@@ -122,34 +122,12 @@ def in_float64(
         parameter.copy_(p - torch.where((v > 0) | (s <= warmup), step, 0))
 
 
-def in_another_order(
-    group: dict[str, Any],
-    parameters: list[torch.Tensor],
-    states: list[dict[str, torch.Tensor]],
-    s: int,
-    warmup: int,
-) -> None:
-    """Step along m with the corrections in other places."""
-    beta1, beta2 = group["betas"]
-    correction = (1 - beta2**s) ** 0.5
-    for parameter, state in zip(parameters, states, strict=True):
-        state["step"] += 1
-        v = state["exp_avg_sq"].float()
-        step = (
-            state["exp_avg"].float()
-            / (v.sqrt() + group["eps"] * correction)
-            * (group["lr"] * correction / (1 - beta1**s))
-        )
-        parameter.copy_(parameter.float() - torch.where((v > 0) | (s <= warmup), step, 0))
-
-
 @pytest.mark.usefixtures("few_inputs")
-@pytest.mark.parametrize("step", [in_float64, in_another_order])
 def test_a_frozen_step_may_be_rounded_as_an_optimizer_likes(
-    step: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(q_adam_optimizer, "_frozen_step", step)
-    report = run_conformance("reference", checks=["algorithms.S5.5.steps"], jobs=0)
+    monkeypatch.setattr(q_adam_optimizer, "_frozen_step", in_float64)
+    report = run_conformance("reference", checks=["algorithms.S5.5.steps[float32]"], jobs=0)
     assert report.passed, report
 
 

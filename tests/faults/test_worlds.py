@@ -6,20 +6,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.wrong_objects import Whole, assert_found
+from tests.wrong_objects import Faults, Whole, assert_found
 
+from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.types import ReduceOp
 
-FOUND_BY = []
+FAULTS = Faults()
 
 
 def found_by(check):
-    """Enter an object into the table, with the check that must fail for it."""
+    """Enter operations or algorithms into the table, with the check that must fail for them."""
 
     def enter(wrong):
-        FOUND_BY.append(pytest.param(wrong, check, id=wrong.__name__))
+        FAULTS.row(wrong.__name__, lambda: target_of(wrong), check)
         return wrong
 
     return enter
@@ -38,106 +39,126 @@ class OverTransport:
         return getattr(self.inner, name)
 
 
-@found_by("collectives.S3.9.broadcast")
-class BroadcastsFromRank0(OverTransport):
-    def broadcast(self, tensor, src=0):
-        self.inner.broadcast(tensor, 0)
+def communicator(method, check):
+    """Return a decorator of a wrong collective, which gets the communicator that works and the
+    arguments.
+    """
+
+    def enter(wrong):
+        def replaced(self, *arguments, **options):
+            return wrong(self.inner, *arguments, **options)
+
+        made = type(wrong.__name__, (OverTransport,), {method: replaced})
+        FAULTS.row(wrong.__name__, lambda: Whole(communicator=made), f"collectives.S3.9.{check}")
+        return wrong
+
+    return enter
 
 
-@found_by("collectives.S3.9.reduce")
-class ReducesToTheNextRank(OverTransport):
-    def reduce(self, send_tensor, recv_tensor, dst, op=ReduceOp.SUM):
-        self.inner.reduce(send_tensor, recv_tensor, (dst + 1) % self.world.world_size, op)
+@communicator("broadcast", "broadcast")
+def broadcasts_from_rank_0(comm, tensor, src=0):
+    comm.broadcast(tensor, 0)
 
 
-@found_by("collectives.S3.9.reduce")
-class ReducesOnEveryRank(OverTransport):
-    def reduce(self, send_tensor, recv_tensor, dst, op=ReduceOp.SUM):
-        self.inner.allreduce(send_tensor, recv_tensor, op)
+@communicator("reduce", "reduce")
+def reduces_to_the_next_rank(comm, send_tensor, recv_tensor, dst, op=ReduceOp.SUM):
+    comm.reduce(send_tensor, recv_tensor, (dst + 1) % comm.nranks(), op)
 
 
-@found_by("collectives.S3.9.allreduce")
-class ForgetsTheOperator(OverTransport):
-    def allreduce(self, send_tensor, recv_tensor, op=ReduceOp.SUM):
-        self.inner.allreduce(send_tensor, recv_tensor, ReduceOp.SUM)
+@communicator("reduce", "reduce")
+def reduces_on_every_rank(comm, send_tensor, recv_tensor, dst, op=ReduceOp.SUM):
+    comm.allreduce(send_tensor, recv_tensor, op)
 
 
-@found_by("collectives.S3.9.every_dtype")
-class AddsIntegersAsFloats(OverTransport):
-    def allreduce(self, send_tensor, recv_tensor, op=ReduceOp.SUM):
-        if send_tensor.dtype is not torch.int64:
-            self.inner.allreduce(send_tensor, recv_tensor, op)
-            return
+@communicator("allreduce", "allreduce")
+def forgets_the_operator(comm, send_tensor, recv_tensor, op=ReduceOp.SUM):
+    comm.allreduce(send_tensor, recv_tensor, ReduceOp.SUM)
+
+
+@communicator("allreduce", "every_dtype")
+def adds_integers_as_floats(comm, send_tensor, recv_tensor, op=ReduceOp.SUM):
+    if send_tensor.dtype is torch.int64:
         total = send_tensor.double()
-        self.inner.allreduce(send_tensor.double(), total, op)
+        comm.allreduce(send_tensor.double(), total, op)
         recv_tensor.copy_(total)
+    else:
+        comm.allreduce(send_tensor, recv_tensor, op)
 
 
-@found_by("collectives.S3.9.nan")
-class PassesOverNaN(OverTransport):
-    def allreduce(self, send_tensor, recv_tensor, op=ReduceOp.SUM):
-        if send_tensor.is_floating_point() and op is ReduceOp.MAX:
-            lowest = torch.finfo(send_tensor.dtype).min
-            send_tensor = send_tensor.nan_to_num(nan=lowest, posinf=torch.inf, neginf=-torch.inf)
-        self.inner.allreduce(send_tensor, recv_tensor, op)
+@communicator("allreduce", "nan")
+def passes_over_nan(comm, send_tensor, recv_tensor, op=ReduceOp.SUM):
+    if send_tensor.is_floating_point() and op is ReduceOp.MAX:
+        lowest = torch.finfo(send_tensor.dtype).min
+        send_tensor = send_tensor.nan_to_num(nan=lowest, posinf=torch.inf, neginf=-torch.inf)
+    comm.allreduce(send_tensor, recv_tensor, op)
 
 
-@found_by("collectives.S3.9.allgather")
-class GathersInReverse(OverTransport):
-    def allgather(self, send_tensor, recv_tensor):
-        self.inner.allgather(send_tensor, recv_tensor)
-        chunks = recv_tensor.view(self.world.world_size, -1)
-        chunks.copy_(chunks.flip(0))
+@communicator("allreduce_inplace", "nan")
+def has_means_of_no_more_than_1e38(comm, tensor, op=ReduceOp.SUM):
+    comm.allreduce_inplace(tensor, op)
+    if op is ReduceOp.AVG and tensor.dtype is torch.float32:
+        tensor[tensor.abs() > 3e37] = torch.inf
 
 
-@found_by("collectives.S3.9.scatter")
-class ScattersTheNextChunk(OverTransport):
-    def scatter(self, send_tensor, recv_tensor, src):
-        rolled = send_tensor.view(self.world.world_size, -1).roll(-1, 0).reshape(-1)
-        self.inner.scatter(rolled, recv_tensor, src)
+@communicator("allgather", "every_dtype")
+def gathers_int16_as_bytes(comm, send_tensor, recv_tensor):
+    comm.allgather(send_tensor, recv_tensor)
+    if recv_tensor.dtype is torch.int16:
+        recv_tensor.copy_(recv_tensor.to(torch.int8))
 
 
-@found_by("collectives.S3.9.reduce_scatter")
-class KeepsTheFirstChunk(OverTransport):
-    def reduce_scatter(self, send_tensor, recv_tensor, op=ReduceOp.SUM):
-        whole = torch.empty_like(send_tensor)
-        self.inner.allreduce(send_tensor, whole, op)
-        recv_tensor.copy_(whole.view(self.world.world_size, -1)[0])
+@communicator("allgather", "allgather")
+def is_right_up_to_64(comm, send_tensor, recv_tensor):
+    comm.allgather(send_tensor, recv_tensor)
+    recv_tensor.view(comm.nranks(), -1)[:, 64:] = 0
 
 
-@found_by("collectives.S3.9.alltoall")
-class ExchangesNothing(OverTransport):
-    def alltoall(self, send_tensor, recv_tensor, overlap=None):
-        recv_tensor.copy_(send_tensor)
+@communicator("allgather", "allgather")
+def gathers_in_reverse(comm, send_tensor, recv_tensor):
+    comm.allgather(send_tensor, recv_tensor)
+    chunks = recv_tensor.view(comm.nranks(), -1)
+    chunks.copy_(chunks.flip(0))
 
 
-@found_by("collectives.S3.9.alltoall_v")
-class IgnoresDisplacements(OverTransport):
-    def alltoall_v(
-        self, send_tensor, send_counts, send_displs, recv_tensor, recv_counts, recv_displs
-    ):
-        displs = [sum(send_counts[:rank]) for rank in range(len(send_counts))]
-        long = torch.cat([send_tensor, send_tensor.new_zeros(sum(send_counts))])
-        self.inner.alltoall_v(long, send_counts, displs, recv_tensor, recv_counts, recv_displs)
+@communicator("scatter", "scatter")
+def scatters_the_next_chunk(comm, send_tensor, recv_tensor, src):
+    rolled = send_tensor.view(comm.nranks(), -1).roll(-1, 0).reshape(-1)
+    comm.scatter(rolled, recv_tensor, src)
 
 
-@found_by("collectives.S3.9.broadcast_object")
-class KeepsItsObject(OverTransport):
-    def broadcast_object(self, obj, src=0):
-        self.inner.broadcast_object(obj, src)
-        return obj
+@communicator("reduce_scatter", "reduce_scatter")
+def keeps_the_first_chunk(comm, send_tensor, recv_tensor, op=ReduceOp.SUM):
+    whole = torch.empty_like(send_tensor)
+    comm.allreduce(send_tensor, whole, op)
+    recv_tensor.copy_(whole.view(comm.nranks(), -1)[0])
 
 
-@found_by("collectives.S3.9.barrier")
-class DoesNotWait(OverTransport):
-    def barrier(self):
-        return None
+@communicator("alltoall", "alltoall")
+def exchanges_nothing(comm, send_tensor, recv_tensor, overlap=None):
+    recv_tensor.copy_(send_tensor)
 
 
-@found_by("collectives.S3.9.send_and_recv")
-class SendsZeros(OverTransport):
-    def send(self, tensor, dst):
-        self.inner.send(torch.zeros_like(tensor), dst)
+@communicator("alltoall_v", "alltoall_v")
+def ignores_displacements(comm, send_tensor, send_counts, send_displs, *received):
+    displs = [sum(send_counts[:rank]) for rank in range(len(send_counts))]
+    long = torch.cat([send_tensor, send_tensor.new_zeros(sum(send_counts))])
+    comm.alltoall_v(long, send_counts, displs, *received)
+
+
+@communicator("broadcast_object", "broadcast_object")
+def keeps_its_object(comm, obj, src=0):
+    comm.broadcast_object(obj, src)
+    return obj
+
+
+@communicator("barrier", "barrier")
+def does_not_wait(comm):
+    return None
+
+
+@communicator("send", "send_and_recv")
+def sends_zeros(comm, tensor, dst):
+    comm.send(torch.zeros_like(tensor), dst)
 
 
 # Operations (S3, S13)
@@ -379,6 +400,15 @@ class ShowsItsOwnWeights(ReferenceAlgorithms):
         return shown
 
 
+@found_by("algorithms.S9.1.unused_parameters")
+class MovesWhatNoRankHasUsed(ReferenceAlgorithms):
+    def local_sgd(self, world, weights, program, *, warmup_steps, **options):
+        zeros = {place: torch.zeros_like(w) for place, w in enumerate(weights)}
+        filled = [("step", zeros | given) for _, given in program[:warmup_steps]]
+        program = filled + program[warmup_steps:]
+        return super().local_sgd(world, weights, program, warmup_steps=warmup_steps, **options)
+
+
 @found_by("algorithms.S2.1.order")
 class ClosesBucketsEarly(ReferenceAlgorithms):
     def buckets(self, world, weights, *, bucket_bytes):
@@ -391,13 +421,19 @@ class ListsBucketsBackwards(ReferenceAlgorithms):
         return super().buckets(world, weights, bucket_bytes=bucket_bytes)[::-1]
 
 
+def target_of(made):
+    """Return a target whose operations or algorithms are wrong."""
+    part = "algorithms" if issubclass(made, ReferenceAlgorithms) else "comm_ops"
+    return type("Target", (Whole,), {part: made("reference")})()
+
+
 @pytest.mark.proof
-@pytest.mark.parametrize(("wrong", "check"), FOUND_BY)
-def test_a_wrong_part_is_found(wrong, check):
-    if issubclass(wrong, ReferenceCommOps):
-        target = type("Target", (), {"kernels": "reference", "comm_ops": wrong("reference")})()
-    elif issubclass(wrong, ReferenceAlgorithms):
-        target = type("Target", (), {"kernels": "reference", "algorithms": wrong("reference")})()
-    else:
-        target = Whole(communicator=wrong)
-    assert_found(target, check)
+@pytest.mark.parametrize(("make", "check"), FAULTS)
+def test_wrong_ranks_are_found(make, check):
+    assert_found(make(), check)
+
+
+def test_a_failure_of_ranks_is_shown_at_its_boundary():
+    wrong = next(row for row in FAULTS if row.id == "is_right_up_to_64").values[0]()
+    report = run_conformance(wrong, checks=["collectives.S3.9.allgather"])
+    assert "of 65 elements" in report.failures()[0].message
