@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from tests.launch import launch
-from tests.trainings import on_every_rank
+from tests.trainings import on_every_rank, simulate
 from torch import nn
 
 import bagua_ref
@@ -249,21 +249,23 @@ def save_and_wait(folder: Path, pipe: Connection) -> None:
     pipe.recv()
 
 
-@on_every_rank(1)
-def test_two_jobs_cannot_save_in_one_folder(r: int, tmp_path: Path) -> None:
-    model, optimizer = make()
+def test_two_jobs_cannot_save_in_one_folder(tmp_path: Path) -> None:
+    def save(r: int) -> None:
+        checkpoint.save(tmp_path, *make(), step=2)
+
     forks = multiprocessing.get_context("forkserver")  # that of tests.launch
     here, there = forks.Pipe()
     other = forks.Process(target=save_and_wait, args=(tmp_path, there))
     other.start()
+    there.close()
     assert here.recv() == "saved"
     with pytest.raises(
         CheckpointError, match=rf"is in use by process {other.pid} on host {os.uname().nodename}"
     ):
-        checkpoint.save(tmp_path, model, optimizer, step=2)
+        simulate(1, save)
     other.kill()
     other.join()
-    checkpoint.save(tmp_path, model, optimizer, step=2)  # its lock has gone with it
+    simulate(1, save)  # its lock has gone with it
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
