@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ from bagua_ref.data_parallel.joining import join
 from bagua_ref.data_parallel.sharding import group_of
 from bagua_ref.data_parallel.training import ModuleTraining, Options
 from bagua_ref.data_parallel.wrapping import context_of, wrap
-from bagua_ref.errors import NotInitializedError, NotProvidedError
+from bagua_ref.errors import NotProvidedError
 from bagua_ref.groups.process_group import BaguaProcessGroup, _get_default_group
 
 __all__ = [
@@ -46,6 +46,15 @@ _NOT_PROVIDED = {
         "pass algorithm=, such as ByteGradAlgorithm() for compressed gradients, or write one"
     ),
 }
+
+
+def _not_provided(method: str) -> Callable[..., NoReturn]:
+    def refuse(self: object, *arguments: Any, **named: Any) -> NoReturn:
+        raise NotProvidedError(
+            f"{method}() of DistributedDataParallel is not provided; {_NOT_PROVIDED[method]}"
+        )
+
+    return refuse
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -174,33 +183,28 @@ class DistributedDataParallel(torch.nn.Module):
         process_group: Any = None,
         do_flatten: bool = True,
         *,
-        backend: str | KernelBackend | None = None,
-        find_unused_parameters: bool = False,
-        timeout: float | None = None,
         ignored: Iterable[str | torch.Tensor] = (),
+        **options: Any,
     ) -> DistributedDataParallel:
         """Wrap the inner module again, with this wrapper's bucket size and buffers; return the
         wrapper.
 
         The arguments are those of `bagua_ref.distributed.BaguaModule.with_bagua`.
         """
-        try:
-            group = to_bagua_process_group(process_group)
-        except NotInitializedError as error:
-            raise NotInitializedError(
-                "call bagua_ref.init_process_group() before DistributedDataParallel()"
-            ) from error
-        bucket_bytes = max(1, int(self.bucket_cap_mb * 1024**2))
-        options = Options(
-            do_flatten,
-            backend,
-            find_unused_parameters,
-            timeout,
-            bucket_bytes,
-            self.broadcast_buffers,
-            ignored=tuple(ignored),
+        wrap(
+            self.module,
+            optimizers,
+            algorithm,
+            process_group,
+            Options(
+                do_flatten,
+                bucket_bytes=max(1, int(self.bucket_cap_mb * 1024**2)),
+                broadcast_buffers=self.broadcast_buffers,
+                ignored=tuple(ignored),
+                **options,
+            ),
+            "DistributedDataParallel",
         )
-        wrap(self.module, optimizers, algorithm, group, options)
         return self
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -284,18 +288,6 @@ class DistributedDataParallel(torch.nn.Module):
         """Return whether a training forward pass that begins now first broadcasts buffers."""
         return self.inner.will_broadcast_buffers() and self.require_backward_grad_sync
 
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> NoReturn:  # noqa: D102
-        _refuse("scatter")
-
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> NoReturn:  # noqa: D102
-        _refuse("to_kwargs")
-
-    def gather(self, outputs: Any, output_device: Any) -> NoReturn:  # noqa: D102
-        _refuse("gather")
-
-    def register_comm_hook(self, state: Any, hook: Any) -> NoReturn:  # noqa: D102
-        _refuse("register_comm_hook")
-
     def join(
         self,
         divide_by_initial_world_size: bool = True,
@@ -311,6 +303,10 @@ class DistributedDataParallel(torch.nn.Module):
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
+
+    scatter, gather = _not_provided("scatter"), _not_provided("gather")
+    to_kwargs = _not_provided("to_kwargs")
+    register_comm_hook = _not_provided("register_comm_hook")
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_THE_TRAINING:
@@ -333,12 +329,6 @@ def to_bagua_process_group(process_group: Any = None) -> BaguaProcessGroup:
     default = _get_default_group()
     found: BaguaProcessGroup = default if process_group is None else group_of(process_group)
     return found
-
-
-def _refuse(method: str) -> NoReturn:
-    raise NotProvidedError(
-        f"{method}() of DistributedDataParallel is not provided; {_NOT_PROVIDED[method]}"
-    )
 
 
 def _refuse_unsupported(dim: int, check_reduction: bool, arguments: dict[str, Any]) -> None:
