@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
 import statistics
 import time
@@ -24,7 +25,6 @@ from typing import Any
 import torch
 
 import bagua_ref
-from bagua_ref.cli import command
 
 PACKAGES = (
     "torch",
@@ -136,8 +136,14 @@ def alternate(functions: dict[str, Callable[[], object]], rounds: int) -> dict[s
 
 def machine() -> dict[str, object]:
     """Return what a reader needs to judge the numbers."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
     return {
-        **command.machine(),
+        "system": system,
+        "cpu": (named or [platform.processor() or platform.machine()])[0],
+        "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
@@ -38,33 +39,50 @@ class Parser(argparse.ArgumentParser):
 
     _words: Sequence[str] = ()
 
+    def __init__(self, **options: Any) -> None:
+        # An abbreviation might be an option of the program that sim runs.
+        super().__init__(**options, allow_abbrev=False)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as usual, and keep the words for `error`."""
         self._words = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Print ``message`` and where to find help, and exit with 2."""
-        known = list(self._option_string_actions)
-        options = [word.partition("=")[0] for word in self._words if word.startswith("--")]
-        unknown = [word for word in options if not any(name.startswith(word) for name in known)]
-        word = "" if "come last" in message else next(iter(unknown), "")
-        if wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
-            word, known = wrong[1], re.findall(r"[^\s,']+", wrong[2])
-        near = difflib.get_close_matches(word, known, 1)
-        hint = f". Did you mean {near[0]!r}?" if near else ""
-        self.exit(2, f"{self.prog}: error: {message}{hint}\nHelp: {self.prog} --help\n")
+        """Print `complaint` and exit with 2."""
+        self.exit(2, self.complaint(message))
+
+    def complaint(self, message: str) -> str:
+        """Return two lines: ``message`` with a hint, and where to find help."""
+        known = self._option_string_actions
+        words = itertools.takewhile("--".__ne__, self._words)
+        options = [word.partition("=")[0] for word in words if word.startswith("--")]
+        hint = _nearest(message)
+        if unknown := [name for name in options if name not in known]:
+            hint = _near(unknown[0], known)
+            if not message.startswith("unrecognized"):  # a required option, perhaps this one
+                message = f"unrecognized arguments: {unknown[0]}"
+        return f"{self.prog}: error: {message}{hint}\nHelp: {self.prog} --help\n"
+
+
+def _nearest(message: str) -> str:
+    """Return a hint at the word of a message that is nearest to the first one in quotes."""
+    wrong = re.search(r"'([\w./-]+)'", message)
+    if wrong is None or "did you mean" in message.lower():
+        return ""
+    return _near(wrong[1], re.findall(r"[A-Za-z_][\w.-]*", message[wrong.end() :]))
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    names = {name.lstrip("-").lower(): name for name in known}
+    near = difflib.get_close_matches(word.lstrip("-").lower(), names, 1)
+    return f". Did you mean {names[near[0]]!r}?" if near and names[near[0]] != word else ""
 
 
 def top_parser() -> tuple[Parser, Any]:
     """Return the parser of ``bagua-ref``, and its subcommands, to which commands are added."""
     parser = Parser(prog="bagua-ref", description="PyTorch training with relaxed communication.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    parser.add_argument(
-        "--print-completion",
-        choices=("bash", "zsh", "tcsh", "fish"),
-        help="print a completion script for this shell and exit; needs shtab",
-    )
     return parser, parser.add_subparsers(title="commands", metavar="COMMAND")
 
 
@@ -82,23 +100,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if words == ["--version"]:
-        try:
-            print(f"bagua_ref {version('bagua_ref')}")
-            return 0
-        except PackageNotFoundError:  # a checkout that is not installed
-            pass
-    if not words or words[0] in ("-h", "--help") or words[0].isalpha() - (words[0] in COMMANDS):
+    if words[:1] == ["--version"]:
+        print(f"bagua_ref {_version()}")
+        return 0
+    if not words or words[0] not in COMMANDS:
         parser, commands = top_parser()
         for name, text in COMMANDS.items():
             commands.add_parser(name, help=text)
-        if words and words[0].isalpha():
-            parser.parse_args(words[:1])  # which refuses it
+        if words and words[0] != "help":
+            parser.parse_args(words)  # which prints help, or refuses it
         parser.print_help()
         return 0
     from bagua_ref.cli import main as run
 
     return run(words)
+
+
+def _version() -> str:
+    try:
+        return version("bagua_ref")
+    except PackageNotFoundError:  # a checkout that is not installed
+        from bagua_ref import __version__
+
+        return __version__
 
 
 if __name__ == "__main__":

@@ -332,7 +332,7 @@ def test_verify_says_when_it_cannot_run(tmp_path, capsys):
             "line 2: no check is called 'kernels.S1.nothing'",
         ),
         (["--backend", "reference", "--check", "no-such"], "'no-such' is unknown"),
-        (["--backend", "reference", "--jobs", "0"], "not a positive integer"),
+        (["--backend", "reference", "--jobs", "0"], "must be an integer from 1"),
         (["--backend", "reference", "--time-limit", "0"], "--time-limit"),
     ):
         with pytest.raises(SystemExit, match="2"):

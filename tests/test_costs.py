@@ -80,7 +80,7 @@ def test_a_link_is_read(text: str, links: LinkCosts) -> None:
         ("1Gbit", "link='1Gbit' must be BANDWIDTH,LATENCY such as 1Gbit,20ms"),
         ("1Gbit,1ms,1Gbit", "must be BANDWIDTH,LATENCY"),
         ("fast,20ms", "bandwidth 'fast' must be a number above 0 of bit or B a second"),
-        ("1Gb,20ms", "bandwidth '1Gb' must be"),
+        ("1Gx,20ms", "bandwidth '1Gx' must be"),
         ("0Gbit,20ms", "bandwidth '0Gbit' must be"),
         ("nanbit,20ms", "bandwidth 'nanbit' must be"),
         ("-1Gbit,20ms", "bandwidth '-1Gbit' must be"),

@@ -124,7 +124,7 @@ def bytes_per_step(case: int) -> float:
     if name == "qadam":
         options = {**options, "q_adam_optimizer": QAdamOptimizer(module.parameters())}
     plan = plan_of(Algorithm.init(name, **options), module, (1,) * 4, 2**40)
-    steps = range(plan.warmup + 1, plan.warmup + plan.cycle + 1)
+    steps = range(plan.warmup + 1, plan.warmup + len(plan.cycle) + 1)
     return max(plan.traffic(step)[0]["between"].bytes_sent for step in steps)
 
 

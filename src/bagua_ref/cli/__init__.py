@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from importlib import import_module
 
-import bagua_ref
-from bagua_ref.cli.command import CommandError, print_completion, require
+from bagua_ref.cli.command import CommandError, require
 from bagua_ref.conformance.vectors import VectorsError
 from bagua_ref.record import RecordingError
-from bagua_ref_cli import COMMANDS, top_parser
+from bagua_ref_cli import Parser, top_parser
 
 __all__ = ["main"]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``bagua-ref`` with ``argv`` (None: the process's arguments); return the exit code.
+def main(argv: Sequence[str]) -> int:
+    """Run a command of ``bagua-ref``, the first word of ``argv``; return the exit code.
 
-    0: success. 1: a run or a check failed, or nobody reads the output. 2: bad input (raised as
-    SystemExit by argparse), a missing package, or a file that cannot be read or written. 130:
-    interrupted.
+    0: success. 1: a run or a check failed. 2: bad input, a missing package, or a file that cannot
+    be read or written; argparse raises it as SystemExit. 130: interrupted.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
-    whole = _parser(*(words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS))
-    end = words.index("--") if words[:1] == ["sim"] and "--" in words else len(words)
+    words = list(argv)
+    whole = parser_of(words[0])
+    end = words.index("--") if words[0] == "sim" and "--" in words else len(words)
     arguments, unknown = whole.parse_known_args(words[:end])
-    if arguments.version:
-        print(f"bagua_ref {bagua_ref.__version__}")
-        return 0
-    if arguments.print_completion is not None:
-        arguments.command, arguments.json, arguments.parser = print_completion, False, whole
-    if not hasattr(arguments, "command"):
-        whole.print_help()
+    parser: Parser = arguments.parser
+    if not hasattr(arguments, "command") and not unknown:
+        parser.print_help()
         return 0
     arguments.after = words[end + 1 :]  # the arguments of the program that sim runs
-    parser: argparse.ArgumentParser = arguments.parser
     if unknown:
         # parse_args would name bagua-ref itself
         text = f"unrecognized arguments: {' '.join(unknown)}"
@@ -57,17 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, such as head, has closed it
-        # else flushing at exit fails again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:  # which the console script silences
+        raise
     except (CommandError, RecordingError, VectorsError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        sys.stderr.write(parser.complaint(str(error)))
         return 2
     return exit_code
 
 
-def _parser(*names: str) -> argparse.ArgumentParser:
+def parser_of(*names: str) -> Parser:
     """Return the parser of these commands, of which only the modules are imported."""
     parser, commands = top_parser()
     for name in names:

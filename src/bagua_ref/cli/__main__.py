@@ -1,8 +1,7 @@
-"""``python -m bagua_ref.cli`` is ``bagua-ref``."""
+"""``python -m bagua_ref.cli``, the same as ``bagua-ref``."""
 
 import sys
 
 from bagua_ref_cli import main
 
-if __name__ == "__main__":
-    sys.exit(main())
+sys.exit(main())

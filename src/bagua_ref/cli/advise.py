@@ -8,7 +8,6 @@ import argparse
 import ast
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,30 +15,19 @@ from typing import Any
 import torch
 
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
-from bagua_ref.base.untrusted import load_json
+from bagua_ref.base.untrusted import check_form, load_json
 from bagua_ref.base.utils import readable_bytes
 from bagua_ref.cli.command import (
-    COLORS,
     CommandError,
     Commands,
     add_command,
-    add_json_options,
     call_object,
     number,
     print_rows,
     write_json,
-    write_picture,
 )
-from bagua_ref.formulas.costs import LinkCosts, parse_seconds
-from bagua_ref.planning import (
-    Cluster,
-    Estimate,
-    MeasuredMachine,
-    StepPlan,
-    module_of,
-    plan_of,
-    predict,
-)
+from bagua_ref.formulas.costs import LinkCost, LinkCosts, parse_seconds
+from bagua_ref.planning import Cluster, Machine, StepPlan, module_of, plan_of
 from bagua_ref.planning.advice import (
     Candidate,
     Verdict,
@@ -48,12 +36,10 @@ from bagua_ref.planning.advice import (
     learnt,
     verdict_of,
     warnings_of,
-    with_bandwidth,
 )
-from bagua_ref.planning.measured import exact
-from bagua_ref.planning.shapes import parameters_of
+from bagua_ref.planning.plans import check_trainable
 
-__all__ = ["CANDIDATES", "add_parser", "draw"]
+__all__ = ["CANDIDATES", "add_parser", "devices"]
 
 CANDIDATES = (
     "gradient_allreduce",
@@ -72,12 +58,20 @@ CANDIDATES = (
 )
 """The algorithms that are compared unless the user names others."""
 
-_MOST_WORKERS = 1024
-"""An all-to-all of so many has a million messages."""
-_WORKERS = 64
-"""The most workers of the picture: rings of more take long to add up."""
+_MAX_RANKS = 1024
+"""An all-to-all of these has a million messages."""
 _VALUES = (ast.Constant, ast.Name, ast.UnaryOp)
-_DASHES = ("-", "--")
+_LINK = [(int, float)] * 2
+_COSTS = {
+    "between?": _LINK,
+    "inside?": _LINK,
+    "compute?": (int, float),
+    "codec": {str: (int, float)},
+    "operation": {str: (int, float)},
+    "shared_processor": bool,
+    "about": str,
+}
+"""Form of measured costs: seconds; of a link per message and per byte."""
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -107,49 +101,39 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     model.add_argument(
         "--params",
-        type=number(1, 1e12, whole=True),
+        type=number(1, 1e12, integer=True),
         metavar="N",
         help="number of parameters, such as 124M or 7e9, modelled as 1024 x 1024 matrices",
     )
     advise.add_argument(
         "--ranks",
-        type=_ranks,
+        type=_cluster,
         required=True,
         metavar="N|NODESxRANKS",
-        help="number of ranks, at least 2; 2x8 are 2 nodes with 8 ranks each",
+        help="number of ranks, at least 2, each on a node of its own; 2x8: 2 nodes of 8 ranks",
     )
     advise.add_argument(
         "--nodes",
-        type=number(1, _MOST_WORKERS, whole=True),
+        type=number(1, _MAX_RANKS, integer=True),
         metavar="N",
-        help="the number of nodes (default: one for each rank)",
+        help="number of nodes for --ranks N",
     )
     advise.add_argument(
         "--device",
-        choices=sorted(_devices()),
+        choices=sorted(devices()),
         default="cpu",
         help="what computes codecs, by measurements of this project (default: %(default)s)",
     )
+    for name, default, metavar, text in (
+        ("bandwidth", None, "RATE", "of each node, such as 1Gbps or 100MB a second"),
+        ("latency", "50us", "TIME", "of a message between nodes"),
+        ("inside", "100Gbit,5us", "RATE,TIME", "inside a node"),
+        ("compute", None, "TIME", "of a forward and backward pass, such as 120ms"),
+    ):
+        shown = f"{text} (default: {default})" if default else text
+        advise.add_argument(f"--{name}", default=default, metavar=metavar, help=shown)
     advise.add_argument(
         "--measured", type=Path, metavar="FILE", help="costs that bagua-ref measure wrote"
-    )
-    advise.add_argument(
-        "--bandwidth", metavar="RATE", help="of each node, such as 1Gbps or 100MB a second"
-    )
-    advise.add_argument(
-        "--latency",
-        default="50us",
-        metavar="TIME",
-        help="of a message between nodes (default: %(default)s)",
-    )
-    advise.add_argument(
-        "--inside",
-        default="100Gbit,5us",
-        metavar="RATE,TIME",
-        help="inside a node (default: %(default)s)",
-    )
-    advise.add_argument(
-        "--codec", metavar="TIME", help="to compress or decompress a million elements"
     )
     advise.add_argument(
         "--error",
@@ -161,70 +145,51 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         ),
     )
     advise.add_argument(
-        "--compute", metavar="TIME", help="of a forward and backward pass, such as 120ms"
-    )
-    advise.add_argument(
-        "--slowest",
-        type=number(1, 1e6),
-        default=1.0,
-        metavar="X",
-        help="compute of the slowest rank / mean (default: 1)",
-    )
-    advise.add_argument(
-        "--jitter",
-        type=number(0, 1e6),
-        default=0.0,
-        metavar="X",
-        help="deviation of compute / mean (default: 0)",
-    )
-    advise.add_argument(
         "--algorithm",
         action="append",
         metavar="NAME[:OPTION=VALUE,...]",
         help="compare only these, each in an option of its own",
     )
-    advise.add_argument(
-        "--png",
-        type=Path,
-        metavar="FILE",
-        help="draw step times over bandwidth and ranks; needs matplotlib",
-    )
-    add_json_options(advise)
 
 
-def _devices() -> dict[str, Any]:
+def devices() -> dict[str, Any]:
+    """Return the costs that this project has measured, by device."""
     found: dict[str, Any] = load_json(
         files("bagua_ref.planning").joinpath("devices.json").read_bytes()
     )
     return found
 
 
-def _ranks(text: str) -> tuple[int, int | None]:
-    """Return the ranks, and the nodes if ``text`` has both, as in 2x8."""
-    nodes, by, ranks = text.partition("x")
-    parse = number(1, _MOST_WORKERS, whole=True)
-    found = (parse(nodes) * parse(ranks), parse(nodes)) if by else (parse(text), None)
-    if not 2 <= found[0] <= _MOST_WORKERS:
+def _cluster(text: str) -> tuple[int, int | None]:
+    """Return the number of ranks, and of nodes if ``text`` has both, as in 2x8."""
+    nodes, by, ranks = text.lower().partition("x")
+    parse = number(1, _MAX_RANKS, integer=True)
+    n, known = (parse(nodes) * parse(ranks), parse(nodes)) if by else (parse(text), None)
+    if not 2 <= n <= _MAX_RANKS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be 2 to {_MOST_WORKERS} ranks: a rank alone sends nothing"
+            f"{text!r} must be 2 to {_MAX_RANKS} ranks" + ": a rank alone sends nothing" * (n == 1)
         )
-    return found
+    return n, known
 
 
 def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     ranks, nodes = arguments.ranks
     try:
-        cluster = Cluster.even(ranks, nodes or arguments.nodes or ranks)
         if nodes is not None and arguments.nodes not in (None, nodes):
-            raise ValueError(f"nodes={arguments.nodes} and --ranks {nodes}x{ranks // nodes} differ")
-        costs = _costs(arguments, len(cluster.nodes) > 1)
+            raise ValueError(
+                f"--nodes {arguments.nodes} and --ranks {nodes}x{ranks // nodes} differ"
+            )
+        nodes = nodes or arguments.nodes or ranks
+        if nodes > ranks:
+            raise ValueError(f"--nodes {nodes} must be at most the number of ranks, {ranks}")
+        cluster = Cluster.even(ranks, nodes)
+        machine, about = _costs(arguments, nodes > 1)
         module = module_of(arguments.params) if arguments.params else _model(arguments.model)
-        parameters_of(module)
+        check_trainable(module)
+        default = [text for text in CANDIDATES if nodes < ranks or "hierarchical" not in text]
+        algorithms = {text: _algorithm(text, module) for text in arguments.algorithm or default}
     except (ValueError, TypeError, NotImplementedError) as error:
         parser.error(str(error))
-    # On nodes of one rank, hierarchical communication is the same as the other.
-    default = [text for text in CANDIDATES if max(cluster.nodes) > 1 or "hierarchical" not in text]
-    algorithms = {text: _algorithm(parser, text, module) for text in arguments.algorithm or default}
     plans, warnings = dict[str, StepPlan](), list[str]()
     for text, algorithm in algorithms.items():
         try:
@@ -233,66 +198,62 @@ def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
             warnings.append(f"{text} is left out: {error}")
     if not plans:
         raise CommandError("; ".join(warnings))
-    stragglers = {"slowest": arguments.slowest, "jitter": arguments.jitter}
-    ranked = compare(plans, costs, error_of(costs, arguments.error), **stragglers)
+    ranked = compare(plans, machine, error_of(machine, arguments.error))
     warnings += warnings_of(ranked)
     first = next(candidate for candidate in ranked if candidate.name == next(iter(plans)))
     verdict = verdict_of(ranked, first)
     if not arguments.json:
-        _print(ranked, first, costs, verdict, warnings)
-    write_picture(lambda: draw(ranked, costs, **stragglers), arguments.png)
-    write_json(arguments, _as_json(arguments, ranked, first, costs, verdict, warnings))
+        _print(ranked, first, about, verdict, warnings)
+    result = {
+        "nodes": list(cluster.nodes),
+        "parameter_bytes": first.plan.nbytes,
+        "costs": {**machine._asdict(), "about": about},
+        "rows": [_row(candidate, first) for candidate in ranked],
+        "verdict": verdict._asdict(),
+        "warnings": warnings,
+    }
+    write_json(arguments, result)
     return 0
 
 
-def _costs(arguments: argparse.Namespace, several: bool) -> MeasuredMachine:
-    """Return the costs that are measured or given; ``several``: whether there are links between
-    nodes.
-    """
-
-    def link(rate_and_latency: str) -> tuple[Estimate, Estimate]:
-        alpha, beta = LinkCosts.parse(rate_and_latency).between
-        return exact(alpha), exact(beta)
-
-    between = link(f"{arguments.bandwidth or '1Gbit'},{arguments.latency}")
-    device = _devices()[arguments.device]
-    codec, operation = (
-        {name: exact(cost) for name, cost in device[kind].items()}
-        for kind in ("codec", "operation")
-    )
-    about = f"codecs on {arguments.device}: {device['about']}"
-    found = MeasuredMachine(
-        None, link(arguments.inside), None, codec, operation, device["shared_processor"], about
-    )
+def _costs(arguments: argparse.Namespace, several: bool) -> tuple[Machine, str]:
+    """Return the costs, and where they come from; ``several``: there are links between nodes."""
+    costs = devices()[arguments.device]
+    costs["about"] = f"codecs on {arguments.device}: {costs['about']}"
+    costs["inside"] = LinkCosts.parse(arguments.inside).inside
     if arguments.measured is not None:
         measured = _measured(arguments.measured)
-        found = replace(
-            measured,
-            inside=measured.inside or found.inside,
-            codec=measured.codec or codec,
-            operation=measured.operation or operation,
-        )
-    if arguments.codec is not None:
-        found.codec = {"": exact(parse_seconds(arguments.codec, 0.0) / 1e6)}
-    if arguments.compute is not None:
-        found.compute = exact(parse_seconds(arguments.compute))
-    if found.compute is None:
-        raise ValueError("argument --compute is needed: the time of a forward and backward pass")
+        costs |= {name: value for name, value in measured.items() if value not in (None, {})}
     if arguments.bandwidth is not None:
-        found.between = between
-    if found.between is None and several:
+        costs["between"] = LinkCosts.parse(f"{arguments.bandwidth},{arguments.latency}").between
+    if arguments.compute is not None:
+        costs["compute"] = parse_seconds(arguments.compute)
+    if "compute" not in costs:
+        raise ValueError("argument --compute is needed: the time of a forward and backward pass")
+    if "between" not in costs and several:
         raise ValueError("argument --bandwidth is needed, as links between nodes were not measured")
-    found.between = found.between or found.inside  # of one node, there are none
-    return found
+    inside = LinkCost(*costs["inside"])
+    links = LinkCosts(LinkCost(*costs.get("between", inside)), inside)
+    shared = costs["shared_processor"]
+    machine = Machine(
+        links, costs["compute"], 0.0, costs["codec"], costs["operation"], shared, at_once=True
+    )
+    return machine, costs["about"]
 
 
-def _measured(path: Path) -> MeasuredMachine:
+def _measured(path: Path) -> dict[str, Any]:
     try:
-        return MeasuredMachine.from_json(load_json(path.read_bytes()))
+        costs: dict[str, Any] = load_json(path.read_bytes())
+        check_form(costs, _COSTS, "the measured costs")
+        numbers = [costs.get("compute"), *costs["codec"].values(), *costs["operation"].values()]
+        numbers += [*(costs.get("between") or ()), *(costs.get("inside") or ())]
+        if wrong := [value for value in numbers if value and not 0 < value < math.inf]:
+            raise ValueError(f"the measured costs have {wrong[0]}; they must be seconds, from 0 on")
     except OSError as error:
         raise CommandError(f"cannot read {str(path)!r}: {error.strerror}") from None
     except ValueError as error:
         raise CommandError(f"{str(path)!r}: {error}") from None
+    return costs
 
 
 def _model(path: str) -> torch.nn.Module:
@@ -310,49 +271,55 @@ def _model(path: str) -> torch.nn.Module:
     return module
 
 
-def _algorithm(parser: argparse.ArgumentParser, text: str, module: torch.nn.Module) -> Algorithm:
+def _algorithm(text: str, module: torch.nn.Module) -> Algorithm:
     name, _, options = text.partition(":")
+    form = ValueError(
+        f"argument --algorithm: {text} must be of the form NAME:OPTION=VALUE,..., where a value is a"
+        " number, a word, True, False or None"
+    )
     try:
-        call = ast.parse(f"f({options})", mode="eval").body
-        assert isinstance(call, ast.Call)
-        if call.args or not all(
-            keyword.arg and isinstance(keyword.value, _VALUES) for keyword in call.keywords
-        ):
-            raise ValueError(
-                "options must be of the form OPTION=VALUE, where a value is a number, a word, True,"
-                " False or None"
-            )
-        named = [(str(keyword.arg), keyword.value) for keyword in call.keywords]
-        given: dict[str, Any] = {
-            key: value.id if isinstance(value, ast.Name) else ast.literal_eval(value)
-            for key, value in named
-        }
-        if name == "qadam":
-            given["q_adam_optimizer"] = QAdamOptimizer(module.parameters())
-        return Algorithm.init(name, **given)
-    except (SyntaxError, ValueError, TypeError) as error:
-        parser.error(f"argument --algorithm: {text!r}: {error}")
+        call: Any = ast.parse(f"f({options})", mode="eval").body
+    except SyntaxError:
+        raise form from None
+    if call.args or not all(
+        keyword.arg and isinstance(keyword.value, _VALUES) for keyword in call.keywords
+    ):
+        raise form
+    values: dict[str, Any] = {
+        keyword.arg: (
+            keyword.value.id
+            if isinstance(keyword.value, ast.Name)
+            else ast.literal_eval(keyword.value)
+        )
+        for keyword in call.keywords
+    }
+    if name == "qadam":
+        values["q_adam_optimizer"] = QAdamOptimizer(module.parameters())
+    try:
+        return Algorithm.init(name, **values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"argument --algorithm: {error}") from None
 
 
 def _print(
     ranked: Sequence[Candidate],
     first: Candidate,
-    costs: MeasuredMachine,
+    about: str,
     verdict: Verdict,
     warnings: Sequence[str],
 ) -> None:
     cluster = first.plan.cluster
-    slow = max(candidate.seconds.high for candidate in ranked) >= 1
+    slow = max(candidate.high for candidate in ranked) >= 1
     factor, unit = (1.0, "s") if slow else (1e3, "ms")
 
     def time(*seconds: float) -> str:
-        return "-".join(f"{number * factor:,.3g}" for number in seconds)
+        return "-".join(f"{value * factor:,.3g}" for value in seconds)
 
     rows = [
         (
             candidate.name.replace(":", "\n  ").replace(",", "\n  "),
-            time(candidate.seconds.value),
-            time(candidate.seconds.low, candidate.seconds.high),
+            time(candidate.seconds),
+            time(candidate.low, candidate.high),
             time(candidate.prediction.exposed),
             candidate.share_of(first),
             readable_bytes(sum(candidate.plan.memory)),
@@ -360,31 +327,22 @@ def _print(
         )
         for candidate in ranked
     ]
-    headers = [
+    headers = (
         "algorithm",
         f"step\n({unit})",
         f"interval\n({unit})",
-        f"exposed\n({unit})",
+        f"waiting\n({unit})",
         "bytes\nsent",
         "extra\nmemory",
         "time to the\nsame loss",
-    ]
-    several = len(cluster.nodes) > 1
-    print_rows(
-        f"A training step of {cluster.n} ranks on {len(cluster.nodes)} node{'s' * several}",
-        headers,
-        rows,
     )
+    several = "s" * (len(cluster.nodes) > 1)
+    title = f"A training step of {cluster.n} ranks on {len(cluster.nodes)} node{several}"
+    print_rows(title, headers, rows)
     print(f"Bytes and times to the same loss are those of {first.name} = 100 %.")
-    print(f"Costs: {costs.about or 'measured'}.\n")
+    print(f"Costs: {about}.\n")
     for candidate in ranked:
         print(f"{candidate.name}: {candidate.reason}")
-        if candidate.halving is not None:
-            rounds, seconds = candidate.halving
-            print(
-                f"  mixing: ranks' distances from their mean halve within {rounds}"
-                f" round{'s' * (rounds != 1)}, {seconds:,.3g} s"
-            )
         for text in learnt(candidate.plan.algorithm):
             print(f"  measured: {text}")
     print()
@@ -393,96 +351,17 @@ def _print(
     print(f"\n{verdict.text}\n\n    {verdict.line}\n\n{verdict.then}")
 
 
-def _as_json(
-    arguments: argparse.Namespace,
-    ranked: Sequence[Candidate],
-    first: Candidate,
-    costs: MeasuredMachine,
-    verdict: Verdict,
-    warnings: Sequence[str],
-) -> dict[str, Any]:
-    rows = [
-        {
-            "algorithm": candidate.name,
-            "seconds": list(candidate.seconds),
-            "exposed_seconds": candidate.prediction.exposed,
-            "communication_seconds": candidate.prediction.communication,
-            "bytes_per_step": candidate.sent[0],
-            "messages_per_step": candidate.sent[1],
-            "extra_memory_bytes": sum(candidate.plan.memory),
-            "equal_ranks": candidate.equal_ranks,
-            "time_to_same_loss": candidate.same_loss(first),
-            "halving": (
-                candidate.halving
-                and dict(zip(("rounds", "seconds"), candidate.halving, strict=True))
-            ),
-            "reason": candidate.reason,
-            "learnt": learnt(candidate.plan.algorithm),
-        }
-        for candidate in ranked
-    ]
+def _row(candidate: Candidate, first: Candidate) -> dict[str, Any]:
     return {
-        "nodes": list(first.plan.cluster.nodes),
-        "parameter_bytes": first.plan.nbytes,
-        "costs": costs.as_json(),
-        "rows": rows,
-        "verdict": verdict._asdict(),
-        "warnings": list(warnings),
-        "picture": None if arguments.png is None else str(arguments.png),
+        "algorithm": candidate.name,
+        "seconds": [candidate.low, candidate.seconds, candidate.high],
+        "exposed_seconds": candidate.prediction.exposed,
+        "communication_seconds": candidate.prediction.communication,
+        "bytes_per_step": candidate.sent[0],
+        "messages_per_step": candidate.sent[1],
+        "extra_memory_bytes": sum(candidate.plan.memory),
+        "equal_ranks": candidate.equal_ranks,
+        "time_to_same_loss": candidate.same_loss(first),
+        "reason": candidate.reason,
+        "learnt": learnt(candidate.plan.algorithm),
     }
-
-
-def draw(ranked: Sequence[Candidate], costs: MeasuredMachine, **stragglers: float) -> Any:
-    """Return a matplotlib Figure of step times over bandwidth between nodes, and over the number of
-    workers.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import NullLocator
-
-    machine = costs.machine(**stragglers)
-    rate = 8 / machine.links.between.beta if machine.links.between.beta else math.inf
-    figure = Figure(figsize=(12.0, 5.0), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    cluster = ranked[0].plan.cluster
-    per_node = max(cluster.nodes)
-    workers = [per_node * 2**k for k in range(12) if per_node * 2**k <= max(_WORKERS, per_node)]
-    for place, candidate in enumerate(ranked):
-        style = {
-            "color": COLORS[place % len(COLORS)],
-            "linestyle": _DASHES[place // len(COLORS) % 2],
-            "linewidth": 1.6,
-        }
-        factors = [2 ** (k / 2) for k in range(-14, 15)]
-        times = [
-            predict(candidate.plan, with_bandwidth(machine, factor)).seconds for factor in factors
-        ]
-        left.plot([rate * factor / 1e9 for factor in factors], times, label=candidate.name, **style)
-        points = []
-        for n in workers:
-            try:
-                plan = plan_of(
-                    candidate.plan.algorithm,
-                    candidate.plan.module,
-                    Cluster.even(n, n // per_node),
-                )
-            except ValueError:  # a graph that does not take so many ranks
-                continue
-            points.append((n, predict(plan, machine).seconds))
-        right.plot(*zip(*points, strict=True), **style) if points else None
-    left.set_xlabel("bandwidth between nodes, Gbit/s")
-    left.set_ylabel("seconds per step")
-    right.set_xlabel(f"ranks, {per_node} on each node")
-    for axes in (left, right):
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.grid(color="#d5d8dd", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-    right.set_xticks(workers, [str(n) for n in workers])
-    right.xaxis.set_minor_locator(NullLocator())
-    figure.legend(
-        *left.get_legend_handles_labels(),
-        loc="outside right center",
-        frameon=False,
-        fontsize="small",
-    )
-    return figure

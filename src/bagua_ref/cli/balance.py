@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,14 +13,11 @@ from torch.utils.data import DistributedSampler
 
 from bagua_ref.cli.command import (
     COLORS,
-    CommandError,
     Commands,
     add_command,
-    add_json_options,
     load_object,
     number,
     print_rows,
-    require,
     write_json,
     write_picture,
 )
@@ -56,7 +52,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         ("ranks", int, None, "N", "number of training processes"),
         ("batch-size", int, 8, "N", "samples per rank and step"),
         ("random-level", float, 0.0, "X", "random_level of the sampler, 0 to 1"),
-        ("seed", number(0, 2**32 - 1, whole=True), 0, "N", "random seed of all samplers"),
+        ("seed", number(0, 2**32 - 1, integer=True), 0, "N", "random seed of all samplers"),
     ):
         note = "" if default is None else f" (default: {default})"
         needed = default is None
@@ -75,9 +71,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         default="padded",
         help="of m samples, the longest of length h: padded, m * h (the default); attention, m * h * h",
     )
-    picture = "where to save the plot (default: balance.png, if matplotlib is installed)"
-    balance.add_argument("--png", type=Path, metavar="FILE", help=picture)
-    add_json_options(balance)
+    balance.add_argument("--png", type=Path, metavar="FILE", help="draw it; needs matplotlib")
 
 
 def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -95,12 +89,7 @@ def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         parser.error(f"cannot read {str(arguments.lengths)!r}: {error.strerror}")
     except ValueError as error:
         parser.error(str(error))
-    picture: Path | None = arguments.png or Path("balance.png")
-    try:
-        require("the picture", "demo", "matplotlib")
-    except CommandError as error:
-        print(f"{parser.prog}: warning: {error}", file=sys.stderr)
-        picture = None
+    best = min(epochs, key=lambda name: epochs[name]["time"])
     if not arguments.json:
         rows = [
             (
@@ -113,7 +102,8 @@ def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             for name, epoch in epochs.items()
         ]
         print_rows(f"{arguments.ranks} ranks", ("", "steps", "padding", "waiting", "time"), rows)
-    write_picture(lambda: _draw(epochs), picture)
+        print(f"Next: sample as in {best!r}, and compare seconds per epoch")
+    write_picture(lambda: _draw(epochs), arguments.png)
     write_json(arguments, {"ranks": arguments.ranks, "ways": epochs})
     return 0
 

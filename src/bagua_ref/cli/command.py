@@ -1,6 +1,4 @@
-"""Parts shared by all subcommands: parsers, errors, JSON and pictures, progress, shell
-completion.
-"""
+"""Parts shared by all subcommands: parsers, errors, JSON and pictures, progress, tables."""
 
 from __future__ import annotations
 
@@ -9,15 +7,14 @@ import itertools
 import json
 import math
 import os
-import platform
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.conformance.targets.target import load
@@ -28,14 +25,12 @@ __all__ = [
     "CommandError",
     "Commands",
     "add_command",
-    "add_json_options",
+    "become_rank",
     "call_object",
     "end_progress",
     "foreign_code",
     "load_object",
-    "machine",
     "number",
-    "print_completion",
     "print_rows",
     "require",
     "show_progress",
@@ -45,12 +40,12 @@ __all__ = [
 ]
 
 COLORS = ("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#000000")
-"""Okabe and Ito's."""
+"""Colours of Okabe and Ito, which colour-blind readers can tell apart."""
 
 _PACKAGES = {"sklearn": "scikit-learn"}
-"""The packages of modules that have another name."""
+"""Module -> package, where their names differ."""
 
-_SUFFIXES = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+_SUFFIXES = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 # argparse has no public name for the result of add_subparsers
 Commands = argparse._SubParsersAction
@@ -70,7 +65,8 @@ def add_command(
     help: str = "",
     **texts: Any,
 ) -> argparse.ArgumentParser:
-    """Return the parser of a new subcommand, which `main` runs as ``run(parser, arguments)``.
+    """Return the parser of a new subcommand, which `main` runs as ``run(parser, arguments)``; it
+    has the options ``--json`` and ``--json-file`` for `write_json`.
 
     Args:
         commands: the subcommands to add it to.
@@ -87,27 +83,23 @@ def add_command(
         name, **texts, formatter_class=_HelpFormatter, epilog=f"examples:\n{lines}\n\n{epilog}"
     )
     parser.set_defaults(command=run, parser=parser)
-    return parser
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    """The usual layout, but indented lines stay as they are."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        fill = super()._fill_text
-        return "\n".join(
-            line if line[:1] == " " else fill(line, width, indent) for line in text.split("\n")
-        )
-
-
-def add_json_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options ``--json`` and ``--json-file`` for `write_json`."""
     parser.add_argument(
         "--json", action="store_true", help="print the result as JSON instead of text"
     )
     parser.add_argument(
         "--json-file", type=Path, metavar="PATH", help="also write the result as JSON to PATH"
     )
+    return parser
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Argparse's layout, with indented lines left as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n".join(
+            line if line[:1] == " " else fill(line, width, indent) for line in text.split("\n")
+        )
 
 
 def write_json(arguments: argparse.Namespace, result: Any) -> None:
@@ -180,38 +172,41 @@ def call_object(path: str) -> Any:
         return function()
 
 
-def number(least: float, most: float, whole: bool = False) -> Callable[[str], Any]:
-    """Return a type of arguments: a number from ``least`` to ``most``, such as 25, 340e6 or 124M."""
+def number(low: float, high: float, integer: bool = False) -> Callable[[str], Any]:
+    """Return an argument type: a number from ``low`` to ``high``, such as 25, 340e6 or 124M."""
 
     def parse(text: str) -> float:
+        factor = _SUFFIXES.get(text[-1:].upper())
         try:
-            found = (
-                float(text[:-1]) * _SUFFIXES[text[-1:]] if text[-1:] in _SUFFIXES else float(text)
-            )
+            value = float(text[:-1]) * factor if factor else float(text)
         except ValueError:
-            found = math.nan
-        if not least <= found <= most or (whole and found != int(found)):
+            value = math.nan
+        if not low <= value <= high or (integer and value != int(value)):
             raise argparse.ArgumentTypeError(
-                f"{text!r} must be a {'whole ' * whole}number from {least:g} to {most:g}"
+                f"{text!r} must be {'an integer' if integer else 'a number'} from {low:,g} to {high:,g}"
             )
-        return int(found) if whole else found
+        return int(value) if integer else value
 
     return parse
 
 
-def machine() -> dict[str, Any]:
-    """Return the system, processor and cores of this machine, which readers of times need to judge
-    them.
+def become_rank(rank: int, ranks: int, port: int) -> None:
+    """Set the environment of this process to that of a rank under torch's launcher, on one machine
+    and with a store at ``port``.
     """
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return {
-        "system": system,
-        "cpu": (named or [platform.processor() or platform.machine()])[0],
-        "cores": os.cpu_count(),
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "GROUP_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
     }
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    torch.set_num_threads(1)  # there may be more workers than cores
 
 
 def require(user: str, extra: str, *modules: str) -> None:
@@ -226,13 +221,11 @@ def require(user: str, extra: str, *modules: str) -> None:
         )
 
 
-def show_progress(line: str, done: int, total: int, keep: bool = False) -> None:
-    """Show progress on standard error: in a terminal one changing line, else a line for each tenth,
-    and each one to ``keep``.
-    """
+def show_progress(line: str, keep: bool = False) -> None:
+    """Show progress on standard error: a changing line in a terminal, elsewhere lines to ``keep``."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{line}", end="\n" if keep else "", file=sys.stderr, flush=True)
-    elif keep or done == total or done * 10 // total > (done - 1) * 10 // total:
+    elif keep:
         print(line, file=sys.stderr, flush=True)
 
 
@@ -243,48 +236,15 @@ def end_progress() -> None:
 
 
 def print_rows(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table, of which the first column is on the left.
-
-    Where it is wider than the terminal, or than COLUMNS, each row is a paragraph; numbers are never
-    cut.
-    """
+    """Print a table as wide as its cells; the first column is left-aligned."""
     cells = [[cell.split("\n") for cell in row] for row in (headers, *rows)]
     widths = [
-        max(len(line) for row in cells for line in row[index]) for index in range(len(headers))
+        max(len(line) for cell in column for line in cell) for column in zip(*cells, strict=True)
     ]
-    narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
     print(title)
-    if narrow and sum(widths) + 2 * len(widths) - 2 > shutil.get_terminal_size().columns:
-        names = [" ".join(lines) for lines in cells[0]]
-        for first, *others in cells[1:]:
-            pairs = zip(names[1:], others, strict=True)
-            text = ", ".join(f"{name} {' '.join(cell)}".strip() for name, cell in pairs)
-            print("".join(part.strip() + " " for part in first).rstrip())
-            print(textwrap.indent(textwrap.fill(text, 60), "  "))
-        return
     for row in cells:
         for lines in itertools.zip_longest(*row, fillvalue=""):
             right = [line.rjust(width) for line, width in zip(lines, widths, strict=True)]
             print("  ".join([lines[0].ljust(widths[0]), *right[1:]]).rstrip())
         if row is cells[0]:
             print("-" * (sum(widths) + 2 * len(widths) - 2))
-
-
-def print_completion(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    """Print a script that completes commands, options and paths in the shell that was asked for."""
-    require("--print-completion", "completion", "shtab")
-    import shtab
-
-    _complete_paths(parser, shtab)
-    print(shtab.complete(parser, arguments.print_completion))
-    return 0
-
-
-def _complete_paths(parser: argparse.ArgumentParser, shtab: Any) -> None:
-    """Let shells complete folders and files for arguments that are paths."""
-    for action in parser._actions:
-        if isinstance(action, Commands):
-            for subparser in action.choices.values():
-                _complete_paths(subparser, shtab)
-        elif action.type is Path:
-            action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]

@@ -31,9 +31,8 @@ from bagua_ref.cli.command import (
     COLORS,
     Commands,
     add_command,
-    add_json_options,
+    become_rank,
     end_progress,
-    machine,
     number,
     print_rows,
     require,
@@ -81,7 +80,7 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The options that the user chose: processes, passes over the data, seed and algorithms."""
+    """The options of the demo: processes, passes over the data, seed and algorithms."""
 
     ranks: int = 4
     epochs: int = 10
@@ -257,10 +256,10 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         ),
     )
     for name, default, kind, metavar, text in (
-        ("ranks", 4, number(1, GLOBAL_BATCH, whole=True), "N", "number of training processes"),
-        ("epochs", 10, number(1, 1000, whole=True), "N", "passes over the training data"),
+        ("ranks", 4, number(1, GLOBAL_BATCH, integer=True), "N", "number of training processes"),
+        ("epochs", 10, number(1, 1000, integer=True), "N", "passes over the training data"),
         ("output", Path("demo-report"), Path, "DIR", "folder for the report"),
-        ("seed", 0, number(0, 2**32 - 1, whole=True), "N", "random seed for weights and batches"),
+        ("seed", 0, number(0, 2**32 - 1, integer=True), "N", "random seed for weights and batches"),
     ):
         note = f"{text} (default: {default})"
         demo.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=note)
@@ -273,7 +272,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         help="algorithms to train with (default: all)",
     )
     demo.add_argument("--quick", action="store_true", help="train for ten steps only, as a check")
-    add_json_options(demo)
 
 
 def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -304,13 +302,14 @@ def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
     print_rows(title, columns, [[row[column] for column in columns] for row in rows])
     results = {
         "settings": {**asdict(settings), "steps": settings.steps},
-        "machine": {**machine(), "torch": torch.__version__, "bagua_ref": bagua_ref.__version__},
+        "versions": {"torch": torch.__version__, "bagua_ref": bagua_ref.__version__},
         "results": [asdict(outcome) for outcome in outcomes],
     }
     (arguments.output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     page = arguments.output / "index.html"
     page.write_text(_page(title, outcomes, settings), encoding="utf-8")
     print(f"Curves: {page}")
+    print("Next: bagua-ref advise, which predicts times for your model and network")
     write_json(arguments, results)
     return 0
 
@@ -347,19 +346,7 @@ def _work(rank: int, port: int, settings: Settings, arrays: list[Any], events: A
     """
     # warnings would appear among the progress bars; errors are raised
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    torch.set_num_threads(1)  # there may be more workers than cores
-    environment = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": settings.ranks,
-        "LOCAL_WORLD_SIZE": settings.ranks,
-        "GROUP_RANK": 0,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_RESTART_COUNT": 0,
-    }
-    os.environ.update({name: str(value) for name, value in environment.items()})
+    become_rank(rank, settings.ranks, port)
     digits = Digits(*map(torch.from_numpy, arrays))
     # Rank 0 trains alone while the others wait, some milliseconds per step.
     bagua_ref.init_process_group(backend="gloo", timeout=60 + settings.steps)
@@ -389,7 +376,7 @@ def _show(events: Iterable[dict[str, Any]], settings: Settings) -> list[Training
         if outcome is None:
             step += 1
             line = f"{name}: step {step} of {settings.steps}, loss {event['loss']:.3f}"
-            show_progress(line, step, settings.steps)
+            show_progress(line)
             continue
         end_progress()
         sent = "" if name == ALONE else f", {readable_bytes(outcome.bytes_sent[-1])} sent"
@@ -416,7 +403,7 @@ def _cells(outcome: TrainingOutcome) -> dict[str, str]:
 
 
 def _page(title: str, outcomes: Sequence[TrainingOutcome], settings: Settings) -> str:
-    """Return a page of HTML that needs no other file."""
+    """Return the report as a self-contained HTML page."""
     rows = [_cells(outcome) for outcome in outcomes]
     headers = "".join(f"<th>{escape(header)}</th>" for header in rows[0])
     body = "".join(
@@ -470,17 +457,15 @@ def _draw(outcomes: Sequence[TrainingOutcome], settings: Settings) -> Any:
     for index, outcome in enumerate(outcomes):
         parts = [outcome.losses[max(0, i - window) : i] for i in range(1, settings.steps + 1)]
         losses = [sum(part) / len(part) for part in parts]
-        # Curves that coincide remain visible; colors and dashes together are a curve's own.
+        # curves that coincide remain visible
         style: dict[str, Any] = {
             "color": COLORS[index % len(COLORS)],
             "linestyle": "-" if index < len(COLORS) else "--",
             "linewidth": max(1.2, 3 - 0.2 * index),
-            "label": outcome.algorithm,
+            "marker": "o" if outcome.warmup_steps else "",
+            "markevery": [min(outcome.warmup_steps, settings.steps) - 1],
         }
-        if outcome.warmup_steps:
-            last = min(outcome.warmup_steps, settings.steps) - 1
-            style |= {"marker": "o", "markevery": [last]}
-        by_step.plot(range(1, settings.steps + 1), losses, **style)
+        by_step.plot(range(1, settings.steps + 1), losses, label=outcome.algorithm, **style)
         if outcome.algorithm != ALONE:
             by_bytes.plot([count / 1e6 for count in outcome.bytes_sent], losses, **style)
     by_step.set(xlabel="step", ylabel="training loss", yscale="log")

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import bagua_ref
 from bagua_ref import env
 from bagua_ref.base.not_provided import install_command, requirements_of
-from bagua_ref.cli.command import Commands, add_command, add_json_options, write_json
+from bagua_ref.cli.command import Commands, add_command, write_json
 from bagua_ref.errors import BackendUnavailableError
 
 __all__ = ["add_parser", "examine", "tested_versions"]
@@ -47,17 +47,16 @@ _COLUMNS = 80
 _EXTRAS = {
     "conformance": "bagua-ref verify, vectors and trace",
     "demo": "bagua-ref demo and pictures",
-    "completion": "bagua-ref --print-completion",
     "fakeredis": "CacheLoader(backend='fakeredis')",
 }
-"""Extras with parts of the package that cannot run without them; trainers and CUDA are in topics of
+"""Extra -> parts of the package that cannot run without it; trainers and CUDA are in topics of
 their own.
 """
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add ``doctor`` to the commands of ``bagua-ref``."""
-    doctor = add_command(
+    add_command(
         commands,
         "doctor",
         _doctor,
@@ -67,7 +66,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
             " environment variables; where something cannot be used, say why."
         ),
     )
-    add_json_options(doctor)
 
 
 def _doctor(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:

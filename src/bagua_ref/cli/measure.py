@@ -7,10 +7,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +29,6 @@ from bagua_ref.cli.command import (
     CommandError,
     Commands,
     add_command,
-    add_json_options,
     call_object,
     number,
     print_rows,
@@ -42,14 +40,10 @@ from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.formulas.costs import LinkCost, LinkCosts
 from bagua_ref.planning import (
     Cluster,
-    Estimate,
     Exchange,
-    Fit,
     Machine,
-    MeasuredMachine,
     exchange_seconds,
     fit_link,
-    median_of,
     plan_of,
 )
 from bagua_ref.simulation import SimulatedWorld
@@ -60,7 +54,7 @@ _SIZES = (1 << 6, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 """Elements of the all-reduced tensors."""
 _LONGEST = 1.0
 """Seconds of an all-reduce after which no larger one is timed: over slow links it would take
-minutes, and tell no more.
+minutes and add nothing.
 """
 _BUCKETS = 4
 """Buckets of the trainings in which operations are timed."""
@@ -92,7 +86,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     measure.add_argument(
         "--repeat",
-        type=number(2, 1e6, whole=True),
+        type=number(2, 1e6, integer=True),
         default=10,
         metavar="N",
         help="times that each is run (default: %(default)s)",
@@ -104,7 +98,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="X",
         help="refuse fits that are off by more than this part of a time (default: %(default)s)",
     )
-    add_json_options(measure)
 
 
 def _measure(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -121,47 +114,52 @@ def _measure(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
                 "measure needs at least 2 ranks. Run: torchrun --nproc-per-node 2 -m bagua_ref.cli"
                 " measure --output costs.json"
             )
-        check_fits(fits, arguments.residual)
-        links = {kind: (fit.alpha, fit.beta) for kind, fit in fits.items()}
-        likely = {kind: LinkCost(alpha.value, beta.value) for kind, (alpha, beta) in links.items()}
-        first = next(iter(likely.values()))
-        costs = LinkCosts(likely.get("between", first), likely.get("inside", first))
+        check_fits({kind: residuals for kind, (_, residuals) in fits.items()}, arguments.residual)
+        links = {kind: link for kind, (link, _) in fits.items()}
+        first = next(iter(links.values()))
+        costs = LinkCosts(links.get("between", first), links.get("inside", first))
         rates, operations = time_operations(arguments.repeat, costs)
-        compute = None if step is None else median_of(times_of(step, arguments.repeat))
+        compute = None if step is None else median(times_of(step, arguments.repeat))
         rank, ranks = bagua_ref.get_rank(), bagua_ref.get_world_size()
     finally:
         bagua_ref.destroy_process_group()
-    about = f"measured on {ranks} ranks, with {arguments.repeat} repeats"
-    found = MeasuredMachine(
-        links.get("between"), links.get("inside"), compute, rates, operations, True, about
-    )
     if rank != 0:
         return 0
-    result = found.as_json() | {"residuals": {kind: fit.residuals for kind, fit in fits.items()}}
+    result = {
+        "between": links.get("between"),
+        "inside": links.get("inside"),
+        "compute": compute,
+        "codec": rates,
+        "operation": operations,
+        "shared_processor": True,
+        "about": f"measured on {ranks} ranks, with {arguments.repeat} repeats",
+        "residuals": {kind: residuals for kind, (_, residuals) in fits.items()},
+    }
     write_file(arguments.output, json.dumps(result, indent=2) + "\n")
     if not arguments.json:
-        _print(found, fits)
+        _print(result)
         print(f"Costs: {arguments.output}")
+        print(f"Next: bagua-ref advise --measured {arguments.output}")
     write_json(arguments, result)
     return 0
 
 
-def check_fits(fits: dict[str, Fit], most: float) -> None:
-    """Raise CommandError if fitted times are off by more than ``most`` of the measured ones."""
-    for kind, fit in fits.items():
-        residual = max(map(abs, fit.residuals))
-        if residual > most:
+def check_fits(residuals_of: dict[str, list[float]], limit: float) -> None:
+    """Raise CommandError if fitted times are off by more than ``limit`` of the measured ones."""
+    for kind, residuals in residuals_of.items():
+        residual = max(map(abs, residuals))
+        if residual > limit:
             where = "inside nodes" if kind == "inside" else "between nodes"
             raise CommandError(
                 f"latency and bandwidth do not describe the links {where}: the fit is off by up to"
-                f" {residual:.0%}, more than {most:.0%}. Try again on idle machines with a larger"
+                f" {residual:.0%}, more than {limit:.0%}. Try again on idle machines with a larger"
                 " --repeat, or allow it by --residual"
             )
 
 
-def fit_links(repeat: int) -> dict[str, Fit]:
-    """Return the fitted costs of the links of each kind that there is; the same on all ranks, from
-    the slowest one's times.
+def fit_links(repeat: int) -> dict[str, tuple[LinkCost, list[float]]]:
+    """Return the fitted costs and residuals of each kind of link; the same on all ranks, from the
+    slowest one's times.
     """
     group = bagua_ref.communication.new_group()
     everyone, leaders, node = (
@@ -193,9 +191,7 @@ def fit_links(repeat: int) -> dict[str, Fit]:
     return found
 
 
-def time_operations(
-    repeat: int, links: LinkCosts
-) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
+def time_operations(repeat: int, links: LinkCosts) -> tuple[dict[str, float], dict[str, float]]:
     """Return a rank's own time in operations on buckets, by codec: seconds per element, and seconds
     per operation of any size.
 
@@ -218,36 +214,32 @@ def time_operations(
     nodes = Cluster.even(
         bagua_ref.get_world_size(), bagua_ref.get_world_size() // bagua_ref.get_local_size()
     )
-    rates, operations = dict[str, Estimate](), dict[str, Estimate]()
+    rates, operations = dict[str, float](), dict[str, float]()
     for name, algorithm in kinds.items():
         if name:
             small, large = SimulatedWorld(1).run(partial(_alone, algorithm, repeat))[0]
             passed = sum(n for _, n in _exchange(algorithm, _LARGE, Cluster((1,))).work)
-            rates[name] = _positive([(taken - median(small)) / passed for taken in large])
+            rates[name] = max(0.0, (large - small) / passed)
         exchange = _exchange(algorithm, _SMALL, nodes)
-        machine = Machine(
-            links, 0.0, codec={name: rate.value for name, rate in rates.items()}, at_once=True
-        )
-        modelled = exchange_seconds(exchange, machine)
-        operations[name] = _positive(
-            [taken - modelled for taken in _beside_compute(algorithm, _SMALL, repeat)]
-        )
-    return {**rates, "": max(rates.values(), key=attrgetter("value"))}, operations
+        machine = Machine(links, 0.0, codec=rates, at_once=True)
+        own = _beside_compute(algorithm, _SMALL, repeat) - exchange_seconds(exchange, machine)
+        operations[name] = max(0.0, own)  # noise may make it negative
+    return {**rates, "": max(rates.values())}, operations
 
 
 def _exchange(algorithm: Algorithm, side: int, nodes: Cluster) -> Exchange:
-    return plan_of(
-        algorithm, torch.nn.Linear(side, side, bias=False, device="meta"), nodes
-    ).after_warmup(1)[0]
+    return plan_of(algorithm, torch.nn.Linear(side, side, bias=False, device="meta"), nodes).cycle[
+        0
+    ][0]
 
 
-def _alone(algorithm: Algorithm, repeat: int, _: Communicator) -> list[list[float]]:
+def _alone(algorithm: Algorithm, repeat: int, _: Communicator) -> list[float]:
     bagua_ref.init_process_group()
     return [_beside_compute(algorithm, side, repeat) for side in (_SMALL, _LARGE)]
 
 
-def _beside_compute(algorithm: Algorithm, side: int, repeat: int) -> list[float]:
-    """Return the seconds, for each bucket, of training steps without those that they take without
+def _beside_compute(algorithm: Algorithm, side: int, repeat: int) -> float:
+    """Return the seconds for each bucket of a training step, without those of a step without
     communication.
     """
     plain = torch.nn.Sequential(*(torch.nn.Linear(side, side, bias=False) for _ in range(_BUCKETS)))
@@ -255,15 +247,10 @@ def _beside_compute(algorithm: Algorithm, side: int, repeat: int) -> list[float]
     wrapped = DistributedDataParallel(deepcopy(plain), bucket_cap_mb=1e-6, algorithm=algorithm)
     x = torch.ones(1, side)
     compute, steps = (
-        times_of(lambda model=model: model(x).sum().backward(), repeat)  # type: ignore[misc]
+        median(times_of(lambda model=model: model(x).sum().backward(), repeat))  # type: ignore[misc]
         for model in (plain, wrapped)
     )
-    return [(taken - median(compute)) / _BUCKETS for taken in steps]
-
-
-def _positive(times: Sequence[float]) -> Estimate:
-    """Return the median of times, or 0 if noise has made it negative."""
-    return Estimate(*(max(0.0, end) for end in median_of(times)))
+    return (steps - compute) / _BUCKETS
 
 
 def times_of(run: Callable[[], Any], repeat: int) -> list[float]:
@@ -276,34 +263,17 @@ def times_of(run: Callable[[], Any], repeat: int) -> list[float]:
     return times[2:]
 
 
-def _print(found: MeasuredMachine, fits: dict[str, Fit]) -> None:
-    def cells(name: str, estimate: Estimate, unit: str, factor: float) -> Sequence[str]:
-        return (
-            name,
-            *(
-                f"{number * factor:,.4g}"
-                for number in (estimate.value, estimate.low, estimate.high)
-            ),
-            unit,
-        )
-
+def _print(result: dict[str, Any]) -> None:
     rows = []
-    for kind, fit in fits.items():
-        rows.append(cells(f"latency {kind}", fit.alpha, "us", 1e6))
-        rows.append(cells(f"time per byte {kind}", fit.beta, "ns", 1e9))
-    rows += [
-        cells(f"codec {name or 'not listed'}", rate, "ns per element", 1e9)
-        for name, rate in found.codec.items()
-    ]
-    rows += [
-        cells(f"operation {name or 'not listed'}", cost, "us", 1e6)
-        for name, cost in found.operation.items()
-    ]
-    rows += [] if found.compute is None else [cells("compute", found.compute, "ms", 1e3)]
-    print_rows("Measured costs", ["", "value", "low", "high", "unit"], rows)
-    for kind, fit in fits.items():
-        parts = ", ".join(
-            f"{4 * size:,} B {part:+.0%}"
-            for size, part in zip(_SIZES[: len(fit.residuals)], fit.residuals, strict=True)
-        )
-        print(f"Fitted minus measured time of all-reduces {kind}: {parts}")
+    for kind, residuals in result["residuals"].items():
+        alpha, beta = result[kind]
+        rows.append((f"latency {kind}", f"{alpha * 1e6:,.4g}", "us"))
+        rows.append((f"time per byte {kind}", f"{beta * 1e9:,.4g}", "ns"))
+        rows.append((f"largest error of the fit {kind}", f"{max(map(abs, residuals)):.0%}", ""))
+    for name, rate in result["codec"].items():
+        rows.append((f"codec {name or 'not listed'}", f"{rate * 1e9:,.4g}", "ns per element"))
+    for name, cost in result["operation"].items():
+        rows.append((f"operation {name or 'without a codec'}", f"{cost * 1e6:,.4g}", "us"))
+    if result["compute"] is not None:
+        rows.append(("compute", f"{result['compute'] * 1e3:,.4g}", "ms"))
+    print_rows("Measured costs", ("", "", "unit"), rows)

@@ -9,7 +9,6 @@ from bagua_ref.cli.command import (
     CommandError,
     Commands,
     add_command,
-    add_json_options,
     load_object,
     write_json,
 )
@@ -43,7 +42,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     same.add_argument(
         "--labels", default="labels", metavar="KEY", help="of the labels (default: %(default)s)"
     )
-    add_json_options(same)
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:

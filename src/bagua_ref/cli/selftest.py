@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm
-from bagua_ref.base.runtime import find_free_port
 from bagua_ref.cli.command import (
     CommandError,
     Commands,
     add_command,
-    add_json_options,
+    become_rank,
     print_rows,
     write_json,
 )
@@ -35,12 +34,12 @@ _ALGORITHMS: dict[str, dict[str, Any]] = {
     "local_sgd": {"period": 4},
 }
 _EQUAL = ("gradient_allreduce", "bytegrad", "local_sgd")
-"""After the last step, all ranks have the same weights."""
+"""Algorithms with equal weights on all ranks after the last step."""
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add ``selftest`` to the commands of ``bagua-ref``."""
-    selftest = add_command(
+    add_command(
         commands,
         "selftest",
         _selftest,
@@ -51,7 +50,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         ),
         epilog="Exit status is 0 if all trainings passed, 1 if one failed and 2 on errors.",
     )
-    add_json_options(selftest)
 
 
 def _selftest(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -59,7 +57,9 @@ def _selftest(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "results.json")
         try:
-            spawn(_train, (find_free_port(), str(path)), nprocs=_RANKS)
+            # the port stays taken
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+            spawn(_train, (store.port, str(path)), nprocs=_RANKS)
         except Exception as error:
             raise CommandError(
                 f"a rank failed; bagua-ref doctor says what this machine has. {error}"
@@ -87,16 +87,8 @@ def _selftest(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
 
 def _train(rank: int, port: int, path: str) -> None:
-    """Run all trainings on one rank; the first one writes what came out."""
-    for name, value in (("RANK", rank), ("LOCAL_RANK", rank)):
-        os.environ[name] = str(value)
-    os.environ.update(
-        WORLD_SIZE=str(_RANKS),
-        LOCAL_WORLD_SIZE=str(_RANKS),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    torch.set_num_threads(1)
+    """Run all trainings on one rank; rank 0 writes the results."""
+    become_rank(rank, _RANKS, port)
     bagua_ref.init_process_group(backend="gloo", timeout=_TIMEOUT)
     rows = [_row(name, options, rank) for name, options in _ALGORITHMS.items()]
     bagua_ref.destroy_process_group()

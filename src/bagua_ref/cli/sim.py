@@ -8,14 +8,12 @@ import argparse
 import json
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 from bagua_ref.cli.command import (
     Commands,
     add_command,
-    add_json_options,
     end_progress,
     number,
     show_progress,
@@ -26,9 +24,9 @@ from bagua_ref.formulas.costs import LinkCosts, parse_seconds
 __all__ = ["JSON_VERSION", "add_parser"]
 
 JSON_VERSION = 1
-"""Of the result that ``--json`` prints."""
+"""Version of the result that ``--json`` prints."""
 
-_POSITIVE = number(1, 1e9, whole=True)
+_POSITIVE = number(1, 1e9, integer=True)
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -143,7 +141,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         choices=("stdout",),
         help="what ranks print must not depend on the schedule either",
     )
-    add_json_options(sim)
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -191,12 +188,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         )
 
     def progress(report: Judgement) -> None:
-        if sys.stderr.isatty():
-            show_progress(
-                f"{report.runs} of {report.planned or 'many'} runs",
-                report.runs,
-                max(report.planned or 0, report.runs),
-            )
+        show_progress(f"{report.runs} of {report.planned or 'many'} runs")
 
     report = judge(program, search, progress)
     end_progress()
@@ -228,14 +220,14 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
                 f"time: {seconds:.6g} s a step, {exposed:.6g} s of it exposed communication; trace:"
                 f" {result['trace']}"
             )
-        if found is None:
-            lines += [
-                (
-                    f"OK: no error in {counts}, and all have equal communication, weights and results"
-                    if report.is_complete
-                    else f"no verdict: the time limit came after {of} runs"
-                )
-            ]
+        if found is None and report.is_complete:
+            lines.append(
+                f"OK: no error in {counts}, and all have equal communication, weights and results"
+            )
+            if not kinds:
+                lines.append("Next: --faults kill,stop,slow, which also lets ranks die or wait")
+        elif found is None:
+            lines.append(f"no verdict: the time limit came after {of} runs. Next: --limit 10m")
         else:
             head = "no verdict" if report.verdict == "undecided" else "found"
             lines += [f"{head} in {counts}: {found.message}", f"replay: {result['command']}"]

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from bagua_ref.base.untrusted import one_line
-from bagua_ref.cli.command import Commands, add_command, add_json_options, write_json, write_picture
+from bagua_ref.cli.command import Commands, add_command, write_json, write_picture
 from bagua_ref.record import RankRecording, diff_records, draw_distances, read_recording
+from bagua_ref_cli import COMMANDS
 
 __all__ = ["add_parser"]
 
@@ -19,13 +20,14 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add ``trace diff`` and ``trace show`` to the commands of ``bagua-ref``."""
     trace = commands.add_parser(
         "trace",
-        help="find where two recorded runs diverge",
+        help=COMMANDS["trace"],
         description=(
             "A recording is what bagua_ref.record wrote during a run: digests of everything each"
             " step computes."
         ),
     )
-    verbs = trace.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    trace.set_defaults(parser=trace)
+    verbs = trace.add_subparsers(title="commands", metavar="COMMAND")
     diff = add_command(
         verbs,
         "diff",
@@ -48,7 +50,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
             metavar="DIR",
             help="folder that contains rank0, rank1, ... of one run",
         )
-    add_json_options(diff)
     diff.add_argument(
         "--png", type=Path, metavar="FILE", help="plot the distance by step; needs matplotlib"
     )
@@ -64,7 +65,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     show.add_argument(
         "directory", type=Path, metavar="DIR", help="folder that contains rank0, rank1, ..."
     )
-    add_json_options(show)
 
 
 def _diff(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:

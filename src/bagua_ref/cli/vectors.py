@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from bagua_ref.base.untrusted import one_line
-from bagua_ref.cli.command import Commands, add_command, add_json_options, write_json
+from bagua_ref.cli.command import Commands, add_command, write_json
 from bagua_ref.conformance.clauses import SPEC_VERSION, VECTORS_VERSION
 from bagua_ref.conformance.vectors import (
     VectorsReport,
@@ -18,24 +18,26 @@ from bagua_ref.conformance.vectors import (
     check_program,
     export_vectors,
 )
+from bagua_ref_cli import COMMANDS
 
 __all__ = ["add_parser"]
 
 _STATUSES = ("passed", "failed", "missing")
-_SHOWN = 20  # the most failures to print; the JSON has all
+_SHOWN = 20  # failures that are printed; the JSON has all
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add ``vectors export`` and ``vectors check`` to the commands of ``bagua-ref``."""
     vectors = commands.add_parser(
         "vectors",
-        help="export golden vectors, or check another implementation's outputs against them",
+        help=COMMANDS["vectors"],
         description=(
             "Golden vectors are inputs and expected outputs, stored as safetensors files with a"
             " JSON manifest, to test implementations in any language."
         ),
     )
-    verbs = vectors.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    vectors.set_defaults(parser=vectors)
+    verbs = vectors.add_subparsers(title="commands", metavar="COMMAND")
     export = add_command(
         verbs,
         "export",
@@ -50,7 +52,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="DIR",
         help="folder to create; if it exists, it must be empty",
     )
-    add_json_options(export)
 
     check = add_command(
         verbs,
@@ -82,7 +83,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "--command",
         dest="program",
         metavar="COMMAND",
-        help="program that answers requests for the outputs, in place of a folder",
+        help="program that answers requests for the outputs, instead of a folder",
     )
     check.add_argument(
         "--only",
@@ -92,7 +93,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="TEXT",
         help="check only cases whose id contains one of the texts; each --only narrows further",
     )
-    add_json_options(check)
 
 
 def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -134,7 +134,7 @@ def _print_report(report: VectorsReport) -> None:
         clauses = ", ".join(sorted({verdict.case.clause for verdict in verdicts}))
         print(f"{operation:{width}} {dtype:9} {passed:6} {failed:6} {missing:7}  {clauses}")
     print()
-    _print_list("Files", [f"{place}: {message}" for place, message in report.problems.items()])
+    _print_list("Files", [f"{path}: {message}" for path, message in report.problems.items()])
     wrong = [
         f"{v.case.clause} {v.case.id} [{v.case.flag}]: {v.message}"
         for status in ("failed", "missing")
@@ -147,6 +147,11 @@ def _print_report(report: VectorsReport) -> None:
     print(
         f"{'PASSED' if report.passed else 'FAILED'}: {', '.join(counts)}, {len(report.problems)}"
         f" problems with files (vectors {VECTORS_VERSION}, specification {SPEC_VERSION})"
+    )
+    print(
+        "Next: bagua-ref verify --command PROGRAM, which searches for inputs that differ"
+        if report.passed
+        else "Next: --only ID checks a single case again"
     )
 
 

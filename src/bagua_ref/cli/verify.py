@@ -15,7 +15,6 @@ from bagua_ref.cli.command import (
     CommandError,
     Commands,
     add_command,
-    add_json_options,
     end_progress,
     foreign_code,
     number,
@@ -118,7 +117,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     verify.add_argument(
         "--jobs",
-        type=_count,
+        type=number(1, 1e6, integer=True),
         metavar="N",
         help=(
             "number of worker processes (default: one per core, up to 4; 1 if the target is"
@@ -135,16 +134,9 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         ),
     )
     verify.add_argument("--fail-fast", action="store_true", help="stop at the first failure")
-    add_json_options(verify)
     verify.add_argument(
         "--junit", type=Path, metavar="PATH", help="also write the result as JUnit XML to PATH"
     )
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
 
 
 def _verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -201,6 +193,10 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     code = 0 if report.passed else 1 if report.ran else 2
     if not arguments.json:
         print(report)
+        if code == 1:
+            print("Next: --check ID runs a failed check again")
+        elif code == 0 and arguments.profile == "quick":
+            print("Next: --profile full tries more inputs")
         if report.not_tried() and arguments.backend is not None and ":" not in arguments.backend:
             print(
                 f"--backend {arguments.backend} has kernels only; --target {arguments.backend}"
@@ -218,22 +214,17 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _output_on_stderr() -> Iterator[None]:
-    """Let nothing that is printed in this context, also by C, get between the lines of JSON."""
+    """Send all output in this context, also that of C code, to standard error."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
         ctypes.CDLL(None).fflush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _show(done: int, total: int, result: Result) -> None:
-    show_progress(
-        f"[{done}/{total}] {result.id}: {result.status}",
-        done,
-        total,
-        keep=result.failed,
-    )
+    show_progress(f"[{done}/{total}] {result.id}: {result.status}", keep=result.failed)

@@ -56,8 +56,7 @@ FORWARD = 1 / 3
 forward.
 """
 
-_BITS = {"bit": 1, "B": 8}
-_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 
 
@@ -240,10 +239,9 @@ def parse_seconds(text: str, least: float = 1e-9) -> float:
 
 def _beta(text: str) -> float:
     number, unit = _split(text.removesuffix("/s"))
-    if unit.endswith("bps"):
-        unit = unit.removesuffix("bps") + "bit"  # 1Gbps, as links are sold
-    name = next((name for name in _BITS if unit.endswith(name)), "")
-    bits = number * _PREFIXES.get(unit.removesuffix(name), math.nan) * _BITS.get(name, math.nan)
+    # 1Gbps, as links are sold; a small b is a bit
+    known = re.fullmatch(r"([kKmMgGtT]?)(bit|bps|b|B|Bps)", unit)
+    bits = number * _PREFIXES[known[1].upper()] * (8 if "B" in known[2] else 1) if known else 0.0
     if not 0 < bits < math.inf:
         raise ValueError(
             f"bandwidth {text!r} must be a number above 0 of bit or B a second, with k, M, G or T,"
@@ -253,7 +251,7 @@ def _beta(text: str) -> float:
 
 
 def _split(text: str) -> tuple[float, str]:
-    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e-?\d+)?)([A-Za-z]*)", text.strip())
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e-?\d+)?)\s*([A-Za-z]*)", text.strip())
     return (float(found[1]), found[2]) if found else (math.nan, "")
 
 

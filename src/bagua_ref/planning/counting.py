@@ -35,7 +35,6 @@ from bagua_ref.base.runtime import Identity, World, use_world
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.data_parallel.training import Options
 from bagua_ref.data_parallel.wrapping import context_of, wrap
-from bagua_ref.formulas.graphs import Graph
 from bagua_ref.groups.process_group import init_process_group
 from bagua_ref.types import ReduceOp
 
@@ -49,7 +48,7 @@ class Call(NamedTuple):
     """A call of a collective.
 
     Attributes:
-        collective: the name of the communicator's method, such as "allreduce".
+        collective: the name of its formula in `bagua_ref.formulas.costs`, such as "all_reduce".
         among: "global": all ranks; "inter": the leaders; "intra": the ranks of each node.
         numel: elements of a rank's tensor; of all-gather and scatter, of a rank's chunk.
         itemsize: bytes of an element.
@@ -98,19 +97,17 @@ class Counted(NamedTuple):
 
     Attributes:
         steps: the operations of each step.
-        graphs: those along which ranks averaged with each other, in order.
         interval: seconds from one round in the background to the next; None: there are none.
-        memory: bytes beyond weights, gradients and optimizer state: kept, and the most scratch.
+        memory: bytes beyond weights, gradients and optimizer state: state, and scratch at its peak.
     """
 
     steps: list[list[Recorded]]
-    graphs: list[Graph]
     interval: float | None
     memory: tuple[int, int]
 
 
 class _Parked(BaseException):
-    """The end of a thread that would wait now."""
+    """Ends the turn of a thread that would wait now."""
 
 
 class _World(World):
@@ -119,7 +116,7 @@ class _World(World):
     Attributes:
         phase: the part of the step that is under way; "" while wrapping, when nothing is recorded.
         live: bytes of large tensors.
-        peak: the most that there were.
+        peak: the maximum of `live` in this step.
     """
 
     has_streams = False
@@ -133,7 +130,6 @@ class _World(World):
         self.phase, self.step = "", 0
         self.live = self.peak = 0
         self.recorded: list[Recorded] = []
-        self.graphs: dict[int, Graph] = {}
         self.interval: float | None = None
         self.running: Callable[[], None] | None = None
         self.job: Any = None
@@ -205,7 +201,7 @@ class _World(World):
             self.running, self.job = outer, None
 
     def event(self) -> Any:
-        """Return an event for which a thread waits in vain."""
+        """Return an event that no other thread sets."""
         return _Event(self)
 
     def lock(self) -> Any:
@@ -303,14 +299,13 @@ class _Communicator(Communicator):
                 for source, _ in row
                 if source != rank
             ]
-            self._world.graphs[self._world.step] = graph
         else:  # the other ranks send to those that are as far from them
             pairs = [
                 (rank, (rank + peer - self._rank) % n, tensor.nbytes)
                 for tensor, peer in sends
                 for rank in range(n)
             ]
-        self._world.record(Call("exchange", self.name, pairs=tuple(pairs)))
+        self._world.record(Call("one_round", self.name, pairs=tuple(pairs)))
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         self._record("broadcast", tensor, src)
@@ -325,10 +320,10 @@ class _Communicator(Communicator):
         self._record("scatter", recv_tensor, src)
 
     def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None:
-        self._record("allreduce", tensor)
+        self._record("all_reduce", tensor)
 
     def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-        self._record("allgather", send_tensor)
+        self._record("all_gather", send_tensor)
         if recv_tensor.numel() <= _SMALL:  # a larger one holds zeros
             recv_tensor.view(self._nranks, -1).copy_(send_tensor.view(1, -1))
 
@@ -336,7 +331,7 @@ class _Communicator(Communicator):
         self._record("reduce_scatter", send_tensor)
 
     def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-        self._record("alltoall", send_tensor)
+        self._record("all_to_all", send_tensor)
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -347,10 +342,14 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors_in(value)
 
 
+def _are_floats(values: Iterable[Any]) -> bool:
+    return all(tensor.is_floating_point() for tensor in _tensors_in(values))
+
+
 _RUN, _SKIP = object(), object()
-_known: dict[Any, Any] = {}
-"""What each operation on tensors of given shapes makes: meta tensors; or whether it runs, or writes
-floats only.
+_results: dict[Any, Any] = {}
+"""Operation and the shapes of its tensors -> its result as meta tensors, or `_RUN`, or `_SKIP` if
+it only writes floats.
 """
 
 
@@ -361,7 +360,9 @@ def _key(value: Any) -> Any:
 
 
 class _Lazy(TorchDispatchMode):
-    """Large floats are zeros without memory: operations that write nothing else are left out."""
+    """Large floats, and their comparisons, are zeros without memory: operations that write nothing
+    else are skipped.
+    """
 
     def __init__(self, world: _World) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -379,14 +380,16 @@ class _Lazy(TorchDispatchMode):
             and all(tensor.numel() <= _SMALL for tensor in tensors)
         ):
             return func(*args, **kwargs)
+        if func is _aten.all.default:  # whether all elements are finite
+            return torch.ones((), dtype=torch.bool)
         key = func, _key(args), _key(list(kwargs.items()))
-        made = _known.get(key)
-        if made is None:
-            made = _known[key] = _rehearsed(func, args, kwargs)
-        if made is _RUN:
+        result = _results.get(key)
+        if result is None:
+            result = _results[key] = _result_of(func, args, kwargs)
+        if result is _RUN:
             return func(*args, **kwargs)
-        if made is not _SKIP:
-            return tree_map_only(Tensor, self._zeros, made)
+        if result is not _SKIP:
+            return tree_map_only(Tensor, self._zeros, result)
         written = _written(func, args, kwargs)
         return None if not func._schema.returns else written[0] if len(written) == 1 else written
 
@@ -408,31 +411,30 @@ class _Lazy(TorchDispatchMode):
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that ``func`` writes."""
     return [
-        kwargs.get(argument.name, args[place] if place < len(args) else None)
-        for place, argument in enumerate(func._schema.arguments)
+        kwargs.get(argument.name, args[index] if index < len(args) else None)
+        for index, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
 
-def _rehearsed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return what is known of ``func`` with tensors of these shapes."""
+def _result_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the entry of `_results` for ``func`` with tensors of these shapes."""
     if written := _written(func, args, kwargs):
-        floats = all(tensor.is_floating_point() for tensor in _tensors_in(written))
-        return _SKIP if floats else _RUN
+        return _SKIP if _are_floats(written) else _RUN
     if any(value.alias_info is not None for value in func._schema.returns) or func in _RUNNING:
         return _RUN
     on_meta, options = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
     if func in _FACTORIES or options.get("device") is not None:
         options["device"] = "meta"
     try:
-        made = func(*on_meta, **options)
+        result = func(*on_meta, **options)
     except (RuntimeError, TypeError, NotImplementedError):
-        return _RUN  # the result depends on values
-    results = list(_tensors_in((made,)))
-    lazy = func in _FACTORIES or all(result.is_floating_point() for result in results)
-    if not lazy or not results or any(not result.is_meta for result in results):
-        return _RUN
-    return made
+        return _RUN  # the shape of the result depends on values
+    tensors = list(_tensors_in((result,)))
+    lazy = func in _FACTORIES or _are_floats(tensors)
+    if _are_floats((args, *kwargs.values())):  # comparisons, too, but for flags
+        lazy |= all(tensor.numel() > _SMALL for tensor in tensors)
+    return result if lazy and tensors and all(t.is_meta for t in tensors) else _RUN
 
 
 _aten = torch.ops.aten
@@ -511,12 +513,12 @@ def count(
     algorithm: Any,
     module: torch.nn.Module,
     node_of: Sequence[int],
-    rank: int,
+    bucket_bytes: int | None,
     warm: int,
     cycle: int,
-    bucket_bytes: int | None,
+    rank: int,
 ) -> Counted:
-    """Return what one rank does in the first steps of a training, after one step of warm-up if
+    """Count the communication of one rank in the first steps of a training, after one warm-up step if
     there is any.
 
     Args:
@@ -526,7 +528,7 @@ def count(
         rank: the one that is counted.
         warm: steps of the warm-up, 0 or 1.
         cycle: the steps that follow. Later ones are taken until training has waited for these.
-        bucket_bytes: the size at which a bucket is closed; None: the default.
+        bucket_bytes: as of `plan_of`.
 
     Raises:
         ValueError, TypeError: as for wrapping on these ranks.
@@ -550,7 +552,7 @@ def count(
         options = Options(backend=_backend(world), bucket_bytes=bucket_bytes)
         wrap(model, optimizers, chosen, None, options, "plan_of")
         training: Any = context_of(model)
-        kept, scratch = -math.inf, 0
+        state, scratch = -math.inf, 0
         try:
             for world.step in range(2 * (warm + cycle) + 1):
                 world.phase, world.peak = "forward", world.live
@@ -562,7 +564,7 @@ def count(
                 for optimizer in optimizers:
                     optimizer.step()
                 if world.step:  # in the first one, gradients are made
-                    kept, scratch = max(kept, world.live), max(scratch, world.peak - world.live)
+                    state, scratch = max(state, world.live), max(scratch, world.peak - world.live)
                 later = [known for known in world.recorded if known.began[0] >= warm]
                 # what is in flight counts as memory when the state that it changes exists
                 delayed = any(known.waited and known.waited[0] > known.began[0] for known in later)
@@ -572,9 +574,9 @@ def count(
                     and all(known.waited or known.in_background for known in later)
                 ):
                     break
-            states = [state for o in optimizers for state in o.state.values()]
-            others = _tensors_in([list(state.values()) for state in states])
-            kept -= 2 * sum(p.nbytes for p in parameters) + sum(other.nbytes for other in others)
+            states = [list(one.values()) for o in optimizers for one in o.state.values()]
+            others = _tensors_in(states)
+            state -= 2 * sum(p.nbytes for p in parameters) + sum(other.nbytes for other in others)
         finally:
             world.phase = ""
             training.withdraw()
@@ -584,5 +586,4 @@ def count(
     by_step = [[known for known in found if known.began[0] == s] for s in range(warm + cycle)]
     if world.interval is not None:
         by_step = [[known for known in found if known.in_background]] * (warm + cycle)
-    graphs = [graph for step, graph in world.graphs.items() if step < warm + cycle]
-    return Counted(by_step, graphs, world.interval, (max(0, int(kept)), scratch))
+    return Counted(by_step, world.interval, (max(0, int(state)), scratch))

@@ -1,0 +1,204 @@
+"""Costs of links, codecs and compute, and the time of a planned step with them (S14.2 to S14.4)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from bagua_ref.formulas.costs import FORWARD, LinkCost, LinkCosts, overlap
+from bagua_ref.planning.plans import Exchange, StepPlan, scaled
+
+__all__ = [
+    "Machine",
+    "Prediction",
+    "exchange_seconds",
+    "fit_link",
+    "own_seconds",
+    "predict",
+    "step_seconds",
+]
+
+
+class Machine(NamedTuple):
+    """Costs of a cluster and a model.
+
+    Attributes:
+        links: their alpha and beta (S14.2).
+        compute: seconds of a forward and backward pass, a third of which is forward.
+        after: seconds of what follows in each step, such as the optimizer.
+        codec: seconds for an element that passes through a codec, by its name (S14.3); "" for those
+            without an entry.
+        operation: seconds of an operation on a bucket beside its links and elements, by its codec;
+            "" for those without an entry.
+        shared_processor: whether codecs and operations take their seconds from the processor that
+            computes, as on CPUs. If not, they run beside compute.
+        at_once: whether a rank sends to all others at once in an all-to-all or all-gather, so that
+            latencies do not add up, as communicators do over sockets; if not, in the turns of
+            S14.1.
+    """
+
+    links: LinkCosts
+    compute: float
+    after: float = 0.0
+    codec: Mapping[str, float] = {}
+    operation: Mapping[str, float] = {}
+    shared_processor: bool = False
+    at_once: bool = False
+
+
+class Prediction(NamedTuple):
+    """A step of a training after its warm-up, a mean over the steps of the plan's cycle.
+
+    Attributes:
+        seconds: of a step.
+        exposed: those in which training waits for communication.
+        communication: seconds in which the links or codecs work, hidden or not.
+    """
+
+    seconds: float
+    exposed: float
+    communication: float
+
+
+def exchange_seconds(exchange: Exchange, machine: Machine) -> float:
+    """Return the time of an operation: its rounds (S14.2), then this rank's own work for it
+    (S14.3).
+    """
+    inside, between = machine.links.inside, machine.links.between
+    seconds = 0.0
+    for call in exchange.calls:
+        pattern, scale = scaled(call, exchange.cluster)
+        if call.collective in ("all_reduce", "reduce_scatter"):  # of the largest chunk
+            n = exchange.cluster.sizes[call.among]
+            scale = -(-call.numel // n) * n * call.itemsize
+        for heaviest, times in pattern.rounds.items():
+            seconds += times * max(
+                link.alpha + nbytes * scale * link.beta
+                for link, nbytes in zip((inside, between), heaviest, strict=True)
+                if nbytes is not None
+            )
+    if machine.at_once:
+        seconds -= exchange.turns * (between if len(exchange.cluster.nodes) > 1 else inside).alpha
+    return seconds + own_seconds(exchange, machine)
+
+
+def own_seconds(exchange: Exchange, machine: Machine) -> float:
+    """Return a rank's own time for an operation: a fixed cost, and the codec's time for its
+    elements (S14.3).
+    """
+    operation, codec = machine.operation, machine.codec
+    kind = exchange.work[0][0] if exchange.work else ""
+    return operation.get(kind, operation.get("", 0.0)) + sum(
+        elements * codec.get(name, codec.get("", 0.0)) for name, elements in exchange.work
+    )
+
+
+def step_seconds(exchanges: Sequence[Exchange], machine: Machine) -> tuple[float, float]:
+    """Return the seconds of a step, and how many of them are exposed communication (S14.4).
+
+    What begins in backward overlaps with it bucket by bucket; what begins with the forward pass
+    overlaps with all of it; what follows the optimizer step is exposed, except for the time of the
+    steps by which it may be delayed.
+
+    With a shared processor, compute takes longer by the seconds of codecs and operations that run
+    beside it: in backward those of all buckets but the last one, which is ready when backward has
+    ended.
+
+    Args:
+        exchanges: of the step.
+        machine: the costs.
+
+    >>> import torch
+    >>> from bagua_ref.planning import plan_of
+    >>> from bagua_ref.algorithms import Algorithm
+    >>> plan = plan_of(Algorithm.init("gradient_allreduce"), torch.nn.Linear(999, 1000, device="meta"), nodes=(1, 1))
+    >>> seconds, exposed = step_seconds(plan.exchanges(1), Machine(LinkCosts.parse("1Gbit,20ms"), compute=0.1))
+    >>> round(seconds, 9), round(exposed, 9)
+    (0.172, 0.072)
+    """
+    forward, backward = machine.compute * FORWARD, machine.compute * (1 - FORWARD)
+    times_of = {
+        exchange: (
+            exchange_seconds(exchange, machine),
+            own_seconds(exchange, machine) * machine.shared_processor,
+        )
+        for exchange in dict.fromkeys(exchanges)
+    }
+    timed = [(exchange, *times_of[exchange]) for exchange in exchanges]
+    seconds, after = machine.compute, machine.after
+    hidden = [
+        (exchange.nbytes, taken, own)
+        for exchange, taken, own in timed
+        if exchange.when == "backward"
+    ]
+    if hidden:
+        nbytes, times, owns = zip(*hidden, strict=True)
+        seconds, _ = overlap(forward, backward + sum(owns[:-1]), nbytes, times)
+    passing = [(taken, own) for exchange, taken, own in timed if exchange.when == "pass"]
+    seconds = max(seconds + sum(own for _, own in passing), sum(taken for taken, _ in passing))
+    for exchange, taken, own in timed:
+        if exchange.when == "step":
+            after += max(own, taken - exchange.delay * (machine.compute + machine.after))
+    return seconds + after, seconds - machine.compute + after - machine.after
+
+
+def predict(plan: StepPlan, machine: Machine) -> Prediction:
+    """Return the prediction of a step after the warm-up, a mean over the plan's cycle (S14)."""
+    seconds = exposed = communication = 0.0
+    for exchanges, count in Counter(map(tuple, plan.cycle)).items():
+        step = step_seconds(exchanges, machine)
+        seconds, exposed = seconds + step[0] * count, exposed + step[1] * count
+        communication += count * sum(
+            times * exchange_seconds(exchange, machine)
+            for exchange, times in Counter(exchanges).items()
+        )
+    steps = len(plan.cycle)
+    return Prediction(seconds / steps, exposed / steps, communication / steps)
+
+
+def fit_link(
+    rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence[float]
+) -> tuple[LinkCost, list[float]]:
+    """Return the alpha and beta with which ``rounds * alpha + nbytes * beta`` is nearest to
+    ``seconds``, and for each time the part by which the fitted one differs from it (S14.2).
+
+    The sum of the relative errors is minimal, so that short times count as much as long ones, and
+    one size that a network treats otherwise, such as what it sends at once after a pause, does not
+    move the rest. Neither cost is below 0.
+
+    Args:
+        rounds: of each operation.
+        nbytes: of each operation, the sum over its rounds of the largest bytes on a link.
+        seconds: which they took; at least three, above 0.
+
+    Raises:
+        ValueError: the operations do not tell alpha from beta.
+
+    >>> link, residuals = fit_link([2, 2, 2], [0, 1000, 4000], [0.2, 0.3, 0.6])
+    >>> round(link.alpha, 9), round(link.beta, 9)
+    (0.1, 0.0001)
+
+    Source: Hockney, "The communication challenge for MPP", Parallel Computing 1994, for alpha and
+    beta; Bloomfield and Steiger, "Least Absolute Deviations", 1983: a best line passes through two
+    of the points.
+    """
+    times = np.asarray(seconds, dtype=np.float64)
+    features = np.stack([rounds, nbytes], axis=1) / times[:, None]
+    if len(times) < 3 or np.linalg.matrix_rank(features) < 2:
+        raise ValueError(
+            f"{len(times)} operations do not tell alpha from beta; use three or more, of different"
+            " sizes"
+        )
+    pairs = [
+        np.linalg.lstsq(features[list(two)], np.ones(2), rcond=None)[0]
+        for two in combinations(range(len(times)), 2)
+    ]
+    alone = [np.eye(2)[index] / row[index] for row in features for index in (0, 1) if row[index]]
+    lines = np.array([line for line in (*pairs, *alone) if (line >= 0).all()])
+    residuals = lines @ features.T - 1
+    best = np.abs(residuals).sum(axis=1).argmin()
+    return LinkCost(*lines[best].tolist()), residuals[best].tolist()
