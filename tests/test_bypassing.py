@@ -107,32 +107,6 @@ def test_without_a_known_optimizer_an_algorithm_that_needs_forwards_refuses_the_
         optimizer.step()
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("average", [True, False])
-@on_every_rank(2)
-def test_a_penaltys_own_backward_before_the_main_one_is_reduced_with_it(
-    r: int, average: bool, set_to_none: bool
-) -> None:
-    module, optimizer = wrapped(average=average)
-    for step in range(3):
-        optimizer.zero_grad(set_to_none)
-        (0.01 * sum(p.square().sum() for p in module.parameters())).backward()
-        module(batch(r, step)).square().mean().backward()
-        optimizer.step()
-    alone = Net()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = sum(
-            alone(batch(r, step)).square().mean()
-            + 0.01 * sum(p.square().sum() for p in alone.parameters())
-            for r in range(2)
-        )
-        (loss / 2 if average else loss).backward()
-        optimizer.step()
-    torch.testing.assert_close(weights(module), weights(alone))
-
-
 @on_every_rank(2)
 def test_local_gradients_on_purpose_and_torch_autograd_grad_stay_legal(r: int) -> None:
     module, optimizer = wrapped()
@@ -152,23 +126,6 @@ def test_local_gradients_on_purpose_and_torch_autograd_grad_stay_legal(r: int) -
     optimizer.zero_grad()
     (slope.square().mean() + module(x).square().mean()).backward()
     optimizer.step()
-
-
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "decentralized"])
-@on_every_rank(2)
-def test_S5_a_backward_under_no_sync_of_a_forward_outside_of_it_is_synchronized(
-    r: int, algorithm: str
-) -> torch.Tensor:
-    module, optimizer = wrapped(algorithm)
-    if algorithm == "decentralized":
-        with torch.no_grad():
-            module.head.bias.fill_(r)
-    loss = module(batch(r)).square().mean()
-    with module.no_sync():
-        loss.backward()
-    if algorithm == "gradient_allreduce":
-        optimizer.step()
-    return weights(module)
 
 
 @on_every_rank(2)
