@@ -204,3 +204,20 @@ def test_a_lock_that_cannot_yield_gives_no_verdict(
     assert report.finding is not None
     assert (report.verdict, report.finding.kind) == ("undecided", "unyielding")
     assert "script.py:9" in report.finding.message
+
+
+def test_a_module_runs_as_by_python_m_in_a_folder_of_the_users(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "other.py").write_text("VALUE = 3")
+    text = "from .other import VALUE\nimport sys\n" + START
+    text += "dist.all_reduce(x)\nprint(__name__, VALUE, sys.argv[1:], open('data').read())\n"
+    (package / "__main__.py").write_text(text)
+    (tmp_path / "data").write_text("7")
+    monkeypatch.chdir(tmp_path)
+    program = Program("package", ("a",), is_module=True, folder=str(tmp_path))
+    assert judge(program, Exploration((2,), seeds=1, processes=1)).verdict == "agree"
+    assert "[rank 1] __main__ 3 ['a'] 7" in capfd.readouterr().out

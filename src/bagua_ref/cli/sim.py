@@ -58,6 +58,18 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         help="script.py or package.module:function; its arguments come last, after --",
     )
     sim.add_argument(
+        "-m",
+        action="store_true",
+        dest="is_module",
+        help="PROGRAM is a module, as for python -m",
+    )
+    sim.add_argument(
+        "--cwd",
+        type=Path,
+        metavar="DIR",
+        help="run in this folder (default: an empty one for each run)",
+    )
+    sim.add_argument(
         "--ranks",
         type=_POSITIVE,
         metavar="N",
@@ -150,6 +162,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from bagua_ref.simulation.schedules import FAULTS, Fault, Schedule
 
     nodes = arguments.nodes or (arguments.ranks or 2,)
+    if arguments.cwd and not arguments.cwd.is_dir():
+        parser.error(f"argument --cwd: there is no folder {str(arguments.cwd)!r}")
     if arguments.ranks not in (None, sum(nodes)):
         parser.error(
             f"argument --nodes: {','.join(map(str, nodes))} must sum to --ranks {arguments.ranks}"
@@ -169,6 +183,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             link=arguments.link and LinkCosts.parse(arguments.link),
             compute=arguments.compute and parse_seconds(arguments.compute),
             cpu=arguments.cpu,
+            is_module=arguments.is_module,
+            folder=str(arguments.cwd.resolve()) if arguments.cwd else "",
         )
         search = Exploration(
             nodes,
@@ -245,6 +261,7 @@ def _command(arguments: argparse.Namespace, nodes: tuple[int, ...], found: Any) 
         "--fault": str(found.fault or ""),
         "--compare": arguments.compare or "",
         "--workers": arguments.workers or "",
+        "--cwd": str(arguments.cwd or ""),
         "--link": arguments.link or "",
         "--compute": arguments.compute or "",
     }
@@ -255,6 +272,7 @@ def _command(arguments: argparse.Namespace, nodes: tuple[int, ...], found: Any) 
             "sim",
             arguments.program,
             *words,
+            *(["-m"] if arguments.is_module else []),
             *(["--cpu"] if arguments.cpu else []),
             *(["--", *arguments.after] if arguments.after else []),
         ]

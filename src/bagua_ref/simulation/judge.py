@@ -4,6 +4,7 @@ the first error in words.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -16,10 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 from unittest import mock
-
-import torch._dynamo  # noqa: F401 # used by optimizers and DDP; importing it takes seconds, once here or in each worker
 
 from bagua_ref.simulation.findings import (
     NO_VERDICT,
@@ -127,6 +127,7 @@ def judge(
         search: what to run.
         progress: called after each run.
     """
+    _warm_up(program)
     report = Judgement()
     with (
         Workers(
@@ -137,6 +138,16 @@ def judge(
         report.finding = _Judge(program, search, workers, report, progress).find()
         report.is_complete = True
     return report
+
+
+def _warm_up(program: Program) -> None:
+    """Import what takes seconds before processes are forked: what `init_process_group` imports, and
+    what FSDP2 and device meshes need.
+    """
+    importlib.import_module("torch._dynamo")
+    source = Path(program.name).read_text(errors="replace") if program.is_script else "fsdp"
+    if any(word in source for word in ("fsdp", "DTensor", "DeviceMesh", "device_mesh")):
+        importlib.import_module("torch.distributed.tensor")
 
 
 class _Judge:
@@ -169,6 +180,8 @@ class _Judge:
         if fault is not None:
             return after_fault(self._one(Order()), first)
         self._hash_seed_orders = [Order(hash_seed=seed) for seed in self._search.hash_seeds]
+        if not first.uses_hashes:
+            self._hash_seed_orders = []
         if self._program.function is not None or self._search.schedule is not None:
             self._hash_seed_orders = []
         self._faulty_orders = [
@@ -394,7 +407,7 @@ def _serve(connection: Connection, folder: str, program: Program, nodes: Sequenc
         while connection in wait([connection, parent.sentinel]):
             order: Order = connection.recv()
             with tempfile.TemporaryDirectory(dir=folder) as own:
-                os.chdir(own)
+                os.chdir(program.folder or own)
                 seen = observe(program, nodes, order)
                 os.chdir("/")
             connection.send(seen)

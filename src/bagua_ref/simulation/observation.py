@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_forward_pre_hook,
     register_module_module_registration_hook,
@@ -35,10 +34,10 @@ from bagua_ref.base.ranks import format_ranks
 from bagua_ref.errors import RankCall, SimulationError
 from bagua_ref.simulation import SimulatedWorld
 from bagua_ref.simulation.group import Call
-from bagua_ref.simulation.programs import Program, RankOutput
+from bagua_ref.simulation.programs import Program, RankOutput, uses_hashes
 from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.schedules import Fault, Schedule
-from bagua_ref.simulation.tasks import call_site, is_called_directly, place
+from bagua_ref.simulation.tasks import call_site, is_called_directly, is_distributed, place
 from bagua_ref.simulation.timing import Timeline, after_steps
 from bagua_ref.simulation.torch_distributed.cpu import replace_cuda
 from bagua_ref.simulation.torch_distributed.in_flight import (
@@ -126,6 +125,7 @@ class Observation:
         sent: of each rank, a digest of each communication and what it sent.
         stdout: what each rank printed.
         returned: the digest of each rank's return value.
+        uses_hashes: whether the program, or a library that it imports, uses sets or ``hash()``.
         values: what each rank returned in the first run of a function, pickled.
         hints: what is odd, but no error.
         largest: the most elements of each rank's communications after its last step.
@@ -143,6 +143,7 @@ class Observation:
     stdout: list[str] = field(default_factory=list)
     exceptions: list[str] = field(default_factory=list)
     returned: list[str] = field(default_factory=list)
+    uses_hashes: bool = True
     values: dict[int, bytes] = field(default_factory=dict)
     hints: list[str] = field(default_factory=list)
     largest: list[int] = field(default_factory=list)
@@ -229,7 +230,7 @@ class _RunWatch:
     def __init__(self, seen: Observation, n: int, program: Program) -> None:
         order = seen.order
         self._seen, self._fault, self._program = seen, order.fault, program
-        self._watches = order.shows
+        self._watches, self._known = order.shows, set(sys.modules)
         self._hints: dict[str, None] = {}
         self._calls: list[Call] = []
         self._writes: dict[str, list[tuple[int, Counter[str], str]]] = defaultdict(list)
@@ -265,6 +266,7 @@ class _RunWatch:
         if self._fault is None:
             with WatchedOperations() if self._watches else nullcontext():
                 result = program.run()
+            self._seen.uses_hashes = uses_hashes(self._files()) or bool(self._libraries())
             if self._watches and program.function is not None:
                 self._seen.values[rank_world().identity.rank] = pickle.dumps(result)
             return _digest(result)
@@ -280,6 +282,22 @@ class _RunWatch:
             self._seen.exceptions[rank] or f"rank {rank} ended",
         )
         return _digest(result)
+
+    def _files(self) -> list[str]:
+        """Return the files of the calling rank's own modules."""
+        modules = map(sys.modules.get, rank_world().process_state.modules)
+        files = (getattr(module, "__file__", None) for module in modules)
+        return [file for file in files if file and file.endswith(".py")]
+
+    def _libraries(self) -> list[str]:
+        """Return the installed packages that the run has imported, but for torch's."""
+        names = {name.partition(".")[0] for name in sys.modules.keys() - self._known}
+        files = {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
+        return [
+            name
+            for name, file in files.items()
+            if "-packages" in file and name not in ("torch", "numpy", "sympy", "bagua_ref")
+        ]
 
     def communicates(self, call: Call) -> None:
         """Note a communication of the calling rank, before it takes place."""
@@ -465,7 +483,7 @@ class _RankWatch:
         values = {name: _local(p) for name, p in named.items()}
         gradients = {name: _local(p.grad) for name, p in named.items() if p.grad is not None}
         held = {
-            name: _holders(p) if isinstance(p, DTensor) else replicas.get(id(p), ())
+            name: _holders(p) if is_distributed(p) else replicas.get(id(p), ())
             for name, p in named.items()
         }
         before, self._before = self._before, {}
@@ -537,10 +555,10 @@ def _text(error: BaseException) -> str:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor.to_local() if is_distributed(tensor) else tensor).detach()  # type: ignore[operator]
 
 
-def _holders(parameter: DTensor) -> tuple[int, ...]:
+def _holders(parameter: Any) -> tuple[int, ...]:
     """Return the ranks that hold the same part of a distributed parameter as the calling rank, if
     there are several.
     """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +18,10 @@ import torch
 
 from bagua_ref.base.runtime import current_world
 from bagua_ref.formulas.costs import LinkCosts
-from bagua_ref.simulation.torch_distributed import run_script
+from bagua_ref.simulation.torch_distributed import run_module, run_script
 from bagua_ref.simulation.torch_distributed.cpu import Devices
 
-__all__ = ["Program", "RankOutput"]
+__all__ = ["Program", "RankOutput", "uses_hashes"]
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,12 @@ class Program:
     Args:
         name: ``path/to/script.py`` or ``package.module:function``; of a function that is given,
             only a name for reports.
+        is_module: whether ``name`` is a module to run as ``python -m`` does.
         arguments: the script's, in ``sys.argv``.
         function: called without arguments, instead of what ``name`` says.
         loads_in_process: whether data loaders do without the worker processes that they ask for.
         link: between its ranks; None: communication takes no time.
+        folder: in which it runs; empty: a new one for each run.
         cpu: whether devices that the program names, such as CUDA's, are the CPU.
         compute: the seconds of a forward and backward pass, see
             `bagua_ref.simulation.SimulatedWorld`.
@@ -48,10 +52,15 @@ class Program:
     link: LinkCosts | None = None
     compute: float | None = None
     cpu: bool = False
+    is_module: bool = False
+    folder: str = ""
 
     def __post_init__(self) -> None:
         module, _, function = self.name.partition(":")
-        if (
+        if self.is_module:
+            if not all(part.isidentifier() for part in self.name.split(".")):
+                raise ValueError(f"{self.name!r} must be a module, as python -m takes it")
+        elif (
             self.function is None
             and not self.is_script
             and not (module and function.isidentifier())
@@ -63,7 +72,7 @@ class Program:
     @property
     def is_script(self) -> bool:
         """Whether it is a script, and not a function."""
-        return self.function is None and self.name.endswith(".py")
+        return self.function is None and not self.is_module and self.name.endswith(".py")
 
     def absolute(self) -> Program:
         """Return the same program, found from any folder; put its folder on the path from which
@@ -85,11 +94,24 @@ class Program:
             torch.default_generator.manual_seed(2**40 + current_world().identity.rank)
         if self.is_script:
             return run_script(self.name, self.arguments)
+        if self.is_module:
+            return run_module(self.name, self.arguments)
         if self.function is not None:
             return self.function()
         module, _, function = self.name.partition(":")
         sys.argv = [module, *self.arguments]
         return getattr(importlib.import_module(module), function)()
+
+
+def uses_hashes(files: Iterable[str]) -> bool:
+    """Return whether Python files use sets or ``hash()``, whose order PYTHONHASHSEED changes."""
+    for file in files:
+        for node in ast.walk(ast.parse(Path(file).read_bytes())):
+            if isinstance(node, ast.Set | ast.SetComp):
+                return True
+            if isinstance(node, ast.Name) and node.id in ("set", "frozenset", "hash"):
+                return True
+    return False
 
 
 class RankOutput(io.TextIOBase):

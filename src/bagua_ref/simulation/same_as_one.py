@@ -17,13 +17,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bagua_ref.simulation import SimulatedWorld
 from bagua_ref.simulation.rank_world import rank_world
+from bagua_ref.simulation.tasks import is_distributed
 from bagua_ref.simulation.timing import after_steps
 
 __all__ = ["IGNORED", "LAYOUTS", "Layout", "SameAsOne", "same_as_one", "split"]
@@ -292,7 +292,7 @@ class _Run:
 
 def _full(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return (tensor.full_tensor() if is_distributed(tensor) else tensor).clone()
 
 
 def _labels(batch: Any, labels: str | int) -> Tensor | None:

@@ -32,6 +32,7 @@ __all__ = [
     "blocked",
     "call_site",
     "is_called_directly",
+    "is_distributed",
     "is_user_code",
     "place",
     "raise_site",
@@ -251,6 +252,14 @@ def is_called_directly(frame: FrameType | None) -> bool:
             return False
         frame = frame.f_back
     return True
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Return whether a tensor is a `torch.distributed.tensor.DTensor`, whose module is imported
+    only by programs that use it: that takes a second.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def place(file: str, line: int) -> str:

@@ -40,6 +40,7 @@ from bagua_ref.simulation.torch_distributed.processes import (
     replace_clocks,
     replace_processes,
     replace_threads,
+    run_module,
     run_script,
     separate_logging,
     silence_profiler,
@@ -51,6 +52,7 @@ __all__ = [
     "ProcessState",
     "SimulatedProcessGroup",
     "SimulatedStore",
+    "run_module",
     "run_script",
     "simulated_torch",
 ]

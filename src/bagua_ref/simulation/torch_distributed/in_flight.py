@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bagua_ref.errors import RankCall, SimulationError
@@ -27,7 +25,7 @@ __all__ = ["WatchedOperations", "replace_readers"]
 _METADATA = ("empty", "zeros", "ones", "rand", "full", "new_", "lift_fresh", "_unsafe_view", "sym_")
 """How the names of operations begin that read no elements of their arguments, beside views."""
 
-_TRANSPARENT = (DTensor, AsyncCollectiveTensor)
+_TRANSPARENT = ("DTensor", "AsyncCollectiveTensor")
 """Subclasses whose operations are seen once more, on their parts: an AsyncCollectiveTensor waits
 first.
 """
@@ -54,7 +52,7 @@ class WatchedOperations(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, _TRANSPARENT) for kind in types):
+        if any(kind.__name__ in _TRANSPARENT for kind in types):
             return NotImplemented
         works = rank_world().works
         if works and not _only_metadata(func) and not _is_own():

@@ -15,6 +15,7 @@ import functools
 import gc
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import logging
 import multiprocessing.process
 import os
@@ -50,6 +51,7 @@ __all__ = [
     "replace_clocks",
     "replace_processes",
     "replace_threads",
+    "run_module",
     "run_script",
     "separate_logging",
     "silence_profiler",
@@ -577,12 +579,27 @@ def run_script(path: str, arguments: Sequence[str] = ()) -> None:
         arguments: of its command line.
     """
     source = Path(path).read_bytes()
-    main = ModuleType("__main__")
-    main.__dict__.update(__file__=str(path), __builtins__=__builtins__)
-    rank_world().process_state.modules["__main__"] = main
-    sys.modules["__main__"] = main
-    sys.argv = [str(path), *arguments]
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    exec(compile(source, str(path), "exec"), main.__dict__)  # noqa: S102 # the user's own script
+    _run_main(compile(source, str(path), "exec"), str(path), arguments)
+
+
+def run_module(name: str, arguments: Sequence[str] = ()) -> None:
+    """Run a module, or a package's ``__main__``, as ``python -m`` does."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"No module named {name!r} to run")
+    code = compile(Path(spec.origin).read_bytes(), spec.origin, "exec")
+    _run_main(code, spec.origin, arguments, __package__=spec.parent, __spec__=spec)
+
+
+def _run_main(code: Any, path: str, arguments: Sequence[str], **names: Any) -> None:
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=path, __builtins__=__builtins__, **names)
+    rank_world().process_state.modules["__main__"] = main
+    sys.modules["__main__"] = main
+    sys.argv = [path, *arguments]
+    exec(code, main.__dict__)  # noqa: S102 # the user's own program
