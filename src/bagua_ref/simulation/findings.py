@@ -119,7 +119,7 @@ def notes(seen: Observation) -> list[str]:
     """Return what is odd in a run beside its hints: calls of different lines that met, and steps on
     gradients that nothing has reduced.
     """
-    found = meetings(seen.log)
+    found = [] if _is_joined(seen.steps) else meetings(seen.log)
     return found if seen.kind else found + _unreduced(seen.steps, seen.largest)
 
 
@@ -169,7 +169,8 @@ def _unreduced(steps: Sequence[Sequence[Step]], largest: Sequence[int]) -> list[
 
 def _name_shift(finding: Finding, seen: Observation) -> None:
     """Make the collective from which on the ranks' lines differ the headline of an error."""
-    shift, counts = shifted(seen.log), different_counts(seen.log, seen.calls)
+    shift = None if _is_joined(seen.steps) else shifted(seen.log)
+    counts = different_counts(seen.log, seen.calls)
     if shift is not None:
         text, call = shift
         finding.message = (
@@ -247,11 +248,16 @@ def _different_replicas(steps: Sequence[Sequence[Step]]) -> Finding | None:
     return None
 
 
+def _is_joined(steps: Sequence[Sequence[Step]]) -> bool:
+    """Return whether ranks without batches shadow the others' collectives, at lines of their own."""
+    return any(step.joined for own in steps for step in own)
+
+
 def _different_counts(steps: Sequence[Sequence[Step]]) -> Finding | None:
     """Return the first optimizer step that only some of the replicas of a module make."""
     everything = [step for own in steps for step in own]
     groups = {ranks: None for step in everything for ranks in step.replicas.values()}
-    for group in () if any(step.joined for step in everything) else groups:
+    for group in () if _is_joined(steps) else groups:
         own = {
             rank: [step for step in steps[rank] if group in step.replicas.values()]
             for rank in group

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from torch.nn.parallel import DistributedDataParallel
 
 from bagua_ref.base.runtime import Identity
 from bagua_ref.errors import SimulationError
@@ -66,6 +67,7 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "environment": (_environ, "_data"),
     "arguments": (sys, "argv"),
     "groups": torch_hooks.WORLD,
+    "module of DDP's forward": (DistributedDataParallel, "_active_ddp_module"),
     "module locks": (importlib.import_module("importlib._bootstrap"), "_module_locks"),
 }
 """The attributes that hold what belongs to a process, by name: objects and names of attributes."""
@@ -100,6 +102,7 @@ class ProcessState(RankState):
                 "arguments": list(sys.argv),
             }
             self.values["groups"] = torch_hooks.GroupState()
+            self.values["module of DDP's forward"] = None
             # Processes start with different states of these two, and with the same one of torch's.
             self._python = random.Random(f"rank {identity.rank}").getstate()  # noqa: S311 # to repeat a run
             self._memory = None
