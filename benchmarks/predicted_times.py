@@ -96,9 +96,7 @@ def measure(rank: links.Rank, work: dict[str, tuple[int, int]]) -> dict[str, Any
                 training.step(x, y)
             slow_down()
             # Rounds in the background come in any step, so that one is as good as the mean of many.
-            cycle, count = (
-                (cycle, math.ceil(steps / cycle)) if plan.interval is None else (100, 1)
-            )
+            cycle, count = (cycle, math.ceil(steps / cycle)) if plan.interval is None else (100, 1)
             measured[name] = statistics.median(
                 _seconds(partial(training.step, x, y), cycle) for _ in range(count)
             )

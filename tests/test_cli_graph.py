@@ -175,7 +175,10 @@ def test_graph_takes_a_function_of_the_current_folder(run: Any) -> None:
     ("arguments", "complaint"),
     [
         (["ring"], "the following arguments are required: --ranks"),
-        (["ring", "--ranks", "1025"], "argument --ranks: '1025' must be an integer from 1 to 1,024"),
+        (
+            ["ring", "--ranks", "1025"],
+            "argument --ranks: '1025' must be an integer from 1 to 1,024",
+        ),
         (["hypercube", "--ranks", "6"], "hypercube needs a power of two of ranks, not 6"),
         (["star", "--ranks", "6"], "argument MODE: invalid choice: 'star' (choose from all, "),
         (["ring", "--ranks", "6", "--period", "2"], "--period: it is for functions only"),

@@ -554,8 +554,8 @@ def _text(error: BaseException) -> str:
     )
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if is_distributed(tensor) else tensor).detach()  # type: ignore[operator]
+def _local(tensor: Any) -> Tensor:
+    return (tensor.to_local() if is_distributed(tensor) else tensor).detach()  # type: ignore[no-any-return]
 
 
 def _holders(parameter: Any) -> tuple[int, ...]:

@@ -291,8 +291,8 @@ class _Run:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if is_distributed(tensor) else tensor).clone()
+    whole: Any = tensor.detach()
+    return (whole.full_tensor() if is_distributed(whole) else whole).clone()  # type: ignore[no-any-return]
 
 
 def _labels(batch: Any, labels: str | int) -> Tensor | None:
