@@ -33,7 +33,6 @@ CALLABLES = {
     "comm": ("groups.communication.allreduce_inplace",),
     "complexities": BALANCING,
     "complexity_fn": BALANCING,
-    "compression": ("algorithms.diloco.DiLoCoAlgorithm",),
     "do_flatten": WRAPPING[:1],
     "drop_last": ("contrib.budget_batch_sampler.BudgetBatchSampler",),
     "elementwise": ("contrib.fuse.fuse_optimizer",),

@@ -410,4 +410,4 @@ def test_what_cannot_be_read_is_named(
             assert main(["trace", *map(str, arguments)]) == 2, arguments
             said = capsys.readouterr().err
             assert message in said, said
-            assert said.count("\n") == 1
+            assert said.count("\n") == 2
