@@ -110,6 +110,7 @@ MODES: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.proof
 @on_every_process(3)  # 893 elements, which bytegrad has to pad
 def test_a_hook_gives_what_with_bagua_gives_for_the_same_buckets_to_the_bit() -> None:
     for name in NAMES:

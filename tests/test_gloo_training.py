@@ -55,7 +55,7 @@ def train_each(
 @pytest.mark.parametrize(
     ("nodes", "dtype", "do_flatten"),
     [
-        ((1, 2), torch.float32, True),
+        pytest.param((1, 2), torch.float32, True, marks=pytest.mark.proof),
         pytest.param((2,), torch.bfloat16, False, marks=pytest.mark.proof),
         ((1, 1), None, True),
     ],

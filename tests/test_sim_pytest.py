@@ -56,6 +56,7 @@ def run(folder: Path, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.proof
 def test_bodies_and_functions_run_on_simulated_ranks_and_failures_can_be_replayed(
     tmp_path: Path,
 ) -> None:

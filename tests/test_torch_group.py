@@ -74,6 +74,7 @@ def judge(communicator, check, **options):
     return run_conformance(target, ["collectives"], checks=[f"collectives.S3.9.{check}"], **options)
 
 
+@pytest.mark.proof
 def test_S3_9_a_group_with_a_fault_fails_and_shows_what_was_drawn():
     (failed,) = judge(forgetful, "broadcast").failures()
     assert "broadcast on nodes" in failed.message
@@ -97,6 +98,7 @@ def test_real_threads_bring_what_their_ranks_return_and_raise_what_one_raises():
         run_world(gloo, (2,), lambda comm: 1 / comm.rank())
 
 
+@pytest.mark.proof
 @pytest.mark.usefixtures("few_inputs")
 def test_a_torch_group_is_judged_by_its_name():
     """A proof runs its whole suite."""
