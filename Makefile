@@ -6,7 +6,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 3
+WORKERS ?= 4
 SEED ?= $(shell date +%s)
 MINUTES ?= 20
 PYTEST_ARGS ?=

@@ -17,7 +17,7 @@ from bagua_ref.conformance.cases import table
 from bagua_ref.conformance.cases.strategies import adversarial, dtype_named, name_of
 from bagua_ref.conformance.checks.registry import Check, checks_of, variants
 from bagua_ref.conformance.run.runner import CheckRun, row_id
-from bagua_ref.conformance.run.search import Search
+from bagua_ref.conformance.run.search import PROFILES, Search
 from bagua_ref.conformance.targets.target import resolve
 from bagua_ref_pytest import conclude
 
@@ -90,8 +90,8 @@ class Judging:
     """Base class of tests that run checks with a new seed in each run, 0 in CI, or that of
     ``--hypothesis-seed``.
 
-    `make test` tries as many inputs as of other properties, `make proof` as many as ``bagua-ref
-    verify``.
+    `make test` tries a few inputs beside those that each check walks, `make proof` as many as
+    ``bagua-ref verify``.
     """
 
     seed = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")
@@ -100,7 +100,9 @@ class Judging:
     xfail: tuple[str, ...] = ()
 
     @pytest.fixture(autouse=True)
-    def _seed_of_the_command_line(self, request: pytest.FixtureRequest, few_inputs: None) -> None:
+    def _inputs(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        if settings.default.max_examples < PROFILES["quick"]:
+            monkeypatch.setitem(PROFILES, "quick", 3)
         given = request.config.getoption("--hypothesis-seed")
         if given is not None:
             self.seed = int(given)

@@ -144,6 +144,7 @@ def trained(training, steps, compute):
     )
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", ALGORITHMS)
 @settings(max_examples=min(20, settings.default.max_examples // 2))
 @given(data=st.data(), steps=st.integers(1, 7), compute=st.floats(0.0, 0.5))

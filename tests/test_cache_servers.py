@@ -337,6 +337,7 @@ def test_a_program_that_does_nothing_is_an_error(monkeypatch, tmp_path):
     }
 
 
+@pytest.mark.proof
 def test_a_port_that_is_taken_is_left_for_another(monkeypatch):
     taken = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ports = iter([taken.port, taken.port, *[0] * 9])

@@ -282,7 +282,9 @@ def of_processes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("over_gloo", [True, False], ids=["gloo", "memory"])
+@pytest.mark.parametrize(
+    "over_gloo", [pytest.param(True, marks=pytest.mark.proof), False], ids=["gloo", "memory"]
+)
 def test_S3_9_a_communicator_of_processes(over_gloo):
     launch(of_processes, NRANKS, over_gloo=over_gloo)
 

@@ -344,6 +344,7 @@ def test_S2_5_no_work_outlives_what_failed_between_two_pieces_even_if_the_error_
 # Scripts
 
 
+@pytest.mark.proof
 def test_a_script_leaves_cleanly():
     """One manner of leaving; `make proof` repeats all of them, from fresh interpreters as well."""
     manners = ["keeps references"]

@@ -190,5 +190,7 @@ def test_S2_5_a_payload_that_stops_in_the_middle_times_out_and_names_bucket_and_
     )
     for outcome in ended:
         assert outcome.result is not None, outcome.traceback
-        assert CommunicationTimeoutError.__name__ in outcome.result
+        # the rank that gives up first raises the subclass, and the other may hear of it
+        assert outcome.result.startswith(("CommunicationTimeoutError: ", "CommunicationError: "))
         assert "bucket '0' of step 1, operation CentralizedLowPrecision" in outcome.result
+    assert any(CommunicationTimeoutError.__name__ in str(outcome.result) for outcome in ended)

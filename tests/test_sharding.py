@@ -148,6 +148,7 @@ GRADIENTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.proof
 @on_every_process(4)
 def test_compressed_gradients_are_those_of_plain_parameters_of_the_shards_shapes() -> None:
     mesh = mesh_of_four()

@@ -141,6 +141,7 @@ def test_the_schedule_of_a_finding_repeats_it_and_has_few_deviations(tmp_path: P
     assert (again.kind, again.line) == (found.kind, found.line)
 
 
+@pytest.mark.proof
 def test_deviations_find_what_seeds_find(tmp_path: Path) -> None:
     found = judged(tmp_path, script_of("race_on_a_global").text(broken=True), deviations=1).finding
     assert found is not None

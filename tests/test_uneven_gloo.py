@@ -55,6 +55,7 @@ def everything(r: int | None = None) -> dict[str, torch.Tensor]:
     return results
 
 
+@pytest.mark.proof
 def test_every_algorithm_trains_on_uneven_data_as_in_the_simulated_world() -> None:
     for ours, expected in zip(launch(everything, 3), simulate(3, everything), strict=True):
         for name, result in ours.items():
