@@ -586,8 +586,8 @@ class Peers:
                         self._interrupt(wait, why)
 
     def _find_deadlock(self, before: list[Any]) -> tuple[list[Any], str]:
-        """Return what all ranks publish, if this one is blocked, and the deadlock in words, if that
-        has not changed since ``before``.
+        """Records of all ranks, if this one is blocked, and the deadlock in words, if they have not
+        changed since ``before``.
         """
         keys = [f"waits/{rank}" for rank in range(self._world_size)]
         if self._record[:1] != [True] or not self._store.check(keys):
@@ -609,8 +609,8 @@ class Peers:
         return records, verdict
 
     def _deadlock(self) -> tuple[list[Any], str]:
-        """Return what all ranks had published when the last deadlock was found, and its words if
-        this rank is in it.
+        """Records of all ranks when the last deadlock was found, and its words if this rank is in
+        it.
         """
         if not self._store.check(["deadlock"]):
             return [], ""

@@ -226,7 +226,7 @@ def nan(lab: Lab, draw: Draw) -> None:
 
 @check("S3.9", "long", effort=0.025)
 def long(lab: Lab, draw: Draw) -> None:
-    """What holds for short tensors holds for long ones."""
+    """Long tensors get the results of short ones."""
     nodes = lab.world(draw, worlds(4).filter(lambda nodes: sum(nodes) > 1))
     n, root, seed = sum(nodes), root_of(draw, nodes), draw(seeds)
     dtype = dtype_named(draw(st.sampled_from(lab.dtypes(_REDUCIBLE))))

@@ -386,7 +386,7 @@ _PERIOD = 997
 
 @check("S1", "long", dtypes=FLOATS, effort=0.025)
 def long(lab: Lab, draw: Draw) -> None:
-    """What holds for short tensors holds for long ones, place by place."""
+    """Long tensors get the results of short ones, element by element."""
 
     def tame(count: int) -> Tensor:
         return bulk(lab.dtype, "tame", draw(seeds), count * _PERIOD).view(count, _PERIOD)
@@ -406,5 +406,5 @@ def long(lab: Lab, draw: Draw) -> None:
 
 
 def _repeated(x: Tensor, size: int) -> Tensor:
-    """Return columns, repeated up to so many."""
+    """Repeat the columns of ``x`` up to ``size`` of them."""
     return torch.cat([x] * -(-size // x.shape[-1]), dim=-1)[..., :size]
