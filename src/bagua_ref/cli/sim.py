@@ -114,7 +114,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         type=_seconds,
         default=60.0,
         metavar="TIME",
-        help="stop after this time, such as 90s or 5m (default: 60s)",
+        help="time for the runs after the first, which has as much (default: 60s)",
     )
     sim.add_argument(
         "--link",

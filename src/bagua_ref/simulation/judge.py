@@ -56,7 +56,7 @@ class Exploration:
         nodes: the number of ranks on each node.
         seeds: the number of schedules that are drawn at random.
         deviations: instead, all schedules with at most so many deviations; None: ``seeds`` counts.
-        limit: seconds after which the search ends.
+        limit: seconds for the first run, which imports everything, and for all the others.
         schedule: the only schedule to run; None: many.
         faults: kinds of faults to try at every communication of every rank.
         fault: the only fault to try.
@@ -175,6 +175,8 @@ class _Judge:
         self._first = first = self._one(
             Order(self._search.schedule or Schedule(), shows=True, fault=fault)
         )
+        # It has imported what the program needs, which later runs need not wait for.
+        self._workers.end = time.monotonic() + self._search.limit
         self._report.hints = first.hints + notes(first)
         self._report.values = [pickle.loads(value) for _, value in sorted(first.values.items())]  # noqa: S301 # of our own fork
         if fault is not None:

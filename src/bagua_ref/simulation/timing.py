@@ -130,15 +130,33 @@ class Timeline:
 @contextmanager
 def after_steps(before: Callable[[Any], None], after: Callable[[Any], None]) -> Iterator[None]:
     """Call ``before(optimizer)`` and ``after(optimizer)`` around each rank's optimizer steps that
-    are not inside another.
+    are not inside another; with a closure, ``before`` is called when it has made the gradients.
     """
     stepping: dict[int, list[Any]] = {}
 
-    def begin(optimizer: Any, args: Any, options: Any) -> None:
+    def begin(optimizer: Any, args: Any, options: Any) -> Any:
         own = stepping.setdefault(current_world().identity.rank, [])
         own.append(optimizer)
-        if len(own) == 1:
+        if len(own) > 1:
+            return None
+        # The hook is given the method's own arguments, the optimizer first.
+        closure = options["closure"] if options.get("closure") else (*args, None, None)[1]
+        if closure is None:
             before(optimizer)
+            return None
+
+        made = False
+
+        def closed() -> Any:
+            nonlocal made
+            loss = closure()
+            if not made:  # a line search calls it again
+                before(optimizer)
+            made = True
+            return loss
+
+        rest = {name: value for name, value in options.items() if name != "closure"}
+        return (args[0], closed, *args[2:]), rest
 
     def end(optimizer: Any, args: Any, options: Any) -> None:
         own = stepping.get(current_world().identity.rank, [])
