@@ -33,7 +33,11 @@ API = {
             "bagua_ref.algorithms.topk",
             "bagua_ref.algorithms.traits",
         ],
-        "integrations": ["bagua_ref.integrations", "bagua_ref.integrations.metrics_logger"],
+        "integrations": [
+            "bagua_ref.integrations",
+            "bagua_ref.integrations.installing",
+            "bagua_ref.integrations.metrics_logger",
+        ],
         "graphs": ["bagua_ref.formulas.graphs", "bagua_ref.formulas.mixing"],
         "communication": ["bagua_ref.groups.communication"],
         "checkpoint": ["bagua_ref.checkpoint"],

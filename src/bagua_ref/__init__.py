@@ -100,6 +100,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "init_process_group",
+    "install",
     "is_initialized",
     "join",
     "list_codecs",
@@ -124,6 +125,7 @@ __version__ = "0.2.0"
 if _TYPE_CHECKING:
     from bagua_ref import checkpoint
     from bagua_ref.integrations import ddp_comm_hook
+    from bagua_ref.integrations.installing import install
     from bagua_ref.record import record
 else:  # so that type checkers still find misspelt names
 
@@ -146,6 +148,10 @@ else:  # so that type checkers still find misspelt names
             from bagua_ref.integrations import ddp_comm_hook
 
             return ddp_comm_hook
+        if name == "install":
+            from bagua_ref.integrations.installing import install
+
+            return install
         return _explain_missing("")(name)
 
 

@@ -120,6 +120,7 @@ class DDPHookState(TrainingContext):
         self.engine = cast("Engine", self)  # of which algorithms use `wait_pending_comm_ops` only
         self._count_round = self.bagua_algorithm.init_post_backward_hook(self)
         self._engine = Engine(self.world, self.bagua_module_name, group.timeout, name)
+        self.meter = self._engine.meter
         self._buckets: dict[int, _DDPBucket] = {}
         self._places: dict[torch.nn.Parameter, int] = {}
         self.rounds = _HookRounds(self, self._engine)
@@ -193,6 +194,7 @@ class DDPHookState(TrainingContext):
         """Count a round; the last bucket's job calls this."""
         self._count_round()
         self.steps_of_optimizers[0] += 1
+        self.meter.count_step(True)
 
     def _bucket_of(self, bucket: Any) -> _DDPBucket:
         """Return our bucket for DDP's; a new one where DDP has made new buckets."""

@@ -1,0 +1,735 @@
+"""Averaging of gradients in models that torch has made parallel: DistributedDataParallel, FSDP2, and
+HSDP of replicas that are each sharded by FSDP2 (S16).
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry
+from bagua_ref.algorithms.state import check_names, check_tensors
+from bagua_ref.backends import get_backend, get_codec
+from bagua_ref.backends.base import KernelBackend
+from bagua_ref.backends.codec import COMPRESSIBLE
+from bagua_ref.base.memory import bytes_of
+from bagua_ref.base.runtime import current_world, use_world
+from bagua_ref.comm_ops import (
+    CentralizedErrorFeedback,
+    CentralizedLowPrecision,
+    CentralizedScatterGather,
+    ErrorMemory,
+)
+from bagua_ref.communicators.pipelining import Overlap
+from bagua_ref.data_parallel.rounds import AgreedRounds
+from bagua_ref.data_parallel.sharding import group_of, local
+from bagua_ref.errors import CommunicationError, NotInitializedError
+from bagua_ref.groups.process_group import init_process_group, is_initialized
+from bagua_ref.integrations.ddp_hooks import DDPHookState, ddp_comm_hook
+from bagua_ref.observe.meter import Meter, Operation, use_meter
+from bagua_ref.scheduling.engine import Fact, describe_differences
+from bagua_ref.types import Group
+
+__all__ = ["Installation", "install"]
+
+_NAMES = ("gradient_allreduce", "bytegrad")
+"""Algorithms for FSDP2 and HSDP."""
+_VERSION = 1
+"""Of saved states."""
+_AGAIN = "install() was called for this model before; call remove() of what it returned first"
+_HSDP = (
+    "for HSDP, call fully_shard(module, mesh=mesh['shard']) and install(...,"
+    " process_group=mesh['replicate'])"
+)
+
+
+def install(
+    model: nn.Module,
+    name: str,
+    process_group: Any = None,
+    *,
+    backend: str | KernelBackend | None = None,
+    **options: Any,
+) -> Installation:
+    """Let a model that torch has made parallel average its gradients as an algorithm (S16).
+
+    Collective: every rank calls it, once per model, after the model was made parallel. Nothing is
+    wrapped, and the training loop stays as it is.
+
+    - ``DistributedDataParallel`` averages as by `bagua_ref.ddp_comm_hook` (S16.1).
+    - FSDP2: each module that ``fully_shard`` was called for, a unit, reduce-scatters in compressed
+      chunks (S16.2, S16.3).
+    - HSDP: call ``fully_shard`` with the mesh of the shards alone, and pass the replicas as
+      ``process_group``. They average their shards in compressed chunks (S16.4).
+
+    Args:
+        model: contains one DistributedDataParallel, or modules that ``fully_shard`` was called for.
+        name: "gradient_allreduce" or "bytegrad"; for DDP also "powersgd" or "topk".
+        process_group: HSDP's replicas, as a torch ProcessGroup, a DeviceMesh of one dimension, or a
+            `bagua_ref.communication.BaguaProcessGroup`; None for FSDP2 and DDP.
+        backend: the kernels; None chooses as `bagua_ref.get_backend`.
+        options: the algorithm's; for shards without ``hierarchical`` and ``average=False``.
+
+    Raises:
+        ValueError: a model, name, group or option that is not supported. Like the errors below, it
+            comes before anything has been changed.
+        TypeError: the model is not parallel, or it is sharded by FSDP1; or a codec is to compress
+            float64.
+        RuntimeError: it was called for this model before, the model has a hook of its own, or this
+            torch lacks a method of FSDP2.
+        NotInitializedError: torch.distributed is not initialized.
+        CommunicationError: ranks differ; the message, on every rank, says in what.
+
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.fsdp import fully_shard
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = fully_shard(torch.nn.Linear(8, 8))
+    >>> installation = bagua_ref.install(model, "bytegrad", compression="MXFP8")
+    >>> model(torch.ones(1, 8)).sum().backward()
+    >>> installation.remove()
+    >>> bagua_ref.destroy_process_group(); dist.destroy_process_group()
+
+    Source: ``register_comm_hook`` of torch's DistributedDataParallel, ``set_custom_reduce_scatter``
+    and ``set_all_reduce_hook`` of its FSDPModule.
+    """
+    units = _find_units(model)
+    for unit in units:
+        unit.refuse_hooks()
+    if not is_initialized():
+        if not dist.is_initialized():
+            raise NotInitializedError("call torch.distributed.init_process_group() first")
+        init_process_group()
+    label = f"{type(model).__name__} with {name}"
+    groups: dict[tuple[int, ...], Group] = {}
+    for unit in units:
+        if unit.ranks not in groups:
+            groups[unit.ranks] = group_of(unit.torch_group).sibling()
+    settings = {"name": repr(name), **{key: repr(value) for key, value in sorted(options.items())}}
+    settings["process_group"] = "None" if process_group is None else "ranks"
+    replicas: tuple[int, ...] | None = None
+    error: Exception | None = None
+    try:
+        if process_group is not None:
+            among = group_of(process_group).sibling()
+            replicas, groups = among.ranks, {**groups, among.ranks: among}
+        for unit in units:
+            settings[unit.name] = unit.check(name, options, replicas)
+        if isinstance(units[0], _Shards):
+            options = {**options, "hierarchical": False}
+        algorithm = GlobalAlgorithmRegistry.get(name)(**options)
+        _check_codec(algorithm, units, backend)
+    except Exception as refusal:
+        error = refusal
+    for group in groups.values():
+        error = _compared(group, label, settings, error)
+    if error is not None:
+        raise error
+    if isinstance(units[0], _Replicated):
+        meter = units[0].set(groups[units[0].ranks], name, backend, options)
+    else:
+        meter = Meter(current_world(), label)
+        rounds = {
+            ranks: AgreedRounds(group, label, meter, remedy="Start again from a checkpoint")
+            for ranks, group in groups.items()
+            if replicas in (None, ranks)
+        }
+        for place, unit in enumerate(units):
+            agreed = rounds[replicas or unit.ranks]
+            unit.set(place, units, algorithm, backend, agreed, replicas is not None)
+    return Installation(algorithm, meter, [*groups.values()], units)
+
+
+class Installation:
+    """An algorithm at work in a model that torch has made parallel; `bagua_ref.install` makes it.
+
+    ``torch.distributed.checkpoint`` saves and loads it beside the model, as in
+    ``save({"model": model, "bagua": installation})``; training then goes on exactly where it was.
+
+    Attributes:
+        algorithm: the algorithm with its options.
+        removed: whether `remove` was called.
+    """
+
+    def __init__(
+        self, algorithm: Algorithm, meter: Meter, groups: list[Group], units: list[Any]
+    ) -> None:
+        self.algorithm, self.removed = algorithm, False
+        self._meter, self._groups, self._units = meter, groups, units
+        identity = current_world().identity
+        self._own = f"rank {identity.rank} of {identity.world_size}"
+        if not any(unit.is_local for unit in units):
+            self._own = "every rank"
+
+    def __repr__(self) -> str:
+        text = f"Installation({self.algorithm!r}{', removed' if self.removed else ''})"
+        for unit in self._units if not self.removed else ():
+            sent, plain = unit.costs()
+            text += f"\n  {unit.name}: sends {sent:,.0f} bytes a backward pass, torch {plain:,.0f}"
+            text += f", {plain / sent:.1f} times as many" if sent else ""
+        return text
+
+    @property
+    def reductions(self) -> int:
+        """The backward passes whose gradients have been reduced since it was installed."""
+        return self._meter.steps
+
+    def metrics(self) -> dict[str, float | int]:
+        """Return the counts of this rank, named as in
+        `bagua_ref.distributed.BaguaModule.bagua_metrics`; a step is a synchronized backward pass.
+
+        "bytes_sent_by_torch" is what torch would have sent instead.
+        """
+        sent = sum(group.unrounded_bytes for group in self._groups)
+        alone = all(len(group.ranks) == 1 for group in self._groups)
+        found = self._meter.metrics(sent, alone, self._units[0].device.type == "cpu")
+        plain = sum(unit.costs()[1] * unit.reductions for unit in self._units)
+        return {**found, "bytes_sent_by_torch": round(plain)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs besides model and optimizers. Error memories belong to
+        this rank, under its number; later passes replace them and do not change them.
+        """
+        own = {unit.name: unit.state() for unit in self._units}
+        return {"version": _VERSION, "algorithm": repr(self.algorithm), self._own: own}
+
+    def load_state_dict(self, state: Mapping[str, Any], drop_local: bool = False) -> None:
+        """Continue from ``state``; call it on every rank. It does not communicate.
+
+        Args:
+            state: what `state_dict` returned; with error memories, on the same rank of as many
+                ranks.
+            drop_local: begin with error memories of zero, and take the state of any rank of any
+                number of ranks.
+
+        Raises:
+            ValueError: it is a state of another algorithm, version, model or rank; nothing has been
+                loaded.
+        """
+        head = {"version": _VERSION, "algorithm": repr(self.algorithm)}
+        for entry, here in head.items():
+            if state.get(entry) != here:
+                raise ValueError(f"state has {entry}={state.get(entry)!r}; this has {here!r}")
+        saved = {key: values for key, values in state.items() if key not in head}
+        if self._own not in saved and not drop_local:
+            raise ValueError(
+                f"state is that of {', '.join(saved)}, and this is {self._own}: load what this rank"
+                " saved itself, or call load_state_dict(state, drop_local=True) to begin with error"
+                " memories of zero"
+            )
+        own = next(iter(saved.values())) if drop_local else saved[self._own]
+        check_names("units", [*own], [unit.name for unit in self._units])
+        for load in [unit.loading(own[unit.name], drop_local) for unit in self._units]:
+            load()
+
+    def remove(self) -> None:
+        """Let torch average by itself again; every rank calls it, outside of backward passes.
+
+        `bagua_ref.install` can then be called for the model again.
+        """
+        for unit in self._units if not self.removed else ():
+            unit.unset()
+        self.removed = True
+
+
+class _Slot:
+    """The state of DDP's hook, which torch cannot unregister: without ``state``, the plain mean."""
+
+    state: DDPHookState | None = None
+    torch_group: Any = None
+
+
+def _hook(slot, bucket):  # type: ignore[no-untyped-def] # DDP compares annotations with types of its own
+    """Average DDP's bucket."""
+    if slot.state is None:
+        return allreduce_hook(slot.torch_group, bucket)
+    return slot.state.reduce(bucket)
+
+
+class _Replicated:
+    """A DistributedDataParallel as a unit.
+
+    Args:
+        name: the module's name.
+        ddp: the module.
+    """
+
+    is_local, reductions = False, 0
+
+    def __init__(self, name: str, ddp: DistributedDataParallel) -> None:
+        self.name, self._ddp, self.torch_group = name, ddp, ddp.process_group
+        self.ranks = tuple(dist.get_process_group_ranks(ddp.process_group))
+        self.parameters = [p for p in ddp.module.parameters() if p.requires_grad]
+        self.dtypes, self.device = {p.dtype for p in self.parameters}, self.parameters[0].device
+
+    def refuse_hooks(self) -> None:
+        """Raise RuntimeError if an installation or another hook is there."""
+        for hook, slot in self._ddp._comm_hooks:
+            if hook is not _hook:
+                raise RuntimeError(
+                    "model has a communication hook already, and torch takes only one"
+                )
+            if slot.state is not None:  # type: ignore[attr-defined]
+                raise RuntimeError(_AGAIN)
+
+    def check(
+        self, name: str, options: dict[str, Any], process_group: tuple[int, ...] | None
+    ) -> str:
+        """Raise ValueError for another group than DDP's; return what all ranks must have."""
+        if process_group is not None and {*process_group} != {*self.ranks}:
+            raise ValueError(
+                f"process_group has ranks {[*process_group]}, and DistributedDataParallel"
+                f" {[*self.ranks]}; leave it out"
+            )
+        return f"{sum(p.numel() for p in self.parameters)} elements"
+
+    def set(
+        self, group: Group, name: str, backend: str | KernelBackend | None, options: dict[str, Any]
+    ) -> Meter:
+        """Register the hook, or use that of an installation that was removed; return its meter."""
+        self._state, _ = ddp_comm_hook(name, process_group=group, backend=backend, **options)
+        self.is_local = bool(self._state.bagua_algorithm.rank_state)
+        self._slot: Any = _Slot()
+        if self._ddp._comm_hooks:
+            _, self._slot = self._ddp._comm_hooks[0]
+        else:
+            self._ddp.register_comm_hook(self._slot, _hook)
+        self._slot.state, self._slot.torch_group = self._state, self.torch_group
+        return self._state.meter
+
+    def unset(self) -> None:
+        """Let the hook take the plain mean."""
+        self._slot.state = None
+
+    def costs(self) -> tuple[float, float]:
+        """Return the bytes that this rank has sent in a backward pass, and those of torch's own."""
+        self.reductions, n = self._state.meter.steps, len(self.ranks)
+        sent = self._state.process_group.unrounded_bytes / max(self.reductions, 1)
+        return sent, 2 * (n - 1) / n * sum(p.nbytes for p in self.parameters)
+
+    def state(self) -> bytes:
+        """Return the hook's state. It is in one piece, as DDP's first passes make its buckets and a
+        program that loads has not made them.
+        """
+        torch.save(self._state.state_dict(), saved := io.BytesIO())
+        return saved.getvalue()
+
+    def loading(self, state: bytes, drop_local: bool) -> Callable[[], None]:
+        """Return what loads ``state``."""
+        values = torch.load(io.BytesIO(state), weights_only=True)
+        return partial(self._state.load_state_dict, values, drop_local=drop_local)
+
+
+class _Shards:
+    """Parameters that FSDP2 reduces together: those of one call of ``fully_shard``, a unit (S16.2).
+
+    Args:
+        name: the module's name.
+        module: the module, or the first of several.
+        groups: FSDP2's groups of its parameters: one, unless they are on several meshes.
+
+    Attributes:
+        reductions: how often it was reduced.
+    """
+
+    is_local = False
+
+    def __init__(self, name: str, module: Any, groups: Sequence[Any]) -> None:
+        self.name, self._module, self._groups, self._params = name, module, groups, groups[0]
+        self.device, self.reductions = self._params.device, 0
+        self._mesh_info: Any = self._params.mesh_info
+        self.torch_group = (
+            getattr(self._mesh_info, "shard_process_group", None)
+            or self._mesh_info.replicate_process_group
+        )
+        self.ranks = tuple(dist.get_process_group_ranks(self.torch_group))
+        self._memory: ErrorMemory | None = None
+
+    @property
+    def _trained(self) -> list[Any]:
+        """FSDP2's objects for those parameters that need a gradient."""
+        return [p for p in self._params.fsdp_params if p.sharded_param.requires_grad]
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes in which gradients are reduced."""
+        policy = self._params.mp_policy
+        set_by_policy = policy.reduce_dtype or policy.param_dtype
+        return {set_by_policy or p.sharded_param.dtype for p in self._trained}
+
+    def refuse_hooks(self) -> None:
+        """Raise RuntimeError if an installation or another hook is there."""
+        for params in self._groups:
+            hook = getattr(params, "_all_reduce_hook", None)
+            comm = getattr(params, "_reduce_scatter_comm", None)
+            if any(isinstance(there, _Shards) for there in (comm, getattr(hook, "__self__", None))):
+                raise RuntimeError(_AGAIN)
+            if hook is not None or type(comm).__name__ not in ("NoneType", "DefaultReduceScatter"):
+                raise RuntimeError(
+                    f"{self.name!r} has a reduce-scatter or an all-reduce hook of its own, which"
+                    " install() would replace"
+                )
+
+    def check(
+        self, name: str, options: dict[str, Any], process_group: tuple[int, ...] | None
+    ) -> str:
+        """Return what all ranks must have.
+
+        Raises:
+            ValueError: S16.5 refuses something.
+            RuntimeError: this torch lacks a method.
+        """
+        if name not in _NAMES:
+            raise ValueError(
+                f"name={name!r} cannot reduce shards; for FSDP2 and HSDP, there are"
+                f" {', '.join(map(repr, _NAMES))}"
+            )
+        for option, allowed in (("hierarchical", False), ("average", True)):
+            if options.get(option, allowed) != allowed:
+                raise ValueError(
+                    f"{option}={options[option]!r} is for DistributedDataParallel; leave it out, as"
+                    " FSDP2 and HSDP take the mean over all of their ranks"
+                )
+        methods = ["set_custom_reduce_scatter" if process_group is None else "set_all_reduce_hook"]
+        methods += ["set_reduce_scatter_unused_params"] if options.get("error_feedback") else []
+        for method in methods:
+            if not hasattr(FSDPModule, method):
+                raise RuntimeError(
+                    f"install() calls FSDPModule.{method}, which torch {torch.__version__} lacks;"
+                    " use a newer one"
+                )
+        what, mesh = f"{self.name!r} is sharded", self._mesh_info.mesh
+        if len(self._groups) > 1:
+            raise ValueError(f"{what} over several meshes; shard it over one")
+        if mesh.ndim > 1:
+            raise ValueError(f"{what} over a mesh of {mesh.ndim} dimensions; {_HSDP}")
+        if not hasattr(self._mesh_info, "shard_process_group"):
+            raise ValueError(f"{self.name!r} is replicated; use DistributedDataParallel")
+        if any(p.is_dtensor for p in self._params.fsdp_params):
+            raise ValueError(
+                f"{what} by fully_shard after its parameters had become DTensors, as tensor"
+                " parallelism makes them; leave its communication to torch"
+            )
+        if len(dtypes := {str(p.sharded_param.dtype) for p in self._trained}) > 1:
+            raise ValueError(
+                f"{what} with parameters of {' and '.join(sorted(dtypes))}; call fully_shard for"
+                " modules of one dtype"
+            )
+        shared = [rank for rank in self.ranks if rank in (process_group or ())]
+        if len(shared) > 1:
+            raise ValueError(
+                f"{what} over ranks {shared}, which process_group has, too, though their shards"
+                f" differ; {_HSDP}"
+            )
+        shapes = [[*p.padded_sharded_param_size] for p in self._trained]
+        return f"{shapes} {' '.join(map(str, self.dtypes))}"
+
+    def set(
+        self,
+        place: int,
+        units: Sequence[_Shards],
+        algorithm: Any,
+        backend: str | KernelBackend | None,
+        rounds: AgreedRounds,
+        replicas: bool,
+    ) -> None:
+        """Let FSDP2 call this to reduce-scatter, or with ``replicas`` `average` afterwards.
+
+        Args:
+            place: of this unit.
+            units: all of the model.
+            algorithm: has the codec's name, and whether there is an error memory.
+            backend: the kernels, as for `install`.
+            rounds: of the ranks that communicate.
+            replicas: whether these have the same shard.
+        """
+        self._place, self._names = place, tuple(repr(unit.name) for unit in units)
+        self._rounds, self._world, self._replicas = rounds, current_world(), replicas
+        self._comm = rounds.group.get_global_communicator()
+        self._kernels = get_backend(backend, self.device)
+        compression = getattr(algorithm, "compression", None)
+        self._codec = compression and get_codec(compression, self._kernels)
+        self.is_local = getattr(algorithm, "error_feedback", False)
+        if replicas:
+            self._module.set_all_reduce_hook(self.average)
+        else:
+            self._default = self._params._reduce_scatter_comm
+            self._module.set_custom_reduce_scatter(self)
+        if self.is_local:  # the memory's layout must not depend on which parameters are used
+            self._unused = self._params.reduce_scatter_unused_params
+            self._module.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def unset(self) -> None:
+        """Let FSDP2 reduce by itself again."""
+        if self._replicas:
+            self._module.set_all_reduce_hook(None)
+        else:
+            self._module.set_custom_reduce_scatter(self._default)
+        if self.is_local:
+            self._module.set_reduce_scatter_unused_params(self._unused, recurse=False)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor for FSDP2's input or output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce-scatter FSDP2's input, which has a row for each rank (S16.2, S16.3)."""
+        n, rank, size = self._comm.nranks(), self._comm.rank(), output_tensor.numel()
+        with self._agreed(input_tensor):
+            if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+                raise ValueError(
+                    f"{self.name!r} is to be reduced by {op}, and only by the mean or the sum can it"
+                    " be; leave out set_gradient_divide_factor(), and scale the loss instead"
+                )
+            if n == 1:  # nothing is sent, so nothing is compressed
+                output_tensor.copy_(input_tensor)
+                return
+            rows = self._exchanged(input_tensor, n)
+            average = op == dist.ReduceOp.AVG
+            self._kernels.reduce_chunks_(rows, n, target_chunk=rank, average=average)
+            output_tensor.copy_(rows[rank * size : (rank + 1) * size])
+
+    def _exchanged(self, x: Tensor, n: int) -> Tensor:
+        """Return this rank's row of every rank's ``x``, as decoded."""
+        codec = self._codec
+        if codec is None:
+            rows = torch.empty_like(x)
+            self._comm.alltoall(x, rows)
+            return rows
+        memory, values = self._memory_for(x.numel()), x.float()
+        if memory is not None:
+            values = values + memory.worker
+        size = n * codec.payload_bytes(x.numel() // n, torch.float32)
+        sent, payload = (torch.empty(size, dtype=torch.uint8, device=x.device) for _ in range(2))
+        rows = torch.empty_like(values)
+        compress = codec.compress_in_steps(values, n, out=sent)
+        decompress = codec.decompress_in_steps(payload, n, out=rows)
+        self._comm.alltoall(sent, payload, Overlap(compress, decompress))
+        if memory is not None:
+            own = torch.empty_like(values)
+            codec.decompress(sent, n, out=own)
+            left = values - own
+            left = torch.where(left.isnan(), memory.worker, left)
+            memory.restore((left, memory.server))
+        return rows
+
+    def average(self, shard: Tensor) -> None:
+        """Average FSDP2's flat ``shard`` over the replicas, in place (S16.4)."""
+        comm, kernels, codec, n = self._comm, self._kernels, self._codec, self._comm.nranks()
+        with self._agreed(shard):
+            x = nn.functional.pad(shard, (0, -shard.numel() % n))
+            memory = self._memory_for(shard.numel())
+            if codec is None:
+                CentralizedScatterGather(comm, kernels, average=True)(x)
+            elif memory is None:
+                CentralizedLowPrecision(comm, kernels, codec, average=True)(x)
+            else:
+                CentralizedErrorFeedback(comm, kernels, codec, True, memory)(x)
+            shard.copy_(x[: shard.numel()])
+
+    @contextmanager
+    def _agreed(self, x: Tensor) -> Iterator[None]:
+        """Run one reduction of ``x``, which all ranks are about to do."""
+        rounds, meter = self._rounds, self._rounds.meter
+        rounds.check_usable()
+        meter.rounds = max(meter.rounds, self.reductions + 1)
+        here = f"bagua_ref::{rounds.name}/{self.name}"
+        with (
+            use_world(self._world),
+            use_meter(meter),
+            torch.no_grad(),
+            rounds.aborting(),
+            meter.timing("wait_seconds", here),
+        ):
+            if not rounds.alone:
+                rounds.compare(self._facts(x)).check()
+                meter.steps_in_agreement = meter.steps
+            kind = "average" if self._replicas else "reduce-scatter"
+            with Operation(kind, self.name, x.nbytes):
+                yield
+        self.reductions += 1
+        if self.reductions > meter.steps:
+            meter.count_step(True)
+
+    def _facts(self, x: Tensor) -> list[Fact]:
+        facts = [
+            Fact("{is} about to reduce {value}", self._place, self._names),
+            Fact("{has} reduced it {value} times", self.reductions),
+            Fact("{has} {value} bytes of gradients for it", x.nbytes),
+        ]
+        if self._replicas and not self.reductions:  # nothing would ever make them equal
+            checksum = 0
+            for p in self._params.fsdp_params:
+                shard = bytes_of(local(p.sharded_param).detach().cpu().contiguous())
+                checksum = zlib.crc32(shard.numpy().data, checksum)
+            facts.append(Fact("{has} weights of checksum {value} in it", checksum))
+        return facts
+
+    @property
+    def _elements(self) -> int:
+        """The elements of this rank's flat shard, with FSDP2's padding."""
+        return sum(p.padded_sharded_param_size.numel() for p in self._trained)
+
+    def costs(self) -> tuple[float, float]:
+        """Return the bytes that this rank sends in a backward pass, and those of torch's own."""
+        n, elements, codec = self._comm.nranks(), self._elements, self._codec
+        (own,) = self.dtypes or {torch.float32}
+        messages, chunk = n - 1, elements
+        if self._replicas:
+            messages, chunk = 2 * (n - 1), -(-elements // n)
+        dtype = torch.float32 if self.is_local or not self._replicas else own
+        sent = chunk * own.itemsize if codec is None else codec.payload_bytes(chunk, dtype)
+        plain = elements / (n if self._replicas else 1) * own.itemsize
+        return messages * sent, messages * plain
+
+    def _memory_for(self, numel: int | None = None) -> ErrorMemory | None:
+        """Return the error memory; a new one if other parameters than before need gradients.
+
+        Args:
+            numel: the number of elements of what is to be reduced; None: not known.
+        """
+        if not self.is_local:
+            return None
+        n, filled = (
+            self._comm.nranks(),
+            self._elements * (1 if self._replicas else self._comm.nranks()),
+        )
+        if numel not in (None, filled):
+            raise ValueError(
+                f"{self.name!r} has {numel} elements of gradients, and its error memory {filled};"
+                " leave set_reduce_scatter_unused_params(True) as it is"
+            )
+        if self._memory is None or self._memory.filled != filled:
+            self._memory = ErrorMemory(filled, -(-filled // n) * n, n, self.device)
+        return self._memory
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the error memories, of zeros before the first pass."""
+        memory = self._memory_for()
+        if memory is None:
+            return {}
+        kept = {"worker": memory.worker}
+        return {**kept, "server": memory.server} if self._replicas else kept
+
+    def loading(self, state: Any, drop_local: bool) -> Callable[[], None]:
+        """Return what loads ``state``.
+
+        Raises:
+            ValueError: it is not one of this unit.
+        """
+        if not drop_local:
+            check_tensors(f"error memories of {self.name!r}", state, self.state())
+
+        def load() -> None:
+            memory = self._memory_for()
+            if memory is not None and drop_local:
+                memory.restore(None)
+            elif memory is not None:
+                server = state.get("server", memory.server)
+                memory.restore((state["worker"].clone(), server.clone()))
+
+        return load
+
+
+def _find_units(model: nn.Module) -> list[Any]:
+    """Return the units of a model, each once.
+
+    Raises:
+        TypeError: there is none, or one of FSDP1.
+        ValueError: they are of different kinds.
+    """
+    found: dict[int, _Replicated | _Shards] = {}
+    for path, module in model.named_modules():
+        # as without torch.compile, so that states can be loaded with or without it
+        name = ".".join(part for part in path.split(".") if part != "_orig_mod") or "(root)"
+        if isinstance(module, FullyShardedDataParallel):
+            raise TypeError(
+                f"{name!r} is sharded by FullyShardedDataParallel (FSDP1), which has no place for"
+                " other communication; use torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
+        if isinstance(module, DistributedDataParallel):
+            found[id(module)] = _Replicated(name, module)
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            # older versions have one group
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            if groups[0] is not None and id(groups[0]) not in found:
+                found[id(groups[0])] = _Shards(name, module, groups)
+    kinds = [type(unit) for unit in found.values()]
+    if not kinds:
+        raise TypeError(
+            f"model, a {type(model).__name__}, must contain a DistributedDataParallel, or modules"
+            " with parameters that fully_shard (FSDP2) was called for; a plain module has"
+            " with_bagua()"
+        )
+    if len(kinds) > 1 and _Replicated in kinds:
+        raise ValueError(
+            "model must contain one DistributedDataParallel, or only modules that fully_shard was"
+            " called for; call install() for each of its parts"
+        )
+    return [*found.values()]
+
+
+def _check_codec(algorithm: Any, units: Sequence[Any], backend: str | KernelBackend | None) -> None:
+    """Raise TypeError for float64 with a codec; warn of a codec that needs an error memory."""
+    compression = getattr(algorithm, "compression", None)
+    if compression is None:
+        return
+    for unit in units:
+        for dtype in unit.dtypes - {*COMPRESSIBLE}:
+            raise TypeError(
+                f"compression={compression!r} takes float16, bfloat16 or float32, and gradients of"
+                f" {unit.name!r} are {dtype}"
+            )
+    codec = get_codec(compression, get_backend(backend, units[0].device))
+    if codec.biased and not algorithm.error_feedback:
+        warnings.warn(
+            f"compression={compression!r} without error_feedback loses what it rounds, and training"
+            " may not converge",
+            stacklevel=3,
+        )
+
+
+def _compared(
+    group: Group, label: str, settings: Mapping[str, str], error: Exception | None
+) -> Exception | None:
+    """Return ``error``, or one about a rank of ``group`` that has another or other ``settings``.
+    Collective.
+    """
+    mine = {**settings, "error": "none" if error is None else f"{type(error).__name__}: {error}"}
+    comm = group.get_global_communicator()
+    checksums = comm.exchange_ints([zlib.crc32(repr(mine).encode())])()
+    if all(theirs == checksums[0] for theirs in checksums):
+        return error
+    everyone = [comm.broadcast_object(mine, rank) for rank in range(comm.nranks())]
+    differences = []
+    for key in dict.fromkeys(itertools.chain(*everyone)):
+        values = [theirs.get(key, "not given") for theirs in everyone]
+        distinct = tuple(dict.fromkeys(values))
+        places = [[distinct.index(value)] for value in values]
+        fact = Fact(f"{{has}} {key}: {{value}}", 0, distinct)
+        differences.append(describe_differences([fact], places, group.ranks))
+    return error or CommunicationError(
+        f"the ranks that call install() for {label} disagree:"
+        f" {'; '.join(filter(None, differences))}. Nothing has been changed; call it alike on all"
+        " ranks"
+    )

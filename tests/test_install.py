@@ -1,0 +1,314 @@
+"""Tests of `bagua_ref.install` on DDP, FSDP2 and HSDP, against the steps of S16 and plain torch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.install_programs import (
+    POLICIES,
+    ReplicaSteps,
+    Steps,
+    assert_same,
+    batch,
+    network,
+    sharded,
+    simulate,
+    train,
+    units,
+)
+from tests.launch import launch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import bagua_ref
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CODED = [
+    *itertools.product(("MinMaxUInt8", "MXFP8"), (False, True)),
+    ("OneBit", True),
+]
+
+
+def options_of(codec: str | None, feedback: bool) -> tuple[str, dict[str, Any]]:
+    if codec is None:
+        return "gradient_allreduce", {}
+    return "bytegrad", {"compression": codec, "error_feedback": feedback}
+
+
+def shards_equal_the_steps(policies: list[str]) -> None:
+    for policy, (codec, feedback) in itertools.product(policies, [(None, False), *CODED]):
+        plain, ours = sharded(policy=policy), sharded(policy=policy)
+        for unit in units(plain):
+            unit.set_custom_reduce_scatter(Steps(codec, feedback))
+            unit.set_reduce_scatter_unused_params(feedback)
+        name, options = options_of(codec, feedback)
+        bagua_ref.install(ours, name, **options)
+        assert_same(train(ours), train(plain), f"{policy}, {codec}, {feedback}")
+
+
+@pytest.mark.slow
+def test_S16_2_shards_equal_the_steps_on_the_same_rows() -> None:
+    simulate(3, shards_equal_the_steps, ["float32", "float16"])
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("n", [2, 4])
+def test_S16_2_shards_equal_the_steps_over_gloo(n: int) -> None:
+    launch(shards_equal_the_steps, n, list(POLICIES))
+
+
+def uncompressed_is_plain(policies: list[str], clip: float | None) -> None:
+    for policy in policies:
+        plain, ours = sharded(policy=policy), sharded(policy=policy)
+        bagua_ref.install(ours, "gradient_allreduce")
+        assert_same(train(ours, clip=clip), train(plain, clip=clip), policy)
+
+
+@pytest.mark.slow
+def test_uncompressed_has_the_bits_of_plain_fsdp2() -> None:
+    launch(uncompressed_is_plain, 2, list(POLICIES), 0.1)
+
+
+def mesh_of_four() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def replicas_equal_the_steps(policies: list[str]) -> None:
+    mesh = mesh_of_four()
+    for policy, (codec, feedback) in itertools.product(policies, [(None, False), *CODED]):
+        plain, ours = sharded(mesh["shard"], policy), sharded(mesh["shard"], policy)
+        for unit in units(plain):
+            unit.set_all_reduce_hook(ReplicaSteps(codec, feedback, mesh["replicate"].get_group()))
+            unit.set_reduce_scatter_unused_params(feedback)
+        name, options = options_of(codec, feedback)
+        bagua_ref.install(ours, name, mesh["replicate"], **options)
+        found = train(ours)
+        assert_same(found, train(plain), f"{policy}, {codec}, {feedback}")
+        for x in found:
+            both = [torch.empty_like(x) for _ in range(2)]
+            dist.all_gather(both, x, group=mesh["replicate"].get_group())
+            assert torch.equal(*both)
+
+
+@pytest.mark.slow
+def test_S16_4_replicas_equal_the_steps_on_the_same_shards() -> None:
+    simulate(4, replicas_equal_the_steps, ["float32", "bfloat16"])
+
+
+@pytest.mark.proof
+def test_S16_4_replicas_equal_the_steps_over_gloo() -> None:
+    launch(replicas_equal_the_steps, 4, list(POLICIES))
+
+
+def uncompressed_is_hsdp() -> None:
+    mesh = mesh_of_four()
+    plain, ours = sharded(mesh), sharded(mesh["shard"])
+    bagua_ref.install(ours, "gradient_allreduce", mesh["replicate"].get_group())
+    assert_same(train(ours, clip=0.1), train(plain, clip=0.1))
+
+
+@pytest.mark.slow
+def test_uncompressed_has_the_bits_of_plain_hsdp() -> None:
+    launch(uncompressed_is_hsdp, 4)
+
+
+def ddp_is_hooked() -> None:
+    for name, options in {
+        "gradient_allreduce": {},
+        "bytegrad": {"hierarchical": False, "error_feedback": True},
+        "powersgd": {"warmup_steps": 1},
+        "topk": {"ratio": 0.1},
+    }.items():
+        hooked, ours = (DistributedDataParallel(network()) for _ in range(2))
+        hooked.register_comm_hook(*bagua_ref.ddp_comm_hook(name, **options))
+        installation = bagua_ref.install(ours, name, **options)
+        assert_same(train(ours), train(hooked), name)
+        assert installation.reductions == 3
+        installation.remove()
+        plain = DistributedDataParallel(ours.module)
+        found = [p.grad.clone() for p in train_once(ours)]
+        assert_same(found, [p.grad for p in train_once(plain)], f"{name}, removed")
+        assert installation.reductions == 3
+        again = bagua_ref.install(ours, name, **options)
+        train_once(ours)
+        assert again.reductions == 1
+
+
+def train_once(module: nn.Module) -> list[nn.Parameter]:
+    module.zero_grad()
+    module(batch(0)).square().mean().backward()
+    return [*module.parameters()]
+
+
+@pytest.mark.slow
+def test_S16_1_ddp_averages_as_by_the_hook() -> None:
+    launch(ddp_is_hooked, 2)
+
+
+def error_of(call: Any) -> BaseException:
+    with pytest.raises(Exception) as caught:
+        call()
+    return caught.value
+
+
+def refusals() -> list[tuple[str, str]]:
+    """Return kind and message of what S16.5 refuses; nothing was set, as plain training shows."""
+    mesh, found = mesh_of_four(), []
+    plain = train(sharded(mesh["shard"]))
+
+    def refuse(module: Any, name: str = "bytegrad", *args: Any, **options: Any) -> None:
+        error = error_of(lambda: bagua_ref.install(module, name, *args, **options))
+        found.append((type(error).__name__, str(error)))
+
+    def refuse_shards(name: str = "bytegrad", *args: Any, **options: Any) -> None:
+        refuse(module := sharded(mesh["shard"]), name, *args, **options)
+        assert_same(train(module), plain)
+
+    refuse(network())
+    refuse(sharded(mesh))
+    refuse_shards("bytegrad", hierarchical=True)
+    refuse_shards("gradient_allreduce", mesh["replicate"], average=False)
+    refuse_shards("powersgd")
+    refuse_shards("bytegrd")
+    refuse_shards("bytegrad", compression="MinMaxUInt9")
+    refuse_shards("bytegrad", levels=4)
+    refuse_shards("bytegrad", mesh["shard"])
+    refuse_shards("bytegrad", mesh)
+    refuse(fully_shard(network().double()))
+    mixed = network()
+    mixed[0].weight.data = mixed[0].weight.data.bfloat16()
+    refuse(fully_shard(mixed))
+    other = parallelize_module(network(), mesh["shard"], {"0": ColwiseParallel()})
+    refuse(fully_shard(other, mesh=mesh["replicate"]))
+    own = sharded()
+    own.set_custom_reduce_scatter(Steps(None, False))
+    refuse(own)
+    ddp = DistributedDataParallel(network())
+    refuse(ddp, "bytegrad", mesh["shard"])
+    refuse(ddp, "local_sgd", period=2)
+    ddp.register_comm_hook(*bagua_ref.ddp_comm_hook("gradient_allreduce"))
+    refuse(ddp)
+    refuse(nn.ModuleList([DistributedDataParallel(network()), sharded()]))
+    refuse(DistributedDataParallel(network().double()))
+    return found
+
+
+@pytest.mark.slow
+def test_S16_5_refuses_by_name_before_anything_is_set() -> None:
+    everyone = simulate(4, refusals)
+    expected = [
+        (
+            "TypeError",
+            "must contain a DistributedDataParallel, or modules with parameters that ful",
+        ),
+        (
+            "ValueError",
+            "'(root)' is sharded over a mesh of 2 dimensions; for HSDP, call fully_shard(",
+        ),
+        ("ValueError", "hierarchical=True is for DistributedDataParallel; leave it out"),
+        ("ValueError", "average=False is for DistributedDataParallel; leave it out"),
+        ("ValueError", "name='powersgd' cannot reduce shards; for FSDP2 and HSDP, there are 'grad"),
+        ("ValueError", "name='bytegrd' cannot reduce shards"),
+        ("ValueError", "compression='MinMaxUInt9' is not a known codec"),
+        ("TypeError", "levels"),
+        ("ValueError", "which process_group has, too, though their shards differ; for HSDP, call"),
+        ("ValueError", "has 2 dimensions; pass the one along which ranks hold the same weights"),
+        ("TypeError", "takes float16, bfloat16 or float32, and gradients of '(root)' are torch.f"),
+        ("ValueError", "with parameters of torch.bfloat16 and torch.float32; call fully_shard for"),
+        ("ValueError", "after its parameters had become DTensors, as tensor parallelism makes the"),
+        ("RuntimeError", "has a reduce-scatter or an all-reduce hook of its own, which install()"),
+        ("ValueError", "and DistributedDataParallel [0, 1, 2, 3]; leave it out"),
+        ("ValueError", "name='local_sgd' is no communication hook; there are 'gradient_allreduce'"),
+        ("RuntimeError", "model has a communication hook already, and torch takes only one"),
+        (
+            "ValueError",
+            "must contain one DistributedDataParallel, or only modules that fully_shard",
+        ),
+        ("TypeError", "takes float16, bfloat16 or float32, and gradients of '(root)' are torch.f"),
+    ]
+    for found in everyone:
+        for (kind, message), (wanted, part) in zip(found, expected, strict=True):
+            assert kind == wanted, message
+            assert part in message
+
+
+def without(method: str) -> list[str]:
+    """Return messages of a torch that lacks a method of FSDP2."""
+    feedback = method == "set_reduce_scatter_unused_params"
+    group = dist.new_group([dist.get_rank()]) if method == "set_all_reduce_hook" else None
+    saved = getattr(FSDPModule, method)
+    delattr(FSDPModule, method)
+    try:
+        module = sharded()
+        error = error_of(
+            lambda: bagua_ref.install(module, "bytegrad", group, error_feedback=feedback)
+        )
+        return [type(error).__name__, str(error)]
+    finally:
+        setattr(FSDPModule, method, saved)
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["set_custom_reduce_scatter", "set_all_reduce_hook", "set_reduce_scatter_unused_params"],
+)
+def test_a_torch_without_a_method_is_refused_by_its_name(method: str) -> None:
+    ((kind, message),) = simulate(1, without, method)
+    assert kind == "RuntimeError"
+    assert f"FSDPModule.{method}, which torch" in message
+
+
+def disagreements() -> list[tuple[str, str]]:
+    rank, mesh, found = dist.get_rank(), mesh_of_four(), []
+
+    def refuse(module: Any, name: str, *args: Any, **options: Any) -> None:
+        error = error_of(lambda: bagua_ref.install(module, name, *args, **options))
+        found.append((type(error).__name__, str(error)))
+
+    refuse(sharded(), "bytegrad", compression="MXFP8" if rank == 1 else "MinMaxUInt8")
+    refuse(sharded(), "gradient_allreduce" if rank == 3 else "bytegrad")
+    refuse(sharded(), "bytegrad", **({"levels": 3} if rank == 2 else {}))
+    # the other replica has the same options in its own half, and all hear of it
+    refuse(sharded(mesh["shard"]), "bytegrad", mesh["replicate"], error_feedback=rank < 2)
+    refuse(sharded(mesh["shard"]), "bytegrd" if rank == 0 else "bytegrad", mesh["replicate"])
+    network_of = nn.Linear(3, 5 if rank == 1 else 4)
+    refuse(fully_shard(network_of), "bytegrad")
+    refuse(DistributedDataParallel(network()), "powersgd", warmup_steps=rank)
+    refuse(DistributedDataParallel(network()), "bytegrad", **({"bits": 3} if rank == 2 else {}))
+    twice = sharded()
+    bagua_ref.install(twice, "bytegrad")
+    refuse(twice, "bytegrad")
+    refuse(twice[0], "bytegrad")
+    return found
+
+
+@pytest.mark.slow
+def test_S16_5_ranks_that_differ_all_get_an_error() -> None:
+    everyone = simulate(4, disagreements)
+    expected = [
+        "rank 1 has compression: 'MXFP8', ranks 0, 2, 3 have compression: 'MinMaxUInt8'",
+        "rank 3 has name: 'gradient_allreduce', ranks 0, 1, 2 have name: 'bytegrad'",
+        "rank 2 has levels: 3, ranks 0, 1, 3 have levels: not given",
+        " error_feedback: ",
+        "rank 0 has name: 'bytegrd', rank",
+        "rank 1 has (root): ",
+        " warmup_steps: ",
+        "rank 2 has bits: 3, ranks 0, 1, 3 have bits: not given",
+        "install() was called for this model before; call remove()",
+        "install() was called for this model before; call remove()",
+    ]
+    for rank, found in enumerate(everyone):
+        for place, ((kind, message), part) in enumerate(zip(found, expected, strict=True)):
+            if (rank, place) in ((2, 2), (0, 4), (2, 7)):  # its own mistake is what it hears of
+                assert kind in ("TypeError", "ValueError"), message
+            else:
+                assert kind in ("CommunicationError", "RuntimeError")
+                assert part in message
