@@ -94,8 +94,7 @@ class Program:
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         call = header["call"]
         if call == "hello":
-            codecs = ["MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8", "OneBit"]
-            has = {"kernels": KERNELS, "codecs": codecs, "collectives": True}
+            has = {"kernels": KERNELS, "codecs": [*BACKEND.codecs], "collectives": True}
             return {"protocol": 2, "name": "everything", **has}, {}
         if FAULT == "errors" and call != "world":
             return {"error": "no cheese"}, {}

@@ -30,7 +30,9 @@ NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 """The parameters of `network`."""
 NAN = float("nan")
 MODES = r"must be 'all', 'shift_one', .*'exponential' or a function \(t, n\) -> graph"
-UNKNOWN = "compression='MXFP9' is not a known codec; it must be one of .*'MXFP4', 'MXFP8', 'MXINT8'"
+UNKNOWN = (
+    "compression='MXFP9' is not a known codec; it must be one of .*'MXFP4', 'MXFP4-CEIL', .*'NVFP4'"
+)
 ADAM = QAdamOptimizer([torch.nn.Parameter(torch.ones(1))])
 
 BAD: dict[type[Algorithm], list[tuple[dict[str, Any], type[Exception], str]]] = {

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 import warnings
+from fractions import Fraction
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.trainings import by_name, network, on_every_rank, simulate, train, we
 import bagua_ref
 import bagua_ref.backends as registry
 from bagua_ref.backends import Codec, get_codec, list_codecs, register_codec
+from bagua_ref.backends.codec import MXFP4, MXFP8
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.conformance import EXACT, assert_equal
@@ -72,6 +74,180 @@ def test_S12_1_pinned_payloads(name, values, payload):
     assert codecs_scalar.compress_chunk(name, torch.tensor(values).tolist(), "float32") == wanted
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "payload"),
+    [
+        # the largest number times a power of two is exact, what is just above gets the next power
+        ("MXFP8-RCEIL", [1.75], [119, 0x7E]),
+        ("MXFP8-RCEIL", [1.75 + 2**-23], [120, 0x76]),
+        ("MXFP4-RCEIL", [1.5, 1.5 + 2**-23], [126, 0x55]),
+        ("MXFP4-RCEIL", [6.0, -6.0, 0.25], [127, 0xF7, 0x00]),
+        # 1.9375 is halfway to 2, and as large as 2; what is just below saturates
+        ("MXFP8-EVEN", [1.9375], [120, 0x78]),
+        ("MXFP8-EVEN", [1.9375 - 2**-23], [119, 0x7E]),
+        ("MXFP4-EVEN", [7.0, 3.5], [128, 0x46]),
+        ("MXFP4-EVEN", [7 - 2**-21], [127, 0x07]),
+        ("MXFP8-CEIL", [1.0], [119, 0x78]),
+        ("MXFP8-CEIL", [1 + 2**-23], [120, 0x70]),
+        ("MXFP4-CEIL", [-4.0, 5.0], [128, 0x4C]),
+        ("MXFP4-CEIL", [2.0**127 * 1.5], [253, 0x05]),
+        # the one number at which dividing in float32 first is wrong
+        ("MXFP8-RCEIL", [448 * 2.0**-127 + 2.0**-142], [1, 0x76]),
+        ("MXFP4-RCEIL", [6 * 2.0**-127 + 2.0**-148], [1, 0x05]),
+        ("MXFP8-RCEIL", [0.0, -1e-45], [0, 0, 0x80]),
+        ("MXFP8-CEIL", [1.0, math.nan], [255, 0, 0]),
+    ],
+)
+def test_S12_6_pinned_payloads(name, values, payload):
+    test_S12_1_pinned_payloads(name, values, payload)
+
+
+ELEMENTS = {  # emax, the largest number, bits of mantissa
+    "E4M3": (8, Fraction(448), 3),
+    "E2M1": (2, Fraction(6), 1),
+    "E5M2": (15, Fraction(57344), 2),
+    "E2M3": (2, Fraction(15, 2), 3),
+    "E3M2": (4, Fraction(28), 2),
+}
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("rule", ["RCEIL", "EVEN", "CEIL"])
+def test_S12_6_one_addition_is_the_rule_in_rational_numbers(element, rule):
+    emax, largest, width = ELEMENTS[element]
+    fraction = int(largest / 2**emax * 2**23) - 2**23
+    number = {
+        "RCEIL": 2**23 - 1 - fraction,
+        "EVEN": 2 ** (22 - width),
+        "CEIL": 2**23 - 1,
+    }[rule]
+    edges = {1, 2**22, fraction, 2**23 - 2 ** (22 - width)}
+    mantissas = sorted({(m + step) % 2**23 for m in edges for step in (-2, -1, 0, 1, 2)})
+    bits = np.array([e << 23 | m for e in range(255) for m in mantissas], np.int32)
+    codecs = {"E4M3": MXFP8, "E2M1": MXFP4}
+    found = np.maximum((bits + np.int32(number) >> 23) - emax, 0)
+    if element in codecs:  # the first bytes of their payloads are the scales
+        assert codecs[element].rules[rule] == number
+        each = get_codec(f"{codecs[element].name}-{rule}", "reference")
+        payload = each.compress(torch.from_numpy(bits).view(torch.float32), len(bits))
+        assert payload.view(len(bits), -1)[:, 0].tolist() == found.tolist()
+    for x, byte in zip(bits.view(np.float32).tolist(), found.tolist(), strict=True):
+        top, scale = Fraction(x), Fraction(2) ** (byte - 127)
+        if rule == "EVEN" and top:
+            floor = math.frexp(x)[1] - 1
+            place = Fraction(2) ** (floor - width)
+            rounded = (top / place + Fraction(1, 2)).__floor__() * place
+            exact = Fraction(2) ** (floor - emax) * (
+                2 if rounded >= 2 * Fraction(2) ** floor else 1
+            )
+            assert scale == max(exact, Fraction(2) ** -127)
+            if element in codecs:
+                assert top - largest * scale < top * (
+                    Fraction(3, 31) if width == 3 else Fraction(1, 7)
+                )
+        else:  # the smallest power of two for which this holds
+            limit = largest if rule == "RCEIL" else 2**emax
+            assert top <= limit * scale
+            assert byte == 0 or top > limit * scale / 2
+
+
+def test_S12_6_the_other_rules_decode_alike():
+    payload = torch.randint(0, 256, (5 * 96,), dtype=torch.uint8)
+    for base in (MXFP8, MXFP4):
+        size = 64 if base is MXFP8 else 128
+        wanted = torch.empty(5 * size)
+        codec(base.name).decompress(payload, 5, wanted)
+        for rule in base.rules:
+            out = torch.empty(5 * size)
+            codec(f"{base.name}-{rule}").decompress(payload, 5, out)
+            assert_equal(out, wanted, EXACT)
+
+
+def nvfp4(t: float, scales: list[int], elements: list[int]) -> bytes:
+    data = np.float32(t).tobytes().ljust(32, b"\0") + bytes([*scales, *elements])
+    return data.ljust(32 + -(-(len(data) - 32) // 32) * 32, b"\0")
+
+
+@pytest.mark.parametrize(
+    ("values", "payload"),
+    [
+        ([], b""),
+        ([0.0, -0.0], nvfp4(1, [0], [0x80])),  # S is 1, and u the largest number
+        ([2688.0], nvfp4(1, [0x7E], [7])),  # 448 and 6
+        ([-2688.0, 224.0, 672.0], nvfp4(1, [0x7E], [0x1F, 3])),  # 0.5 and 1.5 times 448
+        # in a block of 6 and a scale of 1; the tie between 0 and 0.5
+        ([2688.0, *[0.0] * 15, 6.0, 0.25, -5.0], nvfp4(1, [0x7E, 0x38], [7, *[0] * 7, 7, 0x0E])),
+        # scales of 2^-9, the smallest, and of 0, with which all saturate or are 0
+        (
+            [2688.0, *[0.0] * 15, 6 * 2.0**-9, *[0.0] * 15, 2.0**-9, -(2.0**-9)],
+            nvfp4(1, [0x7E, 1, 0], [7, *[0] * 7, 7, *[0] * 7, 0xF7]),
+        ),
+        # S is the largest number, not infinite, 1/S a subnormal
+        ([2.0**-149], nvfp4(1 / np.finfo(np.float32).max, [0], [0])),
+        ([2.0**-120], nvfp4(1 / np.finfo(np.float32).max, [0x63], [7])),
+        ([1.0, math.inf], np.uint32(0x7FC00000).tobytes().ljust(64, b"\0")),
+        ([math.nan] + [0.0] * 100, np.uint32(0x7FC00000).tobytes().ljust(96, b"\0")),
+    ],
+)
+def test_S12_7_pinned_payloads(values, payload):
+    x = torch.tensor(values)
+    assert bytes(codec("NVFP4").compress(x, 1).tolist()) == payload
+    assert codecs_scalar.compress_chunk("NVFP4", x.tolist(), "float32") == payload
+
+
+def test_S12_7_in_rational_numbers():
+    """Each operation of the clause, exact and then rounded to float32, on random chunks and blocks
+    of any magnitude.
+    """
+    generator, limit = np.random.default_rng(7), Fraction(float(np.finfo(np.float32).max))
+    e4m3, e2m1 = (list(map(Fraction, codecs_scalar.FORMATS[f].numbers)) for f in ("MXFP8", "NVFP4"))
+
+    def rounded(x: Fraction) -> Fraction:
+        """Return the nearest float32, ties to even, not beyond the largest."""
+        if x >= limit:
+            return limit
+        place = Fraction(2) ** max(-149, math.floor(math.log2(x)) - 23 if x else -149)
+        while x >= place * 2**24:  # log2 may be one too small
+            place *= 2
+        return round(x / place) * place
+
+    def nearest(numbers: list[Fraction], x: Fraction) -> Fraction:
+        return min(numbers, key=lambda n: (abs(n - x), numbers.index(n) % 2))
+
+    for power in (-140, -120, -60, 0, 3, 60, 127):
+        sizes = 2.0 ** np.array([[0], [-3], [-11], [-22]])
+        x = (generator.uniform(-1, 1, (4, 16)) * sizes).astype(np.float32)
+        x = torch.from_numpy(x * np.float32(2.0**power)).view(-1)
+        exact = [Fraction(v) for v in x.tolist()]
+        largest = max(map(abs, exact))
+        whole = rounded(2688 / largest)
+        t = rounded(1 / whole)
+        payload, signs = codec("NVFP4").compress(x, 1), x.signbit().view(4, 16).tolist()
+        restored = round_trip("NVFP4", x).view(4, 16).tolist()
+        assert payload[:4].view(torch.float32).item() == float(t)
+        sixth = rounded(whole * Fraction(float(np.float32(1 / 6))))
+        for block in range(4):
+            part = exact[16 * block : 16 * block + 16]
+            s = nearest(e4m3, rounded(max(map(abs, part)) * sixth))
+            assert e4m3[int(payload[32 + block])] == s
+            product = rounded(s * t)
+            u = rounded(1 / product) if product else limit
+            codes = payload[36 + 8 * block : 44 + 8 * block]
+            found = torch.stack([codes & 15, codes >> 4], 1).view(-1).tolist()
+            for v, code, sign, back in zip(part, found, signs[block], restored[block], strict=True):
+                element = nearest(e2m1, rounded(abs(v) * u))
+                assert (e2m1[code & 7], code >> 3) == (element, sign)
+                assert abs(back) == float(rounded(element * s * t))
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_S12_7_a_scale_belongs_to_a_chunk(chunks):
+    x = torch.randn(chunks, 50) * 10.0 ** torch.arange(chunks).view(-1, 1)
+    whole = codec("NVFP4").compress(x.view(-1), chunks).view(chunks, -1)
+    for row, payload in zip(x, whole, strict=True):
+        assert payload.tolist() == codec("NVFP4").compress(row.clone(), 1).tolist()
+
+
 def test_S12_2_pinned_payload():
     found = codec("OneBit").compress(
         torch.tensor([3.0, -4.0, -0.0, 0.0, -5.0, 0.0, 0.0, 0.0, -0.0]), 1
@@ -86,6 +262,9 @@ def test_S12_2_pinned_payload():
         ("MXFP8", (1, 32, 33), [32, 64, 64]),
         ("MXFP4", (1, 32, 33), [32, 32, 32]),
         ("MXINT8", (1, 32, 33), [32, 64, 64]),
+        ("MXFP8-RCEIL", (0, 1, 32, 33), [0, 32, 64, 64]),
+        ("MXFP4-EVEN", (0, 1, 32, 33), [0, 32, 32, 32]),
+        ("NVFP4", (0, 1, 16, 56, 57, 113), [0, 64, 64, 64, 96, 128]),
         ("OneBit", (1, 256, 257), [64, 64, 96]),
         ("MinMaxUInt8", (0, 1, 32, 33), [32, 64, 64, 96]),
     ],
@@ -259,7 +438,9 @@ def test_S12_3_bounds_are_attained():
         errors = (round_trip(name, x).double() - x.double()).abs()
         assert errors[-1].item() == pytest.approx(error, rel=1e-5)
         for value, got in zip(x.tolist(), errors.tolist(), strict=True):
-            assert got <= codecs_scalar.error_bound(name, value, x.tolist(), 0.0, "float32")
+            assert got <= codecs_scalar.error_bound(
+                name, value, x.tolist(), 0.0, "float32", x.tolist()
+            )
 
 
 # Operations and algorithms
@@ -384,7 +565,7 @@ def test_only_an_unknown_codec_makes_other_packages_be_asked(monkeypatch):
     assert asked == []
     with pytest.raises(
         ValueError,
-        match="compression='MXFP9' is not a known codec; it must be one of 'MXFP4', 'MXFP8'",
+        match="compression='MXFP9' is not a known codec; it must be one of 'MXFP4', 'MXFP4-CEIL'",
     ):
         check_compression("MXFP9")
     assert set(asked) == {"bagua_ref.codecs"}
@@ -439,8 +620,7 @@ def test_get_codec_lists_what_there_is():
     with pytest.raises(
         ValueError,
         match=(
-            "name='zip' is not a known codec; there are 'MXFP4', 'MXFP8', 'MXINT8', 'MinMaxUInt8',"
-            " 'OneBit'"
+            r"name='zip' is not a known codec; there are 'MXFP4', 'MXFP4-CEIL', .*'NVFP4', 'OneBit'"
         ),
     ):
         get_codec("zip")

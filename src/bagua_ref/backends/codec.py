@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,17 +21,18 @@ from bagua_ref.observe.meter import codec_phase, steps_in
 
 __all__ = [
     "ALIGNMENT",
-    "BLOCK_SIZE",
     "COMPRESSIBLE",
     "HEADER_BYTES",
     "MXFP4",
     "MXFP8",
     "MXINT8",
+    "NVFP4",
     "Codec",
     "Kernels",
     "Microscaling",
     "MinMaxUInt8",
     "OneBit",
+    "with_rules",
 ]
 
 COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
@@ -41,10 +42,7 @@ ALIGNMENT = 32
 """The size of each chunk's payload is a multiple of this many bytes (S4.1, S12)."""
 
 HEADER_BYTES = 32
-"""Length of the header of a MinMaxUInt8 or OneBit block, in bytes (S4.1, S12.2)."""
-
-BLOCK_SIZE = 32
-"""Elements that share a scale in the MX formats (S12.1)."""
+"""Length of the header of a MinMaxUInt8, OneBit or NVFP4 block, in bytes (S4.1, S12.2, S12.7)."""
 
 
 class Kernels(Protocol):
@@ -288,19 +286,58 @@ class Microscaling(Codec):
     it has them. A block with a value that is not finite is poisoned: scale byte 255, elements 0; it
     decodes to NaN (S12.3).
 
+    That is the rule FLOOR. MXFP8 and MXFP4 have three more, whose names are appended, as in
+    ``"MXFP8-RCEIL"`` (S12.6). With the bits of the block's ``max |x|``, a float32, the scale byte of
+    every rule is ``max((bits + r) // 2^23 - emax, 0)``, in integers and so exact:
+
+    ====== ============================================== ========= =========
+    rule   what the exponent is                            r, MXFP8  r, MXFP4
+    ====== ============================================== ========= =========
+    FLOOR  ``floor(log2(max)) - emax``                             0         0
+    RCEIL  ``ceil(log2(max / largest))``                    0x1FFFFF  0x3FFFFF
+    EVEN   FLOOR's, of max rounded half up to the            0x80000  0x200000
+           element's mantissa
+    CEIL   ``ceil(log2(max)) - emax``                       0x7FFFFF  0x7FFFFF
+    ====== ============================================== ========= =========
+
+    With RCEIL and CEIL no element saturates.
+
     Attributes:
         emax: exponent of the element format's largest power of two.
         bits: of an element.
+        block: elements that share a scale.
+        header: bytes before the scales.
+        rules: the other rules, and what each adds to the bits of ``max |x|``.
+        rounding: what this codec adds.
     """
 
     emax: int
     bits: int
+    block: ClassVar[int] = 32
+    header: ClassVar[int] = 0
+    rules: ClassVar[dict[str, int]] = {}
+    rounding: ClassVar[int] = 0
 
     def payload_bytes(self, c: int, dtype: torch.dtype) -> int:
-        """Return the bytes of scales and elements, padded to a multiple of 32; 0 for an empty
-        chunk.
+        """Return the bytes of header, scales and elements, the latter two padded to a multiple of
+        32; 0 for an empty chunk.
         """
-        return _padded(-(-c // BLOCK_SIZE) + -(-c * self.bits // 8))
+        return self.header * (c > 0) + _padded(-(-c // self.block) + -(-c * self.bits // 8))
+
+
+AnyMicroscaling = TypeVar("AnyMicroscaling", bound=Microscaling)
+
+
+def with_rules(codec: type[AnyMicroscaling]) -> dict[str, type[AnyMicroscaling]]:
+    """Return a backend's codec and, for each of its other scale rules, a class like it, by name
+    (S12.6).
+    """
+    found = {codec.name: codec}
+    for rule, rounding in codec.rules.items():
+        name = f"{codec.name}-{rule}"
+        attributes: dict[str, Any] = {"name": name, "rounding": rounding, "__doc__": codec.__doc__}
+        found[name] = type(name, (codec,), attributes)
+    return found
 
 
 class MXFP8(Microscaling):
@@ -308,13 +345,14 @@ class MXFP8(Microscaling):
     (S12.1).
 
     ``|x' - x| <= 2^-4 |x|``, or half the smallest subnormal 2^-9 times the scale where that is
-    more; where an element saturates, at most 1/8 of its block's largest (S12.3). Foreign payloads:
-    0x7F and 0xFF decode to NaN.
+    more; where an element saturates, at most 1/8 of its block's largest, with EVEN less than 3/31
+    (S12.3, S12.6). Foreign payloads: 0x7F and 0xFF decode to NaN.
 
     Source: OCP Microscaling Formats (MX) Specification v1.0, 2023.
     """
 
     name, emax, bits = "MXFP8", 8, 8
+    rules: ClassVar = {"RCEIL": 0x1FFFFF, "EVEN": 0x80000, "CEIL": 0x7FFFFF}
 
 
 class MXFP4(Microscaling):
@@ -322,12 +360,14 @@ class MXFP4(Microscaling):
     negatives; emax 2 (S12.1).
 
     ``|x' - x| <= 2^-2 |x|``, or a quarter of the scale where that is more; where an element
-    saturates, at most 1/4 of its block's largest (S12.3). An odd chunk's last high nibble is 0.
+    saturates, at most 1/4 of its block's largest, with EVEN less than 1/7 (S12.3, S12.6). An odd
+    chunk's last high nibble is 0.
 
     Source: OCP Microscaling Formats (MX) Specification v1.0, 2023.
     """
 
     name, emax, bits = "MXFP4", 2, 4
+    rules: ClassVar = {"RCEIL": 0x3FFFFF, "EVEN": 0x200000, "CEIL": 0x7FFFFF}
 
 
 class MXINT8(Microscaling):
@@ -342,6 +382,31 @@ class MXINT8(Microscaling):
     """
 
     name, emax, bits = "MXINT8", 0, 8
+
+
+class NVFP4(Microscaling):
+    """MXFP4's elements in blocks of 16, whose scales are E4M3, with a float32 for the chunk (S12.7).
+
+    The payload of a chunk of c elements::
+
+        byte 0            t, float32, little-endian
+        up to byte 32     zeros
+        byte 32           ceil(c/16) scales s, E4M3
+        directly after    the elements
+        up to the next    zeros
+        multiple of 32
+
+    In float32, each operation rounded, with the chunk's ``A = max |x|``, a block's ``b = max |x|``
+    and F the largest float32: ``S = min(2688/A, F)``, 1 if A is 0; ``t = 1/S``; ``s =
+    E4M3(b*(S*float32(1/6)))``, at most 448, perhaps subnormal or 0; ``u = min(1/(s*t), F)``; an
+    element is ``x*u`` rounded to nearest, ties to even, at most 6. It decodes to
+    ``(element*s)*t``. A chunk with a value that is not finite is poisoned: t = NaN, all others 0;
+    it decodes to NaN. An empty chunk has no bytes.
+
+    Source: NVIDIA Transformer Engine, without its stochastic rounding and rotation.
+    """
+
+    name, emax, bits, block, header = "NVFP4", 2, 4, 16, HEADER_BYTES
 
 
 class OneBit(Codec):

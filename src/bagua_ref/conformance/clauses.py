@@ -82,6 +82,8 @@ CLAUSES = {
     "S12.2": "OneBit",
     "S12.3": "poisoned blocks and bounds of the codecs of S12",
     "S12.4": "a second opinion on MXFP8 and MXFP4",
+    "S12.6": "scale rules of MXFP8 and MXFP4",
+    "S12.7": "NVFP4",
     "S13": "graphs for decentralized averaging",
     "S13.1": "one_peer_exponential",
     "S13.2": "hypercube",

@@ -1,10 +1,9 @@
-"""Codecs in tiled NumPy: MinMaxUInt8 (S4), blocks of 32 elements that share a power of two (S12.1),
-and OneBit (S12.2).
+"""Codecs in tiled NumPy: MinMaxUInt8 (S4), blocks of elements that share a scale (S12.1, S12.6,
+S12.7), and OneBit (S12.2).
 """
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends import codec
-from bagua_ref.backends.codec import BLOCK_SIZE, HEADER_BYTES, Microscaling
+from bagua_ref.backends.codec import HEADER_BYTES, Codec, Microscaling, with_rules
 from bagua_ref.backends.reference.backend import Array, RowCodec, Scratch, reader, tiles, writer
 
 __all__ = [
@@ -22,6 +21,7 @@ __all__ = [
     "MXFP4",
     "MXFP8",
     "MXINT8",
+    "NVFP4",
     "BlockCodec",
     "FloatCodec",
     "MinMaxUInt8",
@@ -136,78 +136,115 @@ def _ends(x: Tensor) -> tuple[Array, Array]:
 
 
 class BlockCodec(RowCodec, Microscaling):
-    """An MX codec in terms of tiles: contiguous matrices with a row for each block of 32
-    elements.
+    """A codec in terms of tiles: contiguous matrices with a row for each block of elements that
+    share a scale.
+
+    Attributes:
+        shift: `restore` returns numbers that are too small by 2^shift.
+        poison: the scale byte of a poisoned block.
     """
 
+    shift: ClassVar[int]
+    poison: ClassVar[int] = _NAN_SCALE
+
     @abstractmethod
-    def quantise(self, tile: Array, magnitude: Array, exponent: Array, buffers: Scratch) -> Array:
-        """Return the elements of a tile as bytes: ``tile / 2^exponent``, rounded and saturated.
+    def quantise(self, tile: Array, magnitude: Array, factor: Array, buffers: Scratch) -> Array:
+        """Return the elements of a tile as bytes: ``tile * factor``, rounded and saturated.
 
         Args:
-            tile: blocks of float32 numbers; unchanged. The elements of a block that is not finite
-                do not matter.
+            tile: blocks of float32 numbers; unchanged. The elements of a block that is poisoned do
+                not matter.
             magnitude: their absolute values; may be changed.
-            exponent: a column of int32, one for each block.
+            factor: a column, one for each block.
             buffers: of which slots 3 and up are free.
         """
 
     @abstractmethod
-    def restore(self, codes: Array, exponent: Array, out: Array, buffers: Scratch) -> None:
-        """out <- the numbers of elements, given as bytes, times ``2^exponent``; arguments as for
+    def restore(self, codes: Array, out: Array, buffers: Scratch) -> None:
+        """out <- the numbers of elements, given as bytes, times ``2^-shift``; arguments as for
         `quantise`.
         """
 
+    def begin(self, x: Tensor, payload: Tensor) -> Array:
+        """Write the headers of payload's rows; return a column for `scales`, a number for each
+        row.
+        """
+        return np.ones((len(x), 1), np.float32)
+
+    def scales(self, largest: Array, chunk: Array) -> tuple[Array, Array]:
+        """Return columns with a block's scale byte, and the factor of its elements, NaN if it is
+        poisoned (S12.1, S12.6).
+
+        Args:
+            largest: the bits of each block's max |x|.
+            chunk: what `begin` has returned for the block's chunk.
+        """
+        # The exponent's field of float32 has E8M0's bias, and is 0 for subnormals and zeros.
+        scale = np.maximum((largest + np.int32(self.rounding) >> _MANTISSA) - self.emax, 0)
+        factor = np.ldexp(np.float32(1), _BIAS - scale)
+        factor[largest >= _INFINITY_BITS] = np.nan  # as integers, NaN is above infinity
+        return scale, factor
+
+    def factors(self, scale: Array, payload: Array) -> list[Array]:
+        """Return the columns by which restored blocks are multiplied, one after another.
+
+        Args:
+            scale: the blocks' scale bytes, as rows of their chunks.
+            payload: of these chunks.
+        """
+        exponent = scale.reshape(-1, 1).astype(np.int32) - _BIAS + self.shift
+        first = np.ldexp(np.float32(1), np.minimum(exponent, 127))
+        first[scale.reshape(-1) == _NAN_SCALE] = np.nan
+        if exponent.max() <= 127:
+            return [first]
+        # 2**exponent is no float32, but the product may be
+        return [first, np.ldexp(np.float32(1), np.maximum(exponent - 127, 0))]
+
     def encode(self, x: Tensor, payload: Tensor, buffers: Scratch) -> Iterator[int]:
         """Write the blocks of x's rows to payload's rows."""
+        if not x.shape[1]:
+            return
         scales, elements = self._parts(payload, x.shape[1])
-        read = reader(x, buffers, 0)
-        for rows, columns, blocks in _block_tiles(*x.shape):
-            tile = _in_blocks(read((rows, columns)), buffers, fill=True)
+        read, of_rows = reader(x, buffers, 0), self.begin(x, payload)
+        for rows, columns, blocks in self._tiles(*x.shape):
+            tile = self._in_blocks(read((rows, columns)), buffers, fill=True)
             magnitude = buffers.like(2, tile)
             np.bitwise_and(tile.view(np.int32), 0x7FFFFFFF, out=magnitude.view(np.int32))
-            # torch finds maxima of short rows several times as fast as NumPy. As integers, NaN is
-            # above infinity.
+            # torch finds maxima of short rows several times as fast as NumPy
             largest = torch.from_numpy(magnitude.view(np.int32)).amax(1, keepdim=True).numpy()
-            poisoned = largest >= _INFINITY_BITS
-            # The exponent's field of float32 has E8M0's bias, and is 0 for subnormals and zeros.
-            scale = np.maximum((largest >> 23) - self.emax, 0)
-            codes = self.quantise(tile, magnitude, scale - _BIAS, buffers)
+            per_row = blocks.stop - blocks.start
+            scale, factor = self.scales(largest, np.repeat(of_rows[rows], per_row, axis=0))
+            codes = self.quantise(tile, magnitude, factor, buffers)
+            poisoned = np.isnan(factor)
             if poisoned.any():
-                scale[poisoned], codes[poisoned[:, 0]] = _NAN_SCALE, 0
-            count = rows.stop - rows.start
-            scales[rows, blocks] = scale.reshape(count, -1)
-            self.store(codes.reshape(count, -1), elements[rows], columns)
-        payload.numpy()[:, scales.shape[1] + elements.shape[1] :] = 0
+                scale[poisoned], codes[poisoned[:, 0]] = self.poison, 0
+            scales[rows, blocks] = scale.reshape(-1, per_row)
+            self.store(codes.reshape(rows.stop - rows.start, -1), elements[rows], columns)
+        payload.numpy()[:, self.header + scales.shape[1] + elements.shape[1] :] = 0
         yield payload.shape[1]  # not before, as all scales come first
 
     def decode(self, payload: Tensor, out: Tensor, buffers: Scratch) -> Iterator[int]:
         """Write the values of payload's rows to out's rows."""
         scales, elements = self._parts(payload, out.shape[1])
         target, write = reader(out, buffers, 0, fill=False), writer(out)
-        largest = torch.finfo(out.dtype).max
-        for rows, columns, blocks in _block_tiles(*out.shape):
-            yield scales.shape[1] + -(-columns.stop * self.bits // 8)
+        largest = np.float32(torch.finfo(out.dtype).max)
+        for rows, columns, blocks in self._tiles(*out.shape):
+            yield self.header + scales.shape[1] + -(-columns.stop * self.bits // 8)
             value = target((rows, columns))
-            tile = _in_blocks(value, buffers, fill=False)
-            scale = scales[rows, blocks].reshape(-1, 1)
-            exponent = scale.astype(np.int32) - _BIAS
+            tile = self._in_blocks(value, buffers, fill=False)
             codes = self.load(elements[rows], columns)
             if codes.size != tile.size:
-                codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % BLOCK_SIZE)))
-            self.restore(codes.reshape(tile.shape), exponent, tile, buffers)
-            if (scale == _NAN_SCALE).any():
-                tile[scale[:, 0] == _NAN_SCALE] = np.nan
-            if exponent.max() + self.emax + 1 >= math.frexp(largest)[1]:
-                np.clip(tile, np.float32(-largest), np.float32(largest), out=tile)
+                codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % self.block)))
+            self.restore(codes.reshape(tile.shape), tile, buffers)
+            bound = np.float32(2.0 ** (self.emax + 1 - self.shift))
+            for factor in self.factors(scales[rows, blocks], payload.numpy()[rows]):
+                scaled(tile, factor, out=tile)
+                bound = bound * np.abs(factor).max()
+            if not bound <= largest:  # or it is NaN
+                np.clip(tile, -largest, largest, out=tile)
             if tile.size != value.size:
                 value[:] = tile.reshape(len(value), -1)[:, : value.shape[1]]
             write((rows, columns), value)
-
-    def _parts(self, payload: Tensor, c: int) -> tuple[Array, Array]:
-        """Return the scales and the elements of a payload's rows."""
-        array, blocks = payload.numpy(), -(-c // BLOCK_SIZE)
-        return array[:, :blocks], array[:, blocks : blocks + -(-c * self.bits // 8)]
 
     def store(self, codes: Array, elements: Array, columns: slice) -> None:
         """Write the codes of some columns, padded to whole blocks with zeros, to the bytes of
@@ -219,38 +256,42 @@ class BlockCodec(RowCodec, Microscaling):
         """Return the codes of some columns from the bytes of elements."""
         return elements[:, columns]
 
+    def _parts(self, payload: Tensor, c: int) -> tuple[Array, Array]:
+        """Return the scales and the elements of a payload's rows."""
+        array, start = payload.numpy(), self.header + -(-c // self.block)
+        return array[:, self.header : start], array[:, start : start + -(-c * self.bits // 8)]
 
-def scaled(x: Array, exponent: Array, out: Array) -> None:
-    """out <- x * 2^exponent, for a column of exponents from -149 to 127."""
-    factor = np.ldexp(np.float32(1), exponent)
+    def _tiles(self, num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Yield rows, columns and blocks of tiles that are small enough even with padded last
+        blocks.
+        """
+        for rows, whole in tiles(num_rows, -(-num_columns // self.block) * self.block):
+            yield (
+                rows,
+                slice(whole.start, min(whole.stop, num_columns)),
+                slice(whole.start // self.block, whole.stop // self.block),
+            )
+
+    def _in_blocks(self, values: Array, buffers: Scratch, *, fill: bool) -> Array:
+        """Return values as rows of a block each, their own memory if each row consists of whole
+        blocks, else a buffer, padded if ``fill``.
+        """
+        count, width = values.shape
+        whole = -(-width // self.block) * self.block
+        if whole == width:
+            return values.reshape(-1, self.block)
+        padded: Array = (
+            buffers.tensor(1, count * whole, torch.float32).numpy().reshape(count, whole)
+        )
+        if fill:
+            padded[:, :width], padded[:, width:] = values, 0
+        return padded.reshape(-1, self.block)
+
+
+def scaled(x: Array, factor: Array, out: Array) -> None:
+    """out <- x * factor, for a column of factors."""
     # torch multiplies a short row with one number twice as fast as NumPy.
     torch.mul(torch.from_numpy(x), torch.from_numpy(factor), out=torch.from_numpy(out))
-
-
-def _block_tiles(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield rows, columns and blocks of tiles that are small enough even with padded last
-    blocks.
-    """
-    for rows, whole in tiles(num_rows, -(-num_columns // BLOCK_SIZE) * BLOCK_SIZE):
-        yield (
-            rows,
-            slice(whole.start, min(whole.stop, num_columns)),
-            slice(whole.start // BLOCK_SIZE, whole.stop // BLOCK_SIZE),
-        )
-
-
-def _in_blocks(values: Array, buffers: Scratch, *, fill: bool) -> Array:
-    """Return values as rows of 32, their own memory if each row consists of whole blocks, else a
-    buffer, padded if ``fill``.
-    """
-    count, width = values.shape
-    whole = -(-width // BLOCK_SIZE) * BLOCK_SIZE
-    if whole == width:
-        return values.reshape(-1, BLOCK_SIZE)
-    padded: Array = buffers.tensor(1, count * whole, torch.float32).numpy().reshape(count, whole)
-    if fill:
-        padded[:, :width], padded[:, width:] = values, 0
-    return padded.reshape(-1, BLOCK_SIZE)
 
 
 _MANTISSA, _EXPONENT_BITS = 23, 0x7F800000  # of float32
@@ -263,25 +304,26 @@ class FloatCodec(BlockCodec):
     Attributes:
         bias: of the element's exponent.
         mantissa: bits of it.
-        largest: the code of the largest finite number.
+        largest: the largest finite number.
     """
 
     bias: ClassVar[int]
     mantissa: ClassVar[int]
-    largest: ClassVar[int]
+    largest: ClassVar[float]
 
-    def quantise(self, tile: Array, magnitude: Array, exponent: Array, buffers: Scratch) -> Array:
+    def quantise(self, tile: Array, magnitude: Array, factor: Array, buffers: Scratch) -> Array:
         """Round by adding an anchor: 1.5 * 2^23 times the element's last place, so that the sum's
         low bits count last places.
 
         A number of q last places with exponent E has the code ``q + 2^mantissa * (E - smallest
         E)``, subnormals included.
         """
-        scaled(magnitude, -exponent, out=magnitude)
+        scaled(magnitude, factor, out=magnitude)
+        # NumPy's minimum and maximum of an array and a number are slow
+        torch.from_numpy(magnitude).clamp_(max=self.largest)
         anchor = buffers.like(3, tile)
         bits = np.bitwise_and(magnitude.view(np.int32), _EXPONENT_BITS, out=anchor.view(np.int32))
         smallest = 1 - self.bias + _BIAS
-        # NumPy's maximum of an array and a number is slow
         torch.from_numpy(bits).clamp_(min=smallest << _MANTISSA)
         shift = _MANTISSA - self.mantissa
         np.add(bits, np.int32(shift << _MANTISSA | 1 << _MANTISSA - 1), out=bits)
@@ -292,16 +334,12 @@ class FloatCodec(BlockCodec):
         np.copyto(code, bits, casting="unsafe")
         exponents_of_the_anchor = (smallest + shift << self.mantissa) + (1 << self.mantissa - 1)
         np.subtract(code, np.uint8(exponents_of_the_anchor % 256), out=code)
-        sign = np.signbit(tile)
-        torch.from_numpy(code).clamp_(max=self.largest).add_(
-            torch.from_numpy(sign), alpha=1 << self.bits - 1
-        )
+        sign = torch.from_numpy(np.signbit(tile))
+        torch.from_numpy(code).add_(sign, alpha=1 << self.bits - 1)
         return code
 
-    def restore(self, codes: Array, exponent: Array, out: Array, buffers: Scratch) -> None:
-        """Shift the codes, whose signs are in the highest bit of their bytes, into float16s, and
-        scale these.
-        """
+    def restore(self, codes: Array, out: Array, buffers: Scratch) -> None:
+        """Shift the codes, whose signs are in the highest bit of their bytes, into float16s."""
         half = buffers.tensor(4, out.size, torch.float16).view(out.shape)
         shifted = half.view(torch.int16).numpy()
         np.copyto(shifted, codes.view(np.int8))  # which extends the sign to the left
@@ -309,10 +347,6 @@ class FloatCodec(BlockCodec):
         np.left_shift(shifted, shift, out=shifted)
         np.bitwise_and(shifted, np.int16(-0x8000 | 0x7F << shift), out=shifted)
         torch.from_numpy(out).copy_(half)
-        exponent = exponent + (_HALF_BIAS - self.bias)
-        scaled(out, np.minimum(exponent, 127), out=out)
-        if exponent.max() > 127:  # 2**exponent is no float32, but the product may be
-            scaled(out, np.maximum(exponent - 127, 0), out=out)
 
 
 _NAN_CODE = 0x7F
@@ -321,20 +355,20 @@ _NAN_CODE = 0x7F
 class MXFP8(FloatCodec, codec.MXFP8):
     """E4M3: bias 7, 3 bits of mantissa, largest 448."""
 
-    bias, mantissa, largest = 7, 3, 0x7E
+    bias, mantissa, largest, shift = 7, 3, 448.0, _HALF_BIAS - 7
 
-    def restore(self, codes: Array, exponent: Array, out: Array, buffers: Scratch) -> None:
+    def restore(self, codes: Array, out: Array, buffers: Scratch) -> None:
         """Restore also the NaN of foreign payloads."""
-        super().restore(codes, exponent, out, buffers)
+        super().restore(codes, out, buffers)
         is_nan = (codes & _NAN_CODE) == _NAN_CODE
         if is_nan.any():
             out[is_nan] = np.nan
 
 
-class MXFP4(FloatCodec, codec.MXFP4):
-    """E2M1: bias 1, 1 bit of mantissa, largest 6; two a byte."""
+class E2M1(FloatCodec):
+    """Elements of bias 1, with 1 bit of mantissa, the largest 6; two a byte."""
 
-    bias, mantissa, largest = 1, 1, 0x7
+    bias, mantissa, largest, shift = 1, 1, 6.0, _HALF_BIAS - 1
 
     def store(self, codes: Array, elements: Array, columns: slice) -> None:
         """Put each second code into the high nibble of the one before it."""
@@ -350,28 +384,73 @@ class MXFP4(FloatCodec, codec.MXFP4):
         return codes
 
 
-_FRACTION = 6  # bits after the binary point
+class MXFP4(E2M1, codec.MXFP4):
+    """E2M1 with powers of two."""
+
+
+class NVFP4(E2M1, codec.NVFP4):
+    """E2M1 with an E4M3 number for each block, and a float32 for the chunk (S12.7)."""
+
+    poison = 0
+
+    def begin(self, x: Tensor, payload: Tensor) -> Array:
+        """Write the headers; return S of each row, NaN if it is poisoned."""
+        low, high = _ends(x)
+        largest = np.maximum(-low, high)
+        scale = np.where(largest == 0, np.float32(1), _limited(np.float32(2688) / largest))
+        scale[~np.isfinite(largest)] = np.nan
+        _write_headers(payload, 1 / scale)
+        return scale
+
+    def scales(self, largest: Array, chunk: Array) -> tuple[Array, Array]:
+        """Round b*(S*float32(1/6)), which is little above 448 if at all, to E4M3; return also u."""
+        quotient = largest.view(np.float32) * (chunk * np.float32(1 / 6))
+        # torch makes NaN of what is beyond 464
+        scale = torch.from_numpy(quotient).clamp(max=448).to(torch.float8_e4m3fn)
+        factor = _limited(1 / (scale.float().numpy() * (1 / chunk)))
+        return scale.view(torch.uint8).numpy(), factor
+
+    def factors(self, scale: Array, payload: Array) -> list[Array]:
+        """Return s, and t for each block."""
+        s = torch.from_numpy(scale.reshape(-1, 1)).view(torch.float8_e4m3fn).float().numpy()
+        t = np.ascontiguousarray(payload[:, :_SCALE_BYTES]).view("<f4")
+        return [s * np.float32(2.0**self.shift), np.repeat(t, scale.shape[1], axis=0)]
+
+
+def _limited(x: Array) -> Array:
+    """Return the minimum of numbers and the largest float32; NaN stays."""
+    limited: Array = np.minimum(x, np.finfo(np.float32).max)
+    return limited
+
+
+def _write_headers(payload: Tensor, values: Array) -> None:
+    """Write a column of float32, with the bits of NaN that S12 prescribes, and zeros to the headers
+    of payload's rows.
+    """
+    array, bits = payload.numpy(), np.where(np.isnan(values), _NAN, values.view(np.uint32))
+    array[:, :HEADER_BYTES] = 0
+    array[:, :_SCALE_BYTES] = bits.astype("<u4").view(np.uint8)
 
 
 class MXINT8(BlockCodec, codec.MXINT8):
     """Integers from -127 to 127, in units of 2^-6."""
 
-    def quantise(self, tile: Array, magnitude: Array, exponent: Array, buffers: Scratch) -> Array:
-        """Round to integers."""
-        level, exponent = magnitude, _FRACTION - exponent
-        scaled(tile, np.minimum(exponent, 127), out=level)
-        if exponent.max() > 127:  # 2**exponent is no float32
-            scaled(level, np.maximum(exponent - 127, 0), out=level)
-        np.rint(level, out=level)
-        codes: Array = (
-            torch.from_numpy(level).clamp_(-127, 127).to(torch.int8).view(torch.uint8).numpy()
-        )
+    shift = -6
+
+    def quantise(self, tile: Array, magnitude: Array, factor: Array, buffers: Scratch) -> Array:
+        """Round by adding 1.5 * 2^17, whose last place is 2^-6: the sum's low bits are the
+        integer.
+        """
+        scaled(tile, factor, out=magnitude)
+        largest = 127 * 2.0**self.shift
+        torch.from_numpy(magnitude).clamp_(-largest, largest)
+        np.add(magnitude, np.float32(1.5 * 2.0 ** (_MANTISSA + self.shift)), out=magnitude)
+        codes: Array = magnitude.view(np.int32).astype(np.uint8)
         return codes
 
-    def restore(self, codes: Array, exponent: Array, out: Array, buffers: Scratch) -> None:
-        """Scale the integers."""
+    def restore(self, codes: Array, out: Array, buffers: Scratch) -> None:
+        """Convert the integers."""
         np.copyto(out, codes.view(np.int8))
-        scaled(out, exponent - _FRACTION, out=out)
 
 
 class OneBit(RowCodec, codec.OneBit):
@@ -392,10 +471,9 @@ class OneBit(RowCodec, codec.OneBit):
         if not c:
             return
         poisoned = ~np.isfinite(squares)  # float64 holds the square of every float32
-        scale = np.sqrt(squares / c).astype(np.float32)
-        array[:, :HEADER_BYTES], array[:, HEADER_BYTES + bits.shape[1] :] = 0, 0
-        header = np.where(poisoned, _NAN, scale.view(np.uint32)).astype("<u4")
-        array[:, :_SCALE_BYTES] = header.view(np.uint8).reshape(count, _SCALE_BYTES)
+        scale = np.where(poisoned, np.nan, np.sqrt(squares / c)).astype(np.float32)
+        _write_headers(payload, scale.reshape(-1, 1))
+        array[:, HEADER_BYTES + bits.shape[1] :] = 0
         bits[poisoned] = 0
         yield payload.shape[1]
 
@@ -421,5 +499,9 @@ class OneBit(RowCodec, codec.OneBit):
             write((rows, columns), value)
 
 
-CODECS = {each.name: each for each in (MinMaxUInt8, MXFP8, MXFP4, MXINT8, OneBit)}
+CODECS: dict[str, type[Codec]] = {
+    **{each.name: each for each in (MinMaxUInt8, MXINT8, NVFP4, OneBit)},
+    **with_rules(MXFP8),
+    **with_rules(MXFP4),
+}
 """The codecs of the reference backend by name."""

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from bagua_ref.conformance.cases.table import COMPRESSIBLE, FLOATS
 from bagua_ref.conformance.cases.tensor_files import dtype_named, name_of
-from bagua_ref.conformance.expected.codecs_scalar import BLOCK, FORMATS, MINMAX, payload_size
+from bagua_ref.conformance.expected.codecs_scalar import (
+    FORMATS,
+    MINMAX,
+    Elements,
+    payload_size,
+    scale_of,
+)
 
 __all__ = [
     "COMPRESSIBLE",
@@ -352,10 +358,15 @@ def near_ties(codec: str, dtype: torch.dtype, seed: int) -> Tensor:
     one step beside them.
 
     Scales reach both ends of the dtype's range. Some blocks are of zeros of both signs, or of
-    numbers below the last tie.
+    numbers below the last tie. The largest numbers are often those at which a scale rule changes,
+    or of which NVFP4's scale is a tie of E4M3; NVFP4's first block has the chunk's largest.
     """
     drawn = random.Random(seed)  # noqa: S311 # reproducible, not secret
-    form, values = FORMATS[codec], []
+    form, scales, values, chunk = FORMATS[codec], FORMATS["MXFP8"], [], 0.0
+
+    def tie(of: Elements, code: int) -> float:
+        return (of.numbers[code] + of.numbers[code + 1]) / 2
+
     for _ in range(drawn.randint(1, 4)):
         top = drawn.choice(
             [
@@ -363,17 +374,21 @@ def near_ties(codec: str, dtype: torch.dtype, seed: int) -> Tensor:
                 _HIGHEST[dtype],
                 drawn.randint(_LOWEST[dtype], _HIGHEST[dtype]),
                 drawn.randint(-3, 3),
+                max(_LOWEST[dtype], form.emax - 127),
             ]
         )
-        largest = 2.0**top * drawn.choice([1, 1.5, 1.75, 2 - 2.0**-7, 2 - 2.0**-8])
-        scale = 2.0 ** max(-127, min(127, top - form.emax))
+        largest = 2.0**top * drawn.choice([1, 1.5, 1.75, 2 - 2.0**-4, 2 - 2.0**-7, 2 - 2.0**-8])
+        if codec == "NVFP4" and chunk:
+            largest = tie(scales, drawn.randrange(126)) * chunk / 448
+        chunk = chunk or largest
+        scale = scale_of(codec, largest, chunk)
         values.append(drawn.choice([-1, 1]) * largest)
-        for _ in range(drawn.choice([0, 1, BLOCK - 1, BLOCK - 1])):
+        for _ in range(drawn.choice([0, 1, form.block - 1, form.block - 1])):
             code = drawn.randrange(drawn.choice([len(form.numbers) - 1, len(form.numbers) - 1, 4]))
-            tie = (form.numbers[code] + form.numbers[code + 1]) / 2 * scale
+            between = tie(form, code) * scale
             values.append(
                 drawn.choice([-1, 1])
-                * drawn.choice([tie, tie, form.numbers[code] * scale, largest, 0.0])
+                * drawn.choice([between, between, form.numbers[code] * scale, largest, 0.0])
             )
     x = (
         torch.tensor(values, dtype=torch.float64)
@@ -424,27 +439,29 @@ def _levels(draw: st.DrawFn, dtype: torch.dtype, size: int) -> bytes:
 
 
 def _scales_and_elements(codec: str, num_chunks: int, size: int, seed: int) -> Tensor:
-    """Return payloads of any bytes; scales and codes are often at the ends of their range, and
-    OneBit's any float32.
+    """Return payloads of any bytes; scales and codes are often at the ends of their range, and the
+    float32 of OneBit and NVFP4 is any.
     """
     generator = torch.Generator().manual_seed(seed)
-    block = payload_size(codec, size)
-    found = torch.randint(0, 256, (num_chunks, block), dtype=torch.uint8, generator=generator)
-    if block and codec == "OneBit":
+    found = torch.randint(
+        0, 256, (num_chunks, payload_size(codec, size)), dtype=torch.uint8, generator=generator
+    )
+    if size and codec in FORMATS:
+        edges = torch.tensor([0, 1, 2, 118, 127, 252, 253, 254, 255], dtype=torch.uint8)
+        start, blocks = FORMATS[codec].header, -(-size // FORMATS[codec].block)
+        picked = edges[torch.randint(0, len(edges), (num_chunks, blocks), generator=generator)]
+        codes = torch.tensor([0, 1, 0x7E, 0x7F, 0x80, 0xFF], dtype=torch.uint8)
+        rare = codes[torch.randint(0, len(codes), found.shape, generator=generator)]
+        found = torch.where(torch.rand(found.shape, generator=generator) < 0.2, rare, found)
+        scales = found[:, start : start + blocks]
+        scales[:] = torch.where(
+            torch.rand(num_chunks, blocks, generator=generator) < 0.5, picked, scales
+        )
+    if size and codec in ("OneBit", "NVFP4"):
         scales = torch.tensor(
             [0.0, -0.0, 1.5, -2.0, float("inf"), float("-inf"), float("nan"), 3e38, 1e-45, 7e4]
         )
         picked = scales[torch.randint(0, 20, (num_chunks,), generator=generator) % len(scales)]
         keep = torch.rand(num_chunks, generator=generator) < 0.3
         found[~keep, :4] = picked.view(-1, 1).view(torch.uint8)[~keep]
-    elif block:
-        edges = torch.tensor([0, 1, 2, 118, 127, 252, 253, 254, 255], dtype=torch.uint8)
-        blocks = -(-size // BLOCK)
-        picked = edges[torch.randint(0, len(edges), (num_chunks, blocks), generator=generator)]
-        codes = torch.tensor([0, 1, 0x7E, 0x7F, 0x80, 0xFF], dtype=torch.uint8)
-        rare = codes[torch.randint(0, len(codes), found.shape, generator=generator)]
-        found = torch.where(torch.rand(found.shape, generator=generator) < 0.2, rare, found)
-        found[:, :blocks] = torch.where(
-            torch.rand(num_chunks, blocks, generator=generator) < 0.5, picked, found[:, :blocks]
-        )
     return found.view(-1)

@@ -40,7 +40,7 @@ __all__ = ["TOPK"]
 # Error memory.
 
 _MEMORY = ("bytegrad_with_memory",)
-_EXACT = ("MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8")
+_EXACT = ("MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8", "NVFP4")
 """Codecs whose payloads are known to the bit; OneBit's scale may differ by an ulp."""
 _nodes = st.sampled_from([(2,), (3,), (2, 1), (1, 3), (2, 2), (1,), (2, 1, 2), (1, 1)])
 

@@ -30,10 +30,10 @@ from bagua_ref.conformance.cases.table import rows_of
 from bagua_ref.conformance.checks.registry import check
 from bagua_ref.conformance.expected import codecs_scalar
 from bagua_ref.conformance.expected.codecs_scalar import (
-    BLOCK,
     FORMATS,
     HEADER,
     MINMAX,
+    RULES,
     payload_size,
 )
 from bagua_ref.conformance.expected.tolerances import ULP
@@ -41,9 +41,10 @@ from bagua_ref.conformance.lab.lab import KernelCall, Lab, smallest
 from bagua_ref.conformance.lab.violation import Violation
 from bagua_ref.conformance.targets.target import TAIL
 
-MX = tuple(FORMATS)
-S12 = (*MX, "OneBit")
-_LAYOUT = {**dict.fromkeys(MX, "S12.1"), "OneBit": "S12.2"}
+BLOCKS = tuple(FORMATS)
+S12 = (*BLOCKS, "OneBit")
+_NEW = {**dict.fromkeys(RULES, "S12.6"), "NVFP4": "S12.7"}
+_LAYOUT = {**dict.fromkeys(BLOCKS, "S12.1"), **_NEW, "OneBit": "S12.2"}
 
 Property = Callable[..., None]
 
@@ -63,15 +64,25 @@ def for_each(
     Args:
         name: of the check, to which the codec's is added.
         codecs: codecs of S12.
-        clause: its clause; by default that of the codec's layout.
+        clause: its clause, but for codecs that have one of their own; by default that of the
+            codec's layout.
         minmax: clause, name and effort of the check of MinMaxUInt8, if it has the property, too.
         dtypes: names of dtypes.
-        effort: factor of the number of inputs.
+        effort: factor of the number of inputs; codecs with another scale rule get a third of them.
         walk: judges the codec's rows of the case table.
     """
 
     def enter(function: Property) -> Property:
-        rows = [(codec, clause or _LAYOUT[codec], f"{name}_{codec}", effort) for codec in codecs]
+        rows = [
+            (
+                codec,
+                _NEW.get(codec, clause or _LAYOUT[codec]),
+                f"{name}_{codec}",
+                # a rule differs from its format in one number, whose edges the table has
+                effort / 3 if codec in RULES else effort,
+            )
+            for codec in codecs
+        ]
         for codec, of, what, factor in [*([(MINMAX, *minmax)] if minmax else []), *rows]:
             sentence = f"{codec}: {function.__doc__}"
             check(
@@ -227,7 +238,7 @@ def payload(lab: Lab, draw: Draw, codec: str) -> None:
     _check_payload(lab, codec, x, num_chunks, **out)
 
 
-@for_each("ties", MX)
+@for_each("ties", BLOCKS)
 def ties(lab: Lab, draw: Draw, codec: str) -> None:
     """elements are rounded to nearest, ties to even, subnormals of the format kept, and saturated
     beyond its largest number.
@@ -292,7 +303,7 @@ def any_bytes(lab: Lab, draw: Draw, codec: str) -> None:
 
 @for_each("poison", clause="S12.3", effort=0.5, minmax=("S4.4", "poison", 1))
 def poison(lab: Lab, draw: Draw, codec: str) -> None:
-    """a chunk (MX: a block) with a value that is not finite decodes to NaN, and no other does."""
+    """a chunk (MX formats: a block) with a value that is not finite decodes to NaN, and no other does."""
     size, num_chunks = draw(st.sampled_from([1, 2, 5, 33, 64, 100])), draw(st.integers(1, 4))
     x = torch.cat([draw(tensors(lab.dtype, size, finite=True)) for _ in range(num_chunks)])
     place = draw(st.integers(0, size - 1) | st.sampled_from([0, size - 1]))
@@ -317,7 +328,7 @@ def overflow(lab: Lab, draw: Draw) -> None:
     _check_payload(lab, MINMAX, torch.tensor(values, dtype=torch.float64).to(lab.dtype), 1)
 
 
-@for_each("bound", MX, "S12.3", effort=0.5, minmax=("S4.6", "bound", 0.5))
+@for_each("bound", BLOCKS, "S12.3", effort=0.5, minmax=("S4.6", "bound", 0.5))
 def bound(lab: Lab, draw: Draw, codec: str) -> None:
     """the error of a round trip is within the bound."""
     if codec != MINMAX and draw(st.booleans()):
@@ -349,11 +360,11 @@ def _check_bound(lab: Lab, codec: str, x: Tensor) -> None:
         lab.compare(call, "out", torch.full_like(x, math.nan))
         return
     restored = call.results["out"].tolist()
-    block_size = x.numel() if codec == MINMAX else BLOCK
-    for place, (value, back) in enumerate(zip(x.tolist(), restored, strict=True)):
-        start = place - place % block_size
-        block = x[start : start + block_size].tolist()
-        limit = codecs_scalar.error_bound(codec, value, block, back, lab.dtype_name)
+    chunk, size = x.tolist(), x.numel() if codec == MINMAX else FORMATS[codec].block
+    for place, (value, back) in enumerate(zip(chunk, restored, strict=True)):
+        start = place - place % size
+        block = chunk[start : start + size]
+        limit = codecs_scalar.error_bound(codec, value, block, back, lab.dtype_name, chunk)
         lab.comparisons += 1
         if not abs(back - value) <= limit:
             script = lab.script(
@@ -362,7 +373,7 @@ def _check_bound(lab: Lab, codec: str, x: Tensor) -> None:
                 f"out = torch.zeros({x.numel()}, dtype={lab.dtype})",
                 "codec.decompress(result, 1, out=out)",
                 f"value, block, back = {value!r}, {block!r}, out[{place}].item()",
-                f"limit = error_bound({codec!r}, value, block, back, {lab.dtype_name!r})",
+                f"limit = error_bound({codec!r}, value, block, back, {lab.dtype_name!r}, {chunk})",
                 "assert abs(back - value) <= limit, back",
             )
             error = f"the error {abs(back - value)!r} exceeds {limit!r}"
@@ -413,7 +424,9 @@ def refuses(lab: Lab, draw: Draw, codec: str) -> None:
             raise Violation(message, script) from cause
 
 
-@for_each("long", effort=0.025, minmax=("S4.2", "long", 0.025))
+@for_each(
+    "long", tuple(x for x in S12 if x not in RULES), effort=0.025, minmax=("S4.2", "long", 0.025)
+)
 def long(lab: Lab, draw: Draw, codec: str) -> None:
     """long chunks follow the same rules as short ones, past every block, warp and vector."""
     for size in lab.long_sizes:
@@ -422,7 +435,7 @@ def long(lab: Lab, draw: Draw, codec: str) -> None:
 
 def _check_long(lab: Lab, draw: Draw, codec: str, size: int) -> None:
     num_chunks, places = (2 if codec == MINMAX else 1), st.sampled_from([0, size // 2, size - 1])
-    period = 31 * BLOCK  # few numbers differ, so that the expected ones cost little
+    period = 31 * 32  # few numbers differ, so that the expected ones cost little
     rows = [bulk(lab.dtype, "tame", draw(seeds), period) for _ in range(num_chunks)]
     x = torch.stack([row.repeat(-(-size // period))[:size] for row in rows])
     x[:, draw(places)] = -0.0
@@ -456,18 +469,34 @@ def _long_levels(lab: Lab, codec: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _long_blocks(lab: Lab, codec: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a chunk's payload and values, of blocks of which few differ."""
+    """Return a chunk's payload and values, of blocks of which few differ; with NVFP4, a block's
+    depends on the chunk's largest number, too, which a block before it has.
+    """
+    form = FORMATS[codec]
+    front = [x.abs().max().item()] * form.block if form.header else []
+    header, scale = form.header, form.header + bool(front)
+    element = scale + 1 + len(front) * form.bits // 8
 
     @functools.cache
-    def made(*block: float) -> tuple[bytes, list[float]]:
-        payload = codecs_scalar.compress_chunk(codec, list(block), lab.dtype_name)
-        back = codecs_scalar.decompress_chunk(codec, payload, len(block), lab.dtype_name)
-        return payload[: 1 + -(-len(block) * FORMATS[codec].bits // 8)], back
+    def made(*block: float) -> tuple[bytes, bytes, bytes, list[float]]:
+        chunk = [*front, *block]
+        payload = codecs_scalar.compress_chunk(codec, chunk, lab.dtype_name)
+        back = codecs_scalar.decompress_chunk(codec, payload, len(chunk), lab.dtype_name)
+        end = element + -(-len(block) * form.bits // 8)
+        return (
+            payload[:header],
+            payload[scale : scale + 1],
+            payload[element:end],
+            back[len(front) :],
+        )
 
-    blocks = [made(*block.tolist()) for block in x.split(BLOCK)]
-    scales, elements = (b"".join(p[part] for p, _ in blocks) for part in (slice(1), slice(1, None)))
-    data = (scales + elements).ljust(payload_size(codec, x.numel()), b"\0")
-    restored = torch.tensor([v for _, back in blocks for v in back], dtype=torch.float64)
+    headers, scales, elements, values = zip(
+        *(made(*block.tolist()) for block in x.split(form.block)), strict=True
+    )
+    data = (headers[0] + b"".join(scales) + b"".join(elements)).ljust(
+        payload_size(codec, x.numel()), b"\0"
+    )
+    restored = torch.tensor([value for back in values for value in back], dtype=torch.float64)
     return _of_bytes(data), restored.to(lab.dtype)
 
 
@@ -483,4 +512,4 @@ def _long_signs(lab: Lab, codec: str, x: Tensor) -> tuple[Tensor, Tensor]:
     return whole, torch.where(x >= 0, theirs, -theirs)
 
 
-_OF_LONG = {MINMAX: _long_levels, "OneBit": _long_signs, **dict.fromkeys(MX, _long_blocks)}
+_OF_LONG = {MINMAX: _long_levels, "OneBit": _long_signs, **dict.fromkeys(BLOCKS, _long_blocks)}

@@ -1,7 +1,8 @@
-"""Every codec, MinMaxUInt8 (S4), MXFP8, MXFP4, MXINT8 and OneBit (S12), one number at a time.
+"""Every codec, MinMaxUInt8 (S4), the MX formats, NVFP4 and OneBit (S12), one number at a time.
 
-Chunks are lists of Python floats that are numbers of the dtype; payloads are bytes. Of S12, every
-product is one with a power of two, and exact in float64.
+Chunks are lists of Python floats that are numbers of the dtype; payloads are bytes. Of the MX
+formats, every product is one with a power of two, and exact in float64; NVFP4 rounds each to
+float32.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 import struct
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import partial
 
 from bagua_ref.conformance.expected.kernels_scalar import (
     LARGEST,
@@ -29,8 +31,8 @@ NAN_OF = {
     "bfloat16": bytes.fromhex("c07f"),
     "float32": bytes.fromhex("0000c07f"),
 }
-BLOCK = 32
 POISON = 255
+SIXTH = f32(1 / 6)
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,17 @@ class Elements:
         emax: exponent of its largest power of two (S12.1).
         bits: of an element.
         numbers: its finite numbers from 0 up, by code.
+        even: from which fraction of a power of two on the rule EVEN takes the next power (S12.6).
+        block: elements that share a scale.
+        header: bytes before the scales.
     """
 
     emax: int
     bits: int
     numbers: tuple[float, ...]
+    even: float = 2
+    block: int = 32
+    header: int = 0
 
     def nearest(self, x: float) -> int:
         """Return the code of the number next to ``x >= 0``; of two, the even code; beyond the
@@ -71,34 +79,46 @@ def _floats(mantissa_bits: int, bias: int, count: int) -> tuple[float, ...]:
     return tuple(numbers)
 
 
-FORMATS = {
-    "MXFP8": Elements(8, 8, _floats(3, 7, 127)),
-    "MXFP4": Elements(2, 4, _floats(1, 1, 8)),
+_MX = {
+    "MXFP8": Elements(8, 8, _floats(3, 7, 127), even=2 - 2**-4),
+    "MXFP4": Elements(2, 4, _floats(1, 1, 8), even=2 - 2**-2),
     "MXINT8": Elements(0, 8, tuple(k / 64 for k in range(128))),
 }
-"""The MX formats by name."""
+RULES = tuple(f"{name}-{rule}" for name in ("MXFP8", "MXFP4") for rule in ("RCEIL", "EVEN", "CEIL"))
+"""The MX formats with other scale rules (S12.6)."""
+FORMATS = {
+    **_MX,
+    **{name: _MX[name.partition("-")[0]] for name in RULES},
+    "NVFP4": Elements(2, 4, _floats(1, 1, 8), block=16, header=HEADER),
+}
+"""The formats with a scale for each block, by name."""
 
 
 def payload_size(codec: str, c: int) -> int:
-    """Return the size in bytes of a chunk's payload (S4.1, S12.1, S12.2)."""
+    """Return the size in bytes of a chunk's payload (S4.1, S12.1, S12.2, S12.7)."""
     if codec == MINMAX:
         return HEADER + _padded(c)
+    if c == 0:
+        return 0
     if codec == "OneBit":
-        return 32 + _padded(math.ceil(c / 8)) if c else 0
-    return _padded(math.ceil(c / 32) + math.ceil(c * FORMATS[codec].bits / 8))
+        return 32 + _padded(math.ceil(c / 8))
+    form = FORMATS[codec]
+    return form.header + _padded(math.ceil(c / form.block) + math.ceil(c * form.bits / 8))
 
 
 def field_at(codec: str, place: int, c: int, dtype: str) -> str:
     """Return the field of a payload of chunks of c elements to which a byte belongs (S4.1, S12.1,
-    S12.2).
+    S12.2, S12.7).
 
     >>> field_at("MinMaxUInt8", 64 + 33, 5, "float32"), field_at("MXFP4", 2, 40, "float32")
     ('level of element 1 of chunk 1', 'code of elements 0 and 1 of chunk 0')
     """
     chunk, place = divmod(place, payload_size(codec, c))
     if codec in FORMATS:
-        name, bits = "code", FORMATS[codec].bits
-        fields = [(f"scale of block {block}", 1) for block in range(math.ceil(c / BLOCK))]
+        form = FORMATS[codec]
+        name, bits = "code", form.bits
+        fields = [("factor", 4), ("gap after the factor", 28)] if form.header else []
+        fields += [(f"scale of block {block}", 1) for block in range(math.ceil(c / form.block))]
     elif codec == MINMAX:
         name, bits, size = "level", 8, len(NAN_OF[dtype])
         fields = [
@@ -127,7 +147,8 @@ def compress_chunk(codec: str, chunk: list[float], dtype: str) -> bytes:
     """Return the payload of one chunk of numbers of dtype."""
     if codec == MINMAX:
         return compress_minmax(chunk, dtype)
-    payload = _one_bit(chunk) if codec == "OneBit" else _microscaling(codec, chunk)
+    compress = {"OneBit": _one_bit, "NVFP4": _nvfp4}.get(codec, partial(_microscaling, codec))
+    payload = compress(chunk)
     return payload.ljust(payload_size(codec, len(chunk)), b"\0")
 
 
@@ -137,17 +158,21 @@ def decompress_chunk(codec: str, payload: bytes, count: int, dtype: str) -> list
         return decompress_minmax(payload, count, dtype)
     if codec == "OneBit":
         return _from_one_bit(payload, count, dtype)
-    found = FORMATS[codec]
-    scales, elements = payload[: math.ceil(count / BLOCK)], payload[math.ceil(count / BLOCK) :]
+    form = FORMATS[codec]
+    start = form.header + math.ceil(count / form.block)
+    scales, elements = payload[form.header : start], payload[start:]
+    factor = decode("float32", payload[:4]) if form.header and count else 0.0
     return [
-        _stored(dtype, _element(codec, elements, place, scales[place // BLOCK], found))
+        _stored(dtype, _element(codec, elements, place, scales[place // form.block], factor))
         for place in range(count)
     ]
 
 
-def error_bound(codec: str, x: float, block: list[float], restored: float, dtype: str) -> float:
-    """Return the bound of the error of one element of a finite block (MinMaxUInt8: chunk), in
-    float64 (S4.6, S12.3).
+def error_bound(
+    codec: str, x: float, block: list[float], restored: float, dtype: str, chunk: list[float]
+) -> float:
+    """Return the bound of the error of one element of a finite chunk, in float64 (S4.6, S12.3,
+    S12.6, S12.7).
 
     Args:
         codec: one of `FORMATS`, or MinMaxUInt8.
@@ -155,67 +180,137 @@ def error_bound(codec: str, x: float, block: list[float], restored: float, dtype
         block: all elements of its block.
         restored: what came back of it.
         dtype: of both.
+        chunk: all elements of its chunk.
     """
     if codec == MINMAX:
-        low, high = min(block), max(block)
+        low, high = min(chunk), max(chunk)
         return (
             0.5 / grid(low, high)[0]
             + 1.5 * 2.0**-22 * max(abs(low), abs(high))
             + half_ulp(restored, dtype)
         )
-    form, largest = FORMATS[codec], max(abs(value) for value in block)
-    scale, rounding = 2.0 ** exponent_of(largest, form.emax), half_ulp(restored, dtype)
+    form, largest, rounding = FORMATS[codec], _largest(block), half_ulp(restored, dtype)
+    scale = scale_of(codec, largest, _largest(chunk))
     saturates = abs(x) > form.numbers[-1] * scale
+    if codec == "NVFP4":
+        if _largest(chunk) < 2.0**-100:
+            return math.inf
+        # the clause counts no rounding to float32, of which there are six
+        rounding += 2.0**-21 * abs(x)
+        s, t = _nvfp4_scales(largest, _largest(chunk))
+        if saturates:
+            return (largest / 17 if s >= 2.0**-6 else 6 * 2.0**-10 * t) + rounding
+        return max(abs(x), scale) / 4 + rounding
     if codec == "MXINT8":
         return scale / (64 if saturates else 128) + rounding
+    wide = codec.startswith("MXFP8")
     if saturates:
-        return largest / (8 if codec == "MXFP8" else 4) + rounding
-    return max(abs(x) / (16 if codec == "MXFP8" else 4), form.numbers[1] * scale / 2) + rounding
+        shares = {"": (1 / 8, 1 / 4), "EVEN": (3 / 31, 1 / 7)}
+        return largest * shares.get(codec.partition("-")[2], (0, 0))[not wide] + rounding
+    return max(abs(x) / (16 if wide else 4), form.numbers[1] * scale / 2) + rounding
 
 
-def exponent_of(largest: float, emax: int) -> int:
-    """Return the exponent of the scale of a block whose largest magnitude is this (S12.1)."""
+def scale_of(codec: str, largest: float, chunk: float) -> float:
+    """Return the number of which a block's elements are multiples, for the largest magnitudes of
+    block and chunk.
+    """
+    if codec == "NVFP4":
+        return math.prod(_nvfp4_scales(largest, chunk))
+    return 2.0 ** exponent_of(codec, largest)
+
+
+def exponent_of(codec: str, largest: float) -> int:
+    """Return the exponent of the scale of a block whose largest magnitude is this (S12.1,
+    S12.6).
+    """
     if largest == 0:
         return -127
-    return max(-127, min(127, math.frexp(largest)[1] - 1 - emax))
+    form, (half, exponent) = FORMATS[codec], math.frexp(largest)
+    fraction, rule = 2 * half, codec.partition("-")[2]
+    up = (
+        (rule == "RCEIL" and fraction > form.numbers[-1] / 2.0**form.emax)
+        or (rule == "EVEN" and fraction >= form.even)
+        or (rule == "CEIL" and fraction > 1)
+    )
+    return max(-127, min(127, exponent - 1 - form.emax + up))
+
+
+def _largest(numbers: list[float]) -> float:
+    return max(map(abs, numbers))
 
 
 def _microscaling(codec: str, chunk: list[float]) -> bytes:
     form, scales, codes = FORMATS[codec], [], []
-    for start in range(0, len(chunk), BLOCK):
-        block = chunk[start : start + BLOCK]
+    for start in range(0, len(chunk), form.block):
+        block = chunk[start : start + form.block]
         if not all(math.isfinite(value) for value in block):
             scales.append(POISON)
             codes += [0] * len(block)
             continue
-        exponent = exponent_of(max(abs(value) for value in block), form.emax)
+        exponent = exponent_of(codec, _largest(block))
         scales.append(exponent + 127)
-        codes += [_code(codec, form, value, exponent) for value in block]
+        codes += [_code(codec, form, value, value * 2.0**-exponent) for value in block]
+    return bytes(scales) + _packed(form, codes)
+
+
+def _nvfp4(chunk: list[float]) -> bytes:
+    if not chunk:
+        return b""
+    form, scales, codes = FORMATS["NVFP4"], [], []
+    if not all(math.isfinite(value) for value in chunk):
+        return NAN_OF["float32"]
+    for start in range(0, len(chunk), form.block):
+        block = chunk[start : start + form.block]
+        s, t = _nvfp4_scales(_largest(block), _largest(chunk))
+        scales.append(FORMATS["MXFP8"].nearest(s))
+        u = min(f32(divide(1.0, f32(s * t))), LARGEST["float32"])
+        codes += [_code("NVFP4", form, value, f32(value * u)) for value in block]
+    return encode("float32", t).ljust(HEADER, b"\0") + bytes(scales) + _packed(form, codes)
+
+
+def _nvfp4_scales(largest: float, chunk: float) -> tuple[float, float]:
+    """Return s and t for the largest magnitudes of block and chunk (S12.7)."""
+    whole = min(f32(divide(2688.0, chunk)), LARGEST["float32"]) if chunk else 1.0
+    of_scales = FORMATS["MXFP8"]
+    s = min(f32(largest * f32(whole * SIXTH)), LARGEST["float32"])
+    return of_scales.numbers[of_scales.nearest(s)], f32(divide(1.0, whole))
+
+
+def _packed(form: Elements, codes: list[int]) -> bytes:
     if form.bits == 4:
-        codes.append(0)
-        codes = [low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=False)]
-    return bytes(scales) + bytes(codes)
+        low, high = codes[::2], [*codes[1::2], 0]
+        codes = [first | second << 4 for first, second in zip(low, high, strict=False)]
+    return bytes(codes)
 
 
-def _code(codec: str, form: Elements, value: float, exponent: int) -> int:
-    code = form.nearest(abs(value) * 2.0**-exponent)
+def _code(codec: str, form: Elements, value: float, multiple: float) -> int:
+    """Return the code of a value that is so many times the scale."""
+    code = form.nearest(abs(multiple))
     negative = math.copysign(1, value) < 0
     if codec == "MXINT8":
         return -code % 256 if negative else code
     return code | (negative << (form.bits - 1))
 
 
-def _element(codec: str, elements: bytes, place: int, scale: int, form: Elements) -> float:
+def _element(codec: str, elements: bytes, place: int, scale: int, factor: float) -> float:
+    form = FORMATS[codec]
     code = elements[place] if form.bits == 8 else elements[place // 2] >> 4 * (place % 2) & 15
+    if codec == "NVFP4":
+        return f32(f32(_number(form, code) * _number(FORMATS["MXFP8"], scale)) * factor)
     if scale == POISON:
         return math.nan
     power = 2.0 ** (scale - 127)
     if codec == "MXINT8":
         return (code - 256 if code > 127 else code) / 64 * power
+    return _number(form, code) * power
+
+
+def _number(form: Elements, code: int) -> float:
+    """Return the number with a sign that has a code."""
     negative, magnitude = divmod(code, 2 ** (form.bits - 1))
     if magnitude == len(form.numbers):  # E4M3 has NaN there
         return math.nan
-    return math.copysign(form.numbers[magnitude] * power, -1 if negative else 1)
+    return math.copysign(form.numbers[magnitude], -1 if negative else 1)
 
 
 def _stored(dtype: str, value: float) -> float:
