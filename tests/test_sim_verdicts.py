@@ -161,6 +161,14 @@ for batch in loader:
         model(batch).sum().backward()
     optimizer.step(); optimizer.zero_grad()
     torch.cuda.synchronize()
+    with torch.amp.autocast("cuda", dtype=torch.float16):
+        assert (torch.ones(2, 2, device="cuda") @ torch.ones(2, 2).cuda()).dtype == torch.float16
+assert torch.cuda.nccl.version() and torch.device(local).type == "cpu"
+torch.nn.Linear(1, 1).to(local).to(device=local)
+assert torch.accelerator.is_available() and torch.accelerator.device_count() == 2
+accelerator = torch.accelerator.current_accelerator()
+torch.accelerator.set_device_index(local)
+dist.all_reduce(torch.ones(1, device=f"{accelerator.type}:{torch.accelerator.current_device_index()}"))
 loss = torch.zeros(1, device=device); dist.all_reduce(loss); loss.cpu().item()
 """
 
@@ -170,7 +178,34 @@ def test_a_program_for_gpus_runs_on_the_cpu(tmp_path: Path) -> None:
     script.write_text(START.replace("gloo", "nccl") + FOR_GPUS)
     search = Exploration((2,), seeds=2, hash_seeds=(), limit=120, processes=1)
     report = judge(Program(str(script), cpu=True), search)
-    assert (report.verdict, report.finding) == ("agree", None)
+    assert (report.verdict, report.finding) == ("agree", None), report.finding
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+def test_memory_that_is_not_initialised_is_no_race(cpu: bool, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    text = """
+shape = torch.empty(2**18, dtype=torch.int32)
+if rank == 0: shape[0] = 4
+dist.all_reduce(shape)
+assert shape[0] == 4, int(shape[0])
+"""
+    script.write_text(START + text)
+    search = Exploration((2,), seeds=2, hash_seeds=(), limit=120, processes=1)
+    report = judge(Program(str(script), cpu=cpu), search)
+    assert report.verdict in ("undecided", "found")  # fresh memory may be 0 or not
+    if report.runs > 1:
+        assert "memory that is not initialised is used" in str(report.finding)
+        assert "all_reduce(SUM) of int32[262144]" in str(report.finding)
+
+
+def test_tensors_in_flight_are_watched_where_devices_are_mapped(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(START + "w = dist.all_reduce(x, async_op=True)\nprint(x)\nw.wait()")
+    search = Exploration((2,), seeds=2, hash_seeds=(), limit=120, processes=1)
+    report = judge(Program(str(script), cpu=True), search)
+    assert (report.verdict, report.runs) == ("found", 1)
+    assert "reads a tensor" in str(report.finding)
 
 
 def test_each_rank_has_its_own_log_handlers_in_each_run(tmp_path: Path, capfd: Any) -> None:

@@ -361,34 +361,37 @@ def sends_otherwise(first: Observation, seen: Observation) -> bool:
 
 def not_repeatable(first: Observation, again: Observation) -> Finding | None:
     """Return the first value that differs between two runs in the same schedule, before which no
-    race can be claimed.
+    race can be claimed. In the second, memory that is not initialised may have been filled.
     """
     advice = (
         ". Nothing that depends on the schedule can be told from that: seed every generator"
         " (Python's, NumPy's, torch's), and use no values of the system, of memory that is not"
         " initialised, or of time"
     )
+    head = "the program does not repeat itself: in two runs with the same schedule, "
+    if again.order.fills:
+        head = "memory that is not initialised is used: with other bytes in torch.empty's tensors, "
+        advice = (
+            ". Nothing that depends on the schedule can be told from that: write before you read"
+        )
     changed = [
         (number, rank)
         for rank, pair in enumerate(zip(first.sent, again.sent, strict=True))
         for number, (before, after) in enumerate(zip(*pair, strict=False))
         if before != after
     ]
-    finding = first_difference(first, again, False)
+    finding = own_error(again) or first_difference(first, again, False)
     if changed:
         number, rank = min(changed)
         call = first.log[rank][number]
         text = f"rank {rank} sends other values in {call.operation}"
         finding = _at("", text, rank, call)
-    elif finding is not None:
+    elif finding is not None and not again.kind:
         finding.message = finding.message.partition(": ")[2]
     if finding is None:
         return None
     finding.kind = "not_repeatable"
-    finding.message = (
-        f"the program does not repeat itself: in two runs with the same schedule, {finding.message}"
-        f"{advice}"
-    )
+    finding.message = f"{head}{finding.message}{advice}"
     return finding
 
 

@@ -150,6 +150,13 @@ def _warm_up(program: Program) -> None:
         importlib.import_module("torch.distributed.tensor")
 
 
+def _is_equal(one: Observation, other: Observation) -> bool:
+    """Return whether two runs in the same schedule send the same, and end in the same way."""
+    if own_error(one) or own_error(other):
+        return one.message == other.message and one.sent == other.sent
+    return not_repeatable(one, other) is None
+
+
 class _Judge:
     def __init__(
         self,
@@ -195,10 +202,22 @@ class _Judge:
         if error := own_error(first) or nothing_communicates(first):
             self._report.hints = [hint for hint in self._report.hints if hint not in error.message]
             return error
-        again = self._one(replace(first.order, shows=False, again=True))
-        if error := own_error(again):
-            return error
-        self._unstable = not_repeatable(first, again)
+        filled = replace(first.order, shows=False, again=True, fills=True)
+        self._unstable = not_repeatable(first, again := self._one(filled))
+        if self._unstable is not None:
+            # What is not initialised is the same in two runs that fill it; what is random is not.
+            is_memory = _is_equal(again, self._one(filled))
+            if again.kind or not is_memory:
+                # not in the process whose free memory has been filled
+                plain = self._one(replace(first.order, shows=False))
+                error = own_error(plain)
+                if error is not None and (not is_memory or plain.message == again.message):
+                    return error
+                if not is_memory:
+                    self._unstable = not_repeatable(first, plain) or self._unstable
+            if is_memory:  # which may have any effect in any run
+                self._times()
+                return self._unstable
         phases = [self._times, self._schedules]
         if self._unstable is None:
             phases = [

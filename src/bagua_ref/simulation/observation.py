@@ -41,6 +41,7 @@ from bagua_ref.simulation.tasks import call_site, is_called_directly, is_distrib
 from bagua_ref.simulation.timing import Timeline, after_steps
 from bagua_ref.simulation.torch_distributed.cpu import replace_cuda
 from bagua_ref.simulation.torch_distributed.in_flight import (
+    FilledMemory,
     WatchedOperations,
     replace_readers,
 )
@@ -52,7 +53,7 @@ __all__ = ["Observation", "Order", "Step", "observe"]
 
 _NEEDS_CUDA = re.compile(
     r"_cuda_\w+|not compiled with CUDA|No CUDA GPUs|no NVIDIA driver|CUDA (driver|is not available)"
-    r"|torch_cpu.*cuda|requires? CUDA|without CUDA"
+    r"|torch_cpu.*cuda|required?s? CUDA|without CUDA|accelerator device when none|_for_cpu\b"
 )
 """How torch says that there is no GPU."""
 
@@ -72,6 +73,7 @@ class Order:
         measures: whether ranks take their CPU time, with links.
         again: whether the run is a repetition, in a process of its own: memory that is not
             initialised differs there.
+        fills: whether `torch.empty` and its like are given other values.
     """
 
     schedule: Schedule = field(default_factory=Schedule)
@@ -81,6 +83,7 @@ class Order:
     hash_seed: int | None = None
     measures: bool = False
     again: bool = False
+    fills: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,12 @@ def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation
             seen.kind = "unsupported"
             seen.message = (
                 f"the program needs a GPU ({seen.message.splitlines()[0]}); simulated ranks compute"
-                " on the CPU: run it with --cpu, which maps its devices to the CPU"
+                " on the CPU: "
+                + (
+                    "--cpu does not replace that"
+                    if program.cpu
+                    else "run it with --cpu, which maps its devices to the CPU"
+                )
             )
         seen.calls = (world.failed_call,) if world.failed_call else ()
     output.finish()
@@ -264,7 +272,8 @@ class _RunWatch:
     def run(self, program: Program) -> str:
         """Run the program on the calling rank; return a digest of its result."""
         if self._fault is None:
-            with WatchedOperations() if self._watches else nullcontext():
+            filled = FilledMemory() if self._seen.order.fills else nullcontext()
+            with WatchedOperations() if self._watches else filled:
                 result = program.run()
             self._seen.uses_hashes = uses_hashes(self._files()) or bool(self._libraries())
             if self._watches and program.function is not None:

@@ -211,11 +211,17 @@ _LIBRARIES = tuple(
 )
 
 
+PROGRAMS: set[str] = set()
+"""The files that ranks run, which are the user's even if they are a package's."""
+
+
 @functools.cache
 def is_user_code(file: str) -> bool:
-    """Return whether a file belongs neither to Python, nor to an installed package, nor to this
-    one.
+    """Return whether a file is a program that ranks run, or belongs neither to Python, nor to an
+    installed package, nor to this one.
     """
+    if file in PROGRAMS:
+        return True
     if file.startswith("<"):
         return not file.startswith("<frozen ")
     path = Path(file).resolve()

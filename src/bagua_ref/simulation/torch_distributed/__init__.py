@@ -58,8 +58,12 @@ __all__ = [
     "simulated_torch",
 ]
 
-_ACCELERATE = ("PartialState", "AcceleratorState", "GradientState")
-"""Classes of ``accelerate.state`` whose ``_shared_state`` belongs to a process."""
+_LIBRARIES = (
+    ("accelerate.state", "PartialState", "_shared_state"),
+    ("accelerate.state", "AcceleratorState", "_shared_state"),
+    ("accelerate.state", "GradientState", "_shared_state"),
+)
+"""Classes of libraries, and their attributes that belong to a process."""
 
 _numpy_random: Any = np.random
 _environ: Any = os.environ
@@ -126,7 +130,7 @@ class ProcessState(RankState):
         super().restore()
         _numpy_random.set_bit_generator(self._numpy)
         for name, (owner, attribute) in _places().items():
-            setattr(owner, attribute, self.values.setdefault(name, {}))
+            setattr(owner, attribute, self.values.setdefault(name, None if name == "hydra" else {}))
         sys.modules.update(
             {name: module for name, module in self.modules.items() if module is not None}
         )
@@ -137,9 +141,13 @@ class ProcessState(RankState):
 
 
 def _places() -> dict[str, tuple[Any, str]]:
-    library = sys.modules.get("accelerate.state")
-    if library is not None and _ACCELERATE[-1] not in _PLACES and hasattr(library, _ACCELERATE[-1]):
-        _PLACES.update({name: (getattr(library, name), "_shared_state") for name in _ACCELERATE})
+    for module, name, attribute in _LIBRARIES:
+        owner = getattr(sys.modules.get(module), name, None)  # None while it is being imported
+        if owner is not None:
+            _PLACES[name] = (owner, attribute)
+    hydra = getattr(sys.modules.get("hydra.core.global_hydra"), "GlobalHydra", None)
+    if hydra is not None:
+        _PLACES["hydra"] = (hydra(), "hydra")
     return _PLACES
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from bagua_ref.simulation.torch_distributed.processes import Replacements
 
 __all__ = ["Devices", "replace_cuda"]
 
-_DEVICE = re.compile(r"(cuda|xpu|mps|hpu|npu|accelerator)(:\d+)?")
+_DEVICE = re.compile(r"(cuda|xpu|mps|hpu|npu|accelerator|cpu)(:\d+)?")
 
 
 class Devices(TorchFunctionMode):
@@ -27,9 +28,11 @@ class Devices(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("cuda", "pin_memory"):
             return args[0]
+        if func is torch.device:
+            return func("cpu") if args[:1] != ("meta",) else func(*args)
         if name == "to":
-            args = (args[0], *("cpu" if type(value) is int else value for value in args[1:]))
-        options = {key: _mapped(value) for key, value in (kwargs or {}).items()}
+            args = (args[0], *_without_indices(args[1:]))
+        options = _options(kwargs or {})
         if "pin_memory" in options:
             options["pin_memory"] = False
         return func(*map(_mapped, args), **options)
@@ -41,6 +44,18 @@ def _mapped(value: Any) -> Any:
     return (
         torch.device("cpu") if isinstance(value, torch.device) and value.type != "meta" else value
     )
+
+
+def _without_indices(values: Sequence[Any]) -> list[Any]:
+    """Return arguments of ``to`` with the CPU for the index of a device."""
+    return ["cpu" if type(value) is int else value for value in values]
+
+
+def _options(options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: "cpu" if name == "device" and type(value) is int else _mapped(value)
+        for name, value in options.items()
+    }
 
 
 def _nothing(*args: Any, **options: Any) -> None:
@@ -111,9 +126,21 @@ _FUNCTIONS: dict[str, Any] = {
 )
 """What simulated ranks find in ``torch.cuda``."""
 
+_ACCELERATOR: dict[str, Any] = {
+    "current_accelerator": lambda check_available=False: torch.device("cpu"),
+    "device_index": _FUNCTIONS["device"],
+    "current_device_index": _FUNCTIONS["current_device"],
+    "current_device_idx": _FUNCTIONS["current_device"],
+    "set_device_index": _nothing,
+    "set_device_idx": _nothing,
+    "set_stream": _nothing,
+    "get_memory_info": _FUNCTIONS["mem_get_info"],
+}
+"""What they find in ``torch.accelerator``, beside functions of the same names."""
+
 
 def replace_cuda(replacements: Replacements) -> None:
-    """Replace the functions of ``torch.cuda``, and what DDP and process groups do with devices."""
+    """Replace the functions of ``torch.cuda`` and ``torch.accelerator``, and what DDP and process groups do with devices."""
 
     def without_devices(original: Any, *args: Any, **options: Any) -> Any:
         for name in ("device_ids", "output_device", "device_id"):
@@ -122,11 +149,34 @@ def replace_cuda(replacements: Replacements) -> None:
 
     replacements.put(torch.cuda, "Event", _Event)
     replacements.put(torch.cuda, "Stream", _Stream)
-    for name, function in _FUNCTIONS.items():
-        replacements.function(
-            torch.cuda,
-            name,
-            lambda original, *args, function=function, **options: function(*args, **options),
-        )
+    for module, functions in (
+        (torch.cuda, _FUNCTIONS),
+        (torch.accelerator, _FUNCTIONS | _ACCELERATOR),
+    ):
+        for name in functions.keys() & vars(module).keys():
+            replacements.function(
+                module,
+                name,
+                lambda original, *args, function=functions[name], **options: function(
+                    *args, **options
+                ),
+            )
+    replacements.function(
+        torch.nn.Module,
+        "to",
+        lambda original, module, *args, **options: original(
+            module,
+            *map(_mapped, _without_indices(args)),
+            **_options(options),
+        ),
+    )
+    replacements.function(
+        torch.autocast,
+        "__init__",
+        lambda original, mode, device_type, *args, **options: original(
+            mode, _mapped(device_type), *args, **options
+        ),
+    )
+    replacements.function(torch.cuda.nccl, "version", lambda original: (2, 0, 0))
     replacements.function(DistributedDataParallel, "__init__", without_devices)
     replacements.function(dist, "init_process_group", without_devices)

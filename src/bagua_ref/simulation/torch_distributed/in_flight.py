@@ -4,6 +4,7 @@ its line.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.tasks import call_site, place
 from bagua_ref.simulation.torch_distributed.processes import Replacements
 
-__all__ = ["WatchedOperations", "replace_readers"]
+__all__ = ["FilledMemory", "WatchedOperations", "replace_readers"]
 
 _METADATA = ("empty", "zeros", "ones", "rand", "full", "new_", "lift_fresh", "_unsafe_view", "sym_")
 """How the names of operations begin that read no elements of their arguments, beside views."""
@@ -33,7 +34,15 @@ first.
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 _OWN = str(Path(__file__).parents[2]) + os.sep
-_TORCH = str(Path(torch.__file__).parent) + os.sep
+_PASSED = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).with_name("cpu.py")))
+"""Files through which a program's operations pass."""
+
+
+_UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+"""Operations whose tensors have any values."""
+
+_BYTE = 0x5A
+"""As a float32 1.5e16; as an integer it is far from any index."""
 
 
 class WatchedOperations(TorchDispatchMode):
@@ -61,10 +70,36 @@ class WatchedOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class FilledMemory(TorchDispatchMode):
+    """Fills what ``torch.empty`` and its like return with bytes that fresh memory hardly has."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return True: `torch.compile` compiles as without this mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ in _TRANSPARENT for kind in types):
+            return NotImplemented
+        made = func(*args, **(kwargs or {}))
+        if (
+            func.name().partition("::")[2].partition(".")[0] in _UNINITIALISED
+            and type(made) is Tensor
+            and made.device.type == "cpu"
+            and made.dtype != torch.bool
+            and not _is_own()
+        ):
+            ctypes.memset(made.data_ptr(), _BYTE, made.untyped_storage().nbytes())
+        return made
+
+
 def _is_own() -> bool:
     """Return whether the simulator, or an algorithm of this package, is at work."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and frame.f_code.co_filename.startswith(_PASSED):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_OWN)
 

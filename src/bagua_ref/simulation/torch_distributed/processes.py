@@ -41,7 +41,7 @@ import torch.multiprocessing
 
 from bagua_ref.simulation.rank_world import SimulatedLock, SimulatedThread, rank_world
 from bagua_ref.simulation.scheduler import Scheduler
-from bagua_ref.simulation.tasks import is_user_code
+from bagua_ref.simulation.tasks import PROGRAMS, is_user_code
 
 __all__ = [
     "Replacements",
@@ -597,6 +597,8 @@ def run_module(name: str, arguments: Sequence[str] = ()) -> None:
 
 
 def _run_main(code: Any, path: str, arguments: Sequence[str], **names: Any) -> None:
+    PROGRAMS.add(path)
+    is_user_code.cache_clear()
     main = ModuleType("__main__")
     main.__dict__.update(__file__=path, __builtins__=__builtins__, **names)
     rank_world().process_state.modules["__main__"] = main
