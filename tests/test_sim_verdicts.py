@@ -125,6 +125,15 @@ if not hasattr(torch, "_lib_class"):
     torch._lib_class = Shared
 torch._lib_class().value
 """,
+    "recorded warnings": """
+import warnings
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    dist.barrier()
+    warnings.warn(f"rank {rank}")
+    dist.barrier()
+assert [str(warning.message) for warning in seen] == [f"rank {rank}"]
+""",
     "lock of a library's module": """
 import sys
 if not hasattr(sys.modules["torch.serialization"], "_test_lock"):

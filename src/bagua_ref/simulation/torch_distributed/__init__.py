@@ -10,11 +10,13 @@ Reductions run in rank order [defined].
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import random
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -72,6 +74,10 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "arguments": (sys, "argv"),
     "groups": torch_hooks.WORLD,
     "module of DDP's forward": (DistributedDataParallel, "_active_ddp_module"),
+    # what `warnings.catch_warnings` changes
+    "filters of warnings": (warnings, "filters"),
+    "showing of warnings": (warnings, "showwarning"),
+    "recording of warnings": (warnings, "_showwarnmsg_impl"),
     "module locks": (importlib.import_module("importlib._bootstrap"), "_module_locks"),
 }
 """The attributes that hold what belongs to a process, by name: objects and names of attributes."""
@@ -107,6 +113,9 @@ class ProcessState(RankState):
             }
             self.values["groups"] = torch_hooks.GroupState()
             self.values["module of DDP's forward"] = None
+            for name in _PLACES:
+                if name.endswith(" of warnings"):
+                    self.values[name] = copy.copy(vars(warnings)[_PLACES[name][1]])
             # Processes start with different states of these two, and with the same one of torch's.
             self._python = random.Random(f"rank {identity.rank}").getstate()  # noqa: S311 # to repeat a run
             self._memory = None
