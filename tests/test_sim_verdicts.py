@@ -163,7 +163,7 @@ model = torch.nn.parallel.DistributedDataParallel(
     torch.nn.Linear(4, 1).to(device), device_ids=[local], output_device=local
 )
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-loader = torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=2, pin_memory=True)
+loader = torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=2, pin_memory=True, num_workers=1)
 for batch in loader:
     batch = batch.cuda(local, non_blocking=True) + torch.zeros(4, device="cuda") + x.to(local)
     with torch.autocast("cuda", dtype=torch.bfloat16):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
 
 from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.torch_distributed.processes import Replacements
@@ -143,7 +144,7 @@ def replace_cuda(replacements: Replacements) -> None:
     """Replace the functions of ``torch.cuda`` and ``torch.accelerator``, and what DDP and process groups do with devices."""
 
     def without_devices(original: Any, *args: Any, **options: Any) -> Any:
-        for name in ("device_ids", "output_device", "device_id"):
+        for name in ("device_ids", "output_device", "device_id", "pin_memory"):
             options.pop(name, None)
         return original(*args, **options)
 
@@ -178,5 +179,9 @@ def replace_cuda(replacements: Replacements) -> None:
         ),
     )
     replacements.function(torch.cuda.nccl, "version", lambda original: (2, 0, 0))
-    replacements.function(DistributedDataParallel, "__init__", without_devices)
-    replacements.function(dist, "init_process_group", without_devices)
+    for owner, name in (
+        (DistributedDataParallel, "__init__"),
+        (DataLoader, "__init__"),  # whose thread pins outside of `Devices`
+        (dist, "init_process_group"),
+    ):
+        replacements.function(owner, name, without_devices)
