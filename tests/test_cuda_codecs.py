@@ -23,6 +23,7 @@ from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.backends.cuda import codec_plans
 from bagua_ref.backends.cuda.launch import DeviceProperties, KernelLaunch
 from bagua_ref.conformance import EXACT, assert_equal
+from bagua_ref.conformance.expected.codecs_scalar import RULES
 
 pytestmark = build.proofs
 
@@ -30,7 +31,7 @@ COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 MX = ("MXFP8", "MXFP4", "MXINT8")
 reference, emulated = get_backend("reference"), EmulatedBackend()
 every_compressible = pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
-every_codec = pytest.mark.parametrize("name", ["MinMaxUInt8", *MX, "OneBit"])
+every_codec = pytest.mark.parametrize("name", ["MinMaxUInt8", *MX, "NVFP4", "OneBit"])
 every_mx = pytest.mark.parametrize("name", MX)
 
 
@@ -135,7 +136,7 @@ def test_neither_the_card_nor_the_order_of_threads_changes_a_bit(name, multiproc
 
 
 @every_compressible
-@every_codec
+@pytest.mark.parametrize("name", ["MinMaxUInt8", *MX, *RULES, "NVFP4", "OneBit"])
 def test_every_16_bit_pattern_in_blocks_of_any_magnitude(name, dtype):
     """Neighbours of one magnitude, then of all: subnormals, zeros of both signs and what saturates,
     in their blocks.
@@ -165,6 +166,47 @@ def test_S12_1_every_code_with_every_scale(name, dtype, skip):
     same_values(name, payload, 1, torch.empty(size, dtype=dtype), skip)
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_S12_6_every_exponent_where_the_rule_changes(name):
+    exponents = torch.arange(256, dtype=torch.int32).view(-1, 1) << 23
+    edges = torch.tensor([0, 0x400000, 0x600000, 0x780000, 0x7FFFFF], dtype=torch.int32).view(-1, 1)
+    mantissas = (edges + torch.arange(-2, 3)).view(-1) & 0x7FFFFF
+    largest = (exponents | mantissas.int()).view(-1)
+    x = torch.stack([largest.view(torch.float32)] * 32, 1)
+    x[:, 1:] *= torch.linspace(-1, 1, 31)
+    same_values(name, same_payload(name, x.view(-1), 1), 1, x.view(-1))
+
+
+@every_compressible
+@pytest.mark.parametrize("skip", [0, 3])
+def test_S12_7_every_code_with_every_scale(dtype, skip):
+    codes = torch.arange(256, dtype=torch.uint8)
+    for t in (1.0, 1e-40, -3e38, math.inf, math.nan):
+        header = torch.zeros(32, dtype=torch.uint8)
+        header[:4] = torch.tensor([t]).view(torch.uint8)
+        payload = torch.cat([header, codes.repeat_interleave(32), codes.repeat(256)])
+        same_values("NVFP4", payload, 1, torch.empty(256 * 512, dtype=dtype), skip)
+
+
+@every_compressible
+def test_S12_7_scales_where_they_change_and_those_of_any_magnitude(dtype):
+    """Largest numbers of blocks at the ties of E4M3, one step beside them, and far below."""
+    numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = torch.cat([(numbers[1:] + numbers[:-1]) / 2, numbers[-1:]])
+    for largest in (448.0, 3.0, 1e-3, 2.0**-13):
+        scales = ties * (largest / 448)
+        steps = torch.stack([scales * (1 + step * 2.0**-23) for step in range(-3, 4)]).view(-1)
+        x = torch.zeros(len(steps) + 1, 16)
+        x[:-1, 0], x[:-1, 5], x[-1, 0] = steps, -steps / 3, largest
+        same_values(
+            "NVFP4", same_payload("NVFP4", x.view(-1).to(dtype), 1), 1, x.view(-1).to(dtype)
+        )
+    tiny = torch.finfo(dtype).tiny
+    for largest in (tiny, tiny / 64, torch.finfo(dtype).max):
+        x = torch.linspace(-1, 1, 480).to(dtype) * largest
+        same_values("NVFP4", same_payload("NVFP4", x, 1), 1, x)
+
+
 def test_S12_2_small_numbers_beside_a_large_one_count():
     x = torch.full((2**17 + 3,), 2.0**-7)
     x[0] = 2.0**9  # 2**18 + 2**17 * 2**-14: float32 would lose most of them
@@ -181,7 +223,7 @@ def with_parts(launch: KernelLaunch, parts: int) -> KernelLaunch:
     args = list(launch.args)
     for place, value in zip(places, (parts, 2**18), strict=True):
         args[place] = ctypes.c_longlong(value)
-    if launch.kernel.startswith(("quantise", "write_signs")):
+    if launch.kernel.startswith(("quantise", "write_signs", "compress_NVFP4")):
         args[2] = ctypes.c_longlong(parts)  # as many results of the launch before
     return dataclasses.replace(launch, args=tuple(args))
 

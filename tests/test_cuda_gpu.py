@@ -20,7 +20,10 @@ pytestmark = pytest.mark.gpu
 
 COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 every_float = pytest.mark.parametrize("dtype", [*COMPRESSIBLE, torch.float64], ids=str)
-every_codec = pytest.mark.parametrize("name", ["MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8", "OneBit"])
+every_codec = pytest.mark.parametrize(
+    "name",
+    ["MinMaxUInt8", "MXFP8", "MXFP8-RCEIL", "MXFP4", "MXFP4-EVEN", "MXINT8", "NVFP4", "OneBit"],
+)
 every_compressible = pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
 sizes = pytest.mark.parametrize(
     ("num_chunks", "size"), [(1, 1), (3, 33), (2, 8191), (70, 5), (3, 20_001), (1, 3_000_017)]

@@ -31,10 +31,13 @@ _ELEMENTWISE = (
 )
 _CODECS = {
     "codec": ("find_ends", "quantise", "compress_on_chip", "decompress"),
-    "microscaling": tuple(
-        f"{way}_{codec}"
-        for way in ("compress", "decompress")
-        for codec in ("MXFP8", "MXFP4", "MXINT8")
+    "microscaling": (
+        "find_largest",
+        *(
+            f"{way}_{codec}"
+            for way in ("compress", "decompress")
+            for codec in ("MXFP8", "MXFP4", "MXINT8", "NVFP4")
+        ),
     ),
     "one_bit": ("sum_squares", "write_signs", "restore_signs"),
 }

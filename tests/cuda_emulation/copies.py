@@ -35,7 +35,11 @@ class CudaOnCopies(KernelBackend):
     name = "cuda-on-copies"
     device_types = ("cpu",)
     codecs = {
-        name: type(f"{name}OnCopies", (CodecOnCopies, getattr(codec, name)), {})
+        name: type(
+            f"{name}OnCopies",
+            (CodecOnCopies, getattr(codec, name.partition("-")[0])),
+            {"name": name},
+        )
         for name in PlannedBackend.codecs
     }
     inner = "cuda"

@@ -22,7 +22,7 @@ pytestmark = build.proofs
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 CODEC = (torch.float32, torch.float16, torch.bfloat16)
-S12 = ("MXFP8", "MXFP4", "MXINT8", "OneBit")
+S12 = ("MXFP8", "MXFP4", "MXINT8", "NVFP4", "OneBit")
 
 
 def numbers(size: int, dtype: torch.dtype, skip: int = 0) -> Tensor:
@@ -187,6 +187,7 @@ ON_CHIP = lambda: codec(torch.float32, 35, 33)  # noqa: E731 - more chunks than 
 IN_PARTS = lambda: codec(torch.float32, 3, 9001)  # noqa: E731
 ELEMENTS = lambda: element_wise(torch.float32, 4099, (0, 0, 0, 0))  # noqa: E731
 BLOCKS = lambda: codec(torch.float32, 3, 9001, name="MXFP8")  # noqa: E731
+PRODUCTS = lambda: codec(torch.float32, 3, 9001, name="NVFP4")  # noqa: E731
 SIGNS = lambda: codec(torch.float32, 3, 9001, name="OneBit")  # noqa: E731
 SHORT_SIGNS = lambda: codec(torch.float32, 3, 33, name="OneBit")  # noqa: E731
 RACE, HEAP, SHARED, DIVERGENT = (
@@ -238,7 +239,15 @@ PLANTED = {
             RACE,
         ),
         ("microscaling", "if (part.number == 0) write_padding", "write_padding", BLOCKS, RACE),
-        ("microscaling", "if (left > 0 && i % SHARING == 0)", "if (left > 0)", BLOCKS, RACE),
+        ("microscaling", "if (left > 0 && i % F::sharing == 0)", "if (left > 0)", BLOCKS, RACE),
+        (
+            "microscaling",
+            "numbers[threadIdx.x / 32] = mine;\n    __syncthreads();\n",
+            "numbers[threadIdx.x / 32] = mine;\n",
+            PRODUCTS,
+            RACE,
+        ),
+        ("microscaling", "if (part.number == 0) write_frame", "write_frame", PRODUCTS, RACE),
         ("microscaling", "threadIdx.x / 32 * 32 * N", "threadIdx.x / 64 * 64 * N", BLOCKS, RACE),
         (
             "microscaling",

@@ -50,25 +50,33 @@ class MinMaxUInt8(PlannedCodec, codec.MinMaxUInt8):
     decompressing = "codec", "decompress"
 
 
-class MXFP8(PlannedCodec, codec.MXFP8):
-    """S12.1 in ``microscaling.cu``."""
+class PlannedBlocks(PlannedCodec, codec.Microscaling):
+    """S12.1 and S12.6 in ``microscaling.cu``; the kernels take the number of a scale rule."""
 
-    plan_compress = staticmethod(partial(codec_plans.compress_blocks, "MXFP8"))
-    decompressing = "microscaling", "decompress_MXFP8"
-
-
-class MXFP4(PlannedCodec, codec.MXFP4):
-    """S12.1 in ``microscaling.cu``."""
-
-    plan_compress = staticmethod(partial(codec_plans.compress_blocks, "MXFP4"))
-    decompressing = "microscaling", "decompress_MXFP4"
+    def __init__(self, kernels: PlannedBackend) -> None:
+        super().__init__(kernels)
+        elements = self.name.partition("-")[0]
+        self.plan_compress = partial(codec_plans.compress_blocks, elements, self.rounding)
+        self.decompressing = "microscaling", f"decompress_{elements}"
 
 
-class MXINT8(PlannedCodec, codec.MXINT8):
-    """S12.1 in ``microscaling.cu``."""
+class MXFP8(PlannedBlocks, codec.MXFP8):
+    """E4M3 elements."""
 
-    plan_compress = staticmethod(partial(codec_plans.compress_blocks, "MXINT8"))
-    decompressing = "microscaling", "decompress_MXINT8"
+
+class MXFP4(PlannedBlocks, codec.MXFP4):
+    """E2M1 elements."""
+
+
+class MXINT8(PlannedBlocks, codec.MXINT8):
+    """Integers."""
+
+
+class NVFP4(PlannedCodec, codec.NVFP4):
+    """S12.7 in ``microscaling.cu``."""
+
+    plan_compress = staticmethod(codec_plans.compress_products)
+    decompressing = "microscaling", "decompress_NVFP4"
 
 
 class OneBit(PlannedCodec, codec.OneBit):
@@ -83,7 +91,11 @@ class PlannedBackend(KernelBackend):
     launches.
     """
 
-    codecs: ClassVar = {codec.name: codec for codec in (MinMaxUInt8, MXFP8, MXFP4, MXINT8, OneBit)}
+    codecs: ClassVar[dict[str, type[Codec]]] = {
+        **{each.name: each for each in (MinMaxUInt8, MXINT8, NVFP4, OneBit)},
+        **codec.with_rules(MXFP8),
+        **codec.with_rules(MXFP4),
+    }
 
     @abstractmethod
     def _properties(self, device: torch.device) -> DeviceProperties:

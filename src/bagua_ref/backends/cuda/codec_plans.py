@@ -19,7 +19,14 @@ from bagua_ref.backends.cuda.launch import (
     pointer,
 )
 
-__all__ = ["ON_CHIP", "compress_blocks", "compress_minmax", "compress_signs", "decompress"]
+__all__ = [
+    "ON_CHIP",
+    "compress_blocks",
+    "compress_minmax",
+    "compress_products",
+    "compress_signs",
+    "decompress",
+]
 
 ON_CHIP = 32768
 """The most bytes of shared memory for a chunk that is compressed in one pass; two blocks of it fit
@@ -27,7 +34,8 @@ on any multiprocessor.
 """
 
 _SLACK = 16  # a chunk in shared memory keeps its offset from a 16-byte boundary
-# the most parts of a chunk in find_ends, few enough for each block of quantise to merge
+# the most parts of a chunk in find_ends and find_largest, few enough for each block of the next kernel
+# to merge
 _END_PARTS = 512
 # the most parts of a chunk in sum_squares, whatever the device: the order of a sum must not depend
 # on it
@@ -67,21 +75,38 @@ def compress_minmax(
 
 def compress_blocks(
     codec: str,
+    rounding: int,
     device: DeviceProperties,
     x: Tensor,
     num_chunks: int,
     target_chunk: int | None,
     out: Tensor,
 ) -> Plan:
-    """Write one or all chunks of the payload of an MX format, given by its name (S12.1)."""
+    """Write one or all chunks of the payload of an MX format, given by its name, with a scale rule,
+    given by its number (S12.1, S12.6).
+    """
     size = x.numel() // num_chunks
     if size == 0:
         return Plan()
     start, payload, num_chunks = _chosen(x, num_chunks, target_chunk, out)
     part_size = _COMPRESSED // x.element_size()
     parts = -(-size // part_size)
-    args = (start, long(size), long(parts), long(part_size), payload)
+    args = (start, long(rounding), long(size), long(parts), long(part_size), payload)
     return one_launch("microscaling", f"compress_{codec}_{name_of(x)}", num_chunks * parts, args)
+
+
+def compress_products(
+    device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
+) -> Plan:
+    """Write one or all blocks of NVFP4's payload (S12.7): largest magnitudes, then the rest."""
+    size = x.numel() // num_chunks
+    if size == 0:
+        return Plan()
+    start, payload, num_chunks = _chosen(x, num_chunks, target_chunk, out)
+    first = _parts(size, _END_PARTS)
+    kernels = "find_largest", "compress_NVFP4"
+    launches = _two_passes("microscaling", kernels, x, size, (start, payload, num_chunks), first)
+    return Plan(launches, workspace=num_chunks * first[0] * ctypes.sizeof(ctypes.c_uint))
 
 
 def compress_signs(
