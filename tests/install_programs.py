@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import bagua_ref
 from bagua_ref.simulation import SimulatedWorld
@@ -181,3 +183,56 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], what: str =
     for place, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), what
         assert torch.equal(ours.nan_to_num(7e33), theirs.nan_to_num(7e33)), f"{what}, {place}"
+
+
+class Zoo(nn.Module):
+    """A random small model that maps 6 numbers to some.
+
+    Args:
+        seed: decides on layers, sharing, freezing and recomputation.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        choose = random.Random(seed)
+        width, self.layers = 6, nn.ModuleList()
+        for _ in range(choose.randint(2, 4)):
+            out = choose.randint(1, 9)
+            self.layers.append(nn.Linear(width, out, bias=choose.random() < 0.7))
+            width = out
+        self.back = nn.Linear(width, 6, bias=choose.random() < 0.5)
+        self.middle, self.again = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        if choose.random() < 0.5:  # both in the root's unit
+            self.again.weight = self.middle.weight
+        self.scale = nn.Parameter(torch.rand(choose.randint(1, 3)))
+        self.recomputed = choose.random() < 0.5
+        if choose.random() < 0.5:
+            choose.choice(list(self.layers)).weight.requires_grad_(False)
+        if choose.random() < 0.3:
+            self.layers[0].requires_grad_(False)
+        self.policy = choose.choice([*POLICIES])
+        # torch 2.13 refuses to reduce accumulated gradients beside zeros for what is not used
+        self.unused = None if "reduced" in self.policy or seed % 2 else nn.Linear(2, 2)
+        self.reshards = choose.choice([None, True, False])
+        self.compiled = choose.random() < 0.2
+        self.units = choose.sample([*self.layers], choose.randint(0, len(self.layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.recomputed and self.training:
+                x = checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = layer(x)
+            x = torch.tanh(x)
+        return self.again(torch.tanh(self.middle(self.back(x)))) * self.scale.sum()
+
+
+def zoo(seed: int, mesh: Any = None) -> Any:
+    model = Zoo(seed)
+    options: Any = {"mesh": mesh, "mp_policy": POLICIES[model.policy]}
+    for unit in model.units:
+        fully_shard(unit, reshard_after_forward=model.reshards, **options)
+        if model.compiled:
+            unit.compile(backend="eager")
+    return fully_shard(model, **options)

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry
 from bagua_ref.algorithms.state import check_names, check_tensors
 from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.backends.base import KernelBackend
-from bagua_ref.backends.codec import COMPRESSIBLE
+from bagua_ref.backends.codec import COMPRESSIBLE, Codec
 from bagua_ref.base.memory import bytes_of
 from bagua_ref.base.runtime import current_world, use_world
 from bagua_ref.comm_ops import (
@@ -38,7 +39,7 @@ from bagua_ref.data_parallel.rounds import AgreedRounds
 from bagua_ref.data_parallel.sharding import group_of, local
 from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.groups.process_group import init_process_group, is_initialized
-from bagua_ref.integrations.ddp_hooks import DDPHookState, ddp_comm_hook
+from bagua_ref.integrations.ddp_hooks import ddp_comm_hook
 from bagua_ref.observe.meter import Meter, Operation, use_meter
 from bagua_ref.scheduling.engine import Fact, describe_differences
 from bagua_ref.types import Group
@@ -49,6 +50,8 @@ _NAMES = ("gradient_allreduce", "bytegrad")
 """Algorithms for FSDP2 and HSDP."""
 _VERSION = 1
 """Of saved states."""
+_REMEDY = "Start again from a checkpoint"
+_OTHER = "{!r} has a communication hook of its own, which install() would replace; leave it out"
 _AGAIN = "install() was called for this model before; call remove() of what it returned first"
 _HSDP = (
     "for HSDP, call fully_shard(module, mesh=mesh['shard']) and install(...,"
@@ -106,50 +109,63 @@ def install(
     and ``set_all_reduce_hook`` of its FSDPModule.
     """
     units = _find_units(model)
-    for unit in units:
-        unit.refuse_hooks()
     if not is_initialized():
         if not dist.is_initialized():
             raise NotInitializedError("call torch.distributed.init_process_group() first")
         init_process_group()
     label = f"{type(model).__name__} with {name}"
-    groups: dict[tuple[int, ...], Group] = {}
+    meter, rounds = Meter(current_world(), label), dict[tuple[int, ...], AgreedRounds]()
+
+    def connect(process_group: Any) -> tuple[int, ...]:
+        group = group_of(process_group)
+        if group.ranks not in rounds:
+            rounds[group.ranks] = AgreedRounds(group.sibling(), label, meter, remedy=_REMEDY)
+        return tuple(group.ranks)
+
     for unit in units:
-        if unit.ranks not in groups:
-            groups[unit.ranks] = group_of(unit.torch_group).sibling()
+        unit.ranks = connect(unit.torch_group)
     settings = {"name": repr(name), **{key: repr(value) for key, value in sorted(options.items())}}
     settings["process_group"] = "None" if process_group is None else "ranks"
     replicas: tuple[int, ...] | None = None
     error: Exception | None = None
     try:
         if process_group is not None:
-            among = group_of(process_group).sibling()
-            replicas, groups = among.ranks, {**groups, among.ranks: among}
+            replicas = connect(process_group)
         for unit in units:
             settings[unit.name] = unit.check(name, options, replicas)
         if isinstance(units[0], _Shards):
             options = {**options, "hierarchical": False}
-        algorithm = GlobalAlgorithmRegistry.get(name)(**options)
-        _check_codec(algorithm, units, backend)
+        algorithm: Any = GlobalAlgorithmRegistry.get(name)(**options)
+        kernels, codec = get_backend(backend, units[0].device), None
+        if compression := getattr(algorithm, "compression", None):
+            codec = get_codec(compression, kernels)
+            if codec.biased and not algorithm.error_feedback:
+                warnings.warn(
+                    f"{algorithm!r} loses what its codec rounds, and training may not converge;"
+                    " pass error_feedback=True",
+                    stacklevel=2,
+                )
+            if wide := set.union(*(unit.dtypes for unit in units)) - {*COMPRESSIBLE}:
+                raise TypeError(
+                    f"compression={compression!r} takes float16, bfloat16 or float32, and there are"
+                    f" gradients of {', '.join(map(str, wide))}"
+                )
     except Exception as refusal:
         error = refusal
-    for group in groups.values():
-        error = _compared(group, label, settings, error)
+    for agreed in rounds.values():
+        error = _compared(agreed, settings, error)
     if error is not None:
         raise error
     if isinstance(units[0], _Replicated):
-        meter = units[0].set(groups[units[0].ranks], name, backend, options)
+        meter = units[0].set(name, rounds[units[0].ranks].group, backend, options)
     else:
-        meter = Meter(current_world(), label)
-        rounds = {
-            ranks: AgreedRounds(group, label, meter, remedy="Start again from a checkpoint")
-            for ranks, group in groups.items()
-            if replicas in (None, ranks)
-        }
+        feedback = getattr(algorithm, "error_feedback", False)
+        names = tuple(unit.name for unit in units)
         for place, unit in enumerate(units):
+            fact = Fact("{is} about to reduce {value}", place, names)
             agreed = rounds[replicas or unit.ranks]
-            unit.set(place, units, algorithm, backend, agreed, replicas is not None)
-    return Installation(algorithm, meter, [*groups.values()], units)
+            unit.set(agreed, fact, kernels, codec, feedback, replicas is not None)
+    return Installation(algorithm, meter, [agreed.group for agreed in rounds.values()], units)
 
 
 class Installation:
@@ -168,10 +184,7 @@ class Installation:
     ) -> None:
         self.algorithm, self.removed = algorithm, False
         self._meter, self._groups, self._units = meter, groups, units
-        identity = current_world().identity
-        self._own = f"rank {identity.rank} of {identity.world_size}"
-        if not any(unit.is_local for unit in units):
-            self._own = "every rank"
+        meter.bytes_before = self._bytes()  # of the comparison of settings
 
     def __repr__(self) -> str:
         text = f"Installation({self.algorithm!r}{', removed' if self.removed else ''})"
@@ -192,18 +205,16 @@ class Installation:
 
         "bytes_sent_by_torch" is what torch would have sent instead.
         """
-        sent = sum(group.unrounded_bytes for group in self._groups)
         alone = all(len(group.ranks) == 1 for group in self._groups)
-        found = self._meter.metrics(sent, alone, self._units[0].device.type == "cpu")
+        found = self._meter.metrics(self._bytes(), alone, self._units[0].device.type == "cpu")
         plain = sum(unit.costs()[1] * unit.reductions for unit in self._units)
         return {**found, "bytes_sent_by_torch": round(plain)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides model and optimizers. Error memories belong to
-        this rank, under its number; later passes replace them and do not change them.
+        """Return what a checkpoint needs besides model and optimizers. What belongs to this rank,
+        as error memories do, is under its number; later passes replace them and do not change them.
         """
-        own = {unit.name: unit.state() for unit in self._units}
-        return {"version": _VERSION, "algorithm": repr(self.algorithm), self._own: own}
+        return {self._own: {unit.name: unit.state() for unit in self._units}}
 
     def load_state_dict(self, state: Mapping[str, Any], drop_local: bool = False) -> None:
         """Continue from ``state``; call it on every rank. It does not communicate.
@@ -218,21 +229,27 @@ class Installation:
             ValueError: it is a state of another algorithm, version, model or rank; nothing has been
                 loaded.
         """
-        head = {"version": _VERSION, "algorithm": repr(self.algorithm)}
-        for entry, here in head.items():
-            if state.get(entry) != here:
-                raise ValueError(f"state has {entry}={state.get(entry)!r}; this has {here!r}")
-        saved = {key: values for key, values in state.items() if key not in head}
-        if self._own not in saved and not drop_local:
+        if self._own not in state and not drop_local:
             raise ValueError(
-                f"state is that of {', '.join(saved)}, and this is {self._own}: load what this rank"
+                f"state is that of {', '.join(state)}, and this is {self._own}: load what this rank"
                 " saved itself, or call load_state_dict(state, drop_local=True) to begin with error"
                 " memories of zero"
             )
-        own = next(iter(saved.values())) if drop_local else saved[self._own]
-        check_names("units", [*own], [unit.name for unit in self._units])
-        for load in [unit.loading(own[unit.name], drop_local) for unit in self._units]:
+        saved = next(iter(state.values())) if drop_local else state[self._own]
+        check_names("units", [*saved], [unit.name for unit in self._units])
+        for load in [unit.loading(saved[unit.name], drop_local) for unit in self._units]:
             load()
+
+    def _bytes(self) -> float:
+        return sum(group.unrounded_bytes for group in self._groups)
+
+    @property
+    def _own(self) -> str:
+        """The name of this rank's state: that of all, if they have the same."""
+        world, name = current_world().identity, GlobalAlgorithmRegistry.name_of(self.algorithm)
+        is_local = any(unit.is_local for unit in self._units)
+        whose = f"rank {world.rank} of {world.world_size}" if is_local else "every rank"
+        return f"{name}, version {_VERSION}, {whose}"
 
     def remove(self) -> None:
         """Let torch average by itself again; every rank calls it, outside of backward passes.
@@ -244,45 +261,28 @@ class Installation:
         self.removed = True
 
 
-class _Slot:
-    """The state of DDP's hook, which torch cannot unregister: without ``state``, the plain mean."""
-
-    state: DDPHookState | None = None
-    torch_group: Any = None
-
-
 def _hook(slot, bucket):  # type: ignore[no-untyped-def] # DDP compares annotations with types of its own
     """Average DDP's bucket."""
-    if slot.state is None:
+    if slot.state is None:  # removed, but torch cannot unregister a hook
         return allreduce_hook(slot.torch_group, bucket)
     return slot.state.reduce(bucket)
 
 
 class _Replicated:
-    """A DistributedDataParallel as a unit.
+    """A DistributedDataParallel as a unit."""
 
-    Args:
-        name: the module's name.
-        ddp: the module.
-    """
-
-    is_local, reductions = False, 0
+    is_local, reductions, ranks = False, 0, (0,)
 
     def __init__(self, name: str, ddp: DistributedDataParallel) -> None:
         self.name, self._ddp, self.torch_group = name, ddp, ddp.process_group
-        self.ranks = tuple(dist.get_process_group_ranks(ddp.process_group))
-        self.parameters = [p for p in ddp.module.parameters() if p.requires_grad]
-        self.dtypes, self.device = {p.dtype for p in self.parameters}, self.parameters[0].device
-
-    def refuse_hooks(self) -> None:
-        """Raise RuntimeError if an installation or another hook is there."""
-        for hook, slot in self._ddp._comm_hooks:
-            if hook is not _hook:
-                raise RuntimeError(
-                    "model has a communication hook already, and torch takes only one"
-                )
-            if slot.state is not None:  # type: ignore[attr-defined]
-                raise RuntimeError(_AGAIN)
+        self._parameters = [p for p in ddp.module.parameters() if p.requires_grad]
+        self.dtypes, self.device = {p.dtype for p in self._parameters}, self._parameters[0].device
+        hooks: list[tuple[Any, Any]] = ddp._comm_hooks
+        if any(hook is not _hook for hook, _ in hooks):
+            raise RuntimeError(_OTHER.format(name))
+        self._slot = hooks[0][1] if hooks else SimpleNamespace(state=None, torch_group=None)
+        if self._slot.state is not None:
+            raise RuntimeError(_AGAIN)
 
     def check(
         self, name: str, options: dict[str, Any], process_group: tuple[int, ...] | None
@@ -293,20 +293,17 @@ class _Replicated:
                 f"process_group has ranks {[*process_group]}, and DistributedDataParallel"
                 f" {[*self.ranks]}; leave it out"
             )
-        return f"{sum(p.numel() for p in self.parameters)} elements"
+        return ""
 
     def set(
-        self, group: Group, name: str, backend: str | KernelBackend | None, options: dict[str, Any]
+        self, name: str, group: Group, backend: str | KernelBackend | None, options: dict[str, Any]
     ) -> Meter:
         """Register the hook, or use that of an installation that was removed; return its meter."""
         self._state, _ = ddp_comm_hook(name, process_group=group, backend=backend, **options)
         self.is_local = bool(self._state.bagua_algorithm.rank_state)
-        self._slot: Any = _Slot()
-        if self._ddp._comm_hooks:
-            _, self._slot = self._ddp._comm_hooks[0]
-        else:
-            self._ddp.register_comm_hook(self._slot, _hook)
         self._slot.state, self._slot.torch_group = self._state, self.torch_group
+        if not self._ddp._comm_hooks:
+            self._ddp.register_comm_hook(self._slot, _hook)
         return self._state.meter
 
     def unset(self) -> None:
@@ -315,9 +312,10 @@ class _Replicated:
 
     def costs(self) -> tuple[float, float]:
         """Return the bytes that this rank has sent in a backward pass, and those of torch's own."""
-        self.reductions, n = self._state.meter.steps, len(self.ranks)
-        sent = self._state.process_group.unrounded_bytes / max(self.reductions, 1)
-        return sent, 2 * (n - 1) / n * sum(p.nbytes for p in self.parameters)
+        meter, n = self._state.meter, len(self.ranks)
+        self.reductions = meter.steps
+        sent = self._state.process_group.unrounded_bytes - meter.bytes_before
+        return sent / max(meter.steps, 1), 2 * (n - 1) / n * sum(p.nbytes for p in self._parameters)
 
     def state(self) -> bytes:
         """Return the hook's state. It is in one piece, as DDP's first passes make its buckets and a
@@ -341,21 +339,26 @@ class _Shards:
         groups: FSDP2's groups of its parameters: one, unless they are on several meshes.
 
     Attributes:
-        reductions: how often it was reduced.
+        ranks: over which they are sharded.
+        reductions: how often they were reduced.
     """
 
-    is_local = False
+    is_local, reductions, ranks = False, 0, (0,)
+    _memory: ErrorMemory | None = None
 
     def __init__(self, name: str, module: Any, groups: Sequence[Any]) -> None:
         self.name, self._module, self._groups, self._params = name, module, groups, groups[0]
-        self.device, self.reductions = self._params.device, 0
-        self._mesh_info: Any = self._params.mesh_info
-        self.torch_group = (
-            getattr(self._mesh_info, "shard_process_group", None)
-            or self._mesh_info.replicate_process_group
-        )
-        self.ranks = tuple(dist.get_process_group_ranks(self.torch_group))
-        self._memory: ErrorMemory | None = None
+        self.device, self._mesh = self._params.device, self._params.mesh_info
+        self._shard_group = getattr(self._mesh, "shard_process_group", None)
+        self.torch_group = self._shard_group or self._mesh.replicate_process_group
+        for params in groups:
+            hook, comm = (
+                getattr(params, name, None) for name in ("_all_reduce_hook", "_reduce_scatter_comm")
+            )
+            if isinstance(comm, _Shards) or isinstance(getattr(hook, "__self__", None), _Shards):
+                raise RuntimeError(_AGAIN)
+            if hook is not None or type(comm).__name__ not in ("NoneType", "DefaultReduceScatter"):
+                raise RuntimeError(_OTHER.format(name))
 
     @property
     def _trained(self) -> list[Any]:
@@ -366,21 +369,8 @@ class _Shards:
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes in which gradients are reduced."""
         policy = self._params.mp_policy
-        set_by_policy = policy.reduce_dtype or policy.param_dtype
-        return {set_by_policy or p.sharded_param.dtype for p in self._trained}
-
-    def refuse_hooks(self) -> None:
-        """Raise RuntimeError if an installation or another hook is there."""
-        for params in self._groups:
-            hook = getattr(params, "_all_reduce_hook", None)
-            comm = getattr(params, "_reduce_scatter_comm", None)
-            if any(isinstance(there, _Shards) for there in (comm, getattr(hook, "__self__", None))):
-                raise RuntimeError(_AGAIN)
-            if hook is not None or type(comm).__name__ not in ("NoneType", "DefaultReduceScatter"):
-                raise RuntimeError(
-                    f"{self.name!r} has a reduce-scatter or an all-reduce hook of its own, which"
-                    " install() would replace"
-                )
+        reduced = policy.reduce_dtype or policy.param_dtype
+        return {reduced or p.sharded_param.dtype for p in self._trained}
 
     def check(
         self, name: str, options: dict[str, Any], process_group: tuple[int, ...] | None
@@ -391,17 +381,6 @@ class _Shards:
             ValueError: S16.5 refuses something.
             RuntimeError: this torch lacks a method.
         """
-        if name not in _NAMES:
-            raise ValueError(
-                f"name={name!r} cannot reduce shards; for FSDP2 and HSDP, there are"
-                f" {', '.join(map(repr, _NAMES))}"
-            )
-        for option, allowed in (("hierarchical", False), ("average", True)):
-            if options.get(option, allowed) != allowed:
-                raise ValueError(
-                    f"{option}={options[option]!r} is for DistributedDataParallel; leave it out, as"
-                    " FSDP2 and HSDP take the mean over all of their ranks"
-                )
         methods = ["set_custom_reduce_scatter" if process_group is None else "set_all_reduce_hook"]
         methods += ["set_reduce_scatter_unused_params"] if options.get("error_feedback") else []
         for method in methods:
@@ -410,59 +389,59 @@ class _Shards:
                     f"install() calls FSDPModule.{method}, which torch {torch.__version__} lacks;"
                     " use a newer one"
                 )
-        what, mesh = f"{self.name!r} is sharded", self._mesh_info.mesh
-        if len(self._groups) > 1:
-            raise ValueError(f"{what} over several meshes; shard it over one")
-        if mesh.ndim > 1:
-            raise ValueError(f"{what} over a mesh of {mesh.ndim} dimensions; {_HSDP}")
-        if not hasattr(self._mesh_info, "shard_process_group"):
-            raise ValueError(f"{self.name!r} is replicated; use DistributedDataParallel")
-        if any(p.is_dtensor for p in self._params.fsdp_params):
-            raise ValueError(
-                f"{what} by fully_shard after its parameters had become DTensors, as tensor"
-                " parallelism makes them; leave its communication to torch"
-            )
-        if len(dtypes := {str(p.sharded_param.dtype) for p in self._trained}) > 1:
-            raise ValueError(
-                f"{what} with parameters of {' and '.join(sorted(dtypes))}; call fully_shard for"
-                " modules of one dtype"
-            )
+        what, mesh = f"{self.name!r} is sharded", self._mesh.mesh
+        dtypes = sorted({str(p.sharded_param.dtype) for p in self._trained})
         shared = [rank for rank in self.ranks if rank in (process_group or ())]
-        if len(shared) > 1:
-            raise ValueError(
-                f"{what} over ranks {shared}, which process_group has, too, though their shards"
-                f" differ; {_HSDP}"
-            )
+        refusals = {
+            f"name={name!r} cannot reduce shards; for FSDP2 and HSDP, there are"
+            f" {', '.join(map(repr, _NAMES))}": name not in _NAMES,
+            "hierarchical=True is for DistributedDataParallel; leave it out": options.get(
+                "hierarchical"
+            ),
+            "average=False is for DistributedDataParallel; leave it out, as FSDP2 takes the"
+            " mean": not options.get("average", True),
+            f"{what} over several meshes; shard it over one": len(self._groups) > 1,
+            f"{what} over a mesh of {mesh.ndim} dimensions; {_HSDP}": mesh.ndim > 1,
+            f"{self.name!r} is replicated; use DistributedDataParallel": self._shard_group is None,
+            f"{what} by fully_shard after its parameters had become DTensors, as tensor parallelism"
+            " makes them; leave its communication to torch": any(
+                p.is_dtensor for p in self._params.fsdp_params
+            ),
+            f"{what} with parameters of {' and '.join(dtypes)}; call fully_shard for modules of one"
+            " dtype": len(dtypes) > 1,
+            f"{what} over ranks {shared}, which process_group has, too, though their shards differ;"
+            f" {_HSDP}": len(shared) > 1,
+        }
+        for refusal, applies in refusals.items():
+            if applies:
+                raise ValueError(refusal)
         shapes = [[*p.padded_sharded_param_size] for p in self._trained]
         return f"{shapes} {' '.join(map(str, self.dtypes))}"
 
     def set(
         self,
-        place: int,
-        units: Sequence[_Shards],
-        algorithm: Any,
-        backend: str | KernelBackend | None,
         rounds: AgreedRounds,
+        fact: Fact,
+        kernels: KernelBackend,
+        codec: Codec | None,
+        feedback: bool,
         replicas: bool,
     ) -> None:
-        """Let FSDP2 call this to reduce-scatter, or with ``replicas`` `average` afterwards.
+        """Let FSDP2 call this to reduce-scatter, or `average` afterwards over ``replicas``.
 
         Args:
-            place: of this unit.
-            units: all of the model.
-            algorithm: has the codec's name, and whether there is an error memory.
-            backend: the kernels, as for `install`.
             rounds: of the ranks that communicate.
-            replicas: whether these have the same shard.
+            fact: names this unit.
+            kernels: the kernel backend.
+            codec: compresses; None: nothing is compressed.
+            feedback: whether there is an error memory.
+            replicas: whether all ranks have the same shard.
         """
-        self._place, self._names = place, tuple(repr(unit.name) for unit in units)
-        self._rounds, self._world, self._replicas = rounds, current_world(), replicas
-        self._comm = rounds.group.get_global_communicator()
-        self._kernels = get_backend(backend, self.device)
-        compression = getattr(algorithm, "compression", None)
-        self._codec = compression and get_codec(compression, self._kernels)
-        self.is_local = getattr(algorithm, "error_feedback", False)
-        if replicas:
+        self._rounds, self._fact, self._replicas = rounds, fact, replicas
+        self._kernels, self._codec, self.is_local = kernels, codec, feedback
+        self._comm, self._world = rounds.group.get_global_communicator(), current_world()
+        self._n = self._comm.nranks()
+        if self._replicas:
             self._module.set_all_reduce_hook(self.average)
         else:
             self._default = self._params._reduce_scatter_comm
@@ -480,70 +459,57 @@ class _Shards:
         if self.is_local:
             self._module.set_reduce_scatter_unused_params(self._unused, recurse=False)
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int], **kind: Any) -> Tensor:
         """Return a tensor for FSDP2's input or output."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        return torch.empty(*size, **kind)
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *, op: Any, **_: Any) -> None:
         """Reduce-scatter FSDP2's input, which has a row for each rank (S16.2, S16.3)."""
-        n, rank, size = self._comm.nranks(), self._comm.rank(), output_tensor.numel()
+        n, rank, size = self._n, self._comm.rank(), output_tensor.numel()
+        average = op == dist.ReduceOp.AVG
         with self._agreed(input_tensor):
-            if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            if not average and op != dist.ReduceOp.SUM:
                 raise ValueError(
                     f"{self.name!r} is to be reduced by {op}, and only by the mean or the sum can it"
                     " be; leave out set_gradient_divide_factor(), and scale the loss instead"
                 )
-            if n == 1:  # nothing is sent, so nothing is compressed
-                output_tensor.copy_(input_tensor)
-                return
-            rows = self._exchanged(input_tensor, n)
-            average = op == dist.ReduceOp.AVG
+            # nothing is sent to oneself, so nothing is compressed
+            rows = input_tensor if n == 1 else self._exchanged(input_tensor)
             self._kernels.reduce_chunks_(rows, n, target_chunk=rank, average=average)
             output_tensor.copy_(rows[rank * size : (rank + 1) * size])
 
-    def _exchanged(self, x: Tensor, n: int) -> Tensor:
+    def _exchanged(self, x: Tensor) -> Tensor:
         """Return this rank's row of every rank's ``x``, as decoded."""
-        codec = self._codec
+        n, codec = self._n, self._codec
         if codec is None:
-            rows = torch.empty_like(x)
-            self._comm.alltoall(x, rows)
+            self._comm.alltoall(x, rows := torch.empty_like(x))
             return rows
         memory, values = self._memory_for(x.numel()), x.float()
         if memory is not None:
             values = values + memory.worker
         size = n * codec.payload_bytes(x.numel() // n, torch.float32)
         sent, payload = (torch.empty(size, dtype=torch.uint8, device=x.device) for _ in range(2))
-        rows = torch.empty_like(values)
         compress = codec.compress_in_steps(values, n, out=sent)
-        decompress = codec.decompress_in_steps(payload, n, out=rows)
+        decompress = codec.decompress_in_steps(payload, n, out=(rows := torch.empty_like(values)))
         self._comm.alltoall(sent, payload, Overlap(compress, decompress))
         if memory is not None:
-            own = torch.empty_like(values)
-            codec.decompress(sent, n, out=own)
+            codec.decompress(sent, n, out=(own := torch.empty_like(values)))
             left = values - own
-            left = torch.where(left.isnan(), memory.worker, left)
-            memory.restore((left, memory.server))
+            memory.restore((torch.where(left.isnan(), memory.worker, left), memory.server))
         return rows
 
     def average(self, shard: Tensor) -> None:
         """Average FSDP2's flat ``shard`` over the replicas, in place (S16.4)."""
-        comm, kernels, codec, n = self._comm, self._kernels, self._codec, self._comm.nranks()
+        args = self._comm, self._kernels
         with self._agreed(shard):
-            x = nn.functional.pad(shard, (0, -shard.numel() % n))
+            x = nn.functional.pad(shard, (0, -shard.numel() % self._n))
             memory = self._memory_for(shard.numel())
-            if codec is None:
-                CentralizedScatterGather(comm, kernels, average=True)(x)
+            if self._codec is None:
+                CentralizedScatterGather(*args, average=True)(x)
             elif memory is None:
-                CentralizedLowPrecision(comm, kernels, codec, average=True)(x)
+                CentralizedLowPrecision(*args, self._codec, average=True)(x)
             else:
-                CentralizedErrorFeedback(comm, kernels, codec, True, memory)(x)
+                CentralizedErrorFeedback(*args, self._codec, True, memory)(x)
             shard.copy_(x[: shard.numel()])
 
     @contextmanager
@@ -552,19 +518,17 @@ class _Shards:
         rounds, meter = self._rounds, self._rounds.meter
         rounds.check_usable()
         meter.rounds = max(meter.rounds, self.reductions + 1)
-        here = f"bagua_ref::{rounds.name}/{self.name}"
         with (
             use_world(self._world),
             use_meter(meter),
             torch.no_grad(),
             rounds.aborting(),
-            meter.timing("wait_seconds", here),
+            meter.timing("wait_seconds", f"bagua_ref::{rounds.name}/{self.name}"),
         ):
             if not rounds.alone:
                 rounds.compare(self._facts(x)).check()
                 meter.steps_in_agreement = meter.steps
-            kind = "average" if self._replicas else "reduce-scatter"
-            with Operation(kind, self.name, x.nbytes):
+            with Operation("average" if self._replicas else "reduce-scatter", self.name, x.nbytes):
                 yield
         self.reductions += 1
         if self.reductions > meter.steps:
@@ -572,7 +536,7 @@ class _Shards:
 
     def _facts(self, x: Tensor) -> list[Fact]:
         facts = [
-            Fact("{is} about to reduce {value}", self._place, self._names),
+            self._fact,
             Fact("{has} reduced it {value} times", self.reductions),
             Fact("{has} {value} bytes of gradients for it", x.nbytes),
         ]
@@ -591,28 +555,23 @@ class _Shards:
 
     def costs(self) -> tuple[float, float]:
         """Return the bytes that this rank sends in a backward pass, and those of torch's own."""
-        n, elements, codec = self._comm.nranks(), self._elements, self._codec
-        (own,) = self.dtypes or {torch.float32}
-        messages, chunk = n - 1, elements
-        if self._replicas:
-            messages, chunk = 2 * (n - 1), -(-elements // n)
-        dtype = torch.float32 if self.is_local or not self._replicas else own
-        sent = chunk * own.itemsize if codec is None else codec.payload_bytes(chunk, dtype)
-        plain = elements / (n if self._replicas else 1) * own.itemsize
+        n, elements = self._n, self._elements
+        chunk = -(-elements // n) if self._replicas else elements
+        (dtype,) = self.dtypes or {torch.float32}
+        sent = plain = chunk * dtype.itemsize
+        if self._codec is not None:
+            is_wide = self.is_local or not self._replicas
+            sent = self._codec.payload_bytes(chunk, torch.float32 if is_wide else dtype)
+        messages = (n - 1) * (1 + self._replicas)
         return messages * sent, messages * plain
 
     def _memory_for(self, numel: int | None = None) -> ErrorMemory | None:
-        """Return the error memory; a new one if other parameters than before need gradients.
-
-        Args:
-            numel: the number of elements of what is to be reduced; None: not known.
+        """Return the error memory for ``numel`` elements, None if they are not known; a new one if
+        other parameters than before need gradients.
         """
         if not self.is_local:
             return None
-        n, filled = (
-            self._comm.nranks(),
-            self._elements * (1 if self._replicas else self._comm.nranks()),
-        )
+        n, filled = self._n, self._elements * (1 if self._replicas else self._n)
         if numel not in (None, filled):
             raise ValueError(
                 f"{self.name!r} has {numel} elements of gradients, and its error memory {filled};"
@@ -623,29 +582,21 @@ class _Shards:
         return self._memory
 
     def state(self) -> dict[str, Tensor]:
-        """Return the error memories, of zeros before the first pass."""
+        """Return the error memories, zeros before the first pass."""
         memory = self._memory_for()
-        if memory is None:
-            return {}
-        kept = {"worker": memory.worker}
-        return {**kept, "server": memory.server} if self._replicas else kept
+        return {} if memory is None else {"worker": memory.worker, "server": memory.server}
 
     def loading(self, state: Any, drop_local: bool) -> Callable[[], None]:
-        """Return what loads ``state``.
-
-        Raises:
-            ValueError: it is not one of this unit.
-        """
+        """Return what loads ``state``; raise ValueError if it is not one of this unit."""
+        memory, kept = self._memory_for(), None
         if not drop_local:
             check_tensors(f"error memories of {self.name!r}", state, self.state())
+            if memory is not None:
+                kept = state["worker"].clone(), state["server"].clone()
 
         def load() -> None:
-            memory = self._memory_for()
-            if memory is not None and drop_local:
-                memory.restore(None)
-            elif memory is not None:
-                server = state.get("server", memory.server)
-                memory.restore((state["worker"].clone(), server.clone()))
+            if memory is not None:
+                memory.restore(kept)
 
         return load
 
@@ -656,8 +607,9 @@ def _find_units(model: nn.Module) -> list[Any]:
     Raises:
         TypeError: there is none, or one of FSDP1.
         ValueError: they are of different kinds.
+        RuntimeError: an installation or another hook is there.
     """
-    found: dict[int, _Replicated | _Shards] = {}
+    found: dict[int, Any] = {}
     for path, module in model.named_modules():
         # as without torch.compile, so that states can be loaded with or without it
         name = ".".join(part for part in path.split(".") if part != "_orig_mod") or "(root)"
@@ -672,8 +624,8 @@ def _find_units(model: nn.Module) -> list[Any]:
             state: Any = module._get_fsdp_state()
             # older versions have one group
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            if groups[0] is not None and id(groups[0]) not in found:
-                found[id(groups[0])] = _Shards(name, module, groups)
+            if groups[0] is not None:
+                found.setdefault(id(groups[0]), _Shards(name, module, groups))
     kinds = [type(unit) for unit in found.values()]
     if not kinds:
         raise TypeError(
@@ -689,47 +641,24 @@ def _find_units(model: nn.Module) -> list[Any]:
     return [*found.values()]
 
 
-def _check_codec(algorithm: Any, units: Sequence[Any], backend: str | KernelBackend | None) -> None:
-    """Raise TypeError for float64 with a codec; warn of a codec that needs an error memory."""
-    compression = getattr(algorithm, "compression", None)
-    if compression is None:
-        return
-    for unit in units:
-        for dtype in unit.dtypes - {*COMPRESSIBLE}:
-            raise TypeError(
-                f"compression={compression!r} takes float16, bfloat16 or float32, and gradients of"
-                f" {unit.name!r} are {dtype}"
-            )
-    codec = get_codec(compression, get_backend(backend, units[0].device))
-    if codec.biased and not algorithm.error_feedback:
-        warnings.warn(
-            f"compression={compression!r} without error_feedback loses what it rounds, and training"
-            " may not converge",
-            stacklevel=3,
-        )
-
-
 def _compared(
-    group: Group, label: str, settings: Mapping[str, str], error: Exception | None
+    rounds: AgreedRounds, settings: Mapping[str, str], error: Exception | None
 ) -> Exception | None:
-    """Return ``error``, or one about a rank of ``group`` that has another or other ``settings``.
-    Collective.
-    """
+    """Return ``error``, or one about a rank that has another or other ``settings``. Collective."""
     mine = {**settings, "error": "none" if error is None else f"{type(error).__name__}: {error}"}
-    comm = group.get_global_communicator()
-    checksums = comm.exchange_ints([zlib.crc32(repr(mine).encode())])()
-    if all(theirs == checksums[0] for theirs in checksums):
-        return error
-    everyone = [comm.broadcast_object(mine, rank) for rank in range(comm.nranks())]
+    comm, ranks = rounds.group.get_global_communicator(), rounds.group.ranks
+    everyone = [comm.broadcast_object(mine, place) for place in range(len(ranks))]
     differences = []
     for key in dict.fromkeys(itertools.chain(*everyone)):
         values = [theirs.get(key, "not given") for theirs in everyone]
         distinct = tuple(dict.fromkeys(values))
-        places = [[distinct.index(value)] for value in values]
         fact = Fact(f"{{has}} {key}: {{value}}", 0, distinct)
-        differences.append(describe_differences([fact], places, group.ranks))
-    return error or CommunicationError(
-        f"the ranks that call install() for {label} disagree:"
-        f" {'; '.join(filter(None, differences))}. Nothing has been changed; call it alike on all"
-        " ranks"
-    )
+        places = [[distinct.index(value)] for value in values]
+        differences.append(describe_differences([fact], places, ranks))
+    if error is None and any(differences):
+        return CommunicationError(
+            f"the ranks that call install() for {rounds.name} disagree:"
+            f" {'; '.join(filter(None, differences))}. Nothing has been changed; call it alike on"
+            " all ranks"
+        )
+    return error
