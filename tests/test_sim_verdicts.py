@@ -208,6 +208,25 @@ assert shape[0] == 4, int(shape[0])
         assert "all_reduce(SUM) of int32[262144]" in str(report.finding)
 
 
+def test_memory_that_is_not_initialised_may_be_sent_for_nothing(tmp_path: Path) -> None:
+    text = """
+torch.manual_seed(0)
+weights = [torch.nn.Parameter(torch.ones(2**18)) for _ in range(3)]
+optimizer = torch.optim.SGD(weights, lr=0.1)
+padded = [p.data for p in weights] + [torch.empty(2**18)]
+for _ in range(2):
+    for p in weights: p.grad = torch.ones_like(p)
+    optimizer.step()
+    for first in (0, 2):
+        work = dist.all_gather(padded[first:first + 2], padded[first + rank].clone(), async_op=True)
+        work.wait()
+"""
+    report = judged(tmp_path, START + text, seeds=2)
+    assert (report.verdict, report.finding) == ("agree", None)
+    [hint] = report.hints
+    assert "with other bytes there, rank 1 sends other values in all_gather()" in hint
+
+
 def test_tensors_in_flight_are_watched_where_devices_are_mapped(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(START + "w = dist.all_reduce(x, async_op=True)\nprint(x)\nw.wait()")

@@ -52,6 +52,7 @@ class Finding:
         step: the number of the optimizer step, from 0, or None.
         schedule: in which it occurs.
         fault: with which it occurs, or None.
+        change: the part of the message that says what differs between two runs, if it is one.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class Finding:
     step: int | None = None
     schedule: Schedule = field(default_factory=Schedule)
     fault: Fault | None = None
+    change: str = ""
 
 
 def own_error(seen: Observation) -> Finding | None:
@@ -368,9 +370,9 @@ def not_repeatable(first: Observation, again: Observation) -> Finding | None:
         " (Python's, NumPy's, torch's), and use no values of the system, of memory that is not"
         " initialised, or of time"
     )
-    head = "the program does not repeat itself: in two runs with the same schedule, "
+    head, change = "the program does not repeat itself: ", "in two runs with the same schedule, "
     if again.order.fills:
-        head = "memory that is not initialised is used: with other bytes in torch.empty's tensors, "
+        head, change = "memory that is not initialised is used: ", "with other bytes there, "
         advice = (
             ". Nothing that depends on the schedule can be told from that: write before you read"
         )
@@ -391,7 +393,8 @@ def not_repeatable(first: Observation, again: Observation) -> Finding | None:
     if finding is None:
         return None
     finding.kind = "not_repeatable"
-    finding.message = f"{head}{finding.message}{advice}"
+    finding.change = f"{change}{finding.message}"
+    finding.message = f"{head}{finding.change}{advice}"
     return finding
 
 

@@ -175,6 +175,8 @@ class _Judge:
         )
         self._unstable: Finding | None = None
         """Why runs cannot be compared with each other."""
+        self._sends_alike = True
+        """Whether ranks send the same in two runs of one schedule."""
 
     def find(self) -> Finding | None:
         """Return the first error; raise TimeoutError if the time is up first."""
@@ -215,9 +217,15 @@ class _Judge:
                     return error
                 if not is_memory:
                     self._unstable = not_repeatable(first, plain) or self._unstable
-            if is_memory:  # which may have any effect in any run
-                self._times()
+            if is_memory and (again.kind or first_difference(first, again, False)):
+                self._times()  # and no more runs, which may do anything
                 return self._unstable
+            if is_memory:
+                self._report.hints.append(
+                    "memory that is not initialised is sent:"
+                    f" {self._unstable.change}, and no result changes"
+                )
+                self._unstable, self._sends_alike = None, False
         phases = [self._times, self._schedules]
         if self._unstable is None:
             phases = [
@@ -245,7 +253,9 @@ class _Judge:
     def _early_use(self) -> Finding | None:
         def differs(lines: set[tuple[str, int]]) -> bool:
             seen = self._one(Order(self._first.order.schedule, prompt=lines))
-            return self._differs(seen) is not None or sends_otherwise(self._first, seen)
+            return self._differs(seen) is not None or (
+                self._sends_alike and sends_otherwise(self._first, seen)
+            )
 
         lines = {(call.file, call.line) for calls in self._first.log for call in calls}
         return (
