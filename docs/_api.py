@@ -31,6 +31,7 @@ API = {
             "bagua_ref.algorithms.diloco",
             "bagua_ref.algorithms.power_sgd",
             "bagua_ref.algorithms.topk",
+            "bagua_ref.algorithms.demo",
             "bagua_ref.algorithms.traits",
         ],
         "integrations": [

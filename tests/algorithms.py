@@ -19,6 +19,7 @@ from bagua_ref.algorithms import (
     AsyncModelAverageAlgorithm,
     ByteGradAlgorithm,
     DecentralizedAlgorithm,
+    DemoAlgorithm,
     DiLoCoAlgorithm,
     GradientAllReduceAlgorithm,
     LocalSGDAlgorithm,
@@ -95,14 +96,8 @@ def _ring(nodes: tuple[int, ...], *options: Any, **given: Any) -> Case:
 
 
 def _local(algorithm: Algorithm, compresses: bool = False, **given: Any) -> Case:
-    return Case(
-        lambda o: algorithm,
-        replicated=False,
-        float64=not compresses,
-        compresses=compresses,
-        counts=True,
-        **given,
-    )
+    own = {"float64": not compresses, "compresses": compresses, "counts": True, **given}
+    return Case(lambda o: algorithm, replicated=False, **own)
 
 
 def _adam(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -171,6 +166,22 @@ CASES: dict[str, Case] = {
     "diloco with memory": _local(DiLoCoAlgorithm(2, fragments=2, **ONE_BIT), True, memory=True),
     "diloco with memory, streaming": _local(
         DiLoCoAlgorithm(2, delay=1, mix=0.5, **MXFP4), True, memory=True
+    ),
+    "diloco, sparse": _local(
+        DiLoCoAlgorithm(
+            6, _adam, 3, 1, 0.3, top_k=5, chunk=4, compression="Stat2", mean="contributors"
+        ),
+        float64=False,
+        memory=True,
+    ),
+    "demo": _compressed(
+        lambda o: DemoAlgorithm(3, 4, 0.9, compression="Stat2"), memory=True, counts=True
+    ),
+    "demo with warm-up": _compressed(
+        lambda o: DemoAlgorithm(2, 8, sign=False, mean="contributors", warmup_steps=2),
+        memory=True,
+        counts=True,
+        fixed_sums=False,
     ),
     "powersgd, averaged": _powersgd(memory="averaged", warm_start=False),
     "powersgd without memory": _powersgd(memory=None, warmup_steps=3),

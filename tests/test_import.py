@@ -129,7 +129,9 @@ def test_import_brings_no_backend(probe: Probe) -> None:
         for name in probe("import bagua_ref")["loaded"]
         if name.startswith("bagua_ref.backends")
     }
-    assert loaded == {f"bagua_ref.backends{module}" for module in ("", ".base", ".codec")}
+    assert loaded == {
+        f"bagua_ref.backends{module}" for module in ("", ".base", ".chunks", ".codec")
+    }
 
 
 def test_the_oracle_and_the_command_line_bring_no_optional_package(probe: Probe) -> None:

@@ -59,6 +59,7 @@ HOUSE = (
         (
             "backends.base",
             "backends.codec",
+            "backends.chunks",
             "communicators.base",
             "communicators.collectives",
             "communicators.pipelining",

@@ -12,6 +12,7 @@ from bagua_ref.algorithms.decentralized import (
     DecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
 )
+from bagua_ref.algorithms.demo import DemoAlgorithm
 from bagua_ref.algorithms.diloco import DiLoCoAlgorithm
 from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua_ref.algorithms.local_sgd import LocalSGDAlgorithm
@@ -26,6 +27,7 @@ __all__ = [
     "AsyncModelAverageAlgorithm",
     "ByteGradAlgorithm",
     "DecentralizedAlgorithm",
+    "DemoAlgorithm",
     "DiLoCoAlgorithm",
     "GlobalAlgorithmRegistry",
     "GradientAllReduceAlgorithm",
@@ -42,6 +44,7 @@ __all__ = [
     "async_model_average",
     "bytegrad",
     "decentralized",
+    "demo",
     "diloco",
     "gradient_allreduce",
     "local_sgd",

@@ -1,5 +1,5 @@
 """DiLoCo: local steps, and an outer optimizer on the mean of their changes; streaming in fragments
-(S9.2 to S9.6).
+(S9.2 to S9.6), or with sparse messages (S15.5).
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,14 +28,15 @@ from bagua_ref.algorithms.registry import (
     check_compressible,
     check_number,
     check_optimizers,
+    check_sparse_options,
     check_whole,
     implements,
 )
-from bagua_ref.algorithms.state import ErrorMemories, check_tensors
+from bagua_ref.algorithms.state import ErrorMemories, TensorStore, check_tensors
 from bagua_ref.algorithms.traits import Rounds
 from bagua_ref.base.memory import Layout
 from bagua_ref.base.untrusted import check_form
-from bagua_ref.buckets.bucket import BaguaBucket, check_compression
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.optimizer_state import check_optimizer_state
 from bagua_ref.buckets.storage import register
 from bagua_ref.comm_ops import ErrorMemory
@@ -69,11 +71,16 @@ class DiLoCoAlgorithm(Algorithm):
     with compression. It keeps g in float32 (float64 for float64 weights), the outer optimizer's
     state, and one fragment while it is in flight.
 
+    SparseLoCo: with ``top_k``, each rank sends the ``top_k`` elements of largest absolute value of
+    each chunk of ``p = error_decay*e + (g - x)``, and keeps ``e = p - what it has sent`` (S15.5).
+    A chunk is a block of at most ``chunk`` rows and ``chunk`` columns of a weight. With "Stat2",
+    each element takes 14 bits.
+
     Args:
         period: steps after which every fragment has been sent once.
         outer_optimizer: makes an optimizer of a list of tensors, the part of g in a fragment;
             called for each fragment when the module is wrapped. None: ``SGD(lr=0.7, momentum=0.9,
-            nesterov=True)``.
+            nesterov=True)``, or with ``top_k``, ``SGD(lr=1)``.
         fragments: their number P, which splits the parameters into contiguous parts of about equal
             size, or lists of parameter names in which each trained parameter stands exactly once.
         delay: steps from sending a fragment to applying its mean, from 0 to gap - 1. With 0,
@@ -82,23 +89,32 @@ class DiLoCoAlgorithm(Algorithm):
             (x stays).
         warmup_steps: steps on averaged gradients first, as `GradientAllReduceAlgorithm` takes them,
             bit for bit.
-        compression: None, or the name of a codec, one of `bagua_ref.list_codecs` (S3.2, S4, S12).
+        compression: None, or the name of a codec, one of `bagua_ref.list_codecs` (S3.2, S4, S12);
+            with ``top_k`` also "Stat2", two bits per value (S15.3).
         error_feedback: keep what compression leaves out, in float32, and add it to the fragment's
-            next difference (S11.1).
+            next difference (S11.1). With ``top_k`` there always is an error memory; leave this
+            False.
+        top_k: elements that are sent of each chunk; None: all, by way of S3.1 or S3.2.
+        chunk: the longest side of a chunk, from 1 to 64: the largest divisor of the weight's rows
+            or columns up to this.
+        error_decay: the part of the error memory that is added, from 0 to 1.
+        mean: "all": divide by the number of ranks; "contributors": each element by the number of
+            ranks whose value there is not 0, which needs ``top_k``.
 
     Raises:
-        ValueError: an argument is out of range; on wrapping: no optimizer was passed, more
-            fragments than parameters, lists of names that do not fit the module, an outer optimizer
-            of other tensors.
-        TypeError: an argument is of another type; on wrapping: float64 parameters with compression,
-            an ``outer_optimizer`` that returns something else.
+        ValueError: an argument is out of range, or needs ``top_k``; on wrapping: no optimizer was
+            passed, more fragments than parameters, lists of names that do not fit the module, an
+            outer optimizer of other tensors.
+        TypeError: an argument is of another type; on wrapping: float64 parameters with compression
+            or ``top_k``, an ``outer_optimizer`` that returns something else.
 
     >>> DiLoCoAlgorithm(period=32, fragments=4, delay=2, mix=0.5).gap
     8
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
     2023 (arXiv:2311.08105), and "Streaming DiLoCo with overlapping communication", 2025
-    (arXiv:2501.18512).
+    (arXiv:2501.18512); with ``top_k``, Sarfi et al., "Communication Efficient LLM Pre-training with
+    SparseLoCo", 2025 (arXiv:2508.15706).
     """
 
     period: int = 500
@@ -109,6 +125,10 @@ class DiLoCoAlgorithm(Algorithm):
     warmup_steps: int = 0
     compression: str | None = None
     error_feedback: bool = False
+    top_k: int | None = None
+    chunk: int = 64
+    error_decay: float = 0.95
+    mean: Literal["all", "contributors"] = "all"
 
     takes_shards = True
 
@@ -121,8 +141,14 @@ class DiLoCoAlgorithm(Algorithm):
                 " list of tensors"
             )
         check_number("mix", self.mix, 0, 1)
-        check_compression(self.compression, optional=True)
+        check_sparse_options(self.top_k, self.chunk, self.mean, self.compression)
+        check_number("error_decay", self.error_decay, 0, 1)
         check_bool("error_feedback", self.error_feedback)
+        if self.error_feedback and self.top_k is not None:
+            raise ValueError(
+                f"error_feedback=True with top_k={self.top_k}: top_k has an error memory of its"
+                " own; leave error_feedback False, and set error_decay"
+            )
         if self.error_feedback and self.compression is None:
             raise ValueError(
                 "error_feedback=True keeps what compression leaves out, and compression is None;"
@@ -165,13 +191,15 @@ class DiLoCoAlgorithm(Algorithm):
         parameters: list[tuple[str, torch.nn.Parameter]],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Refuse fragments that do not fit the module, float64 with compression, and a training
-        without optimizers.
+        """Refuse fragments that do not fit the module, float64 with compression or top_k, and a
+        training without optimizers.
         """
         check_optimizers("diloco", optimizers)
         named_fragments(self.fragments, parameters)
         if self.compression is not None:
             check_compressible(parameters, f"compression={self.compression!r}")
+        if self.top_k is not None:
+            check_compressible(parameters, f"top_k={self.top_k}")
 
 
 @implements(DiLoCoAlgorithm)
@@ -186,12 +214,14 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
 
     def __init__(self, process_group: Group, **options: Any) -> None:
         super().__init__(process_group, DiLoCoAlgorithm(**options))
-        self.error_memories = ErrorMemories()
-        if self.options.error_feedback:
-            self.stores, self.rank_state = (
-                {"memories": self.error_memories},
-                frozenset({"memories"}),
-            )
+        self._is_sparse = self.options.top_k is not None
+        self.memories: ErrorMemories | TensorStore = (
+            TensorStore("memories") if self._is_sparse else ErrorMemories()
+        )
+        """What ranks have left out: e by parameter, or e and f by part of a fragment."""
+        if self._is_sparse or self.options.error_feedback:
+            self.stores = {"memories": self.memories}
+            self.rank_state = frozenset({"memories"})
         self._fragments: list[Fragment] = []
         self._taken = False
         """Whether g has been taken from the weights, or loaded."""
@@ -244,18 +274,15 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         if not self._fragments:
             parameters = bagua_ddp.bagua_build_params()
             known = dict(parameters)
-            make = (
-                _default_outer_optimizer
-                if self.options.outer_optimizer is None
-                else self.options.outer_optimizer
-            )
+            default = _sgd if self._is_sparse else _nesterov
+            make = self.options.outer_optimizer or default
             self._fragments = [
                 Fragment(names, [known[name] for name in names], make)
                 for names in named_fragments(self.options.fragments, parameters)
             ]
             for fragment in self._fragments:
                 for part in fragment.parts:
-                    self._memory_of(part)
+                    self._expect_memory(part)
             self._trail = Trail([parameter for _, parameter in parameters])
         return super().init_tensors(bagua_ddp)
 
@@ -284,7 +311,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         for fragment in self._fragments:
             fragment.take()
             fragment.optimizer.state.clear()
-        self.error_memories.load([])
+        self.memories.load({})
         self._taken = True
         self._trail.clear()
         self._trail.note(stepped=True)
@@ -323,16 +350,9 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
             differences = fragment.differences(part)
             tensors = [register(d, n, context.bagua_module_name) for n, d in differences.items()]
             name = f"fragment{place}" if len(fragment.parts) == 1 else f"fragment{place}.{number}"
-            bucket = BaguaBucket(tensors, name, True, self._ranks, backend=context.kernel_backend)
-            memory = self._memory_of(part)
-            if memory is not None:
-                flight.memories.append((memory, memory.kept()))
-            bucket.append_centralized_synchronous_op(
-                scattergather=True,
-                compression=self.options.compression,
-                group=self.process_group,
-                error_memory=memory,
-            )
+            make = partial(BaguaBucket, tensors, name, True, backend=context.kernel_backend)
+            bucket = make() if self._is_sparse else make(self._ranks)
+            self._append_mean(bucket, part, flight)
             flight.mean |= differences
             buckets.append(bucket.append_python_op(flight.note_arrival))
         self._drifts[place] = norms_of(bucket.load() for bucket in buckets)
@@ -343,13 +363,47 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
     def _ranks(self) -> int:
         return len(self.process_group.ranks)
 
-    def _memory_of(self, part: dict[str, torch.nn.Parameter]) -> ErrorMemory | None:
-        """Return the error memory of a part of a fragment; None without error feedback."""
-        if not self.options.error_feedback:
-            return None
-        filled = sum(g.numel() for g in part.values())
-        numel = filled + -filled % self._ranks
-        return self.error_memories.claim(list(part), list(part.values()), numel, self._ranks)
+    def _append_mean(
+        self, bucket: BaguaBucket, part: dict[str, torch.nn.Parameter], flight: InFlight
+    ) -> None:
+        """Append S15, or S3.1 or S3.2, to the bucket of a part of the fragment in flight."""
+        options, memories = self.options, self.memories
+        if isinstance(memories, TensorStore):
+            names = list(part)
+            before = memories.flat(names).clone()
+            flight.undo.append(lambda: memories.flat(names).copy_(before))
+            bucket.append_chunked_sparse_op(
+                options.compression,
+                self.process_group,
+                k=options.top_k,
+                chunk=options.chunk,
+                decay=options.error_decay,
+                mean=options.mean,
+                error=lambda: memories.flat(names),
+            )
+            return
+        memory = self._expect_memory(part)
+        if memory is not None:
+            flight.undo.append(partial(memory.restore, memory.kept()))
+        bucket.append_centralized_synchronous_op(
+            scattergather=True,
+            compression=options.compression,
+            group=self.process_group,
+            error_memory=memory,
+        )
+
+    def _expect_memory(self, part: dict[str, torch.nn.Parameter]) -> ErrorMemory | None:
+        """Return the error memory of a part of a fragment; None if there is none, or each parameter
+        has its own.
+        """
+        if isinstance(self.memories, TensorStore):
+            for name, g in part.items():
+                self.memories.expect(name, g.detach(), Layout.of(g))
+        elif self.options.error_feedback:
+            filled = sum(g.numel() for g in part.values())
+            numel = filled + -filled % self._ranks
+            return self.memories.claim(list(part), list(part.values()), numel, self._ranks)
+        return None
 
     def _apply(self) -> None:
         """Let the outer optimizer step with the mean that was in flight, and move the weights to
@@ -505,5 +559,9 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
             check_tensors("the mean in flight", flight["mean"], self._fragments[place].named)
 
 
-def _default_outer_optimizer(tensors: list[Tensor]) -> torch.optim.Optimizer:
+def _nesterov(tensors: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(tensors, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def _sgd(tensors: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(tensors, lr=1.0)

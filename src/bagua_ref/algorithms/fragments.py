@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map_only
 from bagua_ref.algorithms.registry import check_whole
 from bagua_ref.base.memory import Layout, by_dtype_and_device
 from bagua_ref.buckets.optimizer_state import align_state, take_over
-from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.scheduling.engine import Engine
 
@@ -303,14 +302,14 @@ class InFlight:
         due: t of the step after which it is applied.
         mean: what is sent, by name.
         missing: the number of buckets that have not arrived.
-        memories: the error memories that sending changes, and what they held before.
+        undo: restore the error memories that sending changes.
     """
 
     fragment: int
     due: int
     mean: dict[str, Tensor]
     missing: int = 0
-    memories: list[tuple[ErrorMemory, tuple[Tensor, Tensor] | None]] = field(default_factory=list)
+    undo: list[Callable[[], object]] = field(default_factory=list)
 
     def note_arrival(self, bucket_name: str) -> None:
         """Note that a bucket has its mean; the last operation of each bucket.
@@ -321,12 +320,12 @@ class InFlight:
         self.missing -= 1
         if (
             self.missing
-            or not self.memories
+            or not self.undo
             or all(mean.isfinite().all() for mean in self.mean.values())
         ):
             return
-        for memory, before in self.memories:
-            memory.restore(before)
+        for restore in self.undo:
+            restore()
 
     def state(self) -> dict[str, Any]:
         """Return the entry of a checkpoint, once the mean has arrived."""

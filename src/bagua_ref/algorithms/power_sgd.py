@@ -15,6 +15,7 @@ from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
 from bagua_ref.algorithms.registry import (
     check_bool,
     check_number,
+    check_one_of,
     check_optimizers,
     check_whole,
     implements,
@@ -81,10 +82,7 @@ class PowerSGDAlgorithm(Algorithm):
         check_whole("matrix_approximation_rank", self.matrix_approximation_rank, 1)
         check_whole("warmup_steps", self.warmup_steps, 0)
         check_number("min_compression_rate", self.min_compression_rate, 0, inf, excluded=True)
-        if self.memory not in _MEMORIES:
-            raise ValueError(
-                f"memory={self.memory!r} must be one of {', '.join(map(repr, _MEMORIES))}"
-            )
+        check_one_of("memory", self.memory, _MEMORIES)
         check_bool("warm_start", self.warm_start)
         check_whole("seed", self.seed, 0)
         if self.seed >= 2**32:

@@ -10,6 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from bagua_ref.backends.chunks import MAX_CHUNK
+from bagua_ref.buckets.bucket import check_compression
+from bagua_ref.comm_ops.chunked_sparse import MEANS
+
 AnyImpl = TypeVar("AnyImpl")
 
 
@@ -131,6 +135,28 @@ def check_number(
         raise TypeError(f"{name}={value!r} must be a number {words}")
     if not least <= value <= most or abs(value) == math.inf or (excluded and value == least):
         raise ValueError(f"{name}={value!r} must be {words}")
+
+
+def check_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise ValueError unless the argument ``name`` is one of ``allowed``."""
+    if not any(value is each or value == each for each in allowed):
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
+
+
+def check_sparse_options(top_k: int | None, chunk: int, mean: str, compression: str | None) -> None:
+    """Raise unless these are options of a chunked sparse exchange (S15); if ``top_k`` is None,
+    unless the others do without one.
+    """
+    if top_k is not None:
+        check_whole("top_k", top_k, 1)
+    check_whole("chunk", chunk, 1)
+    if chunk > MAX_CHUNK:
+        raise ValueError(f"chunk={chunk} must be at most {MAX_CHUNK}")
+    check_one_of("mean", mean, MEANS)
+    for name, value, needs in (("compression", compression, "Stat2"), ("mean", mean, MEANS[1])):
+        if top_k is None and value == needs:
+            raise ValueError(f"{name}={value!r} needs top_k, which is None")
+    check_compression(compression, optional=True, also=() if top_k is None else ("Stat2",))
 
 
 def check_compressible(parameters: Iterable[tuple[str, torch.Tensor]], what: str) -> None:

@@ -328,7 +328,7 @@ class ErrorMemories:
                 {name: torch.empty(()).expand(size) for name, size in sizes.items()},
             )
 
-    def load(self, saved: Sequence[Mapping[str, Any]]) -> None:
+    def load(self, saved: Collection[Mapping[str, Any]]) -> None:
         """Load copies of ``saved``, which `check` has passed; all others become zero."""
         for memory in self._memories.values():
             memory.restore(None)

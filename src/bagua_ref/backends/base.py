@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from bagua_ref.backends.chunks import ChunkCoder
 from bagua_ref.backends.codec import COMPRESSIBLE, Codec
 from bagua_ref.base.memory import (
     check_beside,
@@ -56,11 +57,13 @@ class KernelBackend(ABC):
         name: the name by which `bagua_ref.backends.get_backend` finds it.
         device_types: the types of device that it supports, such as ``("cuda",)``; None: any.
         codecs: its codecs by name; `bagua_ref.backends.get_codec` makes them.
+        chunk_coder: encodes the largest elements of chunks (S15.3).
     """
 
     name: ClassVar[str]
     device_types: ClassVar[tuple[str, ...] | None] = None
     codecs: ClassVar[Mapping[str, type[Codec]]] = {}
+    chunk_coder: ClassVar[type[ChunkCoder]] = ChunkCoder
 
     @classmethod
     def unavailable_reason(cls) -> str | None:

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from bagua_ref.backends import get_backend, get_codec, is_codec, list_codecs
 from bagua_ref.backends.base import FLOATS, KernelBackend
+from bagua_ref.backends.chunks import Stat2
 from bagua_ref.backends.codec import COMPRESSIBLE, Codec
 from bagua_ref.base import runtime
 from bagua_ref.base.runtime import current_world
@@ -23,6 +25,7 @@ from bagua_ref.comm_ops import (
     CentralizedFullPrecision,
     CentralizedLowPrecision,
     CentralizedScatterGather,
+    ChunkedSparse,
     CommOp,
     Decentralized,
     ErrorMemory,
@@ -283,6 +286,28 @@ class BaguaBucket(FlatStorage):
         self._ops.append(op)
         return self
 
+    def append_chunked_sparse_op(
+        self, compression: str | None, group: Group | None = None, **options: Any
+    ) -> BaguaBucket:
+        """Append the mean over all ranks of the largest elements of each chunk (S15); return the
+        bucket. Collective over the group.
+
+        Args:
+            compression: None, the name of a codec, or "Stat2".
+            group: the ranks; None is the default group.
+            options: of `bagua_ref.comm_ops.ChunkedSparse`.
+
+        Raises:
+            ValueError: unknown compression.
+            TypeError: the bucket is not float16, bfloat16 or float32.
+        """
+        codec: Codec | None = None
+        if compression is not None:
+            codec = self._codec_named(compression, has_memory=True, also={"Stat2": Stat2})
+        _, comm, _ = self._connect(group, hierarchical=False)
+        self._ops.append(ChunkedSparse(comm, self.kernels, self.layouts, codec=codec, **options))
+        return self
+
     def append_decentralized_synchronous_op(
         self,
         peer_weight: Tensor,
@@ -397,16 +422,24 @@ class BaguaBucket(FlatStorage):
         self._ops.append(self._async_op)
         return self._async_op
 
-    def _codec_named(self, compression: str | None, has_memory: bool = False) -> Codec:
-        """Return the codec of an operation; some warn if the operation has no error memory."""
-        check_compression(compression)
+    def _codec_named(
+        self,
+        compression: str | None,
+        has_memory: bool = False,
+        also: Mapping[str, type[Codec]] = MappingProxyType({}),
+    ) -> Codec:
+        """Return the codec of an operation, one of ``also`` or a backend's; some warn if the
+        operation has no error memory.
+        """
+        check_compression(compression, also=tuple(also))
         assert compression is not None
         if self.dtype not in COMPRESSIBLE:
             raise TypeError(
                 f"compression={compression!r} takes float16, bfloat16 or float32, not bucket"
                 f" {self.name!r}'s {self.dtype}"
             )
-        codec = get_codec(compression, self.kernels)
+        own = also.get(compression)
+        codec = own(self.kernels) if own else get_codec(compression, self.kernels)
         if codec.biased and not has_memory:
             warnings.warn(
                 f"compression={compression!r} without error memory loses what it rounds, and"
@@ -456,14 +489,17 @@ class BaguaBucket(FlatStorage):
         return self._background_groups[group]
 
 
-def check_compression(compression: str | None, *, optional: bool = False) -> None:
-    """Raise ValueError unless ``compression`` is the name of a codec, or None if that is allowed;
-    the message lists the names.
+def check_compression(
+    compression: str | None, *, optional: bool = False, also: tuple[str, ...] = ()
+) -> None:
+    """Raise ValueError unless ``compression`` is the name of a codec, one of ``also``, or None if
+    that is allowed; the message lists the names.
     """
-    if optional and compression is None:
+    if (optional and compression is None) or compression in also:
         return
     if not is_codec(compression):
-        allowed = ", ".join([*(["None"] if optional else []), *map(repr, list_codecs())])
+        names = [*(["None"] if optional else []), *map(repr, (*list_codecs(), *also))]
         raise ValueError(
-            f"compression={compression!r} is not a known codec; it must be one of {allowed}"
+            f"compression={compression!r} is not a known codec; it must be one of"
+            f" {', '.join(names)}"
         )

@@ -1,4 +1,4 @@
-"""The bucket operations of S3, S10 and S11. They know kernels and communicators, not buckets."""
+"""The bucket operations of S3, S10, S11 and S15. They know kernels and communicators, not buckets."""
 
 from bagua_ref.comm_ops.asynchronous import AsynchronousModelAverage
 from bagua_ref.comm_ops.base import CommOp, Hierarchical, PythonOp
@@ -9,6 +9,7 @@ from bagua_ref.comm_ops.centralized import (
     CentralizedScatterGather,
     ErrorMemory,
 )
+from bagua_ref.comm_ops.chunked_sparse import ChunkedSparse
 from bagua_ref.comm_ops.decentralized import Decentralized, LowPrecisionDecentralized
 from bagua_ref.comm_ops.low_rank import LowRank
 from bagua_ref.comm_ops.top_k import TopK
@@ -20,6 +21,7 @@ __all__ = [
     "CentralizedFullPrecision",
     "CentralizedLowPrecision",
     "CentralizedScatterGather",
+    "ChunkedSparse",
     "CommOp",
     "Decentralized",
     "ErrorMemory",

@@ -91,6 +91,12 @@ CLAUSES = {
     "S13.4": "graphs of a user's function",
     "S13.5": "conservation of the mean, intervals",
     "S14": "what a step costs",
+    "S15.1": "chunks",
+    "S15.2": "selection",
+    "S15.3": "messages and Stat2",
+    "S15.4": "means",
+    "S15.5": "SparseLoCo: diloco with top_k",
+    "S15.6": "demo",
 }
 """Number -> what it is about, for each heading of the specification without others below it, and
 for others that have checks.

@@ -189,7 +189,7 @@ def check_sharded(
         raise NotImplementedError(
             f"{type(algorithm).__name__} cannot train {first!r}, which fully_shard (FSDP2) has"
             " sharded: it moves weights or changes the optimizer's state. Use gradient_allreduce,"
-            " bytegrad, powersgd, topk, local_sgd or diloco"
+            " bytegrad, powersgd, topk, demo, local_sgd or diloco"
         )
 
 

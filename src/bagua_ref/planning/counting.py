@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from bagua_ref.backends import get_codec, list_codecs
 from bagua_ref.backends.base import KernelBackend
+from bagua_ref.backends.chunks import ChunkCoder
 from bagua_ref.backends.codec import Codec
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.base.runtime import Identity, World, use_world
@@ -483,10 +484,18 @@ def _backend(world: _World) -> ReferenceBackend:
 
         return type(kind.__name__, (kind,), {"_compress": compress, "_decompress": decompress})
 
+    class CountingCoder(ChunkCoder):
+        def encode(self, y: Tensor) -> Tensor:
+            return torch.zeros(self.nbytes, dtype=torch.uint8)
+
+        def add_decoded(self, *_: Any) -> None:
+            pass
+
     members: dict[str, Any] = dict.fromkeys(
         KernelBackend.__abstractmethods__ - {"_order_by_complexity"}, lambda *_: None
     )
     members["codecs"] = {name: counting(name) for name in list_codecs("reference")}
+    members["chunk_coder"] = CountingCoder
     kind: Any = type("CountingBackend", (ReferenceBackend,), members)
     backend: ReferenceBackend = kind()
     return backend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from bagua_ref.conformance.expected.algorithms_numpy import stored
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import TrainedAlgorithm, Training, exactly, of_kinds
 
-__all__ = ["DILOCO", "LOCAL_SGD", "fragments_of", "tame_after_warm_up"]
+__all__ = ["DILOCO", "LOCAL_SGD", "follow_model", "fragments_of", "refuse", "tame_after_warm_up"]
 
 _LOCAL_SGD, _DILOCO = ("local_sgd",), ("diloco",)
 
@@ -132,15 +133,18 @@ def tame_after_warm_up(
 
 
 def _follow_diloco(training: Training) -> None:
-    options, dtypes = training.options, training.dtypes
-    named = {
-        name: options[name]
-        for name in ("period", "delay", "mix", "warmup_steps", "compression", "momentum")
-    }
-    outer = outer_optimizer(options["outer_optimizer"])
-    model = plain.DiLoCo(
-        training.start, training.n, options["lr"], dtypes, fragments_of(training), outer, **named
+    outer = outer_optimizer(training.options["outer_optimizer"])
+    follow_model(
+        training, partial(plain.DiLoCo, compression=training.options["compression"]), outer
     )
+
+
+def follow_model(training: Training, make: Callable[..., plain.DiLoCo], outer: plain.Outer) -> Any:
+    """Expect the weights of the model of all ranks that ``make`` returns, which is returned."""
+    options, dtypes = training.options, training.dtypes
+    named = {name: options[name] for name in ("period", "delay", "mix", "warmup_steps", "momentum")}
+    fragments = fragments_of(training)
+    model = make(training.start, training.n, options["lr"], dtypes, fragments, outer, **named)
     for step in range(training.steps):
         given, how = training.gradients(step), "step"
         try:
@@ -153,8 +157,10 @@ def _follow_diloco(training: Training) -> None:
             shown = [
                 [stored(g, dtype) for g, dtype in zip(model.g, dtypes, strict=True)]
             ] * training.n
+        seen = {"global weights": shown, "memories": [*map(list, getattr(model, "errors", ()))]}
         for action in training.looks:
-            training.look(action, shown if action == "global weights" else given, training.nearly())
+            training.look(action, seen.get(action, given), training.nearly())
+    return model
 
 
 DILOCO = TrainedAlgorithm(
@@ -349,7 +355,7 @@ def one_byte(lab: Lab, draw: Draw) -> None:
     )
 
 
-def _refuse(algorithm: TrainedAlgorithm, lab: Lab, draw: Draw, compression: str | None) -> None:
+def refuse(algorithm: TrainedAlgorithm, lab: Lab, draw: Draw, compression: str | None) -> None:
     """Let differences of one rank overflow, and then come back."""
     nodes = draw(st.sampled_from([(1,), (1,), (2,), (1, 1), (3,)]))
     n, count = sum(nodes), draw(st.integers(1, 2))
@@ -530,7 +536,7 @@ check_trainings(
         "Applying a fragment touches neither the state of the inner optimizer nor the gradients.",
     ),
     (
-        _refuse,
+        refuse,
         DILOCO,
         0.4,
         "S9.5.not_finite",
@@ -542,7 +548,7 @@ check_trainings(
         ),
     ),
     (
-        _refuse,
+        refuse,
         DILOCO,
         0.2,
         "S9.5.not_finite_bytes",

@@ -47,6 +47,7 @@ from bagua_ref.conformance.checks.algorithms_powersgd import (
     rank_of,
     same_on_all_ranks,
 )
+from bagua_ref.conformance.checks.algorithms_sparse import DEMO, SPARSELOCO
 from bagua_ref.conformance.checks.registry import check, check_trainings, nothing
 from bagua_ref.conformance.expected.compression_numpy import norm
 from bagua_ref.conformance.expected.tolerances import SUM
@@ -177,7 +178,7 @@ def conservation(algorithm: TrainedAlgorithm, lab: Lab, draw: Draw, **given: Any
     """Add up what was applied, and what is left in the memories at the end."""
 
     def judge(training: Training) -> None:
-        n, steps, compresses = training.n, range(training.steps), algorithm is TOPK
+        n, steps, compresses = training.n, range(training.steps), algorithm is not POWERSGD
         for place, w in enumerate(training.weights):
             every = [x for step in steps for x in training.tensors(step, place)]
             found = sum(training.seen("step", 0, step, place).double() for step in steps)
@@ -328,6 +329,15 @@ check_trainings(
         "Up to warmup_steps, gradients are averaged, and nothing is remembered.",
     ),
     (
+        warm_up,
+        DEMO,
+        0.2,
+        "S15.6.warmup",
+        (),
+        nothing,
+        "Up to warmup_steps, gradients are averaged, and M stays 0.",
+    ),
+    (
         restart,
         ON_GRAPH,
         0.5,
@@ -364,6 +374,16 @@ check_trainings(
         lambda lab, draw: {"gradients": exactly, **_some_warm_up(lab, draw)},
         f"{_AS_IF}.",
     ),
+    (restart, SPARSELOCO, 0.3, "S15.5.restart", (), _in_flight, f"{_AS_IF}."),
+    (
+        restart,
+        DEMO,
+        0.3,
+        "S15.6.restart",
+        (),
+        lambda lab, draw: {"gradients": exactly, **_some_warm_up(lab, draw)},
+        f"{_AS_IF}.",
+    ),
     (
         new_buckets,
         POWERSGD,
@@ -382,6 +402,7 @@ check_trainings(
         lambda lab, draw: {"error_feedback": True},
         "Memories outlive new buckets.",
     ),
+    (new_buckets, DEMO, 0.2, "S15.6.new_buckets", (), nothing, "Memories outlive new buckets."),
     (
         unused_parameters,
         GRADIENT_ALLREDUCE,
@@ -439,6 +460,15 @@ check_trainings(
         f"{_ZERO}, and its memory.",
     ),
     (
+        unused_parameters,
+        DEMO,
+        0.3,
+        "S15.6.unused_parameters",
+        (),
+        nothing,
+        f"{_ZERO}, and its memory.",
+    ),
+    (
         not_finite,
         BYTEGRAD,
         0.1,
@@ -462,6 +492,18 @@ check_trainings(
             " of them leaves every rank's memory."
         ),
     ),
+    (
+        not_finite,
+        DEMO,
+        0.4,
+        "S15.6.not_finite",
+        COMPRESSIBLE,
+        nothing,
+        (
+            "A parameter whose mean is not finite has a gradient of NaN throughout, and M as it"
+            " was, on every rank."
+        ),
+    ),
     (conservation, POWERSGD, 0.3, "S10.5.conservation", ("float32", "float64"), _with_memory, _SUM),
     (
         conservation,
@@ -472,6 +514,20 @@ check_trainings(
         lambda lab, draw: {
             "gradients": of_kinds(st.sampled_from(["tame", "ties", "near"])),
             "error_feedback": True,
+        },
+        _SUM,
+    ),
+    (
+        conservation,
+        DEMO,
+        0.2,
+        "S15.6.conservation",
+        (),
+        lambda lab, draw: {
+            "gradients": of_kinds(st.sampled_from(["tame", "ties", "near"])),
+            "decay": 1.0,
+            "sign": False,
+            "mean": "all",
         },
         _SUM,
     ),

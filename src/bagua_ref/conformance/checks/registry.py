@@ -28,7 +28,7 @@ __all__ = [
     "variants",
 ]
 
-_ALGORITHMS = ("_async", "_local", "_powersgd", "", "_compressed", "_properties")
+_ALGORITHMS = ("_async", "_local", "_powersgd", "", "_compressed", "_sparse", "_properties")
 _MODULES = {suite: (suite,) for suite in SUITES} | {
     "algorithms": tuple(f"algorithms{part}" for part in _ALGORITHMS),
 }

@@ -30,8 +30,8 @@ __all__ = ["ANYTHING", "TrainedAlgorithm", "Training", "exactly", "of_kinds"]
 ANYTHING = Ellipsis
 """An expected value that is not compared."""
 
-_COMPRESSED = ("powersgd", "topk", "bytegrad_with_memory")
-_WITH_PROGRAM = (*_COMPRESSED, "local_sgd", "diloco", "async_model_average")
+_COMPRESSED = ("powersgd", "topk", "demo", "bytegrad_with_memory")
+_WITH_PROGRAM = (*_COMPRESSED, "local_sgd", "diloco", "sparse_diloco", "async_model_average")
 _HOW = ("starts", "looks", "exact", "record")
 _STATE = {"memories": "a memory", "factors": "a factor"}
 

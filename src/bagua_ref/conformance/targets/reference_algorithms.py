@@ -249,6 +249,9 @@ class ReferenceAlgorithms:
             )(tensors, **outer)
         return self._on_program("diloco", world, weights, program, **options)
 
+    sparse_diloco = diloco
+    """S15.5; further ``options`` are ``top_k``, ``chunk``, ``error_decay`` and ``mean``."""
+
     powersgd = partialmethod(_on_program, "powersgd", shows_gradients=True)
     """S10; ``options`` are ``matrix_approximation_rank``, ``warmup_steps``,
     ``min_compression_rate``, ``memory``, ``warm_start`` and ``seed``."""
@@ -261,6 +264,11 @@ class ReferenceAlgorithms:
     topk = partialmethod(_on_program, "topk", shows_gradients=True)
     """S11.2, without factors; ``options`` are ``ratio``, ``error_feedback`` and
     ``warmup_steps``.
+    """
+
+    demo = partialmethod(_on_program, "demo", shows_gradients=True)
+    """S15.6, without factors; ``options`` are ``top_k``, ``chunk``, ``decay``, ``transform``,
+    ``sign``, ``mean``, ``compression`` and ``warmup_steps``.
     """
 
     def _with_sgd(
@@ -413,7 +421,9 @@ class _ReferenceTraining:
             return [w.detach().clone() for w in self._module.weights]
 
     def _memories(self) -> list[Tensor | None]:
-        kept = self._by_place(self._module.bagua_algorithm.memories.state())
+        # waits for what is in flight, which changes them
+        state = self._module.bagua_algorithm.state_dict()
+        kept = self._by_place(state.get("memories", {}))
         return [
             None if e is None else e.view(w.shape)
             for e, w in zip(kept, self._module.weights, strict=True)

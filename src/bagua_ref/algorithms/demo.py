@@ -1,0 +1,127 @@
+"""DeMo: the largest components of each rank's momentum are exchanged, and leave the momentum
+(S15.6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from bagua_ref.algorithms.base import Algorithm, TrainingContext
+from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
+from bagua_ref.algorithms.registry import (
+    check_bool,
+    check_compressible,
+    check_number,
+    check_one_of,
+    check_optimizers,
+    check_sparse_options,
+    check_whole,
+    implements,
+)
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.storage import registration
+from bagua_ref.types import Group
+
+__all__ = ["DemoAlgorithm", "DemoAlgorithmImpl"]
+
+
+@dataclass(frozen=True, eq=False)
+class DemoAlgorithm(Algorithm):
+    """Each rank adds gradients to a momentum of its own, and exchanges its largest components, which
+    then leave it (S15.6).
+
+    ``p = decay*M + gradient``; Y is the discrete cosine transform of each chunk of p, a block of at
+    most ``chunk`` rows and ``chunk`` columns of a gradient; the ``top_k`` elements of largest
+    ``|Y|`` of each chunk are sent. The gradient becomes the inverse transform of their mean over
+    ranks, or its sign, and M what the rank has not sent of p. Train with ``SGD(lr,
+    weight_decay=...)`` without momentum: M is the momentum.
+
+    Of each chunk, a rank sends 12 bits and a value of 4 bytes per element to n - 1 others; with
+    "Stat2", 14 bits.
+
+    Args:
+        top_k: elements that are sent of each chunk.
+        chunk: the longest side of a chunk, from 1 to 64: the largest divisor of the gradient's rows
+            or columns up to this.
+        decay: of the momentum, from 0 to 1.
+        transform: "dct", or None: components are the elements of p themselves.
+        sign: apply the sign of each element of the result, -1, 0 or 1.
+        mean: "all": divide by the number of ranks; "contributors": each component by the number of
+            ranks whose value there is not 0.
+        compression: of the values: None, "Stat2", or the name of a codec, one of
+            `bagua_ref.list_codecs`.
+        warmup_steps: steps on exactly averaged gradients first, as `GradientAllReduceAlgorithm`
+            takes them, bit for bit.
+
+    Raises:
+        ValueError: an argument is out of range; on wrapping: there is a warm-up, and no optimizer
+            was passed.
+        TypeError: an argument is of another type; on wrapping: float64 parameters.
+
+    >>> DemoAlgorithm(top_k=8, sign=False).decay
+    0.999
+
+    Source: Peng et al., "DeMo: Decoupled Momentum Optimization", 2024 (arXiv:2411.19870).
+    """
+
+    top_k: int = 32
+    chunk: int = 64
+    decay: float = 0.999
+    transform: Literal["dct"] | None = "dct"
+    sign: bool = True
+    mean: Literal["all", "contributors"] = "all"
+    compression: str | None = None
+    warmup_steps: int = 0
+
+    takes_shards = True
+
+    def __post_init__(self) -> None:
+        check_whole("top_k", self.top_k, 1)
+        check_sparse_options(self.top_k, self.chunk, self.mean, self.compression)
+        check_number("decay", self.decay, 0, 1)
+        check_one_of("transform", self.transform, ("dct", None))
+        check_bool("sign", self.sign)
+        check_whole("warmup_steps", self.warmup_steps, 0)
+
+    def check(
+        self,
+        parameters: list[tuple[str, torch.nn.Parameter]],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        """Raise TypeError for float64 parameters, ValueError for a warm-up without an optimizer."""
+        check_compressible(parameters, "demo")
+        if self.warmup_steps:
+            check_optimizers("demo with warmup_steps > 0", optimizers)
+
+
+@implements(DemoAlgorithm)
+class DemoAlgorithmImpl(CompressedGradientsImpl):
+    """`DemoAlgorithm` at work on one module; ``memories`` are M, by the names of parameters."""
+
+    name = "demo"
+
+    def __init__(self, process_group: Group, **options: Any) -> None:
+        super().__init__(process_group, DemoAlgorithm(**options), has_memory=True)
+
+    def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
+        """Append S15."""
+        options, names = self.options, [registration(proxy).name for proxy in bucket.tensors]
+        for name, layout in zip(names, bucket.layouts, strict=True):
+            like = torch.empty((), device=bucket.device).expand(layout.shape)
+            self.memories.expect(name, like, layout)
+        bucket.append_chunked_sparse_op(
+            options.compression,
+            self.process_group,
+            k=options.top_k,
+            chunk=options.chunk,
+            decay=options.decay,
+            mean=options.mean,
+            error=lambda: self.memories.flat(names),
+            cosine=options.transform == "dct",
+            sign=options.sign,
+            compresses=lambda: self.compressing,
+        )
