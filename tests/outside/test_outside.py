@@ -22,7 +22,7 @@ PYTHON = shlex.quote(sys.executable)
 
 
 def test_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PROFILES, "quick", 10)  # every input starts processes
+    monkeypatch.setitem(PROFILES, "quick", 20)  # every input starts processes
     report = run_conformance(
         assemble(None, "bagua_ref.conformance.targets.torch_group:gloo"), ["collectives"]
     )

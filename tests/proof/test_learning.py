@@ -17,6 +17,8 @@ def test_every_algorithm_reaches_the_accuracy_of_a_single_process(tmp_path: Path
         "benchmarks/learning.py",
         "--seeds",
         0,
+        1,
+        2,
         "--json",
         tmp_path / "learning.json",
         limit=1500,
