@@ -88,7 +88,7 @@ $(VENV)/.peers: $(VENV)/.dev findings/requirements.txt
 	@$(pip) --no-deps --target $(VENV)/peers -r findings/requirements.txt
 	@touch $@
 
-findings: $(VENV)/.peers  ## judge living implementations (torch, torchft, Decent-DP, accelerate, hivemind), and write findings/results.json
+findings: $(VENV)/.peers  ## judge living implementations (torch, torchft, Decent-DP, accelerate, hivemind, torchao), and write findings/results.json
 	PYTHONPATH=$(VENV)/peers $(bin)/python -m findings
 
 # Needs nothing of .venv: what it builds and installs is in folders of its own.

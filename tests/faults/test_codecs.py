@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tests.wrong_objects import Faults, assert_found
@@ -245,6 +246,124 @@ def decodes_nan_as_infinity(payload, out):
 @decompress("MXINT8", "S12.1.any_payload_MXINT8")
 def decodes_128_as_positive(payload, out):
     out[codes(payload, out.shape[1]) == 128] *= -1
+
+
+# S12.6, S12.7
+
+
+def rounding(codec, number):
+    """Enter a codec of which another number is added to the bits of the largest."""
+    name = f"{codec} adds {number:#x}"
+    made = type(name, (ReferenceBackend.codecs[codec],), {"rounding": number})
+    FAULTS.row(name, lambda: backend_with(made), f"codec.S12.6.payload_{codec}")
+
+
+rounding("MXFP8-RCEIL", 0x1FFFFE)
+rounding("MXFP4-RCEIL", 0x400000)
+rounding("MXFP8-EVEN", 0x7FFFF)
+rounding("MXFP4-EVEN", 0x80000)
+rounding("MXFP8-CEIL", 0x800000)
+
+
+def scales(codec, check):
+    """Return a decorator of a method `scales` that is wrong."""
+    return FAULTS.of(ReferenceBackend.codecs[codec], "scales", backend_with)(f"codec.{check}")
+
+
+def powers(right, largest, chunk, exponent):
+    """Return scale bytes and factors of exponents."""
+    _, factor = right(largest, chunk)
+    exponent = np.clip(np.nan_to_num(exponent), -127, 127).astype(np.int32)
+    return exponent + 127, np.where(np.isnan(factor), factor, np.float32(2) ** -exponent)
+
+
+@scales("MXFP8-RCEIL", "S12.6.payload_MXFP8-RCEIL")
+def takes_the_logarithm_in_float32(right, largest, chunk):
+    logarithm = np.log2(largest.view(np.float32) / np.float32(448))
+    return powers(right, largest, chunk, np.ceil(logarithm))
+
+
+def divides_first(right, largest, chunk, number):
+    half, exponent = np.frexp(largest.view(np.float32) / np.float32(number))
+    exact = np.where(half == 0, -127, exponent - (half == 0.5))
+    return powers(right, largest, chunk, exact)
+
+
+@scales("MXFP8-RCEIL", "S12.6.payload_MXFP8-RCEIL")
+def divides_by_448_first(right, largest, chunk):
+    return divides_first(right, largest, chunk, 448)
+
+
+@scales("MXFP4-RCEIL", "S12.6.payload_MXFP4-RCEIL")
+def divides_by_6_first(right, largest, chunk):
+    return divides_first(right, largest, chunk, 6)
+
+
+def products(scale, chunk, factor=None):
+    """Return scale bytes and factors of scales that are not yet E4M3 numbers."""
+    rounded = torch.from_numpy(scale).clamp(max=448).to(torch.float8_e4m3fn)
+    s = rounded.float().numpy()
+    factor = (1 / (s * (1 / chunk))) if factor is None else factor(s)
+    return rounded.view(torch.uint8).numpy(), np.minimum(factor, np.finfo(np.float32).max)
+
+
+SIXTH = np.float32(1 / 6)
+
+
+@scales("NVFP4", "S12.7.payload_NVFP4")
+def divides_the_block_s_largest_by_6_and_t(right, largest, chunk):
+    return products(largest.view(np.float32) / np.float32(6) / (1 / chunk), chunk)
+
+
+@scales("NVFP4", "S12.7.payload_NVFP4")
+def multiplies_from_the_left(right, largest, chunk):
+    return products(largest.view(np.float32) * chunk * SIXTH, chunk)
+
+
+@scales("NVFP4", "S12.7.payload_NVFP4")
+def has_no_subnormal_scales(right, largest, chunk):
+    scale = largest.view(np.float32) * (chunk * SIXTH)
+    return products(np.maximum(scale, np.float32(2.0**-6)), chunk)
+
+
+@scales("NVFP4", "S12.7.ties_NVFP4")
+def divides_by_the_scales_one_after_another(right, largest, chunk):
+    return products(
+        largest.view(np.float32) * (chunk * SIXTH), chunk, lambda s: (1 / (1 / chunk)) / s
+    )
+
+
+@scales("NVFP4", "S12.7.payload_NVFP4")
+def shares_a_scale_between_two_blocks(right, largest, chunk):
+    pairs = np.maximum(largest[:-1:2], largest[1::2])
+    shared = largest.copy()
+    shared[:-1:2], shared[1::2] = pairs, pairs
+    return right(shared, chunk)
+
+
+@FAULTS.of(ReferenceBackend.codecs["NVFP4"], "begin", backend_with)("codec.S12.7.payload_NVFP4")
+def takes_the_largest_of_all_chunks(right, x, payload):
+    whole = right(x.reshape(1, -1), payload[:1])
+    payload[:, :4] = payload[:1, :4].clone()
+    return np.repeat(whole, len(x), axis=0)
+
+
+@FAULTS.of(ReferenceBackend.codecs["NVFP4"], "factors", backend_with)(
+    "codec.S12.7.any_payload_NVFP4"
+)
+def multiplies_the_scales_first(right, scale, payload):
+    s, t = right(scale, payload)
+    return [s * t]
+
+
+@compress("NVFP4", "S12.7.poison_NVFP4")
+def poisons_the_factor_alone(right, x, num_chunks, target_chunk, out):
+    good = torch.where(x.isfinite(), x, torch.zeros_like(x))
+    found = right(good, num_chunks, target_chunk, out)
+    bad = ~rows(x, num_chunks).isfinite().all(1)
+    if x.numel() and target_chunk is None:
+        rows(found, num_chunks)[bad, :4] = torch.tensor([torch.nan]).view(torch.uint8)
+    return found
 
 
 @compress("OneBit", "S12.2.payload_OneBit")
