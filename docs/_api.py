@@ -61,6 +61,7 @@ API = {
     },
     "Simulation": {
         "simulation": ["bagua_ref.simulation"],
+        "explain": ["bagua_ref.explain"],
         "runtime": ["bagua_ref.base.runtime"],
     },
     "Building blocks": {

@@ -25,6 +25,7 @@ COMMANDS = {
     "measure": "measure links, codecs and compute, for bagua-ref advise",
     "advise": "predict which algorithm trains fastest on a given network",
     "sim": "find errors of a torch.distributed program on simulated ranks",
+    "explain": "say why a real job hangs, from what its ranks have dumped",
     "same": "compare a training step on several ranks with that of one process",
     "balance": "show how much time balanced batches save",
     "graph": "show who averages with whom in decentralized training",

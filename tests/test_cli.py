@@ -61,6 +61,7 @@ REQUIRED = {
     "trace diff": "x y",
     "trace show": "x",
     "sim": "x",
+    "explain": "x",
     "same": "x:y --batch z",
 }
 """The arguments that each command requires."""

@@ -101,6 +101,7 @@ HOUSE = (
     Floor(9, ("checkpoint", "checkpoint.*"), layers(range(10))),
     Floor(9, ("record", "record.*"), layers(0, 9)),
     Floor(9, ("simulation", "simulation.*"), layers(range(3), 9)),
+    Floor(9, ("explain", "explain.*"), layers(range(2), 9)),
     Floor(9, ("planning", "planning.*"), layers(range(10))),
     Floor(10, ("", *MOVED), layers(range(11))),  # the public names
     Floor(

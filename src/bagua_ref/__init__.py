@@ -91,6 +91,7 @@ __all__ = [
     "data_parallel",
     "ddp_comm_hook",
     "destroy_process_group",
+    "explain_hangs",
     "gather",
     "gather_inplace",
     "get_backend",
@@ -124,6 +125,7 @@ __version__ = "0.2.0"
 
 if _TYPE_CHECKING:
     from bagua_ref import checkpoint
+    from bagua_ref.explain import explain_hangs
     from bagua_ref.integrations import ddp_comm_hook
     from bagua_ref.integrations.installing import install
     from bagua_ref.record import record
@@ -134,6 +136,7 @@ else:  # so that type checkers still find misspelt names
         names = (
             "checkpoint",
             "contrib",
+            "explain",
             "flight_recorder",
             "graphs",
             "low_rank",
@@ -144,6 +147,10 @@ else:  # so that type checkers still find misspelt names
             from importlib import import_module
 
             return import_module(f"bagua_ref.{name}")
+        if name == "explain_hangs":
+            from bagua_ref.explain import explain_hangs
+
+            return explain_hangs
         if name == "ddp_comm_hook":
             from bagua_ref.integrations import ddp_comm_hook
 

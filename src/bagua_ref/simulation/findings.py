@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -21,18 +22,26 @@ from bagua_ref.simulation.tasks import place
 __all__ = [
     "NO_VERDICT",
     "Finding",
+    "after",
     "after_fault",
     "depends_on_hash_seed",
     "first_difference",
+    "minority",
+    "mismatch",
+    "name_shift",
     "not_repeatable",
     "notes",
     "nothing_communicates",
     "own_error",
     "used_early",
+    "waits",
 ]
 
 NO_VERDICT = frozenset({"unsupported", "not_repeatable", "nothing", "unyielding"})
 """Kinds of findings that say nothing about the program's errors."""
+
+_SENTENCES = 8
+"""Ranks that do something else, before "n more"."""
 
 _DEPEND = "results depend on the schedule"
 
@@ -76,42 +85,36 @@ def own_error(seen: Observation) -> Finding | None:
             or _different_counts(seen.steps)
         )
         if finding is not None and finding.kind == "replicas":
-            _name_shift(finding, seen)
+            _name_shift_of(finding, seen)
     elif not calls:
         finding = Finding(seen.kind, seen.message)
     else:
-        # The call of the ranks that are in the minority; of equally many, the last.
-        lines = [(call.file, call.line) for call in calls]
-        call = min(reversed(calls), key=lambda call: lines.count((call.file, call.line)))
+        call = minority(calls)
         text = seen.message
         if seen.kind == "deadlock":
-            text = f"deadlock: {'; '.join(map(_waits, calls))}"
+            text = f"deadlock: {'; '.join(waits(calls))}"
         elif seen.kind == "ended":
             over = [
                 rank for rank in range(len(seen.log)) if rank not in {call.rank for call in calls}
             ]
             text = (
-                f"a rank has ended while others communicate: {'; '.join(map(_waits, calls))};"
+                f"a rank has ended while others communicate: {'; '.join(waits(calls))};"
                 f" {format_ranks(over)}"
             )
             text += f" {'has' if len(over) == 1 else 'have'} ended" + "".join(
-                _last(seen.log[rank]) for rank in over[:1]
+                after(seen.log[rank][-1:]) for rank in over[:1]
             )
             text += f"; {USE_JOIN}" * seen.message.endswith(USE_JOIN)
         elif seen.kind == "exception":
             text = f"exception on rank {call.rank} at {place(call.file, call.line)}: {seen.message}"
         elif seen.kind == "mismatch" and len(calls) > 1:
-            each = [
-                f"rank {call.rank} calls {call.operation} at {place(call.file, call.line)}"
-                for call in calls
-            ]
             if len({call.operation for call in calls}) > 1:
-                text = f"calls do not match: {', but '.join(each)} in group {calls[0].group!r}"
+                text = mismatch(calls)
             else:
-                text += f"; {'; '.join(each)}"
+                text += f"; {'; '.join(_by_ranks(calls, 'call', _called))}"
         finding = Finding(seen.kind, text, call.rank, call.file, call.line)
         if seen.kind in ("deadlock", "ended", "mismatch"):
-            _name_shift(finding, seen)
+            _name_shift_of(finding, seen)
     if finding is not None:
         finding.schedule = seen.order.schedule
     return finding
@@ -169,10 +172,20 @@ def _unreduced(steps: Sequence[Sequence[Step]], largest: Sequence[int]) -> list[
     return []
 
 
-def _name_shift(finding: Finding, seen: Observation) -> None:
+def _name_shift_of(finding: Finding, seen: Observation) -> None:
+    name_shift(finding, seen.log, seen.calls, is_joined=_is_joined(seen.steps))
+
+
+def name_shift(
+    finding: Finding,
+    log: Sequence[Sequence[RankCall]],
+    waiting: Sequence[RankCall],
+    *,
+    is_joined: bool = False,
+) -> None:
     """Make the collective from which on the ranks' lines differ the headline of an error."""
-    shift = None if _is_joined(seen.steps) else shifted(seen.log)
-    counts = different_counts(seen.log, seen.calls)
+    shift = None if is_joined else shifted(log)
+    counts = different_counts(log, waiting)
     if shift is not None:
         text, call = shift
         finding.message = (
@@ -203,19 +216,50 @@ def _at(kind: str, text: str, rank: int, at: Step | RankCall, step: int | None =
     return Finding(kind, f"{text} at {place(at.file, at.line)}", rank, at.file, at.line, step)
 
 
-def _last(calls: Sequence[RankCall]) -> str:
-    if not calls:
-        return " without any communication"
-    return f" after {calls[-1].operation} at {place(calls[-1].file, calls[-1].line)}"
+def minority(calls: Sequence[RankCall]) -> RankCall:
+    """Return the call of the ranks that are in the minority; of equally many, the last."""
+    lines = Counter((call.file, call.line) for call in calls)
+    return min(reversed(calls), key=lambda call: lines[call.file, call.line])
 
 
-def _waits(call: RankCall) -> str:
-    thread = f" in thread {call.thread!r}" if call.thread else ""
+def after(last: Sequence[RankCall]) -> str:
+    """Return after which call a rank has ended, if it has made one."""
+    return "".join(f" after {_called(call)}" for call in last) or " without any communication"
+
+
+def waits(calls: Sequence[RankCall]) -> list[str]:
+    """Return who waits for whom, in which call, since which line: once for ranks that do the same."""
+    return _by_ranks(calls, "wait", _waited)
+
+
+def mismatch(calls: Sequence[RankCall]) -> str:
+    """Return the calls of one group that met, but do not match."""
+    each = ", but ".join(_by_ranks(calls, "call", _called))
+    return f"calls do not match: {each} in group {calls[0].group!r}"
+
+
+def _by_ranks(
+    calls: Sequence[RankCall], verb: str, describe: Callable[[RankCall], str]
+) -> list[str]:
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for call in calls:
+        ranks[describe(call)].append(call.rank)
+    found = [
+        f"{format_ranks(sorted(own))} {verb}{'s' * (len(own) == 1)} {text}"
+        for text, own in ranks.items()
+    ]
+    more = len(found) - _SENTENCES
+    return [*found[:_SENTENCES], f"{more} more {verb}"] if more > 0 else found
+
+
+def _called(call: RankCall) -> str:
+    return f"{call.operation} at {place(call.file, call.line)}"
+
+
+def _waited(call: RankCall) -> str:
+    thread = f"in thread {call.thread!r} " if call.thread else ""
     whom = f" for {format_ranks(sorted(call.waits_for))}" if call.waits_for else ""
-    return (
-        f"rank {call.rank} waits{thread} in {call.operation}{whom} since"
-        f" {place(call.file, call.line)}"
-    )
+    return f"{thread}in {call.operation}{whom} since {place(call.file, call.line)}"
 
 
 def _different_replicas(steps: Sequence[Sequence[Step]]) -> Finding | None:
