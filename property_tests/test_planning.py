@@ -38,9 +38,13 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
         4, fragments=2, delay=1, compression="MinMaxUInt8"
     ),
     "powersgd": lambda o, h: of.PowerSGDAlgorithm(2, warmup_steps=2, min_compression_rate=0.5),
+    "diloco, sparse": lambda o, h: of.DiLoCoAlgorithm(
+        4, fragments=2, top_k=3, chunk=4, compression="Stat2"
+    ),
     "topk": lambda o, h: of.TopKAlgorithm(0.1, warmup_steps=1),
+    "demo": lambda o, h: of.DemoAlgorithm(3, 4, compression="MXFP4", warmup_steps=1),
 }
-WITHOUT_FLOAT64 = ("bytegrad", "qadam", "low", "diloco, streaming", "topk")
+WITHOUT_FLOAT64 = ("bytegrad", "qadam", "low", "diloco, s", "topk", "demo")
 IN_PAIRS = ("shift_one", "hypercube", in_turn([hypercube(t, 4) for t in range(2)]))
 GRAPHS = ("all", "one_peer_exponential", "ring", "exponential", *IN_PAIRS)
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -17,6 +17,7 @@ from bagua_ref.algorithms import (
     AsyncModelAverageAlgorithm,
     ByteGradAlgorithm,
     DecentralizedAlgorithm,
+    DemoAlgorithm,
     DiLoCoAlgorithm,
     LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
@@ -34,6 +35,20 @@ UNKNOWN = (
     "compression='MXFP9' is not a known codec; it must be one of .*'MXFP4', 'MXFP4-CEIL', .*'NVFP4'"
 )
 ADAM = QAdamOptimizer([torch.nn.Parameter(torch.ones(1))])
+
+SPARSE: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"top_k": 0}, ValueError, "top_k=0 must be 1 or more"),
+    ({"top_k": 1.0}, TypeError, "top_k=1.0 must be an int, 1 or more"),
+    ({"top_k": True}, TypeError, "top_k=True must be an int"),
+    ({"top_k": 4, "chunk": 0}, ValueError, "chunk=0 must be 1 or more"),
+    ({"top_k": 4, "chunk": 65}, ValueError, "chunk=65 must be at most 64"),
+    ({"top_k": 4, "mean": "some"}, ValueError, "mean='some' must be one of 'all', 'contributors'"),
+    (
+        {"top_k": 4, "compression": "Stat3"},
+        ValueError,
+        "compression='Stat3' is not a known codec; it must be one of None, .*'Stat2'",
+    ),
+]
 
 BAD: dict[type[Algorithm], list[tuple[dict[str, Any], type[Exception], str]]] = {
     AsyncModelAverageAlgorithm: [
@@ -131,6 +146,25 @@ BAD: dict[type[Algorithm], list[tuple[dict[str, Any], type[Exception], str]]] = 
             "error_feedback=True keeps what compression leaves out, and compression is None",
         ),
         ({"error_feedback": 1}, TypeError, "error_feedback=1 must be True or False"),
+        *SPARSE,
+        ({"top_k": 4, "error_decay": 1.01}, ValueError, "error_decay=1.01 must be at least 0"),
+        ({"top_k": 4, "error_decay": NAN}, ValueError, "error_decay=nan must be at least 0"),
+        (
+            {"top_k": 4, "compression": "MXFP4", "error_feedback": True},
+            ValueError,
+            "error_feedback=True with top_k=4: top_k has an error memory of its own",
+        ),
+        ({"compression": "Stat2"}, ValueError, "compression='Stat2' needs top_k, which is None"),
+        ({"mean": "contributors"}, ValueError, "mean='contributors' needs top_k, which is None"),
+    ],
+    DemoAlgorithm: [
+        *SPARSE,
+        ({"top_k": None}, TypeError, "top_k=None must be an int, 1 or more"),
+        ({"decay": -0.1}, ValueError, "decay=-0.1 must be at least 0 and at most 1"),
+        ({"decay": "1"}, TypeError, "decay='1' must be a number"),
+        ({"transform": "fft"}, ValueError, "transform='fft' must be one of 'dct', None"),
+        ({"sign": 1}, TypeError, "sign=1 must be True or False"),
+        ({"warmup_steps": -1}, ValueError, "warmup_steps=-1 must be 0 or more"),
     ],
     PowerSGDAlgorithm: [
         (
@@ -205,6 +239,12 @@ DIFFERENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"compression": "MXFP8", "error_feedback": True},
         {"compression": "MXFP8", "error_feedback": False},
     ),
+    ("diloco", {"top_k": 4}, {"top_k": None}),
+    ("diloco", {"top_k": 4, "mean": "all"}, {"top_k": 4, "mean": "contributors"}),
+    ("diloco", {"top_k": 4, "error_decay": 0.9}, {"top_k": 4, "error_decay": 1.0}),
+    ("demo", {"transform": "dct"}, {"transform": None}),
+    ("demo", {"sign": True}, {"sign": False}),
+    ("demo", {"compression": "Stat2"}, {"compression": "OneBit"}),
     ("powersgd", {"matrix_approximation_rank": 1}, {"matrix_approximation_rank": 2}),
 ]
 
@@ -230,10 +270,10 @@ def test_an_option_that_differs_between_ranks_is_an_error_on_every_rank(
         module.with_bagua([optimizer], Algorithm.init(name, **options))
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "diloco", "powersgd", "topk"])
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "powersgd", "topk", "demo"])
 @on_every_rank(1)
 def test_an_algorithm_that_counts_steps_needs_the_optimizers(r: int, name: str) -> None:
-    options = {"warmup_steps": 1} if name in ("powersgd", "topk") else {"period": 2}
+    options = {"warmup_steps": 1} if name in ("powersgd", "topk", "demo") else {"period": 2}
     with pytest.raises(ValueError, match=rf"optimizers=\[\]: {name} .*counts the steps"):
         network().with_bagua([], Algorithm.init(name, **options))  # type: ignore[operator]
 

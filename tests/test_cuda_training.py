@@ -37,6 +37,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "diloco": {"period": 4, "fragments": 2, "delay": 1, "compression": "MinMaxUInt8"},
     "powersgd": {"warmup_steps": 1, "min_compression_rate": 0.5},
     "topk": {"ratio": 0.2, "warmup_steps": 1},
+    "demo": {"top_k": 3, "chunk": 8, "transform": None, "compression": "Stat2"},
 }
 
 

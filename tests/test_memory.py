@@ -70,7 +70,9 @@ FOR_GOOD = [
     # the memory and, here, a hundredth of that for the factor
     ("powersgd", {"warmup_steps": 1}, 1.01),
     ("powersgd", {"warmup_steps": 1, "memory": None}, 0.01),
+    ("diloco", {"period": 2, "top_k": 8}, 2),  # global weights and e: SGD has no momentum
     ("topk", {}, 1),
+    ("demo", {"transform": None}, 1),
     ("topk", {"error_feedback": False}, 0),
 ]
 COPIES = ("local_sgd", "diloco")

@@ -145,6 +145,7 @@ GRADIENTS: list[tuple[str, dict[str, Any]]] = [
     ("bytegrad", {"hierarchical": False, "compression": "OneBit", "error_feedback": True}),
     ("powersgd", {"warmup_steps": 2, "min_compression_rate": 0.1}),
     ("topk", {"ratio": 0.2}),
+    ("demo", {"top_k": 3, "chunk": 4, "sign": False, "compression": "Stat2"}),
 ]
 
 

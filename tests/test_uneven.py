@@ -21,6 +21,7 @@ from bagua_ref.algorithms import (
     AsyncModelAverageAlgorithm,
     ByteGradAlgorithm,
     DecentralizedAlgorithm,
+    DemoAlgorithm,
     DiLoCoAlgorithm,
     GradientAllReduceAlgorithm,
     LocalSGDAlgorithm,
@@ -57,11 +58,12 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "async in warm-up": lambda: AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=100),
     "powersgd": lambda: PowerSGDAlgorithm(warmup_steps=3, min_compression_rate=1.0),
     "topk": lambda: TopKAlgorithm(0.1, warmup_steps=2),
+    "demo": lambda: DemoAlgorithm(2, 4, sign=False, warmup_steps=2),
 }
 REPLICATED = {
     name
     for name in ALGORITHMS
-    if name.startswith(("gradient", "bytegrad", "async", "powersgd", "topk"))
+    if name.startswith(("gradient", "bytegrad", "async", "powersgd", "topk", "demo"))
 }
 
 
