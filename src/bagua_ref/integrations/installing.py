@@ -190,8 +190,8 @@ class Installation:
         text = f"Installation({self.algorithm!r}{', removed' if self.removed else ''})"
         for unit in self._units if not self.removed else ():
             sent, plain = unit.costs()
-            text += f"\n  {unit.name}: sends {sent:,.0f} bytes a backward pass, torch {plain:,.0f}"
-            text += f", {plain / sent:.1f} times as many" if sent else ""
+            text += f"\n  {unit.name}: {sent:,.0f} bytes a backward pass{unit.so_far}"
+            text += f", {sent / plain:.0%} of torch's {plain:,.0f}" if plain else ""
         return text
 
     @property
@@ -271,7 +271,7 @@ def _hook(slot, bucket):  # type: ignore[no-untyped-def] # DDP compares annotati
 class _Replicated:
     """A DistributedDataParallel as a unit."""
 
-    is_local, reductions, ranks = False, 0, (0,)
+    is_local, reductions, ranks, so_far = False, 0, (0,), " so far"
 
     def __init__(self, name: str, ddp: DistributedDataParallel) -> None:
         self.name, self._ddp, self.torch_group = name, ddp, ddp.process_group
@@ -343,7 +343,7 @@ class _Shards:
         reductions: how often they were reduced.
     """
 
-    is_local, reductions, ranks = False, 0, (0,)
+    is_local, reductions, ranks, so_far = False, 0, (0,), ""
     _memory: ErrorMemory | None = None
 
     def __init__(self, name: str, module: Any, groups: Sequence[Any]) -> None:
