@@ -138,7 +138,13 @@ def main() -> int:
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
         for row in rows_for(dtype, size, rounds)
     ]
-    for name, limit in (("MXFP8", 5.0), ("MXFP4", 8.0), ("MXINT8", 5.0), ("OneBit", 5.0)):
+    for name, limit in (
+        ("MXFP8", 5.0),
+        ("MXFP4", 8.0),
+        ("MXINT8", 5.0),
+        ("NVFP4", 10.0),
+        ("OneBit", 5.0),
+    ):
         rows += rows_of_codec(name, limit, size, rounds)
     return common.report("codec", rows, args)
 

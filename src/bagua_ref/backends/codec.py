@@ -319,8 +319,13 @@ class Microscaling(Codec):
     rounding: ClassVar[int] = 0
 
     def payload_bytes(self, c: int, dtype: torch.dtype) -> int:
-        """Return the bytes of header, scales and elements, the latter two padded to a multiple of
-        32; 0 for an empty chunk.
+        """Return the bytes of header, scales and elements, padded to a multiple of 32; 0 for an
+        empty chunk.
+
+        >>> from bagua_ref.backends import get_codec
+        >>> import torch
+        >>> [get_codec(name).payload_bytes(1000, torch.float32) for name in ("MXFP8", "MXFP4", "NVFP4")]
+        [1056, 544, 608]
         """
         return self.header * (c > 0) + _padded(-(-c // self.block) + -(-c * self.bits // 8))
 
@@ -329,8 +334,15 @@ AnyMicroscaling = TypeVar("AnyMicroscaling", bound=Microscaling)
 
 
 def with_rules(codec: type[AnyMicroscaling]) -> dict[str, type[AnyMicroscaling]]:
-    """Return a backend's codec and, for each of its other scale rules, a class like it, by name
-    (S12.6).
+    """Return a backend's codecs of an MX format by name, one for each scale rule (S12.6).
+
+    Args:
+        codec: the one without a rule in its name; the others are subclasses of it, which differ in
+            `Microscaling.rounding`.
+
+    >>> from bagua_ref.backends.reference.codecs import MXFP4
+    >>> {name: hex(found.rounding) for name, found in with_rules(MXFP4).items()}
+    {'MXFP4': '0x0', 'MXFP4-RCEIL': '0x3fffff', 'MXFP4-EVEN': '0x200000', 'MXFP4-CEIL': '0x7fffff'}
     """
     found = {codec.name: codec}
     for rule, rounding in codec.rules.items():
@@ -402,6 +414,9 @@ class NVFP4(Microscaling):
     element is ``x*u`` rounded to nearest, ties to even, at most 6. It decodes to
     ``(element*s)*t``. A chunk with a value that is not finite is poisoned: t = NaN, all others 0;
     it decodes to NaN. An empty chunk has no bytes.
+
+    For ``A >= 2^-100``, ``|x' - x| <= max(|x|, s*t)/4``; where an element saturates, at most b/17,
+    or ``6*2^-10*t`` if s is below 2^-6; and roundings to float32, up to ``2^-21 |x|``.
 
     Source: NVIDIA Transformer Engine, without its stochastic rounding and rotation.
     """

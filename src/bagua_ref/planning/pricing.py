@@ -33,7 +33,7 @@ class Machine(NamedTuple):
         codec: seconds for an element that passes through a codec, by its name (S14.3); "" for those
             without an entry.
         operation: seconds of an operation on a bucket beside its links and elements, by its codec;
-            "" for those without an entry.
+            those without an entry cost as much as the most expensive.
         shared_processor: whether codecs and operations take their seconds from the processor that
             computes, as on CPUs. If not, they run beside compute.
         at_once: whether a rank sends to all others at once in an all-to-all or all-gather, so that
@@ -92,7 +92,7 @@ def own_seconds(exchange: Exchange, machine: Machine) -> float:
     """
     operation, codec = machine.operation, machine.codec
     kind = exchange.work[0][0] if exchange.work else ""
-    return operation.get(kind, operation.get("", 0.0)) + sum(
+    return operation.get(kind, max(operation.values(), default=0.0)) + sum(
         elements * codec.get(name, codec.get("", 0.0)) for name, elements in exchange.work
     )
 
