@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bagua_ref.conformance.expected import (
     algorithms_numpy,
+    chunked_numpy,
     codecs_scalar,
     collectives_plain,
     compression_numpy,
@@ -338,6 +339,28 @@ def _topk(dtype: str, gradients: Tensor, ratio: float, error_feedback: bool) -> 
     return {"x": xs} | ({"errors": torch.tensor(np.array(kept))} if error_feedback else {})
 
 
+def _stat2(dtype: str, x: Tensor) -> Outputs:
+    payload, decoded = chunked_numpy.stat2(x.numpy())
+    return {"payload": torch.tensor([*payload], dtype=torch.uint8), "x": decoded}
+
+
+def _sparse(dtype: str, gradients: Tensor, **options: Any) -> Outputs:
+    rounds, n, *shape = gradients.shape
+    errors = [np.zeros(gradients[0, 0].numel(), np.float32)] * n
+    xs, kept, messages = [], [], []
+    for step in array(gradients).reshape(rounds, n, -1):
+        found = chunked_numpy.sparse_round(list(step), errors, tuple(shape), **options)
+        errors = found.errors
+        xs.append(stored(found.result, dtype))
+        kept.append(np.array(errors))
+        messages.append([[*message] for message in found.messages])
+    return {
+        "x": np.array(xs).reshape(rounds, *shape),
+        "errors": torch.from_numpy(np.array(kept)).view(rounds, n, *shape),
+        "messages": torch.tensor(messages, dtype=torch.uint8),
+    }
+
+
 def _error_feedback(
     dtype: str, gradients: Tensor, nodes: Nodes, average: bool, codec: str
 ) -> Outputs:
@@ -469,6 +492,11 @@ _ANSWERS: dict[str, Callable[..., Outputs]] = {
         "indices": compression_numpy.kept(p.numpy(), k)
     },
     "compressed_gradients/topk": _topk,
+    "compressed_gradients/chunks": lambda dtype, shape, chunk: {
+        "places": _integers(chunked_numpy.chunks(tuple(shape.tolist()), chunk)[0].tolist())
+    },
+    "compressed_gradients/stat2": _stat2,
+    "compressed_gradients/sparse": _sparse,
     "compressed_gradients/error_feedback": _error_feedback,
     **{
         f"samplers/{name}": partial(_samples, name)
