@@ -117,7 +117,7 @@ SCRIPTS = [
     ),
     Script(
         "wrong_group",
-        ("not_in_group",),
+        (),
         """
         pair = dist.new_group([0, 1])
         x = torch.ones(2)
@@ -126,6 +126,7 @@ SCRIPTS = [
             dist.all_reduce(x, group=pair)  # MENDED
     """,
         ranks=3,
+        hint="on a group that it is not in",
     ),
     Script(
         "group_made_on_some_ranks",

@@ -81,7 +81,7 @@ class SimulationError(BaguaError):
 
     Attributes:
         kind: ``"deadlock"``; ``"ended"``, if a rank has returned for which others wait;
-            ``"mismatch"``, if calls do not fit together; ``"not_in_group"``; ``"unyielding"``;
+            ``"mismatch"``, if calls do not fit together; ``"unyielding"``;
             ``"unsupported"``; empty for an error of another kind.
         calls: what the ranks concerned were doing.
     """

@@ -51,7 +51,7 @@ class Finding:
     """An error of a program.
 
     Attributes:
-        kind: ``"deadlock"``, ``"ended"``, ``"mismatch"``, ``"not_in_group"``, ``"exception"``,
+        kind: ``"deadlock"``, ``"ended"``, ``"mismatch"``, ``"exception"``,
             ``"invariant"``, ``"replicas"``, ``"schedule"``, ``"early_use"``, ``"hash_seed"``,
             ``"fault"``, ``"crash"``, or one of `NO_VERDICT`.
         message: the error in words, with ranks, files and lines.

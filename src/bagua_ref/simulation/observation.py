@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.nn.modules.module import (
     register_module_forward_pre_hook,
     register_module_module_registration_hook,
@@ -261,6 +262,7 @@ class _RunWatch:
             for owner, name in ((builtins, "open"), (io, "open")):
                 hooks.function(owner, name, self._open)
             hooks.function(torch, "save", self._save)
+            hooks.function(distributed_c10d, "_warn_not_in_group", self._outside)
             if self._watches:
                 replace_readers(hooks)
             if self._program.loads_in_process:
@@ -413,6 +415,14 @@ class _RunWatch:
         if isinstance(file, str | bytes | os.PathLike) and set("wax+") & set(mode):
             self._write(file)
         return original(file, mode, *args, **options)
+
+    def _outside(self, original: Any, operation: Any) -> None:
+        name = operation if isinstance(operation, str) else operation.__name__
+        rank, where = rank_world().identity.rank, place(*call_site(sys._getframe(1)))
+        self._hints[
+            f"rank {rank} calls {name} on a group that it is not in, which does nothing: {where}"
+        ] = None
+        original(operation)
 
     def _save(self, original: Any, obj: Any, f: Any, *args: Any, **options: Any) -> None:
         if isinstance(f, str | os.PathLike):

@@ -145,10 +145,6 @@ def replace(
             world.pg_backend_config[group] = "cpu:gloo"
         return group, store
 
-    def warn_not_in_group(original: Any, operation: Any) -> None:
-        name = operation if isinstance(operation, str) else operation.__name__
-        scheduler.refuse("not_in_group", f"calls {name} on a group that it is not in", name)
-
     def split_group(
         original: Any,
         parent_pg: Any = None,
@@ -179,7 +175,6 @@ def replace(
             name,
             lambda original, *args, change=change: _change_names(change, *args),
         )
-    replacements.function(distributed_c10d, "_warn_not_in_group", warn_not_in_group)
     for name in _STORES:
         substitute = _substitute(getattr(dist, name), replacements.is_simulated, open_store)
         for module in (dist, distributed_c10d, rendezvous):
