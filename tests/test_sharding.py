@@ -19,7 +19,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, LocalSGDAlgorithm
+from bagua_ref.algorithms import (
+    Algorithm,
+    DiLoCoAlgorithm,
+    GradientAllReduceAlgorithm,
+    LocalSGDAlgorithm,
+)
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.errors import CommunicationError
 
@@ -138,6 +143,11 @@ def test_local_sgd_and_diloco_have_the_bits_of_a_loop_on_local_shards() -> None:
 
     expected = loop(module, made(module), outer_step)
     assert same(ours(mesh, Algorithm.init("diloco", period=2), in_context=True), expected)
+    # of which every element is selected
+    sparse = DiLoCoAlgorithm(
+        2, lambda g: torch.optim.SGD(g, lr=0.7, momentum=0.9, nesterov=True), top_k=4096
+    )
+    assert same(ours(mesh, sparse, in_context=False), expected)
 
 
 GRADIENTS: list[tuple[str, dict[str, Any]]] = [

@@ -48,12 +48,14 @@ CANDIDATES = (
     "qadam",
     "powersgd:matrix_approximation_rank=4",
     "topk:ratio=0.01",
+    "demo:compression='Stat2'",
     "decentralized",
     "decentralized:peer_selection_mode='shift_one'",
     "low_precision_decentralized",
     "local_sgd:period=32",
     "diloco:period=32",
     "diloco:period=32,fragments=4,delay=7,mix=0.5",
+    "diloco:period=32,top_k=64,compression='Stat2'",
     "async",
 )
 """The algorithms that are compared unless the user names others."""
