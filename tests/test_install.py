@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua_ref
+from bagua_ref.cli.demo import Digits
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -64,9 +65,9 @@ def test_S16_2_shards_equal_the_steps_on_the_same_rows() -> None:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("n", [2, 4])
-def test_S16_2_shards_equal_the_steps_over_gloo(n: int) -> None:
-    launch(shards_equal_the_steps, n, list(POLICIES))
+@pytest.mark.parametrize(("n", "policies"), [(2, list(POLICIES)), (4, ["bfloat16"])])
+def test_S16_2_shards_equal_the_steps_over_gloo(n: int, policies: list[str]) -> None:
+    launch(shards_equal_the_steps, n, policies)
 
 
 def uncompressed_is_plain(policies: list[str], clip: float | None) -> None:
@@ -109,7 +110,7 @@ def test_S16_4_replicas_equal_the_steps_on_the_same_shards() -> None:
 
 @pytest.mark.proof
 def test_S16_4_replicas_equal_the_steps_over_gloo() -> None:
-    launch(replicas_equal_the_steps, 4, list(POLICIES))
+    launch(replicas_equal_the_steps, 4, ["float32", "float16"])
 
 
 def uncompressed_is_hsdp() -> None:
@@ -391,7 +392,7 @@ def test_random_models_have_the_bits_of_the_steps() -> None:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 4])
 def test_many_random_models_have_the_bits_of_the_steps(n: int) -> None:
     launch(random_models, n, list(range(20)))
 
@@ -496,3 +497,87 @@ def states() -> None:
 
 def test_states_are_checked_before_they_are_loaded() -> None:
     simulate(1, states)
+
+
+def accuracy_on_digits(codec: str | None, feedback: bool, replicated: bool) -> float:
+    """Return the share of test digits that are read right after 60 steps."""
+    digits, mesh = Digits.load(), mesh_of_four()
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
+    for part in (model[1], model):
+        fully_shard(part, mesh=mesh["shard"] if replicated else None)
+    name, options = options_of(codec, feedback)
+    bagua_ref.install(model, name, mesh["replicate"] if replicated else None, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(60):
+        chosen = torch.randint(len(digits.train_labels), (16,), generator=draw)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(
+            model(digits.train_images[chosen]), digits.train_labels[chosen]
+        )
+        loss.backward()
+        optimizer.step()
+    read = model(digits.test_images).argmax(1)
+    return (read == digits.test_labels).float().mean().item()
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("replicated", [False, True])
+def test_training_of_digits_is_as_accurate_as_without_compression(replicated: bool) -> None:
+    exact = simulate(4, accuracy_on_digits, None, False, replicated)[0]
+    assert exact > 0.9
+    for codec, feedback in (("MinMaxUInt8", False), ("MXFP8", True)):
+        found = simulate(4, accuracy_on_digits, codec, feedback, replicated)
+        assert len(set(found)) == 1
+        assert found[0] > exact - 0.03, (codec, feedback)
+
+
+def rarer_cases() -> None:
+    """Modules sharded together, a compiled model, float64, NaN, and all frozen but one."""
+    rank, pairs = dist.get_rank(), []
+    for _ in range(2):
+        together, compiled = network(), sharded()
+        fully_shard([together[2], together[4]])
+        fully_shard(together)
+        double, frozen = network().double(), network()
+        frozen[0].requires_grad_(False)
+        for layer in frozen[0], frozen[2], frozen:
+            fully_shard(layer)
+        pairs.append((together, compiled, fully_shard(double), frozen))
+    for place, (plain, ours) in enumerate(zip(*pairs, strict=True)):
+        codec = None if place == 2 else "MXFP8"
+        for unit in units(plain):
+            unit.set_custom_reduce_scatter(Steps(codec, codec is not None))
+            unit.set_reduce_scatter_unused_params(codec is not None)
+        name, options = options_of(codec, codec is not None)
+        wrapped = torch.compile(ours, backend="eager") if place == 1 else ours
+        installation = bagua_ref.install(wrapped, name, **options)
+        if place == 2:
+            ours_found, plain_found = (found_in_double(module) for module in (ours, plain))
+            assert all(torch.allclose(*pair) for pair in zip(ours_found, plain_found, strict=True))
+        else:
+            assert_same(train(wrapped), train(plain), str(place))
+        assert "_orig_mod" not in repr(installation)
+    poisoned = sharded()
+    installation = bagua_ref.install(poisoned, "bytegrad", error_feedback=True)
+    backward(poisoned)
+    before = installation.state_dict()
+    kept = {unit: values["worker"].clone() for unit, values in next(iter(before.values())).items()}
+    poisoned.zero_grad()
+    (poisoned(batch(0)).square().mean() * (torch.nan if rank == 1 else 1.0)).backward()
+    after = next(iter(installation.state_dict().values()))
+    assert all(not values["worker"].isnan().any() for values in after.values())
+    if rank == 1:
+        assert all(torch.equal(after[unit]["worker"], values) for unit, values in kept.items())
+    assert nn.utils.get_total_norm([p.grad for p in poisoned.parameters()]).full_tensor().isnan()
+
+
+def found_in_double(module: Any) -> list[torch.Tensor]:
+    module(batch(0).double()).square().mean().backward()
+    return [p.grad.to_local() for p in module.parameters()]
+
+
+@pytest.mark.slow
+def test_rarer_models_and_gradients() -> None:
+    simulate(2, rarer_cases)
