@@ -40,6 +40,7 @@ CODED = [
     *itertools.product(("MinMaxUInt8", "MXFP8"), (False, True)),
     ("OneBit", True),
 ]
+FEW = [("MinMaxUInt8", False), ("MXFP8", True)]
 
 
 def options_of(codec: str | None, feedback: bool) -> tuple[str, dict[str, Any]]:
@@ -48,8 +49,8 @@ def options_of(codec: str | None, feedback: bool) -> tuple[str, dict[str, Any]]:
     return "bytegrad", {"compression": codec, "error_feedback": feedback}
 
 
-def shards_equal_the_steps(policies: list[str]) -> None:
-    for policy, (codec, feedback) in itertools.product(policies, [(None, False), *CODED]):
+def shards_equal_the_steps(policies: list[str], coded: Any = ((None, False), *CODED)) -> None:
+    for policy, (codec, feedback) in itertools.product(policies, coded):
         plain, ours = sharded(policy=policy), sharded(policy=policy)
         for unit in units(plain):
             unit.set_custom_reduce_scatter(Steps(codec, feedback))
@@ -61,7 +62,7 @@ def shards_equal_the_steps(policies: list[str]) -> None:
 
 @pytest.mark.slow
 def test_S16_2_shards_equal_the_steps_on_the_same_rows() -> None:
-    simulate(3, shards_equal_the_steps, ["float16"])
+    simulate(3, shards_equal_the_steps, ["float16"], FEW)
 
 
 @pytest.mark.proof
@@ -78,17 +79,24 @@ def uncompressed_is_plain(policies: list[str], clip: float | None) -> None:
 
 
 @pytest.mark.slow
-def test_uncompressed_has_the_bits_of_plain_fsdp2() -> None:
-    launch(uncompressed_is_plain, 2, ["float32", "bfloat16"], 0.1)
+def test_uncompressed_has_the_bits_of_plain_fsdp2_and_hsdp() -> None:
+    simulate(2, uncompressed_is_plain, ["bfloat16"], 0.1)
+    simulate(4, uncompressed_is_hsdp)
+
+
+@pytest.mark.proof
+def test_uncompressed_has_the_bits_of_plain_fsdp2_and_hsdp_over_gloo() -> None:
+    launch(uncompressed_is_plain, 2, list(POLICIES), 0.1)
+    launch(uncompressed_is_hsdp, 4)
 
 
 def mesh_of_four() -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-def replicas_equal_the_steps(policies: list[str]) -> None:
+def replicas_equal_the_steps(policies: list[str], coded: Any = ((None, False), *CODED)) -> None:
     mesh = mesh_of_four()
-    for policy, (codec, feedback) in itertools.product(policies, [(None, False), *CODED]):
+    for policy, (codec, feedback) in itertools.product(policies, coded):
         plain, ours = sharded(mesh["shard"], policy), sharded(mesh["shard"], policy)
         for unit in units(plain):
             unit.set_all_reduce_hook(ReplicaSteps(codec, feedback, mesh["replicate"].get_group()))
@@ -105,7 +113,7 @@ def replicas_equal_the_steps(policies: list[str]) -> None:
 
 @pytest.mark.slow
 def test_S16_4_replicas_equal_the_steps_on_the_same_shards() -> None:
-    simulate(4, replicas_equal_the_steps, ["bfloat16"])
+    simulate(4, replicas_equal_the_steps, ["bfloat16"], FEW)
 
 
 @pytest.mark.proof
@@ -118,11 +126,6 @@ def uncompressed_is_hsdp() -> None:
     plain, ours = sharded(mesh), sharded(mesh["shard"])
     bagua_ref.install(ours, "gradient_allreduce", mesh["replicate"].get_group())
     assert_same(train(ours, clip=0.1), train(plain, clip=0.1))
-
-
-@pytest.mark.slow
-def test_uncompressed_has_the_bits_of_plain_hsdp() -> None:
-    launch(uncompressed_is_hsdp, 4)
 
 
 def ddp_is_hooked() -> None:
