@@ -27,7 +27,8 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -584,3 +585,48 @@ def found_in_double(module: Any) -> list[torch.Tensor]:
 @pytest.mark.slow
 def test_rarer_models_and_gradients() -> None:
     simulate(2, rarer_cases)
+
+
+def even() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False))
+
+
+def settled(setting: str) -> Any:
+    """Return a model with a setting of FSDP2's that is not its default."""
+    options: dict[str, Any] = {}
+    if setting == "columns":
+        options["shard_placement_fn"] = lambda parameter: Shard(1)
+    if setting == "offloaded":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    model: Any = even()
+    inner = {"mesh": mesh_of_pair()} if setting == "two meshes" else {}
+    fully_shard(model[0], **options, **inner)
+    fully_shard(model, **options)
+    for unit in units(model):
+        if setting == "sums":
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_gradient_divide_factor(3.0)
+        if setting == "factor":
+            unit.set_gradient_divide_factor(float(dist.get_world_size()))
+    return model
+
+
+def mesh_of_pair() -> Any:
+    return init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))["shard"]
+
+
+def settings() -> None:
+    for setting in ("columns", "offloaded", "two meshes", "sums", "factor"):
+        plain, ours = settled(setting), settled(setting)
+        for unit in units(plain):
+            unit.set_custom_reduce_scatter(Steps("MXFP8", False))
+        installation = bagua_ref.install(ours, "bytegrad", compression="MXFP8")
+        assert_same(train(ours), train(plain), setting)
+        sent = sum(unit.costs()[0] for unit in installation._units)
+        assert installation.metrics()["bytes_sent"] == 3 * sent
+
+
+@pytest.mark.proof
+def test_settings_of_fsdp2_are_kept() -> None:
+    simulate(2, settings)
