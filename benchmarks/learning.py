@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from contextlib import nullcontext
 
 import common
 import torch
@@ -26,9 +27,11 @@ from bagua_ref.data_parallel.wrapping import Recipe
 PROCESSES, BATCH, EPOCHS, SEEDS = 4, 64, 10, range(5)
 
 
-def accuracies(name: str, recipe: Recipe | None, seed: int, epochs: int) -> list[float]:
+def accuracies(
+    name: str, recipe: Recipe | None, seed: int, epochs: int, shared: bool = False
+) -> list[float]:
     """Train with a recipe, None: alone, and return this rank's test accuracy in percent after each
-    epoch.
+    epoch; ``shared``: of the global weights, if there are any.
     """
     images, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
     images = (images.float() / 16).view(-1, 1, 8, 8)
@@ -56,7 +59,9 @@ def accuracies(name: str, recipe: Recipe | None, seed: int, epochs: int) -> list
         if name == "async" and len(found) == epochs - 1:
             model.bagua_algorithm.abort(model)
         model.eval()
-        with torch.no_grad():
+        algorithm = model.bagua_algorithm if recipe is not None else None
+        shown = getattr(algorithm, "global_weights", nullcontext) if shared else nullcontext
+        with torch.no_grad(), shown():
             found.append(
                 100 * (model(images[held_out]).argmax(1) == labels[held_out]).float().mean().item()
             )

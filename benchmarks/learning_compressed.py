@@ -32,6 +32,10 @@ def _codec(name: str, error_feedback: bool) -> Recipe:
     )
 
 
+def _sparseloco(**options: Any) -> Recipe:
+    return Recipe("diloco", {"period": 8, "top_k": 64, "compression": "Stat2", **options}, __name__)
+
+
 CONTENDERS: dict[str, Recipe] = {
     BASELINE: RECIPES[BASELINE],
     "bytegrad": RECIPES["bytegrad"],
@@ -48,6 +52,11 @@ CONTENDERS: dict[str, Recipe] = {
     ),
     "topk, 1 %": Recipe("topk", {"ratio": 0.01, "warmup_steps": 10}, __name__),
     "topk, 5 %": Recipe("topk", {"ratio": 0.05, "warmup_steps": 10}, __name__),
+    "diloco": Recipe("diloco", {"period": 8}, __name__),
+    "sparseloco": _sparseloco(),
+    "sparseloco, contributors": _sparseloco(mean="contributors"),
+    "demo": RECIPES["demo"],
+    "demo, Stat2": Recipe("demo", {"compression": "Stat2"}, __name__),
 }
 JUDGED = (
     "bytegrad, MXFP4, error memory",
@@ -57,13 +66,16 @@ JUDGED = (
 )
 
 
-def measure(epochs: int, seeds: list[int]) -> dict[str, list[list[float]]]:
-    """Return each contender's accuracies, for each seed one after each epoch. All ranks end with
-    the same weights.
+def measure(epochs: int, seeds: list[int], only: str) -> dict[str, list[list[float]]]:
+    """Return the accuracies of the baseline and of contenders with ``only`` in their name, for each
+    seed one after each epoch. All ranks end with the same weights, or global weights.
     """
     result = {}
     for name, recipe in CONTENDERS.items():
-        result[name] = [accuracies(name.partition(",")[0], recipe, seed, epochs) for seed in seeds]
+        if only not in name and name != BASELINE:
+            continue
+        kind = name.partition(",")[0]
+        result[name] = [accuracies(kind, recipe, seed, epochs, shared=True) for seed in seeds]
         if bagua_ref.get_rank() == 0:
             print(f"{name}: {statistics.mean(seed[-1] for seed in result[name]):.2f} %", flush=True)
     return result
@@ -97,9 +109,13 @@ def rows(found: dict[str, list[list[float]]]) -> list[common.Row]:
 
 
 def main() -> int:
-    args = common.arguments(__doc__.partition("\n\n")[0])
-    epochs, seeds = (1, [0]) if args.quick else (EPOCHS, list(range(10)))
-    ranks = workers.launch(measure, PROCESSES, epochs, seeds)
+    options = {
+        "only": {"default": "", "metavar": "TEXT", "help": "those with TEXT in their name"},
+        "seeds": {"type": int, "nargs": "+", "default": [*range(10)], "metavar": "SEED"},
+    }
+    args = common.arguments(__doc__.partition("\n\n")[0], **options)
+    epochs, seeds = (1, [0]) if args.quick else (EPOCHS, args.seeds)
+    ranks = workers.launch(measure, PROCESSES, epochs, seeds, args.only)
     assert all(rank == ranks[0] for rank in ranks), "ranks ended with different weights"
     return common.report("learning_compressed", rows(ranks[0]), args)
 

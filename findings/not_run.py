@@ -17,10 +17,33 @@ WARM_START = (
     " compared from equal factors"
 )
 BATCHED = "it approximates a whole bucket as one square matrix, which no clause describes"
+# Read at these commits; no package index has them.
+TEMPLAR = (
+    "commit c2397ac: of each chunk an even number of elements, at least 2, is sent, so that one of a"
+    " single element fails; an element is divided by how many ranks sent it, and ranks above the"
+    " lower median of the norms are scaled down to it; the two-bit code gives zeros a level"
+)
+CCLOCO = (
+    "commit c01a785: the outer learning rate multiplies what enters the error memory, and the SGD"
+    " step again; without the cosine transform a chunk is a whole row"
+)
+MULOCO = (
+    "commit 475bbf4: the outer learning rate multiplies what enters the error memory, and the SGD"
+    " step again; the largest elements are those of a whole tensor"
+)
+DEMO = (
+    "commit 0e48145: the momentum holds the learning rate, a component is divided by how many ranks"
+    " sent it, and the transform is in the parameter's dtype; NaN stays in the momentum, and the sign"
+    " of NaN is taken for 0; a weight of three dimensions fails"
+)
 REASONS = {
     ("DeepSpeed OnebitAdam and ZeroOneAdam", "S12.2"): DEEPSPEED,
     ("torch powerSGD_hook", "S10.2"): WARM_START,
     ("torch batched_powerSGD_hook", "S10.2"): BATCHED,
+    ("templar's SparseLoCo", "S15.5"): TEMPLAR,
+    ("CCLoco", "S15.5"): CCLOCO,
+    ("MuLoCo with top-k", "S15.5"): MULOCO,
+    ("DeMo", "S15.6"): DEMO,
 }
 
 
