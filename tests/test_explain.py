@@ -254,6 +254,9 @@ def test_the_command_prints_json_and_exits_with_the_verdict(
     result = json.loads(capsys.readouterr().out)
     assert (result["verdict"], result["kind"], result["ranks"]) == ("found", "absent", [0, 1])
     assert result["waits"][0]["waits_for"] == [1]
+    picture = tmp_path / "calls.png"
+    assert main(["explain", str(tmp_path), "--png", str(picture)]) == 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert result["command"] == "bagua-ref sim /job/train.py --ranks 2"
 
 
@@ -262,3 +265,75 @@ def test_a_folder_without_dumps_is_an_error(tmp_path: Path) -> None:
         explain(tmp_path)
     with pytest.raises(DumpError, match="No such file"):
         explain(tmp_path / "missing")
+
+
+def test_sigterm_dumps_at_once_while_the_main_thread_is_blocked(tmp_path: Path) -> None:
+    program = f"""
+import datetime, os, signal, sys, threading, time
+import torch, torch.distributed as dist
+import bagua_ref
+
+read, write = os.pipe()
+os.set_blocking(write, False)
+signal.set_wakeup_fd(write)
+bagua_ref.explain_hangs({str(tmp_path)!r}, after=100)
+store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+main = threading.main_thread().ident
+
+def end():
+    while sys._current_frames()[main].f_lineno < {{last}}:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=end).start()
+store.wait(["never"], datetime.timedelta(seconds=60))
+"""
+    last = program.count("\n")
+    began = time.monotonic()
+    ended = launch.run_script(program.format(last=last))
+    assert ended.returncode == -15
+    assert time.monotonic() - began < 50
+    stacks = json.loads((tmp_path / "stacks_rank_0.json").read_text())
+    assert stacks["reason"] == "SIGTERM"
+    main_thread = next(thread for thread in stacks["threads"] if not thread["name"])
+    assert main_thread["frames"][0]["line"] == last
+
+
+def test_handlers_and_descriptors_of_the_program_are_kept(tmp_path: Path) -> None:
+    program = f"""
+import os, signal, sys
+import bagua_ref
+
+read, write = os.pipe()
+os.set_blocking(write, False)
+assert signal.set_wakeup_fd(write) == -1
+heard = []
+handler = lambda number, frame: heard.append(number)
+signal.signal(signal.SIGTERM, handler)
+hook = sys.excepthook
+watch = bagua_ref.explain_hangs({str(tmp_path)!r})
+os.kill(os.getpid(), signal.SIGTERM)
+assert os.read(read, 1) == bytes([signal.SIGTERM])
+while not heard:
+    pass
+watch.close()
+assert signal.getsignal(signal.SIGTERM) is handler
+assert signal.set_wakeup_fd(-1) == write
+assert sys.excepthook is hook
+assert os.path.exists({str(tmp_path / "stacks_rank_0.json")!r})
+"""
+    ended = launch.run_script(program)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_simulated_ranks_are_not_watched(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    folder = tmp_path / "dumps"
+    script.write_text(
+        f"import bagua_ref, torch, torch.distributed as dist\nbagua_ref.explain_hangs({str(folder)!r})"
+        '\ndist.init_process_group("gloo")\ndist.all_reduce(torch.ones(1))\n'
+    )
+    assert own_error(observe(Program(str(script)), (2,), Order())) is None
+    assert not folder.exists()

@@ -8,7 +8,14 @@ import shlex
 from pathlib import Path
 
 from bagua_ref.base.untrusted import one_line
-from bagua_ref.cli.command import CommandError, Commands, add_command, write_json
+from bagua_ref.cli.command import (
+    COLORS,
+    CommandError,
+    Commands,
+    add_command,
+    write_json,
+    write_picture,
+)
 
 __all__ = ["JSON_VERSION", "add_parser"]
 
@@ -38,11 +45,15 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         ),
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder of the dumps")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw the ranks' last calls; needs matplotlib"
+    )
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     # Here, as importing torch.distributed takes a second.
     from bagua_ref.explain import DumpError, explain
+    from bagua_ref.explain.picture import draw_timeline
 
     try:
         found = explain(arguments.folder)
@@ -79,4 +90,5 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             lines.append(f"try: {command}")
         print("\n".join(map(one_line, lines)).replace(os.getcwd() + os.sep, ""))
     write_json(arguments, result)
+    write_picture(lambda: draw_timeline(found, COLORS), arguments.png)
     return 1 if finding else 0

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,6 +54,10 @@ _DTYPES = {
 
 _PROCESSES_FROM = 64
 """Reading fewer ranks takes less time than starting processes."""
+
+
+Ranks = range | tuple[int, ...]
+"""Ranks of a group: thousands of groups of thousands of ranks are ranges, mostly."""
 
 
 class DumpError(ValueError):
@@ -145,7 +150,7 @@ class RankDump:
     time: float = 0.0
     operations: list[Operation] = field(default_factory=list)
     tracks: dict[str, Track] = field(default_factory=dict)
-    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    groups: dict[str, Ranks] = field(default_factory=dict)
     stacks: list[Stack] = field(default_factory=list)
     limit: float = LONG
     reason: str = ""
@@ -271,11 +276,15 @@ def _is_users(file: str) -> bool:
     return not _LIBRARY.search(file) and is_user_code(file)
 
 
-def _site(frames: Iterable[tuple[str, int]]) -> tuple[str, int]:
-    return next((frame for frame in frames if _is_users(frame[0])), ("", 0))
+def _site(frames: Iterable[Mapping[str, Any]]) -> tuple[str, int]:
+    """Return file and line of the innermost frame of the user's code."""
+    for frame in frames:
+        if _is_users(frame["filename"]):
+            return frame["filename"], frame["line"]
+    return "", 0
 
 
-def _operation(entry: Mapping[str, Any]) -> Operation:
+def _operation(entry: Mapping[str, Any], site: tuple[str, int]) -> Operation:
     """Return an entry's operation; of its sizes, only those that must be equal are compared."""
     name, frames = entry["profiling_name"].rpartition(":")[2], entry.get("frames", ())
     public = shown = _PUBLIC.get(name, name)
@@ -290,7 +299,6 @@ def _operation(entry: Mapping[str, Any]) -> Operation:
     sent, received = (tuple(map(math.prod, entry[f"{side}_sizes"])) for side in ("input", "output"))
     total = sum(received if side == "output" else sent)
     agrees = f"{public} {'' if 'all_to_all' in name else total} {sorted({*dtypes})}"
-    site = _site((frame["filename"], frame["line"]) for frame in frames)
     return Operation(text, agrees, *site, sent, received)
 
 
@@ -301,20 +309,19 @@ def _read_recorder(dump: RankDump, content: Mapping[str, Any]) -> None:
         raise ValueError(f"its format has version {dump.version}; versions 2.x can be read")
     for name, config in content.get("pg_config", {}).items():
         if ranks := json.loads(config["ranks"]):  # gloo's are empty
-            dump.groups[name] = tuple(ranks)
+            dump.groups[name] = _ranks(ranks)
             if dump.rank not in ranks:
                 raise ValueError(f"it is not of rank {dump.rank}: group {name!r} has ranks {ranks}")
     ids: dict[Any, int] = {}
     rows: dict[str, dict[int, list[Any]]] = {}
     incarnations: dict[str, int] = {}
     for entry in entries:
-        frames = entry.get("frames", ())
-        sizes = str([entry["input_sizes"], entry["output_sizes"], entry["input_dtypes"]])
-        lines = str([(frame["filename"], frame["line"]) for frame in frames])
-        key = entry["profiling_name"], sizes, lines
+        site = _site(entry.get("frames", ()))
+        sizes = str((entry["input_sizes"], entry["output_sizes"], entry["input_dtypes"]))
+        key = entry["profiling_name"], sizes, site
         if key not in ids:
             ids[key] = len(dump.operations)
-            dump.operations.append(_operation(entry))
+            dump.operations.append(_operation(entry, site))
         number, group, created = ids[key], entry["process_group"][0], entry["time_created_ns"]
         is_pending = not entry["retired"] and entry["state"] != "completed"
         if incarnations.setdefault(group, entry["pg_id"]) != entry["pg_id"]:
@@ -343,6 +350,13 @@ def _read_recorder(dump: RankDump, content: Mapping[str, Any]) -> None:
         dump.script = dump.script or _outermost(frame["filename"] for frame in frames)
 
 
+def _ranks(ranks: list[int]) -> Ranks:
+    steps = {after - before for before, after in pairwise(ranks)} or {1}
+    if ranks and len(steps) == 1 and min(steps) > 0:
+        return range(ranks[0], ranks[-1] + 1, *steps)
+    return tuple(ranks)
+
+
 def _message(dump: RankDump, group: str, created: int, operation: Operation) -> Stack:
     """Return a pending message, such as "recv 1<-0 of float32[4]", as a thread that waits in it."""
     name, pair, *rest = operation.text.split(" ", 2)
@@ -364,14 +378,14 @@ def _read_stacks(dump: RankDump, content: Mapping[str, Any]) -> None:
     dump.error, dump.limit = content["error"], min(LONG, content["after"] / 2)
     dump.has_ended = dump.reason == "exit" or bool(content.get("ended"))
     dump.world_size = content["world_size"]
-    dump.groups |= {name: tuple(ranks) for name, ranks in content["groups"].items()}
+    dump.groups |= {name: _ranks(ranks) for name, ranks in content["groups"].items()}
     for thread in content["threads"]:
         frames = thread["frames"]
-        lines = [frame["text"] for frame in frames if _is_users(frame["file"])]
+        lines = [frame["text"] for frame in frames if _is_users(frame["filename"])]
         text = " ".join([frame["function"] for frame in frames] + lines[:1])
-        site = _site((frame["file"], frame["line"]) for frame in frames)
+        site = _site(frames)
         dump.stacks.append(Stack(thread["name"], *site, text, thread["seconds"], thread["call"]))
-        dump.script = dump.script or _outermost(frame["file"] for frame in frames)
+        dump.script = dump.script or _outermost(frame["filename"] for frame in frames)
     if dump.error is not None:  # of the main thread, whose stack is the error's
         dump.error = {**dump.error, "file": dump.stacks[0].file, "line": dump.stacks[0].line}
 
@@ -381,7 +395,7 @@ def _read_spy(dump: RankDump, content: Mapping[str, Any]) -> None:
     for part in re.split(r"(?m)^(?=Thread )", content["text"])[1:]:
         name = re.match(r'.*"(.*)"', part)
         frames = re.findall(r"(?m)^\s+(.+) \((.+):(\d+)\)$", part)
-        site = _site((file, int(line)) for _, file, line in frames)
+        site = _site({"filename": file, "line": int(line)} for _, file, line in frames)
         thread = "" if name is None or name[1] == "MainThread" else name[1]
         text = " ".join(function for function, _, _ in frames)
         dump.stacks.append(Stack(thread, *site, text, 0.0, {}))

@@ -12,7 +12,7 @@ import numpy as np
 
 from bagua_ref.base.ranks import USE_JOIN, format_ranks
 from bagua_ref.errors import RankCall
-from bagua_ref.explain.dumps import LONG, Operation, RankDump, Track, read_dumps
+from bagua_ref.explain.dumps import LONG, Operation, RankDump, Ranks, Track, read_dumps
 from bagua_ref.simulation.call_sites import different_counts, meetings
 from bagua_ref.simulation.findings import Finding, after, minority, mismatch, name_shift, waits
 from bagua_ref.simulation.tasks import place
@@ -58,7 +58,7 @@ class Explanation:
     dumps: dict[int, RankDump] = field(default_factory=dict)
     world_size: int = 0
     operations: list[Operation] = field(default_factory=list)
-    groups: dict[tuple[str, tuple[int, ...]], dict[int, Track]] = field(default_factory=dict)
+    groups: dict[tuple[str, Ranks], dict[int, Track]] = field(default_factory=dict)
 
     def call(self, rank: int, group: str, number: int, whom: Sequence[int] = ()) -> RankCall:
         """Return a call of an operation."""
@@ -73,11 +73,11 @@ def explain(folder: str | Path) -> Explanation:
         DumpError: a dump cannot be read, or does not belong to the others.
     """
     dumps = read_dumps(folder)
-    known: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    known: dict[str, set[Ranks]] = defaultdict(set)
     for dump in dumps.values():
         for name, ranks in dump.groups.items():
             known[name].add(ranks)
-    named = [rank for groups in known.values() for ranks in groups for rank in ranks]
+    named = [max(ranks) for groups in known.values() for ranks in groups]
     sizes = [dump.world_size - 1 for dump in dumps.values()]
     found = Explanation(dumps=dumps, world_size=max([*dumps, *named, *sizes]) + 1)
     everyone = range(found.world_size)
@@ -85,7 +85,7 @@ def explain(folder: str | Path) -> Explanation:
     for rank, dump in dumps.items():
         ids = [numbers.setdefault(operation, len(numbers)) for operation in dump.operations]
         for name, track in dump.tracks.items():
-            groups = [*known[name], tuple(everyone)] if name == "0" else known[name]
+            groups = [*known[name], everyone] if name == "0" else known[name]
             members = next((ranks for ranks in groups if rank in ranks), ())
             own = found.groups.setdefault((name, members), {})
             own[rank] = track._replace(operations=np.array(ids)[track.operations])
@@ -207,9 +207,7 @@ def _exception(dumps: Mapping[int, RankDump]) -> Finding | None:
     return None
 
 
-def _other_groups(
-    dumps: Mapping[int, RankDump], known: Mapping[str, set[tuple[int, ...]]]
-) -> Finding | None:
+def _other_groups(dumps: Mapping[int, RankDump], known: Mapping[str, set[Ranks]]) -> Finding | None:
     """Return a rank's group that has other ranks for others of them."""
     making = [
         (stack.file, stack.line)
@@ -218,8 +216,8 @@ def _other_groups(
         if stack.call.get("operation", "").startswith("new_group")
     ]
     for name, groups in known.items():
-        owners: dict[int, tuple[int, ...]] = {}
-        for group in sorted(groups):
+        owners: dict[int, Ranks] = {}
+        for group in sorted(groups, key=tuple):
             for rank in group:
                 other = owners.setdefault(rank, group)
                 if other != group:

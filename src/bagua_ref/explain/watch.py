@@ -149,7 +149,7 @@ class HangWatch:
                             "frames": [
                                 {
                                     "function": frame.f_code.co_name,
-                                    "file": frame.f_code.co_filename,
+                                    "filename": frame.f_code.co_filename,
                                     "line": line,
                                     "text": linecache.getline(
                                         frame.f_code.co_filename, line

@@ -42,7 +42,7 @@ def lightning_callback(folder: str | Path, **options: Any) -> Any:
         "on_train_end": lambda self, trainer, module: session.exit(),
         "on_exception": lambda self, trainer, module, error: session.exit(error),
     }
-    base = _base("Callback", "lightning.pytorch", "pytorch_lightning")
+    base = trainer_class("Callback", "lightning.pytorch", "pytorch_lightning")
     return type("LightningRecorder", (base,), methods)()
 
 
@@ -67,10 +67,12 @@ def transformers_callback(folder: str | Path, **options: Any) -> Any:
         ),
         "on_train_end": lambda self, args, state, control, **of: session.exit(),
     }
-    return type("TransformersRecorder", (_base("TrainerCallback", "transformers"),), methods)()
+    return type(
+        "TransformersRecorder", (trainer_class("TrainerCallback", "transformers"),), methods
+    )()
 
 
-def _base(name: str, *packages: str) -> Any:
+def trainer_class(name: str, *packages: str) -> Any:
     """Return a class of the first of these packages that is installed."""
     for package in packages:
         try:

@@ -87,7 +87,7 @@ def different_counts(log: Sequence[Sequence[RankCall]], waiting: Sequence[RankCa
     """Return how often each rank came to a line in which some wait, if all came to it, and some
     more often; else "".
     """
-    for call in waiting:
+    for call in {(call.file, call.line): call for call in waiting}.values():
         counts = [sum((c.file, c.line) == (call.file, call.line) for c in calls) for calls in log]
         ranks: dict[int, list[int]] = defaultdict(list)
         for rank, count in enumerate(counts):

@@ -1,0 +1,45 @@
+"""A timeline of the last calls of each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bagua_ref.explain.verdict import Explanation
+
+_RANKS = 64
+_CALLS = 20
+
+
+def draw_timeline(found: Explanation, colors: tuple[str, ...]) -> Any:
+    """Return a matplotlib Figure of the last calls of up to 64 ranks: dots are complete, bars last
+    until the dump was written.
+    """
+    from matplotlib.figure import Figure
+
+    ranks = sorted({*[call.rank for call in found.waits], *found.dumps})
+    awaited = {rank for call in found.waits for rank in call.waits_for}
+    ranks = sorted(sorted(ranks, key=lambda rank: rank not in awaited)[:_RANKS])
+    figure = Figure(figsize=(9.0, 1.6 + 0.3 * len(ranks)), layout="constrained")
+    axes = figure.add_subplot()
+    end = max(dump.time for dump in found.dumps.values())
+    names: dict[str, str] = {}
+    for row, rank in enumerate(ranks):
+        for tracks in found.groups.values():
+            if rank not in tracks or rank not in found.dumps:
+                continue
+            last = zip(*(column[-_CALLS:] for column in tracks[rank]), strict=True)
+            for _, operation, created, _, is_pending in last:
+                name = found.operations[operation].text.partition(" ")[0]
+                color = names.setdefault(name, colors[len(names) % len(colors)])
+                start = created / 1e9 - end
+                axes.plot(start, row, marker="o", markersize=4, color=color)
+                if is_pending:
+                    axes.barh(row, found.dumps[rank].time - end - start, 0.5, start, color=color)
+    for name, color in names.items():
+        axes.plot([], [], marker="o", linestyle="", color=color, label=name)
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds before the last dump (dots: complete, bars: waiting)")
+    if names:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure
