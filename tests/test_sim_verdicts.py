@@ -106,6 +106,15 @@ with torch.autograd.profiler.profile() as other:
     dist.all_reduce(x)
 len(other.key_averages())
 """,
+    "compiled": """
+from torch.nn.parallel import DistributedDataParallel as DDP
+compiled = torch.compile(torch.nn.Linear(4, 1), backend="aot_eager", fullgraph=True)
+torch.manual_seed(0)
+for model in (DDP(compiled), torch.compile(DDP(torch.nn.Linear(4, 1)), backend="aot_eager")):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(x * rank).sum().backward(); optimizer.step(); optimizer.zero_grad()
+""",
     "lock made by a library": """
 import _thread
 if not hasattr(torch, "_lib_lock"):

@@ -252,11 +252,7 @@ class _RunWatch:
     def installed(self) -> Iterator[None]:
         """Set the hooks while the context lasts."""
         with Replacements(lambda: True) as hooks:
-            hooks.callback(
-                register_module_forward_pre_hook(
-                    lambda module, args: self._here().before_forward(module)
-                ).remove
-            )
+            hooks.callback(register_module_forward_pre_hook(self._before_forward).remove)
             hooks.callback(register_module_module_registration_hook(self._name).remove)
             hooks.enter_context(after_steps(self._before_step, self._after_step))
             for owner, name in ((builtins, "open"), (io, "open")):
@@ -445,6 +441,10 @@ class _RunWatch:
                 ] = None
         self._writes[path].append((rank, counts, where))
 
+    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():  # which would compile this, too
+            self._here().before_forward(module)
+
     def _before_step(self, optimizer: Any) -> None:
         self._here().before_step(optimizer)
 
@@ -452,6 +452,11 @@ class _RunWatch:
         here = self._here()
         self._seen.steps[here.rank].append(here.after_step(optimizer))
         rank_world().check_invariants()
+
+
+def _own_name(name: str) -> str:
+    """Return a parameter's name in the module that is compiled and inside DDP."""
+    return name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
 
 
 class _RankWatch:
@@ -475,13 +480,14 @@ class _RankWatch:
         """Note the names of a module's parameters, and whether this pass is one of data-parallel
         training.
         """
-        if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
-            self._synchronizes[module] = module.require_backward_grad_sync
+        inner = getattr(module, "_orig_mod", module)  # of one that is compiled
+        if isinstance(inner, DistributedDataParallel) and torch.is_grad_enabled():
+            self._synchronizes[inner] = inner.require_backward_grad_sync
         if not self._modules:  # what was communicated before belongs to no step
             self.largest = 0
         if id(module) not in self._modules:
             for name, parameter in module.named_parameters():
-                self._names.setdefault(id(parameter), (name.removeprefix("module."), parameter))
+                self._names.setdefault(id(parameter), (_own_name(name), parameter))
             self._modules.update({id(inner): inner for inner in module.modules()})
 
     def before_step(self, optimizer: Any) -> None:

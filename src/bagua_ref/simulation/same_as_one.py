@@ -239,6 +239,8 @@ class _Run:
         backward: Any = Tensor.backward
 
         def before_forward(module: torch.nn.Module, args: Any) -> None:
+            if torch.compiler.is_compiling():  # which would compile this, too
+                return
             touched[rank_world().identity.rank] |= {id(p): p for p in module.parameters()}
             if isinstance(module, _DropoutNd) and module.training and module.p:
                 module.p = 0.0

@@ -390,6 +390,8 @@ class Timing:
             self._marks[self._scheduler.calling()] = time.thread_time()
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # which would compile this, too
+            return
         rank = current_world().identity.rank
         self._depth[rank] += 1
         if self._depth[rank] > 1 or not torch.is_grad_enabled() or current_backward() is not None:
@@ -409,7 +411,8 @@ class Timing:
                 self._hooks.callback(handle.remove)
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self._depth[current_world().identity.rank] -= 1
+        if not torch.compiler.is_compiling():
+            self._depth[current_world().identity.rank] -= 1
 
     def _reached(self, rank: int, seconds: float, gradient: Tensor) -> None:
         """Let the time pass that a parameter's gradient takes."""

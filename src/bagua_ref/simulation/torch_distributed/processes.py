@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -289,16 +290,20 @@ _METHODS_OF_LOCKS = (
 )
 
 
+_LOCKING = (logging, warnings)
+"""Python's modules that hold a lock where `torch.compile` may begin to compile."""
+
+
 @functools.cache
 def library_locks() -> list[tuple[Any, str, RankLock]]:
-    """Return a lock for each rank in place of those that installed packages keep in their modules
-    and, before Python 3.12, in cached properties: owners, names and locks.
+    """Return a lock for each rank in place of those that installed packages, logging and warnings
+    keep in their modules and, before Python 3.12, in cached properties: owners, names and locks.
     """
     kinds = (type(threading.Lock()), type(threading.RLock()))
     found: list[tuple[Any, str, Any]] = [
         (module, name, value)
         for module in list(sys.modules.values())
-        if "-packages" in (getattr(module, "__file__", None) or "")
+        if module in _LOCKING or "-packages" in (getattr(module, "__file__", None) or "")
         for name, value in list(vars(module).items())
         if type(value) in kinds
     ]
