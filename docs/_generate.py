@@ -256,6 +256,46 @@ def findings() -> str:
     return "\n\n".join(parts)
 
 
+def sim_report() -> str:
+    """Return a row for each public program that `python -m findings.sim` ran, and one for each fix."""
+    rows = json.loads((ROOT / "findings" / "sim" / "results.json").read_text(encoding="utf-8"))
+    verdicts = {"agree": "OK", "found": "found", "undecided": "no verdict"}
+
+    def told(row: Row) -> str:
+        notes = "; ".join([row["message"].partition(". Nothing that")[0], *row["hints"][:1]])
+        return f"{verdicts[row['verdict']]}{': ' * bool(notes.strip('; '))}{notes.strip('; ')}"
+
+    lines = [
+        [row["program"], row["source"], told(row), f"{row['runs']}", f"{row['seconds']:.0f}"]
+        for row in rows
+        if not row["pair"]
+    ]
+    pairs: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if row["pair"]:
+            pairs.setdefault(row["pair"], {})[row["which"]] = row
+    fixes = [
+        [name, *(f"{pair[which]['source']}: {told(pair[which])}" for which in ("before", "after"))]
+        for name, pair in pairs.items()
+    ]
+    programs = grid(["program", "version", "verdict", "runs", "s"], lines)
+    return f"{programs}\n\n{grid(['public fix', 'before', 'after'], fixes)}"
+
+
+def torchs_tests() -> str:
+    """Return a row for each of torch's tests that ended otherwise in the simulated world."""
+    path = ROOT / "findings" / "sim" / "torchs_tests.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    results: dict[str, str] = found["results"]
+    counts = Counter(text[:4] for text in results.values() if text[:4] in ("pass", "skip"))
+    rest = {name: text for name, text in results.items() if text[:4] not in counts}
+    lines = [[f"torch {found['torch']}, 3 ranks", f"{len(results)} tests"]]
+    lines += [["pass", f"{counts['pass']}"], ["skip themselves", f"{counts['skip']}"]]
+    return grid(
+        ["torch's `distributed_test`", ""], lines + [[f"`{n}`", t] for n, t in rest.items()]
+    )
+
+
 def checks(suite: str) -> str:
     """Return a row for each check of a suite."""
     found = [check for check in all_checks().values() if check.suite == suite]
@@ -308,6 +348,8 @@ TABLES: dict[str, tuple[Callable[[], str], str]] = {
     "clauses": (clauses, ""),
     "demo": (demo, ""),
     "findings": (findings, ""),
+    "sim_report": (sim_report, ""),
+    "torchs_tests": (torchs_tests, ""),
     "mixing": (graphs, ""),
 }
 """Tables by name, each with the result that it is made from; others compare a benchmark's rows."""

@@ -81,7 +81,7 @@ NOTES = {
         ("m, head = DDP(torch.nn.Linear(4, 4)), torch.nn.Linear(4, 1)\n"
         "both = torch.nn.ModuleList([m.module, head])\nboth[0].register_parameter('bias', m.module.bias)\n"
         "train(both, passes=lambda both: head(m(x + rank)).sum().backward())"),
-        "'weight'",
+        "same parameter 'weight",
     ),
     "branches": ("dist.all_reduce(x) if rank else \\\n    dist.all_reduce(x)", "met rank 1's all_reduce"),
     "file": ("torch.save(x, 'model.pt')", "ranks 0-1 write 'model.pt'"),

@@ -158,7 +158,10 @@ with sys.modules["torch.serialization"]._test_lock:
 @pytest.mark.parametrize("text", RIGHT.values(), ids=RIGHT)
 def test_a_right_program_is_not_accused(text: str, tmp_path: Path) -> None:
     report = judged(tmp_path, START + text, seeds=2)
-    assert (report.verdict, report.finding, report.hints) == ("agree", None, [])
+    assert (report.verdict, report.finding, report.hints) == ("agree", None, []), (
+        report.finding and report.finding.message,
+        report,
+    )
 
 
 FOR_GPUS = """
@@ -232,7 +235,7 @@ for _ in range(2):
 """
     report = judged(tmp_path, START + text, seeds=2)
     assert (report.verdict, report.finding) == ("agree", None)
-    [hint] = report.hints
+    hint = report.hints[-1]
     assert "with other bytes there, rank 1 sends other values in all_gather()" in hint
 
 

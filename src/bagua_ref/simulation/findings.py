@@ -157,7 +157,9 @@ def _unreduced(steps: Sequence[Sequence[Step]], largest: Sequence[int]) -> list[
                 and name not in one.replicas
                 and name not in reduced
                 and one.parameters[name] != two.parameters[name]
-                and (reduced or one.elements[name] > max(later[: len(pairs) - number + 1]))
+                # beside reduced ones it must not come with them later, as weights do
+                and sum(one.elements[other] for other in (name, *reduced))
+                > max(later[: len(pairs) - number + 1])
                 and all(a.parameters.get(name) != b.parameters.get(name) for a, b in pairs[number:])
             ]
             before = one.parameters, two.parameters

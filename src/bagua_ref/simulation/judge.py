@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -157,6 +158,10 @@ def _is_equal(one: Observation, other: Observation) -> bool:
     return not_repeatable(one, other) is None
 
 
+_COMPARED = ("schedule", "early_use", "hash_seed", "not_repeatable")
+"""Findings that compare two runs."""
+
+
 class _Judge:
     def __init__(
         self,
@@ -175,8 +180,8 @@ class _Judge:
         )
         self._unstable: Finding | None = None
         """Why runs cannot be compared with each other."""
-        self._sends_alike = True
-        """Whether ranks send the same in two runs of one schedule."""
+        self._memory: Finding | None = None
+        """What is sent although it is not initialised, where no result depends on it."""
 
     def find(self) -> Finding | None:
         """Return the first error; raise TimeoutError if the time is up first."""
@@ -221,11 +226,7 @@ class _Judge:
                 self._times()  # and no more runs, which may do anything
                 return self._unstable
             if is_memory:
-                self._report.hints.append(
-                    "memory that is not initialised is sent:"
-                    f" {self._unstable.change}, and no result changes"
-                )
-                self._unstable, self._sends_alike = None, False
+                self._memory, self._unstable = self._unstable, None
         phases = [self._times, self._schedules]
         if self._unstable is None:
             phases = [
@@ -235,7 +236,15 @@ class _Judge:
                 self._hash_seeds,
                 self._faults,
             ]
-        return next(filter(None, (phase() for phase in phases)), self._unstable)
+        finding = next(filter(None, (phase() for phase in phases)), self._unstable)
+        if self._memory is not None and finding is not None and finding.kind in _COMPARED:
+            return self._memory
+        if self._memory is not None:
+            self._report.hints.append(
+                "memory that is not initialised is sent:"
+                f" {self._memory.change}, and no result changes"
+            )
+        return finding
 
     def _times(self) -> None:
         """Take the times of the first run, or of another whose compute is measured, which nothing
@@ -254,7 +263,7 @@ class _Judge:
         def differs(lines: set[tuple[str, int]]) -> bool:
             seen = self._one(Order(self._first.order.schedule, prompt=lines))
             return self._differs(seen) is not None or (
-                self._sends_alike and sends_otherwise(self._first, seen)
+                self._memory is None and sends_otherwise(self._first, seen)
             )
 
         lines = {(call.file, call.line) for calls in self._first.log for call in calls}
@@ -293,7 +302,11 @@ class _Judge:
     def _hash_seeds(self) -> Finding | None:
         self._plan(0)
         for seen in self._carry_out(iter(self._hash_seed_orders)):
-            finding = depends_on_hash_seed(self._first, seen)
+            finding = (
+                depends_on_hash_seed(self._first, seen)
+                if self._memory is None
+                else self._differs(seen)
+            )
             if finding is not None:
                 self._report.planned = self._report.runs + 1
                 return not_repeatable(seen, self._one(seen.order)) or finding
@@ -439,6 +452,8 @@ def _serve(connection: Connection, folder: str, program: Program, nodes: Sequenc
             order: Order = connection.recv()
             with tempfile.TemporaryDirectory(dir=folder) as own:
                 os.chdir(program.folder or own)
+                if compiler := sys.modules.get("torch._dynamo"):
+                    compiler.reset()  # what earlier runs have compiled
                 seen = observe(program, nodes, order)
                 os.chdir("/")
             connection.send(seen)

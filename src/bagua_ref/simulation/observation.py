@@ -497,7 +497,11 @@ class _RankWatch:
 
     def _named(self, optimizer: Any) -> dict[str, Tensor]:
         owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return {self._names.get(id(p), (f"parameter {i}", None))[0]: p for i, p in enumerate(owned)}
+        named: dict[str, Tensor] = {}
+        for number, p in enumerate(owned):
+            name = self._names.get(id(p), (f"parameter {number}", None))[0]
+            named[f"{name} of parameter {number}" if name in named else name] = p
+        return named
 
     def after_step(self, optimizer: Any) -> Step:
         """Return the result of an optimizer step."""

@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from bagua_ref.base.runtime import Identity
@@ -41,6 +42,7 @@ from bagua_ref.simulation.torch_distributed.processes import (
     as_current_thread,
     end_threads,
     replace_clocks,
+    replace_compiler,
     replace_processes,
     replace_threads,
     run_module,
@@ -74,6 +76,8 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "arguments": (sys, "argv"),
     "groups": torch_hooks.WORLD,
     "module of DDP's forward": (DistributedDataParallel, "_active_ddp_module"),
+    # set while a rank compiles, when others may go on
+    "compiling": (torch.compiler, "_is_compiling_flag"),
     # what `warnings.catch_warnings` changes
     "filters of warnings": (warnings, "filters"),
     "showing of warnings": (warnings, "showwarning"),
@@ -112,7 +116,7 @@ class ProcessState(RankState):
                 "arguments": list(sys.argv),
             }
             self.values["groups"] = torch_hooks.GroupState()
-            self.values["module of DDP's forward"] = None
+            self.values |= {"module of DDP's forward": None, "compiling": False}
             for name in _PLACES:
                 if name.endswith(" of warnings"):
                     self.values[name] = copy.copy(vars(warnings)[_PLACES[name][1]])
@@ -245,6 +249,7 @@ def simulated_torch(
         torch_hooks.replace(replacements, scheduler, connect, shared_stores(scheduler))
         replace_processes(replacements, scheduler)
         replace_threads(replacements, scheduler)
+        replace_compiler(replacements, scheduler, len(states))
         replace_clocks(replacements, scheduler)
         silence_profiler(replacements)
         separate_logging(replacements)

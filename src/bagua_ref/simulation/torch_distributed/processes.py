@@ -50,6 +50,7 @@ __all__ = [
     "as_current_thread",
     "end_threads",
     "replace_clocks",
+    "replace_compiler",
     "replace_processes",
     "replace_threads",
     "run_module",
@@ -163,13 +164,24 @@ def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
         replacements.put(holder, name, lock)
     replacements.function(threading.Thread, "start", start)
     replacements.function(threading, "main_thread", lambda original: rank_world().main_thread)
-    compiler = sys.modules.get("torch._dynamo.convert_frame")
-    if compiler is not None:  # a rank that compiles holds it while it lets others go on
-        lock = _threading._PyRLock()
-        lock._block = SimulatedLock(scheduler)
-        replacements.put(compiler, "compile_lock", lock)
     # It is held while a worker is started, which lets other threads go on.
     replacements.put(concurrent.futures.thread, "_global_shutdown_lock", SimulatedLock(scheduler))
+
+
+def replace_compiler(replacements: Replacements, scheduler: Scheduler, ranks: int) -> None:
+    """Let `torch.compile` compile a function for each rank, as often as for one, and let other
+    ranks go on meanwhile.
+    """
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    if compiler is None:
+        return
+    lock = _threading._PyRLock()
+    lock._block = SimulatedLock(scheduler)
+    replacements.put(compiler, "compile_lock", lock)
+    config = torch._dynamo.config
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        if hasattr(config, name):  # since torch 2.7; 2.6 calls them cache_size_limit
+            replacements.put(config, name, ranks * getattr(config, name))
 
 
 def _make_lock(scheduler: Scheduler, reentrant: bool, original: Callable[[], Any]) -> Any:

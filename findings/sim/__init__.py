@@ -1,0 +1,1 @@
+"""Public programs under `bagua-ref sim`."""
