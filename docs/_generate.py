@@ -222,6 +222,23 @@ def demo() -> str:
     return grid(head, lines)
 
 
+def hangs() -> str:
+    """Return what is said about programs that hang, from `_hangs.json`, which `_hangs.py` wrote."""
+    rows = json.loads(Path(__file__).with_name("_hangs.json").read_text(encoding="utf-8"))
+    head = ["program", "explain", "likely cause", "line (simulated)", "torch's analyser"]
+    lines = [
+        [
+            row["program"].replace("_", " "),
+            f"`{row['kind']}`",
+            row["cause"],
+            f"{row['line']} ({row['simulated'] or '-'})",
+            f"`{row['torch']}`",
+        ]
+        for row in rows
+    ]
+    return grid(head, lines)
+
+
 def findings() -> str:
     """Return a table for each peer that was judged: what differs, and how many cases agree."""
     results = json.loads((ROOT / "findings" / "results.json").read_text(encoding="utf-8"))
@@ -350,6 +367,7 @@ TABLES: dict[str, tuple[Callable[[], str], str]] = {
     "findings": (findings, ""),
     "sim_report": (sim_report, ""),
     "torchs_tests": (torchs_tests, ""),
+    "hangs": (hangs, ""),
     "mixing": (graphs, ""),
 }
 """Tables by name, each with the result that it is made from; others compare a benchmark's rows."""
