@@ -387,7 +387,9 @@ def explain_hangs(folder: str | Path, *, after: float | None = None) -> HangWatc
         ValueError: ``after`` is not positive.
         OSError: the folder cannot be made.
 
-    >>> watch = bagua_ref.explain_hangs("dumps")  # doctest: +SKIP
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     bagua_ref.explain_hangs(folder).close()
     """
     if after is not None and not after > 0:
         raise ValueError(f"after={after!r} must be a positive number of seconds, or None")
