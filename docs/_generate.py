@@ -280,10 +280,17 @@ def sim_report() -> str:
 
     def told(row: Row) -> str:
         notes = "; ".join([row["message"].partition(". Nothing that")[0], *row["hints"][:1]])
-        return f"{verdicts[row['verdict']]}{': ' * bool(notes.strip('; '))}{notes.strip('; ')}"
+        notes = re.sub(r"[\w./-]+/(\w+\.py:)", r"\1", notes).replace("_", "&#95;<wbr>")
+        colon = ", hint: " if row["verdict"] == "agree" else ": "
+        return f"{verdicts[row['verdict']]}{colon * bool(notes.strip('; '))}{notes.strip('; ')}"
 
     lines = [
-        [row["program"], row["source"], told(row), f"{row['runs']}", f"{row['seconds']:.0f}"]
+        [
+            re.sub("([/_-])", r"\1<wbr>", row["program"]) + f"<br>{row['source']}",
+            told(row),
+            f"{row['runs']}",
+            f"{row['seconds']:.0f}",
+        ]
         for row in rows
         if not row["pair"]
     ]
@@ -295,7 +302,7 @@ def sim_report() -> str:
         [name, *(f"{pair[which]['source']}: {told(pair[which])}" for which in ("before", "after"))]
         for name, pair in pairs.items()
     ]
-    programs = grid(["program", "version", "verdict", "runs", "s"], lines)
+    programs = grid(["program", "verdict", "runs", "s"], lines)
     return f"{programs}\n\n{grid(['public fix', 'before', 'after'], fixes)}"
 
 
