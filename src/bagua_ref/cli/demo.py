@@ -147,7 +147,7 @@ def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim
         # zero until then get huge steps.
         return QAdamOptimizer(parameters, lr=2e-3, warmup_steps=50, eps=1e-3)
     if name == "demo":  # applies signs, of a momentum of its own
-        return torch.optim.SGD(parameters, lr=1e-3)
+        return torch.optim.SGD(parameters, lr=1e-2)
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 

@@ -12,7 +12,6 @@ import _thread
 import concurrent.futures.thread
 import contextlib
 import functools
-import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -160,7 +159,7 @@ def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
         lambda original: _queue._PySimpleQueue() if _is_made_by_user() else original(),
     )
     replacements.put(RankLock, "scheduler", scheduler)
-    for holder, name, lock in library_locks():
+    for holder, name, lock in library_locks(len(sys.modules)):
         replacements.put(holder, name, lock)
     replacements.function(threading.Thread, "start", start)
     replacements.function(threading, "main_thread", lambda original: rank_world().main_thread)
@@ -306,10 +305,11 @@ _LOCKING = (logging, warnings)
 """Python's modules that hold a lock where `torch.compile` may begin to compile."""
 
 
-@functools.cache
-def library_locks() -> list[tuple[Any, str, RankLock]]:
+@functools.lru_cache(maxsize=1)
+def library_locks(modules: int) -> list[tuple[Any, str, RankLock]]:
     """Return a lock for each rank in place of those that installed packages, logging and warnings
     keep in their modules and, before Python 3.12, in cached properties: owners, names and locks.
+    They are looked for again when the number of modules is another one.
     """
     kinds = (type(threading.Lock()), type(threading.RLock()))
     found: list[tuple[Any, str, Any]] = [
@@ -321,11 +321,23 @@ def library_locks() -> list[tuple[Any, str, RankLock]]:
     ]
     found += [
         (item, "lock", vars(item)["lock"])
-        for item in gc.get_objects()
+        for owner in _classes()  # the garbage collector may have been told to forget some
+        for item in list(vars(owner).values())
         if type(item) is functools.cached_property and type(vars(item).get("lock")) in kinds
     ]
     locks = {id(lock): RankLock(hasattr(lock, "_is_owned")) for _, _, lock in found}
     return [(owner, name, locks[id(lock)]) for owner, name, lock in found]
+
+
+def _classes() -> list[type]:
+    """Return all classes there are."""
+    found: dict[int, type] = {id(object): object}  # their metaclasses may define equality
+    waiting = [object]
+    while waiting:
+        new = [kind for kind in type.__subclasses__(waiting.pop()) if id(kind) not in found]
+        found |= {id(kind): kind for kind in new}
+        waiting += new
+    return list(found.values())
 
 
 def _is_made_by_user() -> bool:
