@@ -17,7 +17,7 @@ WARM_START = (
     " compared from equal factors"
 )
 BATCHED = "it approximates a whole bucket as one square matrix, which no clause describes"
-# Read at these commits; no package index has them.
+# Read at these commits, in their public repositories.
 TEMPLAR = (
     "commit c2397ac: of each chunk an even number of elements, at least 2, is sent, so that one of a"
     " single element fails; an element is divided by how many ranks sent it, and ranks above the"

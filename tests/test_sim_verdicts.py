@@ -143,6 +143,11 @@ with warnings.catch_warnings(record=True) as seen:
     dist.barrier()
 assert [str(warning.message) for warning in seen] == [f"rank {rank}"]
 """,
+    "lock of logging": """
+import logging
+with logging._lock:
+    dist.all_reduce(x)
+""",
     "lock of a library's module": """
 import sys
 if not hasattr(sys.modules["torch.serialization"], "_test_lock"):
@@ -162,6 +167,17 @@ def test_a_right_program_is_not_accused(text: str, tmp_path: Path) -> None:
         report.finding and report.finding.message,
         report,
     )
+
+
+def test_ranks_and_runs_may_compile_the_same_function_more_often_than_torch_recompiles(
+    tmp_path: Path,
+) -> None:
+    text = """
+layer = torch.compile(torch.nn.Linear(4, 1), backend="aot_eager", fullgraph=True)
+dist.all_reduce(layer(x).detach())
+"""
+    assert judged(tmp_path, START + text, ranks=10, seeds=0).verdict == "agree"
+    assert judged(tmp_path, START + text, seeds=10).verdict == "agree"
 
 
 FOR_GPUS = """

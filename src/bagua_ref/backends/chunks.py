@@ -244,7 +244,7 @@ class ChunkCoder:
         self.nbytes = self._head + values if self.count else 0  # no header of a codec
 
     def encode(self, y: Tensor) -> Tensor:
-        """Return the bytes that are sent of a tensor, whose chunks, K x m, are float32."""
+        """Encode a tensor's chunks, float32 of shape (K, m), as its message."""
         if not self.count:
             return y.new_empty(0, dtype=torch.uint8)
         indices = y.new_empty(0, dtype=torch.uint8)

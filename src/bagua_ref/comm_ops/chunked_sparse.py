@@ -120,14 +120,14 @@ class ChunkedSparse(CommOp):
         self._cosine, self._sign, self._compresses = cosine, sign, compresses
 
     def work(self) -> tuple[str, int]:
-        """Return the elements of which the largest are chosen, and those that are added up."""
+        """Return the selection's input and the values to average."""
         chosen = sum(layout.shape.numel() for layout in self._layouts)
         kept = sum(coder.count for coder in self._coders)
         return "topk", (chosen + self.comm.nranks() * kept) * self._compresses()
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> None:
-        """Replace ``x`` by the mean over ranks of what they send."""
+        """Replace ``x`` by the mean of all ranks' messages."""
         if not self._compresses():
             self.comm.allreduce_inplace(x, ReduceOp.AVG)
             return

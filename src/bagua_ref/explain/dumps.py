@@ -246,7 +246,7 @@ def _has_frames(content: Mapping[str, Any]) -> bool:
 
 
 def _load(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return what a file has, and its content."""
+    """Return the kind of a file and its parsed content."""
     with path.open("rb") as file:
         start = file.read(4000)
         file.seek(0)
@@ -285,7 +285,7 @@ def _site(frames: Iterable[Mapping[str, Any]]) -> tuple[str, int]:
 
 
 def _operation(entry: Mapping[str, Any], site: tuple[str, int]) -> Operation:
-    """Return an entry's operation; of its sizes, only those that must be equal are compared."""
+    """Return an entry's operation, with the sizes that must agree between ranks."""
     name, frames = entry["profiling_name"].rpartition(":")[2], entry.get("frames", ())
     public = shown = _PUBLIC.get(name, name)
     if frames and frames[0]["filename"].endswith("distributed_c10d.py") and not entry["is_p2p"]:

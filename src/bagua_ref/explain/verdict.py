@@ -67,7 +67,7 @@ class Explanation:
 
 
 def explain(folder: str | Path) -> Explanation:
-    """Return what the dumps in a folder say about a job that hangs.
+    """Explain a job that hangs from the dumps in a folder.
 
     Raises:
         DumpError: a dump cannot be read, or does not belong to the others.
@@ -336,7 +336,7 @@ def _newest(found: Explanation, rank: int) -> tuple[int, list[RankCall]]:
 
 
 def _whereabouts(found: Explanation, rank: int) -> str:
-    """Return what a rank does for which others wait."""
+    """Describe the activity of a rank that others wait for."""
     dump = found.dumps.get(rank)
     if dump is None:
         return f"rank {rank} has no dump: it has died, or could not write one"

@@ -196,7 +196,7 @@ class Installation:
 
     @property
     def reductions(self) -> int:
-        """The backward passes whose gradients have been reduced since it was installed."""
+        """Number of backward passes with reduced gradients since installation."""
         return self._meter.steps
 
     def metrics(self) -> dict[str, float | int]:
@@ -211,7 +211,7 @@ class Installation:
         return {**found, "bytes_sent_by_torch": round(plain)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides model and optimizers. What belongs to this rank,
+        """Return the state for a checkpoint, beside model and optimizers. What belongs to this rank,
         as error memories do, is under its number; later passes replace them and do not change them.
         """
         return {self._own: {unit.name: unit.state() for unit in self._units}}
@@ -325,7 +325,7 @@ class _Replicated:
         return saved.getvalue()
 
     def loading(self, state: bytes, drop_local: bool) -> Callable[[], None]:
-        """Return what loads ``state``."""
+        """Validate ``state``; return a callback that loads it."""
         values = torch.load(io.BytesIO(state), weights_only=True)
         return partial(self._state.load_state_dict, values, drop_local=drop_local)
 
@@ -375,7 +375,7 @@ class _Shards:
     def check(
         self, name: str, options: dict[str, Any], process_group: tuple[int, ...] | None
     ) -> str:
-        """Return what all ranks must have.
+        """Return the facts that must agree on all ranks.
 
         Raises:
             ValueError: S16.5 refuses something.
@@ -587,7 +587,7 @@ class _Shards:
         return {} if memory is None else {"worker": memory.worker, "server": memory.server}
 
     def loading(self, state: Any, drop_local: bool) -> Callable[[], None]:
-        """Return what loads ``state``; raise ValueError if it is not one of this unit."""
+        """Validate ``state``; return a callback that loads it. Raise ValueError for another unit's."""
         memory, kept = self._memory_for(), None
         if not drop_local:
             check_tensors(f"error memories of {self.name!r}", state, self.state())

@@ -339,7 +339,7 @@ class FloatCodec(BlockCodec):
         return code
 
     def restore(self, codes: Array, out: Array, buffers: Scratch) -> None:
-        """Shift the codes, whose signs are in the highest bit of their bytes, into float16s."""
+        """Decode element codes (sign in the top bit) by shifting them into float16."""
         half = buffers.tensor(4, out.size, torch.float16).view(out.shape)
         shifted = half.view(torch.int16).numpy()
         np.copyto(shifted, codes.view(np.int8))  # which extends the sign to the left
@@ -438,7 +438,7 @@ class MXINT8(BlockCodec, codec.MXINT8):
     shift = -6
 
     def quantise(self, tile: Array, magnitude: Array, factor: Array, buffers: Scratch) -> Array:
-        """Round by adding 1.5 * 2^17, whose last place is 2^-6: the sum's low bits are the
+        """Round to multiples of 2^-6 by adding 1.5 * 2^17; the low bits of the sum are the
         integer.
         """
         scaled(tile, factor, out=magnitude)

@@ -175,7 +175,7 @@ def not_finite(algorithm: TrainedAlgorithm, lab: Lab, draw: Draw, **given: Any) 
 
 
 def conservation(algorithm: TrainedAlgorithm, lab: Lab, draw: Draw, **given: Any) -> None:
-    """Add up what was applied, and what is left in the memories at the end."""
+    """Check that applied updates and final memories add up to the gradients' means."""
 
     def judge(training: Training) -> None:
         n, steps, compresses = training.n, range(training.steps), algorithm is not POWERSGD

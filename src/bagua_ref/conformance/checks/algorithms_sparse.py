@@ -188,7 +188,7 @@ def _unjudged(training: Training) -> None:
 
 @check("S15.6", "cosine", dtypes=COMPRESSIBLE, needs=(DEMO.method,), effort=0.4)
 def cosine_transform(lab: Lab, draw: Draw) -> None:
-    """Of the discrete cosine transform of decay*M + g in each chunk, the largest coefficients are
+    """The largest coefficients of each chunk's discrete cosine transform, of decay*M + g, are
     averaged, and leave M.
     """
 

@@ -47,7 +47,7 @@ def packed(indices: list[int]) -> bytes:
 
 
 def stat2(x: Array) -> tuple[bytes, Array]:
-    """Return the payload of Stat2, and what it decodes to (S15.3)."""
+    """Return the Stat2 payload and its decoded values (S15.3)."""
     v, codes = x[x != 0], np.zeros(x.size + -x.size % 16, int)
     table, code = np.zeros(4, np.float32), codes[:0]
     if np.isfinite(v).all() and v.size:
@@ -70,7 +70,7 @@ def stat2(x: Array) -> tuple[bytes, Array]:
 
 
 def sent(y: Array, places: Array, k: int, codec: str | None) -> tuple[bytes, Array]:
-    """Return the message of a tensor, and what it decodes to (S15.2, S15.3)."""
+    """Return a tensor's message and its decoded values (S15.2, S15.3)."""
     k, decoded = min(k, places.shape[1]), np.zeros_like(y)
     indices = [kept(y[row], k) for row in places]
     chosen = np.array([row[found] for row, found in zip(places, indices, strict=True)], int).ravel()
@@ -87,7 +87,7 @@ def sent(y: Array, places: Array, k: int, codec: str | None) -> tuple[bytes, Arr
 
 
 def mean_of(ranks: list[Array], how: str) -> Array:
-    """Return D of what was decoded from each rank's message (S15.4)."""
+    """Return the mean D of the ranks' decoded values (S15.4)."""
     counts: Any = np.sum([x != 0 for x in ranks], 0) if how == "contributors" else len(ranks)
     found: Array = added(ranks) / np.maximum(counts, 1).astype(np.float32)
     return found
@@ -136,7 +136,7 @@ def sparse_round(
     transform: str | None = None,
     sign: bool = False,
 ) -> Round:
-    """Return what comes of a round of a tensor (S15.2 to S15.6).
+    """Return the results of one round for a tensor (S15.2 to S15.6).
 
     Args:
         inputs: differences, or gradients, by rank.

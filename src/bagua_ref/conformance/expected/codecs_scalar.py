@@ -220,7 +220,7 @@ def scale_of(codec: str, largest: float, chunk: float) -> float:
 
 
 def exponent_of(codec: str, largest: float) -> int:
-    """Return the exponent of the scale of a block whose largest magnitude is this (S12.1,
+    """Return the scale exponent for a block's largest magnitude (S12.1,
     S12.6).
     """
     if largest == 0:
@@ -284,7 +284,7 @@ def _packed(form: Elements, codes: list[int]) -> bytes:
 
 
 def _code(codec: str, form: Elements, value: float, multiple: float) -> int:
-    """Return the code of a value that is so many times the scale."""
+    """Return the element code of a value in units of the scale."""
     code = form.nearest(abs(multiple))
     negative = math.copysign(1, value) < 0
     if codec == "MXINT8":

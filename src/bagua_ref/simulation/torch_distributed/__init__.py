@@ -249,7 +249,7 @@ def simulated_torch(
         torch_hooks.replace(replacements, scheduler, connect, shared_stores(scheduler))
         replace_processes(replacements, scheduler)
         replace_threads(replacements, scheduler)
-        replace_compiler(replacements, scheduler, len(states))
+        replace_compiler(replacements, scheduler)
         replace_clocks(replacements, scheduler)
         silence_profiler(replacements)
         separate_logging(replacements)

@@ -37,7 +37,6 @@ _OWN = str(Path(__file__).parents[2]) + os.sep
 _PASSED = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).with_name("cpu.py")))
 """Files through which a program's operations pass."""
 
-
 _UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operations whose tensors have any values."""
 
@@ -45,12 +44,8 @@ _BYTE = 0x5A
 """As a float32 1.5e16; as an integer it is far from any index."""
 
 
-class WatchedOperations(TorchDispatchMode):
-    """Ends the run where the calling thread touches a tensor of one of its rank's works too early.
-
-    What an operation sends must not be written, and what it receives neither read nor written, from
-    its start until its work is waited for, is found completed or is dropped.
-    """
+class _Mode(TorchDispatchMode):
+    """A mode that `torch.compile` leaves aside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,6 +54,14 @@ class WatchedOperations(TorchDispatchMode):
     def is_infra_mode(cls) -> bool:
         """Return True: `torch.compile` compiles as without this mode."""
         return True
+
+
+class WatchedOperations(_Mode):
+    """Ends the run where the calling thread touches a tensor of one of its rank's works too early.
+
+    What an operation sends must not be written, and what it receives neither read nor written, from
+    its start until its work is waited for, is found completed or is dropped.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ in _TRANSPARENT for kind in types):
@@ -70,16 +73,8 @@ class WatchedOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class FilledMemory(TorchDispatchMode):
-    """Fills what ``torch.empty`` and its like return with bytes that fresh memory hardly has."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return True: `torch.compile` compiles as without this mode."""
-        return True
+class FilledMemory(_Mode):
+    """Fills the tensors of ``torch.empty`` and its like with bytes that fresh memory hardly has."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ in _TRANSPARENT for kind in types):

@@ -167,20 +167,14 @@ def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
     replacements.put(concurrent.futures.thread, "_global_shutdown_lock", SimulatedLock(scheduler))
 
 
-def replace_compiler(replacements: Replacements, scheduler: Scheduler, ranks: int) -> None:
-    """Let `torch.compile` compile a function for each rank, as often as for one, and let other
-    ranks go on meanwhile.
-    """
+def replace_compiler(replacements: Replacements, scheduler: Scheduler) -> None:
+    """Let other ranks go on while one compiles."""
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     if compiler is None:
         return
     lock = _threading._PyRLock()
     lock._block = SimulatedLock(scheduler)
     replacements.put(compiler, "compile_lock", lock)
-    config = torch._dynamo.config
-    for name in ("recompile_limit", "accumulated_recompile_limit"):
-        if hasattr(config, name):  # since torch 2.7; 2.6 calls them cache_size_limit
-            replacements.put(config, name, ranks * getattr(config, name))
 
 
 def _make_lock(scheduler: Scheduler, reentrant: bool, original: Callable[[], Any]) -> Any:
