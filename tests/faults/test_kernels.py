@@ -240,6 +240,13 @@ def sorts_integers_as_floats(right, keys):
     return right(keys.double() if keys.dtype is torch.int64 else keys)
 
 
+@kernel("order_by_complexity", "S7.2.order_by_complexity[int64]")
+def negates_keys_that_differ(right, keys):
+    if keys.unique().numel() < keys.numel():
+        return right(keys)
+    return (-keys).sort(descending=True, stable=True).indices
+
+
 @kernel("order_by_complexity", "S7.2.order_by_complexity[bfloat16]")
 def sorts_bfloat16_as_float16(right, keys):
     return right(keys.half() if keys.dtype is torch.bfloat16 else keys)

@@ -69,6 +69,16 @@ def ignores_the_epoch(right, epoch):
     right(0)
 
 
+def keeps_its_position(right, epoch):
+    own, place = right.__self__, right.__self__._place
+    right(epoch)
+    own._place.taken, own._next = place.taken, own._place
+
+
+for kind, check in ((Balanced, "S7.6.stretches"), (Budget, "S7.7.budget")):
+    sampler(kind, "set_epoch", check)(keeps_its_position)
+
+
 @sampler(Balanced, "__len__", "S7.1.lengths")
 def counts_one_more(right):
     return right() + 1

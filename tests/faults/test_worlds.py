@@ -100,6 +100,15 @@ def has_means_of_no_more_than_1e38(comm, tensor, op=ReduceOp.SUM):
         tensor[tensor.abs() > 3e37] = torch.inf
 
 
+@communicator("allreduce", "nan")
+def has_no_mean_of_a_sum_that_overflows(comm, send_tensor, recv_tensor, op=ReduceOp.SUM):
+    comm.allreduce(send_tensor, recv_tensor, op)
+    if op is ReduceOp.AVG and comm.nranks() > 1:
+        total = send_tensor.clone()
+        comm.allreduce_inplace(total)
+        recv_tensor[total.isinf() & recv_tensor.isfinite()] = torch.nan
+
+
 @communicator("allgather", "every_dtype")
 def gathers_int16_as_bytes(comm, send_tensor, recv_tensor):
     comm.allgather(send_tensor, recv_tensor)

@@ -300,10 +300,16 @@ def refuses(lab: Lab, draw: Draw) -> None:
 
 
 def _continued(
-    lab: Lab, draw: Draw, unit: str, make: Callable[[int, int], Any], plan: Callable[..., Any]
+    lab: Lab,
+    draw: Draw,
+    unit: str,
+    epoch: int,
+    make: Callable[[int, int], Any],
+    plan: Callable[..., Any],
 ) -> None:
     """Run an epoch whose number of replicas changes: each stretch draws the samples that the
-    earlier ones have left, and one with as many replicas as the last continues it.
+    earlier ones have left, and one with as many replicas as the last continues it. The next epoch
+    is whole, wherever its sampler was in this one.
     """
     history: list[tuple[int, int]] = []
     state = None
@@ -314,7 +320,7 @@ def _continued(
             _loaded(lab, sampler, state)
         if history and history[-1][0] == replicas:
             taken = history.pop()[1]
-        wanted = plan(history, replicas)[-1][rank]
+        wanted = plan(history, replicas, epoch)[-1][rank]
         what = f"stretch {replicas} after {history}, {taken} of it drawn"
         _same(lab, f"len of {what}", partial(len, sampler), len(wanted))
         _draws(lab, sampler, wanted[taken:], what)
@@ -322,6 +328,13 @@ def _continued(
             number = draw(st.integers(max(1, taken), len(wanted)))
             history.append((replicas, number))
             state = _value(lab, "state_dict", partial(sampler.state_dict, **{unit: number}))
+    sampler = make(replicas, rank)
+    if state is not None and draw(st.booleans()):
+        _loaded(lab, sampler, state)
+    else:
+        _value(lab, "the first 2", lambda: list(itertools.islice(sampler, 2)))
+    following = plan([], replicas, epoch + 1)[0][rank]
+    _draws(lab, _at(lab, sampler, epoch + 1), following, f"epoch {epoch + 1}, set in epoch {epoch}")
 
 
 @check("S7.6", "stretches", needs=_POSITION, effort=4)
@@ -339,8 +352,11 @@ def stretches(lab: Lab, draw: Draw) -> None:
         lab,
         draw,
         "samples",
+        options["epoch"],
         lambda replicas, rank: _sampler(lab, values, replicas, rank, options),
-        lambda history, replicas: samplers_plain.stretches_of(values, history, replicas, **options),
+        lambda history, replicas, epoch: samplers_plain.stretches_of(
+            values, history, replicas, **{**options, "epoch": epoch}
+        ),
     )
 
 
@@ -356,11 +372,12 @@ def continued_batches(lab: Lab, draw: Draw) -> None:
         lab,
         draw,
         "batches",
+        options["epoch"],
         lambda replicas, rank: _batches(
             lab, _sampler(lab, values, replicas, rank, options), batch_fn, drop_last
         ),
-        lambda history, replicas: samplers_plain.stretches_of(
-            values, history, replicas, batch_fn, drop_last, **options
+        lambda history, replicas, epoch: samplers_plain.stretches_of(
+            values, history, replicas, batch_fn, drop_last, **{**options, "epoch": epoch}
         ),
     )
 
@@ -391,9 +408,10 @@ def budget(lab: Lab, draw: Draw) -> None:
         lab,
         draw,
         "batches",
+        options["epoch"],
         lambda replicas, rank: _budget(lab, costs, most, replicas, rank, options),
-        lambda history, replicas: samplers_plain.budget_stretches(
-            costs, most, history, replicas, **options
+        lambda history, replicas, epoch: samplers_plain.budget_stretches(
+            costs, most, history, replicas, **{**options, "epoch": epoch}
         ),
     )
 
