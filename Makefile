@@ -111,8 +111,8 @@ gpu:  ## on a machine with a CUDA device: its tests, CUDA's own checkers where p
 	elif $(call has_gpu,$(PYTHON)); then python=$(PYTHON); \
 	else echo "make gpu: neither $(bin)/python nor $(PYTHON) has a torch that sees a CUDA device; nothing was run."; exit 1; fi; \
 	export PYTHONPATH=src; more=; workers=; failed=; \
-	if "$$python" -c 'import redis, rich, xxhash' 2>/dev/null; then more="tests/test_samplers.py property_tests/test_samplers.py property_tests/test_contrib_suites.py"; \
-	else echo "make gpu: without redis, rich and xxhash the samplers are left out."; fi; \
+	if "$$python" -c 'import redis, xxhash' 2>/dev/null; then more="tests/test_samplers.py property_tests/test_samplers.py property_tests/test_contrib_suites.py"; \
+	else echo "make gpu: without redis and xxhash the samplers are left out."; fi; \
 	if "$$python" -c 'import xdist' 2>/dev/null; then workers="-n 8"; fi; \
 	{ \
 		"$$python" -m pytest -m gpu $$workers $(gpu_tests) $$more $(PYTEST_ARGS) || failed=1; \

@@ -75,7 +75,6 @@ OPTIONAL = {
     "matplotlib",
     "pytorch_lightning",
     "redis",
-    "rich",
     "safetensors",
     "sklearn",
     "transformers",
@@ -194,6 +193,5 @@ def test_contrib_is_there_without_an_import_of_its_own_and_brings_no_redis(probe
         "redis",
         "fakeredis",
         "hiredis",
-        "rich",
     }
     assert "bagua_ref.contrib.cache_loader" in seen["loaded"]

@@ -14,8 +14,6 @@ FIRST_PORT, PORTS = 20_000, 8_000
 """The range from which MASTER_PORT is derived."""
 
 _TORCHRUNS_PORT = 29_500
-_TASKS = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
-"""Tasks per node in Slurm's notation: 2, or 2(x3) on three consecutive nodes."""
 
 _BY_HAND = (
     "set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun"
@@ -105,25 +103,19 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
         return _mpi(_Variables("Open MPI", environment), "OMPI_COMM_WORLD_")
     slurm = _Variables("Slurm", environment)
     tasks = slurm.number("SLURM_STEP_NUM_TASKS", 0)
-    if {"PMI_RANK", "PMI_SIZE"} & environment.keys():
-        rank, size, task, tasks_of_step = (
-            environment.get(name)
-            for name in ("PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    task = environment.get("SLURM_PROCID")
+    # with srun --mpi=pmi2, both are set and agree, and Slurm's say more
+    if {"PMI_RANK", "PMI_SIZE"} & environment.keys() and (
+        tasks <= 1
+        or (environment.get("PMI_RANK"), environment.get("PMI_SIZE")) != (task, str(tasks))
+    ):
+        return _mpi(_Variables("PMI", environment), "PMI_")
+    # else of an mpirun that says no more than this
+    if "PMIX_RANK" in environment and (tasks < 1 or environment["PMIX_RANK"] != task):
+        raise ValueError(
+            f"PMIX_RANK={environment['PMIX_RANK']} is set, but no variable says how many ranks there"
+            f" are; {_BY_HAND}"
         )
-        # else it is srun --mpi=pmi2, whose Slurm variables say more
-        if tasks <= 1 or (rank, size) != (task, tasks_of_step):
-            return _mpi(_Variables("PMI", environment), "PMI_")
-    elif "PMIX_RANK" in environment:
-        if tasks < 1:
-            raise ValueError(
-                f"PMIX_RANK={environment['PMIX_RANK']} is set, but no variable says how many ranks"
-                f" there are; {_BY_HAND}"
-            )
-        if environment["PMIX_RANK"] != environment.get("SLURM_PROCID", "0"):
-            raise ValueError(
-                f"PMIX_RANK={environment['PMIX_RANK']} and"
-                f" SLURM_PROCID={environment.get('SLURM_PROCID')} contradict each other; {_BY_HAND}"
-            )
     return _slurm(slurm, tasks) if tasks > 1 else None
 
 
@@ -152,15 +144,10 @@ class _Variables:
         except ValueError:
             raise ValueError(f"environment variable {name}={text!r} must be an integer") from None
 
-    def place(self, rank_name: str, size_name: str) -> tuple[int, int]:
-        """Return a rank and the number of ranks."""
-        rank, size = self.number(rank_name), self.number(size_name)
-        if not 0 <= rank < size:
-            raise ValueError(
-                f"{rank_name}={rank} and {size_name}={size} of {self.launcher} contradict each"
-                f" other; {_BY_HAND}"
-            )
-        return rank, size
+    def refuse(self, *names: str) -> ValueError:
+        """Return the error of variables that contradict each other."""
+        listed = ", ".join(f"{name}={self.values.get(name)}" for name in names)
+        return ValueError(f"{listed} of {self.launcher} contradict each other; {_BY_HAND}")
 
     def launch(self, identity: Identity, address: str | None, port: int) -> Launch:
         """Return the place of this process; MASTER_ADDR and MASTER_PORT take precedence."""
@@ -169,17 +156,14 @@ class _Variables:
 
 
 def _mpi(variables: _Variables, prefix: str) -> Launch:
-    rank, size = variables.place(f"{prefix}RANK", f"{prefix}SIZE")
-    pairs = [("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")]
-    if prefix != "PMI_":
-        pairs = [("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")]
-    local_names = next((pair for pair in pairs if set(pair) & variables.values.keys()), pairs[0])
-    local_rank, local_size = (0, 1) if size == 1 else variables.place(*local_names)
-    if local_size > size:
-        raise ValueError(
-            f"{variables.launcher}'s {local_names[1]}={local_size} is more than {prefix}SIZE={size};"
-            f" {_BY_HAND}"
-        )
+    local = f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE"
+    if prefix == "PMI_" and {"MPI_LOCALRANKID", "MPI_LOCALNRANKS"} & variables.values.keys():
+        local = "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+    names = f"{prefix}RANK", f"{prefix}SIZE", *local
+    rank, size = map(variables.number, names[:2])
+    local_rank, local_size = (0, 1) if size == 1 else map(variables.number, local)
+    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+        raise variables.refuse(*names)
     identity = Identity(rank, size, local_rank, local_size, max(0, rank - local_rank) // local_size)
     job = variables.values.get("PMIX_NAMESPACE")
     port = _TORCHRUNS_PORT if job is None else FIRST_PORT + zlib.crc32(job.encode()) % PORTS
@@ -187,27 +171,21 @@ def _mpi(variables: _Variables, prefix: str) -> Launch:
 
 
 def _slurm(variables: _Variables, size: int) -> Launch:
-    rank, _ = variables.place("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-    tasks = variables.text("SLURM_STEP_TASKS_PER_NODE")
-    if re.fullmatch(rf"{_TASKS}(,{_TASKS})*", tasks) is None:
-        raise ValueError(
-            f"SLURM_STEP_TASKS_PER_NODE={tasks!r} must be numbers of tasks, such as 4(x2),3;"
-            f" {_BY_HAND}"
-        )
-    runs = [(int(count), int(times or 1)) for count, times in re.findall(_TASKS, tasks)]
-    node, local_rank = variables.number("SLURM_NODEID"), variables.number("SLURM_LOCALID")
-    nodes, on_node = sum(times for _, times in runs), _tasks_of(node, runs)
-    if (
-        sum(count * times for count, times in runs) != size
-        or not 0 <= node < nodes
-        or not 0 <= local_rank < on_node
+    names = "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"
+    rank, node, local_rank, _ = map(variables.number, names)
+    # such as 4(x2),3: four on each of two consecutive nodes, three on the next one
+    text = variables.text("SLURM_STEP_TASKS_PER_NODE")
+    runs = re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", text)
+    tasks = [int(count) for count, times in runs for _ in range(int(times or 1))]
+    if not (
+        sum(tasks) == size
+        and 0 <= rank < size
+        and 0 <= node < len(tasks)
+        and 0 <= local_rank < tasks[node]
     ):
-        raise ValueError(
-            f"SLURM_STEP_NUM_TASKS={size}, SLURM_STEP_TASKS_PER_NODE={tasks}, SLURM_NODEID={node}"
-            f" and SLURM_LOCALID={local_rank} contradict each other; {_BY_HAND}"
-        )
+        raise variables.refuse(*names, "SLURM_STEP_TASKS_PER_NODE")
     address: str | None = "127.0.0.1"
-    if nodes > 1 and "MASTER_ADDR" not in variables.values:
+    if len(tasks) > 1 and "MASTER_ADDR" not in variables.values:
         lists = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
         address = first_host(variables.text(*lists))
         if rank == 0 and node != 0:
@@ -216,19 +194,8 @@ def _slurm(variables: _Variables, size: int) -> Launch:
                 " MASTER_ADDR to its host name"
             )
     job, step = variables.number("SLURM_JOB_ID", 0), variables.number("SLURM_STEP_ID", 0)
-    identity = Identity(rank, size, local_rank, on_node, node)
+    identity = Identity(rank, size, local_rank, tasks[node], node)
     return variables.launch(identity, address, FIRST_PORT + (1009 * job + step) % PORTS)
-
-
-def _tasks_of(node: int, runs: list[tuple[int, int]]) -> int:
-    """Return the number of tasks on a node, 0 if there is no such node; ``runs`` are pairs (tasks
-    per node, consecutive nodes).
-    """
-    for count, times in runs:
-        if node < times:
-            return count
-        node -= times
-    return 0
 
 
 def first_host(nodes: str) -> str:

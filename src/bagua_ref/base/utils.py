@@ -199,27 +199,11 @@ def readable_bytes(count: float) -> str:
 
 
 def tracked(items: Sequence[Any], title: str, visible: bool) -> Iterator[Any]:
-    """Yield ``items``; if ``visible``, show the progress on standard error, by rich if it is
-    installed, else as plain lines.
-    """
-    if not visible:
-        yield from items
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import track
-    except ImportError:
-        yield from tracked_in_lines(items, title)
-    else:
-        yield from track(items, description=title, console=Console(stderr=True))
-
-
-def tracked_in_lines(items: Sequence[Any], title: str) -> Iterator[Any]:
-    """Yield ``items``; print a line to standard error after each tenth of them."""
+    """Yield ``items``; if ``visible``, print a line to standard error after each tenth of them."""
     tenth = 0
     for done, item in enumerate(items, start=1):
         yield item
-        if 10 * done // len(items) > tenth:
+        if visible and 10 * done // len(items) > tenth:
             tenth = 10 * done // len(items)
             print(f"{title}: {10 * tenth} %", file=sys.stderr, flush=True)  # noqa: T201
 

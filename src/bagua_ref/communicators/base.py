@@ -194,19 +194,15 @@ class Communicator(ABC):
         whose members trust each other.
         """
         self._check_rank("src", src)
-        device, is_src = self.object_device(), self._rank == src
+        is_src = self._rank == src
         pickled = bytearray(pickle.dumps(obj) if is_src else b"")
-        length = torch.tensor([len(pickled)], device=device)
+        length = torch.tensor([len(pickled)])
         self.broadcast(length, src)
-        payload = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
+        payload = torch.empty(int(length.item()), dtype=torch.uint8)
         if is_src:
             payload.copy_(torch.frombuffer(pickled, dtype=torch.uint8))
         self.broadcast(payload, src)
-        return obj if is_src else pickle.loads(payload.cpu().numpy().tobytes())  # noqa: S301 # ranks trust each other: SECURITY.md
-
-    def object_device(self) -> torch.device:
-        """Return the device of the bytes that `broadcast_object` sends."""
-        return torch.device("cpu")
+        return obj if is_src else pickle.loads(payload.numpy().tobytes())  # noqa: S301 # ranks trust each other: SECURITY.md
 
     @_collective
     def reduce(

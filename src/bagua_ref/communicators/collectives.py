@@ -14,19 +14,6 @@ from torch import Tensor
 
 from bagua_ref.types import ReduceOp
 
-__all__ = [
-    "allgather",
-    "allreduce_inplace",
-    "alltoall",
-    "broadcast",
-    "combine",
-    "describe",
-    "divide_",
-    "reduce_inplace",
-    "reduce_scatter",
-    "scatter",
-]
-
 _COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVG: torch.add,

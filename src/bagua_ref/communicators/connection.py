@@ -29,8 +29,6 @@ from bagua_ref.communicators.shared_memory import SharedMemory
 from bagua_ref.communicators.sockets import IntSockets, Sockets, connect_all
 from bagua_ref.errors import CommunicationError
 
-__all__ = ["Connection"]
-
 _TICK = timedelta(milliseconds=200)  # seconds until a waiting collective notices abort() or Ctrl-C
 
 

@@ -19,8 +19,6 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-__all__ = ["GlooSockets", "let_gloo_rest", "open_sockets", "sockets_of_server"]
-
 _libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
 """Used where `open_sockets` finds any."""
 _MOST = 4

@@ -38,8 +38,6 @@ from bagua_ref.communicators.shared_memory import shared_by
 from bagua_ref.communicators.torch_distributed import TorchDistributedCommunicator
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
-__all__ = ["TorchDistributedTransport", "connect_job", "job_store"]
-
 _logger = logging.getLogger(__name__)
 _ADVICE = (
     "MASTER_ADDR and MASTER_PORT must be an address of rank 0's machine and a free port there, the"

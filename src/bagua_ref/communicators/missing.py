@@ -35,8 +35,6 @@ from bagua_ref.communicators.rendezvous import (
 )
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
-__all__ = ["Peers", "collective_call", "describe_deadlock", "has_ended", "title"]
-
 T = TypeVar("T")
 _collective_call: ContextVar[str] = ContextVar("bagua_ref.collective_call", default="")
 

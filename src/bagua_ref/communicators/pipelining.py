@@ -11,8 +11,6 @@ from torch import Tensor
 
 from bagua_ref.base.memory import bytes_of
 
-__all__ = ["ComputingError", "OtherCallError", "Overlap", "compute", "exchange_pipelined"]
-
 PIECE = 2**19
 """Bytes per message: each costs a wait, and the link is idle until the first is computed and while
 the last is read.

@@ -20,17 +20,6 @@ import torch.distributed as dist
 
 from bagua_ref.errors import CommunicationError
 
-__all__ = [
-    "ParentsConnection",
-    "Processes",
-    "keep_forever",
-    "leave_to_parent",
-    "machine",
-    "node_name",
-    "refuse_in_child",
-    "this_process",
-]
-
 _logger = logging.getLogger(__name__)
 _BOOT = "/proc/sys/kernel/random/boot_id"
 """A random name of the machine, new whenever it boots."""

@@ -22,20 +22,6 @@ from bagua_ref.base.ranks import format_ranks
 from bagua_ref.base.untrusted import check_form, load_json
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
-__all__ = [
-    "NoReply",
-    "Prefixed",
-    "StoreLostError",
-    "address_of",
-    "another_connection",
-    "first_sentence",
-    "host_of",
-    "interruptible",
-    "parse_message",
-    "rendezvous",
-    "within",
-]
-
 T = TypeVar("T")
 _PAUSE = 0.2  # seconds between checks of the store, at most
 _GRACE = 2.0  # seconds after its timeout in which the rendezvous finds out who is missing

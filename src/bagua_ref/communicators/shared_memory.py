@@ -38,8 +38,6 @@ from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.types import ReduceOp
 
-__all__ = ["SharedMemory", "connect", "shared_by"]
-
 _SLOTS = 4
 """Pieces that a rank may send to another one before that has taken the first; an all-reduce needs
 this many.

@@ -23,8 +23,6 @@ from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
 
-__all__ = ["IntSockets", "Sockets", "Until", "close_sockets", "connect_all", "receive"]
-
 _logger = logging.getLogger(__name__)
 _LIMIT = 5.0
 """Seconds in which all sockets must be connected, or half of the group's timeout if that is

@@ -24,8 +24,6 @@ from bagua_ref.communicators.shared_memory import SharedMemory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.types import ReduceOp
 
-__all__ = ["TorchDistributedCommunicator"]
-
 _BETWEEN_TWO = ("send", "recv", "exchange")
 """Operations between two ranks, in which no other takes part."""
 _LABEL = 64

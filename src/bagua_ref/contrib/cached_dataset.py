@@ -100,7 +100,7 @@ class CachedDataset(Dataset[Any]):
         It returns when this rank's share is done; use a barrier to wait for the others.
 
         Args:
-            progress: whether to show a bar on standard error, on the first rank.
+            progress: whether to show progress on standard error, on the first rank.
         """
         rank, ranks = self._place()
         mine = range(rank, len(self), ranks)

@@ -70,7 +70,7 @@ def read_complexities(
     Args:
         dataset: a dataset with a length.
         complexity_fn: sample -> complexity.
-        progress: show a bar on standard error.
+        progress: show it on standard error.
     """
     places = tracked(range(len(dataset)), "complexities", progress)
     return _packed(

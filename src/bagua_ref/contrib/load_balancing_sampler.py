@@ -63,7 +63,7 @@ class LoadBalancingDistributedSampler(
         drop_last: drop the last N mod R samples of the order instead of filling up.
         random_level: from 0 (best balance) to 1 (noise as large as the range of complexities).
         complexities: the complexities, one per sample, as a list, an array or a 1-D tensor; copied.
-        progress: show a bar (rank 0 only) while the dataset is read.
+        progress: show progress (rank 0 only) while the dataset is read.
         backend: the kernel backend that sorts: a name, a backend, or None for the usual choice.
 
     Raises:

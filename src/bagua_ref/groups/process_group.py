@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from bagua_ref.base import runtime
-from bagua_ref.base.runtime import Identity, World, current_world
+from bagua_ref.base.launch_environment import Identity
+from bagua_ref.base.runtime import World, current_world
 from bagua_ref.communicators.base import Communicator, NonMember
 from bagua_ref.communicators.gloo_sockets import let_gloo_rest
 from bagua_ref.communicators.job_store import TorchDistributedTransport, connect_job
@@ -26,16 +27,6 @@ from bagua_ref.env import checked_timeout, get_default_timeout
 from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.types import Transport
 
-__all__ = [
-    "BaguaProcessGroup",
-    "MaybeCommunicator",
-    "destroy_process_group",
-    "from_torch_group",
-    "get_communicator",
-    "init_process_group",
-    "is_initialized",
-    "new_group",
-]
 MaybeCommunicator = Communicator | NonMember
 
 

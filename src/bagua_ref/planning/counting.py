@@ -32,7 +32,8 @@ from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.chunks import ChunkCoder
 from bagua_ref.backends.codec import Codec
 from bagua_ref.backends.reference import ReferenceBackend
-from bagua_ref.base.runtime import Identity, World, use_world
+from bagua_ref.base.launch_environment import Identity
+from bagua_ref.base.runtime import World, use_world
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.data_parallel.training import Options
 from bagua_ref.data_parallel.wrapping import context_of, wrap

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from bagua_ref.base.runtime import Identity, use_world
+from bagua_ref.base.launch_environment import Identity
+from bagua_ref.base.runtime import use_world
 from bagua_ref.errors import RankCall
 from bagua_ref.formulas.costs import LinkCosts
 from bagua_ref.simulation.communicator import SimulatedNetwork, SimulatedTransport

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from bagua_ref.base.runtime import Identity, World, current_world
+from bagua_ref.base.launch_environment import Identity
+from bagua_ref.base.runtime import World, current_world
 from bagua_ref.simulation.communicator import SimulatedTransport
 from bagua_ref.simulation.scheduler import Scheduler
 from bagua_ref.simulation.tasks import Task, Ticket, place

@@ -25,7 +25,8 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-from bagua_ref.base.runtime import Identity, current_world, find_free_port
+from bagua_ref.base.launch_environment import Identity
+from bagua_ref.base.runtime import current_world, find_free_port
 from bagua_ref.communicators.processes import machine, node_name
 from bagua_ref.communicators.rendezvous import Prefixed, another_connection
 from bagua_ref.contrib.cache.client import connect

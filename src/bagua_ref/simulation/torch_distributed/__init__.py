@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from bagua_ref.base.runtime import Identity
+from bagua_ref.base.launch_environment import Identity
 from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.communicator import SimulatedNetwork
 from bagua_ref.simulation.rank_world import rank_world
